@@ -1,11 +1,14 @@
-"""Evaluate a run's checkpoint, or a model with timm's weights or a file's; exact on any number of devices.
+"""Evaluate a run's checkpoint, or a model with timm's weights or a file's; exact on any number of
+devices.
 
     python evaluate.py run=<run folder>                                       repeats its numbers
-    python evaluate.py run=<run folder> data.root=/other/images parallel=ddp  on other data, on all devices
-    python evaluate.py run=<run folder> predictions=predictions.csv           a line per image, too
-    python evaluate.py model.name=resnet50 model.pretrained=true data=folder data.root=/data/imagenet
+    python evaluate.py run=<run folder> data.root=/other/images parallel=ddp  on other data, on all
+    devices python evaluate.py run=<run folder> predictions=predictions.csv           a line per
+    image, too python evaluate.py model.name=resnet50 model.pretrained=true data=folder
+    data.root=/data/imagenet
 
-Accepts train.py's keys of data, parallel and, without a run, model. A shell loop evaluates several runs:
+Accepts train.py's keys of data, parallel and, without a run, model. A shell loop evaluates several
+runs:
 
     for run in outputs/train/*/*; do python evaluate.py run=$run split=test; done
 """
@@ -25,20 +28,29 @@ from timm_parallel.machine.ranks import Ranks, ranks_from_environment
 
 @errors_in_one_line
 def main(arguments: list[str]) -> int:
-    """Evaluate and print a JSON line per split and set of weights. Return the exit code: 0 done, 2 refused."""
+    """Evaluate and print a JSON line per split and set of weights. Return the exit code: 0 done, 2
+    refused.
+    """
     if {"-m", "--multirun"} & {*arguments}:
         raise ValueError(
-            "-m: evaluate.py takes one run; use a shell loop over run=… (python evaluate.py --help shows one)"
+            "-m: evaluate.py takes one run; use a shell loop over run=… (python evaluate.py "
+            "--help shows one)"
         )
     parser = CommandLine(__doc__)
     parser.add_argument("--run", type=Path, help="run folder")
     parser.add_argument("--split", choices=["val", "test", "all"], default="all")
-    parser.add_argument("--checkpoint", help="best, last or a file (default: what result.json names, else the newest)")
-    parser.add_argument("--weights", choices=["model", "ema"], help="raw or averaged weights (default: both)")
+    parser.add_argument(
+        "--checkpoint",
+        help="best, last or a file (default: what result.json names, else the newest)",
+    )
+    parser.add_argument(
+        "--weights", choices=["model", "ema"], help="raw or averaged weights (default: both)"
+    )
     parser.add_argument(
         "--predictions",
         type=Path,
-        help="CSV file with a line per image: path, label and the five best classes (with several labels: all classes)",
+        help="CSV file with a line per image: path, label and the five best classes (with several "
+        "labels: all classes)",
     )
     given, overrides = parser.parse_known_intermixed_args(arguments)
     return _evaluate(given, overrides, arguments)
@@ -67,7 +79,14 @@ def _evaluate(given: argparse.Namespace, overrides: list[str], arguments: list[s
     ranks = ranks or Ranks()
     store = open_store(ranks) if config.parallel.has_ranks else None
     for split, numbers in evaluate_config(
-        config, given.run, given.split, given.checkpoint, ranks, store, given.predictions, given.weights
+        config,
+        given.run,
+        given.split,
+        given.checkpoint,
+        ranks,
+        store,
+        given.predictions,
+        given.weights,
     ):
         if ranks.is_first:
             print(json.dumps({"split": split, **numbers}), flush=True)

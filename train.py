@@ -1,7 +1,8 @@
 """Train a timm model: `python train.py [key=value …]`, or the same under torchrun. See --help.
 
-Short on purpose: this file composes and checks the config once, before torch is imported. Then ranks start as separate
-processes and read the saved config of their run folder (timm_parallel/launch/). src/train/run.py does the training.
+Short on purpose: this file composes and checks the config once, before torch is imported. Then
+ranks start as separate processes and read the saved config of their run folder
+(timm_parallel/launch/). src/train/run.py does the training.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from timm_parallel.machine.signals import signal_handlers
 
 
 def main() -> int:
-    """Train, sweep or print help. Return the exit code: 0 done, 1 failed, 2 refused, 128 + N if signal N stopped it."""
+    """Train, sweep or print help. Return the exit code: 0 done, 1 failed, 2 refused, 128 + N if
+    signal N stopped it.
+    """
     try:
         ranks = ranks_from_environment(os.environ)
         if ranks is not None and not ranks.is_first:
@@ -53,7 +56,9 @@ def main() -> int:
 
 @contextlib.contextmanager
 def _interrupted_by_signals() -> Iterator[None]:
-    """Raise KeyboardInterrupt on a stop signal, so that a sweep removes its folder if its jobs are not written yet."""
+    """Raise KeyboardInterrupt on a stop signal, so that a sweep removes its folder if its jobs are
+    not written yet.
+    """
 
     def interrupt(number: int, frame: FrameType | None) -> NoReturn:
         raise KeyboardInterrupt(number)
@@ -67,14 +72,25 @@ def _signal_of(interrupt: KeyboardInterrupt) -> signal.Signals:
 
 
 def _lead(ranks: Ranks | None) -> int:
-    """Parse the command line and run, as rank 0 or the only process. Reports errors to the other ranks, which wait."""
+    """Parse the command line and run, as rank 0 or the only process. Reports errors to the other
+    ranks, which wait.
+    """
     try:
         arguments = _parse(sys.argv[1:])
         if arguments.experimental_rerun is not None:
             raise ValueError(
-                "--experimental-rerun: unpickles a file, which may run any code; use --config-path <run folder>"
+                "--experimental-rerun: unpickles a file, which may run any code; use "
+                "--config-path <run folder>"
             )
-        if any((arguments.help, arguments.hydra_help, arguments.cfg, arguments.info, arguments.shell_completion)):
+        if any(
+            (
+                arguments.help,
+                arguments.hydra_help,
+                arguments.cfg,
+                arguments.info,
+                arguments.shell_completion,
+            )
+        ):
             return _show_with_hydra(arguments)
         return (_sweep if arguments.multirun else _run)(arguments, ranks)
     except ValueError as error:
@@ -97,7 +113,8 @@ def _parse(command_line: list[str]) -> Any:
                 "--local-rank: torch.distributed.launch is not supported; "
                 "start the ranks with torchrun --nproc-per-node N train.py parallel=ddp"
             )
-        # The first word with dashes that is no option of Hydra, nor the start of just one: --lr=0.1, -j, --config.
+        # The first word with dashes that is no option of Hydra, nor the start of just one:
+        # --lr=0.1, -j, --config.
         options = list(parser._option_string_actions)
         for word in command_line:
             name = word.partition("=")[0]
@@ -117,13 +134,21 @@ def _parse(command_line: list[str]) -> Any:
 
 
 def _run(arguments: Any, ranks: Ranks | None) -> int:
-    """Compose and check the config, create or reopen the run folder, start the ranks (under torchrun: run rank 0)."""
+    """Compose and check the config, create or reopen the run folder, start the ranks (under
+    torchrun: run rank 0).
+    """
     from src.data.check import check_batch, check_data
     from timm_parallel.cluster.slurm import check_scheduler, submit
     from timm_parallel.config.compose import run_in_hydra
     from timm_parallel.config.resolve import notices, resolve
     from timm_parallel.launch.job import record_interruption, run_job
-    from timm_parallel.launch.resume import check_resumable, compose_run, folder_to_resume, records_of, restore_records
+    from timm_parallel.launch.resume import (
+        check_resumable,
+        compose_run,
+        folder_to_resume,
+        records_of,
+        restore_records,
+    )
     from timm_parallel.launch.torchrun import negotiate, remembered_folder, run_rank_zero
     from timm_parallel.machine.files import claim_folder
     from timm_parallel.machine.lock import lock_folder
@@ -154,7 +179,9 @@ def _run(arguments: Any, ranks: Ranks | None) -> int:
             if config.print_config:
                 print_config(command.config, config)
             if ranks is not None:
-                code = run_in_hydra(command, folder, lambda: run_rank_zero(run_training, config, folder, ranks))
+                code = run_in_hydra(
+                    command, folder, lambda: run_rank_zero(run_training, config, folder, ranks)
+                )
             else:
                 code = run_in_hydra(command, folder, lambda: run_job(config, folder))
             if is_resumed and code == 2:
@@ -175,7 +202,10 @@ def _sweep(arguments: Any, ranks: Ranks | None) -> int:
     from timm_parallel.lab.multirun import run_multirun
 
     if ranks is not None:
-        raise ValueError(f"--multirun: a sweep starts its own ranks; run python train.py -m … without {starter()}")
+        raise ValueError(
+            "--multirun: a sweep starts its own ranks; run python train.py -m … without "
+            f"{starter()}"
+        )
     return run_multirun(arguments, training_size, check_data)
 
 
@@ -185,17 +215,27 @@ def _show_with_hydra(arguments: Any) -> int:
 
     from timm_parallel.config.compose import check_package, compose_command, store_schema
 
-    chosen = (arguments.overrides, arguments.config_path, arguments.config_name, arguments.config_dir)
+    chosen = (
+        arguments.overrides,
+        arguments.config_path,
+        arguments.config_name,
+        arguments.config_dir,
+    )
     if not (arguments.shell_completion or (arguments.help and not any(chosen))):
-        # Refuse in one line, before Hydra imports the classes that a config names. A bare --help has nothing to refuse.
-        composed = argparse.Namespace(**{**vars(arguments), "multirun": arguments.multirun or not arguments.cfg})
+        # Refuse in one line, before Hydra imports the classes that a config names. A bare --help
+        # has nothing to refuse.
+        composed = argparse.Namespace(
+            **{**vars(arguments), "multirun": arguments.multirun or not arguments.cfg}
+        )
         check_package(arguments.package, arguments.cfg, compose_command(composed).tree)
     store_schema()
     shown = io.StringIO()
     try:
         # Captured, because --resolve would print secrets.
         with contextlib.redirect_stdout(shown):
-            hydra.main(version_base="1.3", config_path="conf", config_name="train")(lambda tree: None)()
+            hydra.main(version_base="1.3", config_path="conf", config_name="train")(
+                lambda tree: None
+            )()
     finally:
         print(hide(shown.getvalue()), end="")
     return 0

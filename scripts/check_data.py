@@ -1,11 +1,12 @@
 """Check a dataset before training on it.
 
-    python scripts/check_data.py data=folder data.root=/data/flowers
-    python scripts/check_data.py data=csv data.root=/data/flowers/labels.csv data.val_fraction=0.2 page=flowers.html
+    python scripts/check_data.py data=folder data.root=/data/flowers python scripts/check_data.py
+    data=csv data.root=/data/flowers/labels.csv data.val_fraction=0.2 page=flowers.html
 
-Finds unreadable images, exact duplicates within a split and across splits, groups in two splits, equal images with different
-labels, and classes without an image in a split. Shows class counts, sizes and modes. Takes train.py's keys. Exit code: 0 no
-problem, 1 problems, 2 the request is refused.
+Finds unreadable images, exact duplicates within a split and across splits, groups in two splits,
+equal images with different labels, and classes without an image in a split. Shows class counts,
+sizes and modes. Takes train.py's keys. Exit code: 0 no problem, 1 problems, 2 the request is
+refused.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a file: Python adds scripts/, not the root
+sys.path.insert(
+    0, str(Path(__file__).resolve().parent.parent)
+)  # run as a file: Python adds scripts/, not the root
 
 from timm_parallel.config.arguments import CommandLine, errors_in_one_line
 
@@ -24,7 +27,9 @@ def main(argv: list[str]) -> int:
     parser = CommandLine(__doc__)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for train.py")
     parser.add_argument("--output", type=Path, help="JSON file with everything")
-    parser.add_argument("--page", type=Path, help="HTML file with thumbnails of problems and of each class")
+    parser.add_argument(
+        "--page", type=Path, help="HTML file with thumbnails of problems and of each class"
+    )
     arguments = parser.parse_intermixed_args(argv)
     for option, path in (("output", arguments.output), ("page", arguments.page)):
         if path is not None and path.is_dir():

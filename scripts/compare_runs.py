@@ -1,8 +1,9 @@
-"""Compare the training of two runs: `python scripts/compare_runs.py <run> <run> [--tolerance 1e-3]`.
+"""Compare the training of two runs: `python scripts/compare_runs.py <run> <run> [--tolerance
+1e-3]`.
 
-Compares the curves in their metrics.jsonl, except those of time and memory. Exit code 0 if they agree within the tolerance
-(relative to the larger value); 1 if they differ, with the first step of each difference; 2 for runs that cannot be compared,
-because length, data or batch differ.
+Compares the curves in their metrics.jsonl, except those of time and memory. Exit code 0 if they
+agree within the tolerance (relative to the larger value); 1 if they differ, with the first step of
+each difference; 2 for runs that cannot be compared, because length, data or batch differ.
 """
 
 from __future__ import annotations
@@ -21,7 +22,12 @@ from timm_parallel.record.curves import compare
 def main(argv: list[str]) -> int:
     parser = CommandLine(__doc__)
     parser.add_argument("runs", nargs=2, type=Path, help="run folders")
-    parser.add_argument("--tolerance", type=number(), default=1e-3, help="largest relative difference (default: 1e-3)")
+    parser.add_argument(
+        "--tolerance",
+        type=number(),
+        default=1e-3,
+        help="largest relative difference (default: 1e-3)",
+    )
     arguments = parser.parse_intermixed_args(argv)
     first, second = arguments.runs
     curves = compare(first, second, arguments.tolerance)
@@ -29,8 +35,14 @@ def main(argv: list[str]) -> int:
     for curve in curves:
         verdict = "agree"
         if curve.differs_at is not None:
-            verdict = f"differ from step {curve.differs_at} on: {curve.values[0]:g} and {curve.values[1]:g}"
-        print(f"{curve.name:<{width}}  {curve.points:>5} points  largest difference {curve.largest:.2e}  {verdict}")
+            verdict = (
+                f"differ from step {curve.differs_at} on: {curve.values[0]:g} and "
+                f"{curve.values[1]:g}"
+            )
+        print(
+            f"{curve.name:<{width}}  {curve.points:>5} points  largest difference "
+            f"{curve.largest:.2e}  {verdict}"
+        )
     return 1 if any(curve.differs_at is not None for curve in curves) else 0
 
 

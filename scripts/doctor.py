@@ -1,7 +1,8 @@
-"""Check this machine and print the command to start with, or what to fix: `python scripts/doctor.py [--json]`.
+"""Check this machine and print the command to start with, or what to fix: `python scripts/doctor.py
+[--json]`.
 
-It tries a step with every strategy that can run here, and needs neither network nor GPU. Exit code 1 if training could not
-start.
+It tries a step with every strategy that can run here, and needs neither network nor GPU. Exit code
+1 if training could not start.
 """
 
 from __future__ import annotations
@@ -16,13 +17,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 def main(argv: list[str]) -> int:
     # This script may be started with any Python.
     if sys.version_info < (3, 11):  # noqa: UP036
-        print(f"Python {sys.version.split()[0]}: too old; make PYTHON=python3.12 VENV=.venv312 doctor", file=sys.stderr)
+        print(
+            f"Python {sys.version.split()[0]}: too old; make PYTHON=python3.12 VENV=.venv312 "
+            "doctor",
+            file=sys.stderr,
+        )
         return 1
     try:
         from timm_parallel.config.arguments import CommandLine, errors_in_one_line
         from timm_parallel.lab.doctor.examine import examine
     except ModuleNotFoundError as error:
-        print(f"{error.name} is not installed: make doctor, or pip install -r requirements.txt", file=sys.stderr)
+        print(
+            f"{error.name} is not installed: make doctor, or pip install -r requirements.txt",
+            file=sys.stderr,
+        )
         return 1
     parser = CommandLine(__doc__)
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")

@@ -1,6 +1,8 @@
-"""Print a hash of the library: the names and contents of timm_parallel, without files that git ignores.
+"""Print a hash of the library: the names and contents of timm_parallel, without files that git
+ignores.
 
-`make test` of a fork compares it with .template.json, and leaves the library's tests out if it is the template's.
+`make test` of a fork compares it with .template.json, and leaves the library's tests out if it is
+the template's.
 """
 
 from __future__ import annotations
@@ -13,8 +15,21 @@ LIBRARY = ("timm_parallel",)
 
 
 def engine_hash(root: Path) -> str:
-    """Hash the library in the working tree of the repository `root`, with changes that are not committed."""
-    command = ["git", "-C", str(root), "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", *LIBRARY]
+    """Hash the library in the working tree of the repository `root`, with changes that are not
+    committed.
+    """
+    command = [
+        "git",
+        "-C",
+        str(root),
+        "ls-files",
+        "-z",
+        "--cached",
+        "--others",
+        "--exclude-standard",
+        "--",
+        *LIBRARY,
+    ]
     names = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\0")
     digest = hashlib.sha256()
     for name in sorted({*names} - {""}):

@@ -4,9 +4,10 @@
     python scripts/export.py run=<run folder> format=onnx
     python scripts/export.py run=<run folder> format=hub
 
-safetensors writes model.safetensors and config.json (class names, data config), which timm loads; hub also writes a model
-card, and transformers loads the folder too; onnx and torch_export write one file. Prints the Python that loads them. The
-model returns scores: probabilities are their softmax, or with train.loss=bce the sigmoid of each.
+safetensors writes model.safetensors and config.json (class names, data config), which timm loads;
+hub also writes a model card, and transformers loads the folder too; onnx and torch_export write one
+file. Prints the Python that loads them. The model returns scores: probabilities are their softmax,
+or with train.loss=bce the sigmoid of each.
 """
 
 from __future__ import annotations
@@ -27,17 +28,30 @@ ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 
 @errors_in_one_line
 def main(argv: list[str]) -> int:
-    """Export the model of a run. Return the exit code: 0 done, 1 the export differs from the model, 2 refused."""
+    """Export the model of a run. Return the exit code: 0 done, 1 the export differs from the model,
+    2 refused.
+    """
     parser = CommandLine(__doc__)
     parser.add_argument("--run", type=Path, required=True, help="run folder")
-    parser.add_argument("--format", choices=["safetensors", "torch_export", "onnx", "hub"], default="safetensors")
-    parser.add_argument("--output", type=Path, help="folder (default: <run folder>/export, of hub <run folder>/hub)")
+    parser.add_argument(
+        "--format", choices=["safetensors", "torch_export", "onnx", "hub"], default="safetensors"
+    )
+    parser.add_argument(
+        "--output", type=Path, help="folder (default: <run folder>/export, of hub <run folder>/hub)"
+    )
     parser.add_argument("--checkpoint", help="best, last or a file")
-    parser.add_argument("--weights", choices=["model", "ema"], help="default: those that checkpoint.metric evaluates")
+    parser.add_argument(
+        "--weights",
+        choices=["model", "ema"],
+        help="default: those that checkpoint.metric evaluates",
+    )
     given = parser.parse_intermixed_args(argv)
     missing = [name for name in ONNX_PACKAGES if find_spec(name) is None]
     if given.format == "onnx" and missing:
-        raise ValueError(f"format=onnx: {', '.join(missing)}: not installed; pip install -r requirements-export.txt")
+        raise ValueError(
+            f"format=onnx: {', '.join(missing)}: not installed; pip install -r "
+            "requirements-export.txt"
+        )
 
     import torch
 
@@ -53,13 +67,22 @@ def main(argv: list[str]) -> int:
     except RuntimeError as error:
         print(f"export.py: {' '.join(mask(str(error)).split())}", file=sys.stderr)
         return 1
-    print(f"wrote {folder} from {trained.checkpoint} ({trained.weights} weights; outputs verified equal). Load with:")
+    print(
+        f"wrote {folder} from {trained.checkpoint} ({trained.weights} weights; outputs verified "
+        "equal). Load with:"
+    )
     for line in loaded_by:
         print(f"  {line}")
     if loaded_by[0].startswith("timm."):
-        print("note: apply the EXIF rotation and convert 16-bit images to 8 bits first; timm's transform does neither")
+        print(
+            "note: apply the EXIF rotation and convert 16-bit images to 8 bits first; timm's "
+            "transform does neither"
+        )
     if given.format == "hub":
-        print(f"choose a license in {folder / 'README.md'} and read it, because it has your command; then upload with")
+        print(
+            f"choose a license in {folder / 'README.md'} and read it, because it has your "
+            "command; then upload with"
+        )
         print(f"  hf upload '<user>/<name>' {shlex.quote(str(folder))} .")
     return 0
 

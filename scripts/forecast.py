@@ -1,7 +1,9 @@
-"""Forecast the speed on more devices from the device counts of a sweep: `python scripts/forecast.py <sweep folder>`.
+"""Forecast the speed on more devices from the device counts of a sweep: `python scripts/forecast.py
+<sweep folder>`.
 
-Prints images per second and efficiency for 2 to 1,024 devices, strong and weak, with an interval, and the error for counts
-left out of the fit (docs/forecast.md). --bandwidth-gbps, --latency-us and --devices-per-node describe another link.
+Prints images per second and efficiency for 2 to 1,024 devices, strong and weak, with an interval,
+and the error for counts left out of the fit (docs/forecast.md). --bandwidth-gbps, --latency-us and
+--devices-per-node describe another link.
 """
 
 from __future__ import annotations
@@ -21,30 +23,50 @@ from timm_parallel.config.arguments import CommandLine, counts, errors_in_one_li
 @errors_in_one_line
 def main(argv: list[str]) -> int:
     parser = CommandLine(__doc__)
-    parser.add_argument("folder", type=Path, help="a sweep over parallel.devices, with single or ddp")
+    parser.add_argument(
+        "folder", type=Path, help="a sweep over parallel.devices, with single or ddp"
+    )
     parser.add_argument("--devices", type=counts, help="e.g. 2,16,10000 (default: 2 to 1024)")
     parser.add_argument(
-        "--bandwidth-gbps", type=number(above=0), help="of a link between nodes, in 10^9 bits per second"
+        "--bandwidth-gbps",
+        type=number(above=0),
+        help="of a link between nodes, in 10^9 bits per second",
     )
-    parser.add_argument("--latency-us", type=number(), help="of a message between nodes, in microseconds")
     parser.add_argument(
-        "--devices-per-node", type=number(int, least=1), help="devices joined by the measured link (default: 1)"
+        "--latency-us", type=number(), help="of a message between nodes, in microseconds"
+    )
+    parser.add_argument(
+        "--devices-per-node",
+        type=number(int, least=1),
+        help="devices joined by the measured link (default: 1)",
     )
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     arguments = parser.parse_intermixed_args(argv)
     from timm_parallel.lab.forecast.model import COUNTS
     from timm_parallel.lab.forecast.table import as_text, forecast_sweep
 
-    answers = forecast_sweep(arguments.folder, counts=arguments.devices or COUNTS, **link(arguments))
-    print(json.dumps(answers, indent=2, default=asdict) if arguments.json else "\n".join(as_text(answers)))
+    answers = forecast_sweep(
+        arguments.folder, counts=arguments.devices or COUNTS, **link(arguments)
+    )
+    print(
+        json.dumps(answers, indent=2, default=asdict)
+        if arguments.json
+        else "\n".join(as_text(answers))
+    )
     return 0
 
 
 def link(arguments: Any) -> dict[str, float | None]:
     """Convert the link options of the command line to bytes per second and seconds."""
-    gbps, microseconds, per_node = arguments.bandwidth_gbps, arguments.latency_us, arguments.devices_per_node
+    gbps, microseconds, per_node = (
+        arguments.bandwidth_gbps,
+        arguments.latency_us,
+        arguments.devices_per_node,
+    )
     if per_node is not None and gbps is None and microseconds is None:
-        raise ValueError(f"devices-per-node={per_node}: needs the link between nodes; give bandwidth-gbps too")
+        raise ValueError(
+            f"devices-per-node={per_node}: needs the link between nodes; give bandwidth-gbps too"
+        )
     return {
         "bandwidth": None if gbps is None else gbps * 1e9 / 8,
         "latency": None if microseconds is None else microseconds / 1e6,

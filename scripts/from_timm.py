@@ -1,7 +1,8 @@
-"""From timm's train.py: `python scripts/from_timm.py args.yaml` writes an experiment that trains as its run did.
+"""From timm's train.py: `python scripts/from_timm.py args.yaml` writes an experiment that trains as
+its run did.
 
-The file is the args.yaml in a run's folder, or what `--config` reads: an argument that it leaves out has timm's default.
-Prints what has no equivalent here, and what differs although it is set.
+The file is the args.yaml in a run's folder, or what `--config` reads: an argument that it leaves
+out has timm's default. Prints what has no equivalent here, and what differs although it is set.
 """
 
 from __future__ import annotations
@@ -17,16 +18,28 @@ from typing import Any
 
 import yaml
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a file: Python adds scripts/, not the root
+sys.path.insert(
+    0, str(Path(__file__).resolve().parent.parent)
+)  # run as a file: Python adds scripts/, not the root
 
 from src.schema import Config
 from timm_parallel.config.arguments import CommandLine, errors_in_one_line, parse_command_line
 from timm_parallel.config.compose import CONF, compose_command
 from timm_parallel.keys import leaves
 
-TABLE: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
-RENAMED = {"jsd": "jsd_loss", "native_amp": "amp", "apex_amp": "amp"}  # by older versions of train.py
-PARTS = ("same", "without_meaning", "missing")  # of TABLE, with a default and a key or reason in each row
+TABLE: dict[str, dict[str, Any]] = yaml.safe_load(
+    Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
+)
+RENAMED = {
+    "jsd": "jsd_loss",
+    "native_amp": "amp",
+    "apex_amp": "amp",
+}  # by older versions of train.py
+PARTS = (
+    "same",
+    "without_meaning",
+    "missing",
+)  # of TABLE, with a default and a key or reason in each row
 ROOT = "data.root=."  # a config without a folder is refused
 CYCLIC = ("cosine", "tanh", "poly")
 METRICS = {"top1": "val/acc", "top5": "val/acc5", "loss": "val/loss"}
@@ -37,7 +50,9 @@ class TimmArguments:
     """Arguments of a run of timm's train.py, with notes on how each was converted."""
 
     def __init__(self, given: Settings) -> None:
-        self.values: Settings = {name: row[0] for part in PARTS for name, row in TABLE[part].items()}
+        self.values: Settings = {
+            name: row[0] for part in PARTS for name, row in TABLE[part].items()
+        }
         self.values |= TABLE["converted"]
         self.differences: list[str] = []
         for written, value in given.items():
@@ -45,8 +60,16 @@ class TimmArguments:
             if name in self.values and (name == written or value):
                 self.values[name] = value if isinstance(self.values[name], str) else _number(value)
         # An argument that is off has no effect, whatever it is.
-        unknown = {name: value for name, value in given.items() if value and RENAMED.get(name, name) not in self.values}
-        lost = [f"{name}={value}" for name, value in unknown.items() if TABLE["removed"].get(name) != value]
+        unknown = {
+            name: value
+            for name, value in given.items()
+            if value and RENAMED.get(name, name) not in self.values
+        }
+        lost = [
+            f"{name}={value}"
+            for name, value in unknown.items()
+            if TABLE["removed"].get(name) != value
+        ]
         if lost:
             self.note_missing(", ".join(lost), "this script knows no such argument")
         for name, (default, instead) in TABLE["missing"].items():
@@ -55,10 +78,15 @@ class TimmArguments:
         if self.no_aug:
             self.values |= TABLE["no_aug"]
         self.mixes = bool(self.mixup or self.cutmix or self.cutmix_minmax)
-        # With --bce-loss, timm took the cross entropy if there was neither mixup nor smoothing; with --loss it does not.
-        self.values["bce_loss"] = self.loss == "bce" or (self.bce_loss and (self.mixes or self.smoothing > 0))
+        # With --bce-loss, timm took the cross entropy if there was neither mixup nor smoothing;
+        # with --loss it does not.
+        self.values["bce_loss"] = self.loss == "bce" or (
+            self.bce_loss and (self.mixes or self.smoothing > 0)
+        )
         if self.loss not in (None, "", "ce", "bce"):
-            self.note_missing(f"loss={self.loss}", "train.loss=asl of train=multilabel, or a loss of your own")
+            self.note_missing(
+                f"loss={self.loss}", "train.loss=asl of train=multilabel, or a loss of your own"
+            )
 
     def __getattr__(self, name: str) -> Any:
         return self.values[name]
@@ -70,15 +98,25 @@ class TimmArguments:
         self.differences.append(f"Without an equivalent here: {argument}; {instead or 'left out'}")
 
     def has_effect(self, name: str, default: Any, key: str, needed: Sequence[str] = ()) -> bool:
-        """Return True if an argument changes something here. A constructor's argument at timm's default does not."""
+        """Return True if an argument changes something here. A constructor's argument at timm's
+        default does not.
+        """
         if "kwargs." in key and self.values[name] == default:
             return False
-        return not needed or any(f"sched={self.sched}" == need or self.values.get(need) for need in needed)
+        return not needed or any(
+            f"sched={self.sched}" == need or self.values.get(need) for need in needed
+        )
 
 
 def convert(args: TimmArguments) -> Settings:
-    """Convert timm's arguments to settings of this project, and record in `args` those that differ."""
-    settings = {row[1]: args.values[name] for name, row in TABLE["same"].items() if args.has_effect(name, *row)}
+    """Convert timm's arguments to settings of this project,
+    and record in `args` those that differ.
+    """
+    settings = {
+        row[1]: args.values[name]
+        for name, row in TABLE["same"].items()
+        if args.has_effect(name, *row)
+    }
     for part in (_data, _model, _augment, _optim, _schedule, _train):
         settings |= part(args)
     return settings
@@ -90,19 +128,26 @@ def _data(args: TimmArguments) -> Settings:
         settings["data.root"] = root
     if args.input_size is not None:
         channels, height, width = args.input_size
-        settings |= {"model.in_chans": channels if channels != 3 else None, "data.image_size": height}
+        settings |= {
+            "model.in_chans": channels if channels != 3 else None,
+            "data.image_size": height,
+        }
         if height != width:
             args.note_missing(f"input_size={args.input_size}", "images are square")
     for name in ("mean", "std"):
         values = args.values[name]
-        settings[f"data.{name}"] = values * (args.in_chans or 3) if values and len(values) == 1 else values
+        settings[f"data.{name}"] = (
+            values * (args.in_chans or 3) if values and len(values) == 1 else values
+        )
     settings["data.interpolation"] = args.interpolation or None
     kind = args.dataset.partition("/")[0]
     if kind in ("tfds", "hfids"):
         args.note_missing(f"dataset={args.dataset}", "a stream; use hfds/…, wds or a folder")
     elif kind not in ("torch", "hfds", "wds"):
         if args.train_split != "train" or args.val_split not in ("validation", "val"):
-            args.note_missing(f"train_split={args.train_split}, val_split={args.val_split}", "train/ and val/")
+            args.note_missing(
+                f"train_split={args.train_split}, val_split={args.val_split}", "train/ and val/"
+            )
     else:
         settings["data.name"] = args.dataset
         for name in ("train_split", "val_split", "dataset_download", "input_key", "target_key"):
@@ -113,7 +158,10 @@ def _data(args: TimmArguments) -> Settings:
 
 def _model(args: TimmArguments) -> Settings:
     weights = args.initial_checkpoint or args.pretrained_path or None
-    settings: Settings = {"model.weights": weights, "model.pretrained": args.pretrained and weights is None}
+    settings: Settings = {
+        "model.weights": weights,
+        "model.pretrained": args.pretrained and weights is None,
+    }
     settings |= {f"model.kwargs.{name}": value for name, value in args.model_kwargs.items()}
     settings["model.compile"] = args.torchcompile is not None and (args.torchcompile_mode or True)
     if args.torchcompile not in (None, "inductor"):
@@ -135,7 +183,10 @@ def _augment(args: TimmArguments) -> Settings:
     if args.mixup and (args.cutmix or args.cutmix_minmax):
         values["mixup_switch_prob"] = args.mixup_switch_prob
     if not (args.train_interpolation or args.interpolation):
-        args.note("training images are resized by bicubic; timm takes what the model's weights were made with")
+        args.note(
+            "training images are resized by bicubic; timm takes what the model's weights were "
+            "made with"
+        )
     if args.mixup_off_epoch >= _epochs(args):
         values["mixup_off_epoch"] = 0
     if args.reprob and args.mixes and not args.no_prefetcher:
@@ -147,8 +198,15 @@ def _optim(args: TimmArguments) -> Settings:
     settings: Settings = {f"optim.kwargs.{name}": value for name, value in args.opt_kwargs.items()}
     if args.lr:
         return {**settings, "optim.lr": args.lr, "optim.lr_rule": "none"}
-    rule = args.lr_base_scale or ("sqrt" if any(part in args.opt.lower() for part in ("ada", "lamb")) else "linear")
-    return {**settings, "optim.lr": args.lr_base, "optim.lr_rule": rule, "optim.lr_base_batch": args.lr_base_size}
+    rule = args.lr_base_scale or (
+        "sqrt" if any(part in args.opt.lower() for part in ("ada", "lamb")) else "linear"
+    )
+    return {
+        **settings,
+        "optim.lr": args.lr_base,
+        "optim.lr_rule": rule,
+        "optim.lr_base_batch": args.lr_base_size,
+    }
 
 
 def _schedule(args: TimmArguments) -> Settings:
@@ -159,7 +217,9 @@ def _schedule(args: TimmArguments) -> Settings:
     elif args.sched not in ("constant", "wsd", "rsqrt"):
         settings["optim.warmup_prefix"] = args.warmup_prefix or not args.warmup_epochs
     if args.sched == "multistep" and args.warmup_prefix:
-        settings["optim.decay_milestones"] = [epoch + args.warmup_epochs for epoch in args.decay_milestones]
+        settings["optim.decay_milestones"] = [
+            epoch + args.warmup_epochs for epoch in args.decay_milestones
+        ]
     if args.lr_cycle_limit > 1 and args.sched in CYCLIC:
         cycles = {"cycle_limit": args.lr_cycle_limit, "cycle_decay": args.lr_cycle_decay}
         settings |= {f"optim.sched_kwargs.{name}": value for name, value in cycles.items()}
@@ -171,7 +231,9 @@ def _schedule(args: TimmArguments) -> Settings:
 
 
 def _epochs(args: TimmArguments) -> int:
-    """Return the total epochs that timm trains: with cycles, cool-down, and warm-up if --warmup-prefix is set."""
+    """Return the total epochs that timm trains: with cycles, cool-down, and warm-up if
+    --warmup-prefix is set.
+    """
     epochs = args.epochs
     if args.sched in CYCLIC:
         cycles = sum(args.epochs * args.lr_cycle_mul**cycle for cycle in range(args.lr_cycle_limit))
@@ -183,24 +245,36 @@ def _train(args: TimmArguments) -> Settings:
     if args.eval_metric not in METRICS:
         args.note_missing(f"eval_metric={args.eval_metric}", "written as val/acc")
     if args.dist_bn == "reduce" and not (args.sync_bn or args.no_ddp_bb):
-        args.note("each rank keeps its own BatchNorm averages until their mean; timm sends rank 0's in each step")
+        args.note(
+            "each rank keeps its own BatchNorm averages until their mean; timm sends rank 0's in "
+            "each step"
+        )
     return {
         "task_name": args.experiment or f"timm_{re.sub(r'[^A-Za-z0-9_]', '_', args.model)}",
-        "train.precision": ("bf16" if args.amp_dtype == "bfloat16" else "fp16") if args.amp else "tf32",
+        "train.precision": ("bf16" if args.amp_dtype == "bfloat16" else "fp16")
+        if args.amp
+        else "tf32",
         "train.loss": "bce" if args.bce_loss else "ce",
         "parallel.dist_bn": None if args.sync_bn else args.dist_bn or None,
-        "checkpoint.metric": METRICS.get(args.eval_metric, "val/acc") + "_ema" * bool(args.model_ema),
+        "checkpoint.metric": METRICS.get(args.eval_metric, "val/acc")
+        + "_ema" * bool(args.model_ema),
         "checkpoint.every_steps": args.recovery_interval or None,
     }
 
 
 def _number(value: Any) -> Any:
     """Convert text such as 5e-4, which YAML reads as text and argparse as a number, to a number."""
-    return float(value) if isinstance(value, str) and re.fullmatch(r"[-+]?[\d.]+([eE][-+]?\d+)?", value) else value
+    return (
+        float(value)
+        if isinstance(value, str) and re.fullmatch(r"[-+]?[\d.]+([eE][-+]?\d+)?", value)
+        else value
+    )
 
 
 def changes(settings: Settings) -> tuple[list[str], Settings]:
-    """Return config-group overrides (data=…), and the other settings to write, in the order of src/schema.py."""
+    """Return config-group overrides (data=…), and the other settings to write, in the order of
+    src/schema.py.
+    """
     options = ["data=timm" if "data.name" in settings else "data=folder", "parallel=ddp"]
     name = settings.get("data.name", "folder")
     command = compose_command(parse_command_line([*options, f"data.name={name}", ROOT]))
@@ -208,16 +282,25 @@ def changes(settings: Settings) -> tuple[list[str], Settings]:
     order = [key for key, _, _ in leaves(Config())]
 
     def is_default(key: str) -> bool:
-        return all(reduce(lambda tree, part: tree.get(part), key.split("."), base) == settings[key] for base in bases)
+        return all(
+            reduce(lambda tree, part: tree.get(part), key.split("."), base) == settings[key]
+            for base in bases
+        )
 
     def position(key: str) -> int:
-        return next(number for number, known in enumerate(order) if key == known or key.startswith(f"{known}."))
+        return next(
+            number
+            for number, known in enumerate(order)
+            if key == known or key.startswith(f"{known}.")
+        )
 
     keys = [key for key in settings if key.endswith("name") or not is_default(key)]
     return options, {key: settings[key] for key in sorted(keys, key=position)}
 
 
-def experiment(name: str, source: str, options: list[str], settings: Settings, args: TimmArguments) -> str:
+def experiment(
+    name: str, source: str, options: list[str], settings: Settings, args: TimmArguments
+) -> str:
     """Return the YAML text of the experiment file."""
     lines = [
         "# @package _global_",
@@ -226,7 +309,8 @@ def experiment(name: str, source: str, options: list[str], settings: Settings, a
     lines += [f"# {line}" for line in args.differences]
     lines.append(f"#   torchrun --nproc-per-node N train.py experiment={name} data.root=<folder>")
     lines.append(
-        "# N: the number of GPUs of timm's run, because the learning rate and data.batch_size_per_device are for them."
+        "# N: the number of GPUs of timm's run, because the learning rate and "
+        "data.batch_size_per_device are for them."
     )
     lines.append("# Expected: what timm's run reached.")
     lines += ["defaults:", *(f"  - override /{option.replace('=', ': ')}" for option in options)]
@@ -245,23 +329,33 @@ def experiment(name: str, source: str, options: list[str], settings: Settings, a
 def main(argv: list[str]) -> int:
     parser = CommandLine(__doc__)
     parser.add_argument("file", type=Path, metavar="args.yaml")
-    parser.add_argument("--output", type=Path, help="default: conf/experiment/<name of the run>.yaml")
+    parser.add_argument(
+        "--output", type=Path, help="default: conf/experiment/<name of the run>.yaml"
+    )
     given = parser.parse_intermixed_args(argv)
     try:
         values = yaml.safe_load(given.file.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError) as error:
         raise ValueError(f"{given.file}: not a readable YAML file ({error})") from None
     if not isinstance(values, dict):
-        raise ValueError(f"{given.file}: expected `argument: value` lines, as timm's train.py writes them")
+        raise ValueError(
+            f"{given.file}: expected `argument: value` lines, as timm's train.py writes them"
+        )
     args = TimmArguments(values)
     options, settings = changes(convert(args))
     output = given.output or CONF / "experiment" / f"{settings['task_name']}.yaml"
     if output.exists():
         raise ValueError(f"output={output}: exists; remove it or give another file")
-    output.write_text(experiment(output.stem, given.file.name, options, settings, args), encoding="utf-8")
+    output.write_text(
+        experiment(output.stem, given.file.name, options, settings, args), encoding="utf-8"
+    )
     print("\n".join([*args.differences, f"{output}: written"]))
-    words = [f"{'+' * ('kwargs.' in key)}{key}={json.dumps(value)}" for key, value in settings.items()]
-    compose_command(parse_command_line([*options, ROOT, *words]))  # refuses what train.py would refuse
+    words = [
+        f"{'+' * ('kwargs.' in key)}{key}={json.dumps(value)}" for key, value in settings.items()
+    ]
+    compose_command(
+        parse_command_line([*options, ROOT, *words])
+    )  # refuses what train.py would refuse
     return 0
 
 

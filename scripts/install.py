@@ -1,13 +1,15 @@
-"""Install a requirements file into the environment that runs this script: with uv, or with pip if uv fails.
+"""Install a requirements file into the environment that runs this script: with uv, or with pip if
+uv fails.
 
     .venv/bin/python scripts/install.py requirements.lock
 
-A file that ends in .lock has the hashes of all packages. Then a package that changed on the index, and one that no line names,
-is refused; so is a lock that does not fit requirements.txt.
+A file that ends in .lock has the hashes of all packages. Then a package that changed on the index,
+and one that no line names, is refused; so is a lock that does not fit requirements.txt.
 
-uv takes a third of pip's time for the same pins. It compiles what it installs, as pip does: with PYTHONDONTWRITEBYTECODE,
-which many images set, every process would otherwise compile torch and timm again, which takes longer than importing them.
-uv does not read pip's settings (a mirror in pip.conf, PIP_INDEX_URL), so this script passes them on.
+uv takes a third of pip's time for the same pins. It compiles what it installs, as pip does: with
+PYTHONDONTWRITEBYTECODE, which many images set, every process would otherwise compile torch and timm
+again, which takes longer than importing them. uv does not read pip's settings (a mirror in
+pip.conf, PIP_INDEX_URL), so this script passes them on.
 """
 
 from __future__ import annotations
@@ -32,29 +34,57 @@ UV_NAMES = {
 
 
 def main(requirements: str) -> int:
-    """Install a requirements file with uv, or else pip. Return the exit code of the last installer; 2: the lock is outdated."""
+    """Install a requirements file with uv, or else pip. Return the exit code of the last installer;
+    2: the lock is outdated.
+    """
     install = ["install", "-r", requirements]
     if requirements.endswith(".lock"):
         source = Path(requirements).with_suffix(".txt")
-        missing = out_of_step(source.read_text(encoding="utf-8"), Path(requirements).read_text(encoding="utf-8"))
+        missing = out_of_step(
+            source.read_text(encoding="utf-8"), Path(requirements).read_text(encoding="utf-8")
+        )
         if missing:
-            print(f"{requirements}: does not fit {source} ({', '.join(missing)}); run make lock", file=sys.stderr)
+            print(
+                f"{requirements}: does not fit {source} ({', '.join(missing)}); run make lock",
+                file=sys.stderr,
+            )
             return 2
         install.append("--require-hashes")
     print(f"installing {requirements} (minutes and about 6 GB for the first one)", flush=True)
-    pin = re.search(r"^uv==\S+", (ROOT / "requirements-dev.txt").read_text(encoding="utf-8"), re.MULTILINE)
+    pin = re.search(
+        r"^uv==\S+", (ROOT / "requirements-dev.txt").read_text(encoding="utf-8"), re.MULTILINE
+    )
     assert pin is not None
     if subprocess.run([*PIP, "install", pin.group()], check=False).returncode == 0:
-        listed = subprocess.run([*PIP, "config", "list"], capture_output=True, text=True, check=False).stdout
-        uv = [sys.executable, "-m", "uv", "pip", *install, "--quiet", "--python", sys.executable, "--compile-bytecode"]
-        if subprocess.run(uv, env={**settings_for_uv(listed), **os.environ}, check=False).returncode == 0:
+        listed = subprocess.run(
+            [*PIP, "config", "list"], capture_output=True, text=True, check=False
+        ).stdout
+        uv = [
+            sys.executable,
+            "-m",
+            "uv",
+            "pip",
+            *install,
+            "--quiet",
+            "--python",
+            sys.executable,
+            "--compile-bytecode",
+        ]
+        if (
+            subprocess.run(
+                uv, env={**settings_for_uv(listed), **os.environ}, check=False
+            ).returncode
+            == 0
+        ):
             return 0
         print("uv failed; trying pip", flush=True)
     return subprocess.run([*PIP, *install], check=False).returncode
 
 
 def out_of_step(requirements: str, lock: str) -> list[str]:
-    """Return the lines of a requirements file that its lock lacks, or has in another version or in several."""
+    """Return the lines of a requirements file that its lock lacks, or has in another version or in
+    several.
+    """
     versions: dict[str, set[str]] = {}
     for name, version in re.findall(r"^([\w.-]+)==([\w.+!-]+)", lock, re.MULTILINE):
         versions.setdefault(_canonical(name), set()).add(version)
@@ -73,7 +103,9 @@ def _canonical(name: str) -> str:
 
 
 def settings_for_uv(listed: str) -> dict[str, str]:
-    """Convert the output of `pip config list`, such as `global.index-url='https://…'`, to variables of uv."""
+    """Convert the output of `pip config list`, such as `global.index-url='https://…'`, to variables
+    of uv.
+    """
     variables: dict[str, str] = {}
     for line in listed.splitlines():
         key, _, value = line.partition("=")
@@ -81,7 +113,9 @@ def settings_for_uv(listed: str) -> dict[str, str]:
         if name in UV_NAMES:
             variable, separator = UV_NAMES[name]
             values = str(ast.literal_eval(value)).split()
-            variables[variable] = separator.join(filter(None, [variables.get(variable, ""), *values]))
+            variables[variable] = separator.join(
+                filter(None, [variables.get(variable, ""), *values])
+            )
     # As pip: the best version of any index.
     if "UV_INDEX" in variables:
         variables["UV_INDEX_STRATEGY"] = "unsafe-best-match"

@@ -1,7 +1,8 @@
-"""Plan a run on hardware that is not here: `python scripts/plan.py key=value … parallel.devices=1,8,64`.
+"""Plan a run on hardware that is not here: `python scripts/plan.py key=value …
+parallel.devices=1,8,64`.
 
-Prints a table with shards, steps, learning rate, FLOPs and tensor bytes per device; `--json` prints everything as JSON. For
-data that is not here, give its size: `images=1281167 classes=1000`.
+Prints a table with shards, steps, learning rate, FLOPs and tensor bytes per device; `--json` prints
+everything as JSON. For data that is not here, give its size: `images=1281167 classes=1000`.
 """
 
 from __future__ import annotations
@@ -21,9 +22,13 @@ from timm_parallel.config.arguments import CommandLine, counts, errors_in_one_li
 def main(argv: list[str]) -> int:
     parser = CommandLine(__doc__)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for train.py")
-    parser.add_argument("--parallel.devices", type=counts, default=[1], dest="devices", help="e.g. 1,8,64")
     parser.add_argument(
-        "--images", type=number(int, least=1), help="in the training split, instead of reading the data"
+        "--parallel.devices", type=counts, default=[1], dest="devices", help="e.g. 1,8,64"
+    )
+    parser.add_argument(
+        "--images",
+        type=number(int, least=1),
+        help="in the training split, instead of reading the data",
     )
     parser.add_argument("--classes", type=number(int, least=2), help="of these images")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
@@ -37,7 +42,9 @@ def main(argv: list[str]) -> int:
     from src.commands.plan import plan
     from timm_parallel.lab.forecast.plan import show
 
-    plans = plan(arguments.overrides, arguments.devices, None if images is None else (images, classes))
+    plans = plan(
+        arguments.overrides, arguments.devices, None if images is None else (images, classes)
+    )
     if arguments.json:
         print(json.dumps([asdict(row) for row in plans], indent=2))
     else:

@@ -27,16 +27,30 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--run", type=Path, required=True, help="run folder")
     parser.add_argument("--images", type=Path, required=True, help="folder or file")
     parser.add_argument("--topk", type=number(int, least=1), default=5)
-    parser.add_argument("--output", type=Path, help="file (default: printed); its suffix chooses the format")
+    parser.add_argument(
+        "--output", type=Path, help="file (default: printed); its suffix chooses the format"
+    )
     parser.add_argument("--format", choices=["console", "csv", "json"])
     parser.add_argument("--checkpoint", help="best, last or a file")
-    parser.add_argument("--weights", choices=["model", "ema"], help="default: those that checkpoint.metric evaluates")
+    parser.add_argument(
+        "--weights",
+        choices=["model", "ema"],
+        help="default: those that checkpoint.metric evaluates",
+    )
     parser.add_argument("--batch_size", type=number(int, least=1), default=64)
     parser.add_argument(
-        "--workers", type=number(int, or_auto=True), default="auto", help="loader processes per rank, or auto"
+        "--workers",
+        type=number(int, or_auto=True),
+        default="auto",
+        help="loader processes per rank, or auto",
     )
     parser.add_argument("--parallel", choices=["single", "dp", "ddp"], default="single")
-    parser.add_argument("--devices", type=number(int, least=1, or_auto=True), default="auto", help="a number, or auto")
+    parser.add_argument(
+        "--devices",
+        type=number(int, least=1, or_auto=True),
+        default="auto",
+        help="a number, or auto",
+    )
     given = parser.parse_intermixed_args(argv)
     if not given.images.exists():
         raise ValueError(f"images={given.images}: no such file or folder")
@@ -53,7 +67,9 @@ def main(argv: list[str]) -> int:
 
 
 def _resolved(given: argparse.Namespace, ranks: Ranks | None) -> ResolvedParallel:
-    """Resolve the strategy and the number of devices for this machine, or for the ranks that torchrun started."""
+    """Resolve the strategy and the number of devices for this machine, or for the ranks that
+    torchrun started.
+    """
     from timm_parallel.config.resolve import resolve
     from timm_parallel.config.validate import check_combination
 
@@ -65,7 +81,11 @@ def _resolved(given: argparse.Namespace, ranks: Ranks | None) -> ResolvedParalle
         checkpoint=CheckpointConfig(metric="val/loss"),
     )
     check_combination(config)
-    sizes = (ranks.world_size, ranks.local_world_size) if ranks is not None and parallel.has_ranks else ()
+    sizes = (
+        (ranks.world_size, ranks.local_world_size)
+        if ranks is not None and parallel.has_ranks
+        else ()
+    )
     return resolve(config, *sizes).parallel
 
 
@@ -98,7 +118,8 @@ def _predict(given: argparse.Namespace, parallel: ResolvedParallel, ranks: Ranks
         write_predictions(predictions, form, given.output)
         unreadable = sum(not image.classes for image in predictions)
         print(
-            f"{plural(len(predictions), 'image')} in {time.monotonic() - started:.1f} s, {unreadable} unreadable",
+            f"{plural(len(predictions), 'image')} in {time.monotonic() - started:.1f} s, "
+            f"{unreadable} unreadable",
             file=sys.stderr,
         )
 

@@ -15,8 +15,12 @@ from timm_parallel.lab.report.report import write_report
 @errors_in_one_line
 def main(argv: list[str]) -> int:
     parser = CommandLine("Write report.html, .md, .csv and .json from sweep or run folders.")
-    parser.add_argument("folders", nargs="+", type=Path, help="of sweeps, finished or not, or of ended runs")
-    parser.add_argument("--out", type=Path, help="folder for the four files (default: the first folder)")
+    parser.add_argument(
+        "folders", nargs="+", type=Path, help="of sweeps, finished or not, or of ended runs"
+    )
+    parser.add_argument(
+        "--out", type=Path, help="folder for the four files (default: the first folder)"
+    )
     arguments = parser.parse_intermixed_args(argv)
     print(write_report(arguments.folders, arguments.out))
     return 0

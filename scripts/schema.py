@@ -2,8 +2,8 @@
 
     python scripts/schema.py            (make schema)
 
-With conf/schema.json, editors complete and explain keys in YAML and underline wrong ones. Files in .vscode/ point from each
-group of conf/ to its part. Hydra reads none of these files.
+With conf/schema.json, editors complete and explain keys in YAML and underline wrong ones. Files in
+.vscode/ point from each group of conf/ to its part. Hydra reads none of these files.
 """
 
 from __future__ import annotations
@@ -35,11 +35,15 @@ MARK = "<!-- `make schema` writes everything below this line from src/schema.py.
 def groups() -> dict[str, Any]:
     """Map the name of each config group to its dataclass."""
     factories = {entry.name: entry.default_factory for entry in dataclasses.fields(Config)}
-    return {name: factory for name, factory in factories.items() if dataclasses.is_dataclass(factory)}
+    return {
+        name: factory for name, factory in factories.items() if dataclasses.is_dataclass(factory)
+    }
 
 
 def schema() -> dict[str, Any]:
-    """Return the JSON schema of a whole config. Its `$defs/<group>` is the schema of a group's YAML file."""
+    """Return the JSON schema of a whole config. Its `$defs/<group>` is the schema of a group's YAML
+    file.
+    """
     whole = _object(Config)
     whole["properties"] |= {"defaults": {"type": "array"}, "hydra": {"type": "object"}}
     parts = {}
@@ -51,10 +55,20 @@ def schema() -> dict[str, Any]:
     return {"$schema": "http://json-schema.org/draft-07/schema#", **whole, "$defs": parts}
 
 
+def _sentence(group_class: Any) -> str:
+    """Return the docstring on one line."""
+    return " ".join(group_class.__doc__.split())
+
+
 def _object(group_class: Any) -> dict[str, Any]:
     hints = typing.get_type_hints(group_class)
     keys = {field.name: _key(field, hints[field.name]) for field in dataclasses.fields(group_class)}
-    return {"type": "object", "description": group_class.__doc__, "additionalProperties": False, "properties": keys}
+    return {
+        "type": "object",
+        "description": _sentence(group_class),
+        "additionalProperties": False,
+        "properties": keys,
+    }
 
 
 def _key(field: Any, hint: Any) -> dict[str, Any]:
@@ -66,11 +80,17 @@ def _key(field: Any, hint: Any) -> dict[str, Any]:
     else:
         bounds = {BOUNDS[name][0]: bound for name, bound in _bounds(field)}
         allowed = [_type(part, bounds) for part in _parts(hint)]
-    return {"description": field.metadata.get("help"), "anyOf": [*allowed, REFERENCE], "default": _default(field)}
+    return {
+        "description": field.metadata.get("help"),
+        "anyOf": [*allowed, REFERENCE],
+        "default": _default(field),
+    }
 
 
 def _default(field: Any) -> Any:
-    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    return (
+        field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    )
 
 
 def _bounds(field: Any) -> list[tuple[str, float]]:
@@ -97,32 +117,52 @@ def _parts(hint: Any) -> tuple[Any, ...]:
 
 
 def page() -> str:
-    """Return the text of docs/keys.md: unchanged above MARK, and a table of keys per group below it.
+    """Return the text of docs/keys.md: unchanged above MARK, and a table of keys per group below
+    it.
 
     Empty for a project that has no such page, or one without MARK.
     """
     path = CONF.parent / PAGE
-    written, mark, _ = path.read_text(encoding="utf-8").partition(MARK) if path.is_file() else ("", "", "")
+    written, mark, _ = (
+        path.read_text(encoding="utf-8").partition(MARK) if path.is_file() else ("", "", "")
+    )
     if not mark:
         return ""
-    tables = [_table("", Config), *(_table(group, group_class) for group, group_class in groups().items())]
+    tables = [
+        _table("", Config),
+        *(_table(group, group_class) for group, group_class in groups().items()),
+    ]
     return "\n".join([written + MARK, *tables])
 
 
 def _table(group: str, group_class: Any) -> str:
-    lines = [f"### {group or 'Without a group'}", "", group_class.__doc__, ""]
+    lines = [f"### {group or 'Without a group'}", "", _sentence(group_class), ""]
     lines += ["| key | type | default | allowed | meaning |", "|---|---|---|---|---|"]
     for key, value, field in leaves(Config()):
         if key.rpartition(".")[0].partition(".")[0] == group:
-            kind = field.type.replace("dict[str, Any]", "dict").replace("None", "null").replace(" | ", " or ")
+            kind = (
+                field.type.replace("dict[str, Any]", "dict")
+                .replace("None", "null")
+                .replace(" | ", " or ")
+            )
             default = value if isinstance(value, str) else json.dumps(value)
-            lines.append(f"| `{key}` | {kind} | {default} | {_allowed(field)} | {field.metadata.get('help')} |")
+            lines.append(
+                f"| `{key}` | {kind} | {default} | {_allowed(field)} | "
+                f"{field.metadata.get('help')} |"
+            )
     return "\n".join(lines) + "\n"
 
 
 def _allowed(field: Any) -> str:
-    choices = [text if isinstance(text, str) else json.dumps(text) for text in field.metadata.get("choices", ())]
-    allowed = [", ".join(choices)] if choices else [f"{BOUNDS[name][1]} {bound}" for name, bound in _bounds(field)]
+    choices = [
+        text if isinstance(text, str) else json.dumps(text)
+        for text in field.metadata.get("choices", ())
+    ]
+    allowed = (
+        [", ".join(choices)]
+        if choices
+        else [f"{BOUNDS[name][1]} {bound}" for name, bound in _bounds(field)]
+    )
     if _bounds(field) and "str" in field.type:
         allowed.append("auto")
     if strategy := field.metadata.get("only"):

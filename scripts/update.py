@@ -1,7 +1,7 @@
 """Take a newer template into a fork: `make update [FROM=<remote or URL>] [KEEP="README.md docs"]`.
 
-Replaces timm_parallel, merges all other files with yours, runs the tests and stages the result. A conflict or
-a failed test leaves the fork as it was. It does not commit.
+Replaces timm_parallel, merges all other files with yours, runs the tests and stages the result. A
+conflict or a failed test leaves the fork as it was. It does not commit.
 """
 
 from __future__ import annotations
@@ -28,12 +28,23 @@ class Conflict(Exception):
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Return 0 if the newer template is staged or already there, 1 for a conflict or a failed test, 2 for a refusal."""
+    """Return 0 if the newer template is staged or already there, 1 for a conflict or a failed test,
+    2 for a refusal.
+    """
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--from", dest="source", default="template", help="remote or URL; default: the remote template")
-    parser.add_argument("--keep", nargs="*", default=[], help="files and folders whose conflicts your version wins")
+    parser.add_argument(
+        "--from",
+        dest="source",
+        default="template",
+        help="remote or URL; default: the remote template",
+    )
+    parser.add_argument(
+        "--keep", nargs="*", default=[], help="files and folders whose conflicts your version wins"
+    )
     parser.add_argument("--test", default="make test", help="command that must exit with 0")
-    parser.add_argument("--root", type=Path, default=Path(__file__).resolve().parents[1], help="folder of the fork")
+    parser.add_argument(
+        "--root", type=Path, default=Path(__file__).resolve().parents[1], help="folder of the fork"
+    )
     options = parser.parse_args(arguments)
     root = options.root.resolve()
     try:
@@ -45,16 +56,23 @@ def main(arguments: Sequence[str]) -> int:
         print(f"update: {error}", file=sys.stderr)
         return 2
     except subprocess.CalledProcessError as error:
-        print(f"update: {options.test} exited with {error.returncode}; everything is put back", file=sys.stderr)
+        print(
+            f"update: {options.test} exited with {error.returncode}; everything is put back",
+            file=sys.stderr,
+        )
         return 1
-    print(f"update: the template's {newest[:10]} is staged; look at git diff --cached, then git commit")
+    print(
+        f"update: the template's {newest[:10]} is staged; look at git diff --cached, then git "
+        "commit"
+    )
     return 0
 
 
 def take(root: Path, source: str, keep: Sequence[str], test: str) -> str:
     """Stage the newest template of `source` and return its commit.
 
-    Raises ValueError for a refusal, Conflict, or CalledProcessError for a failed test. The fork is then as it was.
+    Raises ValueError for a refusal, Conflict, or CalledProcessError for a failed test. The fork is
+    then as it was.
     """
     record = read_record(root)
     newest = fetch(root, source)
@@ -78,22 +96,30 @@ def take(root: Path, source: str, keep: Sequence[str], test: str) -> str:
 
 
 def put_back(root: Path, result: str, head: str) -> None:
-    """Undo the changes from `head` to `result`. Raises ValueError if one of these files was edited during the tests."""
+    """Undo the changes from `head` to `result`. Raises ValueError if one of these files was edited
+    during the tests.
+    """
     git(root, "update-index", "-q", "--refresh")
     try:
         # In contrast to git reset --hard, this never overwrites an edited file.
         git(root, "read-tree", "-m", "-u", result, head)
     except ValueError as error:
         fix = "git reset --hard discards the update and your edits"
-        raise ValueError(f"a file was edited during the tests, so the update is not undone; {fix} ({error})") from None
+        raise ValueError(
+            f"a file was edited during the tests, so the update is not undone; {fix} ({error})"
+        ) from None
 
 
 def read_record(root: Path) -> dict[str, Any]:
     """Read .template.json. Raises ValueError if `root` is no clean checkout of a fork."""
     if not (root / RECORD).is_file():
-        raise ValueError(f"{RECORD} does not exist, so this is no fork; make fork NAME=my_project makes one")
+        raise ValueError(
+            f"{RECORD} does not exist, so this is no fork; make fork NAME=my_project makes one"
+        )
     if Path(git(root, "rev-parse", "--show-toplevel")).resolve() != root:
-        raise ValueError(f"{root} is not the root of a git repository; run git init and commit there")
+        raise ValueError(
+            f"{root} is not the root of a git repository; run git init and commit there"
+        )
     if git(root, "status", "--porcelain"):
         raise ValueError("the working tree has uncommitted changes; commit them first (git status)")
     record: dict[str, Any] = json.loads((root / RECORD).read_text(encoding="utf-8"))
@@ -111,9 +137,11 @@ def fetch(root: Path, source: str) -> str:
 
 
 def find_base(root: Path, source: str, recorded: str, newest: str) -> str:
-    """Return the template's commit whose files the fork has: the one recorded, or the nearest one with equal files.
+    """Return the template's commit whose files the fork has: the one recorded, or the nearest one
+    with equal files.
 
-    A repository made by "Use this template" begins with a commit of the same files, which the template does not have.
+    A repository made by "Use this template" begins with a commit of the same files, which the
+    template does not have.
     """
     commits: dict[str, str] = {}
     for line in git(root, "log", "--format=%H %T", newest).splitlines():
@@ -128,14 +156,19 @@ def find_base(root: Path, source: str, recorded: str, newest: str) -> str:
             return commits[files]
     raise ValueError(
         f"template_commit={recorded} in {RECORD}: no commit of FROM={source} has its files; "
-        "write the template's commit that this fork began with (in a shallow clone: git fetch --unshallow)"
+        "write the template's commit that this fork began with (in a shallow clone: git fetch "
+        "--unshallow)"
     )
 
 
-def merge(root: Path, head: str, base: str, newest: str, record: dict[str, Any], keep: Sequence[str]) -> str:
-    """Merge the template's changes from `base` to `newest` into the fork's `head`. Return the result as a git tree.
+def merge(
+    root: Path, head: str, base: str, newest: str, record: dict[str, Any], keep: Sequence[str]
+) -> str:
+    """Merge the template's changes from `base` to `newest` into the fork's `head`. Return the
+    result as a git tree.
 
-    The changes are those between forks of both commits, so a line that make fork renamed or a file that it deleted is none.
+    The changes are those between forks of both commits, so a line that make fork renamed or a file
+    that it deleted is none.
     """
     with tempfile.TemporaryDirectory(prefix="update-") as folder:
         scratch = Path(folder) / "scratch"
@@ -144,32 +177,52 @@ def merge(root: Path, head: str, base: str, newest: str, record: dict[str, Any],
             old = commit_fork(scratch, base, record)
             new = commit_fork(scratch, newest, record, old)
             git(scratch, "checkout", "--quiet", "--detach", "--force", head)
-            # resolve ignores renames. Otherwise your change could move into an engine file, which is replaced below.
+            # resolve ignores renames. Otherwise your change could move into an engine file, which
+            # is replaced below.
             picked = run_git(scratch, "cherry-pick", "--no-commit", "--strategy=resolve", new)
             if picked.returncode > 1:
                 raise ValueError(f"git cherry-pick: {picked.stderr.strip()}")
-            git(scratch, "restore", f"--source={new}", "--staged", "--worktree", "--", *ENGINE, RECORD)
+            git(
+                scratch,
+                "restore",
+                f"--source={new}",
+                "--staged",
+                "--worktree",
+                "--",
+                *ENGINE,
+                RECORD,
+            )
             conflicts = settle(scratch, head, keep)
             if conflicts:
                 names = " ".join(conflicts)
                 raise Conflict(
-                    f"conflict in {names}; nothing is changed. The template's change: git diff {old[:10]} {new[:10]} -- {names}; "
-                    f'put what you want of it into your files, commit, and run again with KEEP="{names}"'
+                    f"conflict in {names}; nothing is changed. The template's change: git diff "
+                    f"{old[:10]} {new[:10]} -- {names}; "
+                    "put what you want of it into your files, commit, and run again with "
+                    f'KEEP="{names}"'
                 )
-            replaced = paths(git(root, "diff", "--name-only", "--no-renames", "-z", old, head, "--", *ENGINE))
+            replaced = paths(
+                git(root, "diff", "--name-only", "--no-renames", "-z", old, head, "--", *ENGINE)
+            )
             if replaced:
-                print(f"update: your changes are replaced by the template's files: {' '.join(replaced)}")
+                print(
+                    "update: your changes are replaced by the template's files: "
+                    f"{' '.join(replaced)}"
+                )
             return git(scratch, "write-tree")
         finally:
             git(root, "worktree", "remove", "--force", str(scratch))
 
 
 def commit_fork(scratch: Path, commit: str, record: dict[str, Any], *parents: str) -> str:
-    """Run the make fork of the template's `commit` with the names in `record`. Return a commit of the result."""
+    """Run the make fork of the template's `commit` with the names in `record`. Return a commit of
+    the result.
+    """
     git(scratch, "checkout", "--quiet", "--detach", "--force", commit)
     if not (scratch / MAKE_FORK).is_file():
         raise ValueError(
-            f"commit {commit[:10]} has no {MAKE_FORK}, so it is not the template's; set FROM=<URL of the template>"
+            f"commit {commit[:10]} has no {MAKE_FORK}, so it is not the template's; set FROM=<URL "
+            "of the template>"
         )
     command = [sys.executable, MAKE_FORK, record["name"], f"--holder={record['holder']}"]
     if record["drop_demo"]:
@@ -179,11 +232,15 @@ def commit_fork(scratch: Path, commit: str, record: dict[str, Any], *parents: st
         raise ValueError(f"{MAKE_FORK} of commit {commit[:10]}: {done.stderr.strip()}")
     git(scratch, "add", "--all")
     options = [option for parent in parents for option in ("-p", parent)]
-    return git(scratch, "commit-tree", git(scratch, "write-tree"), *options, "-m", f"A fork of {commit}")
+    return git(
+        scratch, "commit-tree", git(scratch, "write-tree"), *options, "-m", f"A fork of {commit}"
+    )
 
 
 def settle(scratch: Path, head: str, keep: Sequence[str]) -> list[str]:
-    """Delete conflicting files that the fork deleted, and restore those in `keep`. Return the other conflicts."""
+    """Delete conflicting files that the fork deleted, and restore those in `keep`. Return the other
+    conflicts.
+    """
     # git's stages: 1 is the old template, 2 the fork, 3 the newer template.
     stages: dict[str, str] = {}
     for entry in paths(git(scratch, "ls-files", "--unmerged", "-z")):
@@ -201,11 +258,18 @@ def settle(scratch: Path, head: str, keep: Sequence[str]) -> list[str]:
 
 
 def refuse_to_overwrite_ignored_files(root: Path, head: str, result: str) -> None:
-    """Raise ValueError if a new file of the template is here already, ignored by git, which would overwrite it."""
-    added = paths(git(root, "diff", "--name-only", "--no-renames", "--diff-filter=A", "-z", head, result))
+    """Raise ValueError if a new file of the template is here already, ignored by git, which would
+    overwrite it.
+    """
+    added = paths(
+        git(root, "diff", "--name-only", "--no-renames", "--diff-filter=A", "-z", head, result)
+    )
     here = [path for path in added if os.path.lexists(root / path)]
     if here:
-        raise ValueError(f"{' '.join(here)}: ignored by git here, and a new file of the template; rename or delete it")
+        raise ValueError(
+            f"{' '.join(here)}: ignored by git here, and a new file of the template; rename or "
+            "delete it"
+        )
 
 
 def paths(output: str) -> list[str]:
@@ -221,8 +285,15 @@ def git(folder: Path, *arguments: str) -> str:
 
 
 def run_git(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    # Hooks, recorded conflict resolutions and the user's identity must not matter to commits that nobody sees.
-    options = ("--literal-pathspecs", "-c", f"core.hooksPath={os.devnull}", "-c", "rerere.enabled=false")
+    # Hooks, recorded conflict resolutions and the user's identity must not matter to commits that
+    # nobody sees.
+    options = (
+        "--literal-pathspecs",
+        "-c",
+        f"core.hooksPath={os.devnull}",
+        "-c",
+        "rerere.enabled=false",
+    )
     identity = ("-c", "user.name=make update", "-c", "user.email=update@localhost")
     command = ["git", "-C", str(folder), *options, *identity, *arguments]
     return subprocess.run(command, capture_output=True, encoding="utf-8", check=False)

@@ -14,7 +14,9 @@ from src.models.ema import build_ema
 from src.schema import EmaConfig
 
 
-def test_ema_equals_that_of_timm_and_makes_no_state_dict_call_per_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ema_equals_that_of_timm_and_makes_no_state_dict_call_per_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4, 2))
     ours = build_ema(model, EmaConfig(decay=0.9, warmup=False))
@@ -38,6 +40,8 @@ def test_ema_equals_that_of_timm_and_makes_no_state_dict_call_per_step(monkeypat
         with monkeypatch.context() as patch:
             patch.setattr(nn.Module, "state_dict", state_dict)
             ours.update(model, step)
-        for own, other in zip(ours.module.state_dict().values(), theirs.module.state_dict().values(), strict=True):
+        for own, other in zip(
+            ours.module.state_dict().values(), theirs.module.state_dict().values(), strict=True
+        ):
             assert torch.equal(own, other)
     assert calls["state_dict"] <= 2 * sum(1 for _ in model.modules())

@@ -1,4 +1,6 @@
-"""single, dp, ddp and fsdp train alike: step n sees the same images, and the weights agree up to rounding."""
+"""single, dp, ddp and fsdp train alike: step n sees the same images, and the weights agree up to
+rounding.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,11 @@ SPREADS = {
     "ddp2": ("parallel=ddp", "parallel.devices=2"),
     "ddp3": ("parallel=ddp", "parallel.devices=3"),
     "fsdp2": ("parallel=fsdp", "parallel.devices=2"),
-    "fsdp3_in_unequal_parts": ("parallel=fsdp", "parallel.devices=3", "parallel.reshard_after_forward=false"),
+    "fsdp3_in_unequal_parts": (
+        "parallel=fsdp",
+        "parallel.devices=3",
+        "parallel.reshard_after_forward=false",
+    ),
     "fsdp4_with_two_copies": ("parallel=fsdp", "parallel.devices=4", "parallel.shard_size=2"),
 }
 TRAININGS = {
@@ -90,7 +96,10 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Tr
         return base / f"{training}_{spread}"
 
     def train_all(spread: str, overrides: tuple[str, ...]) -> None:
-        jobs = [(resolved(*COMMON, *TRAININGS[t], *overrides), str(folder(t, spread))) for t in TRAININGS]
+        jobs = [
+            (resolved(*COMMON, *TRAININGS[t], *overrides), str(folder(t, spread)))
+            for t in TRAININGS
+        ]
         for _, path in jobs:
             Path(path).mkdir()
         if jobs[0][0].parallel.has_ranks:
@@ -113,7 +122,10 @@ def distances(one: dict[str, Tensor], other: dict[str, Tensor]) -> tuple[float, 
     assert one.keys() == other.keys()
     worst, differences, weights = 0.0, 0.0, 0.0
     for name, weight in one.items():
-        difference, norm = (other[name] - weight).double().norm().item(), weight.double().norm().item()
+        difference, norm = (
+            (other[name] - weight).double().norm().item(),
+            weight.double().norm().item(),
+        )
         worst = max(worst, difference / norm if norm else difference)
         differences, weights = differences + difference**2, weights + norm**2
     return worst, (differences / weights) ** 0.5
@@ -123,7 +135,9 @@ def distances(one: dict[str, Tensor], other: dict[str, Tensor]) -> tuple[float, 
 def test_final_weights_of_dp_ddp_and_fsdp_match_single(
     trained: Callable[[str, str], Trained], training: str, spread: str
 ) -> None:
-    worst, overall = distances(trained(training, "single").weights, trained(training, spread).weights)
+    worst, overall = distances(
+        trained(training, "single").weights, trained(training, spread).weights
+    )
     if training == "adamw":
         assert overall <= 1e-5
     else:
@@ -139,25 +153,41 @@ def test_logged_losses_and_evaluations_of_dp_ddp_and_fsdp_match_single(
     assert other.steps("lr") == single.steps("lr")
     assert other.steps("train/loss") == pytest.approx(single.steps("train/loss"), abs=1e-5)
     assert other.steps("train/acc") == pytest.approx(single.steps("train/acc"), abs=1e-6)
-    assert other.steps("train/grad_norm") == pytest.approx(single.steps("train/grad_norm"), rel=1e-4)
+    assert other.steps("train/grad_norm") == pytest.approx(
+        single.steps("train/grad_norm"), rel=1e-4
+    )
     for split in ("val", "test"):
         ours, theirs = getattr(single.result, split), getattr(other.result, split)
         assert (theirs["samples"], theirs["correct"]) == (ours["samples"], ours["correct"])
         assert theirs["loss"] == pytest.approx(ours["loss"], rel=1e-5)
-    assert other.result.world_size == other.result.devices == int(SPREADS[spread][1].partition("=")[2])
+    assert (
+        other.result.world_size == other.result.devices == int(SPREADS[spread][1].partition("=")[2])
+    )
 
 
-def test_optimizer_accumulation_and_clipping_each_change_final_weights(trained: Callable[[str, str], Trained]) -> None:
-    """Otherwise the comparisons with single would pass although accumulation or clipping has no effect."""
+def test_optimizer_accumulation_and_clipping_each_change_final_weights(
+    trained: Callable[[str, str], Trained],
+) -> None:
+    """Otherwise the comparisons with single would pass although accumulation or clipping has no
+    effect.
+    """
     weights = [trained(training, "single").weights for training in TRAININGS]
     assert min(distances(first, second)[1] for first, second in combinations(weights, 2)) > 1e-3
-    assert min(trained("clip_grad", "single").steps("train/grad_norm")) > 0.5, "expected clipping in every step"
+    assert min(trained("clip_grad", "single").steps("train/grad_norm")) > 0.5, (
+        "expected clipping in every step"
+    )
 
 
 @pytest.mark.processes
 def test_early_stop_ends_both_ranks_after_the_epoch_that_ends_single(tmp_path: Path) -> None:
     # No epoch after the first one is better, because the weights hardly move.
-    settings = ("data.limit_train=96", "data.batch_size=24", "optim.lr=1e-12", "train.epochs=9", "train.early_stop=2")
+    settings = (
+        "data.limit_train=96",
+        "data.batch_size=24",
+        "optim.lr=1e-12",
+        "train.epochs=9",
+        "train.early_stop=2",
+    )
     alone = read_result(run_warm(tmp_path / "single", *settings, "parallel=single"))
     both = read_result(run_warm(tmp_path / "ddp", *settings, "parallel=ddp", "parallel.devices=2"))
     assert (alone.status, alone.epochs, alone.steps) == ("done", 3, 12)

@@ -1,4 +1,6 @@
-"""Evaluation counts every image exactly once on any number of ranks, and reproduces the metrics of a checkpoint."""
+"""Evaluation counts every image exactly once on any number of ranks, and reproduces the metrics of
+a checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -37,13 +39,22 @@ from timm_parallel.testing.ranks import run_warm
 
 
 def test_evaluation_of_cluster_run_uses_devices_of_this_machine(tmp_path: Path) -> None:
-    there = ("cluster=slurm", "cluster.submit=false", "cluster.gpus=1", "cluster.nodes=2", "parallel=ddp")
+    there = (
+        "cluster=slurm",
+        "cluster.submit=false",
+        "cluster.gpus=1",
+        "cluster.nodes=2",
+        "parallel=ddp",
+    )
     save_config(resolved(*there), tmp_path)
     parallel = evaluation_config(tmp_path, [], None).parallel
     assert (parallel.strategy, parallel.devices) == ("single", 1)
     assert parallel.accelerator == resolved("parallel=single").parallel.accelerator
     assert (
-        evaluation_config(tmp_path, ["parallel=ddp", "parallel.backend=gloo"], Ranks(0, 2, 0, 2)).parallel.devices == 2
+        evaluation_config(
+            tmp_path, ["parallel=ddp", "parallel.backend=gloo"], Ranks(0, 2, 0, 2)
+        ).parallel.devices
+        == 2
     )
 
 
@@ -68,13 +79,20 @@ def test_evaluation_refuses_conflicting_config_keys_with_and_without_a_run_folde
 def test_evaluation_does_not_compile_model_when_training_did(tmp_path: Path) -> None:
     save_config(resolved("parallel=ddp", "parallel.devices=2", "model.compile=true"), tmp_path)
     assert not evaluation_config(tmp_path, [], None).model.compile
-    assert evaluation_config(tmp_path, ["parallel=dp", "parallel.devices=2"], None).parallel.strategy == "dp"
+    assert (
+        evaluation_config(tmp_path, ["parallel=dp", "parallel.devices=2"], None).parallel.strategy
+        == "dp"
+    )
 
 
 def test_head_outputs_beyond_dataset_classes_are_never_predicted() -> None:
-    """With a larger `model.num_classes`, top-1 and top-5 predictions are still classes of the data."""
+    """With a larger `model.num_classes`,
+    top-1 and top-5 predictions are still classes of the data.
+    """
     strategy = build_strategy(
-        ParallelConfig(strategy="single", devices=1, accelerator="cpu", threads_per_device=1), Ranks(), None
+        ParallelConfig(strategy="single", devices=1, accelerator="cpu", threads_per_device=1),
+        Ranks(),
+        None,
     )
 
     class Larger(nn.Module):
@@ -84,7 +102,9 @@ def test_head_outputs_beyond_dataset_classes_are_never_predicted() -> None:
     labels = torch.arange(7)
     actual = evaluate_batches(Larger(), [(torch.eye(7).view(7, 1, 7, 1), labels)], strategy, 7, 7)
     assert (actual.numbers["acc"], actual.numbers["acc5"]) == (1.0, 1.0)
-    assert actual.numbers["loss"] == pytest.approx(functional.cross_entropy(torch.eye(7), labels).item())
+    assert actual.numbers["loss"] == pytest.approx(
+        functional.cross_entropy(torch.eye(7), labels).item()
+    )
 
 
 @pytest.mark.parametrize(("outputs", "notices"), [(13, 1), (10, 0)])
@@ -101,8 +121,16 @@ def test_notice_names_both_numbers_when_a_model_has_more_outputs_than_classes(
 @pytest.fixture(scope="module")
 def with_sigmoids(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Train a run with one sigmoid per class and a head with more classes than the data."""
-    overrides = ("parallel=single", "train.loss=bce", "train.smoothing=0.1", "model.num_classes=13", "train.epochs=1")
-    return run_warm(tmp_path_factory.mktemp("sigmoids") / "run", *overrides, "checkpoint.metric=val/loss")
+    overrides = (
+        "parallel=single",
+        "train.loss=bce",
+        "train.smoothing=0.1",
+        "model.num_classes=13",
+        "train.epochs=1",
+    )
+    return run_warm(
+        tmp_path_factory.mktemp("sigmoids") / "run", *overrides, "checkpoint.metric=val/loss"
+    )
 
 
 def test_bce_evaluation_uses_only_sigmoids_of_dataset_classes(
@@ -132,9 +160,13 @@ def test_bce_prediction_returns_sigmoid_of_each_class(with_sigmoids: Path, tmp_p
     with torch.no_grad():
         scores = trained.model((image[None] / 255 - mean) / std)[0, :10]
     parallel = ResolvedParallel(strategy="single", accelerator="cpu")
-    asked = PredictionRequest(with_sigmoids, tmp_path, None, None, topk=10, batch_size=1, workers=0, parallel=parallel)
+    asked = PredictionRequest(
+        with_sigmoids, tmp_path, None, None, topk=10, batch_size=1, workers=0, parallel=parallel
+    )
     (actual,) = predict(asked, Ranks(), None)
-    assert actual.probabilities == pytest.approx(sorted(scores.sigmoid().tolist(), reverse=True), rel=1e-4)
+    assert actual.probabilities == pytest.approx(
+        sorted(scores.sigmoid().tolist(), reverse=True), rel=1e-4
+    )
 
 
 @pytest.mark.parametrize("fault", ["in the data", "in evaluating"])
@@ -222,7 +254,10 @@ def test_evaluate_py_refuses_unusable_checkpoint_in_one_line(
         ([], "run=<run folder>"),
         (["model.name=resnet18"], "model.pretrained=true or model.weights"),
         (["model.name=resnet18", "checkpoint=best"], "give run=<run folder> too"),
-        (["model.name=resnet18", "model.pretrained=true", "optim.lr=1"], "optim.lr=1: not an evaluation option"),
+        (
+            ["model.name=resnet18", "model.pretrained=true", "optim.lr=1"],
+            "optim.lr=1: not an evaluation option",
+        ),
         (["run=/nowhere", "model.name=resnet18"], "model.name=resnet18: not an evaluation option"),
         (["run=/nowhere", "data.rot=/x"], "did you mean data.root"),
         (["run=/nowhere"], "/nowhere"),
@@ -265,15 +300,22 @@ def test_evaluate_py_evaluates_model_given_by_name_and_weights(
 def test_evaluate_py_refuses_data_with_different_classes(
     finished_run: Finished, capfd: pytest.CaptureFixture[str], classes: int
 ) -> None:
-    """Labels of different classes have different meanings, even if the number of classes is the same."""
+    """Labels of different classes have different meanings, even if the number of classes is the
+    same.
+    """
     overrides = ["data=synthetic", "data.kwargs.in_chans=1", f"data.kwargs.num_classes={classes}"]
     assert entry.main([f"run={finished_run.folder}", *overrides]) == 2
     err = capfd.readouterr().err
-    assert "class_0, class_1" in err and "0, 1, 2, 3, 4 …" in err and str(finished_run.folder) in err
+    assert (
+        "class_0, class_1" in err and "0, 1, 2, 3, 4 …" in err and str(finished_run.folder) in err
+    )
 
 
 def test_evaluate_py_of_a_loss_without_probabilities_prints_no_ece_and_refuses_predictions(
-    finished_run: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    finished_run: Finished,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     """As for a regression, whose outputs are values."""
     monkeypatch.setitem(LOSSES, "ce", replace(LOSSES["ce"], probabilities=None))
@@ -307,7 +349,9 @@ def test_evaluate_py_gives_same_result_on_two_devices(
     # Under ddp, the command starts itself again as ranks.
     if strategy == "ddp":
         command = [sys.executable, "evaluate.py", *overrides]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+        done = subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+        )
         assert done.returncode == 0, done.stderr
         message = done.stdout
     else:
@@ -319,6 +363,8 @@ def test_evaluate_py_gives_same_result_on_two_devices(
         assert actual["test"][key] == finished_run.result["test"][key], key
 
 
-def test_evaluate_py_refuses_multirun_and_suggests_shell_loop(capfd: pytest.CaptureFixture[str]) -> None:
+def test_evaluate_py_refuses_multirun_and_suggests_shell_loop(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     assert entry.main(["-m", "run=a,b"]) == 2
     assert "shell loop" in capfd.readouterr().err

@@ -1,4 +1,6 @@
-"""`model.freeze` and `optim.head_lr_scale` select the trained parameters in the same way under every strategy."""
+"""`model.freeze` and `optim.head_lr_scale` select the trained parameters in the same way under
+every strategy.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ def trainable(model: nn.Module) -> set[str]:
         (None, {"conv1", "bn1", "layer1", "layer2", "layer3", "layer4", "fc"}),
     ],
 )
-def test_freeze_leaves_only_expected_resnet18_layers_trainable(which: int | str | None, trained: set[str]) -> None:
+def test_freeze_leaves_only_expected_resnet18_layers_trainable(
+    which: int | str | None, trained: set[str]
+) -> None:
     model = timm.create_model("resnet18", num_classes=4)
     names = list(model.state_dict())
     freeze(model, which)
@@ -65,7 +69,9 @@ def test_freeze_leaves_only_expected_resnet18_layers_trainable(which: int | str 
 def test_model_freeze_refuses_an_invalid_number_of_groups_or_pattern(
     name: str | None, which: int | str, reason: str
 ) -> None:
-    model: Any = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)) if name is None else timm.create_model(name)
+    model: Any = (
+        nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)) if name is None else timm.create_model(name)
+    )
     with pytest.raises(ValueError, match=reason):
         freeze(model, which)
 
@@ -77,12 +83,18 @@ def test_train_step_keeps_frozen_modules_in_evaluation_mode() -> None:
     modes = {name: module.training for name, module in model.named_modules()}
     assert not any(modes[name] for name in ("bn1", "layer1", "layer1.0.bn1"))
     assert all(modes[name] for name in ("", "layer2", "layer2.0.bn1", "fc"))
-    assert {id(module) for module in frozen_modules(model)} == {id(model.conv1), id(model.bn1), id(model.layer1)}
+    assert {id(module) for module in frozen_modules(model)} == {
+        id(model.conv1),
+        id(model.bn1),
+        id(model.layer1),
+    }
     assert step.training
 
 
 def test_head_lr_scale_multiplies_head_learning_rate_at_every_step() -> None:
-    config = resolved("optim.head_lr_scale=10", "optim.lr=1e-3", "optim.layer_decay=0.5", "parallel=single")
+    config = resolved(
+        "optim.head_lr_scale=10", "optim.lr=1e-3", "optim.layer_decay=0.5", "parallel=single"
+    )
     model = timm.create_model("resnet18", num_classes=4)
     optimizer = build_optimizer(config.optim, 1e-3, model)
     schedule = build_schedule(config.optim, config.train, optimizer, steps_per_epoch=5)
@@ -100,7 +112,9 @@ def test_head_lr_scale_multiplies_head_learning_rate_at_every_step() -> None:
 
 
 def weights(folder: Path) -> dict[str, Tensor]:
-    model: dict[str, Tensor] = torch.load(folder / "checkpoints" / "last.pt", weights_only=True)["model"]
+    model: dict[str, Tensor] = torch.load(folder / "checkpoints" / "last.pt", weights_only=True)[
+        "model"
+    ]
     return model
 
 
@@ -111,7 +125,9 @@ def frozen_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("strategy", ["dp", "ddp"])
-def test_frozen_backbone_gives_same_head_under_every_strategy(strategy: str, frozen_run: Path, tmp_path: Path) -> None:
+def test_frozen_backbone_gives_same_head_under_every_strategy(
+    strategy: str, frozen_run: Path, tmp_path: Path
+) -> None:
     config = resolved(*SMALL, f"parallel={strategy}", "parallel.devices=2")
     state, reference = weights(train_warm(config, tmp_path)), weights(frozen_run)
     torch.manual_seed(config.seed)
@@ -136,4 +152,6 @@ def test_resume_with_freeze_null_trains_the_previously_frozen_backbone(tmp_path:
     assert names == {name for name in frozen if name.startswith("fc")}
     train_warm(resolved(*words, "model.freeze=null", "train.epochs=2"), tmp_path)
     trained = weights(tmp_path)
-    assert not any(torch.equal(trained[name], frozen[name]) for name in frozen if name.endswith("conv1.weight"))
+    assert not any(
+        torch.equal(trained[name], frozen[name]) for name in frozen if name.endswith("conv1.weight")
+    )

@@ -1,4 +1,6 @@
-"""An image folder trains; a folder without a classification layout gives an error that names it before a run starts."""
+"""An image folder trains; a folder without a classification layout gives an error that names it
+before a run starts.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from timm_parallel.testing.ranks import run_warm
 
 
 def image_folder(root: Path, counts: dict[str, dict[str, int]]) -> Path:
-    """Write `{split: {class: number of images}}` as JPEG and PNG in turn, of several sizes, one color per class."""
+    """Write `{split: {class: number of images}}` as JPEG and PNG in turn, of several sizes, one
+    color per class.
+    """
     draw = np.random.default_rng(0)
     for split, classes in counts.items():
         for label, (name, count) in enumerate(classes.items()):
@@ -25,7 +29,9 @@ def image_folder(root: Path, counts: dict[str, dict[str, int]]) -> Path:
             for number in range(count):
                 pixels = draw.integers(0, 60, (20 + number % 5, 24, 3), dtype=np.uint8)
                 pixels[..., label % 3] += 150
-                Image.fromarray(pixels).save(root / split / name / f"{number}.{('jpg', 'png')[number % 2]}")
+                Image.fromarray(pixels).save(
+                    root / split / name / f"{number}.{('jpg', 'png')[number % 2]}"
+                )
     return root
 
 
@@ -34,7 +40,8 @@ def image_folder(root: Path, counts: dict[str, dict[str, int]]) -> Path:
 def test_image_folder_of_jpeg_and_png_files_trains_under_ddp(tmp_path: Path) -> None:
     classes = {"café": 21, "dog": 13, "owl": 17}
     root = image_folder(
-        tmp_path / "images", {"train": classes, "val": {"café": 3, "dog": 4}, "test": {"café": 2, "dog": 2, "owl": 1}}
+        tmp_path / "images",
+        {"train": classes, "val": {"café": 3, "dog": 4}, "test": {"café": 2, "dog": 2, "owl": 1}},
     )
     overrides = (
         "data=folder",
@@ -49,7 +56,9 @@ def test_image_folder_of_jpeg_and_png_files_trains_under_ddp(tmp_path: Path) -> 
     assert result.test["samples"] == 5
     assert result.samples_seen == 4 * 48
     assert result.dropped_per_epoch == 51 - 48
-    assert result.val["acc_best"] == 1.0, "expected high accuracy, because the color determines the class"
+    assert result.val["acc_best"] == 1.0, (
+        "expected high accuracy, because the color determines the class"
+    )
     assert result.skipped == {}
 
 
@@ -61,8 +70,14 @@ BAD = {
     "one_class": ({"train": {"a": 2}, "val": {"a": 1}}, "only the class a"),
     "an_empty_class": ({"train": {"a": 1, "b": 0}, "val": GOOD}, "no image in"),
     "an_empty_class_in_val": ({"train": GOOD, "val": {"a": 1, "b": 0}}, "no image in"),
-    "another_class_in_val": ({"train": GOOD, "val": {"a": 1, "c": 1}}, "train/ does not have 1 of the 2 classes"),
-    "another_class_in_test": ({"train": GOOD, "val": GOOD, "test": {"z": 1}}, "/test: z; it has a, b"),
+    "another_class_in_val": (
+        {"train": GOOD, "val": {"a": 1, "c": 1}},
+        "train/ does not have 1 of the 2 classes",
+    ),
+    "another_class_in_test": (
+        {"train": GOOD, "val": GOOD, "test": {"z": 1}},
+        "/test: z; it has a, b",
+    ),
 }
 
 
@@ -88,14 +103,22 @@ def test_image_folder_with_missing_splits_or_classes_is_refused(
     ("layout", "fraction", "fixes"),
     [
         ("train valid", 0.2, ["rename valid/ to val/", "data.val_fraction=null"]),
-        ("Training VALIDATION testing", 0.2, ["rename VALIDATION/ to val/", "rename Training/ to train/"]),
+        (
+            "Training VALIDATION testing",
+            0.2,
+            ["rename VALIDATION/ to val/", "rename Training/ to train/"],
+        ),
         ("train val", 0.2, ["data.val_fraction=null"]),
         ("train test", 0.2, ["data.root={root}/train"]),
         ("train", 0.2, ["data.root={root}/train"]),
         ("train valid", None, ["rename valid/ to val/"]),
         ("Train val", None, ["rename Train/ to train/"]),
         ("train test", None, ["data.root={root}/train", "data.val_fraction=0.2"]),
-        ("train/train train/valid val/train", None, ["rename valid/ to val/", "data.root={root}/train"]),
+        (
+            "train/train train/valid val/train",
+            None,
+            ["rename valid/ to val/", "data.root={root}/train"],
+        ),
     ],
 )
 def test_folders_named_as_splits_are_refused_as_classes_with_the_fix(
@@ -103,7 +126,9 @@ def test_folders_named_as_splits_are_refused_as_classes_with_the_fix(
 ) -> None:
     image_folder(tmp_path, dict.fromkeys(layout.split(), GOOD))
     with pytest.raises(ValueError) as refusal:  # noqa: PT011
-        check_data(Config(data=DataConfig(name="folder", root=str(tmp_path), val_fraction=fraction)))
+        check_data(
+            Config(data=DataConfig(name="folder", root=str(tmp_path), val_fraction=fraction))
+        )
     message = str(refusal.value)
     assert message.startswith(f"data.root={tmp_path}: ")
     assert all(fix.format(root=tmp_path) in message for fix in fixes)
@@ -129,9 +154,17 @@ def test_empty_class_folder_is_refused_with_the_given_root_and_the_class(tmp_pat
     [
         (("data=folder", "data.root={root}/parts", "data.batch_size=9"), "data.batch_size=9: "),
         (("data=folder", "data.root={root}/parts", "data.batch_size=8"), None),
-        (("data=folder", "data.root={root}/parts", "data.batch_size=4", "train.accumulate=3"), "train.accumulate=3: "),
         (
-            ("data=folder", "data.root={root}/parts/train", "data.val_fraction=0.2", "data.batch_size=9"),
+            ("data=folder", "data.root={root}/parts", "data.batch_size=4", "train.accumulate=3"),
+            "train.accumulate=3: ",
+        ),
+        (
+            (
+                "data=folder",
+                "data.root={root}/parts/train",
+                "data.val_fraction=0.2",
+                "data.batch_size=9",
+            ),
             "data.batch_size=9: ",
         ),
         (("data=csv", "data.root={root}", "data.batch_size=3"), "data.batch_size=3: "),
@@ -139,7 +172,12 @@ def test_empty_class_folder_is_refused_with_the_given_root_and_the_class(tmp_pat
         (("data=digits", "data.batch_size=1258"), "data.batch_size=1258: "),
         (("data=digits", "data.batch_size=16", "data.limit_train=8"), "data.batch_size=16: "),
         (
-            ("data.batch_size=null", "data.batch_size_per_device=700", "parallel=ddp", "parallel.devices=2"),
+            (
+                "data.batch_size=null",
+                "data.batch_size_per_device=700",
+                "parallel=ddp",
+                "parallel.devices=2",
+            ),
             "data.batch_size=1400: ",
         ),
     ],
@@ -153,14 +191,24 @@ def test_batch_larger_than_the_training_split_is_refused_before_ranks_start(
 ) -> None:
     image_folder(tmp_path / "parts", {"train": {"a": 5, "b": 3}, "val": {"a": 4, "b": 4}})
     rows = [
-        f"parts/train/{name}/{number}.jpg,{name},{split}" for name in "ab" for number, split in ((0, ""), (2, "val"))
+        f"parts/train/{name}/{number}.jpg,{name},{split}"
+        for name in "ab"
+        for number, split in ((0, ""), (2, "val"))
     ]
     (tmp_path / "labels.csv").write_text("\n".join(["file,label,split", *rows]))
     started: list[bool] = []
     monkeypatch.setattr("timm_parallel.launch.job.run_job", lambda *_: started.append(True) or 0)
     command = [word.format(root=tmp_path) for word in words]
     monkeypatch.setattr(
-        sys, "argv", ["train.py", "model=tiny", "parallel=single", f"hydra.run.dir={tmp_path / 'run'}", *command]
+        sys,
+        "argv",
+        [
+            "train.py",
+            "model=tiny",
+            "parallel=single",
+            f"hydra.run.dir={tmp_path / 'run'}",
+            *command,
+        ],
     )
     assert entry.main() == (2 if key else 0)
     assert bool(started) == (key is None)
@@ -171,7 +219,9 @@ def test_batch_larger_than_the_training_split_is_refused_before_ranks_start(
 
 @pytest.mark.parametrize("name", ["digits", "synthetic"])
 def test_in_memory_dataset_refuses_data_root(name: str) -> None:
-    with pytest.raises(ValueError, match=rf"data\.root=/data/shapes: data\.name={name} .*data=folder"):
+    with pytest.raises(
+        ValueError, match=rf"data\.root=/data/shapes: data\.name={name} .*data=folder"
+    ):
         check_data(Config(data=DataConfig(name=name, root="/data/shapes")))
 
 

@@ -1,4 +1,6 @@
-"""requirements.lock matches requirements.txt, has a hash for every package, and contains no path or URL."""
+"""requirements.lock matches requirements.txt, has a hash for every package, and contains no path or
+URL.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ PINS = (ROOT / "requirements.txt").read_text(encoding="utf-8")
 
 
 def locked(lock: str) -> dict[str, dict[str, int]]:
-    """Return package -> version -> number of hashes. Some packages have two versions, for different Python versions."""
+    """Return package -> version -> number of hashes. Some packages have two versions, for different
+    Python versions.
+    """
     packages: dict[str, dict[str, int]] = {}
     for block in re.split(r"\n(?=[A-Za-z0-9])", lock):
         head = re.match(r"([\w.-]+)==([\w.+!-]+)", block)
@@ -51,10 +55,16 @@ def test_lock_check_detects_a_changed_added_or_renamed_requirement(old: str, new
 def test_every_package_in_requirements_lock_has_hashes() -> None:
     packages = locked(LOCK)
     assert [name for name, versions in packages.items() if not all(versions.values())] == []
-    assert {"antlr4-python3-runtime", "sympy", "pillow", "sqlalchemy", "setuptools"} <= set(packages)
+    assert {"antlr4-python3-runtime", "sympy", "pillow", "sqlalchemy", "setuptools"} <= set(
+        packages
+    )
     lines = [line for line in LOCK.splitlines() if line and not line.lstrip().startswith("#")]
-    assert all(re.match(r"[\w.-]+==|    --hash=sha256:", line) for line in lines), "only pins and hashes"
+    assert all(re.match(r"[\w.-]+==|    --hash=sha256:", line) for line in lines), (
+        "only pins and hashes"
+    )
 
 
 def test_requirements_lock_contains_no_path_or_url() -> None:
-    assert not re.search(r"https?://|file:|--(extra-)?index-url|--find-links|/(opt|home|root|tmp)/", LOCK)
+    assert not re.search(
+        r"https?://|file:|--(extra-)?index-url|--find-links|/(opt|home|root|tmp)/", LOCK
+    )

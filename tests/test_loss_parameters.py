@@ -1,4 +1,6 @@
-"""Parameters of the training step besides the model's, such as those of a loss: trained, saved, resumed, not exported."""
+"""Parameters of the training step besides the model's, such as those of a loss: trained, saved,
+resumed, not exported.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,9 @@ NAMES = ["criterion.centers", "criterion.temperature", "criterion.batches"]
 
 
 class ArcFace(nn.Module):
-    """ArcFace (arXiv:1801.07698) next to cross entropy, with a learned scale, a count of batches and a constant."""
+    """ArcFace (arXiv:1801.07698) next to cross entropy, with a learned scale, a count of batches
+    and a constant.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,7 +98,9 @@ def config_of(*overrides: str) -> ResolvedConfig:
     return config
 
 
-def train(ranks: Ranks, store: Any, folder: str, config: ResolvedConfig, stop_at: int | None = None) -> None:
+def train(
+    ranks: Ranks, store: Any, folder: str, config: ResolvedConfig, stop_at: int | None = None
+) -> None:
     """Train from the checkpoint in `folder`, if there is one, to the end or to step `stop_at`."""
     torch.set_num_threads(1)
     training = Trainer(config, Path(folder), ranks, store)
@@ -128,7 +134,9 @@ def contents(folder: Path, name: str = "last") -> dict[str, Any]:
 
 
 def losses(folder: Path) -> list[float]:
-    return [line["train/loss"] for line in read_lines(folder / "metrics.jsonl") if "train/loss" in line]
+    return [
+        line["train/loss"] for line in read_lines(folder / "metrics.jsonl") if "train/loss" in line
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +162,8 @@ def saved(run: RunParts) -> dict[str, Any]:
     return checkpoint.snapshot(run.state, run.strategy)
 
 
-# Training ------------------------------------------------------------------------------------------------------------
+# Training
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -166,12 +175,16 @@ def saved(run: RunParts) -> dict[str, Any]:
         pytest.param("fsdp", marks=pytest.mark.processes),
     ],
 )
-def test_loss_with_parameters_trains_alike_under_every_strategy(trained: Callable[[str], Path], spread: str) -> None:
+def test_loss_with_parameters_trains_alike_under_every_strategy(
+    trained: Callable[[str], Path], spread: str
+) -> None:
     expected, actual = contents(trained("single")), contents(trained(spread))
     assert losses(trained(spread)) == pytest.approx(losses(trained("single")), rel=1e-5)
     assert list(actual["train_step"]) == list(expected["train_step"]) == NAMES
     for name in ("criterion.centers", "criterion.temperature"):
-        assert torch.allclose(actual["train_step"][name], expected["train_step"][name], rtol=1e-4, atol=1e-5), name
+        assert torch.allclose(
+            actual["train_step"][name], expected["train_step"][name], rtol=1e-4, atol=1e-5
+        ), name
     assert read_result(trained(spread)).proof["hashes_equal"]
 
 
@@ -182,13 +195,21 @@ def test_parameters_of_a_loss_are_trained_with_weight_decay_for_matrices_only(
     for name in ("criterion.centers", "criterion.temperature"):
         assert (last["train_step"][name] - initial[name]).abs().max() > 1e-4, name
     assert last["train_step"]["criterion.batches"] == 2 * STEPS
-    groups = {tuple(group["params"]): group["weight_decay"] for group in last["optimizer"]["param_groups"][-2:]}
-    assert groups == {("train_step.criterion.temperature",): 0.0, ("train_step.criterion.centers",): 0.05}
+    groups = {
+        tuple(group["params"]): group["weight_decay"]
+        for group in last["optimizer"]["param_groups"][-2:]
+    }
+    assert groups == {
+        ("train_step.criterion.temperature",): 0.0,
+        ("train_step.criterion.centers",): 0.05,
+    }
 
 
 def test_head_lr_scale_applies_to_the_parameters_of_a_loss_and_layer_decay_does_not() -> None:
     state = built("optim.head_lr_scale=10", "optim.layer_decay=0.5", "optim.lr=1e-3").state
-    scale_of = {id(p): group["lr_scale"] for group in state.optimizer.param_groups for p in group["params"]}
+    scale_of = {
+        id(p): group["lr_scale"] for group in state.optimizer.param_groups for p in group["params"]
+    }
     assert [scale_of[id(parameter)] for parameter in state.own_parameters.values()] == [10.0, 10.0]
 
 
@@ -200,8 +221,12 @@ def test_frozen_model_part_leaves_the_parameters_of_a_loss_trainable() -> None:
 
 
 @pytest.mark.parametrize(("mode", "expected"), [("norm", 5.0), ("value", 0.5), ("agc", 10.0)])
-def test_gradient_norm_and_clipping_include_the_parameters_of_a_loss(mode: str, expected: float) -> None:
-    run = built("optim.clip_grad=0.5" if mode == "value" else "optim.clip_grad=5", f"optim.clip_mode={mode}")
+def test_gradient_norm_and_clipping_include_the_parameters_of_a_loss(
+    mode: str, expected: float
+) -> None:
+    run = built(
+        "optim.clip_grad=0.5" if mode == "value" else "optim.clip_grad=5", f"optim.clip_mode={mode}"
+    )
     for parameter in run.state.parameters():
         parameter.grad = torch.zeros_like(parameter)
     temperature = run.state.own_parameters["criterion.temperature"]
@@ -220,10 +245,13 @@ def test_optimizer_without_a_trainable_parameter_is_refused() -> None:
         check_is_complete(state.optimizer, state)
 
 
-# Checks --------------------------------------------------------------------------------------------------------------
+# Checks
+# --------------------------------------------------------------------------------------------------
 
 
-def test_parameters_hash_of_a_run_covers_the_parameters_of_the_loss(trained: Callable[[str], Path]) -> None:
+def test_parameters_hash_of_a_run_covers_the_parameters_of_the_loss(
+    trained: Callable[[str], Path],
+) -> None:
     last, digest = contents(trained("single")), hashlib.sha256()
     own = [last["train_step"][f"criterion.{name}"] for name in ("centers", "temperature")]
     for tensor in (*last["model"].values(), *own):
@@ -240,7 +268,8 @@ def test_checkpoint_of_a_loss_with_a_non_finite_parameter_is_not_saved(tmp_path:
     assert not (tmp_path / "checkpoints").exists()
 
 
-# Checkpoints ---------------------------------------------------------------------------------------------------------
+# Checkpoints
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -261,11 +290,17 @@ def test_run_with_a_loss_with_parameters_resumes_in_mid_epoch(
     assert losses(folder) == pytest.approx(losses(trained(after)), rel=1e-5)
     for part in ("model", "ema", "train_step"):
         for name, tensor in expected[part].items():
-            is_equal = torch.equal if before == after else partial(torch.allclose, rtol=1e-3, atol=1e-4)
+            is_equal = (
+                torch.equal if before == after else partial(torch.allclose, rtol=1e-3, atol=1e-4)
+            )
             assert is_equal(actual[part][name], tensor), name
     if before == after:
         states = expected["optimizer"]["state"], actual["optimizer"]["state"]
-        assert all(map(torch.equal, *(tree_leaves([state[name] for name in states[0]]) for state in states)))
+        assert all(
+            map(
+                torch.equal, *(tree_leaves([state[name] for name in states[0]]) for state in states)
+            )
+        )
 
 
 def test_checkpoint_without_the_parameters_of_the_loss_is_refused_in_one_line() -> None:
@@ -291,7 +326,9 @@ def test_built_in_losses_with_class_weights_leave_checkpoints_unchanged(loss: st
 
 def test_checkpoint_of_a_built_in_loss_from_before_it_recorded_the_step_resumes() -> None:
     config = resolved("parallel=single", "train.class_weights=auto")
-    run, other = (RunParts(config, build_strategy(config.parallel, Ranks(), None)) for _ in range(2))
+    run, other = (
+        RunParts(config, build_strategy(config.parallel, Ranks(), None)) for _ in range(2)
+    )
     contents_of_run = saved(run)
     assert contents_of_run.pop("train_step") == {}
     checkpoint.restore(other.state, other.strategy, contents_of_run)
@@ -310,11 +347,13 @@ def test_trained_model_of_a_loss_with_parameters_has_only_the_tensors_of_the_mod
     assert exported.keys() == contents(trained("single"))["model"].keys()
     fresh = built(f"model.weights={trained('single')}/checkpoints/best.pt").state
     assert not torch.equal(
-        fresh.own_tensors()["criterion.centers"], contents(trained("single"))["train_step"]["criterion.centers"]
+        fresh.own_tensors()["criterion.centers"],
+        contents(trained("single"))["train_step"]["criterion.centers"],
     )
 
 
-# Devices -------------------------------------------------------------------------------------------------------------
+# Devices
+# --------------------------------------------------------------------------------------------------
 
 
 def test_dp_moves_the_loss_to_the_device_of_the_outputs() -> None:
@@ -324,14 +363,20 @@ def test_dp_moves_the_loss_to_the_device_of_the_outputs() -> None:
     strategy.output_device = torch.device("meta")
     step = TrainStep(nn.Linear(4, 18), criterion)
     strategy.wrap(step)
-    assert {tensor.device.type for tensor in (*criterion.parameters(), *criterion.buffers())} == {"meta"}
+    assert {tensor.device.type for tensor in (*criterion.parameters(), *criterion.buffers())} == {
+        "meta"
+    }
     assert {parameter.device.type for parameter in step.model.parameters()} == {"cpu"}
 
 
 def test_each_dp_replica_has_its_own_copy_of_the_class_weights() -> None:
-    config = ParallelConfig(strategy="dp", devices=2, accelerator="cpu", threads_per_device=1, loss_in_replica=True)
+    config = ParallelConfig(
+        strategy="dp", devices=2, accelerator="cpu", threads_per_device=1, loss_in_replica=True
+    )
     strategy, settings = DataParallelStrategy(config, Ranks()), resolved()
-    criterion = build_criterion(settings.train, settings.data.augment, {"class_weight": torch.rand(3)})
+    criterion = build_criterion(
+        settings.train, settings.data.augment, {"class_weight": torch.rand(3)}
+    )
     assert isinstance(criterion, nn.Module)
     weights: dict[int, int] = {}
 
@@ -346,4 +391,5 @@ def test_each_dp_replica_has_its_own_copy_of_the_class_weights() -> None:
     assert loss.item() == pytest.approx(criterion(model(images), labels).item())
 
 
-# fsdp ----------------------------------------------------------------------------------------------------------------
+# fsdp
+# --------------------------------------------------------------------------------------------------

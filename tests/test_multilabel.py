@@ -1,4 +1,6 @@
-"""Multi-label training, class weights and balanced sampling; metrics match scikit-learn at any world size."""
+"""Multi-label training, class weights and balanced sampling; metrics match scikit-learn at any
+world size.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ def scenes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = []
     for number in range(44):
         own = [name for bit, name in enumerate(LABELS) if number >> bit & 1]
-        Image.fromarray(draw.integers(0, 256, (16, 16, 3), dtype=np.uint8)).save(folder / f"{number}.png")
+        Image.fromarray(draw.integers(0, 256, (16, 16, 3), dtype=np.uint8)).save(
+            folder / f"{number}.png"
+        )
         rows.append((f"{number}.png", ";".join(own)))
     with open(folder / "labels.csv", "w", newline="") as file:
         csv.writer(file).writerows([("file", "label"), *rows])
@@ -61,7 +65,9 @@ def scenes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 rows_of_scores = st.integers(2, 40).flatmap(
     lambda n: st.tuples(
         st.lists(
-            st.lists(st.sampled_from([-2.0, -0.5, 0.0, 0.25, 1.0]), min_size=3, max_size=3), min_size=n, max_size=n
+            st.lists(st.sampled_from([-2.0, -0.5, 0.0, 0.25, 1.0]), min_size=3, max_size=3),
+            min_size=n,
+            max_size=n,
         ),
         st.lists(st.lists(st.booleans(), min_size=3, max_size=3), min_size=n, max_size=n),
     )
@@ -71,18 +77,28 @@ rows_of_scores = st.integers(2, 40).flatmap(
 @settings(max_examples=60, deadline=None)
 @given(rows_of_scores)
 @pytest.mark.filterwarnings("ignore:No positive class")
-def test_multilabel_map_and_macro_f1_match_scikit_learn(rows: tuple[list[list[float]], list[list[bool]]]) -> None:
+def test_multilabel_map_and_macro_f1_match_scikit_learn(
+    rows: tuple[list[list[float]], list[list[bool]]],
+) -> None:
     scores, labels = torch.tensor(rows[0]), torch.tensor(rows[1]).float()
     expected = average_precision_score(labels.numpy(), scores.numpy(), average="macro")
     assert mean_average_precision(scores, labels) == pytest.approx(expected)
     counts = count_labels(scores, labels, torch.zeros(0))
     predicted = scores.sigmoid() >= 0.5
-    assert macro_f1(counts, len(scores)) == pytest.approx(f1_score(labels, predicted, average="macro", zero_division=0))
+    assert macro_f1(counts, len(scores)) == pytest.approx(
+        f1_score(labels, predicted, average="macro", zero_division=0)
+    )
 
 
 @pytest.fixture(scope="module")
 def multilabel_run(scenes: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    words = (*SMALL, f"data.root={scenes}", "parallel=single", "model.ema.decay=0.9", "checkpoint.metric=val/map_ema")
+    words = (
+        *SMALL,
+        f"data.root={scenes}",
+        "parallel=single",
+        "model.ema.decay=0.9",
+        "checkpoint.metric=val/map_ema",
+    )
     return run_warm(tmp_path_factory.mktemp("single"), *words)
 
 
@@ -92,7 +108,9 @@ def test_multilabel_metrics_of_ddp_on_2_or_3_ranks_match_those_of_single(
     devices: int, scenes: Path, multilabel_run: Path, tmp_path: Path
 ) -> None:
     words = (*SMALL, f"data.root={scenes}", "parallel=ddp", f"parallel.devices={devices}")
-    one, other = (read_result(folder).val for folder in (multilabel_run, run_warm(tmp_path, *words)))
+    one, other = (
+        read_result(folder).val for folder in (multilabel_run, run_warm(tmp_path, *words))
+    )
     assert one["samples"] == other["samples"]
     for name in MULTILABEL_METRICS:
         assert one[name] == pytest.approx(other[name], rel=1e-4), name
@@ -103,16 +121,30 @@ def read_predictions(path: Path) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFra
     table = pd.read_csv(path, keep_default_na=False).rename_axis("image").reset_index()
     places = pd.wide_to_long(table, ["class_", "probability_"], "image", "place")
     scores = places.reset_index().pivot(index="image", columns="class_", values="probability_")
-    return table, table["label"].str.get_dummies(";").reindex(columns=scores.columns, fill_value=0), scores
+    return (
+        table,
+        table["label"].str.get_dummies(";").reindex(columns=scores.columns, fill_value=0),
+        scores,
+    )
 
 
-@pytest.mark.parametrize(("word", "weights"), [("", "ema"), ("weights=ema", "ema"), ("weights=model", "model")])
+@pytest.mark.parametrize(
+    ("word", "weights"), [("", "ema"), ("weights=ema", "ema"), ("weights=model", "model")]
+)
 def test_multilabel_metrics_of_run_match_scikit_learn_on_the_predictions_csv(
     multilabel_run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], word: str, weights: str
 ) -> None:
-    """Without `weights`, the metrics of both sets are printed, and the file is of those that checkpoint.metric evaluates."""
+    """Without `weights`, the metrics of both sets are printed, and the file is of those that
+    checkpoint.metric evaluates.
+    """
     path = tmp_path / "predictions.csv"
-    words = [f"run={multilabel_run}", f"predictions={path}", "checkpoint=last", "data.workers=0", word]
+    words = [
+        f"run={multilabel_run}",
+        f"predictions={path}",
+        "checkpoint=last",
+        "data.workers=0",
+        word,
+    ]
     assert entry.main([word for word in words if word]) == 0
     printed = [json.loads(line)["weights"] for line in capfd.readouterr().out.splitlines()]
     assert printed == ([weights] if word else ["model", "ema"])
@@ -122,24 +154,40 @@ def test_multilabel_metrics_of_run_match_scikit_learn_on_the_predictions_csv(
     assert sorted(scores.columns) == sorted(LABELS) == list(labels.columns)
     expected = average_precision_score(labels.to_numpy(), scores.to_numpy(), average="macro")
     assert expected == pytest.approx(val[f"map{suffix}"], abs=1e-6)
-    expected = f1_score(labels.to_numpy(), scores.to_numpy() >= 0.5, average="macro", zero_division=0)
+    expected = f1_score(
+        labels.to_numpy(), scores.to_numpy() >= 0.5, average="macro", zero_division=0
+    )
     assert expected == pytest.approx(val[f"f1_macro{suffix}"], abs=1e-6)
 
 
 @pytest.mark.slow(seconds=5)
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    "words", [SMALL, ("data.limit_train=60", "data.batch_size=12", "data.balance=0.7", "data.image_size=16")]
+    "words",
+    [
+        SMALL,
+        ("data.limit_train=60", "data.batch_size=12", "data.balance=0.7", "data.image_size=16"),
+    ],
 )
 def test_ddp_run_with_multilabel_or_balanced_data_resumes_bit_identically_mid_epoch(
     words: tuple[str, ...], scenes: Path, tmp_path: Path
 ) -> None:
     root = (f"data.root={scenes}",) if words is SMALL else ()
-    more = (*words, *root, "train.epochs=2", "parallel=ddp", "parallel.devices=2", "parallel.accelerator=cpu")
+    more = (
+        *words,
+        *root,
+        "train.epochs=2",
+        "parallel=ddp",
+        "parallel.devices=2",
+        "parallel.accelerator=cpu",
+    )
     whole = run_warm(tmp_path / "whole", *more)
     run_warm(tmp_path / "parts", *more, "train.max_steps=3")
     parts = run_warm(tmp_path / "parts", *more)
-    weights = [torch.load(run / "checkpoints/last.pt", weights_only=True)["model"] for run in (whole, parts)]
+    weights = [
+        torch.load(run / "checkpoints/last.pt", weights_only=True)["model"]
+        for run in (whole, parts)
+    ]
     assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
 
 
@@ -151,7 +199,10 @@ def test_ddp_run_with_multilabel_or_balanced_data_resumes_bit_identically_mid_ep
         (("train.task=multilabel", "train.loss=bce"), "checkpoint.metric=val/acc"),
         (("checkpoint.metric=val/map",), "checkpoint.metric=val/map"),
         (("train=multilabel",), "train.task=multilabel"),
-        (("train=multilabel", "data=csv", "data.root=x", "data.augment.mixup=0.2"), "data.augment.mixup"),
+        (
+            ("train=multilabel", "data=csv", "data.root=x", "data.augment.mixup=0.2"),
+            "data.augment.mixup",
+        ),
         (("train=multilabel", "data=csv", "data.root=x", "data.balance=1"), "data.balance=1"),
         (("data.balance=1", "data.augment.aug_repeats=2"), "data.balance=1"),
         (("train.class_weights=auto", "data.balance=1"), "data.balance=1"),
@@ -190,7 +241,12 @@ given_weights = st.lists(st.floats(0.01, 100), min_size=5, max_size=5)
 
 
 @settings(max_examples=40, deadline=None)
-@given(frequencies, st.one_of(st.just("auto"), given_weights), st.sampled_from([0.0, 0.1]), st.integers(0, 9))
+@given(
+    frequencies,
+    st.one_of(st.just("auto"), given_weights),
+    st.sampled_from([0.0, 0.1]),
+    st.integers(0, 9),
+)
 def test_class_weighted_cross_entropy_is_torchs_over_the_whole_training_set(
     counts: list[int], given: str | list[float], smoothing: float, seed: int
 ) -> None:
@@ -206,16 +262,22 @@ def test_class_weighted_cross_entropy_is_torchs_over_the_whole_training_set(
 
 @pytest.mark.parametrize("loss", ["ce", "bce"])
 @pytest.mark.parametrize("weights", ["auto", [3.0, 3.0, 3.0]])
-def test_class_weights_leave_the_loss_unchanged_when_classes_are_equal(loss: str, weights: Any) -> None:
+def test_class_weights_leave_the_loss_unchanged_when_classes_are_equal(
+    loss: str, weights: Any
+) -> None:
     labels = torch.arange(3).repeat(7)
     scores = torch.randn(21, 3, generator=torch.Generator().manual_seed(1))
     config = TrainConfig(loss=loss, class_weights=weights)
-    assert loss_of(config, scores, labels) == pytest.approx(loss_of(TrainConfig(loss=loss), scores, labels))
+    assert loss_of(config, scores, labels) == pytest.approx(
+        loss_of(TrainConfig(loss=loss), scores, labels)
+    )
 
 
 @pytest.mark.parametrize("weights", ["auto", [0.2, 7.0]])
 @pytest.mark.parametrize(("loss", "share"), [("ce", 0.99), ("ce", 0.5), ("bce", 0.99)])
-def test_class_weights_keep_the_size_of_the_loss_of_an_untrained_model(loss: str, share: float, weights: Any) -> None:
+def test_class_weights_keep_the_size_of_the_loss_of_an_untrained_model(
+    loss: str, share: float, weights: Any
+) -> None:
     labels = (torch.arange(200) >= 200 * share).long()
     config = TrainConfig(loss=loss, class_weights=weights)
     assert loss_of(config, torch.zeros(200, 2), labels) == pytest.approx(np.log(2), rel=1e-4)
@@ -223,7 +285,9 @@ def test_class_weights_keep_the_size_of_the_loss_of_an_untrained_model(loss: str
 
 @pytest.mark.parametrize("loss", ["bce", "asl"])
 @pytest.mark.parametrize("positives", [(1, 50, 99), (0, 50, 100)])
-def test_class_weights_of_several_labels_keep_the_size_of_the_loss(loss: str, positives: tuple[int, ...]) -> None:
+def test_class_weights_of_several_labels_keep_the_size_of_the_loss(
+    loss: str, positives: tuple[int, ...]
+) -> None:
     labels = torch.stack([(torch.arange(100) < count).float() for count in positives], 1)
     # Without focusing and clipping, asl is bce.
     kwargs = {"gamma_pos": 0, "gamma_neg": 0, "clip": 0} if loss == "asl" else {}
@@ -254,10 +318,15 @@ def test_class_weights_must_have_one_number_per_class_and_auto_includes_absent_c
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_class_weighted_cross_entropy_is_the_mean_over_images_not_over_weights(smoothing: float) -> None:
+def test_class_weighted_cross_entropy_is_the_mean_over_images_not_over_weights(
+    smoothing: float,
+) -> None:
     config = TrainConfig(class_weights=[0.5, 2.0, 1.0], smoothing=smoothing)
     criterion = build_criterion(config, AugmentConfig(), class_weights(config, None, 3))
-    scores, labels = torch.randn(8, 3, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 2, 1] * 2)
+    scores, labels = (
+        torch.randn(8, 3, generator=torch.Generator().manual_seed(0)),
+        torch.tensor([0, 1, 2, 1] * 2),
+    )
     halves = (criterion(scores[:4], labels[:4]) + criterion(scores[4:], labels[4:])) / 2
     assert criterion(scores, labels).item() == pytest.approx(halves.item())
     if smoothing == 0:

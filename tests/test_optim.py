@@ -1,4 +1,6 @@
-"""timm optimizers update the weights or fail with an error that names them; timm schedules match their formulas."""
+"""timm optimizers update the weights or fail with an error that names them; timm schedules match
+their formulas.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,25 @@ from timm_parallel.config.suggest import timm_optimizers
 from timm_parallel.testing.configs import resolved
 
 HERE_WITHOUT = (  # Apex and bitsandbytes need CUDA and more packages
-    *("bnbadam", "bnbadam8bit", "bnbadamw", "bnbadamw8bit", "bnbsgd", "bnbsgd8bit", "bnblion", "bnblion8bit"),
-    *("bnbademamix", "bnbademamix8bit", "fusedadam", "fusedadamw", "fusedlamb", "fusednovograd", "fusedsgd"),
+    *(
+        "bnbadam",
+        "bnbadam8bit",
+        "bnbadamw",
+        "bnbadamw8bit",
+        "bnbsgd",
+        "bnbsgd8bit",
+        "bnblion",
+        "bnblion8bit",
+    ),
+    *(
+        "bnbademamix",
+        "bnbademamix8bit",
+        "fusedadam",
+        "fusedadamw",
+        "fusedlamb",
+        "fusednovograd",
+        "fusedsgd",
+    ),
 )
 # kron compiles itself, which takes 20 s; kronc and kronw are the same class.
 QUICK_OPTIMIZERS = ("adamw", "sgd", "momentum", "lamb", "lion", "muon")
@@ -40,7 +59,9 @@ def test_every_timm_optimizer_updates_all_weights_within_two_steps(opt: str) -> 
         optimizer.zero_grad()
         model(torch.randn(4, 3, 8, 8)).square().mean().backward()
         optimizer.step()
-    assert all(not torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+    assert all(
+        not torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True)
+    )
 
 
 @pytest.mark.parametrize("opt", sorted(timm_optimizers().intersection(HERE_WITHOUT)))
@@ -55,7 +76,9 @@ def test_apex_and_bitsandbytes_optimizers_are_refused_when_there_is_no_cuda(opt:
 def test_zero_momentum_is_refused_early_exactly_for_optimizers_that_refuse_it(opt: str) -> None:
     config = OptimConfig(opt=opt, momentum=0)
     early = list(config.problems(Config()))
-    assert [line.partition(":")[0] for line in early] == (["optim.momentum=0"] if opt in NESTEROV else [])
+    assert [line.partition(":")[0] for line in early] == (
+        ["optim.momentum=0"] if opt in NESTEROV else []
+    )
     if early:
         # An empty optim.kwargs is not what is wrong.
         with pytest.raises(ValueError, match=rf"optim: {opt} ") as error:
@@ -63,12 +86,16 @@ def test_zero_momentum_is_refused_early_exactly_for_optimizers_that_refuse_it(op
         assert "kwargs" not in str(error.value)
     else:
         build_optimizer(config, 1e-3, nn.Linear(2, 2))
-    assert list(OptimConfig(opt=opt, momentum=0, kwargs={"nesterov": False}).problems(Config())) == []
+    assert (
+        list(OptimConfig(opt=opt, momentum=0, kwargs={"nesterov": False}).problems(Config())) == []
+    )
 
 
 def test_rsqrt_schedule_without_warmup_is_refused_unless_its_time_scale_is_given() -> None:
     config = OptimConfig(sched="rsqrt", warmup_epochs=0)
-    assert [line.partition(":")[0] for line in config.problems(Config())] == ["optim.warmup_epochs=0"]
+    assert [line.partition(":")[0] for line in config.problems(Config())] == [
+        "optim.warmup_epochs=0"
+    ]
     optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=1.0)
     with pytest.raises(ValueError, match="optim: rsqrt ") as error:
         build_schedule(config, TrainConfig(), optimizer, 10)
@@ -79,7 +106,9 @@ def test_rsqrt_schedule_without_warmup_is_refused_unless_its_time_scale_is_given
 
 
 @pytest.mark.parametrize(("opt", "waits"), [("adamw", False), ("sgd", False), ("lamb", True)])
-def test_only_optimizers_without_a_fused_kernel_wait_for_the_gradient_scaler(opt: str, waits: bool) -> None:
+def test_only_optimizers_without_a_fused_kernel_wait_for_the_gradient_scaler(
+    opt: str, waits: bool
+) -> None:
     optimizer = build_optimizer(resolved(f"optim.opt={opt}").optim, 1e-3, nn.Linear(2, 2))
     assert waits_for_scaler(optimizer) == waits
 
@@ -87,7 +116,11 @@ def test_only_optimizers_without_a_fused_kernel_wait_for_the_gradient_scaler(opt
 def test_optimizer_gives_norms_and_biases_no_weight_decay() -> None:
     for model in (timm.create_model("test_resnet"), timm.create_model("test_vit")):
         optimizer = build_optimizer(resolved("optim.weight_decay=0.1").optim, 1e-3, model)
-        decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+        decay = {
+            id(p): group["weight_decay"]
+            for group in optimizer.param_groups
+            for p in group["params"]
+        }
         excluded = getattr(model, "no_weight_decay", set)()
         for name, parameter in model.named_parameters():
             # A rule of your own may exclude embeddings and tokens too.
@@ -98,7 +131,13 @@ def test_optimizer_gives_norms_and_biases_no_weight_decay() -> None:
 
 def rates(*overrides: str, steps_per_epoch: int = 10, steps: int | None = None) -> list[float]:
     """Return the learning rate of every step of a 10-epoch training."""
-    config = resolved("train.epochs=10", "optim.lr=1.0", "optim.warmup_epochs=2", "optim.warmup_lr=0.1", *overrides)
+    config = resolved(
+        "train.epochs=10",
+        "optim.lr=1.0",
+        "optim.warmup_epochs=2",
+        "optim.warmup_lr=0.1",
+        *overrides,
+    )
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=config.optim.lr)
     schedule = build_schedule(config.optim, config.train, optimizer, steps_per_epoch)
     assert schedule is not None
@@ -120,11 +159,23 @@ def rates(*overrides: str, steps_per_epoch: int = 10, steps: int | None = None) 
         (("optim.sched=cosine", "optim.cooldown_epochs=3"), {20: 1.0, 45: 0.5, 70: 0.0, 99: 0.0}),
         (("optim.sched=poly", "optim.decay_rate=2.0"), {20: 1.0, 60: 0.25, 80: 0.0625}),
         (("optim.sched=constant",), {0: 0.1, 20: 1.0, 99: 1.0}),
-        (("optim.sched=step", "optim.decay_epochs=3", "optim.decay_rate=0.5"), {20: 1.0, 49: 1.0, 50: 0.5, 80: 0.25}),
+        (
+            ("optim.sched=step", "optim.decay_epochs=3", "optim.decay_rate=0.5"),
+            {20: 1.0, 49: 1.0, 50: 0.5, 80: 0.25},
+        ),
         # timm drops the rate one step before the milestone, on purpose.
-        (("optim.sched=multistep", "optim.decay_milestones=[4,7]"), {20: 1.0, 38: 1.0, 39: 0.1, 68: 0.1, 69: 0.01}),
-        (("optim.sched=wsd", "optim.decay_epochs=4"), {20: 1.0, 59: 1.0, 80: 1 - math.sqrt(0.5), 100: 0.0}),
-        (("+optim.sched_kwargs={cycle_limit: 2, cycle_decay: 0.5}",), {20: 1.0, 40: 0.5, 60: 0.5, 80: 0.25, 100: 0.0}),
+        (
+            ("optim.sched=multistep", "optim.decay_milestones=[4,7]"),
+            {20: 1.0, 38: 1.0, 39: 0.1, 68: 0.1, 69: 0.01},
+        ),
+        (
+            ("optim.sched=wsd", "optim.decay_epochs=4"),
+            {20: 1.0, 59: 1.0, 80: 1 - math.sqrt(0.5), 100: 0.0},
+        ),
+        (
+            ("+optim.sched_kwargs={cycle_limit: 2, cycle_decay: 0.5}",),
+            {20: 1.0, 40: 0.5, 60: 0.5, 80: 0.25, 100: 0.0},
+        ),
     ],
 )
 def test_learning_rate_schedule_matches_rates_computed_by_hand(
@@ -139,8 +190,12 @@ def test_learning_rate_schedule_matches_rates_computed_by_hand(
 def test_decay_epochs_of_wsd_and_rsqrt_schedules_set_the_length_of_the_final_decay(
     sched: str, decay_epochs: float
 ) -> None:
-    """The learning rate warms up for 20 steps, is constant (wsd) or falls (rsqrt), and decays at the end."""
-    actual = rates(f"optim.sched={sched}", f"optim.decay_epochs={decay_epochs}", "optim.cooldown_epochs=1")
+    """The learning rate warms up for 20 steps, is constant (wsd) or falls (rsqrt), and decays at
+    the end.
+    """
+    actual = rates(
+        f"optim.sched={sched}", f"optim.decay_epochs={decay_epochs}", "optim.cooldown_epochs=1"
+    )
     decay_starts = 90 - 10 * decay_epochs
     for step in range(20, 101):
         stable = 1.0 if sched == "wsd" else (1 + (step - 20) / 20) ** -0.5
@@ -151,6 +206,11 @@ def test_decay_epochs_of_wsd_and_rsqrt_schedules_set_the_length_of_the_final_dec
 
 @pytest.mark.parametrize("sched", ["cosine", "tanh", "poly", "wsd", "rsqrt", "constant"])
 def test_learning_rate_by_epoch_does_not_depend_on_steps_per_epoch(sched: str) -> None:
-    """More accumulation or a larger batch gives fewer steps per epoch, but the same curve over epochs."""
-    few, many = rates(f"optim.sched={sched}", steps_per_epoch=10), rates(f"optim.sched={sched}", steps_per_epoch=40)
+    """More accumulation or a larger batch gives fewer steps per epoch, but the same curve over
+    epochs.
+    """
+    few, many = (
+        rates(f"optim.sched={sched}", steps_per_epoch=10),
+        rates(f"optim.sched={sched}", steps_per_epoch=40),
+    )
     assert few == pytest.approx(many[::4], abs=0.02)

@@ -1,6 +1,8 @@
-"""Every option of every config group composes and trains one step, and the config.yaml of a run reproduces the run.
+"""Every option of every config group composes and trains one step, and the config.yaml of a run
+reproduces the run.
 
-`train.main` runs in this process; the ranks are forked from a server process that has imported torch.
+`train.main` runs in this process; the ranks are forked from a server process that has imported
+torch.
 """
 
 from __future__ import annotations
@@ -48,16 +50,24 @@ RunCommand = Callable[..., None]
 
 
 @pytest.fixture
-def run_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> RunCommand:
-    """Return a function that runs `python train.py …`; with `-m`, only the first job that can run on this machine."""
+def run_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> RunCommand:
+    """Return a function that runs `python train.py …`; with `-m`, only the first job that can run
+    on this machine.
+    """
     for name in (*NEEDED, "SLURM_STEP_ID"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(job, "run_ranks", lambda config, folder, **_: warm_ranks(config, folder.resolve()))
+    monkeypatch.setattr(
+        job, "run_ranks", lambda config, folder, **_: warm_ranks(config, folder.resolve())
+    )
 
     def run(folder: Path, *words: str) -> None:
         if "-m" in words:
-            _, points = expand(get_args_parser().parse_args([*words, f"hydra.sweep.dir={folder.parent}"]))
+            _, points = expand(
+                get_args_parser().parse_args([*words, f"hydra.sweep.dir={folder.parent}"])
+            )
             runnable = [point for point in points if not point.reason]
             assert runnable, [point.reason for point in points]
             code = job.run_job(runnable[0].config, claim_folder(folder))
@@ -65,7 +75,10 @@ def run_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.C
             monkeypatch.setattr(sys, "argv", ["train.py", *words, f"hydra.run.dir={folder}"])
             code = train.main()
         console = folder / "console.txt"
-        output = [*capfd.readouterr(), console.read_text(encoding="utf-8") if console.exists() else ""]
+        output = [
+            *capfd.readouterr(),
+            console.read_text(encoding="utf-8") if console.exists() else "",
+        ]
         assert code == 0, "\n".join(output)
 
     return run
@@ -73,7 +86,9 @@ def run_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.C
 
 @pytest.fixture(scope="module")
 def image_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two classes with a JPEG and seven PNG files each, of different sizes; also as a tar per split and as a CSV."""
+    """Two classes with a JPEG and seven PNG files each, of different sizes; also as a tar per split
+    and as a CSV.
+    """
     from PIL import Image
 
     root = tmp_path_factory.mktemp("images")
@@ -83,7 +98,9 @@ def image_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             for number in range(8):
                 suffix = "png" if number else "jpg"
                 colour = (200 * label, 8 * number, 20)
-                Image.new("RGB", (24 + number, 20), colour).save(root / split / name / f"{number}.{suffix}")
+                Image.new("RGB", (24 + number, 20), colour).save(
+                    root / split / name / f"{number}.{suffix}"
+                )
         with tarfile.open(root / f"{split}.tar", "w") as archive:
             archive.add(root / split, arcname=".")
     files = sorted(path.relative_to(root).as_posix() for path in root.glob("*/*/*"))
@@ -118,8 +135,14 @@ def words_for(group: str, option: str, images: Path) -> list[str]:
         words.append("model=tiny")
     if group == "parallel" and option in SEVERAL_DEVICES:
         words.append("parallel.devices=2")
-    if option == "buckets":  # one of its twelve points: composing them all takes longer than the step
-        words += ["parallel.bucket_cap_mb=1", "parallel.gradient_as_bucket_view=true", "parallel.static_graph=true"]
+    if (
+        option == "buckets"
+    ):  # one of its twelve points: composing them all takes longer than the step
+        words += [
+            "parallel.bucket_cap_mb=1",
+            "parallel.gradient_as_bucket_view=true",
+            "parallel.static_graph=true",
+        ]
     if option in STAND_INS:
         words += [*in_files, *STAND_INS[option]]
     elif (group, option) == ("data", "folder"):
@@ -137,7 +160,10 @@ def words_for(group: str, option: str, images: Path) -> list[str]:
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("group", "option"),
-    [pytest.param(*row, id="=".join(row), marks=() if row in QUICK else pytest.mark.slow) for row in OPTIONS],
+    [
+        pytest.param(*row, id="=".join(row), marks=() if row in QUICK else pytest.mark.slow)
+        for row in OPTIONS
+    ],
 )
 def test_every_option_of_every_config_group_trains_one_step(
     run_command: RunCommand, image_folder: Path, tmp_path: Path, group: str, option: str
@@ -164,11 +190,17 @@ def test_config_options_selected_for_the_fast_test_suite_exist() -> None:
 
 
 def files_below(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 @pytest.mark.processes
-def test_run_started_from_saved_config_reproduces_metrics_and_weights(run_command: RunCommand, tmp_path: Path) -> None:
+def test_run_started_from_saved_config_reproduces_metrics_and_weights(
+    run_command: RunCommand, tmp_path: Path
+) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     chosen = (
         "model=tiny",
@@ -198,5 +230,14 @@ def test_run_started_from_saved_config_with_another_seed_has_another_train_loss(
 ) -> None:
     """If the seed had no effect, the test above could not fail."""
     run_command(tmp_path / "one", *ONE_STEP, "model=tiny", "seed=1")
-    run_command(tmp_path / "two", "--config-path", str(tmp_path / "one"), "--config-name", "config", "seed=2")
-    assert result_of(tmp_path / "one")["train"]["loss"] != result_of(tmp_path / "two")["train"]["loss"]
+    run_command(
+        tmp_path / "two",
+        "--config-path",
+        str(tmp_path / "one"),
+        "--config-name",
+        "config",
+        "seed=2",
+    )
+    assert (
+        result_of(tmp_path / "one")["train"]["loss"] != result_of(tmp_path / "two")["train"]["loss"]
+    )

@@ -26,7 +26,13 @@ from timm_parallel.testing.configs import resolved
 from timm_parallel.testing.ranks import run_warm
 
 CLASSES = ("daisy", "rose", "tulip")
-SMALL = ("data.image_size=16", "data.batch_size=8", "data.limit_train=null", "data.workers=0", "train.epochs=1")
+SMALL = (
+    "data.image_size=16",
+    "data.batch_size=8",
+    "data.limit_train=null",
+    "data.workers=0",
+    "train.epochs=1",
+)
 
 
 def draw_images(root: Path, per_class: int = 12, suffix: str = "png") -> Path:
@@ -69,7 +75,9 @@ def test_validation_images_stay_in_val_split_when_val_fraction_grows(
 
 @settings(max_examples=20, deadline=None)
 @given(st.floats(0.05, 0.4), st.floats(0.05, 0.4))
-def test_val_fraction_and_test_fraction_give_splits_of_the_requested_size(val: float, test: float) -> None:
+def test_val_fraction_and_test_fraction_give_splits_of_the_requested_size(
+    val: float, test: float
+) -> None:
     data = DataConfig(name="folder", val_fraction=val, test_fraction=test)
     counts = Counter(split_of(f"class/{number}.jpg", data) for number in range(4000))
     # Five standard deviations of a binomial share.
@@ -99,9 +107,14 @@ def test_adding_images_does_not_change_split_of_existing_images(tmp_path: Path) 
 
 
 def test_data_group_pattern_keeps_all_images_of_a_group_in_one_split(flowers: Path) -> None:
-    config = DataConfig(name="folder", root=str(flowers), val_fraction=0.4, group_pattern=r"/(p\d+)_")
+    config = DataConfig(
+        name="folder", root=str(flowers), val_fraction=0.4, group_pattern=r"/(p\d+)_"
+    )
     dataset = build_dataset(config)
-    groups = [{name.partition("/")[2].partition("_")[0] for name in names_of(s)} for s in (dataset.train, dataset.val)]
+    groups = [
+        {name.partition("/")[2].partition("_")[0] for name in names_of(s)}
+        for s in (dataset.train, dataset.val)
+    ]
     assert groups[0]
     assert groups[1]
     assert not groups[0] & groups[1]
@@ -124,15 +137,22 @@ def test_csv_split_column_puts_each_image_into_the_named_split(flowers: Path) ->
     assert dataset.class_names == list(CLASSES)
     assert names_of(dataset.val) == {row["file"] for row in rows if row["split"] == "val"}
     assert names_of(dataset.test) == {row["file"] for row in rows if row["split"] == "test"}
-    assert all(dataset.class_names[label] == file.parent.name for file, label in dataset.train.files)
+    assert all(
+        dataset.class_names[label] == file.parent.name for file, label in dataset.train.files
+    )
 
 
-def test_csv_fold_column_puts_every_image_in_the_val_split_of_exactly_one_fold(flowers: Path) -> None:
+def test_csv_fold_column_puts_every_image_in_the_val_split_of_exactly_one_fold(
+    flowers: Path,
+) -> None:
     path = write_csv(flowers / "folds.csv", rows_of(flowers, fold=lambda number: number % 3))
     folds = [build_dataset(DataConfig(name="csv", root=str(path), fold=fold)) for fold in range(3)]
     vals = [names_of(dataset.val) for dataset in folds]
     assert sum(map(len, vals)) == len(set.union(*vals)) == 36
-    assert all(names_of(dataset.train) == set.union(*vals) - val for dataset, val in zip(folds, vals, strict=True))
+    assert all(
+        names_of(dataset.train) == set.union(*vals) - val
+        for dataset, val in zip(folds, vals, strict=True)
+    )
 
 
 def test_csv_group_column_keeps_all_images_of_a_group_in_one_split(flowers: Path) -> None:
@@ -140,7 +160,9 @@ def test_csv_group_column_keeps_all_images_of_a_group_in_one_split(flowers: Path
     path = write_csv(flowers / "groups.csv", rows)
     dataset = build_dataset(DataConfig(name="csv", root=str(path), val_fraction=0.4))
     group = {row["file"]: row["group"] for row in rows}
-    train, val = ({group[name] for name in names_of(split)} for split in (dataset.train, dataset.val))
+    train, val = (
+        {group[name] for name in names_of(split)} for split in (dataset.train, dataset.val)
+    )
     assert train
     assert val
     assert not train & val
@@ -151,25 +173,49 @@ def test_csv_group_column_keeps_all_images_of_a_group_in_one_split(flowers: Path
     [
         (["name,label", "a.png,x"], {}, "file"),
         (["file,label", "a.png,x", "b.png,x"], {"val_fraction": 0.2}, "1 label "),
-        (["file,label", "daisy/p0_0.png,", "rose/p0_0.png,y", "tulip/p0_0.png,z"], {"val_fraction": 0.2}, "line 2"),
+        (
+            ["file,label", "daisy/p0_0.png,", "rose/p0_0.png,y", "tulip/p0_0.png,z"],
+            {"val_fraction": 0.2},
+            "line 2",
+        ),
         (["file,label,split", "a.png,x,dev", "b.png,y,val"], {}, "split=dev"),
         (["file,label", "a.png,x", "b.png,y"], {}, r"data\.val_fraction"),
         (["file,label,fold", "a.png,x,0", "b.png,y,1"], {"fold": 4}, "0, 1"),
         (["file,label,fold", "a.png,x,0", "b.png,y,"], {"fold": 0}, "line 3"),
-        (["file,label,split", "daisy/p0_0.png,x,train", "missing.png,y,train", "c.png,x,val"], {}, r"missing\.png"),
+        (
+            ["file,label,split", "daisy/p0_0.png,x,train", "missing.png,y,train", "c.png,x,val"],
+            {},
+            r"missing\.png",
+        ),
         # A label that no training image has.
-        (["file,label,split", "a.png,x,train", "b.png,y,", "c.png,z,val", "d.png,z,test"], {}, "1 label .*z.*line 4"),
-        (["file,label,fold", "a.png,x,0", "b.png,y,0", "c.png,x,1"], {"fold": 0}, "1 label .*y.*line 3"),
+        (
+            ["file,label,split", "a.png,x,train", "b.png,y,", "c.png,z,val", "d.png,z,test"],
+            {},
+            "1 label .*z.*line 4",
+        ),
+        (
+            ["file,label,fold", "a.png,x,0", "b.png,y,0", "c.png,x,1"],
+            {"fold": 0},
+            "1 label .*y.*line 3",
+        ),
         # Several labels in a cell, of which one is a label by itself, or is in two combinations.
         (["file,label,split", "a.png,x;y,train", "b.png,y,val"], {}, r"line 2.*train=multilabel"),
-        (["file,label,split", "a.png,x;y,train", "b.png,z; y,val"], {}, r"line 2.*train=multilabel"),
+        (
+            ["file,label,split", "a.png,x;y,train", "b.png,z; y,val"],
+            {},
+            r"line 2.*train=multilabel",
+        ),
         # Groups in two splits.
         (
             ["file,label,group,split", "a.png,x,g,val", "b.png,y,g,", "c.png,x,h,"],
             {"val_fraction": 0.2},
             "1 of 2 groups",
         ),
-        (["file,label,group,fold", "a.png,x,g,0", "b.png,y,g,1", "c.png,y,h,1"], {"fold": 0}, "1 of 2 groups.*g"),
+        (
+            ["file,label,group,fold", "a.png,x,g,0", "b.png,y,g,1", "c.png,y,h,1"],
+            {"fold": 0},
+            "1 of 2 groups.*g",
+        ),
         ([""], {}, "empty"),
     ],
 )
@@ -194,11 +240,20 @@ def test_csv_dataset_error_names_the_invalid_column_line_value_or_file(
     [
         (("data=digits", "data.val_fraction=0.1"), "data.val_fraction=0.1"),
         (("data=folder", "data.root=x", "data.test_fraction=0.1"), "data.test_fraction=0.1"),
-        (("data=folder", "data.root=x", "data.val_fraction=0.6", "data.test_fraction=0.5"), "data.val_fraction=0.6"),
+        (
+            ("data=folder", "data.root=x", "data.val_fraction=0.6", "data.test_fraction=0.5"),
+            "data.val_fraction=0.6",
+        ),
         (("data=folder", "data.root=x", "data.fold=1"), "data.fold=1"),
         (("data=csv", "data.root=x", "data.fold=1", "data.val_fraction=0.2"), "data.fold=1"),
-        (("data=csv", "data.root=x", "data.fold=1", "data.test_fraction=0.1"), "data.test_fraction=0.1: data.fold=1"),
-        (("data=folder", "data.root=x", "data.val_fraction=0.2", "data.group_pattern='('"), "data.group_pattern=("),
+        (
+            ("data=csv", "data.root=x", "data.fold=1", "data.test_fraction=0.1"),
+            "data.test_fraction=0.1: data.fold=1",
+        ),
+        (
+            ("data=folder", "data.root=x", "data.val_fraction=0.2", "data.group_pattern='('"),
+            "data.group_pattern=(",
+        ),
     ],
 )
 def test_fraction_fold_and_group_pattern_keys_are_refused_when_in_conflict_or_unused(
@@ -209,11 +264,18 @@ def test_fraction_fold_and_group_pattern_keys_are_refused_when_in_conflict_or_un
     assert str(refusal.value).startswith(key)
 
 
-@pytest.mark.parametrize("lines", [["a.png,salt; pepper,train", "b.png,sugar,val", "c.png,sugar,train"]])
-def test_csv_label_with_a_semicolon_is_a_class_when_its_parts_are_not_labels(tmp_path: Path, lines: list[str]) -> None:
+@pytest.mark.parametrize(
+    "lines", [["a.png,salt; pepper,train", "b.png,sugar,val", "c.png,sugar,train"]]
+)
+def test_csv_label_with_a_semicolon_is_a_class_when_its_parts_are_not_labels(
+    tmp_path: Path, lines: list[str]
+) -> None:
     path = tmp_path / "labels.csv"
     path.write_text("\n".join(["file,label,split", *lines]))
-    assert build_dataset(DataConfig(name="csv", root=str(path))).class_names == ["salt; pepper", "sugar"]
+    assert build_dataset(DataConfig(name="csv", root=str(path))).class_names == [
+        "salt; pepper",
+        "sugar",
+    ]
 
 
 def test_csv_in_another_encoding_is_refused_with_key_file_and_remedy(tmp_path: Path) -> None:
@@ -240,7 +302,11 @@ def test_csv_empty_label_is_refused_before_the_start_only_without_multilabel(flo
 
 
 def test_run_with_groups_in_two_splits_is_refused_in_training_but_evaluated(flowers: Path) -> None:
-    rows = rows_of(flowers, group=lambda number: f"p{number // 2}", split=lambda number: ("train", "val")[number % 2])
+    rows = rows_of(
+        flowers,
+        group=lambda number: f"p{number // 2}",
+        split=lambda number: ("train", "val")[number % 2],
+    )
     config = Config(data=DataConfig(name="csv", root=str(write_csv(flowers / "leak.csv", rows))))
     check_data(config, evaluated="val")
     with pytest.raises(ValueError, match="18 of 18 groups"):
@@ -248,10 +314,18 @@ def test_run_with_groups_in_two_splits_is_refused_in_training_but_evaluated(flow
 
 
 @pytest.mark.parametrize("spelling", ["{}", "./{}", "daisy/../{}"])
-def test_run_with_a_file_in_two_splits_is_refused_in_training_but_evaluated(flowers: Path, spelling: str) -> None:
+def test_run_with_a_file_in_two_splits_is_refused_in_training_but_evaluated(
+    flowers: Path, spelling: str
+) -> None:
     rows = rows_of(flowers, split=lambda number: ("train", "val")[number % 2])
-    copies = [{**row, "file": spelling.format(row["file"]), "split": "val"} for row in rows if row["split"] == "train"]
-    config = Config(data=DataConfig(name="csv", root=str(write_csv(flowers / "leak.csv", rows + copies[:3]))))
+    copies = [
+        {**row, "file": spelling.format(row["file"]), "split": "val"}
+        for row in rows
+        if row["split"] == "train"
+    ]
+    config = Config(
+        data=DataConfig(name="csv", root=str(write_csv(flowers / "leak.csv", rows + copies[:3])))
+    )
     check_data(config, evaluated="val")
     with pytest.raises(ValueError, match="3 files would be in two splits"):
         check_data(config)
@@ -264,11 +338,15 @@ def test_folds_written_as_floats_by_pandas_are_read_as_integers(flowers: Path) -
     assert names_of(dataset.val) == {row["file"] for row in rows if row["fold"] == 10}
 
 
-folder_names = st.text("ab1 ._-", min_size=1, max_size=3).filter(lambda name: name.strip() and set(name) != {"."})
+folder_names = st.text("ab1 ._-", min_size=1, max_size=3).filter(
+    lambda name: name.strip() and set(name) != {"."}
+)
 
 
 @given(st.lists(folder_names, min_size=1, max_size=4), st.sampled_from(["", "../", "../../"]))
-def test_csv_path_keeps_the_split_it_had_before_spellings_were_unified(parts: list[str], above: str) -> None:
+def test_csv_path_keeps_the_split_it_had_before_spellings_were_unified(
+    parts: list[str], above: str
+) -> None:
     """The split follows from the path relative to the CSV. Before, it was not normalized."""
     file = above + "/".join(parts)
     folder = Path("/data/flowers")
@@ -299,11 +377,17 @@ def test_unicode_forms_of_a_file_name_get_the_same_split(name: str, fraction: fl
     assert len({split_of(form, data) for form in forms}) == 1
 
 
-def test_csv_of_absolute_paths_is_divided_as_one_of_relative_paths(flowers: Path, tmp_path: Path) -> None:
+def test_csv_of_absolute_paths_is_divided_as_one_of_relative_paths(
+    flowers: Path, tmp_path: Path
+) -> None:
     rows = rows_of(flowers)
     relative = write_csv(flowers / "relative.csv", rows)
-    absolute = write_csv(flowers / "absolute.csv", [{**row, "file": str(flowers / row["file"])} for row in rows])
-    outside = write_csv(tmp_path / "outside.csv", [{**row, "file": str(flowers / row["file"])} for row in rows])
+    absolute = write_csv(
+        flowers / "absolute.csv", [{**row, "file": str(flowers / row["file"])} for row in rows]
+    )
+    outside = write_csv(
+        tmp_path / "outside.csv", [{**row, "file": str(flowers / row["file"])} for row in rows]
+    )
     splits = []
     for path in (relative, absolute, outside):
         data = DataConfig(name="csv", root=str(path), val_fraction=0.4)
@@ -333,7 +417,8 @@ def test_dataset_fingerprint_ignores_the_split_but_changes_with_the_labels(flowe
     assert first["train"] != second["train"]
     assert first["val"] != second["val"]
     other = write_csv(
-        flowers / "other.csv", [{**row, "label": "daisy"} for row in rows_of(flowers)][:20] + rows_of(flowers)[20:]
+        flowers / "other.csv",
+        [{**row, "label": "daisy"} for row in rows_of(flowers)][:20] + rows_of(flowers)[20:],
     )
     changed = build_dataset(DataConfig(name="csv", root=str(other), val_fraction=0.3))
     assert data_fingerprints(changed)["all"] != first["all"]
@@ -347,8 +432,16 @@ def test_folder_and_csv_datasets_give_same_metrics_under_single_and_ddp(
     root = flowers
     if data == "csv":
         root = write_csv(flowers / "all.csv", rows_of(flowers))
-    words = (*SMALL, f"data={data}", f"data.root={root}", "data.val_fraction=0.3", "data.test_fraction=0.2")
-    single = read_result(run_warm(tmp_path / "single", *words, "parallel=single", "parallel.accelerator=cpu"))
+    words = (
+        *SMALL,
+        f"data={data}",
+        f"data.root={root}",
+        "data.val_fraction=0.3",
+        "data.test_fraction=0.2",
+    )
+    single = read_result(
+        run_warm(tmp_path / "single", *words, "parallel=single", "parallel.accelerator=cpu")
+    )
     ddp = read_result(run_warm(tmp_path / "ddp", *words, "parallel=ddp", "parallel.devices=2"))
     assert single.val["samples"] == ddp.val["samples"]
     assert single.val["loss"] == pytest.approx(ddp.val["loss"], rel=1e-4)
@@ -358,4 +451,7 @@ def test_folder_and_csv_datasets_give_same_metrics_under_single_and_ddp(
     capfd.readouterr()
     assert entry.main([f"run={tmp_path / 'single'}", "split=test", "data.workers=0"]) == 0
     assert f'"samples": {single.test["samples"]}' in capfd.readouterr().out
-    assert "classes  3: daisy, rose, tulip" in (tmp_path / "single" / "logs" / "rank_0.log").read_text()
+    assert (
+        "classes  3: daisy, rose, tulip"
+        in (tmp_path / "single" / "logs" / "rank_0.log").read_text()
+    )

@@ -1,4 +1,6 @@
-"""plan.py predicts the values that a real run reports: steps, shards, learning rates and tensor sizes in bytes."""
+"""plan.py predicts the values that a real run reports: steps, shards, learning rates and tensor
+sizes in bytes.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ def plan_for(*overrides: str, devices: int = 1) -> Plan:
         ("model.ema.decay=0.9", "data.augment.mixup=0.2", "model.num_classes=20"),
     ],
 )
-def test_plan_memory_estimate_matches_memory_allocated_by_a_training_step(overrides: tuple[str, ...]) -> None:
+def test_plan_memory_estimate_matches_memory_allocated_by_a_training_step(
+    overrides: tuple[str, ...],
+) -> None:
     config = resolved("parallel=single", *overrides)
     expected = plan_for("parallel=single", *overrides)
     planned = expected.bytes
@@ -59,12 +63,19 @@ def test_plan_memory_estimate_matches_memory_allocated_by_a_training_step(overri
     activations = allocated(lambda: trainee.wrapped.train()(images, targets))
     trainee.wrapped(images, targets)[0].backward()
     trainee.optimizer.step()
-    state = [v for state in trainee.optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
+    state = [
+        v
+        for state in trainee.optimizer.state.values()
+        for v in state.values()
+        if isinstance(v, torch.Tensor)
+    ]
     real = {
         "weights": size([*trainee.model.parameters(), *trainee.model.buffers()]),
         "gradients": size([p.grad for p in trainee.model.parameters() if p.grad is not None]),
         "optimizer": size(state),
-        "ema": 0 if trainee.ema is None else size([*trainee.ema.module.parameters(), *trainee.ema.module.buffers()]),
+        "ema": 0
+        if trainee.ema is None
+        else size([*trainee.ema.module.parameters(), *trainee.ema.module.buffers()]),
         "activations": activations,
     }
     for name, actual in real.items():
@@ -80,13 +91,17 @@ def allocated(forward: Any) -> int:
     with profile(profile_memory=True) as profiler:
         loss, _ = forward()
     assert loss.requires_grad
-    return sum(event.self_cpu_memory_usage for event in profiler.key_averages())  # allocated minus freed
+    return sum(
+        event.self_cpu_memory_usage for event in profiler.key_averages()
+    )  # allocated minus freed
 
 
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize("devices", [1, 2])
-def test_plan_predicts_steps_parameters_and_bytes_of_a_real_ddp_run(devices: int, tmp_path: Path) -> None:
+def test_plan_predicts_steps_parameters_and_bytes_of_a_real_ddp_run(
+    devices: int, tmp_path: Path
+) -> None:
     overrides = (
         "optim.sched=cosine",
         "optim.warmup_epochs=1",
@@ -107,7 +122,9 @@ def test_plan_predicts_steps_parameters_and_bytes_of_a_real_ddp_run(devices: int
     sent = planned.bytes.gradients if devices > 1 else 0
     assert result["communication"]["bytes_per_step"] == sent
     states = checkpoint.load(tmp_path / "checkpoints" / "last.pt")["optimizer"]["state"].values()
-    tensors = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
+    tensors = [
+        value for state in states for value in state.values() if isinstance(value, torch.Tensor)
+    ]
     assert planned.bytes.optimizer == sum(tensor.nbytes for tensor in tensors)
 
 
@@ -116,12 +133,16 @@ def test_plan_for_fsdp_divides_weight_gradient_optimizer_and_ema_bytes_by_shard_
     ddp = plan_for("parallel=ddp", *overrides, devices=4).bytes
     assert ddp is not None
     for shard_size, parts in (("null", 4), ("2", 2)):
-        fsdp = plan_for("parallel=fsdp", f"parallel.shard_size={shard_size}", *overrides, devices=4).bytes
+        fsdp = plan_for(
+            "parallel=fsdp", f"parallel.shard_size={shard_size}", *overrides, devices=4
+        ).bytes
         assert fsdp is not None
         for name in ("weights", "gradients", "optimizer", "ema"):
             assert getattr(fsdp, name) == pytest.approx(getattr(ddp, name) / parts, rel=1e-6), name
         assert (fsdp.activations, fsdp.batch, fsdp.buckets) == (ddp.activations, ddp.batch, 0)
-    whole = plan_for("parallel=fsdp", "parallel.reshard_after_forward=false", *overrides, devices=4).bytes
+    whole = plan_for(
+        "parallel=fsdp", "parallel.reshard_after_forward=false", *overrides, devices=4
+    ).bytes
     assert whole is not None and whole.gathered == pytest.approx(ddp.weights, rel=1e-6)
     # Two of twelve blocks, and what is in none: 3 % of the parameters.
     assert 2 / 12 < fsdp.gathered / whole.gathered < 0.2
@@ -131,7 +152,11 @@ def test_plan_accepts_device_counts_above_the_machine_and_explains_indivisible_b
     plans = plan([*WORDS, "data.batch_size=64"], [1, 3, 64])
     assert [bool(row.reason) for row in plans] == [False, True, False]
     assert "63, 66" in plans[1].reason
-    assert (plans[2].strategy, plans[2].batch_size_per_device, plans[2].images_per_device) == ("ddp", 1, 3)
+    assert (plans[2].strategy, plans[2].batch_size_per_device, plans[2].images_per_device) == (
+        "ddp",
+        1,
+        3,
+    )
     assert plans[0].bytes is not None and plans[2].bytes is not None
     assert plans[2].bytes.activations == pytest.approx(plans[0].bytes.activations / 64, rel=0.02)
     assert plans[2].flops_per_step == plans[0].flops_per_step
@@ -155,10 +180,16 @@ class RemembersItsInput(nn.Module):
 
 
 @pytest.mark.parametrize("reads_a_value", [False, True])
-def test_flop_count_leaves_model_and_random_state_unchanged_and_is_none_when_impossible(reads_a_value: bool) -> None:
+def test_flop_count_leaves_model_and_random_state_unchanged_and_is_none_when_impossible(
+    reads_a_value: bool,
+) -> None:
     model = RemembersItsInput(reads_a_value)
-    before, state = {name: value.clone() for name, value in model.state_dict().items()}, torch.get_rng_state()
-    # 2 per multiply-add; the input needs no gradient, so the backward pass costs as much as the forward pass.
+    before, state = (
+        {name: value.clone() for name, value in model.state_dict().items()},
+        torch.get_rng_state(),
+    )
+    # 2 per multiply-add; the input needs no gradient, so the backward pass costs as much as the
+    # forward pass.
     assert count_flops(model, (7, 3, 2, 2)) == (None if reads_a_value else 2 * 2 * 7 * 12 * 5)
     assert model.first is None and model.layer.weight.grad is None
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
@@ -166,7 +197,9 @@ def test_flop_count_leaves_model_and_random_state_unchanged_and_is_none_when_imp
 
 
 def test_plan_flops_of_a_vision_transformer_include_attention() -> None:
-    """FLOPs are counted as without a fused kernel: 2 per multiply-add; the backward pass costs twice the forward pass."""
+    """FLOPs are counted as without a fused kernel: 2 per multiply-add; the backward pass costs
+    twice the forward pass.
+    """
     overrides = (
         "model=resnet18",
         "data=synthetic",
@@ -181,8 +214,13 @@ def test_plan_flops_of_a_vision_transformer_include_attention() -> None:
     assert attention == pytest.approx(2.146e9, rel=1e-3)
 
 
-def test_plan_py_needs_no_dataset_when_images_and_classes_are_given(capfd: pytest.CaptureFixture[str]) -> None:
-    assert plan_script.main([*LARGE, "images=1281167", "classes=1000", "train.epochs=300", "--json"]) == 0
+def test_plan_py_needs_no_dataset_when_images_and_classes_are_given(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    assert (
+        plan_script.main([*LARGE, "images=1281167", "classes=1000", "train.epochs=300", "--json"])
+        == 0
+    )
     [actual] = json.loads(capfd.readouterr().out)
     assert actual["images"] == 1_281_167
     assert actual["steps"] == 300 * (1_281_167 // actual["batch_size"])
@@ -195,10 +233,16 @@ def test_plan_py_refuses_images_without_classes_and_classes_without_images(
 ) -> None:
     assert plan_script.main([*WORDS, word]) == 2
     out, err = capfd.readouterr()
-    assert out == "" and err.startswith(f"plan.py: {word}: needs {other}") and len(err.splitlines()) == 1
+    assert (
+        out == ""
+        and err.startswith(f"plan.py: {word}: needs {other}")
+        and len(err.splitlines()) == 1
+    )
 
 
-def test_plan_py_suggests_images_and_classes_when_data_root_does_not_exist(capfd: pytest.CaptureFixture[str]) -> None:
+def test_plan_py_suggests_images_and_classes_when_data_root_does_not_exist(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     assert plan_script.main([*LARGE, "data.root=/nonexistent"]) == 2
     err = capfd.readouterr().err
     assert "data.root=/nonexistent" in err and "images=" in err and "classes=" in err
@@ -212,9 +256,9 @@ def test_plan_reason_names_batch_size_when_batchnorm_would_get_one_image_per_dev
 def test_plan_warns_about_small_batchnorm_batches_unscaled_lr_and_dropped_images() -> None:
     small = plan_for("model=resnet18", "data.batch_size=6", devices=2)
     assert any("per-device batch 3 with BatchNorm" in warning for warning in small.warnings)
-    assert not any("BatchNorm" in warning for warning in plan_for("data.batch_size=6", devices=2).warnings), (
-        "a ViT has no BatchNorm"
-    )
+    assert not any(
+        "BatchNorm" in warning for warning in plan_for("data.batch_size=6", devices=2).warnings
+    ), "a ViT has no BatchNorm"
     weak = plan([*WORDS, "data.batch_size=null", "data.batch_size_per_device=32"], [1, 4])
     assert any("lr_rule" in warning for warning in weak[1].warnings)
     assert any("dropped" in warning for warning in plan_for("data.batch_size=100").warnings)
@@ -224,12 +268,16 @@ def test_plan_warns_about_small_batchnorm_batches_unscaled_lr_and_dropped_images
 @pytest.mark.processes
 def test_plan_py_json_output_has_one_entry_per_device_count() -> None:
     command = [sys.executable, "scripts/plan.py", "model=tiny", "parallel.devices=1,8", "--json"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+    )
     assert [entry["devices"] for entry in json.loads(done.stdout)] == [1, 8], done.stderr
 
 
 @pytest.mark.parametrize("word", ["parallel.devices=0", "modle=tiny"])
-def test_plan_py_refuses_bad_arguments_in_one_line(word: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_plan_py_refuses_bad_arguments_in_one_line(
+    word: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert plan_script.main([word]) == 2
     out, err = capfd.readouterr()
     assert out == "" and err.startswith("plan.py: ") and len(err.splitlines()) == 1

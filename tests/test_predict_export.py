@@ -1,4 +1,6 @@
-"""Prediction and export of a trained model. The accuracy of both matches the accuracy of the evaluation."""
+"""Prediction and export of a trained model. The accuracy of both matches the accuracy of the
+evaluation.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,13 @@ def wanted(run: Path, images: Path, **more: Any) -> PredictionRequest:
         threads_per_device=1,
         backend="gloo",
     )
-    defaults: dict[str, Any] = {"checkpoint": None, "weights": None, "topk": 3, "batch_size": 32, "workers": 0}
+    defaults: dict[str, Any] = {
+        "checkpoint": None,
+        "weights": None,
+        "topk": 3,
+        "batch_size": 32,
+        "workers": 0,
+    }
     return PredictionRequest(run=run, images=images, parallel=parallel, **(defaults | more))
 
 
@@ -69,13 +77,17 @@ def share_right(actual: list[Prediction]) -> float:
     return sum(one.classes[0] == Path(one.path).parent.name for one in readable) / len(readable)
 
 
-def test_predict_reaches_test_accuracy_of_run_and_lists_unreadable_images(finished_run: Finished, digits: Path) -> None:
+def test_predict_reaches_test_accuracy_of_run_and_lists_unreadable_images(
+    finished_run: Finished, digits: Path
+) -> None:
     actual = predict(wanted(finished_run.folder, digits), Ranks(), None)
     assert share_right(actual) == pytest.approx(finished_run.result["test"]["acc"], abs=1e-9)
     assert [Path(one.path).name for one in actual if not one.classes] == ["torn.png"]
     assert [one.path for one in actual] == sorted(str(path) for path in digits.rglob("*.png"))
     for one in actual:
-        assert one.probabilities == sorted(one.probabilities, reverse=True) and len(one.classes) in (0, 3)
+        assert one.probabilities == sorted(one.probabilities, reverse=True) and len(
+            one.classes
+        ) in (0, 3)
         assert all(0 <= share <= 1 for share in one.probabilities)
 
 
@@ -87,7 +99,9 @@ def test_predictions_of_dp_and_ddp_match_those_of_single(
     what = wanted(finished_run.folder, digits, parallel=parallel, devices=max(2, world))
     alone = predict(wanted(finished_run.folder, digits), Ranks(), None)
     for actual in in_ranks(predicted, world, what):
-        assert [(one.path, one.classes[:1]) for one in actual] == [(one.path, one.classes[:1]) for one in alone]
+        assert [(one.path, one.classes[:1]) for one in actual] == [
+            (one.path, one.classes[:1]) for one in alone
+        ]
         for one, other in zip(actual, alone, strict=True):
             assert one.probabilities == pytest.approx(other.probabilities, abs=1e-5)
 
@@ -113,14 +127,18 @@ def test_predict_py_under_ddp_writes_one_csv_row_per_image(
         "devices=2",
         f"output={tmp_path}/x.csv",
     ]
-    done = train.start_command([sys.executable, "scripts/predict.py", *overrides], tmp_path).finish()
+    done = train.start_command(
+        [sys.executable, "scripts/predict.py", *overrides], tmp_path
+    ).finish()
     assert done.returncode == 0, done.output
     assert done.stdout == "" and "271 images in" in done.stderr and "1 unreadable" in done.stderr
     with open(tmp_path / "x.csv", newline="", encoding="utf-8") as file:
         assert len(list(csv.DictReader(file))) == 271
 
 
-def test_predict_py_uses_srun_tasks_as_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_predict_py_uses_srun_tasks_as_ranks(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Starting ranks in each task of srun would make all of them write the same file."""
     for name in NEEDED:
         monkeypatch.delenv(name, raising=False)
@@ -130,9 +148,13 @@ def test_predict_py_uses_srun_tasks_as_ranks(monkeypatch: pytest.MonkeyPatch, tm
         monkeypatch.setenv(f"SLURM_STEP_{name}", value)
     given: list[Ranks] = []
     monkeypatch.setattr("timm_parallel.machine.process.kill_on_parent_exit", lambda: None)
-    monkeypatch.setattr("timm_parallel.launch.torchrun.start_as_ranks", lambda *_: pytest.fail("started ranks"))
+    monkeypatch.setattr(
+        "timm_parallel.launch.torchrun.start_as_ranks", lambda *_: pytest.fail("started ranks")
+    )
     monkeypatch.setattr("timm_parallel.launch.rendezvous.open_store", lambda ranks: None)
-    monkeypatch.setattr("src.commands.predict.predict", lambda request, ranks, store: given.append(ranks) or [])
+    monkeypatch.setattr(
+        "src.commands.predict.predict", lambda request, ranks, store: given.append(ranks) or []
+    )
     (tmp_path / "config.yaml").touch()
     assert predict_script.main([f"run={tmp_path}", f"images={tmp_path}", "parallel=ddp"]) == 0
     assert [(ranks.rank, ranks.world_size) for ranks in given] == [(0, 2)]
@@ -142,11 +164,23 @@ def test_predict_py_uses_srun_tasks_as_ranks(monkeypatch: pytest.MonkeyPatch, tm
     ("script", "overrides", "message"),
     [
         (predict_script, ["images=x"], r"required: --run"),
-        (predict_script, ["run={run}", "images=nowhere"], r"images=nowhere: no such file or folder"),
+        (
+            predict_script,
+            ["run={run}", "images=nowhere"],
+            r"images=nowhere: no such file or folder",
+        ),
         (predict_script, ["run={run}", "images={empty}"], r"images=.*: no image in this folder"),
         (predict_script, ["run={empty}", "images={digits}"], r"no run folder|config\.yaml"),
-        (predict_script, ["run={run}", "images={digits}", "topk=0"], r"--topk: '0': expected an integer >= 1"),
-        (predict_script, ["run={run}", "images={digits}", "top=3"], r"unrecognized arguments: top=3"),
+        (
+            predict_script,
+            ["run={run}", "images={digits}", "topk=0"],
+            r"--topk: '0': expected an integer >= 1",
+        ),
+        (
+            predict_script,
+            ["run={run}", "images={digits}", "top=3"],
+            r"unrecognized arguments: top=3",
+        ),
         (
             predict_script,
             ["run={run}", "images={digits}", "format=xml"],
@@ -157,7 +191,11 @@ def test_predict_py_uses_srun_tasks_as_ranks(monkeypatch: pytest.MonkeyPatch, tm
         (predict_script, ["run={run}", "images={digits}", "checkpoint=nowhere.pt"], r"nowhere\.pt"),
         (export_script, [], r"required: --run"),
         (export_script, ["run={empty}"], r"no run folder|config\.yaml"),
-        (export_script, ["run={run}", "format=tflite"], r"format: invalid choice: 'tflite' .*torch_export.*onnx.*hub"),
+        (
+            export_script,
+            ["run={run}", "format=tflite"],
+            r"format: invalid choice: 'tflite' .*torch_export.*onnx.*hub",
+        ),
         (export_script, ["run={run}", "weights=ema"], r"weights=ema"),
     ],
 )
@@ -193,7 +231,9 @@ def test_exported_model_loaded_by_timm_reaches_test_accuracy_of_the_run(
         model = timm.create_model(f"local-dir:{exported}", pretrained=True).eval()
     else:
         path = str(exported / "model.safetensors")
-        model = timm.create_model(config["architecture"], checkpoint_path=path, **config["model_args"]).eval()
+        model = timm.create_model(
+            config["architecture"], checkpoint_path=path, **config["model_args"]
+        ).eval()
     assert config["label_names"] == [str(n) for n in range(10)]
     data = config["pretrained_cfg"]
     test = build_dataset(DataConfig(name="digits")).test
@@ -201,7 +241,9 @@ def test_exported_model_loaded_by_timm_reaches_test_accuracy_of_the_run(
     with torch.inference_mode():
         right = model(images).argmax(1) == test.labels
     assert images.shape[1:] == tuple(data["input_size"])
-    assert right.float().mean().item() == pytest.approx(finished_run.result["test"]["acc"], abs=1e-6)
+    assert right.float().mean().item() == pytest.approx(
+        finished_run.result["test"]["acc"], abs=1e-6
+    )
 
 
 def test_export_prints_that_timm_transforms_ignore_exif_and_16_bit_images(
@@ -212,21 +254,29 @@ def test_export_prints_that_timm_transforms_ignore_exif_and_16_bit_images(
     assert "EXIF" in lines[-1] and "16-bit" in lines[-1]
 
 
-def test_export_writes_the_crop_mode_of_the_run_to_config_json(finished_run: Finished, tmp_path: Path) -> None:
+def test_export_writes_the_crop_mode_of_the_run_to_config_json(
+    finished_run: Finished, tmp_path: Path
+) -> None:
     trained = load_trained(finished_run.folder, None, None, CPU)
     trained.preprocessing = replace(trained.preprocessing, crop_mode="border")
     export.export_safetensors(trained, tmp_path)
-    assert json.loads((tmp_path / "config.json").read_text())["pretrained_cfg"]["crop_mode"] == "border"
+    assert (
+        json.loads((tmp_path / "config.json").read_text())["pretrained_cfg"]["crop_mode"]
+        == "border"
+    )
 
 
 @pytest.mark.parametrize(
-    ("pretrained", "origin"), [(False, None), (True, "timm/vit_tiny_patch16_224.augreg_in21k_ft_in1k")]
+    ("pretrained", "origin"),
+    [(False, None), (True, "timm/vit_tiny_patch16_224.augreg_in21k_ft_in1k")],
 )
 def test_exports_state_no_tag_or_license_of_other_weights_but_the_base_model_of_a_fine_tuned_one(
     finished_run: Finished, tmp_path: Path, pretrained: bool, origin: str | None
 ) -> None:
     trained = load_trained(finished_run.folder, None, None, CPU)
-    trained.config = replace(trained.config, model=replace(trained.config.model, pretrained=pretrained))
+    trained.config = replace(
+        trained.config, model=replace(trained.config.model, pretrained=pretrained)
+    )
     export.export_safetensors(trained, tmp_path / "folder")
     hub.export_hub(trained, tmp_path / "hub")
     for folder in ("folder", "hub"):
@@ -241,7 +291,12 @@ def test_exports_state_no_tag_or_license_of_other_weights_but_the_base_model_of_
 def test_torch_export_program_matches_the_model_for_any_batch_size(
     finished_run: Finished, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert export_script.main([f"run={finished_run.folder}", f"output={tmp_path}", "format=torch_export"]) == 0
+    assert (
+        export_script.main(
+            [f"run={finished_run.folder}", f"output={tmp_path}", "format=torch_export"]
+        )
+        == 0
+    )
     assert "timm" not in capsys.readouterr().out
     program = torch.export.load(tmp_path / "model.pt2").module()
     model = load_trained(finished_run.folder, None, None, CPU).model
@@ -251,7 +306,10 @@ def test_torch_export_program_matches_the_model_for_any_batch_size(
 
 
 def test_export_exits_1_when_exported_model_and_checkpoint_outputs_differ(
-    finished_run: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    finished_run: Finished,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def save_changed_weights(model: Any, folder: str, **more: Any) -> None:
         with torch.no_grad():
@@ -279,17 +337,29 @@ def test_onnx_export_matches_checkpoint_outputs_at_batch_sizes_1_and_7(
 ) -> None:
     import onnxruntime
 
-    assert export_script.main([f"run={finished_run.folder}", f"output={tmp_path}", "format=onnx"]) == 0
-    assert capsys.readouterr().out.splitlines()[1].strip() == f"onnxruntime.InferenceSession('{tmp_path}/model.onnx')"
+    assert (
+        export_script.main([f"run={finished_run.folder}", f"output={tmp_path}", "format=onnx"]) == 0
+    )
+    assert (
+        capsys.readouterr().out.splitlines()[1].strip()
+        == f"onnxruntime.InferenceSession('{tmp_path}/model.onnx')"
+    )
     trained = load_trained(finished_run.folder, None, None, CPU)
     session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
     for batch in (1, 7):
         images = torch.randn(batch, 1, 32, 32)
         (scores,) = session.run(["scores"], {"images": images.numpy()})
-        torch.testing.assert_close(torch.from_numpy(scores), trained.model(images), atol=1e-4, rtol=0)
-    metadata = {key: json.loads(text) for key, text in session.get_modelmeta().custom_metadata_map.items()}
+        torch.testing.assert_close(
+            torch.from_numpy(scores), trained.model(images), atol=1e-4, rtol=0
+        )
+    metadata = {
+        key: json.loads(text) for key, text in session.get_modelmeta().custom_metadata_map.items()
+    }
     assert metadata["class_names"] == [str(n) for n in range(10)]
-    assert (metadata["input_size"], metadata["mean"]) == ([1, 32, 32], list(trained.preprocessing.mean))
+    assert (metadata["input_size"], metadata["mean"]) == (
+        [1, 32, 32],
+        list(trained.preprocessing.mean),
+    )
 
 
 @pytest.mark.slow(seconds=5)
@@ -298,17 +368,25 @@ def test_export_exits_1_when_onnx_and_checkpoint_outputs_differ(
     finished_run: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def export_changed_model(model: Any, *given: Any, **more: Any) -> None:
-        onnx_export(torch.nn.Sequential(torch.nn.Dropout(), model.eval(), torch.nn.Softmax(1)), *given, **more)
+        onnx_export(
+            torch.nn.Sequential(torch.nn.Dropout(), model.eval(), torch.nn.Softmax(1)),
+            *given,
+            **more,
+        )
 
     onnx_export = export.onnx_export
     monkeypatch.setattr(export, "onnx_export", export_changed_model)
-    assert export_script.main([f"run={finished_run.folder}", f"output={tmp_path}", "format=onnx"]) == 1
+    assert (
+        export_script.main([f"run={finished_run.folder}", f"output={tmp_path}", "format=onnx"]) == 1
+    )
 
 
 def test_onnx_export_is_refused_with_a_pip_command_when_packages_are_missing(
     finished_run: Finished, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(export_script, "find_spec", lambda name: None if name == "onnxscript" else name)
+    monkeypatch.setattr(
+        export_script, "find_spec", lambda name: None if name == "onnxscript" else name
+    )
     assert export_script.main([f"run={finished_run.folder}", "format=onnx"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "onnxscript: not installed; pip install -r requirements-export.txt" in line
@@ -321,21 +399,39 @@ def hub_folder(finished_run: Finished, tmp_path_factory: pytest.TempPathFactory)
     return folder
 
 
-def test_hub_export_has_a_model_card_with_the_metrics_of_the_run(finished_run: Finished, hub_folder: Path) -> None:
+def test_hub_export_has_a_model_card_with_the_metrics_of_the_run(
+    finished_run: Finished, hub_folder: Path
+) -> None:
     card, result = (hub_folder / "README.md").read_text(), finished_run.result
     environment = json.loads((finished_run.folder / "environment.json").read_text())
-    rows = {tuple(line.strip("| ").split(" | ")) for line in card.splitlines() if re.match(r"\| (val|test) ", line)}
+    rows = {
+        tuple(line.strip("| ").split(" | "))
+        for line in card.splitlines()
+        if re.match(r"\| (val|test) ", line)
+    }
     for metric in ("loss", "acc", "acc5"):
-        assert ("test", metric, f"{result['test'][metric]:.4f}", str(result["test"]["samples"])) in rows
+        assert (
+            "test",
+            metric,
+            f"{result['test'][metric]:.4f}",
+            str(result["test"]["samples"]),
+        ) in rows
     assert ("val", "acc", f"{result['val']['acc_best']:.4f}", str(result["val"]["samples"])) in rows
-    for fact in (environment["command"], environment["cpu"]["model"], result["commit"] or "", result["data"]["all"]):
+    for fact in (
+        environment["command"],
+        environment["cpu"]["model"],
+        result["commit"] or "",
+        result["data"]["all"],
+    ):
         assert fact in card
     header = yaml.safe_load(card.split("---")[1])
     assert header["library_name"] == "timm" and "license" not in header and "# license:" in card
 
 
 def test_hub_export_config_has_no_license_and_states_num_classes_once(hub_folder: Path) -> None:
-    """transformers passes num_classes to timm in addition to `model_args`, which is an error if these have it too."""
+    """transformers passes num_classes to timm in addition to `model_args`, which is an error if
+    these have it too.
+    """
     config = json.loads((hub_folder / "config.json").read_text())
     assert config["num_classes"] == 10 and "num_classes" not in config["model_args"]
     assert not {"license", "origin_url", "tag"} & config["pretrained_cfg"].keys()
@@ -362,7 +458,9 @@ def test_hub_export_loads_in_transformers_with_class_names_and_normalization(
 def test_hub_export_of_a_multilabel_model_declares_the_problem_type_and_shows_sigmoid(
     finished_run: Finished, tmp_path: Path
 ) -> None:
-    """It also names the outputs that have no class, because transformers ignores a list that is too short."""
+    """It also names the outputs that have no class, because transformers ignores a list that is too
+    short.
+    """
     trained = load_trained(finished_run.folder, None, None, CPU)
     trained.config = replace(trained.config, train=replace(trained.config.train, task="multilabel"))
     trained.class_names = trained.class_names[:8]
@@ -385,19 +483,27 @@ def test_hub_model_card_has_the_metrics_of_the_exported_checkpoint_and_weights(
     finished_run: Finished, tmp_path: Path, checkpoint: str, weights: str, values: list[Any]
 ) -> None:
     """Only the weights that the run tested have metrics of the test split."""
-    lines = [{"step": 3, "val/acc": 0.5, "val/acc_ema": 0.6}, {"step": 9, "val/acc": 0.1, "val/acc_best": 0.5}]
+    lines = [
+        {"step": 3, "val/acc": 0.5, "val/acc_ema": 0.6},
+        {"step": 9, "val/acc": 0.1, "val/acc_best": 0.5},
+    ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     trained = load_trained(finished_run.folder, None, None, CPU)
     trained.run, trained.weights, trained.step = tmp_path, weights, 3 if checkpoint == "best" else 9
     trained.checkpoint = tmp_path / "checkpoints" / f"{checkpoint}.pt"
     test = {"acc": 0.7, "acc_ema": 0.8, "samples": 30, "acc_per_class": [0.7]}
     result = Result(status="done", checkpoint="checkpoints/best.pt", val={"samples": 40}, test=test)
-    assert hub._metrics(trained, result) == [(split, "acc", value, images) for split, value, images in values]
+    assert hub._metrics(trained, result) == [
+        (split, "acc", value, images) for split, value, images in values
+    ]
 
 
 @pytest.mark.parametrize(
     ("name", "status", "message"),
-    [("src.models.cifar_resnet.CifarResNet18", "done", "model.name=src"), (None, "interrupted", "interrupted, exp")],
+    [
+        ("src.models.cifar_resnet.CifarResNet18", "done", "model.name=src"),
+        (None, "interrupted", "interrupted, exp"),
+    ],
 )
 def test_hub_export_of_custom_model_or_unfinished_run_is_refused_and_writes_nothing(
     finished_run: Finished, tmp_path: Path, name: str | None, status: str, message: str
@@ -405,7 +511,9 @@ def test_hub_export_of_custom_model_or_unfinished_run_is_refused_and_writes_noth
     trained = load_trained(finished_run.folder, None, None, CPU)
     trained.run = tmp_path / "run"
     trained.run.mkdir()
-    trained.config = replace(trained.config, model=replace(trained.config.model, name=name or "resnet18"))
+    trained.config = replace(
+        trained.config, model=replace(trained.config.model, name=name or "resnet18")
+    )
     write_result(trained.run, Result(status=status))
     with pytest.raises(ValueError, match=message):
         hub.export_hub(trained, tmp_path / "hub")
@@ -413,16 +521,27 @@ def test_hub_export_of_custom_model_or_unfinished_run_is_refused_and_writes_noth
 
 
 @pytest.mark.processes
-def test_export_uses_ema_weights_when_checkpoint_metric_is_computed_with_them(tmp_path: Path) -> None:
-    overrides = ("model.ema.decay=0.9", "checkpoint.metric=val/acc_ema", "train.epochs=1", "data=synthetic")
+def test_export_uses_ema_weights_when_checkpoint_metric_is_computed_with_them(
+    tmp_path: Path,
+) -> None:
+    overrides = (
+        "model.ema.decay=0.9",
+        "checkpoint.metric=val/acc_ema",
+        "train.epochs=1",
+        "data=synthetic",
+    )
     run = run_warm(tmp_path / "run", "parallel=single", *overrides)
     loaded = load_trained(run, None, None, CPU)
     assert loaded.weights == "ema"
     raw = load_trained(run, None, "model", CPU).model.state_dict()
-    assert any(not torch.equal(raw[name], tensor) for name, tensor in loaded.model.state_dict().items())
+    assert any(
+        not torch.equal(raw[name], tensor) for name, tensor in loaded.model.state_dict().items()
+    )
     assert export_script.main([f"run={run}"]) == 0
     written = load_file(run / "export" / "model.safetensors")
-    assert all(torch.equal(written[name], tensor) for name, tensor in loaded.model.state_dict().items())
+    assert all(
+        torch.equal(written[name], tensor) for name, tensor in loaded.model.state_dict().items()
+    )
 
 
 @pytest.mark.slow
@@ -442,14 +561,30 @@ def test_export_of_a_custom_model_writes_all_tensors_of_its_state_dict(tmp_path:
 
 
 @pytest.mark.processes
-def test_loaded_model_keeps_its_position_embedding_when_only_eval_image_size_is_set(tmp_path: Path) -> None:
-    """`data.eval_image_size` alone changes neither the training image size nor the position embedding."""
+def test_loaded_model_keeps_its_position_embedding_when_only_eval_image_size_is_set(
+    tmp_path: Path,
+) -> None:
+    """`data.eval_image_size` alone changes neither the training image size nor the position
+    embedding.
+    """
     for place in ("train/a", "train/b", "val/a", "val/b"):
         (tmp_path / "images" / place).mkdir(parents=True)
         for number in range(2):
-            Image.new("RGB", (20, 20), (99, 9, number)).save(tmp_path / "images" / place / f"{number}.png")
-    overrides = ("data=folder", f"data.root={tmp_path}/images", "data.image_size=null", "data.eval_image_size=240")
-    more = ("+model.kwargs.dynamic_img_size=true", "data.limit_train=4", "data.batch_size=4", "data.workers=0")
+            Image.new("RGB", (20, 20), (99, 9, number)).save(
+                tmp_path / "images" / place / f"{number}.png"
+            )
+    overrides = (
+        "data=folder",
+        f"data.root={tmp_path}/images",
+        "data.image_size=null",
+        "data.eval_image_size=240",
+    )
+    more = (
+        "+model.kwargs.dynamic_img_size=true",
+        "data.limit_train=4",
+        "data.batch_size=4",
+        "data.workers=0",
+    )
     run = run_warm(tmp_path / "run", "parallel=single", "train.max_steps=1", *overrides, *more)
     actual = load_trained(run, None, None, CPU)
     assert actual.preprocessing.input_size == (3, 240, 240)
@@ -462,5 +597,7 @@ def test_predictions_are_unchanged_when_the_run_folder_is_copied_elsewhere(
     """Prediction does not use the original path of the run."""
     moved = tmp_path / "elsewhere"
     shutil.copytree(finished_run.folder, moved)
-    there, here = (predict(wanted(run, digits / "3"), Ranks(), None) for run in (moved, finished_run.folder))
+    there, here = (
+        predict(wanted(run, digits / "3"), Ranks(), None) for run in (moved, finished_run.folder)
+    )
     assert there == here

@@ -1,4 +1,6 @@
-"""Files generated from src/schema.py: conf/schema.json, which accepts every file of conf/ and finds mistakes, and docs/keys.md."""
+"""Files generated from src/schema.py: conf/schema.json, which accepts every file of conf/ and finds
+mistakes, and docs/keys.md.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ OPTION_FILES = [path for path in sorted(CONF.rglob("*.yaml")) if path.parent.nam
 
 
 def validator(path: Path) -> Draft7Validator:
-    """Return the validator of a file of conf/: for a whole config if its package is global, else for its group."""
+    """Return the validator of a file of conf/: for a whole config if its package is global, else
+    for its group.
+    """
     is_whole = path.parent == CONF or "# @package _global_" in path.read_text(encoding="utf-8")
     part = {} if is_whole else {"$ref": f"#/$defs/{path.parent.name}", "$defs": WHOLE["$defs"]}
     return Draft7Validator(WHOLE if is_whole else part)
@@ -35,7 +39,11 @@ def test_schema_json_and_keys_page_equal_those_generated_from_schema_py(path: st
 
 
 def test_every_config_key_has_one_sentence_of_help() -> None:
-    assert [key for key, _, field in leaves(Config()) if not field.metadata.get("help", "").endswith(".")] == []
+    assert [
+        key
+        for key, _, field in leaves(Config())
+        if not field.metadata.get("help", "").endswith(".")
+    ] == []
 
 
 def test_schema_json_has_help_of_every_key_and_keys_page_lists_every_key() -> None:
@@ -51,7 +59,9 @@ def test_schema_json_has_help_of_every_key_and_keys_page_lists_every_key() -> No
 
 @pytest.mark.parametrize("path", OPTION_FILES, ids=lambda path: str(path.relative_to(CONF)))
 def test_every_yaml_file_in_conf_is_valid_under_schema_json(path: Path) -> None:
-    contents = OmegaConf.to_container(OmegaConf.load(path)) or {}  # as Hydra reads: 5e-4 is a number
+    contents = (
+        OmegaConf.to_container(OmegaConf.load(path)) or {}
+    )  # as Hydra reads: 5e-4 is a number
     assert [error.message for error in validator(path).iter_errors(contents)] == []
 
 
@@ -78,7 +88,8 @@ def test_schema_json_rejects_misspelled_keys_and_invalid_values(
 
 
 @pytest.mark.parametrize(
-    "contents", [{"lr": "${oc.env:LR}"}, {"clip_grad": None}, {"sched": "wsd"}, {"kwargs": {"x": [1]}}]
+    "contents",
+    [{"lr": "${oc.env:LR}"}, {"clip_grad": None}, {"sched": "wsd"}, {"kwargs": {"x": [1]}}],
 )
 def test_schema_json_accepts_interpolations_null_and_kwargs(contents: dict[str, Any]) -> None:
     assert validator(CONF / "optim" / "sgd.yaml").is_valid(contents)

@@ -1,4 +1,6 @@
-"""Loss and metrics of a training step are means over the images of all ranks, replicas and accumulated batches."""
+"""Loss and metrics of a training step are means over the images of all ranks, replicas and
+accumulated batches.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +19,31 @@ from timm_parallel.machine.ranks import Ranks
 from timm_parallel.testing.configs import resolved
 from timm_parallel.testing.ranks import in_ranks
 
-# Three steps; the first report is of two, the second of the epoch's last one. The model has no BatchNorm.
+# Three steps; the first report is of two, the second of the epoch's last one. The model has no
+# BatchNorm.
 COMMON = ("parallel.accelerator=cpu", "train.log_every=2", "optim=sgd", "optim.lr=0.01")
-IN_CHUNKS = ("parallel=dp", "parallel.devices=3", "data.batch_size=25", "data.limit_train=75")  # chunks of 9, 9 and 7
+IN_CHUNKS = (
+    "parallel=dp",
+    "parallel.devices=3",
+    "data.batch_size=25",
+    "data.limit_train=75",
+)  # chunks of 9, 9 and 7
 SPREADS = {
     "dp_with_the_loss_on_one_device": (*IN_CHUNKS, "parallel.loss_in_replica=false"),
     "dp_with_the_loss_in_replicas": (*IN_CHUNKS, "parallel.loss_in_replica=true"),
-    "dp_accumulating": (*IN_CHUNKS, "parallel.loss_in_replica=true", "data.limit_train=150", "train.accumulate=2"),
+    "dp_accumulating": (
+        *IN_CHUNKS,
+        "parallel.loss_in_replica=true",
+        "data.limit_train=150",
+        "train.accumulate=2",
+    ),
     "ddp": ("parallel=ddp", "parallel.devices=3", "data.batch_size=24", "data.limit_train=72"),
-    "accumulating": ("parallel=single", "data.batch_size=12", "data.limit_train=72", "train.accumulate=2"),
+    "accumulating": (
+        "parallel=single",
+        "data.batch_size=12",
+        "data.limit_train=72",
+        "train.accumulate=2",
+    ),
 }
 
 
@@ -51,12 +69,18 @@ def means_of_single(config: ResolvedConfig) -> list[dict[str, float]]:
 @pytest.mark.parametrize(
     "spread", [pytest.param("ddp", marks=pytest.mark.processes), *sorted(SPREADS.keys() - {"ddp"})]
 )
-def test_train_loss_and_accuracy_under_dp_ddp_and_accumulation_match_those_of_single(spread: str) -> None:
+def test_train_loss_and_accuracy_under_dp_ddp_and_accumulation_match_those_of_single(
+    spread: str,
+) -> None:
     config = resolved(*COMMON, *SPREADS[spread])
     expected = means_of_single(config)
     assert [{"loss", "acc"} <= set(means) for means in expected] == [True] * 2
     assert all(means["acc"] > 0 for means in expected), "accuracies of zero would match trivially"
-    of_ranks = in_ranks(reported_means, 3, config) if spread == "ddp" else [reported_means(Ranks(), None, config)]
+    of_ranks = (
+        in_ranks(reported_means, 3, config)
+        if spread == "ddp"
+        else [reported_means(Ranks(), None, config)]
+    )
     for actual in of_ranks:
         assert actual == [pytest.approx(means, abs=1e-6) for means in expected]
 

@@ -1,4 +1,6 @@
-"""Augmentation and training settings with timm's names. Each gives the same result as the code of timm."""
+"""Augmentation and training settings with timm's names. Each gives the same result as the code of
+timm.
+"""
 
 from __future__ import annotations
 
@@ -43,9 +45,15 @@ SIZE = 48
 
 
 def picture(size: tuple[int, int] = (SIZE, SIZE)) -> Tensor:
-    """Return a smooth image with all colors. At sharp edges, resizing a PIL image and a tensor would differ visibly."""
+    """Return a smooth image with all colors. At sharp edges, resizing a PIL image and a tensor
+    would differ visibly.
+    """
     rows, columns = np.mgrid[: size[0], : size[1]]
-    pixels = [rows * 255 // size[0], columns * 255 // size[1], (rows + 2 * columns) * 255 // (size[0] + 2 * size[1])]
+    pixels = [
+        rows * 255 // size[0],
+        columns * 255 // size[1],
+        (rows + 2 * columns) * 255 // (size[0] + 2 * size[1]),
+    ]
     return torch.from_numpy(np.stack(pixels).astype(np.uint8))
 
 
@@ -57,8 +65,8 @@ def timms(steps: Any, image: Tensor) -> Tensor:
     return v2.functional.pil_to_tensor(changed)
 
 
-# Setting -> (our config, timm's arguments, largest difference of a value). Flips and policies are equal bit for bit; in the
-# others, PIL and torch round differently.
+# Setting -> (our config, timm's arguments, largest difference of a value). Flips and policies are
+# equal bit for bit; in the others, PIL and torch round differently.
 SAME_DRAWS: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
     "vflip": ({"vflip": 0.5, "hflip": 0.5}, {"vflip": 0.5, "hflip": 0.5}, 0),
     "color_jitter": ({"color_jitter": 0.4}, {"color_jitter": 0.4}, 4),
@@ -85,19 +93,32 @@ SAME_DRAWS: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
         0,
     ),
     "aa_original": ({"aa": "original-mstd0.5"}, {"auto_augment": "original-mstd0.5"}, 0),
-    "aa_3a_with_color_jitter": ({"aa": "3a", "color_jitter": 0.3}, {"auto_augment": "3a", "color_jitter": 0.3}, 4),
+    "aa_3a_with_color_jitter": (
+        {"aa": "3a", "color_jitter": 0.3},
+        {"auto_augment": "3a", "color_jitter": 0.3},
+        4,
+    ),
     "augmix": ({"aa": "augmix-m5-w4-d2"}, {"auto_augment": "augmix-m5-w4-d2"}, 0),
 }
 
 
 @pytest.mark.parametrize("mean", [IMAGENET_DEFAULT_MEAN, (0.1, 0.9, 0.3)], ids=["imagenet", "own"])
 @pytest.mark.parametrize("name", SAME_DRAWS)
-def test_train_transform_matches_timm_for_equal_random_draws(name: str, mean: tuple[float, ...]) -> None:
+def test_train_transform_matches_timm_for_equal_random_draws(
+    name: str, mean: tuple[float, ...]
+) -> None:
     ours, theirs, tolerance = SAME_DRAWS[name]
     transform = train_transform(AugmentConfig(**ours), SIZE, resize=False, mean=mean)
     assert transform is not None
-    arguments = {"hflip": 0.0, "color_jitter": None, "interpolation": "bilinear", "mean": mean} | theirs
-    crop_and_flips, others, _ = transforms_imagenet_train(SIZE, normalize=False, separate=True, **arguments)
+    arguments = {
+        "hflip": 0.0,
+        "color_jitter": None,
+        "interpolation": "bilinear",
+        "mean": mean,
+    } | theirs
+    crop_and_flips, others, _ = transforms_imagenet_train(
+        SIZE, normalize=False, separate=True, **arguments
+    )
     image, changed = picture(), 0
     for index in range(40):
         seed_draws(0, 0, index)
@@ -111,12 +132,22 @@ def test_train_transform_matches_timm_for_equal_random_draws(name: str, mean: tu
 
 
 @pytest.mark.parametrize("mode", ["rkrc", "rkrr"])
-@pytest.mark.parametrize("given", [{}, {"scale": [0.5, 1.0], "ratio": [0.8, 1.25]}], ids=["timms_range", "own_range"])
-def test_train_crop_mode_matches_timm_for_equal_random_draws(mode: str, given: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "given", [{}, {"scale": [0.5, 1.0], "ratio": [0.8, 1.25]}], ids=["timms_range", "own_range"]
+)
+def test_train_crop_mode_matches_timm_for_equal_random_draws(
+    mode: str, given: dict[str, Any]
+) -> None:
     transform = train_transform(AugmentConfig(train_crop_mode=mode, **given), SIZE, resize=True)
     assert transform is not None
     crop = transforms_imagenet_train(
-        SIZE, train_crop_mode=mode, hflip=0, color_jitter=None, interpolation="bilinear", normalize=False, **given
+        SIZE,
+        train_crop_mode=mode,
+        hflip=0,
+        color_jitter=None,
+        interpolation="bilinear",
+        normalize=False,
+        **given,
     )
     for index, size in enumerate([(80, 120), (120, 80), (SIZE, SIZE), (200, 64)] * 5):
         image = picture(size)
@@ -163,7 +194,10 @@ def test_random_erasing_matches_timm_for_the_seed_of_each_image(mode: str, count
     if mode == "pixel":
         assert abs(values.mean()) < 0.1 and abs(values.std() - 1) < 0.1
     if mode == "rand" and count == 1:
-        assert all(len(image[:, hit].unique(dim=1).T) <= 1 for image, hit in zip(found, changed, strict=True))
+        assert all(
+            len(image[:, hit].unique(dim=1).T) <= 1
+            for image, hit in zip(found, changed, strict=True)
+        )
     order = list(reversed(range(64)))
     assert torch.equal(erase(images.flip(0), [seeds[index] for index in order]), found.flip(0))
 
@@ -172,7 +206,10 @@ def test_random_erasing_matches_timm_for_the_seed_of_each_image(mode: str, count
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_batch_steps_on_a_gpu_do_not_synchronize_and_equal_those_on_a_cpu() -> None:
     device = torch.device("cuda", 0)
-    erasing, crop = Erasing(AugmentConfig(reprob=0.9, recount=2)), CropAndFlip(AugmentConfig(crop_padding=4, hflip=0.5))
+    erasing, crop = (
+        Erasing(AugmentConfig(reprob=0.9, recount=2)),
+        CropAndFlip(AugmentConfig(crop_padding=4, hflip=0.5)),
+    )
     pixels, seeds = torch.randint(0, 256, (16, 3, 64, 64), dtype=torch.uint8), list(range(16))
     for step, images in ((crop, pixels), (erasing, pixels.float())):
         draws, copies = step.draw(seeds, images.shape), images.to(device)
@@ -223,7 +260,9 @@ def test_training_batches_of_digits_are_equal_with_and_without_batched_augmentat
 ) -> None:
     """Also for copies of images, in a later epoch, from the middle on."""
     augment = ("data.augment.crop_padding=3", "data.augment.hflip=0.5", "data.augment.vflip=0.2")
-    config = resolved("parallel=single", "parallel.accelerator=cpu", *augment, "data.augment.aug_repeats=2")
+    config = resolved(
+        "parallel=single", "parallel.accelerator=cpu", *augment, "data.augment.aug_repeats=2"
+    )
     seen = []
     for batched in (True, False):
         if not batched:
@@ -237,12 +276,24 @@ def test_training_batches_of_digits_are_equal_with_and_without_batched_augmentat
 
 @pytest.mark.parametrize(
     ("changed", "side"),
-    [({"color_jitter": 0.4}, 16), ({"scale": [0.5, 1.0], "crop_padding": 0}, 16), ({"aa": "rand-m9"}, 16), ({}, 17)],
+    [
+        ({"color_jitter": 0.4}, 16),
+        ({"scale": [0.5, 1.0], "crop_padding": 0}, 16),
+        ({"aa": "rand-m9"}, 16),
+        ({}, 17),
+    ],
 )
-def test_batch_step_leaves_other_augmentation_and_other_sizes_to_the_transform(changed: Any, side: int) -> None:
+def test_batch_step_leaves_other_augmentation_and_other_sizes_to_the_transform(
+    changed: Any, side: int
+) -> None:
     split = InMemory(torch.zeros(2, 3, side, side, dtype=torch.uint8), torch.zeros(2))
     options = {"crop_padding": 2, "hflip": 0.5}
-    assert batch_step(AugmentConfig(**options), InMemory(split.images[:, :, :16, :16], split.labels), 16) is not None
+    assert (
+        batch_step(
+            AugmentConfig(**options), InMemory(split.images[:, :, :16, :16], split.labels), 16
+        )
+        is not None
+    )
     assert batch_step(AugmentConfig(**(options | changed)), split, 16) is None
 
 
@@ -256,7 +307,12 @@ def test_batch_step_leaves_other_augmentation_and_other_sizes_to_the_transform(c
 )
 @settings(deadline=None)
 def test_batched_erasing_equals_that_of_timm_for_each_image_bit_for_bit(
-    shape: tuple[int, ...], mode: str, chance: float, count: int, memory_format: torch.memory_format, base: int
+    shape: tuple[int, ...],
+    mode: str,
+    chance: float,
+    count: int,
+    memory_format: torch.memory_format,
+    base: int,
 ) -> None:
     """Boxes of one image overlap, and the later one covers the earlier one."""
     step = Erasing(AugmentConfig(reprob=chance, remode=mode, recount=count))
@@ -298,19 +354,27 @@ def test_number_of_operations_on_a_batch_does_not_grow_with_the_batch(name: str)
         images = torch.randint(0, 256, (size, 3, 16, 16), dtype=torch.uint8)
         kind, _, mode = name.partition(" ")
         if kind == "mixup":
-            mixing = Mixing(AugmentConfig(mixup=0.8, cutmix=1.0, mixup_mode=mode), 0.1, 5, seed=0, rank=0)
-            counts.add(count_operations(mixing, images.float(), torch.zeros(size, dtype=torch.int64), 0))
+            mixing = Mixing(
+                AugmentConfig(mixup=0.8, cutmix=1.0, mixup_mode=mode), 0.1, 5, seed=0, rank=0
+            )
+            counts.add(
+                count_operations(mixing, images.float(), torch.zeros(size, dtype=torch.int64), 0)
+            )
             continue
         erasing = kind == "erase"
         step = (
-            Erasing(AugmentConfig(reprob=1.0, remode=mode)) if erasing else CropAndFlip(AugmentConfig(crop_padding=2))
+            Erasing(AugmentConfig(reprob=1.0, remode=mode))
+            if erasing
+            else CropAndFlip(AugmentConfig(crop_padding=2))
         )
         draws = step.draw(list(range(size)), images.shape)
         counts.add(count_operations(step, images.float() if erasing else images, *draws))
     assert len(counts) == 1 and counts.pop() < 40
 
 
-def test_adaptive_clipping_takes_a_few_operations_more_than_one_norm_and_one_product_per_tensor() -> None:
+def test_adaptive_clipping_takes_a_few_operations_more_than_one_norm_and_one_product_per_tensor() -> (
+    None
+):
     counts = []
     for depth in (2, 12):
         layers = nn.Sequential(*[nn.Linear(4, 4) for _ in range(depth)])
@@ -322,9 +386,12 @@ def test_adaptive_clipping_takes_a_few_operations_more_than_one_norm_and_one_pro
 
 @given(st.lists(st.floats(1e-4, 1e3), min_size=3, max_size=3), st.floats(2e-3, 1.0))
 @settings(deadline=None)
-def test_adaptive_clipping_equals_that_of_timm_to_rounding(scales: list[float], factor: float) -> None:
+def test_adaptive_clipping_equals_that_of_timm_to_rounding(
+    scales: list[float], factor: float
+) -> None:
     ours = [
-        nn.Parameter(torch.randn(shape) * scale) for shape, scale in zip(((4, 3, 2), (5,), ()), scales, strict=True)
+        nn.Parameter(torch.randn(shape) * scale)
+        for shape, scale in zip(((4, 3, 2), (5,), ()), scales, strict=True)
     ]
     theirs = [nn.Parameter(parameter.detach().clone()) for parameter in ours]
     for own, other, scale in zip(ours, theirs, reversed(scales), strict=True):
@@ -384,7 +451,9 @@ def test_mixup_stops_at_mixup_off_epoch_and_label_smoothing_continues() -> None:
 @pytest.mark.parametrize("needed", [True, False])
 def test_gradient_clipping_matches_timm(mode: str, needed: bool) -> None:
     torch.manual_seed(0)
-    ours, theirs = (nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(8 * 36, 4)) for _ in range(2))
+    ours, theirs = (
+        nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(8 * 36, 4)) for _ in range(2)
+    )
     theirs.load_state_dict(ours.state_dict())
     images = torch.randn(4, 3, 8, 8)
     for model in (ours, theirs):
@@ -404,7 +473,9 @@ def test_gradient_clipping_matches_timm(mode: str, needed: bool) -> None:
 def test_lr_schedule_without_warmup_prefix_matches_timm_at_every_step(sched: str) -> None:
     config = OptimConfig(lr=0.1, sched=sched, warmup_epochs=2, warmup_prefix=False, min_lr=1e-4)
     if sched in ("step", "multistep"):
-        config.decay_epochs, config.decay_milestones = (3, None) if sched == "step" else (None, [4, 6])
+        config.decay_epochs, config.decay_milestones = (
+            (3, None) if sched == "step" else (None, [4, 6])
+        )
     ours, theirs = (torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1) for _ in range(2))
     schedule = build_schedule(config, TrainConfig(epochs=8), ours, 5)
     expected, _ = create_scheduler_v2(
@@ -425,7 +496,9 @@ def test_lr_schedule_without_warmup_prefix_matches_timm_at_every_step(sched: str
 
 
 def test_bce_loss_matches_timm_with_sum_classes_and_pos_weight() -> None:
-    config = TrainConfig(loss="bce", smoothing=0.1, loss_kwargs={"sum_classes": True, "pos_weight": 2.0})
+    config = TrainConfig(
+        loss="bce", smoothing=0.1, loss_kwargs={"sum_classes": True, "pos_weight": 2.0}
+    )
     scores, labels = torch.randn(6, 4), torch.randint(0, 4, (6,))
     expected = BinaryCrossEntropy(smoothing=0.1, sum_classes=True, pos_weight=2.0)(scores, labels)
     assert torch.equal(build_criterion(config, AugmentConfig())(scores, labels), expected)
@@ -440,20 +513,31 @@ def test_bce_loss_matches_timm_with_sum_classes_and_pos_weight() -> None:
         (("data.augment.color_jitter=0.4", "data.augment.aa=v0"), "data.augment.color_jitter"),
         (("data.augment.mixup_prob=0.5",), "data.augment.mixup_prob"),
         (("data.augment.mixup_mode=elem",), "data.augment.mixup_mode"),
-        (("data.augment.mixup_switch_prob=0.2", "data.augment.mixup=1"), "data.augment.mixup_switch_prob"),
+        (
+            ("data.augment.mixup_switch_prob=0.2", "data.augment.mixup=1"),
+            "data.augment.mixup_switch_prob",
+        ),
         (("data.augment.mixup_off_epoch=1",), "data.augment.mixup_off_epoch"),
-        (("data.augment.mixup_off_epoch=8", "data.augment.mixup=1"), "data.augment.mixup_off_epoch"),
+        (
+            ("data.augment.mixup_off_epoch=8", "data.augment.mixup=1"),
+            "data.augment.mixup_off_epoch",
+        ),
         (("data.augment.cutmix_minmax=[0.2,1.2]",), "data.augment.cutmix_minmax"),
         (("data.augment.cutmix_minmax=[0.5,0.5]",), "data.augment.cutmix_minmax"),
         (("data.augment.cutmix_minmax=[0.2,0.8]", "data.augment.cutmix=1"), "data.augment.cutmix"),
         (("data.augment.cutmix_minmax=[0.2,0.8]", "data.batch_size=15"), "data.batch_size"),
-        (("data.augment.crop_padding=2", "data.augment.train_crop_mode=rkrr"), "data.augment.crop_padding"),
+        (
+            ("data.augment.crop_padding=2", "data.augment.train_crop_mode=rkrr"),
+            "data.augment.crop_padding",
+        ),
         (("data.augment.ratio=[0.9,1.1]",), "data.augment.ratio"),
         (("optim.clip_mode=agc",), "optim.clip_mode"),
         (("optim.warmup_prefix=false", "optim.sched=constant"), "optim.warmup_prefix"),
     ],
 )
-def test_augmentation_clip_or_warmup_key_is_refused_when_unused_or_invalid(words: tuple[str, ...], key: str) -> None:
+def test_augmentation_clip_or_warmup_key_is_refused_when_unused_or_invalid(
+    words: tuple[str, ...], key: str
+) -> None:
     with pytest.raises(ValueError, match=key.replace(".", r"\.") + "="):
         resolved(*words)
 

@@ -1,4 +1,6 @@
-"""`data=timm`: datasets with timm's names, read from disk or refused with a fix. These tests do not download data."""
+"""`data=timm`: datasets with timm's names, read from disk or refused with a fix. These tests do not
+download data.
+"""
 
 from __future__ import annotations
 
@@ -36,11 +38,15 @@ def png(value: int) -> bytes:
 
 
 def config_of(name: str, root: Path, *overrides: str) -> Config:
-    return resolved("data=timm", f"data.name={name}", f"data.root={root}", "data.batch_size=4", *overrides)
+    return resolved(
+        "data=timm", f"data.name={name}", f"data.root={root}", "data.batch_size=4", *overrides
+    )
 
 
 def values_and_labels(split: Any) -> list[tuple[int, int]]:
-    """Return (red value, label) of every sample. In these data the label is the red value modulo 2."""
+    """Return (red value, label) of every sample.
+    In these data the label is the red value modulo 2.
+    """
     return [(int(image[0, 0, 0]), label) for image, label in (split[n] for n in range(len(split)))]
 
 
@@ -50,9 +56,13 @@ def write_mnist(root: Path, count: int) -> None:
     raw.mkdir(parents=True)
     for part in ("train", "t10k"):
         pixels = np.arange(count, dtype=np.uint8).repeat(28 * 28)
-        (raw / f"{part}-images-idx3-ubyte").write_bytes(struct.pack(">IIII", 2051, count, 28, 28) + pixels.tobytes())
+        (raw / f"{part}-images-idx3-ubyte").write_bytes(
+            struct.pack(">IIII", 2051, count, 28, 28) + pixels.tobytes()
+        )
         labels = (np.arange(count) % 10).astype(np.uint8)
-        (raw / f"{part}-labels-idx1-ubyte").write_bytes(struct.pack(">II", 2049, count) + labels.tobytes())
+        (raw / f"{part}-labels-idx1-ubyte").write_bytes(
+            struct.pack(">II", 2049, count) + labels.tobytes()
+        )
 
 
 def test_torchvision_dataset_is_read_when_already_downloaded(tmp_path: Path) -> None:
@@ -60,16 +70,30 @@ def test_torchvision_dataset_is_read_when_already_downloaded(tmp_path: Path) -> 
     images = build_dataset(config_of("torch/mnist", tmp_path).data)
     assert (images.in_chans, len(images.class_names), len(images.train)) == (1, 10, 24)
     image, label = images.train[7]
-    assert (image.shape, image.dtype, int(image[0, 3, 3]), label) == ((1, 28, 28), torch.uint8, 7, 7)
+    assert (image.shape, image.dtype, int(image[0, 3, 3]), label) == (
+        (1, 28, 28),
+        torch.uint8,
+        7,
+        7,
+    )
 
 
 def test_batches_of_a_torchvision_array_are_gathered_and_equal_its_images(tmp_path: Path) -> None:
     write_mnist(tmp_path, 24)
-    augment = ("data.augment.crop_padding=2", "data.augment.hflip=0.5", "data.limit_train=20", "data.crop_pct=1.0")
+    augment = (
+        "data.augment.crop_padding=2",
+        "data.augment.hflip=0.5",
+        "data.limit_train=20",
+        "data.crop_pct=1.0",
+    )
     batches = []
     for side in (28, 32):
-        config = config_of("torch/mnist", tmp_path, f"data.image_size={side}", *augment, "parallel.accelerator=cpu")
-        run = RunParts(as_resolved(config), build_strategy(as_resolved(config).parallel, Ranks(), None))
+        config = config_of(
+            "torch/mnist", tmp_path, f"data.image_size={side}", *augment, "parallel.accelerator=cpu"
+        )
+        run = RunParts(
+            as_resolved(config), build_strategy(as_resolved(config).parallel, Ranks(), None)
+        )
         loaders = (run.train, *run.evaluation.values())
         assert {loader.fetcher.gathers for loader in loaders} == {side == 28}
         assert {loader.num_workers == 0 for loader in loaders} == {side == 28}
@@ -86,7 +110,9 @@ def test_batches_of_a_torchvision_array_are_gathered_and_equal_its_images(tmp_pa
 
 
 def read_in_rank(ranks: Ranks, store: Any, root: str) -> tuple[int, int, int]:
-    """Build the data with a download that writes local files. Return (downloads by this rank, images, last label)."""
+    """Build the data with a download that writes local files. Return (downloads by this rank,
+    images, last label).
+    """
     downloads = []
 
     def download(dataset: torchvision.datasets.MNIST) -> None:
@@ -97,7 +123,13 @@ def read_in_rank(ranks: Ranks, store: Any, root: str) -> tuple[int, int, int]:
             write_mnist(Path(root), 24)
 
     torchvision.datasets.MNIST.download = download  # type: ignore[method-assign]
-    config = config_of("torch/mnist", Path(root), "+data.kwargs.download=true", "parallel=ddp", "parallel.devices=2")
+    config = config_of(
+        "torch/mnist",
+        Path(root),
+        "+data.kwargs.download=true",
+        "parallel=ddp",
+        "parallel.devices=2",
+    )
     strategy = build_strategy(as_resolved(config).parallel, ranks, store)
     split = EvaluationParts(as_resolved(config), strategy).dataset.train
     strategy.close()
@@ -105,24 +137,33 @@ def read_in_rank(ranks: Ranks, store: Any, root: str) -> tuple[int, int, int]:
 
 
 @pytest.mark.processes
-def test_only_one_ddp_rank_downloads_a_torchvision_dataset_that_is_not_on_disk(tmp_path: Path) -> None:
+def test_only_one_ddp_rank_downloads_a_torchvision_dataset_that_is_not_on_disk(
+    tmp_path: Path,
+) -> None:
     outcomes = in_ranks(read_in_rank, 2, str(tmp_path), timeout=120)
     assert sorted(downloads for downloads, _, _ in outcomes) == [0, 1]
     assert [outcome[1:] for outcome in outcomes] == [(24, 3)] * 2
 
 
 def test_hugging_face_dataset_is_read_from_local_files(tmp_path: Path) -> None:
-    """Class names come from the file, and images are decoded here, so that a damaged one has an error with its number."""
+    """Class names come from the file, and images are decoded here, so that a damaged one has an
+    error with its number.
+    """
     hub = pytest.importorskip("datasets", reason="needs the package datasets")
     features = hub.Features({"picture": hub.Image(), "kind": hub.ClassLabel(names=list(CLASSES))})
     for split, count in (("train", 6), ("validation", 3)):
         pictures = [
-            {"bytes": png(n) if (split, n) != ("validation", 2) else b"cut", "path": None} for n in range(count)
+            {"bytes": png(n) if (split, n) != ("validation", 2) else b"cut", "path": None}
+            for n in range(count)
         ]
-        table = hub.Dataset.from_dict({"picture": pictures, "kind": [n % 2 for n in range(count)]}, features=features)
+        table = hub.Dataset.from_dict(
+            {"picture": pictures, "kind": [n % 2 for n in range(count)]}, features=features
+        )
         table.to_parquet(tmp_path / "here" / f"{split}-00000-of-00001.parquet")
     columns = ("+data.kwargs.input_key=picture", "+data.kwargs.target_key=kind")
-    images = build_dataset(config_of(f"hfds/{tmp_path / 'here'}", tmp_path / "cache", *columns).data)
+    images = build_dataset(
+        config_of(f"hfds/{tmp_path / 'here'}", tmp_path / "cache", *columns).data
+    )
     assert images.class_names == list(CLASSES)
     assert values_and_labels(images.train) == [(n, n % 2) for n in range(6)]
     assert [images.val[n][1] for n in range(2)] == [0, 1]
@@ -131,7 +172,9 @@ def test_hugging_face_dataset_is_read_from_local_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["torch/cifar10", "torch/mnist", "torch/fashion_mnist"])
-def test_error_names_the_download_key_when_torchvision_data_is_missing(tmp_path: Path, name: str) -> None:
+def test_error_names_the_download_key_when_torchvision_data_is_missing(
+    tmp_path: Path, name: str
+) -> None:
     with pytest.raises(ValueError, match=r"data\.kwargs\.download=true") as refusal:
         build_dataset(config_of(name, tmp_path).data)
     assert str(refusal.value).startswith(f"data.name={name}: ") and "\n" not in str(refusal.value)

@@ -1,4 +1,6 @@
-"""Options with timm's names. Each trains equally under single, dp and ddp, or an error names the option."""
+"""Options with timm's names. Each trains equally under single, dp and ddp, or an error names the
+option.
+"""
 
 from __future__ import annotations
 
@@ -36,10 +38,12 @@ from timm_parallel.testing.ranks import in_ranks
 
 SMALL_SWIN = (
     "model.name=swin_tiny_patch4_window7_224",
-    "+model.kwargs={embed_dim: 16, depths: [1, 1], num_heads: [1, 2], patch_size: 4, window_size: 4, drop_path_rate: 0}",
+    "+model.kwargs={embed_dim: 16, depths: [1, 1], num_heads: [1, 2], patch_size: 4, window_size: "
+    "4, drop_path_rate: 0}",
 )
-# Name -> (overrides, how far losses may be from those of single). None: they differ legitimately, by BatchNorm's
-# statistics of a chunk, or by draws that are each rank's own (mixing pairs images within a rank).
+# Name -> (overrides, how far losses may be from those of single). None: they differ legitimately,
+# by BatchNorm's statistics of a chunk, or by draws that are each rank's own (mixing pairs images
+# within a rank).
 OPTIONS: dict[str, tuple[tuple[str, ...], float | None]] = {
     "nothing": ((), 1e-5),
     "resnet": (("model.name=test_resnet", "+model.kwargs={}"), None),
@@ -47,7 +51,14 @@ OPTIONS: dict[str, tuple[tuple[str, ...], float | None]] = {
     "convnext": (("model.name=test_convnext", "+model.kwargs={}"), 1e-5),
     "vit": (("model.name=test_vit", "+model.kwargs={}"), 1e-5),
     "swin": (SMALL_SWIN, 1e-5),
-    "own": (("model.name=src.models.cifar_resnet.CifarResNet18", "+model.kwargs={}", "data.image_size=8"), None),
+    "own": (
+        (
+            "model.name=src.models.cifar_resnet.CifarResNet18",
+            "+model.kwargs={}",
+            "data.image_size=8",
+        ),
+        None,
+    ),
     "channels_last": (("model.channels_last=true",), 1e-5),
     "grad_checkpointing": (("model.grad_checkpointing=true",), 1e-5),
     "num_classes": (("model.num_classes=12",), 1e-5),
@@ -58,35 +69,63 @@ OPTIONS: dict[str, tuple[tuple[str, ...], float | None]] = {
     "autoaugment": (("data.augment.aa=v0r-mstd0.5",), 1e-5),
     "color_jitter": (("data.augment.color_jitter=0.4",), 1e-5),
     "reprob": (("data.augment.reprob=0.5",), 1e-5),
-    "reprob_const": (("data.augment.reprob=0.9", "data.augment.remode=const", "data.augment.recount=3"), 1e-5),
+    "reprob_const": (
+        ("data.augment.reprob=0.9", "data.augment.remode=const", "data.augment.recount=3"),
+        1e-5,
+    ),
     "reprob_rand_and_repeats": (
-        ("data.augment.reprob=0.9", "data.augment.remode=rand", "data.augment.aug_repeats=2", "data.augment.vflip=0.5"),
+        (
+            "data.augment.reprob=0.9",
+            "data.augment.remode=rand",
+            "data.augment.aug_repeats=2",
+            "data.augment.vflip=0.5",
+        ),
         1e-5,
     ),
     "simclr": (
         (
             *("data.augment.color_jitter=0.4", "data.augment.color_jitter_prob=0.8"),
-            *("data.augment.grayscale_prob=0.2", "data.augment.gaussian_blur_prob=0.5", "data.augment.vflip=0.5"),
+            *(
+                "data.augment.grayscale_prob=0.2",
+                "data.augment.gaussian_blur_prob=0.5",
+                "data.augment.vflip=0.5",
+            ),
         ),
         1e-5,
     ),
     "rkrr": (("data.augment.train_crop_mode=rkrr",), 1e-5),
-    "crop": (("data.augment.scale=[0.3,1]", "data.augment.ratio=[0.8,1.2]", "data.augment.interpolation=random"), 1e-5),
+    "crop": (
+        (
+            "data.augment.scale=[0.3,1]",
+            "data.augment.ratio=[0.8,1.2]",
+            "data.augment.interpolation=random",
+        ),
+        1e-5,
+    ),
     "bicubic": (("data.augment.scale=[0.3,1]", "data.augment.interpolation=bicubic"), 1e-5),
     "crop_padding": (("data.augment.crop_padding=4", "data.augment.hflip=0.5"), 1e-5),
     "aug_repeats": (("data.augment.aug_repeats=3", "data.augment.hflip=0.5"), 1e-5),
     "mixup": (("data.augment.mixup=0.8",), None),
     "cutmix": (("data.augment.cutmix=1.0",), None),
-    "mixup_and_cutmix": (("data.augment.mixup=0.2", "data.augment.cutmix=1.0", "train.smoothing=0.1"), None),
+    "mixup_and_cutmix": (
+        ("data.augment.mixup=0.2", "data.augment.cutmix=1.0", "train.smoothing=0.1"),
+        None,
+    ),
     "mixup_elem": (
         ("data.augment.mixup=0.8", "data.augment.mixup_mode=elem", "data.augment.mixup_prob=0.5"),
         None,
     ),
-    "cutmix_minmax_pair": (("data.augment.cutmix_minmax=[0.2,0.8]", "data.augment.mixup_mode=pair"), None),
+    "cutmix_minmax_pair": (
+        ("data.augment.cutmix_minmax=[0.2,0.8]", "data.augment.mixup_mode=pair"),
+        None,
+    ),
     "mixup_larger_head": (("data.augment.mixup=0.8", "model.num_classes=20"), None),
     "smoothing": (("train.smoothing=0.1",), 1e-5),
     "bce": (("train.loss=bce",), 1e-5),
-    "bce_mixed": (("train.loss=bce", "train.bce_target_thresh=0.2", "data.augment.mixup=0.5"), None),
+    "bce_mixed": (
+        ("train.loss=bce", "train.bce_target_thresh=0.2", "data.augment.mixup=0.5"),
+        None,
+    ),
     "bf16": (("train.precision=bf16",), 2e-2),
     "fp16": (("train.precision=fp16",), 2e-2),
     "accumulate": (("train.accumulate=2",), 1e-5),
@@ -94,7 +133,10 @@ OPTIONS: dict[str, tuple[tuple[str, ...], float | None]] = {
     "clip_value": (("optim.clip_grad=0.01", "optim.clip_mode=value"), 1e-5),
     "clip_agc": (("optim.clip_grad=0.01", "optim.clip_mode=agc"), 1e-5),
     "warmup_prefix": (("optim.warmup_prefix=false", "optim.warmup_epochs=0.5"), 1e-5),
-    "fp16_accumulate_clip": (("train.precision=fp16", "train.accumulate=2", "optim.clip_grad=1.0"), 2e-2),
+    "fp16_accumulate_clip": (
+        ("train.precision=fp16", "train.accumulate=2", "optim.clip_grad=1.0"),
+        2e-2,
+    ),
     "sgd": (("optim.opt=sgd", "optim.lr=0.01"), 1e-5),
     "momentum": (("optim.opt=momentum", "optim.lr=0.01"), 1e-5),
     "lamb": (("optim.opt=lamb",), 1e-4),
@@ -123,8 +165,8 @@ COMMON = (
     "train.max_steps=3",
     "optim.warmup_epochs=0.1",
 )
-# One of each kind: a model with BatchNorm, averaged weights, mixed images, a scaler with accumulation and clipping. The rest
-# of the matrix is for `make test-all`.
+# One of each kind: a model with BatchNorm, averaged weights, mixed images, a scaler with
+# accumulation and clipping. The rest of the matrix is for `make test-all`.
 QUICK = ("nothing", "resnet", "ema", "mixup_larger_head", "fp16_accumulate_clip")
 Outcome = dict[str, Any]  # losses, parameters_equal, ema_equal; or error
 
@@ -150,7 +192,9 @@ def three_steps(ranks: Ranks, store: Any, option: str, config: ResolvedConfig) -
     try:
         run = RunParts(config, spread)
         state, config.train.log_every = run.state, 1
-        steps = train_epoch(state, run.train.epoch(0), config, spread, run.hooks, run.steps_per_epoch, run.mixing)
+        steps = train_epoch(
+            state, run.train.epoch(0), config, spread, run.hooks, run.steps_per_epoch, run.mixing
+        )
         losses = [report.means["loss"] for report in steps]
         ema = state.ema
         return {
@@ -176,17 +220,30 @@ def try_options(ranks: Ranks, store: Any, configs: dict[str, ResolvedConfig]) ->
 
 @pytest.fixture(scope="module")
 def outcomes(request: pytest.FixtureRequest) -> Callable[[str], dict[str, Outcome]]:
-    """Return outcomes by strategy and option, under ddp from rank 0. All options of a session train in the same ranks."""
+    """Return outcomes by strategy and option, under ddp from rank 0. All options of a session train
+    in the same ranks.
+    """
     known: dict[str, dict[str, Outcome]] = {}
-    chosen = {item.callspec.params.get("option") for item in request.session.items if hasattr(item, "callspec")}
+    chosen = {
+        item.callspec.params.get("option")
+        for item in request.session.items
+        if hasattr(item, "callspec")
+    }
     options = [option for option in OPTIONS if option in QUICK or option in chosen]
 
     def get(strategy: str) -> dict[str, Outcome]:
         if strategy not in known:
             world = 2 if strategy == "ddp2" else 1
-            run = in_ranks if world == 2 else lambda function, _, *rest, **__: [function(Ranks(), None, *rest)]
+            run = (
+                in_ranks
+                if world == 2
+                else lambda function, _, *rest, **__: [function(Ranks(), None, *rest)]
+            )
             parallel = resolved(*COMMON, *STRATEGIES[strategy]).parallel
-            configs = {option: replace(copy.deepcopy(config_of(option)), parallel=parallel) for option in options}
+            configs = {
+                option: replace(copy.deepcopy(config_of(option)), parallel=parallel)
+                for option in options
+            }
             known[strategy] = run(try_options, world, configs)[0]
         return known[strategy]
 
@@ -196,7 +253,8 @@ def outcomes(request: pytest.FixtureRequest) -> Callable[[str], dict[str, Outcom
 @pytest.mark.processes
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(
-    "option", [o if o in QUICK else pytest.param(o, marks=pytest.mark.slow(seconds=0.5)) for o in OPTIONS]
+    "option",
+    [o if o in QUICK else pytest.param(o, marks=pytest.mark.slow(seconds=0.5)) for o in OPTIONS],
 )
 def test_timm_option_trains_to_finite_losses_under_single_and_like_single_under_dp_and_ddp(
     outcomes: Callable[[str], dict[str, Outcome]], option: str, strategy: str
@@ -208,7 +266,9 @@ def test_timm_option_trains_to_finite_losses_under_single_and_like_single_under_
     assert (actual["ema_equal"] is None) == ("ema" not in option)
     tolerance = OPTIONS[option][1]
     if tolerance is not None:
-        assert actual["losses"] == pytest.approx(outcomes("single")[option]["losses"], abs=tolerance)
+        assert actual["losses"] == pytest.approx(
+            outcomes("single")[option]["losses"], abs=tolerance
+        )
 
 
 @pytest.mark.slow
@@ -230,9 +290,17 @@ def test_timm_options_change_training_losses_except_four_listed_options(
             ("parallel=dp", "parallel.devices=2", "model.compile=true"),
             r"model\.compile=true: expected ddp or single, but parallel=dp",
         ),
-        (("parallel=ddp", "parallel.devices=2", "model.sync_bn=true"), r"^model\.sync_bn=true: .*CUDA"),
         (
-            ("parallel=ddp", "parallel.devices=2", "parallel.dist_bn=reduce", "parallel.broadcast_buffers=true"),
+            ("parallel=ddp", "parallel.devices=2", "model.sync_bn=true"),
+            r"^model\.sync_bn=true: .*CUDA",
+        ),
+        (
+            (
+                "parallel=ddp",
+                "parallel.devices=2",
+                "parallel.dist_bn=reduce",
+                "parallel.broadcast_buffers=true",
+            ),
             r"parallel\.broadcast_buffers=true: .*parallel\.dist_bn=reduce",
         ),
         (("optim.opt=adahessian",), r"^optim\.opt=adahessian: "),
@@ -247,20 +315,38 @@ def test_timm_options_change_training_losses_except_four_listed_options(
             ("optim.sched=wsd", "optim.decay_epochs=1.5", "optim.cooldown_epochs=0.5"),
             r"optim\.decay_epochs=1\.5: must be below 1\.5",
         ),
-        (("optim.decay_epochs=1",), r"optim\.decay_epochs=1.*: has no effect with optim\.sched=cosine"),
+        (
+            ("optim.decay_epochs=1",),
+            r"optim\.decay_epochs=1.*: has no effect with optim\.sched=cosine",
+        ),
         (
             ("optim.sched=step", "optim.decay_epochs=1", "+optim.sched_kwargs.cycle_limit=2"),
             r"cycle_limit: has no effect",
         ),
-        (("+optim.sched_kwargs.num_epochs=9",), r"optim\.sched_kwargs\.num_epochs: set optim\.num_epochs|follows"),
-        (("data.augment.mixup=0.5", "data.batch_size=15"), r"data\.batch_size=15: mixup and cutmix pair images"),
-        (("checkpoint.metric=val/acc_ema",), r"checkpoint\.metric=val/acc_ema: .* set model\.ema\.decay"),
+        (
+            ("+optim.sched_kwargs.num_epochs=9",),
+            r"optim\.sched_kwargs\.num_epochs: set optim\.num_epochs|follows",
+        ),
+        (
+            ("data.augment.mixup=0.5", "data.batch_size=15"),
+            r"data\.batch_size=15: mixup and cutmix pair images",
+        ),
+        (
+            ("checkpoint.metric=val/acc_ema",),
+            r"checkpoint\.metric=val/acc_ema: .* set model\.ema\.decay",
+        ),
         (("train.bce_target_thresh=0.2",), r"train\.bce_target_thresh=0\.2: .*train\.loss=bce"),
         (("model.weights=nowhere.pt",), r"model\.weights=nowhere\.pt: no such file"),
         (("data.mean=[0.5]",), r"data\.mean and data\.std: set both or neither"),
-        (("data=timm", "data.name=torch/cifar11", "data.root=."), r"data\.name=torch/cifar11: .* did you mean cifar10"),
+        (
+            ("data=timm", "data.name=torch/cifar11", "data.root=."),
+            r"data\.name=torch/cifar11: .* did you mean cifar10",
+        ),
         (("data=timm", "data.name=tfds/mnist", "data.root=."), r"data\.name=tfds/mnist: .*hfds"),
-        (("data=timm", "data.name=wds", "data.root=nowhere"), r"data\.root=nowhere: no such folder"),
+        (
+            ("data=timm", "data.name=wds", "data.root=nowhere"),
+            r"data\.root=nowhere: no such folder",
+        ),
     ],
 )
 def test_impossible_timm_option_combination_is_refused_with_its_key_in_one_line(
@@ -308,10 +394,22 @@ def test_error_names_the_key_when_model_optimizer_or_schedule_rejects_its_value(
 @pytest.mark.parametrize(
     ("where", "fault"),
     [
-        ("src.models.cifar_resnet.CifarResNet18.__init__", AttributeError("'NoneType' object has no attribute 'conv'")),
-        ("src.models.cifar_resnet.CifarResNet18.__init__", TypeError("'NoneType' object is not callable")),
-        ("src.data.datasets.Digits.__init__", TypeError("unsupported operand type(s) for +: 'int' and 'str'")),
-        ("src.models.cifar_resnet.CifarResNet18.forward", torch.OutOfMemoryError("CUDA out of memory")),
+        (
+            "src.models.cifar_resnet.CifarResNet18.__init__",
+            AttributeError("'NoneType' object has no attribute 'conv'"),
+        ),
+        (
+            "src.models.cifar_resnet.CifarResNet18.__init__",
+            TypeError("'NoneType' object is not callable"),
+        ),
+        (
+            "src.data.datasets.Digits.__init__",
+            TypeError("unsupported operand type(s) for +: 'int' and 'str'"),
+        ),
+        (
+            "src.models.cifar_resnet.CifarResNet18.forward",
+            torch.OutOfMemoryError("CUDA out of memory"),
+        ),
     ],
     ids=["attribute", "call", "data", "memory"],
 )
@@ -324,7 +422,11 @@ def test_exception_inside_custom_model_or_dataset_is_raised_unchanged(
         raise fault
 
     monkeypatch.setattr(where, fails)
-    model = ("model=resnet18", "model.name=src.models.cifar_resnet.CifarResNet18", "data.image_size=8")
+    model = (
+        "model=resnet18",
+        "model.name=src.models.cifar_resnet.CifarResNet18",
+        "data.image_size=8",
+    )
     config = resolved("parallel=single", "parallel.accelerator=cpu", *model)
     strategy = build_strategy(config.parallel, Ranks(), None)
     with pytest.raises(type(fault)) as raised:
@@ -343,24 +445,38 @@ def test_train_image_size_is_that_of_the_model_when_only_eval_image_size_is_set(
 
 
 def test_eval_image_size_is_refused_when_a_custom_dataset_is_in_memory() -> None:
-    """The check runs after a custom dataset is built, because only then is it known to be in memory."""
+    """The check runs after a custom dataset is built, because only then is it known to be in
+    memory.
+    """
     images = build_dataset(DataConfig())
-    with pytest.raises(ValueError, match=r"data\.eval_image_size=16: images of src\.data\.mine\.Mine have one size"):
-        preprocessing_for(nn.Identity(), DataConfig(name="src.data.mine.Mine", eval_image_size=16), images)
+    with pytest.raises(
+        ValueError, match=r"data\.eval_image_size=16: images of src\.data\.mine\.Mine have one size"
+    ):
+        preprocessing_for(
+            nn.Identity(), DataConfig(name="src.data.mine.Mine", eval_image_size=16), images
+        )
 
 
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
 @pytest.mark.parametrize("crop_pct", [0.8, 1.0])
 @pytest.mark.parametrize("size", [(30, 81), (81, 31), (200, 90), (64, 64), (500, 9)])
-def test_crop_mode_border_matches_timm(size: tuple[int, int], crop_pct: float, interpolation: str) -> None:
+def test_crop_mode_border_matches_timm(
+    size: tuple[int, int], crop_pct: float, interpolation: str
+) -> None:
     model = timm.create_model("test_vit", pretrained_cfg_overlay={"crop_mode": "border"})
     images: Any = SimpleNamespace(image_size=None, in_chans=3, val=None, mean=None, std=None)
-    config = DataConfig(name="folder", image_size=64, crop_pct=crop_pct, interpolation=interpolation)
+    config = DataConfig(
+        name="folder", image_size=64, crop_pct=crop_pct, interpolation=interpolation
+    )
     preprocessing = preprocessing_for(model, config, images)
     assert preprocessing.crop_mode == "border"
-    # A smooth image, because timm's resizing of PIL images differs from that of tensors by more than rounding elsewhere.
+    # A smooth image, because timm's resizing of PIL images differs from that of tensors by more
+    # than rounding elsewhere.
     rows, columns = np.mgrid[: size[0], : size[1]]
-    pixels = np.stack([rows * 255 // size[0], columns * 255 // size[1], (rows + columns) * 255 // sum(size)], axis=2)
+    pixels = np.stack(
+        [rows * 255 // size[0], columns * 255 // size[1], (rows + columns) * 255 // sum(size)],
+        axis=2,
+    )
     image = Image.fromarray(pixels.astype(np.uint8))
     theirs = torch.as_tensor(create_transform(**asdict(preprocessing), normalize=False)(image))
     ours = evaluation_transform(preprocessing)(v2.functional.pil_to_tensor(image))

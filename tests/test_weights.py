@@ -1,4 +1,6 @@
-"""`model.weights=<file>` loads common file formats, and refuses a file that would leave more than the head random."""
+"""`model.weights=<file>` loads common file formats, and refuses a file that would leave more than
+the head random.
+"""
 
 from __future__ import annotations
 
@@ -30,15 +32,23 @@ DIGITS = [str(digit) for digit in range(10)]
 
 def model(num_classes: int = 10, seed: int = 0, **kwargs: Any) -> nn.Module:
     torch.manual_seed(seed)
-    made: nn.Module = timm.create_model("vit_tiny_patch16_224", num_classes=num_classes, **(TINY | kwargs))
+    made: nn.Module = timm.create_model(
+        "vit_tiny_patch16_224", num_classes=num_classes, **(TINY | kwargs)
+    )
     return made
 
 
 def is_equal(one: nn.Module, other: dict[str, Tensor], but: str = "nothing") -> bool:
-    return all(torch.equal(tensor, other[name]) for name, tensor in one.state_dict().items() if but not in name)
+    return all(
+        torch.equal(tensor, other[name])
+        for name, tensor in one.state_dict().items()
+        if but not in name
+    )
 
 
-@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
+@pytest.mark.parametrize(
+    "prefix", ["", "module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."]
+)
 @pytest.mark.parametrize("form", ["safetensors", "bare", "state_dict", "model"])
 def test_model_weights_load_from_safetensors_and_pt_files_with_wrapper_prefixes(
     tmp_path: Path, prefix: str, form: str
@@ -72,7 +82,10 @@ def test_model_weights_load_from_the_checkpoint_of_a_run(finished_run: Finished)
     ],
 )
 def test_data_mean_defaults_to_that_of_the_weights_checkpoint_when_channels_match(
-    tmp_path: Path, of_run: tuple[float, ...], overrides: tuple[str, ...], expected: tuple[float, ...]
+    tmp_path: Path,
+    of_run: tuple[float, ...],
+    overrides: tuple[str, ...],
+    expected: tuple[float, ...],
 ) -> None:
     for split in ("train", "val"):
         for name in ("ant", "bee"):
@@ -80,7 +93,9 @@ def test_data_mean_defaults_to_that_of_the_weights_checkpoint_when_channels_matc
             Image.new("RGB", (32, 32)).save(tmp_path / split / name / "0.png")
     preprocessing = {"mean": of_run, "std": of_run, "input_size": (len(of_run), 32, 32)}
     torch.save({"format": 2, "model": {}, "preprocessing": preprocessing}, tmp_path / "best.pt")
-    config = resolved("data=folder", f"data.root={tmp_path}", f"model.weights={tmp_path / 'best.pt'}", *overrides)
+    config = resolved(
+        "data=folder", f"data.root={tmp_path}", f"model.weights={tmp_path / 'best.pt'}", *overrides
+    )
     built = EvaluationParts(config, build_strategy(config.parallel, Ranks(), None))
     assert built.preprocessing.mean == expected
     assert torch.allclose(built.prefetcher.mean.flatten() / 255, torch.tensor(expected))
@@ -92,7 +107,11 @@ def test_head_with_another_class_count_stays_random_and_unused_tensors_are_liste
     state = model(num_classes=1000, seed=1).state_dict()
     torch.save(state | {"head_dist.weight": torch.zeros(2)}, tmp_path / "weights.pt")
     fresh = model(num_classes=10, seed=2)
-    head = {name: tensor.clone() for name, tensor in fresh.state_dict().items() if name.startswith("head")}
+    head = {
+        name: tensor.clone()
+        for name, tensor in fresh.state_dict().items()
+        if name.startswith("head")
+    }
     line = load_weights(fresh, tmp_path / "weights.pt", DIGITS)
     assert is_equal(fresh, state, but="head")
     assert all(torch.equal(fresh.state_dict()[name], tensor) for name, tensor in head.items())
@@ -113,7 +132,10 @@ def unsafe() -> Any:
     ("contents", "message"),
     [
         (another_architecture, r"cls_token is not in the file.*model\.name"),
-        (lambda: model(embed_dim=24).state_dict(), r"cls_token is \[1, 1, 24\] .*\[1, 1, 48\] .*model\.kwargs"),
+        (
+            lambda: model(embed_dim=24).state_dict(),
+            r"cls_token is \[1, 1, 24\] .*\[1, 1, 48\] .*model\.kwargs",
+        ),
         (lambda: {}, "contains no tensors|not readable"),
         (lambda: {"epoch": 3}, "contains no tensors|not readable"),
         (lambda: torch.zeros(3), "contains no tensors|not readable"),
@@ -133,7 +155,9 @@ def test_model_weights_error_is_one_line_when_a_file_has_no_usable_weights(
 
 
 @pytest.mark.parametrize("name", ["weights.pt", "weights.safetensors"])
-def test_model_weights_error_is_one_line_when_a_file_is_truncated(tmp_path: Path, name: str) -> None:
+def test_model_weights_error_is_one_line_when_a_file_is_truncated(
+    tmp_path: Path, name: str
+) -> None:
     path = tmp_path / name
     save = save_file if name.endswith("safetensors") else torch.save
     save(model().state_dict(), path)
@@ -143,7 +167,9 @@ def test_model_weights_error_is_one_line_when_a_file_is_truncated(tmp_path: Path
     assert "\n" not in str(refusal.value)
 
 
-def test_model_of_a_new_run_has_the_tensors_of_the_model_weights_file(finished_run: Finished) -> None:
+def test_model_of_a_new_run_has_the_tensors_of_the_model_weights_file(
+    finished_run: Finished,
+) -> None:
     from src.train.build import RunParts
 
     path = finished_run.folder / "checkpoints" / "last.pt"
@@ -163,9 +189,13 @@ class Wrapped(nn.Module):
         self.last = nn.BatchNorm1d(4)
 
 
-def test_only_the_last_linear_layer_of_a_custom_model_may_differ_from_the_weights_file(tmp_path: Path) -> None:
+def test_only_the_last_linear_layer_of_a_custom_model_may_differ_from_the_weights_file(
+    tmp_path: Path,
+) -> None:
     """`num_batches_tracked` of BatchNorm may be missing in the file, as in torch."""
-    state = {name: value for name, value in Wrapped(5).state_dict().items() if "num_batches" not in name}
+    state = {
+        name: value for name, value in Wrapped(5).state_dict().items() if "num_batches" not in name
+    }
     torch.save(state, tmp_path / "weights.pt")
     fresh = Wrapped(3)
     line = load_weights(fresh, tmp_path / "weights.pt", ["a", "b", "c"])
@@ -188,7 +218,11 @@ def test_only_the_last_linear_layer_of_a_custom_model_may_differ_from_the_weight
     ],
 )
 def test_model_weights_are_adapted_to_image_size_channels_and_classes_as_in_timm(
-    tmp_path: Path, name: str, pixels: tuple[Any, Any], channels: tuple[int, int], classes: tuple[int, int]
+    tmp_path: Path,
+    name: str,
+    pixels: tuple[Any, Any],
+    channels: tuple[int, int],
+    classes: tuple[int, int],
 ) -> None:
     path = tmp_path / "weights.pth"
     sizes: list[dict[str, Any]] = [{} if size is None else {"img_size": size} for size in pixels]
@@ -211,7 +245,9 @@ def test_model_weights_are_adapted_to_image_size_channels_and_classes_as_in_timm
     assert is_equal(built, expected.state_dict())
 
 
-def test_weights_strict_false_keeps_random_values_for_tensors_missing_in_the_file(tmp_path: Path) -> None:
+def test_weights_strict_false_keeps_random_values_for_tensors_missing_in_the_file(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "weights.pth"
     state = model(depth=1).state_dict()
     torch.save(state, path)
@@ -227,7 +263,9 @@ def test_weights_strict_false_keeps_random_values_for_tensors_missing_in_the_fil
         assert torch.equal(tensor, state[name] if name in state else fresh[name]), name
 
 
-def test_weights_of_a_different_architecture_are_refused_even_with_weights_strict_false(tmp_path: Path) -> None:
+def test_weights_of_a_different_architecture_are_refused_even_with_weights_strict_false(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "weights.pth"
     torch.save(another_architecture(), path)
     with pytest.raises(ValueError, match=r"152|tensors would stay random"):
@@ -235,7 +273,9 @@ def test_weights_of_a_different_architecture_are_refused_even_with_weights_stric
 
 
 def as_dinov2_file(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Rename the tensors of timm's ViT with registers as in facebookresearch/dinov2: no head, a mask token."""
+    """Rename the tensors of timm's ViT with registers as in facebookresearch/dinov2: no head, a
+    mask token.
+    """
     renamed = {name: tensor for name, tensor in state.items() if not name.startswith("head.")}
     position_of_class = torch.zeros_like(renamed["cls_token"])
     renamed["pos_embed"] = torch.cat([position_of_class, renamed["pos_embed"]], 1)
@@ -244,7 +284,9 @@ def as_dinov2_file(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def as_beit_file(state: dict[str, Tensor]) -> dict[str, Any]:
-    """Store the tensors as microsoft/unilm does: below `model`, with a relative position index in each block."""
+    """Store the tensors as microsoft/unilm does: below `model`, with a relative position index in
+    each block.
+    """
     index = {f"blocks.{block}.attn.relative_position_index": torch.zeros(1) for block in (0, 1)}
     return {"model": state | index}
 
@@ -257,7 +299,11 @@ def as_beit_file(state: dict[str, Tensor]) -> dict[str, Any]:
             {"embed_dim": 24, "depth": 1, "num_heads": 2, "img_size": 28},
             as_dinov2_file,
         ),
-        ("beit_base_patch16_224", {"embed_dim": 24, "depth": 2, "num_heads": 2, "img_size": 32}, as_beit_file),
+        (
+            "beit_base_patch16_224",
+            {"embed_dim": 24, "depth": 2, "num_heads": 2, "img_size": 32},
+            as_beit_file,
+        ),
     ],
 )
 def test_original_dinov2_and_beit_checkpoints_load_into_timm_models(
@@ -267,15 +313,21 @@ def test_original_dinov2_and_beit_checkpoints_load_into_timm_models(
     torch.manual_seed(0)
     state = timm.create_model(name, num_classes=5, **kwargs).state_dict()
     torch.save(original(state), path)
-    built = build_model(ModelConfig(name=name, weights=str(path), kwargs=kwargs), 5, 3, None, torch.device("cpu"))
+    built = build_model(
+        ModelConfig(name=name, weights=str(path), kwargs=kwargs), 5, 3, None, torch.device("cpu")
+    )
     load_weights(built, path, list("abcde"))
     assert is_equal(built, state, but="head.")
 
 
 def as_timm_saves(state: nn.Module, path: Path) -> None:
-    """Write a checkpoint as timm's train.py does: with its arguments, which are an argparse.Namespace."""
+    """Write a checkpoint as timm's train.py does: with its arguments, which are an
+    argparse.Namespace.
+    """
     optimizer = torch.optim.SGD(state.parameters(), lr=0.1)
-    saver = CheckpointSaver(state, optimizer, Namespace(model="vit_tiny_patch16_224", lr=0.1), checkpoint_dir=path)
+    saver = CheckpointSaver(
+        state, optimizer, Namespace(model="vit_tiny_patch16_224", lr=0.1), checkpoint_dir=path
+    )
     saver.save_checkpoint(1, metric=0.5)
 
 
@@ -288,13 +340,16 @@ def test_model_weights_load_from_a_checkpoint_that_timm_train_py_saved(tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("key", "prefix"), [("model_state_dict", ""), ("state_dict", "model."), ("state_dict", "net._orig_mod.")]
+    ("key", "prefix"),
+    [("model_state_dict", ""), ("state_dict", "model."), ("state_dict", "net._orig_mod.")],
 )
 def test_model_weights_load_from_pytorch_tutorial_and_lightning_checkpoints(
     tmp_path: Path, key: str, prefix: str
 ) -> None:
     state = model(seed=1).state_dict()
-    named = {prefix + name: tensor for name, tensor in state.items()} | {"criterion.weight": torch.ones(10)}
+    named = {prefix + name: tensor for name, tensor in state.items()} | {
+        "criterion.weight": torch.ones(10)
+    }
     torch.save({key: named, "epoch": 3, "optimizer_state_dict": {}}, tmp_path / "last.ckpt")
     fresh = model(seed=2)
     line = load_weights(fresh, tmp_path / "last.ckpt", DIGITS)

@@ -1,4 +1,6 @@
-"""Exceptions for refusals, failures and unreadable images, and codes that tell them apart. No code reads the words of a message."""
+"""Exceptions for refusals, failures and unreadable images, and codes that tell them apart. No code
+reads the words of a message.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ BATCH_NOT_DIVISIBLE = "batch_not_divisible"
 
 
 class Problem(str):
-    """Message of a broken rule with a code, for rules whose refusal other code or a reader of jobs.json looks for."""
+    """Message of a broken rule with a code, for rules whose refusal other code or a reader of
+    jobs.json looks for.
+    """
 
     code: str
 
@@ -26,7 +30,9 @@ class Problem(str):
 
 
 class RefusedError(ValueError):
-    """Error for a setting or file of the user that cannot work. The engine prints its message, and exits with code 2."""
+    """Error for a setting or file of the user that cannot work. The engine prints its message, and
+    exits with code 2.
+    """
 
     def __init__(self, message: str) -> None:
         """`message`: text, or a Problem, whose code the error keeps."""
@@ -39,7 +45,9 @@ class ReplicasDifferError(RuntimeError):
 
 
 class NotFiniteError(RuntimeError):
-    """Error for a loss or weights that became NaN or infinite. Every rank raises it at the same step."""
+    """Error for a loss or weights that became NaN or infinite. Every rank raises it at the same
+    step.
+    """
 
     def __init__(self, message: str, step: int) -> None:
         """`step`: the first step with a non-finite value."""
@@ -48,21 +56,27 @@ class NotFiniteError(RuntimeError):
 
 
 class ConnectError(RuntimeError):
-    """Error of a process group that never connected, so that no other rank can have closed the connection."""
+    """Error of a process group that never connected, so that no other rank can have closed the
+    connection.
+    """
 
 
 class UnreadableImageError(ValueError):
-    """Error for a sample that cannot be read. With data.on_error=skip, training skips samples that raise this error."""
+    """Error for a sample that cannot be read. With data.on_error=skip, training skips samples that
+    raise this error.
+    """
 
 
 @contextmanager
 def refuse_wrong_arguments(
     key: str, values: Any, receiver: str, *errors: type[Exception], fix: str = ""
 ) -> Iterator[None]:
-    """Convert an error about arguments in the `with` block to a ValueError that names the config key, and the `fix`.
+    """Convert an error about arguments in the `with` block to a ValueError that names the config
+    key, and the `fix`.
 
-    `errors`: types that a library function raises for wrong arguments. Without them the receiver is a class of this
-    project: only a TypeError about an argument is converted, because other errors are bugs, which need their traceback.
+    `errors`: types that a library function raises for wrong arguments. Without them the receiver is
+    a class of this project: only a TypeError about an argument is converted, because other errors
+    are bugs, which need their traceback.
     """
     wrong_arguments: tuple[type[Exception], ...] = (TypeError, *errors)
     try:

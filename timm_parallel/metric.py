@@ -1,4 +1,6 @@
-"""Class of an evaluation metric. Does not import torch, because train.py reads the registered names before torch."""
+"""Class of an evaluation metric. Does not import torch, because train.py reads the registered names
+before torch.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +14,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Metric:
-    """An evaluation metric, exact on any number of ranks. Define `sums` and `from_sums`, or `from_rows`.
+    """An evaluation metric, exact on any number of ranks. Define `sums` and `from_sums`, or
+    `from_rows`.
 
-    - `sums(scores, labels, losses)`: a tensor of fixed shape, which is added over batches and ranks. scores: [B, classes],
+    - `sums(scores, labels, losses)`: a tensor of fixed shape, which is added over batches and
+      ranks. scores: [B, classes],
       labels and losses: [B]. Metrics with the same function share its sums.
     - `from_sums(sums, samples)`: the value.
-    - `from_rows(scores, labels)`: the value from all rows of the split, in the order of the dataset, on the host.
+    - `from_rows(scores, labels)`: the value from all rows of the split, in the order of the
+      dataset, on the host.
 
     A value may be None, for example the score of a class without images.
     """

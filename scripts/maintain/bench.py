@@ -1,10 +1,12 @@
-"""Measures train.py against a hand-written loop on this machine: new processes, alternating, medians of the rounds' ratios.
+"""Measures train.py against a hand-written loop on this machine: new processes, alternating,
+medians of the rounds' ratios.
 
-    python scripts/maintain/bench.py              # everything: make bench
-    python scripts/maintain/bench.py --only tiny  # measure names that contain this, without the table
+    python scripts/maintain/bench.py              # everything: make bench python
+    scripts/maintain/bench.py --only tiny  # measure names that contain this, without the table
 
-Prints the table, and writes it with every figure to outputs/bench/<time>/bench.json. A missed target within the middle half
-of the rounds counts as "within the spread", because the machine is not precise enough to decide.
+Prints the table, and writes it with every figure to outputs/bench/<time>/bench.json. A missed
+target within the middle half of the rounds counts as "within the spread", because the machine is
+not precise enough to decide.
 """
 
 from __future__ import annotations
@@ -23,7 +25,16 @@ from pathlib import Path
 # Python adds the folder of a script, not the root of the project.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from scripts.maintain.bench_measures import SELDOM, Figures, Measure, Round, call, derive, measures, parts
+from scripts.maintain.bench_measures import (
+    SELDOM,
+    Figures,
+    Measure,
+    Round,
+    call,
+    derive,
+    measures,
+    parts,
+)
 from timm_parallel.machine import hardware
 from timm_parallel.machine.files import claim_folder, write_json
 
@@ -32,7 +43,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass
 class Row:
-    """A benchmark target: `figure` (a measurement) of `ours` divided by `other`, their difference, or `ours` alone."""
+    """A benchmark target: `figure` (a measurement) of `ours` divided by `other`, their difference,
+    or `ours` alone.
+    """
 
     name: str
     figure: str
@@ -46,17 +59,27 @@ class Row:
         own = done[self.ours][self.figure]
         if self.other is None:
             return own
-        return own - done[self.other][self.figure] if self.difference else own / done[self.other][self.figure]
+        return (
+            own - done[self.other][self.figure]
+            if self.difference
+            else own / done[self.other][self.figure]
+        )
 
     def judge(self, values: list[float]) -> str:
-        """Return `met`, `MISSED`, or `within the spread` if the target is within the middle half of `values`."""
+        """Return `met`, `MISSED`, or `within the spread` if the target is within the middle half of
+        `values`.
+        """
         if self.target is None:
             return ""
         sign, median = -1 if self.less_is_better else 1, statistics.median(values)
         if sign * median >= sign * self.target:
             return "met"
         signed = [sign * value for value in values]
-        best = statistics.quantiles(signed, n=4, method="inclusive")[2] if len(signed) > 1 else signed[0]
+        best = (
+            statistics.quantiles(signed, n=4, method="inclusive")[2]
+            if len(signed) > 1
+            else signed[0]
+        )
         return "within the spread" if best >= sign * self.target else "MISSED"
 
 
@@ -67,10 +90,24 @@ def rows() -> list[Row]:
     for name, target in (("tiny", 0.95), ("resnet18", 0.99), ("small ViT", 0.99)):
         for world in (1, 2):
             sides = (f"{name} x{world}", f"{name} x{world} by hand")
-            table.append(Row(f"{name} x{world}: images/s over the hand-written loop's", rate, *sides, target))
+            table.append(
+                Row(f"{name} x{world}: images/s over the hand-written loop's", rate, *sides, target)
+            )
     table += [
-        Row("resnet18: speed-up of ddp x2 over the hand-written", "speed-up", "ddp", "ddp by hand", 0.98),
-        Row("resnet18 x1: images/s over torch's default AdamW", rate, "resnet18 x1", "default AdamW", 1.4),
+        Row(
+            "resnet18: speed-up of ddp x2 over the hand-written",
+            "speed-up",
+            "ddp",
+            "ddp by hand",
+            0.98,
+        ),
+        Row(
+            "resnet18 x1: images/s over torch's default AdamW",
+            rate,
+            "resnet18 x1",
+            "default AdamW",
+            1.4,
+        ),
         Row("command to first step, x1", "first_step", "tiny x1", "tiny x1 by hand", 1.15, True),
         Row("command to first step, x2", "first_step", "tiny x2", "tiny x2 by hand", 1.0, True),
         *(
@@ -78,26 +115,59 @@ def rows() -> list[Row]:
             for name in ("tiny", "resnet18")
         ),
         *(
-            Row(f"{name}: seconds more than import hydra", "seconds", name, "import hydra", 0.4, True, difference=True)
+            Row(
+                f"{name}: seconds more than import hydra",
+                "seconds",
+                name,
+                "import hydra",
+                0.4,
+                True,
+                difference=True,
+            )
             for name in ("--help", "--cfg job", "a refused config")
         ),
     ]
     for workers in (1, 2):
         ours = f"JPEG ours x{workers}"
         table.append(
-            Row(f"JPEG, {workers} workers: images/s over timm's loader", rate, ours, f"JPEG timm x{workers}", 1.4)
+            Row(
+                f"JPEG, {workers} workers: images/s over timm's loader",
+                rate,
+                ours,
+                f"JPEG timm x{workers}",
+                1.4,
+            )
         )
-        table.append(Row(f"JPEG, {workers} workers: images/s over a core's", rate, ours, f"JPEG core x{workers}", 0.9))
+        table.append(
+            Row(
+                f"JPEG, {workers} workers: images/s over a core's",
+                rate,
+                ours,
+                f"JPEG core x{workers}",
+                0.9,
+            )
+        )
     return [
         *table,
-        Row("synthetic data: share of a step spent waiting", "data_wait", "resnet18 x1", None, 0.005, True),
+        Row(
+            "synthetic data: share of a step spent waiting",
+            "data_wait",
+            "resnet18 x1",
+            None,
+            0.005,
+            True,
+        ),
     ]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only", default="", help="measure names that contain this, without the table")
+    parser.add_argument(
+        "--only", default="", help="measure names that contain this, without the table"
+    )
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="bench_") as images:
         call([sys.executable, "scripts/maintain/bench_data.py", "make", images])
@@ -105,11 +175,19 @@ def main() -> int:
         wanted = {name: measure for name, measure in everything.items() if given.only in name}
         in_parts = parts(Path(images), given.rounds)
         of_parts = {name: part() for name, part in in_parts.items() if given.only in name}
-        done = [measure_all(wanted, of_parts, number, given.rounds) for number in range(given.rounds)]
+        done = [
+            measure_all(wanted, of_parts, number, given.rounds) for number in range(given.rounds)
+        ]
     if given.only:
         for name in done[0]:
             rounds = [measured[name] for measured in done if name in measured]
-            print(name, {figure: statistics.median(values[figure] for values in rounds) for figure in rounds[0]})
+            print(
+                name,
+                {
+                    figure: statistics.median(values[figure] for values in rounds)
+                    for figure in rounds[0]
+                },
+            )
         return 0
     for measured in done:
         derive(measured)
@@ -120,12 +198,19 @@ def main() -> int:
     return show(table, done)
 
 
-def measure_all(wanted: dict[str, Measure], parts: dict[str, list[Figures]], number: int, of: int) -> Round:
-    """Run all measurements of round `number` in turn. Return them with this round's results of `parts`."""
+def measure_all(
+    wanted: dict[str, Measure], parts: dict[str, list[Figures]], number: int, of: int
+) -> Round:
+    """Run all measurements of round `number` in turn. Return them with this round's results of
+    `parts`.
+    """
     began = time.perf_counter()
     due = [name for name in wanted if number % 3 == 0 or not name.startswith(SELDOM)]
     done = {name: wanted[name]() for name in due}
-    print(f"round {number + 1} of {of}: {time.perf_counter() - began:.0f} s, {about()['load']}", file=sys.stderr)
+    print(
+        f"round {number + 1} of {of}: {time.perf_counter() - began:.0f} s, {about()['load']}",
+        file=sys.stderr,
+    )
     return done | {name: rounds[number] for name, rounds in parts.items()}
 
 
@@ -141,12 +226,17 @@ def show(table: list[tuple[Row, list[float]]], done: list[Round]) -> int:
     width = max(len(row.name) for row, _ in table)
     print(f"{'':{width}s}   median   lowest  highest   target")
     for row, values in table:
-        numbers = "  ".join(f"{value:7.4f}" for value in (statistics.median(values), min(values), max(values)))
-        target = "" if row.target is None else f"{'<=' if row.less_is_better else '>='} {row.target}"
+        numbers = "  ".join(
+            f"{value:7.4f}" for value in (statistics.median(values), min(values), max(values))
+        )
+        target = (
+            "" if row.target is None else f"{'<=' if row.less_is_better else '>='} {row.target}"
+        )
         print(f"{row.name:{width}s}  {numbers}  {target:>8s}  {row.judge(values)}")
     folder = claim_folder(ROOT / "outputs" / "bench" / time.strftime("%Y-%m-%d/%H-%M-%S"))
     lines = [
-        {"name": row.name, "values": values, "target": row.target, "is": row.judge(values)} for row, values in table
+        {"name": row.name, "values": values, "target": row.target, "is": row.judge(values)}
+        for row, values in table
     ]
     write_json(folder / "bench.json", {"machine": about(), "rows": lines, "rounds": done})
     print(f"every figure: {folder / 'bench.json'}")

@@ -1,7 +1,9 @@
-"""Measure how fast image files become training batches: our loader, timm's, and the limit of one core.
+"""Measure how fast image files become training batches: our loader, timm's, and the limit of one
+core.
 
-    python scripts/maintain/bench_data.py make <folder>     # 500x375 JPEG files that decode like photographs
-    python scripts/maintain/bench_data.py measure <folder>  # all with 1 and 2 workers, an epoch each, in turns
+    python scripts/maintain/bench_data.py make <folder>     # 500x375 JPEG files that decode like
+    photographs python scripts/maintain/bench_data.py measure <folder>  # all with 1 and 2 workers,
+    an epoch each, in turns
 
 Prints images per second of each round as JSON, without the first round, which starts the workers.
 """
@@ -20,12 +22,15 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 SIZE, BATCH = 224, 32
-# Names of each file. A longer epoch reduces the weight of its start and end, where workers are idle.
+# Names of each file. A longer epoch reduces the weight of its start and end, where workers are
+# idle.
 LINKS = 2
 
 
 def make(folder: Path, count: int = 480) -> None:
-    """Write `count` JPEG files of multi-scale noise, each as large as a photograph (about 60 kB at quality 85)."""
+    """Write `count` JPEG files of multi-scale noise, each as large as a photograph (about 60 kB at
+    quality 85).
+    """
     import numpy as np
     from PIL import Image
 
@@ -36,8 +41,12 @@ def make(folder: Path, count: int = 480) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             picture = np.zeros((375, 500, 3))
             for scale, weight in ((64, 0.5), (16, 0.3), (4, 0.2)):
-                coarse = draw.integers(0, 256, (375 // scale + 2, 500 // scale + 2, 3), dtype=np.uint8)
-                picture += weight * np.asarray(Image.fromarray(coarse).resize((500, 375), Image.Resampling.BICUBIC))
+                coarse = draw.integers(
+                    0, 256, (375 // scale + 2, 500 // scale + 2, 3), dtype=np.uint8
+                )
+                picture += weight * np.asarray(
+                    Image.fromarray(coarse).resize((500, 375), Image.Resampling.BICUBIC)
+                )
             Image.fromarray(picture.clip(0, 255).astype(np.uint8)).save(path, quality=85)
             for link in range(1, LINKS):
                 path.with_stem(f"{index}_{link}").hardlink_to(path)
@@ -53,7 +62,9 @@ def ours(folder: Path, workers: int) -> Epoch:
 
 
 def core(folder: Path) -> Epoch:
-    """Measure one core that only decodes and transforms, in this process, without batches and normalization."""
+    """Measure one core that only decodes and transforms, in this process, without batches and
+    normalization.
+    """
     loader = _our_loader(folder, 0)
 
     def epoch() -> Iterator[int]:
@@ -87,7 +98,9 @@ def timm(folder: Path, workers: int) -> Epoch:
 
 
 def timms_loader(folder: Path, workers: int, batch_size: int, **options: Any) -> Any:
-    """Create timm's loader as its train.py does: its transform, uint8 batches, normalized after the workers."""
+    """Create timm's loader as its train.py does: its transform, uint8 batches, normalized after the
+    workers.
+    """
     import torch
     from timm.data import create_dataset, create_loader
 
@@ -115,7 +128,10 @@ def measure(folder: Path, rounds: int) -> list[dict[str, float]]:
     keep_freed_memory()
     epochs = {"core": core(folder)}
     for workers in (1, 2):
-        epochs |= {f"ours x{workers}": ours(folder, workers), f"timm x{workers}": timm(folder, workers)}
+        epochs |= {
+            f"ours x{workers}": ours(folder, workers),
+            f"timm x{workers}": timm(folder, workers),
+        }
     measured = []
     for _ in range(rounds + 1):
         measured.append({name: rate(epoch) for name, epoch in epochs.items()})
@@ -129,7 +145,9 @@ def rate(epoch: Epoch) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=["make", "measure"])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--rounds", type=int, default=5)

@@ -24,11 +24,15 @@ AUTOCAST = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16
 
 
 def options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="resnet18")
     parser.add_argument("--kwargs", type=json.loads, default={})
     parser.add_argument("--image-size", type=int, default=32)
-    parser.add_argument("--batch-size", type=int, default=32, help="images per step over all processes")
+    parser.add_argument(
+        "--batch-size", type=int, default=32, help="images per step over all processes"
+    )
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--warm-up", type=int, default=10, help="steps that are not timed")
     parser.add_argument("--log-every", type=int, default=50)
@@ -59,14 +63,22 @@ def model_and_optimizer(
 
 
 class Gather:
-    """Copies rows of a tensor as a batch to a device, through reused pinned memory, so that no copy waits for pages."""
+    """Copies rows of a tensor as a batch to a device, through reused pinned memory, so that no copy
+    waits for pages.
+    """
 
     def __init__(self, size: int, cuda: bool, depth: int = 3) -> None:
         self.size, self.cuda, self.count = size, cuda, 0
-        self.slots: list[tuple[torch.Tensor, torch.Tensor, torch.cuda.Event] | None] = [None] * depth
+        self.slots: list[tuple[torch.Tensor, torch.Tensor, torch.cuda.Event] | None] = [
+            None
+        ] * depth
 
     def __call__(
-        self, images: torch.Tensor, labels: torch.Tensor, indices: torch.Tensor, device: torch.device
+        self,
+        images: torch.Tensor,
+        labels: torch.Tensor,
+        indices: torch.Tensor,
+        device: torch.device,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if not self.cuda:
             return images.index_select(0, indices), labels.index_select(0, indices)
@@ -74,7 +86,10 @@ class Gather:
         self.count += 1
         if self.slots[slot] is None:
             shape = (self.size, *images.shape[1:])
-            pinned = torch.empty(shape, dtype=torch.uint8, pin_memory=True), torch.empty(self.size, dtype=labels.dtype)
+            pinned = (
+                torch.empty(shape, dtype=torch.uint8, pin_memory=True),
+                torch.empty(self.size, dtype=labels.dtype),
+            )
             self.slots[slot] = (pinned[0], pinned[1].pin_memory(), torch.cuda.Event())
         buffers = self.slots[slot]
         assert buffers is not None
@@ -83,14 +98,21 @@ class Gather:
         copied.synchronize()
         torch.index_select(images, 0, indices, out=pinned_images)
         torch.index_select(labels, 0, indices, out=pinned_labels)
-        moved = pinned_images.to(device, non_blocking=True), pinned_labels.to(device, non_blocking=True)
+        moved = (
+            pinned_images.to(device, non_blocking=True),
+            pinned_labels.to(device, non_blocking=True),
+        )
         copied.record()
         return moved
 
 
 def report(given: argparse.Namespace, first: float, seconds: float) -> None:
     cuda = given.accelerator == "cuda"
-    peak = torch.cuda.max_memory_allocated() if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak = (
+        torch.cuda.max_memory_allocated()
+        if cuda
+        else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    )
     rate = given.batch_size * (given.steps - given.warm_up) / seconds
     print(json.dumps({"first_step_at": first, "images_per_sec": rate, "peak_mib": peak / 2**20}))
 
@@ -99,7 +121,11 @@ def main() -> None:
     given = options()
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     cuda = given.accelerator == "cuda"
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
+    device = (
+        torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        if cuda
+        else torch.device("cpu")
+    )
     if cuda:
         torch.cuda.set_device(device)
         torch.backends.cudnn.benchmark = True
@@ -122,10 +148,14 @@ def main() -> None:
     step, began, first = 0, 0.0, 0.0
     whole = given.samples - given.samples % given.batch_size
     while step < given.steps:
-        for indices in torch.randperm(given.samples)[:whole][rank::world].split(given.batch_size // world):
+        for indices in torch.randperm(given.samples)[:whole][rank::world].split(
+            given.batch_size // world
+        ):
             batch, targets = gather(images, labels, indices, device)
             inputs = batch.sub(mean).div_(127.5).contiguous(memory_format=layout)
-            with torch.autocast(device.type, AUTOCAST[given.precision], enabled=given.precision != "fp32"):
+            with torch.autocast(
+                device.type, AUTOCAST[given.precision], enabled=given.precision != "fp32"
+            ):
                 loss = cross_entropy(wrapped(inputs), targets)
             loss.backward()
             optimizer.step()

@@ -1,4 +1,6 @@
-"""Measurements of scripts/maintain/bench.py: train.py and the hand-written loop, data loaders, commands."""
+"""Measurements of scripts/maintain/bench.py: train.py and the hand-written loop, data loaders,
+commands.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ Part = Callable[[], list[Figures]]  # all rounds in one process
 
 @dataclass
 class Training:
-    """A training that all compared programs run: one epoch of random images, on a CPU with one thread per process."""
+    """A training that all compared programs run: one epoch of random images, on a CPU with one
+    thread per process.
+    """
 
     model: str
     kwargs: dict[str, object]
@@ -42,25 +46,38 @@ class Training:
     limit: float = 300  # seconds that a command may take
 
     def ours(self, world: int, strategy: str | None = None) -> Figures:
-        """Run train.py with all its parts: TensorBoard, metrics, meters, progress bar, checkpoints, replica checks."""
+        """Run train.py with all its parts: TensorBoard, metrics, meters, progress bar, checkpoints,
+        replica checks.
+        """
         arguments = [
             *("model=resnet18", f"model.name={self.model}"),
             *("data=synthetic", f"data.kwargs.num_samples={self.steps * self.batch_size}"),
             *(f"+model.kwargs.{key}={value}" for key, value in self.kwargs.items()),
             *(f"data.image_size={self.image_size}", f"data.batch_size={self.batch_size}"),
-            *(f"parallel={strategy or ('ddp' if world > 1 else 'single')}", f"parallel.devices={world}"),
-            *("parallel.threads_per_device=1", "optim.warmup_epochs=0", f"model.compile={str(self.compile).lower()}"),
+            *(
+                f"parallel={strategy or ('ddp' if world > 1 else 'single')}",
+                f"parallel.devices={world}",
+            ),
+            *(
+                "parallel.threads_per_device=1",
+                "optim.warmup_epochs=0",
+                f"model.compile={str(self.compile).lower()}",
+            ),
             *(ON_GPU if self.on_gpu else ["parallel.accelerator=cpu"]),
             *("train.epochs=1", f"train.log_every={self.log_every}", "train.evaluate_every=0"),
         ]
         with tempfile.TemporaryDirectory(prefix="bench_") as base:
             folder = Path(base) / "run"
             call([sys.executable, "train.py", *arguments, f"hydra.run.dir={folder}"], self.limit)
-            lines = [line for line in read_metrics(folder / "metrics.jsonl") if "train/loss" in line]
+            lines = [
+                line for line in read_metrics(folder / "metrics.jsonl") if "train/loss" in line
+            ]
             result = read_result(folder)
         first, last = lines[0], lines[-1]
         return {
-            "images_per_sec": (last["step"] - first["step"]) * self.batch_size / (last["time"] - first["time"]),
+            "images_per_sec": (last["step"] - first["step"])
+            * self.batch_size
+            / (last["time"] - first["time"]),
             "first_step": float(result.seconds["start_to_first_step"]),
             "peak_mib": result.memory[0]["peak_bytes"] / 2**20,
             "data_wait": float(result.data_wait or 0),
@@ -69,44 +86,83 @@ class Training:
     def by_hand(self, world: int, optimizer: str = "fused") -> Figures:
         arguments = [
             *("--model", self.model, "--kwargs", json.dumps(self.kwargs), "--optimizer", optimizer),
-            *("--steps", str(self.steps), "--warm-up", str(self.log_every), "--log-every", str(self.log_every)),
+            *(
+                "--steps",
+                str(self.steps),
+                "--warm-up",
+                str(self.log_every),
+                "--log-every",
+                str(self.log_every),
+            ),
             *("--batch-size", str(self.batch_size), "--samples", str(self.steps * self.batch_size)),
             *("--image-size", str(self.image_size), *(BY_HAND_ON_GPU if self.on_gpu else [])),
             *(["--compile"] if self.compile else []),
         ]
-        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)] if world > 1 else []
+        torchrun = (
+            ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
+            if world > 1
+            else []
+        )
         with tempfile.TemporaryDirectory(prefix="bench_") as log:
             began = time.time()
             figures = parse_output(
-                [sys.executable, *torchrun, "scripts/maintain/bench_loop.py", *arguments, "--tensorboard", log],
+                [
+                    sys.executable,
+                    *torchrun,
+                    "scripts/maintain/bench_loop.py",
+                    *arguments,
+                    "--tensorboard",
+                    log,
+                ],
                 self.limit,
             )
         return {"first_step": figures.pop("first_step_at") - began, **figures}
 
 
 TRAININGS = {
-    "tiny": Training("vit_tiny_patch16_224", {"img_size": 32, "embed_dim": 32, "depth": 2, "num_heads": 2}, 800, 50),
+    "tiny": Training(
+        "vit_tiny_patch16_224",
+        {"img_size": 32, "embed_dim": 32, "depth": 2, "num_heads": 2},
+        800,
+        50,
+    ),
     "resnet18": Training("resnet18", {}, 24, 6),
     "small ViT": Training(
-        "vit_tiny_patch16_224", {"img_size": 32, "patch_size": 4, "embed_dim": 96, "depth": 4, "num_heads": 3}, 24, 6
+        "vit_tiny_patch16_224",
+        {"img_size": 32, "patch_size": 4, "embed_dim": 96, "depth": 4, "num_heads": 3},
+        24,
+        6,
     ),
 }
 
 
 def call(command: list[str], limit: float = 300) -> str:
-    """Run a command for up to `limit` seconds and return its stdout. Raises RuntimeError with its output on failure."""
+    """Run a command for up to `limit` seconds and return its stdout. Raises RuntimeError with its
+    output on failure.
+    """
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=limit
+        command,
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=limit,
     )  # fmt: skip
     if done.returncode:
-        raise RuntimeError(f"{' '.join(command)}: exit code {done.returncode}\n{(done.stdout + done.stderr)[-2000:]}")
+        raise RuntimeError(
+            f"{' '.join(command)}: exit code "
+            f"{done.returncode}\n{(done.stdout + done.stderr)[-2000:]}"
+        )
     return done.stdout
 
 
 def parse_output(command: list[str], limit: float = 300) -> Any:
     """Run a command and parse the last line of JSON that it prints."""
-    return json.loads([line for line in call(command, limit).splitlines() if line.startswith(("{", "["))][-1])
+    return json.loads(
+        [line for line in call(command, limit).splitlines() if line.startswith(("{", "["))][-1]
+    )
 
 
 def timed(command: list[str], exit_code: int = 0) -> Figures:
@@ -134,7 +190,14 @@ def measures() -> dict[str, Measure]:
 
 def parts(images: Path, rounds: int) -> dict[str, Part]:
     """Map names to measurement functions that run all rounds in one process."""
-    command = [sys.executable, "scripts/maintain/bench_data.py", "measure", str(images), "--rounds", str(rounds)]
+    command = [
+        sys.executable,
+        "scripts/maintain/bench_data.py",
+        "measure",
+        str(images),
+        "--rounds",
+        str(rounds),
+    ]
     return {"JPEG loading": partial(parse_output, command)}
 
 
@@ -146,4 +209,6 @@ def derive(done: Round) -> None:
     for name, rate in done["JPEG loading"].items():
         done[f"JPEG {name}"] = {"images_per_sec": rate}
     for workers in (1, 2):
-        done[f"JPEG core x{workers}"] = {"images_per_sec": workers * done["JPEG core"]["images_per_sec"]}
+        done[f"JPEG core x{workers}"] = {
+            "images_per_sec": workers * done["JPEG core"]["images_per_sec"]
+        }

@@ -1,9 +1,10 @@
-"""Trains under ddp while it kills, stops and signals processes, fills the disk and damages files, and resumes each time.
+"""Trains under ddp while it kills, stops and signals processes, fills the disk and damages files,
+and resumes each time.
 
     python scripts/maintain/chaos.py --minutes 5 --seed 0
 
-At the end, weights, curves and counts of samples must equal those of an undisturbed run. outputs/chaos/<time>/faults.json
-lists the faults. Exit code 0: no complaint.
+At the end, weights, curves and counts of samples must equal those of an undisturbed run.
+outputs/chaos/<time>/faults.json lists the faults. Exit code 0: no complaint.
 """
 
 from __future__ import annotations
@@ -75,7 +76,9 @@ class Chaos:
         return time.monotonic() < self.deadline or len(self.faults) < self.at_least
 
     def start(self, folder: Path, epochs: int, room: int | None = None) -> Life:
-        """Start or resume the run. `room`: largest size of a file in bytes, to simulate a full disk."""
+        """Start or resume the run. `room`: largest size of a file in bytes, to simulate a full
+        disk.
+        """
         overrides = [f"resume={folder}"]
         if not any((folder / "checkpoints").glob("*.pt")):
             shutil.rmtree(folder, ignore_errors=True)
@@ -140,12 +143,18 @@ class Chaos:
     def note(self, fault: Fault) -> None:
         self.faults.append(fault)
         print(
-            f"{len(self.faults):4d}  {fault.kind:28s} {fault.seconds:6.1f} s  {fault.complaint or 'held'}", flush=True
+            f"{len(self.faults):4d}  {fault.kind:28s} {fault.seconds:6.1f} s  "
+            f"{fault.complaint or 'held'}",
+            flush=True,
         )
 
     def damage(self, folder: Path) -> None:
-        """Sometimes damage the newest checkpoint, so that the next attempt must resume from an older one."""
-        checkpoints = sorted((folder / "checkpoints").glob("step_*.pt"), key=lambda path: path.stat().st_mtime)
+        """Sometimes damage the newest checkpoint, so that the next attempt must resume from an
+        older one.
+        """
+        checkpoints = sorted(
+            (folder / "checkpoints").glob("step_*.pt"), key=lambda path: path.stat().st_mtime
+        )
         if len(checkpoints) < 2 or self.draw.random() > 0.3:
             return
         newest = folder / "checkpoints" / "last.pt"
@@ -177,14 +186,19 @@ class Chaos:
         self.note(Fault("disk full", round(time.monotonic() - began, 2), code, complaint))
 
     def round(self, whole: Path, epochs: int) -> str:
-        """Inject faults into a run until it is done. Return its difference from the undisturbed run; empty if equal."""
+        """Inject faults into a run until it is done. Return its difference from the undisturbed
+        run; empty if equal.
+        """
         folder = self.base / f"disturbed_{sum(1 for _ in self.base.glob('disturbed_*'))}"
         while True:
             life = self.start(folder, epochs)
             if self.continues and self.live(life):
                 self.strike(life)
             elif life.process.wait(timeout=GRACE * 5) != 0:
-                return f"a run without a fault: exit code {life.process.returncode}; see {self.base}/console.log"
+                return (
+                    f"a run without a fault: exit code {life.process.returncode}; see "
+                    f"{self.base}/console.log"
+                )
             if (folder / "result.json").exists() and read_result(folder).status == "done":
                 return difference(whole, folder)
             self.damage(folder)
@@ -192,7 +206,9 @@ class Chaos:
 
 
 def difference(whole: Path, folder: Path) -> str:
-    """Describe how the final state of a disturbed run differs from an undisturbed run; empty if equal."""
+    """Describe how the final state of a disturbed run differs from an undisturbed run; empty if
+    equal.
+    """
     import torch
 
     expected = torch.load(whole / "checkpoints" / "last.pt", weights_only=True)
@@ -207,16 +223,26 @@ def difference(whole: Path, folder: Path) -> str:
     if (a.samples_seen, a.steps, a.val, a.test) != (b.samples_seen, b.steps, b.val, b.test):
         return f"result: {a.samples_seen, a.steps, a.val} and {b.samples_seen, b.steps, b.val}"
     losses = [
-        [(line["step"], line["train/loss"]) for line in read_metrics(run / "metrics.jsonl") if "train/loss" in line]
+        [
+            (line["step"], line["train/loss"])
+            for line in read_metrics(run / "metrics.jsonl")
+            if "train/loss" in line
+        ]
         for run in (whole, folder)
     ]
     return "" if losses[0] == losses[1] else "the logged losses differ, or a step was logged twice"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=5.0, help="time with faults; the last run ends undisturbed")
-    parser.add_argument("--faults", type=int, default=0, help="least number of faults, even if it takes longer")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=5.0, help="time with faults; the last run ends undisturbed"
+    )
+    parser.add_argument(
+        "--faults", type=int, default=0, help="least number of faults, even if it takes longer"
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed of the faults and their times")
     parser.add_argument("--epochs", type=int, default=40, help="length of a run")
     parser.add_argument("--out", type=Path, help="folder (default: below outputs/chaos)")
@@ -228,7 +254,10 @@ def main() -> int:
     undisturbed = chaos.start(whole, arguments.epochs)
     if undisturbed.ranks_in_training() != 2 or undisturbed.process.wait(timeout=600) != 0:
         undisturbed.process.kill()
-        print(f"the undisturbed run failed, or does not have two ranks; see {chaos.base}/console.log", file=sys.stderr)
+        print(
+            f"the undisturbed run failed, or does not have two ranks; see {chaos.base}/console.log",
+            file=sys.stderr,
+        )
         return 1
     chaos.deadline, chaos.at_least = time.monotonic() + 60 * arguments.minutes, arguments.faults
     runs, differences = 0, []
@@ -241,16 +270,33 @@ def main() -> int:
     return summarize(chaos, arguments, runs, differences)
 
 
-def summarize(chaos: Chaos, arguments: argparse.Namespace, runs: int, differences: list[str]) -> int:
+def summarize(
+    chaos: Chaos, arguments: argparse.Namespace, runs: int, differences: list[str]
+) -> int:
     """Print a summary and write the record of all faults. Return the exit code."""
     print(f"\n{'fault':30s} {'times':>5s} {'median':>8s} {'worst':>8s}")
     for kind in sorted({fault.kind for fault in chaos.faults}):
         seconds = [fault.seconds for fault in chaos.faults if fault.kind == kind]
-        print(f"{kind:30s} {len(seconds):5d} {statistics.median(seconds):6.1f} s {max(seconds):6.1f} s")
-    complaints = [f"{fault.kind}: {fault.complaint}" for fault in chaos.faults if fault.complaint] + differences
-    print(f"{len(chaos.faults)} faults, {runs} runs, {len(complaints)} complaints; seed {arguments.seed}; {chaos.base}")
-    record = {"seed": arguments.seed, "minutes": arguments.minutes, "runs": runs, "complaints": complaints}
-    write_json(chaos.base / "faults.json", {**record, "faults": [asdict(fault) for fault in chaos.faults]})
+        print(
+            f"{kind:30s} {len(seconds):5d} {statistics.median(seconds):6.1f} s "
+            f"{max(seconds):6.1f} s"
+        )
+    complaints = [
+        f"{fault.kind}: {fault.complaint}" for fault in chaos.faults if fault.complaint
+    ] + differences
+    print(
+        f"{len(chaos.faults)} faults, {runs} runs, {len(complaints)} complaints; seed "
+        f"{arguments.seed}; {chaos.base}"
+    )
+    record = {
+        "seed": arguments.seed,
+        "minutes": arguments.minutes,
+        "runs": runs,
+        "complaints": complaints,
+    }
+    write_json(
+        chaos.base / "faults.json", {**record, "faults": [asdict(fault) for fault in chaos.faults]}
+    )
     for complaint in complaints:
         print(complaint, file=sys.stderr)
     return 1 if complaints else 0

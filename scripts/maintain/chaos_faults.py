@@ -38,7 +38,9 @@ class Life:
         return ranks
 
     def ranks_in_training(self) -> int:
-        """Return the number of ranks once the run trains. Without ranks, faults would hit no process."""
+        """Return the number of ranks once the run trains. Without ranks, faults would hit no
+        process.
+        """
         while self.process.poll() is None and not (self.folder / "metrics.jsonl").exists():
             time.sleep(0.02)
         return len(self.ranks())
@@ -48,7 +50,9 @@ class Life:
         return [child for child in self.family() if child.pid not in direct]
 
 
-def _signal(number: int, to_group: bool = False) -> Callable[[random.Random, Life], tuple[int, ...]]:
+def _signal(
+    number: int, to_group: bool = False
+) -> Callable[[random.Random, Life], tuple[int, ...]]:
     def send(draw: random.Random, life: Life) -> tuple[int, ...]:
         if to_group:
             os.killpg(life.process.pid, number)

@@ -1,13 +1,16 @@
-"""Refresh the outputs that the pages show: `make docs-outputs`, or `python scripts/maintain/docs_outputs.py docs/resume.md`.
+"""Refresh the outputs that the pages show: `make docs-outputs`, or `python
+scripts/maintain/docs_outputs.py docs/resume.md`.
 
-A block of output follows a comment that holds the command. `lines` selects the lines to show, by a regular expression:
+A block of output follows a comment that holds the command. `lines` selects the lines to show, by a
+regular expression:
 
     <!-- output of: make -s train
          lines: epoch|metrics -->
 
-Commands run in a copy of the project, in the order of the page, so a command finds the runs of the ones before it. There,
-`<run>` is the newest run, `<sweep>` the newest sweep, `/data/flowers` a folder of drawn images with train/ and val/, and
-`/data/new` a folder of a few images without labels.
+Commands run in a copy of the project, in the order of the page, so a command finds the runs of the
+ones before it. There, `<run>` is the newest run, `<sweep>` the newest sweep, `/data/flowers` a
+folder of drawn images with train/ and val/, and `/data/new` a folder of a few images without
+labels.
 """
 
 from __future__ import annotations
@@ -33,25 +36,36 @@ EXPECTED_CODES = (0, 2, 124)  # done, refused, stopped by timeout
 
 
 def draw_flowers(root: Path) -> None:
-    """Draw a data set of flower images: 80 training, 20 validation and two unlabeled images per class."""
+    """Draw a data set of flower images: 80 training, 20 validation and two unlabeled images per
+    class.
+    """
     draws = random.Random(0)
     for name, petals in FLOWERS.items():
         for number in range(102):
             image = Image.new("RGB", (96, 96), tuple(draws.randrange(30, 130) for _ in range(3)))
-            canvas, color = ImageDraw.Draw(image), tuple(draws.randrange(100, 256) for _ in range(3))
+            canvas, color = (
+                ImageDraw.Draw(image),
+                tuple(draws.randrange(100, 256) for _ in range(3)),
+            )
             turn = draws.uniform(0, math.tau)
             for petal in range(petals):
                 angle = turn + petal * math.tau / petals
                 x, y = 48 + 24 * math.cos(angle), 48 + 24 * math.sin(angle)
                 canvas.ellipse((x - 12, y - 12, x + 12, y + 12), fill=color)
             split = root / "flowers" / ("train" if number % 5 else "val") / name
-            path = split / f"{number}.jpg" if number < 100 else root / "new" / f"{name}_{number - 100}.jpg"
+            path = (
+                split / f"{number}.jpg"
+                if number < 100
+                else root / "new" / f"{name}_{number - 100}.jpg"
+            )
             path.parent.mkdir(parents=True, exist_ok=True)
             image.save(path)
 
 
 def copy_project(target: Path) -> None:
-    """Copy the files of this working tree that git does not ignore, and link the virtual environment."""
+    """Copy the files of this working tree that git does not ignore, and link the virtual
+    environment.
+    """
     listing = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     for name in subprocess.check_output(listing, cwd=ROOT, text=True).splitlines():
         if (ROOT / name).is_file():
@@ -69,11 +83,15 @@ def captured(command: str, lines: str | None, project: Path, data: Path) -> str:
     path = f"{sys.prefix}/bin{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, "COLUMNS": "120", "NO_COLOR": "1"}
     shell = ["bash", "-c", f"exec 2>&1; {command}"]
-    done = subprocess.run(shell, cwd=project, env=environment, text=True, stdout=subprocess.PIPE, check=False)
+    done = subprocess.run(
+        shell, cwd=project, env=environment, text=True, stdout=subprocess.PIPE, check=False
+    )
     if done.returncode not in EXPECTED_CODES:
         raise RuntimeError(f"{command}: exit code {done.returncode}\n{done.stdout}")
     text = done.stdout.replace(f"{data}/", "/data/").replace(f"{project}/", "")
-    shown = [line.rstrip() for line in text.splitlines() if line.strip() and re.search(lines or "", line)]
+    shown = [
+        line.rstrip() for line in text.splitlines() if line.strip() and re.search(lines or "", line)
+    ]
     if not shown:
         raise RuntimeError(f"{command}: no line of its output matches {lines}\n{done.stdout}")
     return "".join(f"{line}\n" for line in shown)
@@ -82,17 +100,25 @@ def captured(command: str, lines: str | None, project: Path, data: Path) -> str:
 def main(names: list[str]) -> int:
     pages = [Path(name).resolve() for name in names] or PAGES
     with tempfile.TemporaryDirectory() as folder:
-        project, data, results = Path(folder) / "project", Path(folder) / "data", dict[tuple[str, str | None], str]()
+        project, data, results = (
+            Path(folder) / "project",
+            Path(folder) / "data",
+            dict[tuple[str, str | None], str](),
+        )
         copy_project(project)
         draw_flowers(data)
         for page in pages:
             text = page.read_text(encoding="utf-8")
             for block in OUTPUT.finditer(text):
                 key = (block["command"], block["lines"])
-                # A command that stands on several pages, as in both languages of the README, runs once.
+                # A command that stands on several pages, as in both languages of the README, runs
+                # once.
                 results[key] = results.get(key) or captured(*key, project, data)
                 print(f"{page.name}: {key[0]}", flush=True)
-            page.write_text(OUTPUT.sub(lambda m: m["mark"] + results[m["command"], m["lines"]], text), encoding="utf-8")
+            page.write_text(
+                OUTPUT.sub(lambda m: m["mark"] + results[m["command"], m["lines"]], text),
+                encoding="utf-8",
+            )
     return 0
 
 

@@ -1,9 +1,11 @@
-"""Makes a clone of this project your own: `make fork NAME=my_project [HOLDER="Ada Example"] [DROP_DEMO=1]`.
+"""Makes a clone of this project your own: `make fork NAME=my_project [HOLDER="Ada Example"]
+[DROP_DEMO=1]`.
 
-Puts your name into README, license, config, container and CI. Puts the template's commit and a hash of its library into
-.template.json: `make test` tests the library only after a change. Removes the
-files of the template: its benchmarks with their page, its random faults, the tests of its pages, and this script. DROP_DEMO=1
-also removes the recipes. It does not commit: look at `git diff`, then commit.
+Puts your name into README, license, config, container and CI. Puts the template's commit and a hash
+of its library into .template.json: `make test` tests the library only after a change. Removes the
+files of the template: its benchmarks with their page, its random faults, the tests of its pages,
+and this script. DROP_DEMO=1 also removes the recipes. It does not commit: look at `git diff`, then
+commit.
 """
 
 from __future__ import annotations
@@ -23,15 +25,26 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from scripts.engine_hash import engine_hash
 
 RECIPES = (
-    *("cifar10_resnet18", "digits_resnet10t", "digits_vit", "imagenet_resnet50_a1", "imagenet_resnet50_a2"),
+    *(
+        "cifar10_resnet18",
+        "digits_resnet10t",
+        "digits_vit",
+        "imagenet_resnet50_a1",
+        "imagenet_resnet50_a2",
+    ),
     *("imagenet_resnet50_a3", "imagenet_vit_small", "finetune_convnext_tiny", "finetune_swin_tiny"),
 )
-# Files that a fork does not need, and the commands in them. A page names them in lines that can be removed: whole sentences,
-# list items, rows of tables, or lines of code.
-OF_THE_TEMPLATE = ("scripts/maintain", "tests/template", "docs/benchmarks.md", "mkdocs.yml", "requirements-docs.txt")
-COMMANDS = (
-    r"scripts/maintain|tests/template|benchmarks\.md|make (bench|gpu-wheels|gpu-check|test-simulated|size|docs|fork)\b"
+# Files that a fork does not need, and the commands in them. A page names them in lines that can be
+# removed: whole sentences, list items, rows of tables, or lines of code.
+OF_THE_TEMPLATE = (
+    "scripts/maintain",
+    "tests/template",
+    "docs/benchmarks.md",
+    "mkdocs.yml",
+    "requirements-docs.txt",
 )
+TARGETS = r"make (bench|gpu-wheels|gpu-check|test-simulated|size|docs|fork)\b"
+COMMANDS = rf"scripts/maintain|tests/template|benchmarks\.md|{TARGETS}"
 DEMO = ("docs/figures/report.svg",)
 OLD_NAME = "timm-parallel"
 # Files that contain OLD_NAME.
@@ -50,7 +63,9 @@ RUN_FOLDER = r"(outputs/)train\b"
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("name")
-    parser.add_argument("--holder", default="", help="holder of the license; default: git's user.name")
+    parser.add_argument(
+        "--holder", default="", help="holder of the license; default: git's user.name"
+    )
     parser.add_argument("--drop-demo", action="store_true")
     parser.add_argument("--root", type=Path, default=Path(__file__).resolve().parents[2])
     options = parser.parse_args(arguments)
@@ -60,22 +75,33 @@ def main(arguments: list[str]) -> int:
         print(f"fork: {error}", file=sys.stderr)
         return 2
     print(f"This is {options.name} now. Look at git diff, run make lint test, and commit.")
-    print("Later, `make update` takes a newer template. It reads the git remote named template, which you add once:")
+    print(
+        "Later, `make update` takes a newer template. It reads the git remote named template, "
+        "which you add once:"
+    )
     print("  git remote add template <URL of the template>")
     return 0
 
 
 def fork(root: Path, name: str, holder: str, drop_demo: bool) -> None:
-    """Rename the project in clone `root`. Raises ValueError for a bad name, uncommitted changes, or a second fork."""
+    """Rename the project in clone `root`. Raises ValueError for a bad name, uncommitted changes, or
+    a second fork.
+    """
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name):
-        raise ValueError(f"NAME={name}: expected a package name of lower-case letters, digits and _, e.g. my_project")
+        raise ValueError(
+            f"NAME={name}: expected a package name of lower-case letters, digits and _, e.g. "
+            "my_project"
+        )
     if (root / ".template.json").exists():
         before = json.loads((root / ".template.json").read_text(encoding="utf-8"))["name"]
         raise ValueError(
-            f"NAME={name}: this repository is a fork already ({before}, see .template.json); make fork runs once"
+            f"NAME={name}: this repository is a fork already ({before}, see .template.json); make "
+            "fork runs once"
         )
     if _git(root, "status", "--porcelain"):
-        raise ValueError(f"NAME={name}: the working tree has uncommitted changes; commit them first (git status)")
+        raise ValueError(
+            f"NAME={name}: the working tree has uncommitted changes; commit them first (git status)"
+        )
     commit = _git(root, "rev-parse", "HEAD")
     holder = holder or _git(root, "config", "user.name") or name
     for path in NAMED:
@@ -93,7 +119,11 @@ def fork(root: Path, name: str, holder: str, drop_demo: bool) -> None:
     if drop_demo:
         recipes = [f"conf/experiment/{recipe}.yaml" for recipe in RECIPES]
         figures = [path for path in DEMO if (root / path).exists()]
-        _drop(root, [*recipes, *figures], "|".join([*RECIPES, *(re.escape(Path(path).name) for path in figures)]))
+        _drop(
+            root,
+            [*recipes, *figures],
+            "|".join([*RECIPES, *(re.escape(Path(path).name) for path in figures)]),
+        )
     # make update forks newer commits of the template in the same way.
     record = {"name": name, "holder": holder, "drop_demo": drop_demo, "template_commit": commit}
     record["engine_hash"] = engine_hash(root)
@@ -107,7 +137,9 @@ def _drop(root: Path, paths: Sequence[str], named: str) -> None:
     _git(root, "rm", "-rq", *paths)
     for page in _pages(root):
         lines = page.read_text(encoding="utf-8").splitlines(keepends=True)
-        page.write_text("".join(line for line in lines if not re.search(named, line)), encoding="utf-8")
+        page.write_text(
+            "".join(line for line in lines if not re.search(named, line)), encoding="utf-8"
+        )
 
 
 def _pages(root: Path) -> list[Path]:
@@ -122,9 +154,13 @@ def _edit(path: Path, old: str, new: str) -> None:
 
 
 def _git(root: Path, *words: str) -> str:
-    done = subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["git", "-C", str(root), *words], capture_output=True, text=True, check=False
+    )
     if done.returncode != 0 and words[0] != "config":
-        raise ValueError(f"git {' '.join(words)}: {done.stderr.strip().splitlines()[-1:] or 'failed'}")
+        raise ValueError(
+            f"git {' '.join(words)}: {done.stderr.strip().splitlines()[-1:] or 'failed'}"
+        )
     return done.stdout.strip()
 
 

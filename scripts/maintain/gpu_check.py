@@ -1,10 +1,11 @@
 """Check what needs a CUDA device, in nine minutes: make gpu-check. FULL=1 adds what takes longer.
 
-    make gpu-wheels && make gpu-check BIN=/usr/bin    # with an interpreter that has torch, without a package index
+    make gpu-wheels && make gpu-check BIN=/usr/bin    # with an interpreter that has torch, without
+    a package index
 
-Each part has its seconds, and a part that fails does not stop the next one. With two or more GPUs, further parts compare the
-strategies and test faults. Writes one file to attach to an issue: outputs/gpu-check/<time>/gpu_check.md. Exit code 1 if a
-figure is wrong.
+Each part has its seconds, and a part that fails does not stop the next one. With two or more GPUs,
+further parts compare the strategies and test faults. Writes one file to attach to an issue:
+outputs/gpu-check/<time>/gpu_check.md. Exit code 1 if a figure is wrong.
 """
 
 from __future__ import annotations
@@ -32,11 +33,22 @@ SECONDS = 520.0
 # Time that a simulated device may take, times that of a real one.
 SLOWER = 20
 NOT_SEEN = (
-    "skipped: {}, so these were not checked: training on a device, sweeps, waits, speed, memory, checkpoints on other devices, "
-    "faults, NCCL"
+    "skipped: {}, so these were not checked: training on a device, sweeps, waits, speed, memory, "
+    "checkpoints on other devices, faults, NCCL"
 )
 NEEDED = (
-    *("torch", "torchvision", "timm", "hydra", "omegaconf", "tensorboard", "psutil", "sklearn", "pandas", "pynvml"),
+    *(
+        "torch",
+        "torchvision",
+        "timm",
+        "hydra",
+        "omegaconf",
+        "tensorboard",
+        "psutil",
+        "sklearn",
+        "pandas",
+        "pynvml",
+    ),
     *("optuna", "matplotlib", "pytest", "pytest_timeout"),
 )
 RESNET, VIT = gpu_speed.TRAININGS["ResNet-50"], gpu_speed.TRAININGS["ViT-B/16"]
@@ -64,8 +76,18 @@ PARTS = (
     Part("reading JPEG files", 25, gpu_speed.jpeg),
     Part("all tests of GPUs", 400, tests(*ON_DEVICE), needs_full=True),
     Part("profile", 60, gpu_speed.profile, needs_full=True, simulated=False),
-    Part("speed: ResNet-50, three rounds", 240, gpu_speed.against_by_hand("ResNet-50", RESNET, 3), needs_full=True),
-    Part("speed: ViT-B/16, three rounds", 240, gpu_speed.against_by_hand("ViT-B/16", VIT, 3), needs_full=True),
+    Part(
+        "speed: ResNet-50, three rounds",
+        240,
+        gpu_speed.against_by_hand("ResNet-50", RESNET, 3),
+        needs_full=True,
+    ),
+    Part(
+        "speed: ViT-B/16, three rounds",
+        240,
+        gpu_speed.against_by_hand("ViT-B/16", VIT, 3),
+        needs_full=True,
+    ),
     Part("speed of strategies", 240, gpu_speed.strategies, needs_full=True),
     Part("strategies on several GPUs", 240, gpu_runs.all_strategies, devices=2),
     Part("class weights under dp", 60, gpu_runs.class_weights_under_dp, devices=2),
@@ -94,7 +116,9 @@ def chosen(devices: int, is_full: bool) -> list[Part]:
 
 
 def check(parts: Sequence[Part]) -> dict[str, list[Row]]:
-    """Run the parts in turn, and return the rows of each. A part that raises or takes too long gets a row too."""
+    """Run the parts in turn, and return the rows of each. A part that raises or takes too long gets
+    a row too.
+    """
     done: dict[str, list[Row]] = {}
     for part in parts:
         if SIMULATED and not part.simulated:
@@ -124,11 +148,19 @@ def lines(rows: list[Row]) -> str:
 
 
 def report(done: dict[str, list[Row]], device: str, seconds: float) -> str:
-    """Format the rows as one Markdown file: a verdict, a table per part, and the rows for docs/benchmarks.md."""
-    wrong = [f"{name}: {row.what}: {row.figure}" for name, rows in done.items() for row in rows if row.wrong]
+    """Format the rows as one Markdown file: a verdict, a table per part, and the rows for
+    docs/benchmarks.md.
+    """
+    wrong = [
+        f"{name}: {row.what}: {row.figure}"
+        for name, rows in done.items()
+        for row in rows
+        if row.wrong
+    ]
     verdict = "Nothing is wrong." if not wrong else f"{len(wrong)} wrong:"
     text = [
-        f"# gpu-check: {device}{' (simulated: speeds and memory mean nothing)' if SIMULATED else ''}",
+        "# gpu-check: "
+        f"{device}{' (simulated: speeds and memory mean nothing)' if SIMULATED else ''}",
         "",
         f"{time.strftime('%Y-%m-%d')}, {seconds:.0f} s, {platform.platform()}, commit {_commit()}.",
         "",
@@ -137,8 +169,16 @@ def report(done: dict[str, list[Row]], device: str, seconds: float) -> str:
     ]
     for name, rows in done.items():
         text += ["", f"## {name}", "", "| what | figure | |", "|---|---|---|"]
-        text += [f"| {cell(row.what)} | {cell(row.figure)} | {'**wrong**' if row.wrong else ''} |" for row in rows]
-    measured = [row for name in done if name.startswith(("speed", "feeding", "reading")) for row in done[name]]
+        text += [
+            f"| {cell(row.what)} | {cell(row.figure)} | {'**wrong**' if row.wrong else ''} |"
+            for row in rows
+        ]
+    measured = [
+        row
+        for name in done
+        if name.startswith(("speed", "feeding", "reading"))
+        for row in done[name]
+    ]
     text += ["", "## Rows for docs/benchmarks.md", "", f"| {cell(device)} | figure |", "|---|---|"]
     text += [f"| {cell(row.what)} | {cell(row.figure)} |" for row in measured]
     return "\n".join([*text, ""])
@@ -152,7 +192,9 @@ def cell(text: str) -> str:
 def _commit() -> str:
     command = ["git", "describe", "--always", "--dirty"]
     try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=10, check=False)
+        done = subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, timeout=10, check=False
+        )
     except OSError:
         return "unknown"
     return done.stdout.strip() or "unknown"
@@ -167,8 +209,9 @@ def main() -> int:
         return 0
     if missing:
         print(
-            f"{sys.executable} lacks {', '.join(missing)}: run make gpu-wheels on a machine with a package index, and copy "
-            "the folder .gpu-wheels here; or name an interpreter that has them, BIN=<folder>"
+            f"{sys.executable} lacks {', '.join(missing)}: run make gpu-wheels on a machine with a "
+            "package index, and copy the folder .gpu-wheels here; or name an interpreter that has "
+            "them, BIN=<folder>"
         )
         return 2
     began = time.monotonic()

@@ -50,17 +50,29 @@ def prepare(*overrides: str) -> RunParts:
 
 
 def measure(accelerator: str, *overrides: str) -> dict[str, float]:
-    """Profile the training loop. Return ms per step of device activity; on a CPU, operators stand for kernels."""
+    """Profile the training loop. Return ms per step of device activity; on a CPU, operators stand
+    for kernels.
+    """
     steps = WARM_UP + STEPS
     batch = 64 if accelerator == "cuda" else 8
     run = prepare(
         *(f"parallel.accelerator={accelerator}", "parallel.threads_per_device=1", "train.epochs=1"),
-        *(f"data.batch_size={batch}", f"data.kwargs.num_samples={batch * steps}", f"train.log_every={WARM_UP}"),
+        *(
+            f"data.batch_size={batch}",
+            f"data.kwargs.num_samples={batch * steps}",
+            f"train.log_every={WARM_UP}",
+        ),
         *overrides,
     )
     cuda = accelerator == "cuda"
     reports = train_epoch(
-        run.state, run.train.epoch(0), run.config, run.strategy, run.hooks, run.steps_per_epoch, run.mixing
+        run.state,
+        run.train.epoch(0),
+        run.config,
+        run.strategy,
+        run.hooks,
+        run.steps_per_epoch,
+        run.mixing,
     )
     next(reports)
     began = time.perf_counter()
@@ -75,7 +87,9 @@ def measure(accelerator: str, *overrides: str) -> dict[str, float]:
     events = [e for e in on if not e.is_user_annotation]
     kernels = [e for e in events if not cuda or not e.name.startswith("Mem")]
     busy, idle, longest = busy_and_idle((e.time_range.start, e.time_range.end) for e in kernels)
-    copies, _, _ = busy_and_idle((e.time_range.start, e.time_range.end) for e in events if e.name.startswith("Mem"))
+    copies, _, _ = busy_and_idle(
+        (e.time_range.start, e.time_range.end) for e in events if e.name.startswith("Mem")
+    )
     return {
         "step": 1e3 * seconds / STEPS,
         "kernels": busy / 1e3 / STEPS,
@@ -86,9 +100,20 @@ def measure(accelerator: str, *overrides: str) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--accelerator", choices=["cpu", "cuda"], default="cuda")
     given = parser.parse_args()
-    on_device = ("model.name=resnet50", "data.image_size=224", "train.precision=bf16", "model.channels_last=true")
+    on_device = (
+        "model.name=resnet50",
+        "data.image_size=224",
+        "train.precision=bf16",
+        "model.channels_last=true",
+    )
     on_cpu = ("model=tiny", "train.precision=bf16")
-    print(json.dumps(measure(given.accelerator, *(on_device if given.accelerator == "cuda" else on_cpu))))
+    print(
+        json.dumps(
+            measure(given.accelerator, *(on_device if given.accelerator == "cuda" else on_cpu))
+        )
+    )

@@ -1,4 +1,6 @@
-"""Building blocks of `make gpu-check`: a row of its report, a part with its time limit, and commands that end in time."""
+"""Building blocks of `make gpu-check`: a row of its report, a part with its time limit, and
+commands that end in time.
+"""
 
 from __future__ import annotations
 
@@ -86,9 +88,16 @@ class Clock:
         return max(1.0, self._until - time.monotonic())
 
 
-def python(arguments: list[str], seconds: float, environment: Mapping[str, str] | None = None) -> Done:
+def python(
+    arguments: list[str], seconds: float, environment: Mapping[str, str] | None = None
+) -> Done:
     """Run a Python command for at most `seconds`. Prints the end of its output if it fails."""
-    variables = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", **(environment or {})}
+    variables = {
+        **os.environ,
+        "PYTHONUNBUFFERED": "1",
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+        **(environment or {}),
+    }
     began = time.monotonic()
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as file:
         try:
@@ -119,18 +128,34 @@ def scratch() -> Iterator[Path]:
 
 
 def train(
-    folder: Path, *overrides: str, seconds: float, environment: Mapping[str, str] | None = None, sweep: bool = False
+    folder: Path,
+    *overrides: str,
+    seconds: float,
+    environment: Mapping[str, str] | None = None,
+    sweep: bool = False,
 ) -> Run:
-    """Run train.py with a tiny model on CUDA in `folder`, which may be a sweep folder. Later overrides win."""
-    words = ["model=tiny", "print_config=false", "parallel.accelerator=cuda", "data.workers=0", *overrides]
+    """Run train.py with a tiny model on CUDA in `folder`, which may be a sweep folder. Later
+    overrides win.
+    """
+    words = [
+        "model=tiny",
+        "print_config=false",
+        "parallel.accelerator=cuda",
+        "data.workers=0",
+        *overrides,
+    ]
     last = {word.partition("=")[0]: word for word in words}
     place = f"hydra.{'sweep' if sweep else 'run'}.dir={folder}"
-    done = python(["train.py", *(["-m"] if sweep else []), *last.values(), place], seconds, environment)
+    done = python(
+        ["train.py", *(["-m"] if sweep else []), *last.values(), place], seconds, environment
+    )
     return Run(done.code, done.output, done.seconds, folder)
 
 
 def tests(*names: str) -> Check:
-    """Return a part that runs the tests marked `gpu` of these files or test names, with a row per test."""
+    """Return a part that runs the tests marked `gpu` of these files or test names, with a row per
+    test.
+    """
 
     def run(seconds: float) -> list[Row]:
         # Other installed plugins are not loaded.
@@ -162,4 +187,6 @@ def near(what: str, value: float | None, expected: float | None, tolerance: floa
     if value is None or expected is None:
         return Row(what, f"{value}, expected {expected}", True)
     difference = abs(value - expected)
-    return Row(what, f"{value:.5f} and {expected:.5f}, difference {difference:.1e}", difference > tolerance)
+    return Row(
+        what, f"{value:.5f} and {expected:.5f}, difference {difference:.1e}", difference > tolerance
+    )

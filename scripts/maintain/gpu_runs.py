@@ -1,4 +1,6 @@
-"""Parts of `make gpu-check` that start runs: sweeps, checkpoints on other devices, faults, several GPUs."""
+"""Parts of `make gpu-check` that start runs: sweeps, checkpoints on other devices, faults, several
+GPUs.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +11,30 @@ import statistics
 import time
 from pathlib import Path
 
-from scripts.maintain.gpu_rows import ROOT, SIMULATED, Check, Clock, Row, Run, near, python, same, scratch, tests, train
+from scripts.maintain.gpu_rows import (
+    ROOT,
+    SIMULATED,
+    Check,
+    Clock,
+    Row,
+    Run,
+    near,
+    python,
+    same,
+    scratch,
+    tests,
+    train,
+)
 from timm_parallel.machine import hardware
 from timm_parallel.record.result import read_metrics
 
 STEPS = 6
-SHORT = (f"train.max_steps={STEPS}", "train.log_every=1", "data.batch_size=48", "optim.warmup_epochs=0")
+SHORT = (
+    f"train.max_steps={STEPS}",
+    "train.log_every=1",
+    "data.batch_size=48",
+    "optim.warmup_epochs=0",
+)
 FAULTY = ROOT / "timm_parallel" / "tests" / "promises" / "faulty"
 # A batch that no GPU can hold.
 HUGE = 8192
@@ -34,7 +54,10 @@ def topology(seconds: float) -> list[Row]:
     nccl = ".".join(map(str, torch.cuda.nccl.version()))
     python_version = ".".join(map(str, sys.version_info[:3]))
     rows = [
-        Row("versions", f"torch {torch.__version__}, timm {timm.__version__}, Python {python_version}"),
+        Row(
+            "versions",
+            f"torch {torch.__version__}, timm {timm.__version__}, Python {python_version}",
+        ),
         Row("CUDA, cuDNN, NCCL", f"{torch.version.cuda}, {torch.backends.cudnn.version()}, {nccl}"),
         Row("cores", f"{hardware.cores()}"),
     ]
@@ -45,7 +68,9 @@ def topology(seconds: float) -> list[Row]:
 
 
 def jobs(seconds: float) -> list[Row]:
-    """Run a sweep of two jobs with one rank, and a search of two trials: a server forks both kinds of job."""
+    """Run a sweep of two jobs with one rank, and a search of two trials: a server forks both kinds
+    of job.
+    """
     clock = Clock(seconds)
     with scratch() as base:
         sweep = train(
@@ -60,7 +85,9 @@ def jobs(seconds: float) -> list[Row]:
             seconds=clock.left,
             sweep=True,
         )
-        devices = [Run(0, "", 0, folder).result.get("accelerator") for folder in sorted(base.glob("*/*/"))]
+        devices = [
+            Run(0, "", 0, folder).result.get("accelerator") for folder in sorted(base.glob("*/*/"))
+        ]
         return [
             same("sweep of two single jobs: status", sweep.statuses, ["done", "done"]),
             Row("sweep of two single jobs: seconds", f"{sweep.seconds:.0f}"),
@@ -71,7 +98,9 @@ def jobs(seconds: float) -> list[Row]:
 
 
 def other_devices(seconds: float) -> list[Row]:
-    """Train on CUDA; then read, evaluate, predict with, export and resume the run without a GPU or on it."""
+    """Train on CUDA; then read, evaluate, predict with, export and resume the run without a GPU or
+    on it.
+    """
     clock, rows = Clock(seconds), []
     with scratch() as base:
         folder = base / "run"
@@ -80,8 +109,17 @@ def other_devices(seconds: float) -> list[Row]:
         if run.code != 0:
             return rows
         best = folder / "checkpoints" / "best.pt"
-        load = f"import torch; torch.load({str(best)!r}, weights_only=True); assert not torch.cuda.is_available()"
-        rows.append(same("torch.load of best.pt without a GPU", python(["-c", load], clock.left, WITHOUT_GPU).code, 0))
+        load = (
+            f"import torch; torch.load({str(best)!r}, weights_only=True); assert not "
+            "torch.cuda.is_available()"
+        )
+        rows.append(
+            same(
+                "torch.load of best.pt without a GPU",
+                python(["-c", load], clock.left, WITHOUT_GPU).code,
+                0,
+            )
+        )
         evaluated = python(["evaluate.py", f"run={folder}"], clock.left)
         lines = [json.loads(line) for line in evaluated.output.splitlines() if line.startswith("{")]
         # evaluate.py prints the metrics of the best weights.
@@ -100,9 +138,17 @@ def other_devices(seconds: float) -> list[Row]:
         result = run.result
         rows.append(same("resumed on CUDA: device", result["accelerator"], "cuda"))
         measured = result["memory"][0]
-        rows.append(Row("NVML: utilization", f"{measured['utilisation']}", measured["utilisation"] is None))
+        rows.append(
+            Row("NVML: utilization", f"{measured['utilisation']}", measured["utilisation"] is None)
+        )
         rows.append(Row("NVML: energy of the run, kWh", f"{result['energy'].get('kwh')}"))
-        rows.append(Row("NVML: clocks", f"{result['guard'].get('clocks')}", not result["guard"].get("clocks")))
+        rows.append(
+            Row(
+                "NVML: clocks",
+                f"{result['guard'].get('clocks')}",
+                not result["guard"].get("clocks"),
+            )
+        )
     return rows
 
 
@@ -113,7 +159,10 @@ def _predict(base: Path, folder: Path, clock: Clock) -> list[Row]:
     for shade in (20, 200):
         Image.new("L", (32, 32), shade).save(base / "photos" / f"{shade}.png")
     output = base / "predictions.csv"
-    python(["scripts/predict.py", f"run={folder}", f"images={base / 'photos'}", f"output={output}"], clock.left)
+    python(
+        ["scripts/predict.py", f"run={folder}", f"images={base / 'photos'}", f"output={output}"],
+        clock.left,
+    )
     count = len(list(csv.DictReader(output.open(encoding="utf-8")))) if output.is_file() else None
     return [same("predict.py: images with a prediction", count, 2)]
 
@@ -123,26 +172,44 @@ def out_of_memory(seconds: float) -> list[Row]:
     with scratch() as base:
         sweep = train(
             base / "sweep",
-            *("parallel=single", "data=synthetic", f"data.kwargs.num_samples={HUGE}", "data.image_size=224"),
-            *(f"data.batch_size={HUGE},32", "model=resnet18", "model.name=resnet50", "train.max_steps=2"),
+            *(
+                "parallel=single",
+                "data=synthetic",
+                f"data.kwargs.num_samples={HUGE}",
+                "data.image_size=224",
+            ),
+            *(
+                f"data.batch_size={HUGE},32",
+                "model=resnet18",
+                "model.name=resnet50",
+                "train.max_steps=2",
+            ),
             *("train.evaluate_every=0", "optim.warmup_epochs=0", "sweep.shuffle=false"),
             seconds=seconds,
             sweep=True,
         )
         return [
-            same("a batch that does not fit, and the job after it: status", sweep.statuses, ["out_of_memory", "done"]),
+            same(
+                "a batch that does not fit, and the job after it: status",
+                sweep.statuses,
+                ["out_of_memory", "done"],
+            ),
             Row("a batch that does not fit, and the job after it: seconds", f"{sweep.seconds:.0f}"),
         ]
 
 
 def fault(kind: str, expected: str, *overrides: str, rank: int = 0, limit: float = 15) -> Check:
-    """Return a part that causes a fault in the forward pass of step 4, and counts the seconds until all ranks have ended."""
+    """Return a part that causes a fault in the forward pass of step 4, and counts the seconds until
+    all ranks have ended.
+    """
 
     def run(seconds: float) -> list[Row]:
         with scratch() as base:
             mark = base / "mark"
             environment = {
-                "PYTHONPATH": os.pathsep.join([str(FAULTY), str(ROOT), os.environ.get("PYTHONPATH", "")]),
+                "PYTHONPATH": os.pathsep.join(
+                    [str(FAULTY), str(ROOT), os.environ.get("PYTHONPATH", "")]
+                ),
                 "FAULT": f"{kind}:{rank}:4:the forward pass",
                 "FAULT_MARK": str(mark),
             }
@@ -156,7 +223,11 @@ def fault(kind: str, expected: str, *overrides: str, rank: int = 0, limit: float
             return [
                 same(f"{kind}: status", result.get("status"), expected),
                 same(f"{kind}: rank that failed first", failure.get("rank"), rank),
-                Row(f"{kind}: seconds until all had ended (<= {limit:g})", f"{took:.1f}", took > limit),
+                Row(
+                    f"{kind}: seconds until all had ended (<= {limit:g})",
+                    f"{took:.1f}",
+                    took > limit,
+                ),
                 same(f"{kind}: processes left on the devices", processes_on_devices(), 0),
             ]
 
@@ -164,13 +235,21 @@ def fault(kind: str, expected: str, *overrides: str, rank: int = 0, limit: float
 
 
 def processes_on_devices() -> int:
-    """Count the Python processes that NVML still finds on the devices, other than this one's ancestors."""
+    """Count the Python processes that NVML still finds on the devices, other than this one's
+    ancestors.
+    """
     import pynvml
 
     pynvml.nvmlInit()
     try:
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-        found = {process.pid for handle in handles for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)}
+        handles = [
+            pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())
+        ]
+        found = {
+            process.pid
+            for handle in handles
+            for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
+        }
     except pynvml.NVMLError:
         return 0
     finally:
@@ -196,7 +275,9 @@ UNEVEN = ("data=synthetic", "data.kwargs.num_samples=392")
 
 
 def equal_to_single(*ways: tuple[str, tuple[str, ...]], tolerance: float = 2e-3) -> Check:
-    """Return a part that compares the losses and the evaluation of strategies with those of single."""
+    """Return a part that compares the losses and the evaluation of strategies with
+    those of single.
+    """
 
     def run(seconds: float) -> list[Row]:
         clock, rows = Clock(seconds), []
@@ -213,12 +294,27 @@ def equal_to_single(*ways: tuple[str, tuple[str, ...]], tolerance: float = 2e-3)
                     continue
                 apart = max(abs(a - b) for a, b in zip(losses, expected, strict=True))
                 rows.append(
-                    Row(f"{name}: largest difference of a loss from single's", f"{apart:.1e}", apart > tolerance)
+                    Row(
+                        f"{name}: largest difference of a loss from single's",
+                        f"{apart:.1e}",
+                        apart > tolerance,
+                    )
                 )
                 value = other.result["val"]["loss"]
-                rows.append(near(f"{name}: val/loss and single's", value, one.result["val"]["loss"], tolerance))
                 rows.append(
-                    same(f"{name}: images evaluated", other.result["val"]["samples"], one.result["val"]["samples"])
+                    near(
+                        f"{name}: val/loss and single's",
+                        value,
+                        one.result["val"]["loss"],
+                        tolerance,
+                    )
+                )
+                rows.append(
+                    same(
+                        f"{name}: images evaluated",
+                        other.result["val"]["samples"],
+                        one.result["val"]["samples"],
+                    )
                 )
         return rows
 
@@ -235,14 +331,22 @@ def _losses(run: Run) -> list[float]:
 def deterministic(seconds: float) -> list[Row]:
     """Train each of five models twice with train.deterministic=true: equal weights."""
     clock, rows = Clock(seconds), []
-    names = ("resnet50", "convnext_tiny", "swin_tiny_patch4_window7_224", "efficientnet_b0", "vit_small_patch16_224")
+    names = (
+        "resnet50",
+        "convnext_tiny",
+        "swin_tiny_patch4_window7_224",
+        "efficientnet_b0",
+        "vit_small_patch16_224",
+    )
     if SIMULATED:
         names = ("test_resnet", "test_convnext", "test_vit", "test_efficientnet", "test_byobnet")
     done = python(["scripts/maintain/gpu_steps.py", *names], clock.left)
     for line in done.output.splitlines():
         if line.startswith('{"model"'):
             entry = json.loads(line)
-            rows.append(same(f"{entry['model']}, deterministic: two trainings", entry["verdict"], "equal"))
+            rows.append(
+                same(f"{entry['model']}, deterministic: two trainings", entry["verdict"], "equal")
+            )
     if len(rows) < len(names):
         rows.append(Row("deterministic steps", f"{len(rows)} of {len(names)} models", True))
     return rows
@@ -253,12 +357,23 @@ def compiled(seconds: float) -> list[Row]:
     clock = Clock(seconds)
     with scratch() as base:
         folder = base / "run"
-        common = ("parallel=single", "model.compile=true", "train.log_every=1", "data.batch_size=48")
-        run = train(folder, *common, "optim.warmup_epochs=0", "train.max_steps=4", seconds=clock.left)
+        common = (
+            "parallel=single",
+            "model.compile=true",
+            "train.log_every=1",
+            "data.batch_size=48",
+        )
+        run = train(
+            folder, *common, "optim.warmup_epochs=0", "train.max_steps=4", seconds=clock.left
+        )
         rows = [same("model.compile=true: exit code", run.code, 0)]
         if run.code == 0:
             first = run.result["seconds"]["start_to_first_step"]
-            rows.append(Row("model.compile=true: seconds from the command to the first step", f"{first:.1f}"))
+            rows.append(
+                Row(
+                    "model.compile=true: seconds from the command to the first step", f"{first:.1f}"
+                )
+            )
             resumed = python(["train.py", f"resume={folder}", "train.max_steps=8"], clock.left)
             rows.append(same("model.compile=true, resumed: exit code", resumed.code, 0))
     return rows
@@ -273,13 +388,16 @@ def all_strategies(seconds: float) -> list[Row]:
     ways: list[tuple[str, tuple[str, ...]]]
     ways = [(f"{name} on 2", (f"parallel={name}", *two)) for name in ("dp", "ddp", "fsdp")]
     ways += [
-        (f"{name} on devices 1, 0", (f"parallel={name}", *two, "parallel.device_ids=[1,0]")) for name in ("dp", "ddp")
+        (f"{name} on devices 1, 0", (f"parallel={name}", *two, "parallel.device_ids=[1,0]"))
+        for name in ("dp", "ddp")
     ]
     count = len(hardware.visible_cuda_devices())
     if count >= 3:
         ways.append(("ddp on 3", ("parallel=ddp", "parallel.devices=3")))
     if count >= 4:
-        ways.append(("HSDP on 2 × 2", ("parallel=fsdp", "parallel.devices=4", "parallel.shard_size=2")))
+        ways.append(
+            ("HSDP on 2 × 2", ("parallel=fsdp", "parallel.devices=4", "parallel.shard_size=2"))
+        )
     return equal_to_single(*ways)(seconds)
 
 
@@ -304,7 +422,10 @@ def side_by_side(seconds: float) -> list[Row]:
             sweep=True,
         )
         folders = sorted(path.parent for path in base.glob("sweep/*/environment.json"))
-        listed = [json.loads((folder / "environment.json").read_text(encoding="utf-8")) for folder in folders]
+        listed = [
+            json.loads((folder / "environment.json").read_text(encoding="utf-8"))
+            for folder in folders
+        ]
         uuids = {device["uuid"] for entry in listed for device in entry["devices"][:1]}
         return [
             same("two jobs side by side: status", sweep.statuses, ["done", "done"]),
@@ -326,8 +447,12 @@ def compare_strategies(seconds: float) -> list[Row]:
         done_jobs = statistics.fmean(status == "done" for status in tried) if tried else 0.0
         return [
             Row("make compare: headline", json.dumps(lead, ensure_ascii=False), lead is None),
-            Row("make compare: share of tried jobs that are done", f"{done_jobs:.2f}", done_jobs < 1),
+            Row(
+                "make compare: share of tried jobs that are done", f"{done_jobs:.2f}", done_jobs < 1
+            ),
         ]
 
 
-SYNC_BN = tests("timm_parallel/tests/test_gpu.py::test_sync_bn_step_on_gpus_uses_statistics_of_the_whole_batch")
+SYNC_BN = tests(
+    "timm_parallel/tests/test_gpu.py::test_sync_bn_step_on_gpus_uses_statistics_of_the_whole_batch"
+)

@@ -1,4 +1,6 @@
-"""Parts of `make gpu-check` that measure: a hand-written loop, feeding batches, strategies, a profile."""
+"""Parts of `make gpu-check` that measure: a hand-written loop, feeding batches, strategies, a
+profile.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ PEAK_BF16 = {
 # Few steps, because both programs draw every image of the epoch before they start.
 TRAININGS = {
     "ResNet-50": Training("resnet50", {}, 40, 20, batch_size=256, image_size=224, on_gpu=True),
-    "ViT-B/16": Training("vit_base_patch16_224", {}, 40, 20, batch_size=128, image_size=224, on_gpu=True),
+    "ViT-B/16": Training(
+        "vit_base_patch16_224", {}, 40, 20, batch_size=128, image_size=224, on_gpu=True
+    ),
 }
 if SIMULATED:
     TRAININGS = {
@@ -32,7 +36,9 @@ if SIMULATED:
 
 
 def against_by_hand(name: str, training: Training, rounds: int = 1) -> Check:
-    """Return a part that compares train.py with the hand-written loop, in at most `rounds` rounds."""
+    """Return a part that compares train.py with the hand-written loop,
+    in at most `rounds` rounds.
+    """
 
     def run(seconds: float) -> list[Row]:
         clock = Clock(seconds)
@@ -48,9 +54,15 @@ def against_by_hand(name: str, training: Training, rounds: int = 1) -> Check:
     return run
 
 
-def compare(name: str, training: Training, pairs: list[tuple[Figures, Figures]], device: str) -> list[Row]:
-    """Return table rows that compare train.py with a hand-written loop. `pairs`: one (ours, by hand) per round."""
-    rate, memory = ([ours[key] / other[key] for ours, other in pairs] for key in ("images_per_sec", "peak_mib"))
+def compare(
+    name: str, training: Training, pairs: list[tuple[Figures, Figures]], device: str
+) -> list[Row]:
+    """Return table rows that compare train.py with a hand-written loop. `pairs`: one (ours, by
+    hand) per round.
+    """
+    rate, memory = (
+        [ours[key] / other[key] for ours, other in pairs] for key in ("images_per_sec", "peak_mib")
+    )
     own = statistics.median(ours["images_per_sec"] for ours, _ in pairs)
     start = statistics.median(ours["first_step"] for ours, _ in pairs)
     peak = next((peak for part, peak in PEAK_BF16.items() if part in device), None)
@@ -86,15 +98,36 @@ def model_flops(training: Training) -> float:
 
 
 def feed(seconds: float) -> list[Row]:
-    """Train a small ResNet on images of CIFAR's size with flip and padded crop, where feeding may be the limit."""
+    """Train a small ResNet on images of CIFAR's size with flip and padded crop, where feeding may
+    be the limit.
+    """
     size, count = (512, 40) if not SIMULATED else (16, 6)
     with scratch() as base:
         run = train(
             base / "run",
-            *("data=synthetic", f"data.kwargs.num_samples={size * count}", f"data.batch_size={size}"),
-            *("data.image_size=32", "data.augment.hflip=0.5", "data.augment.crop_padding=4", "data.workers=auto"),
-            *("model=resnet18", "model.name=resnet18", "model.channels_last=true", "train.precision=bf16"),
-            *("train.epochs=2", f"train.log_every={count // 2}", "train.evaluate_every=0", "optim.warmup_epochs=0"),
+            *(
+                "data=synthetic",
+                f"data.kwargs.num_samples={size * count}",
+                f"data.batch_size={size}",
+            ),
+            *(
+                "data.image_size=32",
+                "data.augment.hflip=0.5",
+                "data.augment.crop_padding=4",
+                "data.workers=auto",
+            ),
+            *(
+                "model=resnet18",
+                "model.name=resnet18",
+                "model.channels_last=true",
+                "train.precision=bf16",
+            ),
+            *(
+                "train.epochs=2",
+                f"train.log_every={count // 2}",
+                "train.evaluate_every=0",
+                "optim.warmup_epochs=0",
+            ),
             seconds=seconds,
         )
         if run.code != 0:
@@ -103,25 +136,47 @@ def feed(seconds: float) -> list[Row]:
     is_late = waited is None or (waited > 0.1 and not SIMULATED)
     return [
         Row("ResNet-18, 32 pixels, flip and crop: images/s", f"{speed or 0:.0f}"),
-        Row("ResNet-18, 32 pixels: share of time that waits for data (<= 0.1)", f"{waited}", is_late),
+        Row(
+            "ResNet-18, 32 pixels: share of time that waits for data (<= 0.1)", f"{waited}", is_late
+        ),
     ]
 
 
 def jpeg(seconds: float) -> list[Row]:
-    """Train ResNet-50 on JPEG files with workers=auto: images/s, and how long a step waits for them."""
+    """Train ResNet-50 on JPEG files with workers=auto: images/s, and how long a step waits for
+    them.
+    """
     clock = Clock(seconds)
-    model, pixels, size, links = ("resnet50", 224, 128, 16) if not SIMULATED else ("test_resnet", 32, 8, 1)
+    model, pixels, size, links = (
+        ("resnet50", 224, 128, 16) if not SIMULATED else ("test_resnet", 32, 8, 1)
+    )
     with scratch() as base:
         make(base / "images", 64)
-        # Further names of the same files, which stay in memory: this measures decoding, not the disk.
+        # Further names of the same files, which stay in memory: this measures decoding, not the
+        # disk.
         for path in sorted((base / "images" / "train").rglob("*.jpg")):
             for link in range(links):
                 path.with_stem(f"{path.stem}_{link}_more").hardlink_to(path)
         run = train(
             base / "run",
-            *("data=folder", f"data.root={base / 'images'}", f"data.batch_size={size}", "data.workers=auto"),
-            *(f"data.image_size={pixels}", "data.augment.scale=[0.08,1.0]", "model=resnet18", f"model.name={model}"),
-            *("model.channels_last=true", "train.precision=bf16", "train.epochs=3", "train.log_every=5"),
+            *(
+                "data=folder",
+                f"data.root={base / 'images'}",
+                f"data.batch_size={size}",
+                "data.workers=auto",
+            ),
+            *(
+                f"data.image_size={pixels}",
+                "data.augment.scale=[0.08,1.0]",
+                "model=resnet18",
+                f"model.name={model}",
+            ),
+            *(
+                "model.channels_last=true",
+                "train.precision=bf16",
+                "train.epochs=3",
+                "train.log_every=5",
+            ),
             *("train.evaluate_every=0", "optim.warmup_epochs=0"),
             seconds=clock.left,
         )
@@ -135,14 +190,22 @@ def jpeg(seconds: float) -> list[Row]:
 
 
 def strategies(seconds: float) -> list[Row]:
-    """Compare single, dp and ddp with ResNet-50 on one device, and on all devices if there are several."""
+    """Compare single, dp and ddp with ResNet-50 on one device, and on all devices if there are
+    several.
+    """
     clock, rows = Clock(seconds), []
     count = len(hardware.visible_cuda_devices())
-    ways = [(kind, devices) for devices in sorted({1, count}) for kind in ("single", "dp", "ddp", "fsdp")]
+    ways = [
+        (kind, devices)
+        for devices in sorted({1, count})
+        for kind in ("single", "dp", "ddp", "fsdp")
+    ]
     for kind, devices in ways:
         if (kind != "single" or devices == 1) and clock.left > seconds / 8:
             base = TRAININGS["ResNet-50"]
-            training = replace(base, batch_size=base.batch_size // devices * devices, limit=clock.left)
+            training = replace(
+                base, batch_size=base.batch_size // devices * devices, limit=clock.left
+            )
             rate = training.ours(devices, kind)["images_per_sec"]
             rows.append(Row(f"ResNet-50: {kind} on {devices}: images/s", f"{rate:.0f}"))
     return rows
@@ -152,6 +215,12 @@ def profile(seconds: float) -> list[Row]:
     """Measure what the device does between steps."""
     done = python(["scripts/maintain/gpu_profile.py", "--accelerator", "cuda"], seconds)
     if done.code != 0:
-        return [Row("profile", f"not run within {seconds:.0f} s" if done.code is None else "failed", True)]
+        return [
+            Row(
+                "profile",
+                f"not run within {seconds:.0f} s" if done.code is None else "failed",
+                True,
+            )
+        ]
     rows = json.loads(done.output.splitlines()[-1])
     return [Row(f"between steps: {name}", f"{value:.2f} ms a step") for name, value in rows.items()]

@@ -1,4 +1,5 @@
-"""Train each named model twice for two steps with train.deterministic=true, and print a line of JSON per model.
+"""Train each named model twice for two steps with train.deterministic=true, and print a line of
+JSON per model.
 
 python scripts/maintain/gpu_steps.py resnet50 convnext_tiny
 """
@@ -28,12 +29,24 @@ def trained(name: str) -> list[torch.Tensor]:
     """Return the weights of a model after STEPS steps on random images."""
     torch.manual_seed(0)
     run = prepare(
-        *("parallel.accelerator=cuda", "model=resnet18", f"model.name={name}", "data.image_size=224"),
-        *("data.batch_size=8", f"data.kwargs.num_samples={8 * STEPS}", "train.epochs=1", "train.deterministic=true"),
+        *(
+            "parallel.accelerator=cuda",
+            "model=resnet18",
+            f"model.name={name}",
+            "data.image_size=224",
+        ),
+        *(
+            "data.batch_size=8",
+            f"data.kwargs.num_samples={8 * STEPS}",
+            "train.epochs=1",
+            "train.deterministic=true",
+        ),
         *("train.precision=bf16", "optim.warmup_epochs=0"),
     )
     batches = run.train.epoch(0)
-    for _ in train_epoch(run.state, batches, run.config, run.strategy, run.hooks, run.steps_per_epoch, run.mixing):
+    for _ in train_epoch(
+        run.state, batches, run.config, run.strategy, run.hooks, run.steps_per_epoch, run.mixing
+    ):
         pass
     return [parameter.detach().cpu() for parameter in run.state.model.parameters()]
 

@@ -1,9 +1,11 @@
 """Pack the packages that a GPU machine with torch may lack, to copy them there with the checkout.
 
-    python scripts/maintain/gpu_wheels.py          # make gpu-wheels: into .gpu-wheels/, which git ignores
+    python scripts/maintain/gpu_wheels.py          # make gpu-wheels: into .gpu-wheels/, which git
+    ignores
 
-Copies the packages below with their requirements from this environment, except those that an interpreter with torch has.
-scripts/maintain/gpu_check.py uses them on a machine without a package index.
+Copies the packages below with their requirements from this environment, except those that an
+interpreter with torch has. scripts/maintain/gpu_check.py uses them on a machine without a package
+index.
 """
 
 from __future__ import annotations
@@ -16,30 +18,60 @@ from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parents[2] / ".gpu-wheels"
 WANTED = (
-    *("hydra-core", "omegaconf", "antlr4-python3-runtime", "optuna", "timm", "tensorboard", "rich", "psutil"),
+    *(
+        "hydra-core",
+        "omegaconf",
+        "antlr4-python3-runtime",
+        "optuna",
+        "timm",
+        "tensorboard",
+        "rich",
+        "psutil",
+    ),
     *("nvidia-ml-py", "filelock", "Jinja2", "pytest", "pytest-timeout"),
 )
-THERE = ("torch", "torchvision", "numpy", "pillow", "scipy", "pandas", "matplotlib", "scikit-learn", "setuptools")
+THERE = (
+    "torch",
+    "torchvision",
+    "numpy",
+    "pillow",
+    "scipy",
+    "pandas",
+    "matplotlib",
+    "scikit-learn",
+    "setuptools",
+)
 # Large, and not imported by a run.
 NEVER_IMPORTED = ("grpcio", "tensorboard-data-server", "greenlet", "hf-xet")
-# Among others, files compiled for one version of Python, which are optional in each of these packages.
-LEFT_OUT = re.compile(r"(^|/)(__pycache__|tests?|testing)/|\.pyc$|\.cpython-\d+-.*\.so$|webfiles\.zip$|^\.\./")
+# Among others, files compiled for one version of Python, which are optional in each of these
+# packages.
+LEFT_OUT = re.compile(
+    r"(^|/)(__pycache__|tests?|testing)/|\.pyc$|\.cpython-\d+-.*\.so$|webfiles\.zip$|^\.\./"
+)
 
 
 def closure(wanted: Iterable[str]) -> list[str]:
-    """Return the names of the `wanted` packages and all their requirements that are installed here."""
+    """Return the names of the `wanted` packages and all their requirements that are
+    installed here.
+    """
     names: dict[str, None] = {}
     pending = list(wanted)
     while pending:
         name = re.sub(r"[-_.]+", "-", pending.pop(0)).lower()
-        if name in names or name in (*THERE, *NEVER_IMPORTED) or name.startswith(("nvidia-c", "cuda", "triton")):
+        if (
+            name in names
+            or name in (*THERE, *NEVER_IMPORTED)
+            or name.startswith(("nvidia-c", "cuda", "triton"))
+        ):
             continue
         try:
             requires = metadata.distribution(name).requires or []
         except metadata.PackageNotFoundError:
             continue
         names[name] = None
-        pending += [re.split(r"[\s;<>=!~\[(]", entry)[0] for entry in requires if "extra ==" not in entry]
+        pending += [
+            re.split(r"[\s;<>=!~\[(]", entry)[0] for entry in requires if "extra ==" not in entry
+        ]
     return list(names)
 
 

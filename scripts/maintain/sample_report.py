@@ -1,4 +1,6 @@
-"""Write a sample comparison report with invented measurements of a machine with eight GPUs. Each page says so."""
+"""Write a sample comparison report with invented measurements of a machine with eight GPUs. Each
+page says so.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ NOISE = (0.0, 0.008, -0.006, 0.004, -0.01, 0.006, -0.003)
 
 
 def write_sample(folder: Path) -> Path:
-    """Write the files of an invented sweep and its report into `folder`. Return the path of report.html."""
+    """Write the files of an invented sweep and its report into `folder`. Return the path of
+    report.html.
+    """
     sweep = Sweep(folder, cores=64, host="example")
     devices = [{"index": index, "name": DEVICE, "memory_bytes": 80 * 2**30} for index in range(8)]
     environment = {"devices": devices, "cpu": {"model": CPU, "cores": 64, "memory_bytes": 2**39}}
@@ -34,6 +38,12 @@ def write_sample(folder: Path) -> Path:
             noise = 1 + NOISE[(number + 2 * block) % len(NOISE)]
             sweep.add(strategy, count, speed * pace * noise, block=block, environment=environment)
     jobs = sweep.write() / "jobs.json"
-    command = "python train.py -m parallel=single,dp,ddp parallel.devices=1,2,4,8 sweep.repeats=5 sweep.timed=true"
-    jobs.write_text(json.dumps(json.loads(jobs.read_text(encoding="utf-8")) | {"command": command}), encoding="utf-8")
+    command = (
+        "python train.py -m parallel=single,dp,ddp parallel.devices=1,2,4,8 sweep.repeats=5 "
+        "sweep.timed=true"
+    )
+    jobs.write_text(
+        json.dumps(json.loads(jobs.read_text(encoding="utf-8")) | {"command": command}),
+        encoding="utf-8",
+    )
     return write_report([folder])

@@ -1,8 +1,10 @@
-"""Simulate sweeps with known truth and count what their report pages say wrongly: python scripts/maintain/simulate_sweeps.py
+"""Simulate sweeps with known truth and count what their report pages say wrongly: python
+scripts/maintain/simulate_sweeps.py
 
-Invented run records go through the functions that write the page. Prints a Markdown table with a row per kind of sweep;
-`[sweeps] [processes] [part of a name]` are optional arguments (1000 sweeps, 2 processes, all rows). Distances are in
-standard errors of a setting's mean, counted positive if the page says too good a value.
+Invented run records go through the functions that write the page. Prints a Markdown table with a
+row per kind of sweep; `[sweeps] [processes] [part of a name]` are optional arguments (1000 sweeps,
+2 processes, all rows). Distances are in standard errors of a setting's mean, counted positive if
+the page says too good a value.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ class Sweep:
     """Values of a simulated sweep by setting, fold and seed, and what is true of its settings."""
 
     values: Array  # settings × folds × seeds
-    truth: Array | None  # expected value of each setting; None: equal for all, and the mean over many sweeps
+    truth: (
+        Array | None
+    )  # expected value of each setting; None: equal for all, and the mean over many sweeps
     error: float  # standard error of the mean of an ordinary setting
     status: Mapping[tuple[int, ...], str]  # of the runs without a value, by place in `values`
     metric: str = "val/acc"
@@ -49,7 +53,12 @@ class Sweep:
         runs = []
         for place, value in np.ndenumerate(self.values):
             setting, fold, seed = place
-            config = {"optim.lr": setting, "seed": seed, "data.fold": fold, "checkpoint.metric": self.metric}
+            config = {
+                "optim.lr": setting,
+                "seed": seed,
+                "data.fold": fold,
+                "checkpoint.metric": self.metric,
+            }
             status = self.status.get(place, "done")
             result = {self.metric.replace("/", "."): float(value), "val.samples": self.samples}
             runs.append(
@@ -76,9 +85,12 @@ class Verdict:
     stated: float  # distance of the stated value from the truth of the setting that it is about
     plain: float  # the same for the plain mean of that setting
     difference: float  # distance of the stated difference from the truth; NaN if none is named
-    covered: float  # 1 if the interval of the named difference holds the truth; NaN if none is named
+    covered: (
+        float  # 1 if the interval of the named difference holds the truth; NaN if none is named
+    )
     value_covered: float  # 1 if the interval of the stated value holds the truth; NaN without one
-    level: float  # the mean of all values where the truth is known only as the mean over many sweeps, else 0
+    # The mean of all values where the truth is known only as the mean over many sweeps, else 0.
+    level: float
 
 
 def judge(sweep: Sweep) -> Verdict:
@@ -133,24 +145,38 @@ def blocks_of_seeds(
     shared: float = SEED_NOISE,
     noise: Callable[..., Array] | None = None,
 ) -> Sweep:
-    """Accuracy of settings with `advantages` in standard errors, noise times `spread`, and noise that a seed shares."""
+    """Accuracy of settings with `advantages` in standard errors, noise times `spread`, and noise
+    that a seed shares.
+    """
     count, error = len(advantages), NOISE / math.sqrt(seeds)
     truth = ACCURACY + np.array(advantages) * error
     common = draw.standard_normal(seeds) * shared
     # Centered, so that the seeds' common luck does not blur the distance from the true value.
-    own = (noise or draw.standard_normal)((count, seeds)) * NOISE * np.array(spread or [1] * count)[:, None]
+    own = (
+        (noise or draw.standard_normal)((count, seeds))
+        * NOISE
+        * np.array(spread or [1] * count)[:, None]
+    )
     values = truth[:, None] + (common - common.mean()) + own
     return Sweep(values[:, None, :], truth, error, {})
 
 
-def unlike_noise(draw: np.random.Generator, spread: Sequence[float], seeds: int = 5, winner: float = 0) -> Sweep:
+def unlike_noise(
+    draw: np.random.Generator, spread: Sequence[float], seeds: int = 5, winner: float = 0
+) -> Sweep:
     return blocks_of_seeds(draw, [0] * (len(spread) - 1) + [winner], seeds, spread)
 
 
 def lost_runs(
-    draw: np.random.Generator, share: float = 0, worst: int = 0, status: str = FAILED, shared: float = SEED_NOISE
+    draw: np.random.Generator,
+    share: float = 0,
+    worst: int = 0,
+    status: str = FAILED,
+    shared: float = SEED_NOISE,
 ) -> Sweep:
-    """Equal settings: a share of the jobs has no value, or the `worst` seeds of settings 0, 2, 4, 6 and 8."""
+    """Equal settings: a share of the jobs has no value, or the `worst` seeds of settings 0, 2, 4, 6
+    and 8.
+    """
     sweep = blocks_of_seeds(draw, [0] * 10, 5, shared=shared)
     lost = {place for place in np.ndindex(sweep.values.shape) if draw.random() < share}
     for setting in range(0, 10, 2):
@@ -158,10 +184,14 @@ def lost_runs(
     return Sweep(sweep.values, sweep.truth, sweep.error, dict.fromkeys(lost, status))
 
 
-def few_seeds(draw: np.random.Generator, lost: Mapping[int, Sequence[int]], status: str = MISSING) -> Sweep:
+def few_seeds(
+    draw: np.random.Generator, lost: Mapping[int, Sequence[int]], status: str = MISSING
+) -> Sweep:
     """Equal settings of which some have fewer seeds. `lost`: seeds without a value by setting."""
     sweep = blocks_of_seeds(draw, [0] * 10, 5)
-    gone: dict[tuple[int, ...], str] = {(setting, 0, seed): status for setting, seeds in lost.items() for seed in seeds}
+    gone: dict[tuple[int, ...], str] = {
+        (setting, 0, seed): status for setting, seeds in lost.items() for seed in seeds
+    }
     return Sweep(sweep.values, sweep.truth, sweep.error, gone)
 
 
@@ -174,7 +204,9 @@ def binomial(
     winner: float = 0,
     spread: float = 0,
 ) -> Sweep:
-    """Accuracy near a limit: correct images of a fresh set. `spread`: of the logit between seeds."""
+    """Accuracy near a limit: correct images of a fresh set. `spread`:
+    of the logit between seeds.
+    """
     error = math.sqrt(accuracy * (1 - accuracy) / images / seeds)
     truth = np.full(count, accuracy)
     truth[-1] += winner * error
@@ -185,15 +217,25 @@ def binomial(
     return Sweep(values[:, None, :], truth, error, {}, samples=images)
 
 
-def rounded(draw: np.random.Generator, count: int, seeds: int, noise: float, images: int = 270) -> Sweep:
-    """Accuracy on a few fixed images, of which a run gets `noise` (standard deviation) more or fewer right."""
+def rounded(
+    draw: np.random.Generator, count: int, seeds: int, noise: float, images: int = 270
+) -> Sweep:
+    """Accuracy on a few fixed images, of which a run gets `noise` (standard deviation) more or
+    fewer right.
+    """
     truth = np.full(count, 0.95)
-    values = np.round(truth[:, None] * images + noise * draw.standard_normal((count, seeds))) / images
+    values = (
+        np.round(truth[:, None] * images + noise * draw.standard_normal((count, seeds))) / images
+    )
     return Sweep(values[:, None, :], None, noise / images / math.sqrt(seeds), {}, samples=images)
 
 
-def losses(draw: np.random.Generator, winner: float = 0, diverged: Sequence[int] = (), rate: float = 0) -> Sweep:
-    """Losses with relative noise. The last but one setting is better. A seed of each setting in `diverged` diverged."""
+def losses(
+    draw: np.random.Generator, winner: float = 0, diverged: Sequence[int] = (), rate: float = 0
+) -> Sweep:
+    """Losses with relative noise. The last but one setting is better. A seed of each setting in
+    `diverged` diverged.
+    """
     error = LOSS * LOSS_NOISE / math.sqrt(5)
     truth = np.full(10, LOSS)
     truth[8] -= winner * error
@@ -208,17 +250,23 @@ def losses(draw: np.random.Generator, winner: float = 0, diverged: Sequence[int]
 
 
 def heavy_tailed(draw: np.random.Generator, rate: float = 0) -> Sweep:
-    """Equal settings with Student's t noise of 3 degrees of freedom, or a share of runs 10 standard deviations off."""
+    """Equal settings with Student's t noise of 3 degrees of freedom, or a share of runs 10 standard
+    deviations off.
+    """
 
     def noise(shape: tuple[int, ...]) -> Array:
         if rate:
-            return draw.standard_normal(shape) + 10 * (draw.random(shape) < rate) * draw.choice([-1, 1], shape)
+            return draw.standard_normal(shape) + 10 * (draw.random(shape) < rate) * draw.choice(
+                [-1, 1], shape
+            )
         return draw.standard_t(3, shape) / math.sqrt(3)
 
     return blocks_of_seeds(draw, [0] * 10, 5, noise=noise)
 
 
-def setting_by_fold(draw: np.random.Generator, count: int, folds: int, seeds: int, interaction: float) -> Sweep:
+def setting_by_fold(
+    draw: np.random.Generator, count: int, folds: int, seeds: int, interaction: float
+) -> Sweep:
     """Equal settings over folds and seeds; each setting has an effect of each fold of its own."""
     common = draw.standard_normal((1, folds, 1))
     common -= common.mean()
@@ -241,16 +289,25 @@ def correlated(draw: np.random.Generator) -> Sweep:
 
 
 def cross_validated(
-    draw: np.random.Generator, count: int, folds: int, seeds: int, images: int = 300, validation: int = 0
+    draw: np.random.Generator,
+    count: int,
+    folds: int,
+    seeds: int,
+    images: int = 300,
+    validation: int = 0,
 ) -> Sweep:
-    """Linear discriminants, each on 5 informative columns of its own: equal on new data, whatever these images say.
+    """Linear discriminants, each on 5 informative columns of its own: equal on new data, whatever
+    these images say.
 
-    A seed draws nine tenths of the training images. `validation`: images of one fixed split instead of folds.
+    A seed draws nine tenths of the training images. `validation`: images of one fixed split instead
+    of folds.
     """
     size = images + validation
     labels = np.arange(size) % 2
     data = draw.standard_normal((size, count, 5)) + 0.5 * labels[:, None, None]
-    fold_of = np.where(np.arange(size) < images, -1, 0) if validation else draw.permutation(size) % folds
+    fold_of = (
+        np.where(np.arange(size) < images, -1, 0) if validation else draw.permutation(size) % folds
+    )
     values = np.empty((count, folds, seeds))
     for fold in range(folds):
         train, test = np.flatnonzero(fold_of != fold), np.flatnonzero(fold_of == fold)
@@ -285,7 +342,14 @@ UNDECIDABLE = ("270 fixed images", "AR(0.5)")
 
 def rows() -> dict[str, Make]:
     """Return the generators by the name of their row."""
-    return {**_textbook_rows(), **_noise_rows(), **_lost_rows(), **_limit_rows(), **_outlier_rows(), **_fold_rows()}
+    return {
+        **_textbook_rows(),
+        **_noise_rows(),
+        **_lost_rows(),
+        **_limit_rows(),
+        **_outlier_rows(),
+        **_fold_rows(),
+    }
 
 
 def _textbook_rows() -> dict[str, Make]:
@@ -294,18 +358,30 @@ def _textbook_rows() -> dict[str, Make]:
         table[f"10x5 one better by {advantage} SE"] = partial(
             blocks_of_seeds, advantages=_one(10, 5, advantage), seeds=5
         )
-        table[f"2x3 better by {advantage} SE"] = partial(blocks_of_seeds, advantages=[0, advantage], seeds=3)
+        table[f"2x3 better by {advantage} SE"] = partial(
+            blocks_of_seeds, advantages=[0, advantage], seeds=3
+        )
         table[f"10x5 val/loss, one better by {advantage} SE"] = partial(losses, winner=advantage)
     for advantage in (1, 2, 3, 5):
         table[f"10x5 binomial n=1000 p=.99, one better {advantage} SE"] = partial(
             binomial, count=10, seeds=5, images=1000, accuracy=0.99, winner=advantage
         )
     table["2x2 equal"] = partial(blocks_of_seeds, advantages=[0, 0], seeds=2)
-    table["10x5 slope"] = partial(blocks_of_seeds, advantages=[place / 2 for place in range(10)], seeds=5)
-    table["10x5 eight at +3 SE, last +4 SE"] = partial(blocks_of_seeds, advantages=[0, *[3.0] * 8, 4], seeds=5)
-    table["10x5 baseline better by 3 SE"] = partial(blocks_of_seeds, advantages=_one(10, 0, 3), seeds=5)
-    table["10x5 baseline better by 6 SE"] = partial(blocks_of_seeds, advantages=_one(10, 0, 6), seeds=5)
-    table["5x5 baseline worse by 8 SE"] = partial(blocks_of_seeds, advantages=_one(5, 0, -8), seeds=5)
+    table["10x5 slope"] = partial(
+        blocks_of_seeds, advantages=[place / 2 for place in range(10)], seeds=5
+    )
+    table["10x5 eight at +3 SE, last +4 SE"] = partial(
+        blocks_of_seeds, advantages=[0, *[3.0] * 8, 4], seeds=5
+    )
+    table["10x5 baseline better by 3 SE"] = partial(
+        blocks_of_seeds, advantages=_one(10, 0, 3), seeds=5
+    )
+    table["10x5 baseline better by 6 SE"] = partial(
+        blocks_of_seeds, advantages=_one(10, 0, 6), seeds=5
+    )
+    table["5x5 baseline worse by 8 SE"] = partial(
+        blocks_of_seeds, advantages=_one(5, 0, -8), seeds=5
+    )
     table["40x5 equal"] = partial(blocks_of_seeds, advantages=[0] * 40, seeds=5)
     return table
 
@@ -315,31 +391,41 @@ def _noise_rows() -> dict[str, Make]:
     for factor in (5, 3, 2, 1.5):
         table[f"10x5 baseline sd x{factor}"] = partial(unlike_noise, spread=_noisy(10, {0: factor}))
     for factor in (5, 3, 2):
-        table[f"10x5 one setting sd x{factor}"] = partial(unlike_noise, spread=_noisy(10, {4: factor}))
+        table[f"10x5 one setting sd x{factor}"] = partial(
+            unlike_noise, spread=_noisy(10, {4: factor})
+        )
     table["10x5 3 settings sd x5"] = partial(unlike_noise, spread=_noisy(10, {4: 5, 5: 5, 6: 5}))
     table["10x5 sd 1:3 alternating"] = partial(unlike_noise, spread=[1, 3] * 5)
     table["10x5 sd 3:1 alternating"] = partial(unlike_noise, spread=[3, 1] * 5)
     quiet = _noisy(10, dict.fromkeys(range(5), 0.01) | {5: 2})
-    table["10x5 baseline and 4 never learn (sd 1e-4), one sd .02"] = partial(unlike_noise, spread=quiet)
+    table["10x5 baseline and 4 never learn (sd 1e-4), one sd .02"] = partial(
+        unlike_noise, spread=quiet
+    )
     table["2x5 sd 1:5"] = partial(unlike_noise, spread=[1, 5])
     table["4x5 baseline sd x3"] = partial(unlike_noise, spread=[3, 1, 1, 1])
     table["4x3 one setting sd x5"] = partial(unlike_noise, spread=[1, 5, 1, 1], seeds=3)
     table["4x3 baseline sd x5"] = partial(unlike_noise, spread=[5, 1, 1, 1], seeds=3)
     table["3x5 baseline sd x10"] = partial(unlike_noise, spread=[10, 1, 1])
-    table["10x5 +7 SE, another setting sd x20"] = partial(unlike_noise, spread=_noisy(10, {4: 20}), winner=7)
+    table["10x5 +7 SE, another setting sd x20"] = partial(
+        unlike_noise, spread=_noisy(10, {4: 20}), winner=7
+    )
     return table
 
 
 def _lost_rows() -> dict[str, Make]:
     table: dict[str, Make] = {}
     for share in (0.2, 0.4):
-        table[f"10x5 equal, {share:.0%} of jobs missing"] = partial(lost_runs, share=share, status=MISSING)
+        table[f"10x5 equal, {share:.0%} of jobs missing"] = partial(
+            lost_runs, share=share, status=MISSING
+        )
         table[f"10x5 equal, {share:.0%} of jobs failed at random"] = partial(lost_runs, share=share)
     table["10x5 equal, 40% missing, shared seed sd 3 points"] = partial(
         lost_runs, share=0.4, status=MISSING, shared=0.03
     )
     for worst in (1, 2, 3):
-        table[f"10x5 equal, worst {worst} of 5 seeds of 5 settings failed"] = partial(lost_runs, worst=worst)
+        table[f"10x5 equal, worst {worst} of 5 seeds of 5 settings failed"] = partial(
+            lost_runs, worst=worst
+        )
         table[f"10x5 equal, worst {worst} of 5 seeds of 5 settings not finite"] = partial(
             lost_runs, worst=worst, status=DIVERGED
         )
@@ -376,7 +462,14 @@ def _limit_rows() -> dict[str, Make]:
     table["5x3 binomial p=.99 n=1000, seed logit sd 1"] = partial(
         binomial, count=5, seeds=3, images=1000, accuracy=0.99, spread=1
     )
-    for count, seeds, noise in ((2, 2, 0.5), (2, 2, 1), (2, 3, 0.5), (2, 3, 1), (3, 3, 1), (10, 5, 0.5)):
+    for count, seeds, noise in (
+        (2, 2, 0.5),
+        (2, 2, 1),
+        (2, 3, 0.5),
+        (2, 3, 1),
+        (3, 3, 1),
+        (10, 5, 0.5),
+    ):
         table[f"{count}x{seeds} equal, run noise {noise} image(s) of 270"] = partial(
             rounded, count=count, seeds=seeds, noise=noise
         )
@@ -387,8 +480,12 @@ def _outlier_rows() -> dict[str, Make]:
     table: dict[str, Make] = {}
     table["10x5 loss equal, 5% of all runs diverged to 2.3"] = partial(losses, rate=0.05)
     for name, setting in (("another setting", 4), ("the winner", 8), ("the baseline", 0)):
-        table[f"10x5 loss +5 SE, one seed of {name} diverged"] = partial(losses, winner=5, diverged=[setting])
-    table["10x5 loss .24 against .30, one seed of another diverged"] = partial(losses, winner=9, diverged=[4])
+        table[f"10x5 loss +5 SE, one seed of {name} diverged"] = partial(
+            losses, winner=5, diverged=[setting]
+        )
+    table["10x5 loss .24 against .30, one seed of another diverged"] = partial(
+        losses, winner=9, diverged=[4]
+    )
     table["10x5 equal, t noise with 3 degrees of freedom"] = heavy_tailed
     table["10x5 equal, 5% of runs 10 sd off"] = partial(heavy_tailed, rate=0.05)
     return table
@@ -396,7 +493,15 @@ def _outlier_rows() -> dict[str, Make]:
 
 def _fold_rows() -> dict[str, Make]:
     table: dict[str, Make] = {}
-    for count, folds, seeds in ((2, 5, 1), (5, 5, 1), (10, 5, 1), (2, 10, 1), (2, 5, 3), (2, 5, 5), (5, 5, 5)):
+    for count, folds, seeds in (
+        (2, 5, 1),
+        (5, 5, 1),
+        (10, 5, 1),
+        (2, 10, 1),
+        (2, 5, 3),
+        (2, 5, 5),
+        (5, 5, 5),
+    ):
         table[f"{count} settings x {folds} folds x {seeds} seeds (CV, n=300)"] = partial(
             cross_validated, count=count, folds=folds, seeds=seeds
         )
@@ -404,7 +509,13 @@ def _fold_rows() -> dict[str, Make]:
         table[f"{count} x 5 seeds, 270 fixed images"] = partial(
             cross_validated, count=count, folds=1, seeds=5, images=300, validation=270
         )
-    for count, seeds, interaction in ((2, 5, 1.0), (2, 5, 0.5), (10, 5, 1.0), (10, 3, 0.5), (10, 1, 1.0)):
+    for count, seeds, interaction in (
+        (2, 5, 1.0),
+        (2, 5, 0.5),
+        (10, 5, 1.0),
+        (10, 3, 0.5),
+        (10, 1, 1.0),
+    ):
         table[f"{count} x 5 folds x {seeds} seeds, setting-by-fold sd {interaction}"] = partial(
             setting_by_fold, count=count, folds=5, seeds=seeds, interaction=interaction
         )
@@ -419,13 +530,23 @@ def simulate(name: str, sweeps: int) -> list[Verdict]:
 
 
 COLUMNS = (
-    *("named", "wrongly named", "any false", "bound", "value bias", "plain bias", "value bias if named"),
+    *(
+        "named",
+        "wrongly named",
+        "any false",
+        "bound",
+        "value bias",
+        "plain bias",
+        "value bias if named",
+    ),
     *("difference bias if named", "covered if named", "value covered"),
 )
 
 
 def lower_bound(count: int, total: int) -> float:
-    """Return the lower end of the one-sided 99 % interval of a share (Clopper and Pearson, 1934)."""
+    """Return the lower end of the one-sided 99 % interval of a share (Clopper and
+    Pearson, 1934).
+    """
     return float(beta.ppf(0.01, count, total - count + 1)) if count else 0.0
 
 
@@ -434,11 +555,19 @@ def line(name: str, sweeps: int) -> str:
     verdicts = simulate(name, sweeps)
     false = sum(verdict.any_false for verdict in verdicts)
     bound = lower_bound(false, sweeps)
-    shares = [np.mean([getattr(v, key) for v in verdicts]) for key in ("named", "falsely_named", "any_false")]
+    shares = [
+        np.mean([getattr(v, key) for v in verdicts])
+        for key in ("named", "falsely_named", "any_false")
+    ]
     cells = [f"{100 * share:.1f}" for share in (*shares, bound)]
     named = [verdict for verdict in verdicts if verdict.named]
     level = float(np.mean([verdict.level for verdict in verdicts]))
-    for members, key in ((verdicts, "stated"), (verdicts, "plain"), (named, "stated"), (named, "difference")):
+    for members, key in (
+        (verdicts, "stated"),
+        (verdicts, "plain"),
+        (named, "stated"),
+        (named, "difference"),
+    ):
         known = [value for verdict in members if math.isfinite(value := getattr(verdict, key))]
         offset = 0.0 if key == "difference" else level
         cells.append(f"{np.mean(known) - offset:+.2f}" if known else "—")

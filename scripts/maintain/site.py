@@ -1,8 +1,9 @@
-"""Build the documentation site in site/: `make docs`, or `python scripts/maintain/site.py [<sweep folder>]`.
+"""Build the documentation site in site/: `make docs`, or `python scripts/maintain/site.py [<sweep
+folder>]`.
 
-Pages link to each other as GitHub needs it: README.md to docs/x.md, and pages to ../README.md. So a copy is built, in
-which all pages lie in one folder. The sample report has invented figures unless a sweep's folder is given. A broken link
-fails the build.
+Pages link to each other as GitHub needs it: README.md to docs/x.md, and pages to ../README.md. So a
+copy is built, in which all pages lie in one folder. The sample report has invented figures unless a
+sweep's folder is given. A broken link fails the build.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ This is the page that a sweep ends with, on **invented figures** of eight GPUs:
 """
 
 
-NOTICE = '<p style="background:#ffe0c2;color:#1f2328;padding:.6em">A sample with invented figures: no machine measured them.</p>'
+NOTICE = (
+    '<p style="background:#ffe0c2;color:#1f2328;padding:.6em">A sample with invented '
+    "figures: no machine measured them.</p>"
+)
 
 
 def collect_pages(target: Path) -> None:
@@ -49,8 +53,14 @@ def add_sample(target: Path, sweep: Path | None) -> None:
         write_sample(target / "sample_report")
         (target / "sample_report.md").write_text(SAMPLE, encoding="utf-8")
     else:
-        shutil.copytree(sweep, target / "sample_report", ignore=shutil.ignore_patterns("checkpoints", "tensorboard"))
-        (target / "sample_report.md").write_text(SAMPLE.replace("invented figures** of eight GPUs", "a real sweep**"))
+        shutil.copytree(
+            sweep,
+            target / "sample_report",
+            ignore=shutil.ignore_patterns("checkpoints", "tensorboard"),
+        )
+        (target / "sample_report.md").write_text(
+            SAMPLE.replace("invented figures** of eight GPUs", "a real sweep**")
+        )
     # Markdown that the site would take for a page of its own
     for page in (target / "sample_report").rglob("*.md"):
         page.unlink()

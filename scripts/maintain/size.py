@@ -1,6 +1,7 @@
 """Print the size of the code in statements, by folder: make size
 
-Statements are counted with `ast`, without docstrings, because counting lines rewards long lines and missing comments.
+Statements are counted with `ast`, without docstrings, because counting lines rewards long lines and
+missing comments.
 """
 
 from __future__ import annotations
@@ -29,7 +30,11 @@ def count_statements(source: str) -> int:
 
 
 def _is_bare_string(node: ast.stmt) -> bool:
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+    return (
+        isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+    )
 
 
 def main() -> None:

@@ -1,4 +1,6 @@
-"""Evaluate a run's checkpoint, or a model with weights from timm or a file. Any number of ranks gives the same result."""
+"""Evaluate a run's checkpoint, or a model with weights from timm or a file. Any number of ranks
+gives the same result.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,11 @@ from timm_parallel.parallel.strategy import Strategy
 from timm_parallel.runtime import checkpoint
 from timm_parallel.runtime.determinism import use_deterministic_algorithms
 from timm_parallel.runtime.evaluation import Evaluation, evaluate
-from timm_parallel.runtime.predictions import calibration_error, count_by_confidence, prediction_table
+from timm_parallel.runtime.predictions import (
+    calibration_error,
+    count_by_confidence,
+    prediction_table,
+)
 from timm_parallel.runtime.replica_checks import measured_world_size
 from timm_parallel.runtime.weights import preprocessing_of
 
@@ -52,14 +58,15 @@ def evaluate_config(
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Evaluate a model on `split` (val, test or all). Yield (split, metrics).
 
-    `which`: the checkpoint of the run `folder`, as best, last or a file; None: the one that result.json names. `folder`
-    None: the weights of config.model. `predictions`: a CSV file to write, with a line per image. `weights`: model, or ema
-    (averaged); None: evaluate both, and predict with those that checkpoint.metric evaluates.
+    `which`: the checkpoint of the run `folder`, as best, last or a file; None: the one that
+    result.json names. `folder` None: the weights of config.model. `predictions`: a CSV file to
+    write, with a line per image. `weights`: model, or ema (averaged); None: evaluate both, and
+    predict with those that checkpoint.metric evaluates.
     """
     if predictions is not None and find_loss(config.train.loss).probabilities is None:
         raise ValueError(
-            f"predictions={predictions}: needs probabilities of classes, which train.loss={config.train.loss} has not; "
-            "leave predictions out"
+            f"predictions={predictions}: needs probabilities of classes, which "
+            f"train.loss={config.train.loss} has not; leave predictions out"
         )
     if config.train.deterministic:
         use_deterministic_algorithms()
@@ -79,7 +86,9 @@ def evaluate_config(
             on_close.callback(loader.close)
         _load_weights(config, folder, contents, built)
         if split not in ("all", *loaders):
-            raise ValueError(f"split={split}: this data has no such split; it has {', '.join(loaders)}")
+            raise ValueError(
+                f"split={split}: this data has no such split; it has {', '.join(loaders)}"
+            )
         chosen = list(loaders) if split == "all" else [split]
         averaged = ["ema"] if contents.get("ema") else []
         sets = [weights] if weights else ["model", *averaged]
@@ -93,11 +102,20 @@ def evaluate_config(
             if keeps_rows and strategy.is_first:
                 probabilities = find_loss(config.train.loss).probabilities
                 assert probabilities is not None
-                rows = prediction_table(evaluation, getattr(dataset, name), dataset.class_names, probabilities)
+                rows = prediction_table(
+                    evaluation, getattr(dataset, name), dataset.class_names, probabilities
+                )
                 tables.append(rows.assign(split=name, weights=evaluated))
-            source = {"checkpoint": str(path), "weights": evaluated} if contents else {"model": config.model.name}
+            source = (
+                {"checkpoint": str(path), "weights": evaluated}
+                if contents
+                else {"model": config.model.name}
+            )
             world_size = measured_world_size(strategy)
-            yield name, {**source, "world_size": world_size, **evaluation.numbers, **details(evaluation)}
+            yield (
+                name,
+                {**source, "world_size": world_size, **evaluation.numbers, **details(evaluation)},
+            )
         if predictions is not None and tables:
             write_text(predictions, pd.concat(tables).to_csv(index=False, lineterminator="\n"))
 
@@ -105,10 +123,14 @@ def evaluate_config(
 def _load_weights(
     config: ResolvedConfig, folder: Path | None, contents: dict[str, Any], built: EvaluationParts
 ) -> None:
-    """Load the file model.weights, or check that the weights to evaluate are for the data's classes."""
+    """Load the file model.weights, or check that the weights to evaluate are for the data's
+    classes.
+    """
     dataset, model = built.dataset, built.model
     if config.model.weights is not None:
-        line = load_weights(model, Path(config.model.weights), dataset.class_names, for_evaluation=True)
+        line = load_weights(
+            model, Path(config.model.weights), dataset.class_names, for_evaluation=True
+        )
         if built.strategy.is_first:
             print(f"weights      {line}", file=sys.stderr)
     elif folder is None:
@@ -124,9 +146,13 @@ def _evaluate_split(
     loss, task = find_loss(config.train.loss), config.train.task
     metrics = metrics_of(task)
     if task == "classification" and loss.probabilities is not None:
-        metrics = metrics | {"ece": Metric(partial(count_by_confidence, loss.probabilities), calibration_error)}
+        metrics = metrics | {
+            "ece": Metric(partial(count_by_confidence, loss.probabilities), calibration_error)
+        }
     evaluation = evaluate(
-        strategy.for_evaluation(Autocast(model, strategy.device.type, AUTOCAST[config.train.precision])),
+        strategy.for_evaluation(
+            Autocast(model, strategy.device.type, AUTOCAST[config.train.precision])
+        ),
         loader,
         metrics,
         loss.of_images,
@@ -140,7 +166,9 @@ def _evaluate_split(
 
 
 def _prepare_as_trained(config: ResolvedConfig, preprocessing: dict[str, Any]) -> None:
-    """Set the preprocessing keys to the values of the checkpoint's run, unless the command sets them."""
+    """Set the preprocessing keys to the values of the checkpoint's run, unless the command sets
+    them.
+    """
     for key in PREPARATION:
         if getattr(config.data, key) is None and key in preprocessing:
             value = preprocessing[key]
@@ -148,10 +176,12 @@ def _prepare_as_trained(config: ResolvedConfig, preprocessing: dict[str, Any]) -
 
 
 def _check_head(config: ResolvedConfig, model: nn.Module, classes: int) -> None:
-    """Raise ValueError for weights with other classes than the data, because timm would create a random head."""
+    """Raise ValueError for weights with other classes than the data, because timm would create a
+    random head.
+    """
     trained_classes = getattr(model, "pretrained_cfg", {}).get("num_classes")
     if trained_classes != classes:
         raise ValueError(
-            f"model.name={config.model.name}: its weights are for {trained_classes} classes, the data has {classes}; "
-            "train it on the data first, and give run=<run folder>"
+            f"model.name={config.model.name}: its weights are for {trained_classes} classes, the "
+            f"data has {classes}; train it on the data first, and give run=<run folder>"
         )

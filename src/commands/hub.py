@@ -1,4 +1,6 @@
-"""Export a run as a folder for the Hugging Face hub, which timm and transformers load, with a model card."""
+"""Export a run as a folder for the Hugging Face hub, which timm and transformers load, with a model
+card.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +22,22 @@ TEMPLATE = Path(__file__).with_name("model_card.md.j2")
 
 
 def export_hub(trained: Trained, folder: Path) -> list[str]:
-    """Write weights, `config.json` and the model card `README.md`. Return Python expressions that load the folder.
+    """Write weights, `config.json` and the model card `README.md`. Return Python expressions that
+    load the folder.
 
-    Raises ValueError for a model that is not timm's and for an unfinished run, RuntimeError if outputs differ.
+    Raises ValueError for a model that is not timm's and for an unfinished run, RuntimeError if
+    outputs differ.
     """
     name, result = trained.config.model.name, read_result(trained.run)
     if name.startswith("src."):
-        raise ValueError(f"format=hub: model.name={name}: expected a model of timm; use another format")
+        raise ValueError(
+            f"format=hub: model.name={name}: expected a model of timm; use another format"
+        )
     if result.status != "done":
-        raise ValueError(f"format=hub: run={trained.run}: {result.status}, expected done; continue it with resume")
+        raise ValueError(
+            f"format=hub: run={trained.run}: {result.status}, expected done; continue it with "
+            "resume"
+        )
     export_safetensors(trained, folder)
     _complete_config(trained, folder / "config.json")
     by_folder = f"local-dir:{folder.resolve()}"
@@ -56,7 +65,9 @@ def _complete_config(trained: Trained, path: Path) -> None:
 def _model_card(trained: Trained, result: Result) -> str:
     """Return the text of the model card, from the records of the run."""
     data, template = trained.config.data, TEMPLATE.read_text(encoding="utf-8")
-    return jinja2.Template(template, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True).render(
+    return jinja2.Template(
+        template, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+    ).render(
         trained=trained,
         config=trained.config,
         base_model=base_model(trained),
@@ -69,12 +80,17 @@ def _model_card(trained: Trained, result: Result) -> str:
 
 
 def _metrics(trained: Trained, result: Result) -> list[tuple[str, str, float, int]]:
-    """Return (split, metric, value, images) of the exported weights: val at their step, test if the run tested them."""
+    """Return (split, metric, value, images) of the exported weights: val at their step, test if the
+    run tested them.
+    """
     numbers: dict[str, Any] = {}
     for line in read_metrics(trained.run / "metrics.jsonl"):
         if line["step"] == trained.step:
             numbers |= {key: value for key, value in line.items() if key.startswith("val/")}
-    if result.checkpoint and trained.checkpoint.resolve() == (trained.run / result.checkpoint).resolve():
+    if (
+        result.checkpoint
+        and trained.checkpoint.resolve() == (trained.run / result.checkpoint).resolve()
+    ):
         numbers |= {f"test/{name}": value for name, value in result.test.items()}
     suffix, rows = "_ema" if trained.weights == "ema" else "", []
     for split, evaluated in (("val", result.val), ("test", result.test)):

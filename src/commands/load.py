@@ -29,8 +29,11 @@ class Trained:
     step: int  # at which the checkpoint was saved
 
 
-def load_trained(folder: Path, which: str | None, weights: str | None, device: torch.device) -> Trained:
-    """Load the model of a run. `which`: the checkpoint, as best, last or a file; None: the one that result.json names.
+def load_trained(
+    folder: Path, which: str | None, weights: str | None, device: torch.device
+) -> Trained:
+    """Load the model of a run. `which`: the checkpoint, as best, last or a file; None: the one that
+    result.json names.
 
     `weights`: model, or ema (averaged); None: those that checkpoint.metric evaluates.
     """
@@ -42,8 +45,14 @@ def load_trained(folder: Path, which: str | None, weights: str | None, device: t
     if size is None and config.data.eval_image_size is None:
         # The data's size, else the model's.
         size = preprocessing.input_size[-1]
-    untrained = replace(config.model, pretrained=False, weights=None, grad_checkpointing=False, sync_bn=False)
-    model = build_model(untrained, len(contents["classes"]), preprocessing.input_size[0], size, device)
+    untrained = replace(
+        config.model, pretrained=False, weights=None, grad_checkpointing=False, sync_bn=False
+    )
+    model = build_model(
+        untrained, len(contents["classes"]), preprocessing.input_size[0], size, device
+    )
     checkpoint.fill(model, contents, weights)
     step = contents["progress"]["step"]
-    return Trained(model.eval(), config, preprocessing, contents["classes"], path, weights, folder, step)
+    return Trained(
+        model.eval(), config, preprocessing, contents["classes"], path, weights, folder, step
+    )

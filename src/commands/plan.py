@@ -1,6 +1,8 @@
-"""Compute what a config needs on other hardware: shards, steps, learning rates, FLOPs, and tensor bytes per device.
+"""Compute what a config needs on other hardware: shards, steps, learning rates, FLOPs, and tensor
+bytes per device.
 
-Nothing is allocated: a step runs on fake tensors, and autograd's hooks collect the tensors that the backward pass needs.
+Nothing is allocated: a step runs on fake tensors, and autograd's hooks collect the tensors that the
+backward pass needs.
 """
 
 from __future__ import annotations
@@ -34,20 +36,32 @@ from timm_parallel.runtime.banner import count_parameters
 from timm_parallel.runtime.flops import flop_counter, saved_for_backward
 from timm_parallel.runtime.progress import count_steps
 
-SMALL_FOR_BATCHNORM = 16  # images per device; below, error rises (Wu & He 2018, arXiv:1803.08494, figure 1)
+SMALL_FOR_BATCHNORM = (
+    16  # images per device; below, error rises (Wu & He 2018, arXiv:1803.08494, figure 1)
+)
 ONE_IMAGE = "BatchNorm needs two images per device; a larger data.batch_size, or fewer devices"
 
 
-def plan(overrides: list[str], counts: list[int], sizes: tuple[int, int] | None = None) -> list[Plan]:
-    """Return a plan per device count. `sizes`: (training images, classes), instead of reading the data."""
+def plan(
+    overrides: list[str], counts: list[int], sizes: tuple[int, int] | None = None
+) -> list[Plan]:
+    """Return a plan per device count. `sizes`: (training images, classes), instead of reading the
+    data.
+    """
     config = compose_command(parse_command_line(overrides)).config
     if sizes is None:
         try:
             check_data(config)
         except ValueError as error:
-            raise ValueError(f"{error}; or give images=N classes=N to plan without the data") from None
+            raise ValueError(
+                f"{error}; or give images=N classes=N to plan without the data"
+            ) from None
     multilabel = config.train.task == "multilabel"
-    images = build_dataset(config.data, multilabel=multilabel) if sizes is None else Sizes(config, *sizes)
+    images = (
+        build_dataset(config.data, multilabel=multilabel)
+        if sizes is None
+        else Sizes(config, *sizes)
+    )
     # A plan does not depend on the values of the weights.
     config.model.pretrained, config.model.weights = False, None
     plans = []
@@ -62,8 +76,9 @@ def plan(overrides: list[str], counts: list[int], sizes: tuple[int, int] | None 
     for row in plans:
         if row.batch_size > smallest and config.optim.lr_rule == "none":
             row.warnings.append(
-                f"the global batch is {row.batch_size / smallest:g} times that of the smallest count, but the learning "
-                "rate is the same; scale it with optim.lr_rule=linear or sqrt"
+                f"the global batch is {row.batch_size / smallest:g} times that of the smallest "
+                "count, but the learning rate is the same; scale it with optim.lr_rule=linear or "
+                "sqrt"
             )
     return plans
 
@@ -84,14 +99,19 @@ def _count(config: ResolvedConfig, images: ImageDataset, devices: int) -> Plan:
     steps_per_epoch, steps = count_steps(train, sampler.batches_per_epoch)
     chunk = math.ceil(batch / devices)
     side = config.data.image_size or images.image_size
-    # On meta, because timm reads values of some tensors while it builds a model, which fake tensors lack.
+    # On meta, because timm reads values of some tensors while it builds a model, which fake tensors
+    # lack.
     with torch.device("meta"):
-        model = build_model(config.model, len(images.class_names), images.in_chans, side, torch.device("meta"))
+        model = build_model(
+            config.model, len(images.class_names), images.in_chans, side, torch.device("meta")
+        )
     with FakeTensorMode(allow_non_fake_inputs=True):
         model.to_empty(device="cpu")
         pixels = train_image_size(model, config.data, images)
         num_classes = config.model.num_classes or len(images.class_names)
-        flops, memory = _step(config, model, torch.empty(chunk, images.in_chans, pixels, pixels), num_classes)
+        flops, memory = _step(
+            config, model, torch.empty(chunk, images.in_chans, pixels, pixels), num_classes
+        )
     return Plan(
         devices=devices,
         strategy=config.parallel.strategy,
@@ -110,11 +130,19 @@ def _count(config: ResolvedConfig, images: ImageDataset, devices: int) -> Plan:
     )
 
 
-def _step(config: ResolvedConfig, model: nn.Module, images: Tensor, num_classes: int) -> tuple[int, Bytes]:
-    """Run a step on a fake batch of one device. Return its FLOPs (forward and backward) and its memory."""
+def _step(
+    config: ResolvedConfig, model: nn.Module, images: Tensor, num_classes: int
+) -> tuple[int, Bytes]:
+    """Run a step on a fake batch of one device. Return its FLOPs (forward and backward) and its
+    memory.
+    """
     task = config.train.task
     is_dense = config.data.augment.mixes or task == "multilabel"
-    targets = torch.rand(len(images), num_classes) if is_dense else torch.zeros(len(images), dtype=torch.int64)
+    targets = (
+        torch.rand(len(images), num_classes)
+        if is_dense
+        else torch.zeros(len(images), dtype=torch.int64)
+    )
     freeze(model, config.model.freeze)
     autocast = Autocast(model, "cpu", AUTOCAST[config.train.precision])
     step = TrainStep(autocast, build_criterion(config.train, config.data.augment), task).train()
@@ -126,7 +154,12 @@ def _step(config: ResolvedConfig, model: nn.Module, images: Tensor, num_classes:
         loss.backward()
     optimizer.step()
     gradients = [p.grad for p in step.parameters() if p.grad is not None]
-    states = (value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor))
+    states = (
+        value
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, Tensor)
+    )
     parallel = config.parallel
     parts = (parallel.shard_size or parallel.devices) if parallel.strategy == "fsdp" else 1
     memory = Bytes(
@@ -136,20 +169,26 @@ def _step(config: ResolvedConfig, model: nn.Module, images: Tensor, num_classes:
         ema=0 if config.model.ema.decay is None else _size(averaged) // parts,
         activations=sum(storage.nbytes() for storage in saved.values()),
         batch=_size([images, targets]),
-        buckets=_size(gradients) if parallel.strategy == "ddp" and not parallel.gradient_as_bucket_view else 0,
+        buckets=_size(gradients)
+        if parallel.strategy == "ddp" and not parallel.gradient_as_bucket_view
+        else 0,
         gathered=_gathered(config, model) if parts > 1 else 0,
     )
     return counter.get_total_flops(), memory
 
 
 def _gathered(config: ResolvedConfig, model: nn.Module) -> int:
-    """Return the most bytes of whole parameters that fsdp holds at once: those outside blocks, and of two blocks.
+    """Return the most bytes of whole parameters that fsdp holds at once: those outside blocks, and
+    of two blocks.
 
     The second block is fetched while the first computes.
     """
     dtype = AUTOCAST[config.train.precision]
     sizes = {p: p.numel() * (dtype or p.dtype).itemsize for p in model.parameters()}
-    blocks = sorted(sum(sizes[parameter] for parameter in block.parameters()) for block in blocks_of(model, groups_of))
+    blocks = sorted(
+        sum(sizes[parameter] for parameter in block.parameters())
+        for block in blocks_of(model, groups_of)
+    )
     freed = 0 if config.parallel.reshard_after_forward is False else sum(blocks[:-2])
     return sum(sizes.values()) - freed
 
@@ -159,11 +198,21 @@ def _size(tensors: Iterable[Tensor]) -> int:
 
 
 def _warnings(config: Config, model: nn.Module, chunk: int, sampler: TrainSampler) -> Iterator[str]:
-    has_batch_norm = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
+    has_batch_norm = any(
+        isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()
+    )
     if has_batch_norm and chunk < SMALL_FOR_BATCHNORM and not config.model.sync_bn:
-        yield f"per-device batch {chunk} with BatchNorm: its statistics are noisy; model.sync_bn=true, or a larger batch"
+        yield (
+            f"per-device batch {chunk} with BatchNorm: its statistics are noisy; "
+            "model.sync_bn=true, or a larger batch"
+        )
     dropped, images = sampler.dropped, sampler.num_images
     if dropped > 0.05 * images:
-        yield f"{dropped} of {images} images are dropped in every epoch; a smaller data.batch_size drops fewer"
+        yield (
+            f"{dropped} of {images} images are dropped in every epoch; a smaller "
+            "data.batch_size drops fewer"
+        )
     if config.model.grad_checkpointing:
-        yield "model.grad_checkpointing=true: activations do not include the inputs that blocks keep"
+        yield (
+            "model.grad_checkpointing=true: activations do not include the inputs that blocks keep"
+        )

@@ -45,7 +45,9 @@ class PredictionRequest:
 
 
 def predict(request: PredictionRequest, ranks: Ranks, store: Any) -> list[Prediction]:
-    """Predict the image files of `request`, shared among the ranks. Return the predictions of all files on every rank."""
+    """Predict the image files of `request`, shared among the ranks. Return the predictions of all
+    files on every rank.
+    """
     paths = [request.images] if request.images.is_file() else list(image_files(request.images))
     if not paths:
         raise ValueError(f"images={request.images}: no image in this folder")
@@ -57,37 +59,62 @@ def predict(request: PredictionRequest, ranks: Ranks, store: Any) -> list[Predic
     predictions: dict[int, Prediction] = {}
     hidden = not (strategy.is_first and sys.stderr.isatty())
     with closing(_loader(trained, paths, request, strategy, ranks.local_world_size)) as loader:
-        bar = track(loader, "images", len(loader.sampler), console=Console(stderr=True), disable=hidden)
+        bar = track(
+            loader, "images", len(loader.sampler), console=Console(stderr=True), disable=hidden
+        )
         for images, numbers in bar:
             predictions.update(_best(model, trained, images, numbers, paths, request.topk))
     for number in loader.unreadable:
         predictions[number] = Prediction(str(paths[number]), [], [])
-    by_rank = strategy.group.gather({number: asdict(prediction) for number, prediction in predictions.items()})
+    by_rank = strategy.group.gather(
+        {number: asdict(prediction) for number, prediction in predictions.items()}
+    )
     strategy.close()
-    merged = {int(number): Prediction(**values) for gathered in by_rank for number, values in gathered.items()}
+    merged = {
+        int(number): Prediction(**values)
+        for gathered in by_rank
+        for number, values in gathered.items()
+    }
     assert len(merged) == len(paths), f"{len(merged)} predictions for {len(paths)} files"
     return [merged[number] for number in sorted(merged)]
 
 
 def _loader(
-    trained: Trained, paths: list[Path], request: PredictionRequest, strategy: Strategy, local_world_size: int
+    trained: Trained,
+    paths: list[Path],
+    request: PredictionRequest,
+    strategy: Strategy,
+    local_world_size: int,
 ) -> Loader:
-    """Build a loader of image files. The label of an image is its index, to match predictions with files."""
+    """Build a loader of image files. The label of an image is its index, to match predictions with
+    files.
+    """
     mode = "L" if trained.preprocessing.input_size[0] == 1 else "RGB"
     files = Files([(path, number) for number, path in enumerate(paths)], mode)
     group, preprocessing = strategy.group, trained.preprocessing
-    fetcher = BatchFetcher(files, len(paths), evaluation_transform(preprocessing), seed=0, on_error="skip")
-    sampler = EvalSampler(len(files), request.batch_size * group.world_size, group.rank, group.world_size)
+    fetcher = BatchFetcher(
+        files, len(paths), evaluation_transform(preprocessing), seed=0, on_error="skip"
+    )
+    sampler = EvalSampler(
+        len(files), request.batch_size * group.world_size, group.rank, group.world_size
+    )
     prefetcher = DevicePrefetcher(
         strategy.device, preprocessing.mean, preprocessing.std, trained.config.model.channels_last
     )
-    workers = num_workers(DataConfig(workers=request.workers), fetcher, strategy.device, local_world_size)
+    workers = num_workers(
+        DataConfig(workers=request.workers), fetcher, strategy.device, local_world_size
+    )
     return Loader(fetcher, sampler, prefetcher, workers)
 
 
 @torch.inference_mode()
 def _best(
-    model: torch.nn.Module, trained: Trained, images: Tensor, numbers: Tensor, paths: list[Path], topk: int
+    model: torch.nn.Module,
+    trained: Trained,
+    images: Tensor,
+    numbers: Tensor,
+    paths: list[Path],
+    topk: int,
 ) -> Iterator[tuple[int, Prediction]]:
     names = trained.class_names
     scores = model(images)[:, : len(names)].float()
@@ -95,5 +122,7 @@ def _best(
     # A regression predicts values: they stand where probabilities stand.
     shown = scores if probabilities is None else probabilities(scores)
     best = shown.topk(min(topk, len(names)))
-    for number, indices, values in zip(numbers.tolist(), best.indices.tolist(), best.values.tolist(), strict=True):
+    for number, indices, values in zip(
+        numbers.tolist(), best.indices.tolist(), best.values.tolist(), strict=True
+    ):
         yield number, Prediction(str(paths[number]), [names[index] for index in indices], values)

@@ -12,22 +12,31 @@ from timm_parallel.data.fractions import batches_per_epoch
 
 
 def check_data(config: Config, evaluated: str | None = None) -> None:
-    """Raise ValueError if data.root does not fit the dataset. `evaluated`: split to evaluate on, or all."""
+    """Raise ValueError if data.root does not fit the dataset. `evaluated`: split to evaluate on, or
+    all.
+    """
     data = config.data
     if data.root is not None and data.name in MADE_IN_MEMORY:
         raise ValueError(
-            f"data.root={data.root}: data.name={data.name} reads no folder; give data=folder too, or data.root=null"
+            f"data.root={data.root}: data.name={data.name} reads no folder; give data=folder too, "
+            "or data.root=null"
         )
     if data.name == "folder":
         check_folder(data, evaluated)
     elif data.name == "csv":
         check_csv(data, config.train.task == "multilabel", is_trained=evaluated is None)
-    elif data.name.partition("/")[0] in ("tar", "wds") and not (data.root and Path(data.root).is_dir()):
-        raise ValueError(f"data.root={data.root}: no such folder; give the one that contains the tars")
+    elif data.name.partition("/")[0] in ("tar", "wds") and not (
+        data.root and Path(data.root).is_dir()
+    ):
+        raise ValueError(
+            f"data.root={data.root}: no such folder; give the one that contains the tars"
+        )
 
 
 def check_batch(config: ResolvedConfig) -> None:
-    """Raise ValueError if the images are too few for an optimizer step. Where the number is unknown, the ranks check it."""
+    """Raise ValueError if the images are too few for an optimizer step. Where the number is
+    unknown, the ranks check it.
+    """
     batch, accumulate = config.global_batch, config.train.accumulate
     images = training_size(config.data, enough=batch * accumulate)
     if images is not None:

@@ -1,4 +1,6 @@
-"""Built-in datasets. Your own is a class `src.<module>.<Class>` that extends ImageDataset and is built from a DataConfig."""
+"""Built-in datasets. Your own is a class `src.<module>.<Class>` that extends ImageDataset and is
+built from a DataConfig.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from timm_parallel.machine.process import import_class
 
 
 class Digits(ImageDataset):
-    """The 1,797 handwritten digits inside scikit-learn (UCI, Alpaydin and Kaynak 1998): 8x8 gray values 0..16."""
+    """The 1,797 handwritten digits inside scikit-learn (UCI, Alpaydin and Kaynak 1998): 8x8 gray
+    values 0..16.
+    """
 
     class_names = [str(digit) for digit in range(10)]
     in_chans = 1
@@ -33,7 +37,9 @@ class Digits(ImageDataset):
         # Read from the file directly, because importing sklearn.datasets takes 0.8 s.
         spec = find_spec("sklearn")
         assert spec is not None and spec.origin is not None
-        with gzip.open(Path(spec.origin).parent / "datasets" / "data" / "digits.csv.gz", "rt") as file:
+        with gzip.open(
+            Path(spec.origin).parent / "datasets" / "data" / "digits.csv.gz", "rt"
+        ) as file:
             table = torch.from_numpy(np.loadtxt(file, delimiter=",", dtype=np.float32))
         gray = table[:, :-1].view(-1, 1, 8, 8) / 16
         size = (self.image_size, self.image_size)
@@ -49,7 +55,9 @@ class Digits(ImageDataset):
 class Synthetic(ImageDataset):
     """Random images and labels in memory, which cost almost nothing to load."""
 
-    def __init__(self, config: DataConfig, num_samples: int = 2048, num_classes: int = 10, in_chans: int = 3) -> None:
+    def __init__(
+        self, config: DataConfig, num_samples: int = 2048, num_classes: int = 10, in_chans: int = 3
+    ) -> None:
         self.class_names = [f"class_{index}" for index in range(num_classes)]
         self.in_chans = in_chans
         self.image_size = config.image_size or 32
@@ -59,17 +67,23 @@ class Synthetic(ImageDataset):
         self.train = self._split(num_samples, shape, draw)
         self.val = self._split(max(1, num_samples // 8), shape, draw)
 
-    def _split(self, count: int, shape: tuple[int, int, int], draw: np.random.Generator) -> InMemory:
+    def _split(
+        self, count: int, shape: tuple[int, int, int], draw: np.random.Generator
+    ) -> InMemory:
         images = draw.integers(0, 256, (count, *shape), dtype=np.uint8)
         labels = draw.integers(0, len(self.class_names), count)
         return InMemory(torch.from_numpy(images), torch.from_numpy(labels))
 
 
 class Folder(ImageDataset):
-    """Images in `<root>/{train,val,test}/<class>/`, or in `<root>/<class>/` with data.val_fraction."""
+    """Images in `<root>/{train,val,test}/<class>/`,
+    or in `<root>/<class>/` with data.val_fraction.
+    """
 
     def __init__(self, config: DataConfig, trained_classes: list[str] | None = None) -> None:
-        """`trained_classes`: in an evaluation, the class names of the evaluated run; then train/ may be missing."""
+        """`trained_classes`: in an evaluation, the class names of the evaluated run; then train/
+        may be missing.
+        """
         self.class_names, listing = list_folder(config, trained_classes)
         self.train, self.val, self.test = files_of(listing)
 
@@ -77,8 +91,12 @@ class Folder(ImageDataset):
 class Csv(ImageDataset):
     """Images and labels listed in a CSV file."""
 
-    def __init__(self, config: DataConfig, trained_classes: list[str] | None = None, multilabel: bool = False) -> None:
-        """`trained_classes`: in an evaluation, the class names of the evaluated run. `multilabel`: see train.task."""
+    def __init__(
+        self, config: DataConfig, trained_classes: list[str] | None = None, multilabel: bool = False
+    ) -> None:
+        """`trained_classes`: in an evaluation, the class names of the evaluated run. `multilabel`:
+        see train.task.
+        """
         self.class_names, listing = list_csv(config, trained_classes, multilabel)
         self.train, self.val, self.test = files_of(listing)
 
@@ -86,12 +104,18 @@ class Csv(ImageDataset):
 def build_dataset(
     config: DataConfig, trained_classes: list[str] | None = None, multilabel: bool = False
 ) -> ImageDataset:
-    """Build the dataset `data.name`. `trained_classes`: the class names of a run that will be evaluated on it."""
+    """Build the dataset `data.name`. `trained_classes`: the class names of a run that will be
+    evaluated on it.
+    """
     name = "timm" if is_timm_dataset(config.name) else config.name
     dataset_class = import_class(DATASETS.get(name, name))
     if not (isinstance(dataset_class, type) and dataset_class.__module__.startswith("src.")):
-        raise ValueError(f"data.name={config.name}: not a class of this project; give src.<module>.<Class>")
-    more: dict[str, Any] = {"trained_classes": trained_classes} if config.name in ("folder", "csv") else {}
+        raise ValueError(
+            f"data.name={config.name}: not a class of this project; give src.<module>.<Class>"
+        )
+    more: dict[str, Any] = (
+        {"trained_classes": trained_classes} if config.name in ("folder", "csv") else {}
+    )
     if config.name == "csv":
         more["multilabel"] = multilabel
     with refuse_wrong_arguments("data.kwargs", config.kwargs, config.name):

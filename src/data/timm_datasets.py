@@ -1,4 +1,6 @@
-"""Datasets by the names of timm's factory: `torch/cifar10`, `hfds/…`, and tar files (`tar`, `wds`)."""
+"""Datasets by the names of timm's factory: `torch/cifar10`, `hfds/…`,
+and tar files (`tar`, `wds`).
+"""
 
 from __future__ import annotations
 
@@ -28,16 +30,25 @@ class TimmImages(ImageDataset):
         input_key: str = "image",
         target_key: str = "label",
     ) -> None:
-        """The arguments have timm's names. `input_key` and `target_key` are columns of a Hugging Face dataset."""
+        """The arguments have timm's names. `input_key` and `target_key` are columns of a Hugging
+        Face dataset.
+        """
         names = [name for name in (train_split, val_split, test_split) if name is not None]
         scheme = config.name.partition("/")[0]
         splits: list[Any]
         if scheme in ("tar", "wds"):
-            splits, self.class_names = read_splits(Path(str(config.root)), names, webdataset=scheme == "wds")
+            splits, self.class_names = read_splits(
+                Path(str(config.root)), names, webdataset=scheme == "wds"
+            )
         elif scheme == "hfds":
-            readers = [_create(config, name, input_key=input_key, target_key=target_key).reader for name in names]
+            readers = [
+                _create(config, name, input_key=input_key, target_key=target_key).reader
+                for name in names
+            ]
             splits = [HubSplit(reader) for reader in readers]
-            numbers = readers[0].class_to_idx or {str(n): n for n in range(max(readers[0].dataset[target_key]) + 1)}
+            numbers = readers[0].class_to_idx or {
+                str(n): n for n in range(max(readers[0].dataset[target_key]) + 1)
+            }
             self.class_names = sorted(numbers, key=numbers.__getitem__)
         else:
             datasets = [_create(config, name, download=download) for name in names]
@@ -47,14 +58,19 @@ class TimmImages(ImageDataset):
                     dataset.loader = _load_file
             first, _ = datasets[0][0]
             self.in_chans = 1 if not isinstance(first, Tensor) and first.mode in ("L", "1") else 3
-            splits = [TorchvisionSplit(dataset, "L" if self.in_chans == 1 else "RGB") for dataset in datasets]
+            splits = [
+                TorchvisionSplit(dataset, "L" if self.in_chans == 1 else "RGB")
+                for dataset in datasets
+            ]
             self.class_names = [str(name) for name in datasets[0].classes]
         self.train, self.val = splits[0], splits[1]
         self.test = splits[2] if test_split is not None else None
 
 
 class TorchvisionSplit:
-    """A split of a torchvision dataset, whose items are labels with PIL images, or with tensors of `_load_file`."""
+    """A split of a torchvision dataset, whose items are labels with PIL images, or with tensors of
+    `_load_file`.
+    """
 
     def __init__(self, dataset: Any, mode: str) -> None:
         self.dataset, self.mode = dataset, mode
@@ -75,7 +91,9 @@ class TorchvisionSplit:
 
 
 class HubSplit:
-    """A split of a Hugging Face dataset, read by timm. Decodes here: timm would silently replace damaged images."""
+    """A split of a Hugging Face dataset, read by timm. Decodes here: timm would silently replace
+    damaged images.
+    """
 
     def __init__(self, reader: Any) -> None:
         self.reader = reader
@@ -97,14 +115,19 @@ def _load_file(path: str | Path) -> Tensor:
 def _create(config: DataConfig, split: str, **options: Any) -> Any:
     """Create a split with timm's factory."""
     try:
-        return create_dataset(config.name, root=config.root, split=split, is_training=split == "train", **options)
+        return create_dataset(
+            config.name, root=config.root, split=split, is_training=split == "train", **options
+        )
     except ImportError as error:
-        raise ValueError(f"data.name={config.name}: needs a package: pip install {error.name}") from None
+        raise ValueError(
+            f"data.name={config.name}: needs a package: pip install {error.name}"
+        ) from None
     except (OSError, RuntimeError, AssertionError, ValueError) as error:
         reason = " ".join(str(error).split())[:200]
         remedy = "check the network, or give a filled cache as data.root"
         if "download" in options:
             remedy = "download it with +data.kwargs.download=true"
         raise ValueError(
-            f"data.name={config.name}: the split {split} is not in {config.root} ({reason}); {remedy}"
+            f"data.name={config.name}: the split {split} is not in {config.root} ({reason}); "
+            f"{remedy}"
         ) from None

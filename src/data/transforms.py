@@ -1,4 +1,6 @@
-"""Augmentation of training images and preprocessing of evaluation images, with timm's steps and names."""
+"""Augmentation of training images and preprocessing of evaluation images, with timm's steps and
+names.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,12 @@ from typing import Any
 import torch
 from PIL import ImageOps
 from timm.data import IMAGENET_DEFAULT_MEAN, auto_augment
-from timm.data.transforms import CenterCropOrPad, RandomCropOrPad, ResizeKeepRatio, str_to_pil_interp
+from timm.data.transforms import (
+    CenterCropOrPad,
+    RandomCropOrPad,
+    ResizeKeepRatio,
+    str_to_pil_interp,
+)
 from torch import Tensor
 from torchvision.transforms import InterpolationMode, v2
 
@@ -24,31 +31,42 @@ BLUR = 23  # pixels, timm's kernel
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """Preprocessing of evaluation images. Field names are timm's, and an export writes the same names."""
+    """Preprocessing of evaluation images. Field names are timm's, and an export writes the same
+    names.
+    """
 
     input_size: tuple[int, int, int]  # channels, height, width
     mean: tuple[float, ...]  # per channel, of images in 0..1
     std: tuple[float, ...]
     crop_pct: float  # side of the crop / side of the resized image
-    crop_mode: str  # center: resize the shorter side; squash: both; border: the longer one, and fill up with `mean`
+    # Center: resize the shorter side; squash: both; border: the longer one, and fill up with
+    # `mean`.
+    crop_mode: str
     interpolation: str  # bilinear or bicubic
 
 
 def train_transform(
     config: AugmentConfig, size: int, resize: bool, mean: tuple[float, ...] = IMAGENET_DEFAULT_MEAN
 ) -> Transform | None:
-    """Build the training augmentation: uint8 [C, H, W] -> uint8 [C, size, size]; None if the config asks for none.
+    """Build the training augmentation: uint8 [C, H, W] -> uint8 [C, size, size]; None if the config
+    asks for none.
 
-    Its steps and their order are those of timm.data.transforms_imagenet_train. Erasing follows normalization (erasing.py).
-    `resize`: True if images may have other sizes than `size`. `mean`: per channel, of images in 0..1.
+    Its steps and their order are those of timm.data.transforms_imagenet_train. Erasing follows
+    normalization (erasing.py). `resize`: True if images may have other sizes than `size`. `mean`:
+    per channel, of images in 0..1.
     """
     steps: list[Any] = []
     if config.train_crop_mode in ("rkrc", "rkrr"):
         steps += _keep_ratio_crop(config, size)
     elif config.scale is not None or config.train_crop_mode is not None:
-        modes = ("bilinear", "bicubic") if config.interpolation == "random" else (config.interpolation,)
+        modes = (
+            ("bilinear", "bicubic") if config.interpolation == "random" else (config.interpolation,)
+        )
         ratio = config.ratio or (3 / 4, 4 / 3)
-        crops = [v2.RandomResizedCrop(size, config.scale or (0.08, 1), ratio, _mode(mode)) for mode in modes]
+        crops = [
+            v2.RandomResizedCrop(size, config.scale or (0.08, 1), ratio, _mode(mode))
+            for mode in modes
+        ]
         steps.append(crops[0] if len(crops) == 1 else v2.RandomChoice(crops))
     elif resize:
         steps += [v2.Resize(size, _mode(config.interpolation)), v2.CenterCrop(size)]
@@ -69,25 +87,30 @@ def train_transform(
     if config.gaussian_blur_prob:
         if size <= BLUR // 2:
             raise ValueError(
-                f"data.augment.gaussian_blur_prob={config.gaussian_blur_prob}: expected images of {BLUR // 2 + 1} pixels per "
-                f"side or more, not {size}; use 0"
+                f"data.augment.gaussian_blur_prob={config.gaussian_blur_prob}: expected images of "
+                f"{BLUR // 2 + 1} pixels per side or more, not {size}; use 0"
             )
         steps.append(v2.RandomApply([v2.GaussianBlur(BLUR)], config.gaussian_blur_prob))
     return v2.Compose(steps) if steps else None
 
 
 class CropAndFlip:
-    """Padded random crop and flips of whole batches, as a batch step: bit-equal to `train_transform` for the seed of an image."""
+    """Padded random crop and flips of whole batches, as a batch step: bit-equal to
+    `train_transform` for the seed of an image.
+    """
 
     def __init__(self, config: AugmentConfig) -> None:
         self.padding, self.chances = config.crop_padding, (config.vflip, config.hflip)
 
     def draw(self, seeds: list[int], shape: torch.Size) -> list[Tensor]:
-        """Draw for each image the corner (top, left) of its crop, and 1 to flip it (vertically, horizontally): int64 [B, 4]."""
+        """Draw for each image the corner (top, left) of its crop, and 1 to flip it (vertically,
+        horizontally): int64 [B, 4].
+        """
         # Not an attribute: a torch.Generator does not reach loader workers that are spawned.
         generator, count = torch.Generator(), len(seeds)
         corners, draws = torch.zeros(count, 2, dtype=torch.int64), torch.ones(count, 2)
-        # torchvision draws no number for a step that is left out, and draws for horizontal flips first.
+        # torchvision draws no number for a step that is left out, and draws for horizontal flips
+        # first.
         used = [column for column in (1, 0) if self.chances[column]]
         shares = torch.empty(count, len(used))
         for seed, corner, share in zip(seeds, corners.unbind(), shares.unbind(), strict=True):
@@ -111,18 +134,27 @@ class CropAndFlip:
 
 
 def batch_step(config: AugmentConfig, in_memory: InMemory | None, size: int) -> CropAndFlip | None:
-    """Return the augmentation of batches in place of `train_transform`, or None if only that one can do it.
+    """Return the augmentation of batches in place of `train_transform`, or None if only that one
+    can do it.
 
     `in_memory`: the training split; None: its images are decoded or resized.
     """
     if in_memory is None or in_memory.images.shape[2:] != (size, size):
         return None
-    others = train_transform(replace(config, crop_padding=0, hflip=0.0, vflip=0.0), size, resize=False)
-    return CropAndFlip(config) if others is None and (config.crop_padding or config.hflip or config.vflip) else None
+    others = train_transform(
+        replace(config, crop_padding=0, hflip=0.0, vflip=0.0), size, resize=False
+    )
+    return (
+        CropAndFlip(config)
+        if others is None and (config.crop_padding or config.hflip or config.vflip)
+        else None
+    )
 
 
 def _keep_ratio_crop(config: AugmentConfig, size: int) -> list[Any]:
-    """Build timm's rkrc (center crop) or rkrr (random crop), which zoom and stretch half of the images at random."""
+    """Build timm's rkrc (center crop) or rkrr (random crop), which zoom and stretch half of the
+    images at random.
+    """
     resize = ResizeKeepRatio(
         size,
         interpolation=config.interpolation,
@@ -137,13 +169,17 @@ def _keep_ratio_crop(config: AugmentConfig, size: int) -> list[Any]:
 
 
 def evaluation_transform(preprocessing: Preprocessing) -> Transform:
-    """Build timm's evaluation transform, uint8 [C, H, W] -> uint8 `input_size`: resize, then crop the center."""
+    """Build timm's evaluation transform, uint8 [C, H, W] -> uint8 `input_size`: resize, then crop
+    the center.
+    """
     _, height, width = preprocessing.input_size
     resized = [math.floor(side / preprocessing.crop_pct) for side in (height, width)]
     mode = _mode(preprocessing.interpolation)
     if preprocessing.crop_mode == "border":
         fill = [round(255 * value) for value in preprocessing.mean]
-        padded = partial(_resize_and_pad, size=(height, width), resized=resized, fill=fill, mode=mode)
+        padded = partial(
+            _resize_and_pad, size=(height, width), resized=resized, fill=fill, mode=mode
+        )
         return v2.Compose([padded, v2.CenterCrop((height, width))])
     if preprocessing.crop_mode != "squash":
         resized = [min(resized)]
@@ -155,9 +191,15 @@ def _mode(name: str) -> InterpolationMode:
 
 
 def _resize_and_pad(
-    image: Tensor, size: tuple[int, int], resized: list[int], fill: list[int], mode: InterpolationMode
+    image: Tensor,
+    size: tuple[int, int],
+    resized: list[int],
+    fill: list[int],
+    mode: InterpolationMode,
 ) -> Tensor:
-    """Resize an image to fit within `resized`, then pad with the color `fill` to `size`: timm's border mode."""
+    """Resize an image to fit within `resized`, then pad with the color `fill` to `size`: timm's
+    border mode.
+    """
     ratio = max(side / target for side, target in zip(image.shape[1:], resized, strict=True))
     sides = [max(1, round(side / ratio)) for side in image.shape[1:]]
     rows, columns = max(0, size[0] - sides[0]), max(0, size[1] - sides[1])
@@ -166,7 +208,9 @@ def _resize_and_pad(
 
 
 class _TimmAutoAugment:
-    """timm's AutoAugment policies on RGB PIL images. A class, because closures cannot be pickled for loader workers."""
+    """timm's AutoAugment policies on RGB PIL images. A class, because closures cannot be pickled
+    for loader workers.
+    """
 
     def __init__(self, text: str, size: int, interpolation: str, mean: tuple[float, ...]) -> None:
         for name in auto_augment.NAME_TO_OP:
@@ -192,7 +236,13 @@ class _TimmAutoAugment:
 
 
 def _posterize(image: Any, bits_to_keep: int, **options: Any) -> Any:
-    """Posterize as timm does. For 0 bits return a black image, because newer versions of Pillow raise an error."""
+    """Posterize as timm does. For 0 bits return a black image, because newer versions of Pillow
+    raise an error.
+    """
     if bits_to_keep >= 8:
         return image
-    return ImageOps.posterize(image, bits_to_keep) if bits_to_keep > 0 else image.point(lambda value: 0)
+    return (
+        ImageOps.posterize(image, bits_to_keep)
+        if bits_to_keep > 0
+        else image.point(lambda value: 0)
+    )

@@ -1,4 +1,6 @@
-"""Build the model from timm or from your own class. Single-device code: a strategy wraps the model (src/parallel/)."""
+"""Build the model from timm or from your own class. Single-device code: a strategy wraps the model
+(src/parallel/).
+"""
 
 from __future__ import annotations
 
@@ -21,14 +23,18 @@ from timm_parallel.runtime.model_checks import skip_unreachable_hub
 def build_model(
     config: ModelConfig, classes: int, in_chans: int, image_size: int | None, device: torch.device
 ) -> nn.Module:
-    """Build the configured model for the data's classes, channels and image size. The caller loads model.weights."""
+    """Build the configured model for the data's classes, channels and image size. The caller loads
+    model.weights.
+    """
     if config.num_classes is not None and config.num_classes < classes:
         raise ValueError(
-            f"model.num_classes={config.num_classes}: the data has {classes} classes; use {classes} or more"
+            f"model.num_classes={config.num_classes}: the data has {classes} classes; use "
+            f"{classes} or more"
         )
     if config.in_chans not in (None, in_chans):
         raise ValueError(
-            f"model.in_chans={config.in_chans}: the data's images have {in_chans} channels; leave it at null"
+            f"model.in_chans={config.in_chans}: the data's images have {in_chans} channels; leave "
+            "it at null"
         )
     arguments: dict[str, Any] = {"num_classes": config.num_classes or classes, "in_chans": in_chans}
     # An experiment's model.name replaces that of model=<option>, but not the option's other keys.
@@ -38,13 +44,17 @@ def build_model(
         with refuse_wrong_arguments("model.kwargs", config.kwargs, receiver, fix=fix):
             model = _own_model(config, arguments)
     else:
-        with refuse_wrong_arguments("model.kwargs", config.kwargs, receiver, AttributeError, AssertionError, fix=fix):
+        with refuse_wrong_arguments(
+            "model.kwargs", config.kwargs, receiver, AttributeError, AssertionError, fix=fix
+        ):
             model = _timm_model(config, arguments, image_size)
     if config.grad_checkpointing:
         try:
             model.set_grad_checkpointing(True)
         except (AttributeError, AssertionError) as error:
-            raise ValueError(f"model.grad_checkpointing=true: {config.name} lacks it ({error}); use false") from None
+            raise ValueError(
+                f"model.grad_checkpointing=true: {config.name} lacks it ({error}); use false"
+            ) from None
     if config.sync_bn:
         # timm's function, because torch's drops the activation that timm's BatchNorm holds.
         model = convert_sync_batchnorm(model)
@@ -57,7 +67,9 @@ def build_model(
 def _own_model(config: ModelConfig, arguments: dict[str, Any]) -> Any:
     model_class = import_class(config.name)
     if not (isinstance(model_class, type) and issubclass(model_class, nn.Module)):
-        raise ValueError(f"model.name={config.name}: not a torch.nn.Module class; give src.<module>.<Class>")
+        raise ValueError(
+            f"model.name={config.name}: not a torch.nn.Module class; give src.<module>.<Class>"
+        )
     return model_class(**arguments, **config.kwargs)
 
 
@@ -76,15 +88,18 @@ def _timm_model(config: ModelConfig, arguments: dict[str, Any], image_size: int 
     except (OSError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:200]
         raise ValueError(
-            f"model.pretrained=true: the weights of {config.name} could not be downloaded ({reason}); "
-            "check the network, copy a filled cache to HF_HOME, or give a file: model.weights=<file>"
+            f"model.pretrained=true: the weights of {config.name} could not be downloaded "
+            f"({reason}); check the network, copy a filled cache to HF_HOME, or give a file: "
+            "model.weights=<file>"
         ) from None
 
 
 def _with_checkpoint_filter(name: str, arguments: dict[str, Any]) -> Any:
-    """Build a timm model with random weights. Store timm's filter for its weight files as `checkpoint_filter`.
+    """Build a timm model with random weights. Store timm's filter for its weight files as
+    `checkpoint_filter`.
 
-    timm passes the filter to its loader and does not keep it, so this function intercepts that call.
+    timm passes the filter to its loader and does not keep it, so this function intercepts that
+    call.
     """
     passed: dict[str, Any] = {}
 
@@ -102,7 +117,9 @@ def _with_checkpoint_filter(name: str, arguments: dict[str, Any]) -> Any:
 
 
 def _takes_image_size(name: str) -> bool:
-    """Return True if the timm model takes an `img_size` argument: models with a fixed input size do, ResNets do not."""
+    """Return True if the timm model takes an `img_size` argument: models with a fixed input size
+    do, ResNets do not.
+    """
     cfg = timm.get_pretrained_cfg(name, allow_unregistered=True)
     if cfg is not None and cfg.fixed_input_size:
         return True

@@ -1,4 +1,6 @@
-"""Freeze parameters (`model.freeze`), and find the head's parameters (for `optim.head_lr_scale`)."""
+"""Freeze parameters (`model.freeze`),
+and find the head's parameters (for `optim.head_lr_scale`).
+"""
 
 from __future__ import annotations
 
@@ -10,10 +12,11 @@ from torch import nn
 
 
 def freeze(model: Any, which: int | str | None) -> str:
-    """Freeze the parameters that model.freeze selects. Return a line with their count; empty if `which` is None.
+    """Freeze the parameters that model.freeze selects. Return a line with their count; empty if
+    `which` is None.
 
-    Names in the state dict do not change. Modules without a trainable parameter should stay in evaluation mode: see
-    `frozen_modules`.
+    Names in the state dict do not change. Modules without a trainable parameter should stay in
+    evaluation mode: see `frozen_modules`.
     """
     if which is None:
         return ""
@@ -27,16 +30,24 @@ def freeze(model: Any, which: int | str | None) -> str:
         frozen = [name for name in names if re.match(which, name)]
     if not frozen:
         roots = dict.fromkeys(name.partition(".")[0] for name in names)
-        raise ValueError(f"model.freeze={which}: no parameter name starts with it; they start with {', '.join(roots)}")
+        raise ValueError(
+            f"model.freeze={which}: no parameter name starts with it; they start with "
+            f"{', '.join(roots)}"
+        )
     if len(frozen) == len(names):
-        raise ValueError(f"model.freeze={which}: freezes every parameter; use a smaller number or a narrower pattern")
+        raise ValueError(
+            f"model.freeze={which}: freezes every parameter; use a smaller number or a narrower "
+            "pattern"
+        )
     for name in frozen:
         model.get_parameter(name).requires_grad_(False)
     return f"{len(frozen)} of {len(names)} tensors of parameters (model.freeze={which})"
 
 
 def frozen_modules(model: nn.Module) -> list[nn.Module]:
-    """Return the outermost modules whose parameters are all frozen, to keep their BatchNorm and dropout fixed."""
+    """Return the outermost modules whose parameters are all frozen, to keep their BatchNorm and
+    dropout fixed.
+    """
     has_trainable = [parameter.requires_grad for parameter in model.parameters()]
     if has_trainable and not any(has_trainable):
         return [model]
@@ -44,21 +55,31 @@ def frozen_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def head_names(model: Any) -> set[str]:
-    """Return the tensor names of the head: the module from `get_classifier()`, else the model's last Linear."""
+    """Return the tensor names of the head: the module from `get_classifier()`, else the model's
+    last Linear.
+    """
     if hasattr(model, "get_classifier"):
         classifier = model.get_classifier()
         heads = list(classifier) if isinstance(classifier, tuple | list) else [classifier]
     else:
         heads = [module for module in model.modules() if isinstance(module, nn.Linear)][-1:]
-    prefixes = tuple(f"{name}." for name, module in model.named_modules() if any(module is head for head in heads))
+    prefixes = tuple(
+        f"{name}."
+        for name, module in model.named_modules()
+        if any(module is head for head in heads)
+    )
     return {name for name in model.state_dict() if name.startswith(prefixes)}
 
 
 def groups_of(model: Any, coarse: bool = False) -> dict[str, int]:
-    """Return timm's number (0 is the stem) of the group of each parameter, by name; {} for a model that is not timm's."""
+    """Return timm's number (0 is the stem) of the group of each parameter, by name; {} for a model
+    that is not timm's.
+    """
     if not hasattr(model, "group_matcher"):
         return {}
-    numbers: dict[str, int] = group_parameters(model, model.group_matcher(coarse=coarse), reverse=True)
+    numbers: dict[str, int] = group_parameters(
+        model, model.group_matcher(coarse=coarse), reverse=True
+    )
     return numbers
 
 
@@ -67,10 +88,13 @@ def _first_groups(model: Any, count: int) -> list[str]:
     groups = groups_of(model, coarse=True)
     if not groups:
         raise ValueError(
-            f"model.freeze={count}: this model defines no layer groups (timm's group_matcher), so a number cannot be used; "
-            "use model.freeze=backbone, or a regular expression"
+            f"model.freeze={count}: this model defines no layer groups (timm's group_matcher), so "
+            "a number cannot be used; use model.freeze=backbone, or a regular expression"
         )
     last = max(groups.values())
     if count > last:
-        raise ValueError(f"model.freeze={count}: the last of the {last + 1} groups must be trained; use {last} or less")
+        raise ValueError(
+            f"model.freeze={count}: the last of the {last + 1} groups must be trained; use {last} "
+            "or less"
+        )
     return [name for name, number in groups.items() if number < count]

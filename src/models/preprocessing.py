@@ -1,4 +1,6 @@
-"""Choose image size and normalization: from the config, else from the dataset, else from the model."""
+"""Choose image size and normalization: from the config, else from the dataset,
+else from the model.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +16,29 @@ from timm_parallel.data.dataset import ImageDataset, InMemory
 
 
 def train_image_size(model: nn.Module, config: DataConfig, images: ImageDataset) -> int:
-    """Return the side of training images in pixels, from the config, else the dataset, else the model."""
-    return int(config.image_size or images.image_size or resolve_model_data_config(model)["input_size"][-1])
+    """Return the side of training images in pixels, from the config, else the dataset, else the
+    model.
+    """
+    return int(
+        config.image_size or images.image_size or resolve_model_data_config(model)["input_size"][-1]
+    )
 
 
 def preprocessing_for(
-    model: nn.Module, config: DataConfig, images: ImageDataset, of_weights: Mapping[str, Any] | None = None
+    model: nn.Module,
+    config: DataConfig,
+    images: ImageDataset,
+    of_weights: Mapping[str, Any] | None = None,
 ) -> Preprocessing:
-    """Return the evaluation preprocessing: from config, else dataset, else weights, else timm's defaults.
+    """Return the evaluation preprocessing: from config, else dataset, else weights, else timm's
+    defaults.
 
     The weights are those of the file model.weights (`of_weights`: its mean and std), else timm's.
     """
     if config.eval_image_size is not None and isinstance(images.val, InMemory):
         raise ValueError(
-            f"data.eval_image_size={config.eval_image_size}: images of {config.name} have one size; leave it at null"
+            f"data.eval_image_size={config.eval_image_size}: images of {config.name} have one "
+            "size; leave it at null"
         )
     of_model = resolve_model_data_config(model)
     channels = images.in_chans
@@ -41,12 +52,15 @@ def preprocessing_for(
             mean, std = of_weights["mean"], of_weights["std"]
     for key, values in (("mean", mean), ("std", std)):
         if len(values) != channels:
-            raise ValueError(f"data.{key}={list(values)}: expected a number for each of the {channels} channels")
+            raise ValueError(
+                f"data.{key}={list(values)}: expected a number for each of the {channels} channels"
+            )
     return Preprocessing(
         input_size=(channels, sides, sides) if sides else (channels, *of_model["input_size"][1:]),
         mean=tuple(mean),
         std=tuple(std),
-        crop_pct=config.crop_pct or (1.0 if isinstance(images.val, InMemory) else of_model["crop_pct"]),
+        crop_pct=config.crop_pct
+        or (1.0 if isinstance(images.val, InMemory) else of_model["crop_pct"]),
         crop_mode=of_model["crop_mode"],
         interpolation=config.interpolation or of_model["interpolation"],
     )

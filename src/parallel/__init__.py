@@ -1,7 +1,8 @@
-"""Strategies spread a model over devices, one class each. Importing this package does not import torch.
+"""Strategies spread a model over devices, one class each. Importing this package does not import
+torch.
 
-To add one, put a class next to these that extends Single (one process) or Distributed (a process per device), and a YAML
-in conf/parallel/ that names it: `strategy: src.parallel.<module>.<Class>`.
+To add one, put a class next to these that extends Single (one process) or Distributed (a process
+per device), and a YAML in conf/parallel/ that names it: `strategy: src.parallel.<module>.<Class>`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ def build_strategy(config: ResolvedParallel, ranks: Ranks, store: Store | None) 
     strategy = import_class(STRATEGIES.get(config.strategy, config.strategy))
     if not issubclass(strategy, Strategy):
         raise ValueError(
-            f"parallel.strategy={config.strategy}: expected a class that extends Single or Distributed of src/parallel/"
+            f"parallel.strategy={config.strategy}: expected a class that extends Single or "
+            "Distributed of src/parallel/"
         )
     built: Strategy = strategy(config, ranks, store)
     return built

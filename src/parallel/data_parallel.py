@@ -1,6 +1,8 @@
-"""torch.nn.DataParallel: one process, one replica and one thread per device. Every step copies the model to the replicas.
+"""torch.nn.DataParallel: one process, one replica and one thread per device. Every step copies the
+model to the replicas.
 
-A model that computes over its batch (BatchNorm in training, losses over pairs) sees only its replica's chunk.
+A model that computes over its batch (BatchNorm in training, losses over pairs) sees only its
+replica's chunk.
 """
 
 from __future__ import annotations
@@ -28,26 +30,38 @@ class DataParallelStrategy(Strategy):
         super().__init__(config, ranks, store)
         if config.accelerator == "cpu":
             self.note = "threads on CPU; the speed is not that of GPUs"
-        self.output_device = self.device if config.output_device is None else torch.device("cuda", config.output_device)
+        self.output_device = (
+            self.device
+            if config.output_device is None
+            else torch.device("cuda", config.output_device)
+        )
 
     def choose_devices(self, ranks: Ranks) -> list[torch.device]:
         if self.config.accelerator == "cuda":
-            return [torch.device("cuda", index) for index in self.config.device_ids or range(self.config.devices)]
+            return [
+                torch.device("cuda", index)
+                for index in self.config.device_ids or range(self.config.devices)
+            ]
         return [torch.device("cpu")] * self.config.devices
 
     def wrap(self, step: Any) -> nn.Module:
-        """Replicate the model and compute the loss on gathered outputs. `loss_in_replica`: replicate the whole step."""
+        """Replicate the model and compute the loss on gathered outputs. `loss_in_replica`:
+        replicate the whole step.
+        """
         if self.config.loss_in_replica:
             return StepInReplicas(self._spread(step, self.output_device), len(self.devices))
         spread = self._spread(step.model, self.output_device)
-        # The loss, and what else the step has, computes where the outputs are gathered. The model stays where it is.
+        # The loss, and what else the step has, computes where the outputs are gathered. The model
+        # stays where it is.
         step.model = None
         step.to(self.output_device)
         step.model = spread
         return StepOnOutputs(step)
 
     def for_evaluation(self, model: nn.Module) -> nn.Module:
-        """Replicate the model and gather outputs on the labels' device; `output_device` is for training only."""
+        """Replicate the model and gather outputs on the labels' device; `output_device` is for
+        training only.
+        """
         return self._spread(model, self.device)
 
     def chunk_sizes(self, batch_size: int) -> list[int]:

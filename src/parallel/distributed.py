@@ -1,4 +1,6 @@
-"""DistributedDataParallel: one process per device. Gradients are averaged by all-reduce during the backward pass."""
+"""DistributedDataParallel: one process per device. Gradients are averaged by all-reduce during the
+backward pass.
+"""
 
 from __future__ import annotations
 
@@ -27,17 +29,24 @@ class Distributed(Strategy):
     def choose_devices(self, ranks: Ranks) -> list[torch.device]:
         if self.config.accelerator != "cuda":
             return [torch.device("cpu")]
-        index = self.config.device_ids[ranks.local_rank] if self.config.device_ids else ranks.local_rank
+        index = (
+            self.config.device_ids[ranks.local_rank] if self.config.device_ids else ranks.local_rank
+        )
         # gloo ranks may share a device.
         return [torch.device("cuda", index % torch.cuda.device_count())]
 
     def wrap(self, step: Any) -> nn.Module:
         # comm_hook and dist_bn are not arguments of DistributedDataParallel.
         keys = [
-            key for key, owner in strategy_options().items() if owner == "ddp" and key not in ("comm_hook", "dist_bn")
+            key
+            for key, owner in strategy_options().items()
+            if owner == "ddp" and key not in ("comm_hook", "dist_bn")
         ]
-        options = {key: getattr(self.config, key) for key in keys if getattr(self.config, key) is not None}
-        # With dist_bn=reduce, broadcasts would replace the statistics of each rank that are to be averaged.
+        options = {
+            key: getattr(self.config, key) for key in keys if getattr(self.config, key) is not None
+        }
+        # With dist_bn=reduce, broadcasts would replace the statistics of each rank that are to be
+        # averaged.
         if self.config.dist_bn == "reduce" or has_only_batch_norm_buffers(step):
             options.setdefault("broadcast_buffers", False)
         # torch 2.13 renamed the option.

@@ -1,6 +1,8 @@
-"""FSDP2: every rank holds a part of every parameter, gathered block by block while a step goes through the model.
+"""FSDP2: every rank holds a part of every parameter, gathered block by block while a step goes
+through the model.
 
-Gradients, optimizer state and averaged weights are in parts too. Checkpoints hold whole tensors, as under every strategy.
+Gradients, optimizer state and averaged weights are in parts too. Checkpoints hold whole tensors, as
+under every strategy.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ from timm_parallel.parallel.strategy import own_parameters
 
 
 class FullySharded(Distributed):
-    """FSDP2 strategy: each rank drives one device, and `shard_size` of them (by default all) hold a model together."""
+    """FSDP2 strategy: each rank drives one device, and `shard_size` of them (by default all) hold a
+    model together.
+    """
 
     shards = True
     # Type in which parameters are gathered, if not their own.
@@ -37,7 +41,8 @@ class FullySharded(Distributed):
     def wrap(self, step: Any) -> nn.Module:
         # step.model is the model under autocast.
         self.model, self.dtype = step.model.model, step.model.dtype
-        # As DDP does. Otherwise, parts of ranks with different initial weights would form the model.
+        # As DDP does. Otherwise, parts of ranks with different initial weights would form the
+        # model.
         for tensor in (*step.parameters(), *step.buffers()):
             self.group.broadcast(tensor.detach())
         shards.refuse_scalars(step, self.model)
@@ -52,7 +57,9 @@ class FullySharded(Distributed):
         return module
 
     def _shard_step(self, step: nn.Module, own: list[nn.Parameter]) -> nn.Module:
-        """Shard the parameters that the step has besides the model's: a step gathers them before it starts."""
+        """Shard the parameters that the step has besides the model's: a step gathers them before it
+        starts.
+        """
         root = StepOfShards(step)
         for parameter in own:
             parameter.data = parameter.data.contiguous()
@@ -61,24 +68,34 @@ class FullySharded(Distributed):
         policy = MixedPrecisionPolicy(cast_forward_inputs=False)
         sharded = fully_shard(root, mesh=self.mesh, mp_policy=policy, ignored_params=frozen)
         shards.announce_waiting(root)
-        # The first forward pass makes its module the root, and an evaluation may come before the first step.
+        # The first forward pass makes its module the root, and an evaluation may come before the
+        # first step.
         with torch.no_grad():
             root()
         sharded.reshard()
         return root
 
     def lay_out(self, module: nn.Module) -> None:
-        # Parts are rows of contiguous tensors, so with model.channels_last only images keep that format.
+        # Parts are rows of contiguous tensors, so with model.channels_last only images keep that
+        # format.
         for parameter in module.parameters():
             parameter.data = parameter.data.contiguous()
         # Inputs stay as they are: autocast chooses the type for each operation.
-        low = MixedPrecisionPolicy(self.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        low = MixedPrecisionPolicy(
+            self.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+        )
         full = MixedPrecisionPolicy(cast_forward_inputs=False)
         policies = {} if self.dtype is None else dict.fromkeys(vector_layers(module), full)
-        # From the inside out, because fully_shard takes all parameters that no inner module has taken.
+        # From the inside out, because fully_shard takes all parameters that no inner module has
+        # taken.
         for part in dict.fromkeys([*policies, *blocks_of(module, groups_of), module]):
             policy = policies.get(part, full if self.dtype is None else low)
-            fully_shard(part, mesh=self.mesh, reshard_after_forward=self.config.reshard_after_forward, mp_policy=policy)
+            fully_shard(
+                part,
+                mesh=self.mesh,
+                reshard_after_forward=self.config.reshard_after_forward,
+                mp_policy=policy,
+            )
             shards.announce_waiting(part)
 
     def for_evaluation(self, model: nn.Module) -> nn.Module:

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
 
 def run_training(config: ResolvedConfig, folder: Path, ranks: Ranks, store: Store | None) -> None:
-    """Train as one rank of a run. Torch and your code are imported here, so that the rank records import errors."""
+    """Train as one rank of a run. Torch and your code are imported here, so that the rank records
+    import errors.
+    """
     with imports_without_gc():
         from src.train.run import run
 

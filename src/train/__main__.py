@@ -1,6 +1,8 @@
-"""One rank of a run: `python -m src.train <run folder>`. The engine prepares the folder and starts the ranks.
+"""One rank of a run: `python -m src.train <run folder>`. The engine prepares the folder and starts
+the ranks.
 
-`python -m src.train --serve <file descriptor>` forks the jobs of a sweep, so that they need not import torch and timm again.
+`python -m src.train --serve <file descriptor>` forks the jobs of a sweep, so that they need not
+import torch and timm again.
 """
 
 import sys

@@ -1,7 +1,8 @@
-"""The training loop: tensors in, numbers out. It does not use files, loggers or Hydra; run.py writes its numbers.
+"""The training loop: tensors in, numbers out. It does not use files, loggers or Hydra; run.py
+writes its numbers.
 
-A sync step is a step to log or save at, or the last of an epoch. Between two of them nothing waits for the device: losses and
-metrics stay there, and are fetched once, summed over the ranks.
+A sync step is a step to log or save at, or the last of an epoch. Between two of them nothing waits
+for the device: losses and metrics stay there, and are fetched once, summed over the ranks.
 """
 
 from __future__ import annotations
@@ -45,17 +46,19 @@ def train_epoch(
     steps_per_epoch: int,
     mix: Mix | None = None,
 ) -> Iterator[StepReport]:
-    """Train to the end of the epoch (or max_steps, or a stop signal). Yield a report at each step that is logged or saved.
+    """Train to the end of the epoch (or max_steps, or a stop signal). Yield a report at each step
+    that is logged or saved.
 
-    Updates `state`. Raises NotFiniteError for a loss that is not finite, on all ranks at the same step.
+    Updates `state`. Raises NotFiniteError for a loss that is not finite, on all ranks at the same
+    step.
     """
     progress, window = state.progress, MetricWindow(strategy.device)
     last_step = config.train.max_steps or math.inf
     # Without this check, no step would follow and the epoch would never end.
     if progress.step_in_epoch > steps_per_epoch:
         raise RuntimeError(
-            f"the checkpoint is at step {progress.step_in_epoch} of its epoch, but an epoch now has {steps_per_epoch} steps: "
-            "the training data changed after it was saved"
+            f"the checkpoint is at step {progress.step_in_epoch} of its epoch, but an epoch now "
+            f"has {steps_per_epoch} steps: the training data changed after it was saved"
         )
     state.wrapped.train()
     while progress.step_in_epoch < steps_per_epoch and progress.step < last_step:
@@ -76,7 +79,11 @@ def train_epoch(
         grad_norm = _clip_gradients(state, config.optim, strategy, needed=is_sync_step)
         _step_optimizer(state)
         # Read the rate before the schedule sets it for the next step.
-        lr = max(float(group["lr"]) for group in state.optimizer.param_groups) if is_sync_step else math.nan
+        lr = (
+            max(float(group["lr"]) for group in state.optimizer.param_groups)
+            if is_sync_step
+            else math.nan
+        )
         if state.ema is not None:
             state.ema.update(state.model, step)
         progress.step, progress.step_in_epoch = step, progress.step_in_epoch + 1
@@ -88,7 +95,9 @@ def train_epoch(
             progress.add_steps(window.fetch(strategy.group))
             hooks.synchronized()
         if is_sync_step:
-            yield StepReport(progress.close_window(), lr, None if grad_norm is None else grad_norm.item())
+            yield StepReport(
+                progress.close_window(), lr, None if grad_norm is None else grad_norm.item()
+            )
             # The caller may have switched to evaluation mode.
             state.wrapped.train()
         if stops:
@@ -108,7 +117,9 @@ def _add_batch(
     hooks: StepHooks,
     mix: Mix | None,
 ) -> None:
-    """Train on one batch: add its gradients, divided by `accumulate`, to the gradients of the step."""
+    """Train on one batch: add its gradients, divided by `accumulate`,
+    to the gradients of the step.
+    """
     hooks.at(READING)
     images, targets = next(batches)
     hooks.at(FORWARD)
@@ -122,8 +133,12 @@ def _add_batch(
     (loss if state.scaler is None else state.scaler.scale(loss)).backward()
 
 
-def _clip_gradients(state: TrainState, optim: OptimConfig, strategy: Strategy, needed: bool) -> Tensor | None:
-    """Clip the gradients. Return their norm before clipping; None if it is neither `needed` nor used for clipping."""
+def _clip_gradients(
+    state: TrainState, optim: OptimConfig, strategy: Strategy, needed: bool
+) -> Tensor | None:
+    """Clip the gradients. Return their norm before clipping; None if it is neither `needed` nor
+    used for clipping.
+    """
     limit, mode = optim.clip_grad, optim.clip_mode
     if limit is None and not needed:
         return None

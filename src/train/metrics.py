@@ -1,7 +1,9 @@
-"""Evaluation metrics. To add one, put it into METRICS, or for several labels per image into MULTILABEL_METRICS.
+"""Evaluation metrics. To add one, put it into METRICS, or for several labels per image into
+MULTILABEL_METRICS.
 
-It then appears in TensorBoard, metrics.jsonl and result.json as `<split>/<name>`, and `checkpoint.metric`,
-`optimized_metric` and searches can name it. Import torch inside functions only: train.py reads the names first.
+It then appears in TensorBoard, metrics.jsonl and result.json as `<split>/<name>`, and
+`checkpoint.metric`, `optimized_metric` and searches can name it. Import torch inside functions
+only: train.py reads the names first.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ def hits_in_top5(scores: Tensor, labels: Tensor, losses: Tensor) -> Tensor:
 
 
 def count_labels(scores: Tensor, labels: Tensor, losses: Tensor) -> Tensor:
-    """Count, by class, images that have the label and are predicted, that are predicted, and that have it: [3, classes]."""
+    """Count, by class, images that have the label and are predicted, that are predicted, and that
+    have it: [3, classes].
+    """
     import torch
 
     # The sigmoid of 0 is 0.5.
@@ -47,13 +51,17 @@ def count_labels(scores: Tensor, labels: Tensor, losses: Tensor) -> Tensor:
 
 
 def macro_f1(counts: Tensor, samples: int) -> float:
-    """Return macro F1: the mean of 2 TP / (predicted + labeled) over the classes; a class with neither counts as 0."""
+    """Return macro F1: the mean of 2 TP / (predicted + labeled) over the classes; a class with
+    neither counts as 0.
+    """
     hits, predicted, labeled = counts.double()
     return float((2 * hits / (predicted + labeled).clamp(min=1)).mean())
 
 
 def mean_average_precision(scores: Tensor, labels: Tensor) -> float:
-    """Return the mean over classes of average precision (sum of precision x recall gain); 0 for a class without images."""
+    """Return the mean over classes of average precision (sum of precision x recall gain); 0 for a
+    class without images.
+    """
     from timm.task import MultiLabelClassificationEvaluator
 
     evaluator = MultiLabelClassificationEvaluator()
@@ -61,11 +69,21 @@ def mean_average_precision(scores: Tensor, labels: Tensor) -> float:
     return float(evaluator.compute()["map"]) / 100
 
 
-LOSS = Metric(total_loss, lambda total, samples: total.item() / samples, lower_is_better=True)
+def per_image(total: Tensor, samples: int) -> float:
+    """Return the mean over images."""
+    return float(total.item()) / samples
+
+
+def on_diagonal(counts: Tensor, samples: int) -> float:
+    """Return the share of images whose class is predicted."""
+    return float(counts.diag().sum().item()) / samples
+
+
+LOSS = Metric(total_loss, per_image, lower_is_better=True)
 METRICS: dict[str, Metric] = {
     "loss": LOSS,
-    "acc": Metric(confusion, lambda counts, samples: counts.diag().sum().item() / samples, is_proportion=True),
-    "acc5": Metric(hits_in_top5, lambda hits, samples: hits.item() / samples, is_proportion=True, min_classes=6),
+    "acc": Metric(confusion, on_diagonal, is_proportion=True),
+    "acc5": Metric(hits_in_top5, per_image, is_proportion=True, min_classes=6),
 }
 # Metrics for train.task=multilabel.
 MULTILABEL_METRICS: dict[str, Metric] = {
@@ -81,7 +99,8 @@ def metrics_of(task: str) -> dict[str, Metric]:
 
 
 def details(evaluation: Evaluation) -> dict[str, Any]:
-    """Return additional entries of result.json: sample counts, and accuracy per class (None without images).
+    """Return additional entries of result.json: sample counts, and accuracy per class (None without
+    images).
 
     Without the confusion matrix, the number of samples is the only entry.
     """
@@ -92,12 +111,19 @@ def details(evaluation: Evaluation) -> dict[str, Any]:
     return {
         "correct": sum(correct),
         "samples": evaluation.samples,
-        "acc_per_class": [hits / total if total else None for hits, total in zip(correct, totals, strict=True)],
+        "acc_per_class": [
+            hits / total if total else None for hits, total in zip(correct, totals, strict=True)
+        ],
     }
 
 
 def check_metric(metric: str, num_classes: int) -> None:
-    """Raise ValueError for a `checkpoint.metric` that needs more than `num_classes` classes, as acc5 with five."""
+    """Raise ValueError for a `checkpoint.metric` that needs more than `num_classes` classes, as
+    acc5 with five.
+    """
     name = metric.removeprefix("val/").removesuffix("_ema")
     if num_classes < (METRICS | MULTILABEL_METRICS)[name].min_classes:
-        raise ValueError(f"checkpoint.metric={metric}: not defined for {num_classes} classes; use val/acc or val/loss")
+        raise ValueError(
+            f"checkpoint.metric={metric}: not defined for {num_classes} classes; use val/acc or "
+            "val/loss"
+        )

@@ -16,7 +16,9 @@ from timm_parallel.data.seeds import seed_for
 
 
 class BatchedMixup(Mixup):
-    """timm's Mixup. Its modes elem and pair mix all images at once, with one copy to the device, to the same numbers."""
+    """timm's Mixup. Its modes elem and pair mix all images at once, with one copy to the device, to
+    the same numbers.
+    """
 
     def _mix_elem(self, x: Tensor) -> Tensor:
         return self._mix(x, *self._params_per_elem(len(x)))
@@ -25,14 +27,19 @@ class BatchedMixup(Mixup):
         return self._mix(x, *self._params_per_elem(len(x) // 2))
 
     def _mix(self, images: Tensor, share: Any, use_cutmix: NDArray[np.bool_]) -> Tensor:
-        """Mix images [B, C, H, W] in place, each with its mirror image in the batch. Return the shares [B, 1] of the labels.
+        """Mix images [B, C, H, W] in place, each with its mirror image in the batch. Return the
+        shares [B, 1] of the labels.
 
-        `share` [N], the share of an image, and `use_cutmix` [N] are for all images, or for the first half, whose pairs share them.
+        `share` [N], the share of an image, and `use_cutmix` [N] are for all images, or for the
+        first half, whose pairs share them.
         """
-        # Columns: share of the pixels, share of the other image's, share of the label, box (top, bottom, left, right).
+        # Columns: share of the pixels, share of the other image's, share of the label, box (top,
+        # bottom, left, right).
         numbers = np.zeros((len(share), 7), np.float32)
         use_cutmix = use_cutmix & (share != 1)
-        numbers[:, :3] = np.stack([np.where(use_cutmix, 1, share), np.where(use_cutmix, 0, 1 - share), share], 1)
+        numbers[:, :3] = np.stack(
+            [np.where(use_cutmix, 1, share), np.where(use_cutmix, 0, 1 - share), share], 1
+        )
         numbers[use_cutmix, 2:] = self._draw_boxes(share[use_cutmix], images.shape[2:])
         if len(share) < len(images):
             numbers = np.concatenate([numbers, numbers[::-1]])
@@ -49,9 +56,13 @@ class BatchedMixup(Mixup):
         return of_label.view(-1, 1)
 
     def _draw_boxes(self, share: Any, size: tuple[int, ...]) -> NDArray[Any]:
-        """Draw a box for each share [N] as timm does one by one. Return the label's share and the box: [N, 5]."""
+        """Draw a box for each share [N] as timm does one by one. Return the label's share and the
+        box: [N, 5].
+        """
         if self.cutmix_minmax is not None:
-            boxes = np.array([rand_bbox_minmax(size, self.cutmix_minmax) for _ in share]).reshape(-1, 4)
+            boxes = np.array([rand_bbox_minmax(size, self.cutmix_minmax) for _ in share]).reshape(
+                -1, 4
+            )
         else:
             sides = (np.sqrt(1 - share)[:, None] * np.array(size, np.float32)).astype(int)
             centers = np.random.randint(0, size, sides.shape)
@@ -64,7 +75,9 @@ class BatchedMixup(Mixup):
 class Mixing:
     """Mixup and cutmix of images within a rank. Random draws depend on (seed, batch, rank) only."""
 
-    def __init__(self, augment: AugmentConfig, smoothing: float, num_classes: int, seed: int, rank: int) -> None:
+    def __init__(
+        self, augment: AugmentConfig, smoothing: float, num_classes: int, seed: int, rank: int
+    ) -> None:
         self.mixup = BatchedMixup(
             augment.mixup,
             augment.cutmix,
@@ -81,7 +94,9 @@ class Mixing:
         self.batch = 0
 
     def __call__(self, images: Tensor, targets: Tensor, epoch: int) -> tuple[Tensor, Tensor]:
-        """Return a mixed batch: images and soft targets [B, classes]. From epoch `mixup_off_epoch` on, labels are only smoothed."""
+        """Return a mixed batch: images and soft targets [B, classes]. From epoch `mixup_off_epoch`
+        on, labels are only smoothed.
+        """
         self.mixup.mixup_enabled = not self.off_epoch or epoch < self.off_epoch
         # timm draws from numpy's global state.
         np.random.seed(seed_for(self.seed, self.batch, self.rank) & 0xFFFFFFFF)

@@ -1,4 +1,6 @@
-"""Build optimizer and schedule with timm. The schedule counts optimizer steps, so it is independent of device count."""
+"""Build optimizer and schedule with timm. The schedule counts optimizer steps, so it is independent
+of device count.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +25,17 @@ FUSED_IN_PARTS = ("adam", "adamw")
 
 
 def build_optimizer(
-    config: OptimConfig, lr: float, model: nn.Module, shards: bool = False, step: nn.Module | None = None
+    config: OptimConfig,
+    lr: float,
+    model: nn.Module,
+    shards: bool = False,
+    step: nn.Module | None = None,
 ) -> torch.optim.Optimizer:
-    """Build the optimizer. As in timm, norms and biases have no weight decay. `lr`: already scaled by optim.lr_rule.
+    """Build the optimizer. As in timm, norms and biases have no weight decay. `lr`: already scaled
+    by optim.lr_rule.
 
-    `step`: the training step, if it may have parameters besides the model's, such as those of a loss.
+    `step`: the training step, if it may have parameters besides the model's, such as those of a
+    loss.
     """
     kwargs = dict(config.kwargs)
     try:
@@ -35,15 +43,24 @@ def build_optimizer(
     # Some optimizers need Apex or bitsandbytes.
     except (AssertionError, ImportError) as error:
         raise ValueError(
-            f"optim.opt={config.opt}: {error}; install that package, or use optim.opt=adamw, which needs none"
+            f"optim.opt={config.opt}: {error}; install that package, or use optim.opt=adamw, "
+            "which needs none"
         ) from None
-    accepted = inspect.signature(optimizer_class).parameters if inspect.isclass(optimizer_class) else {}
+    accepted = (
+        inspect.signature(optimizer_class).parameters if inspect.isclass(optimizer_class) else {}
+    )
     # One kernel for all tensors: resnet18's AdamW step on CPU falls from 45 to 15 ms.
-    if "fused" in accepted and "foreach" not in kwargs and (not shards or config.opt in FUSED_IN_PARTS):
+    if (
+        "fused" in accepted
+        and "foreach" not in kwargs
+        and (not shards or config.opt in FUSED_IN_PARTS)
+    ):
         kwargs.setdefault("fused", True)
     if "betas" in kwargs:
         kwargs["betas"] = tuple(kwargs["betas"])
-    with refuse_wrong_arguments("optim.kwargs", config.kwargs, config.opt, ValueError, AssertionError):
+    with refuse_wrong_arguments(
+        "optim.kwargs", config.kwargs, config.opt, ValueError, AssertionError
+    ):
         optimizer = create_optimizer_v2(
             model,
             opt=config.opt,
@@ -62,8 +79,12 @@ def build_optimizer(
     return optimizer
 
 
-def _add_groups(optimizer: torch.optim.Optimizer, own: dict[str, nn.Parameter], weight_decay: float) -> None:
-    """Add the parameters of the step, with timm's rule for weight decay, and like the head without layer_decay."""
+def _add_groups(
+    optimizer: torch.optim.Optimizer, own: dict[str, nn.Parameter], weight_decay: float
+) -> None:
+    """Add the parameters of the step, with timm's rule for weight decay, and like the head without
+    layer_decay.
+    """
     groups: dict[float, list[nn.Parameter]] = {0.0: [], weight_decay: []}
     for name, parameter in own.items():
         if parameter.requires_grad:
@@ -75,22 +96,32 @@ def _add_groups(optimizer: torch.optim.Optimizer, own: dict[str, nn.Parameter], 
 
 
 def _scale(optimizer: torch.optim.Optimizer, chosen: list[nn.Parameter], scale: float) -> None:
-    """Scale the learning rate of the parameters `chosen`, by moving them to groups with timm's `lr_scale`."""
+    """Scale the learning rate of the parameters `chosen`, by moving them to groups with timm's
+    `lr_scale`.
+    """
     head = {id(parameter) for parameter in chosen}
     groups = []
     for group in optimizer.param_groups:
         for in_head, factor in ((False, 1.0), (True, scale)):
-            parameters = [parameter for parameter in group["params"] if (id(parameter) in head) is in_head]
+            parameters = [
+                parameter for parameter in group["params"] if (id(parameter) in head) is in_head
+            ]
             if parameters:
-                groups.append({**group, "params": parameters, "lr_scale": group.get("lr_scale", 1.0) * factor})
+                groups.append(
+                    {**group, "params": parameters, "lr_scale": group.get("lr_scale", 1.0) * factor}
+                )
     optimizer.param_groups = groups
 
 
 def clip_adaptively(parameters: Iterable[Tensor], factor: float, eps: float = 1e-3) -> None:
-    """Clip gradients as timm's adaptive_clip_grad, with a third of its kernels: only norms of units need one per tensor."""
+    """Clip gradients as timm's adaptive_clip_grad, with a third of its kernels: only norms of units
+    need one per tensor.
+    """
     trained = [parameter for parameter in parameters if parameter.grad is not None]
     gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
-    factors, norms = ([unitwise_norm(tensor.detach()) for tensor in tensors] for tensors in (trained, gradients))
+    factors, norms = (
+        [unitwise_norm(tensor.detach()) for tensor in tensors] for tensors in (trained, gradients)
+    )
     torch._foreach_clamp_min_(factors, eps)
     torch._foreach_mul_(factors, factor)
     torch._foreach_clamp_min_(norms, 1e-6)
@@ -101,27 +132,38 @@ def clip_adaptively(parameters: Iterable[Tensor], factor: float, eps: float = 1e
 
 
 def waits_for_scaler(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True if a GradScaler must read on the host, in every step, whether a gradient overflowed."""
+    """Return True if a GradScaler must read on the host, in every step, whether a gradient
+    overflowed.
+    """
     return not getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
 def build_schedule(
     config: OptimConfig, train: TrainConfig, optimizer: torch.optim.Optimizer, steps_per_epoch: int
 ) -> Scheduler:
-    """Build a schedule whose warm-up, decay (all cycles) and cool-down take `train.epochs` in total."""
+    """Build a schedule whose warm-up, decay (all cycles) and cool-down take `train.epochs` in
+    total.
+    """
     arguments: dict[str, Any] = dict(config.sched_kwargs)
-    # Each cycle is cycle_mul times as long as the one before; the sum is in lengths of the first cycle.
+    # Each cycle is cycle_mul times as long as the one before; the sum is in lengths of the first
+    # cycle.
     cycle_mul = float(arguments.get("cycle_mul", 1))
     cycles = sum(cycle_mul**cycle for cycle in range(int(arguments.get("cycle_limit", 1))))
     decay_starts = config.warmup_epochs if config.warmup_prefix else 0
     if config.decay_milestones is not None:
-        arguments["decay_milestones"] = [milestone - decay_starts for milestone in config.decay_milestones]
+        arguments["decay_milestones"] = [
+            milestone - decay_starts for milestone in config.decay_milestones
+        ]
     decay_length = train.epochs - decay_starts - config.cooldown_epochs
     if config.decay_epochs is not None:
         # In wsd and rsqrt, timm reads a number below 1 as a share of the schedule.
         is_share = config.decay_epochs < 1 and config.sched in ("wsd", "rsqrt")
-        arguments["decay_epochs"] = config.decay_epochs / decay_length if is_share else config.decay_epochs
-    with refuse_wrong_arguments("optim.sched_kwargs", config.sched_kwargs, config.sched, ValueError, AssertionError):
+        arguments["decay_epochs"] = (
+            config.decay_epochs / decay_length if is_share else config.decay_epochs
+        )
+    with refuse_wrong_arguments(
+        "optim.sched_kwargs", config.sched_kwargs, config.sched, ValueError, AssertionError
+    ):
         schedule, _ = create_scheduler_v2(
             optimizer,
             sched=config.sched,

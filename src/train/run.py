@@ -1,6 +1,7 @@
 """One run, top to bottom: build, wrap, resume, train, evaluate, write. Read this file first.
 
-Every rank runs it; only rank 0 writes. Collective calls (sum, gather, evaluate …) are outside any `if is_first`.
+Every rank runs it; only rank 0 writes. Collective calls (sum, gather, evaluate …) are outside any
+`if is_first`.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ log = logging.getLogger(__name__)
 
 
 def run(config: ResolvedConfig, folder: Path, ranks: Ranks, store: Store | None) -> None:
-    """Train as one rank. Continues from the newest checkpoint in the run folder, if there is one."""
+    """Train as one rank. Continues from the newest checkpoint in the run folder,
+    if there is one.
+    """
     try:
         trainer = Trainer(config, folder, ranks, store)
         trainer.resume()
@@ -60,7 +63,9 @@ def run(config: ResolvedConfig, folder: Path, ranks: Ranks, store: Store | None)
 class Trainer:
     """Training run on one rank: holds its parts, and has a method per phase."""
 
-    def __init__(self, config: ResolvedConfig, folder: Path, ranks: Ranks, store: Store | None) -> None:
+    def __init__(
+        self, config: ResolvedConfig, folder: Path, ranks: Ranks, store: Store | None
+    ) -> None:
         # The same initial weights on every rank and under every strategy.
         torch.manual_seed(config.seed)
         self.config, self.folder = config, folder
@@ -86,7 +91,9 @@ class Trainer:
         at_start = check_replicas_at_start(self.state, strategy)
         show_banner(parts, self.folder)
         with Console(strategy.is_first, parts.total_steps, self.progress.step) as self.console:
-            self.recorder = Recorder(self.config, self.folder, strategy.is_first, self.console, self.progress.step)
+            self.recorder = Recorder(
+                self.config, self.folder, strategy.is_first, self.console, self.progress.step
+            )
             self.on_close.callback(self.recorder.close)
             stop_handler.request = self.group.stop.request
             try:
@@ -94,7 +101,9 @@ class Trainer:
                     self.train_epoch()
                     self.end_epoch()
             except NotFiniteError as error:
-                described = segments.describe_step(parts, self.folder, error.step, self.steps_before_epoch)
+                described = segments.describe_step(
+                    parts, self.folder, error.step, self.steps_before_epoch
+                )
                 raise NotFiniteError(f"{error}; {described}", error.step) from None
             # Check before evaluate_best gives all ranks the weights of rank 0.
             at_end = check_replicas_at_end(self.state, strategy)
@@ -113,7 +122,9 @@ class Trainer:
         self.on_close.close()
 
     def resume(self) -> None:
-        """Continue from rank 0's newest undamaged checkpoint, whose contents rank 0 sends to the other ranks."""
+        """Continue from rank 0's newest undamaged checkpoint, whose contents rank 0 sends to the
+        other ranks.
+        """
         newest = checkpoint.load_newest(self.folder) if self.group.is_first else None
         if not self.group.gather(newest is not None)[0]:
             return
@@ -122,7 +133,9 @@ class Trainer:
         log.info("resumed from %s, step %d", path, self.progress.step)
 
     def is_finished(self) -> bool:
-        """Return True after the epoch of the last step, or after `early_stop` evaluations without a better metric."""
+        """Return True after the epoch of the last step, or after `early_stop` evaluations without a
+        better metric.
+        """
         progress, patience = self.progress, self.config.train.early_stop
         return (
             (progress.step >= self.parts.total_steps and progress.ended_at == progress.step)
@@ -131,14 +144,24 @@ class Trainer:
         )
 
     def train_epoch(self) -> None:
-        """Train to the end of the epoch. Log metrics and save checkpoints at the steps that are due."""
+        """Train to the end of the epoch. Log metrics and save checkpoints at the steps that are
+        due.
+        """
         parts, progress, every = self.parts, self.progress, self.config.checkpoint.every_steps
         self.steps_before_epoch = progress.step - progress.step_in_epoch
-        batches = parts.train.epoch(progress.epoch, progress.step_in_epoch * self.config.train.accumulate)
+        batches = parts.train.epoch(
+            progress.epoch, progress.step_in_epoch * self.config.train.accumulate
+        )
         if progress.step == 0:
             self.show_images()
         for report in train_epoch(
-            self.state, batches, self.config, self.strategy, parts.hooks, parts.steps_per_epoch, parts.mixing
+            self.state,
+            batches,
+            self.config,
+            self.strategy,
+            parts.hooks,
+            parts.steps_per_epoch,
+            parts.mixing,
         ):
             self.strategy.telemetry.sample()
             self.recorder.step(progress.step, parts.epochs_done, self.step_numbers(report))
@@ -149,7 +172,9 @@ class Trainer:
             self.stop()
 
     def step_numbers(self, report: StepReport) -> dict[str, float | None]:
-        """Return name -> value for the log: training metrics, learning rate, gradient norm and speed."""
+        """Return name -> value for the log: training metrics, learning rate, gradient norm and
+        speed.
+        """
         meter = self.parts.hooks.meter
         speed = meter.recent()
         return {
@@ -157,12 +182,16 @@ class Trainer:
             "lr": report.lr,
             "train/grad_norm": report.grad_norm,
             "train/images_per_sec": speed,
-            "train/images_per_sec_per_device": speed / self.config.parallel.devices if speed else None,
+            "train/images_per_sec_per_device": speed / self.config.parallel.devices
+            if speed
+            else None,
             "train/data_wait": meter.data_wait(),
         }
 
     def minutes_are_over(self) -> bool:
-        """Return True, on all ranks alike, if checkpoint.every_minutes have passed on rank 0 since the last save."""
+        """Return True, on all ranks alike, if checkpoint.every_minutes have passed on rank 0 since
+        the last save.
+        """
         minutes = self.config.checkpoint.every_minutes
         if minutes is None:
             return False
@@ -183,14 +212,18 @@ class Trainer:
         self.save(is_best)
 
     def evaluate(self, split: str, may_stop: bool = False) -> bool:
-        """Evaluate raw and averaged weights on a split. Return True if the result is the best on val so far."""
+        """Evaluate raw and averaged weights on a split. Return True if the result is the best on
+        val so far.
+        """
         parts, ema, is_best = self.parts, self.state.ema, False
         raw = self.evaluate_model(self.state.model, split, may_stop)
         averaged = None if ema is None else self.evaluate_model(ema.module, split, may_stop)
         numbers = raw.with_averaged(averaged)
         if split == "val":
             metric = self.config.checkpoint.metric.removeprefix("val/")
-            is_best = self.progress.add_evaluation(numbers, metric, metrics_of(self.config.train.task))
+            is_best = self.progress.add_evaluation(
+                numbers, metric, metrics_of(self.config.train.task)
+            )
             numbers |= {f"{name}_best": value for name, value in self.progress.best_values.items()}
         parts.numbers[split] = numbers | details(raw)
         for name, evaluation in ((split, raw), (f"{split}_ema", averaged)):
@@ -220,7 +253,9 @@ class Trainer:
         return evaluation
 
     def stop(self) -> NoReturn:
-        """Save a checkpoint and exit after a stop signal. Works after any step, also between two logged steps."""
+        """Save a checkpoint and exit after a stop signal. Works after any step, also between two
+        logged steps.
+        """
         self.save(is_best=False)
         number = self.group.stop.signal
         assert number is not None
@@ -228,7 +263,9 @@ class Trainer:
         raise Stopped(number)
 
     def evaluate_best(self) -> None:
-        """Evaluate the best weights on the test split, if there is one, and on val if no epoch evaluated it."""
+        """Evaluate the best weights on the test split, if there is one, and on val if no epoch
+        evaluated it.
+        """
         if "val" not in self.parts.numbers:
             self.evaluate("val")
         if "test" not in self.parts.evaluation:
@@ -240,18 +277,30 @@ class Trainer:
         self.evaluate("test")
 
     def save(self, is_best: bool) -> None:
-        """Save last.pt, and best.pt if `is_best`, on rank 0. Raises NotFiniteError for non-finite weights."""
+        """Save last.pt, and best.pt if `is_best`, on rank 0. Raises NotFiniteError for non-finite
+        weights.
+        """
         parts, config = self.parts, self.config
         self.saved_at = time.monotonic()
         with parts.hooks.aside(SAVING):
             contents = segments.checkpoint_of(parts)
-            check_finite([contents["model"], contents["ema"], contents["train_step"]], self.group, self.progress.step)
+            check_finite(
+                [contents["model"], contents["ema"], contents["train_step"]],
+                self.group,
+                self.progress.step,
+            )
             if self.group.is_first:
-                folder, keep, top = self.folder / "checkpoints", config.checkpoint.keep, config.checkpoint.top
+                folder, keep, top = (
+                    self.folder / "checkpoints",
+                    config.checkpoint.keep,
+                    config.checkpoint.top,
+                )
                 checkpoint.save(folder, contents, self.progress.step, keep, is_best, top)
 
     def show_images(self) -> None:
         """Show the augmented images of the first training batch in the trackers."""
         if self.recorder.enabled:
             prefetcher = self.parts.train.prefetcher
-            self.recorder.images(self.parts.train.peek(), prefetcher.mean, 1 / prefetcher.inverse_std)
+            self.recorder.images(
+                self.parts.train.peek(), prefetcher.mean, 1 / prefetcher.inverse_std
+            )

@@ -1,4 +1,5 @@
-"""The training step: (images, targets) to (loss, metrics). Edit it for an auxiliary loss, a teacher or a training metric.
+"""The training step: (images, targets) to (loss, metrics). Edit it for an auxiliary loss, a teacher
+or a training metric.
 
 It is single-device code, which a strategy spreads over devices from outside (src/parallel/).
 """
@@ -20,29 +21,43 @@ AUTOCAST = {"fp32": None, "tf32": None, "bf16": torch.bfloat16, "fp16": torch.fl
 class TrainStep(nn.Module):
     """Computes the loss of a batch, and its metrics, which are logged as `train/<name>`.
 
-    Under DataParallel `self.model` may be the spread model, whose outputs are on another device than the targets.
+    Under DataParallel `self.model` may be the spread model, whose outputs are on another device
+    than the targets.
     """
 
     def __init__(
-        self, model: nn.Module, criterion: Criterion, task: str = "classification", num_classes: int | None = None
+        self,
+        model: nn.Module,
+        criterion: Criterion,
+        task: str = "classification",
+        num_classes: int | None = None,
     ) -> None:
         """`num_classes`: of the data, if the model may have more outputs."""
         super().__init__()
-        self.model, self.criterion, self.task, self.num_classes = model, criterion, task, num_classes
+        self.model, self.criterion, self.task, self.num_classes = (
+            model,
+            criterion,
+            task,
+            num_classes,
+        )
         self.frozen = frozen_modules(model)
 
     def train(self, mode: bool = True) -> TrainStep:
-        """Switch to training mode, except for frozen modules (model.freeze), to keep BatchNorm and dropout fixed."""
+        """Switch to training mode, except for frozen modules (model.freeze), to keep BatchNorm and
+        dropout fixed.
+        """
         super().train(mode)
         for module in self.frozen:
             module.eval()
         return self
 
     def forward(self, images: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Map images [B, C, H, W] and targets ([B], or [B, classes] under mixup) to a mean loss and metrics.
+        """Map images [B, C, H, W] and targets ([B], or [B, classes] under mixup) to a mean loss and
+        metrics.
 
-        A metric is a detached float scalar, the mean over the images of this call. The loop averages metrics over ranks,
-        replicas and accumulated batches, weighted by images. Anything but a mean over images belongs in metrics.py.
+        A metric is a detached float scalar, the mean over the images of this call. The loop
+        averages metrics over ranks, replicas and accumulated batches, weighted by images. Anything
+        but a mean over images belongs in metrics.py.
         """
         outputs = self.model(images)
         targets = targets.to(outputs.device, non_blocking=True)
@@ -55,13 +70,17 @@ class TrainStep(nn.Module):
 
 
 def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Compute the share of images whose label has the highest score. The label of a mixed image is the larger one."""
+    """Compute the share of images whose label has the highest score. The label of a mixed image is
+    the larger one.
+    """
     labels = targets if targets.ndim == 1 else targets.argmax(1)
     return (outputs.argmax(1) == labels).float().mean()
 
 
 class Autocast(nn.Module):
-    """Runs `model` under autocast. It is a module, because the autocast dtype is per thread in DataParallel's replicas."""
+    """Runs `model` under autocast. It is a module, because the autocast dtype is per thread in
+    DataParallel's replicas.
+    """
 
     def __init__(self, model: nn.Module, device_type: str, dtype: torch.dtype | None) -> None:
         super().__init__()
@@ -76,5 +95,7 @@ class Autocast(nn.Module):
 
 
 def set_matmul_precision(precision: str) -> None:
-    """With tf32, let a GPU round float32 inputs of matrix products to 10 bits of mantissa, as convolutions do by default."""
+    """With tf32, let a GPU round float32 inputs of matrix products to 10 bits of mantissa, as
+    convolutions do by default.
+    """
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")

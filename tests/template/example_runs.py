@@ -1,9 +1,11 @@
-"""Train, evaluate, predict with and resume runs of a copy of the project that has examples of docs/extend.md.
+"""Train, evaluate, predict with and resume runs of a copy of the project that has examples of
+docs/extend.md.
 
-    python example_runs.py <jobs as JSON> <folder of images>     # in the copy, with the copy on the path
+    python example_runs.py <jobs as JSON> <folder of images>     # in the copy, with the copy on the
+    path
 
-Prints a JSON line per run. Each run is a process that is forked from this one, which has imported torch; its only rank is that
-process.
+Prints a JSON line per run. Each run is a process that is forked from this one, which has imported
+torch; its only rank is that process.
 """
 
 from __future__ import annotations
@@ -31,7 +33,12 @@ from timm_parallel.machine.ranks import Ranks
 
 def run_rank_here(config: ResolvedConfig, folder: Path, **_: Any) -> RankExits:
     """Replace `run_ranks`: run the only rank in this process."""
-    run(config, folder, Ranks(), torch.distributed.HashStore() if config.parallel.has_ranks else None)
+    run(
+        config,
+        folder,
+        Ranks(),
+        torch.distributed.HashStore() if config.parallel.has_ranks else None,
+    )
     return RankExits(world_size=1)
 
 
@@ -60,10 +67,14 @@ def follow(name: str, words: list[str], images: Path) -> dict[str, Any]:
     folder = Path("runs") / name.replace(" ", "_")
     train_with(*words, f"hydra.run.dir={folder}")
     first = result_of(folder)
-    code, out = output_of(evaluate.main, [f"run={folder}", "split=val", "checkpoint=last", "weights=model"])
+    code, out = output_of(
+        evaluate.main, [f"run={folder}", "split=val", "checkpoint=last", "weights=model"]
+    )
     assert code == 0, out
     table = folder / "table.csv"
-    code, _ = output_of(evaluate.main, [f"run={folder}", "split=val", "weights=model", f"predictions={table}"])
+    code, _ = output_of(
+        evaluate.main, [f"run={folder}", "split=val", "weights=model", f"predictions={table}"]
+    )
     output = folder / "predicted.json"
     predicted, out_of_predict = output_of(
         predict.main, [f"run={folder}", f"images={images}", f"output={output}", "workers=0"]

@@ -1,6 +1,8 @@
-"""Cost of each extension in docs/extend.md: the tests write its code to a scratch copy, count the files and run it.
+"""Cost of each extension in docs/extend.md: the tests write its code to a scratch copy, count the
+files and run it.
 
-The code blocks of the page are the code under test. All examples share one copy, so they must also work together.
+The code blocks of the page are the code under test. All examples share one copy, so they must also
+work together.
 """
 
 from __future__ import annotations
@@ -65,7 +67,12 @@ class Example:
 
     @property
     def commands(self) -> list[str]:
-        return [line for language, text in self.blocks if language == "bash" for line in text.splitlines()]
+        return [
+            line
+            for language, text in self.blocks
+            if language == "bash"
+            for line in text.splitlines()
+        ]
 
     def files(self) -> set[str]:
         """Return the names of the files that the section shows."""
@@ -94,7 +101,9 @@ def change(path: Path, diff: str) -> None:
     text = path.read_text(encoding="utf-8")
     for hunk in diff.split("@@\n"):
         lines = hunk.splitlines(keepends=True)
-        old, new = ("".join(line[1:] for line in lines if line[0] in signs) for signs in (" -", " +"))
+        old, new = (
+            "".join(line[1:] for line in lines if line[0] in signs) for signs in (" -", " +")
+        )
         if not old.strip():
             raise AssertionError(f"{path}: hunk has no old line that locates it: {hunk}")
         assert text.count(old) == 1, (path, old)
@@ -105,7 +114,10 @@ def change(path: Path, diff: str) -> None:
 def examples() -> dict[str, Example]:
     sections = re.split(r"^## (.*)\n", PAGE, flags=re.MULTILINE)[1:]
     blocks = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-    return {name: Example(blocks.findall(text)) for name, text in zip(sections[::2], sections[1::2], strict=True)}
+    return {
+        name: Example(blocks.findall(text))
+        for name, text in zip(sections[::2], sections[1::2], strict=True)
+    }
 
 
 EXAMPLES = examples()
@@ -116,13 +128,21 @@ ALONE = ("An auxiliary loss", "Regression", "A training loop")
 
 @pytest.fixture(scope="module")
 def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Copy the project and apply every example; `bill.json` of the copy lists the files that each example changed."""
+    """Copy the project and apply every example; `bill.json` of the copy lists the files that each
+    example changed.
+    """
     copy = tmp_path_factory.mktemp("fork")
     for name in ("train.py", "evaluate.py", "pyproject.toml", "requirements.txt"):
         shutil.copy(ROOT / name, copy)
     for folder in ("src", "timm_parallel", "conf", "scripts"):
-        shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__", "local"))
-    bill = {name: sorted(example.follow(copy)) for name, example in EXAMPLES.items() if name not in ALONE}
+        shutil.copytree(
+            ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__", "local")
+        )
+    bill = {
+        name: sorted(example.follow(copy))
+        for name, example in EXAMPLES.items()
+        if name not in ALONE
+    }
     bill |= {name: sorted(example.files()) for name, example in EXAMPLES.items() if name in ALONE}
     (copy / "bill.json").write_text(json.dumps(bill))
     return copy
@@ -143,17 +163,26 @@ def npz(scratch: Path) -> Path:
 
 
 def run(copy: Path, line: str, *overrides: str, folder: Path | None = None) -> Path:
-    """Run a command of the page in the copy with fewer steps, and return the folder of the run or sweep."""
+    """Run a command of the page in the copy with fewer steps, and return the folder of the run or
+    sweep.
+    """
     if line == "make schema":
         line = "python scripts/schema.py"
         command = [sys.executable, *shlex.split(line)[1:]]
         folder = copy
     else:
         folder = folder or copy / "runs" / str(len(list((copy / "runs").glob("*"))))
-        given = [*shlex.split(line)[2:], *overrides, f"hydra.run.dir={folder}", f"hydra.sweep.dir={folder}"]
+        given = [
+            *shlex.split(line)[2:],
+            *overrides,
+            f"hydra.run.dir={folder}",
+            f"hydra.sweep.dir={folder}",
+        ]
         chosen = {word.partition("=")[0]: word for word in (*SMALL, *given)}
         command = [sys.executable, "train.py", *chosen.values()]
-    done = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        command, cwd=copy, capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
     return folder
 
@@ -174,10 +203,14 @@ def module(copy: Path, name: str) -> Any:
     return loaded
 
 
-def test_examples_in_docs_extend_md_change_listed_number_of_files_outside_the_engine(scratch: Path) -> None:
+def test_examples_in_docs_extend_md_change_listed_number_of_files_outside_the_engine(
+    scratch: Path,
+) -> None:
     bill = json.loads((scratch / "bill.json").read_text())
     assert {name: len(files) for name, files in bill.items()} == BILL
-    assert not [file for files in bill.values() for file in files if "engine" in file], "an example changes the engine"
+    assert not [file for files in bill.values() for file in files if "engine" in file], (
+        "an example changes the engine"
+    )
 
 
 def test_code_in_docs_extend_md_passes_ruff(scratch: Path, alone: Callable[[str], Path]) -> None:
@@ -187,7 +220,9 @@ def test_code_in_docs_extend_md_passes_ruff(scratch: Path, alone: Callable[[str]
         python = sorted(file for file in files if file.endswith(".py"))
         for overrides in (("check",), ("format", "--check")):
             command = [sys.executable, "-m", "ruff", *overrides, "--no-cache", *python]
-            done = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=300, check=False)
+            done = subprocess.run(
+                command, cwd=copy, capture_output=True, text=True, timeout=300, check=False
+            )
             assert done.returncode == 0, done.stdout
 
 
@@ -199,7 +234,10 @@ def test_every_example_in_docs_extend_md_is_linked_in_its_table_and_has_a_comman
 
 def test_f1_metric_in_docs_extend_md_matches_scikit_learn(scratch: Path) -> None:
     metrics = module(scratch, "src/train/metrics.py")
-    truth, answers = (torch.randint(0, 6, (200,), generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
+    truth, answers = (
+        torch.randint(0, 6, (200,), generator=torch.Generator().manual_seed(seed))
+        for seed in (0, 1)
+    )
     confusion = torch.zeros(7, 7, dtype=torch.int64)  # the last class never occurs
     confusion.index_put_((truth, answers), torch.ones_like(truth), accumulate=True)
     actual = metrics.METRICS["f1"].from_sums(confusion, 200)
@@ -212,10 +250,14 @@ def test_poly_loss_of_a_batch_equals_the_mean_loss_of_its_two_halves(scratch: Pa
     targets = torch.tensor([0, 1, 0, 1, 2, 2, 2, 2])
     halves = [poly(2.0)(outputs[part], targets[part]) for part in (slice(0, 4), slice(4, 8))]
     assert sum(halves) / 2 == pytest.approx(poly(2.0)(outputs, targets))
-    assert poly(0.0)(outputs, targets) == pytest.approx(torch.nn.functional.cross_entropy(outputs, targets))
+    assert poly(0.0)(outputs, targets) == pytest.approx(
+        torch.nn.functional.cross_entropy(outputs, targets)
+    )
 
 
-def test_npz_dataset_returns_images_and_labels_and_refuses_a_different_image_size(scratch: Path, npz: Path) -> None:
+def test_npz_dataset_returns_images_and_labels_and_refuses_a_different_image_size(
+    scratch: Path, npz: Path
+) -> None:
     from src.schema import DataConfig
 
     dataset_class = module(scratch, "src/data/npz.py").Npz
@@ -253,7 +295,9 @@ def test_lora_output_equals_output_of_model_with_merged_low_rank_weights(scratch
         weights[f"{name}.lora_b"].normal_(generator=torch.Generator().manual_seed(1))
         product = weights[f"{name}.lora_b"] @ weights[f"{name}.lora_a"]
         merged.get_submodule(name).weight.data = weights[f"{name}.weight"] + product
-    merged.load_state_dict({k: v for k, v in weights.items() if "lora_" not in k and ".attn." not in k}, strict=False)
+    merged.load_state_dict(
+        {k: v for k, v in weights.items() if "lora_" not in k and ".attn." not in k}, strict=False
+    )
     biases = {k: v for k, v in weights.items() if k.endswith("bias")}
     merged.load_state_dict(biases, strict=False)
     assert not torch.equal(model(images), before)
@@ -299,50 +343,83 @@ class TestCommands:
                 )
                 result(run(scratch, command, *overrides))
 
-    def test_custom_loss_with_parameters_trains_its_class_centers_on_one_and_two_devices(self, scratch: Path) -> None:
+    def test_custom_loss_with_parameters_trains_its_class_centers_on_one_and_two_devices(
+        self, scratch: Path
+    ) -> None:
         """tests/test_loss_parameters.py trains the same code under every strategy."""
         curves, centers = [], []
         for overrides in STRATEGIES:
-            folder = run(scratch, EXAMPLES["A loss with parameters"].commands[0], "model=tiny", *overrides)
+            folder = run(
+                scratch, EXAMPLES["A loss with parameters"].commands[0], "model=tiny", *overrides
+            )
             contents = torch.load(folder / "checkpoints/last.pt", weights_only=True)
             assert contents["model"]["head.weight"].shape[0] == 74
             centers.append(contents["train_step"]["criterion.centers"])
-            curves.append([line["train/loss"] for line in read_lines(folder / "metrics.jsonl") if "train/loss" in line])
+            curves.append(
+                [
+                    line["train/loss"]
+                    for line in read_lines(folder / "metrics.jsonl")
+                    if "train/loss" in line
+                ]
+            )
         assert curves[0] == pytest.approx(curves[1], rel=1e-4)
         assert torch.allclose(*centers, atol=1e-4)
 
-    def test_custom_training_metric_is_logged_per_step_and_in_result_json(self, scratch: Path) -> None:
+    def test_custom_training_metric_is_logged_per_step_and_in_result_json(
+        self, scratch: Path
+    ) -> None:
         for overrides in (("parallel=single", "parallel.devices=1"), ()):
-            folder = run(scratch, EXAMPLES["A training metric"].commands[0], "model=tiny", *overrides)
-            logged = [line["train/confidence"] for line in read_lines(folder / "metrics.jsonl") if "train/loss" in line]
+            folder = run(
+                scratch, EXAMPLES["A training metric"].commands[0], "model=tiny", *overrides
+            )
+            logged = [
+                line["train/confidence"]
+                for line in read_lines(folder / "metrics.jsonl")
+                if "train/loss" in line
+            ]
             assert len(logged) == 3 and all(0.1 <= value <= 1 for value in logged)
             assert 0.1 <= result(folder)["train"]["confidence"] <= 1
 
-    def test_custom_parameter_group_rule_decays_only_matrices_that_are_not_embeddings(self, scratch: Path) -> None:
+    def test_custom_parameter_group_rule_decays_only_matrices_that_are_not_embeddings(
+        self, scratch: Path
+    ) -> None:
         line = EXAMPLES["A parameter-group rule"].commands[0]
         for overrides in STRATEGIES:
             folder = run(scratch, line, "model=tiny", *overrides)
-            groups = torch.load(folder / "checkpoints/last.pt", weights_only=True)["optimizer"]["param_groups"]
+            groups = torch.load(folder / "checkpoints/last.pt", weights_only=True)["optimizer"][
+                "param_groups"
+            ]
             assert [group["weight_decay"] for group in groups] == [0.0, 0.3]
             model = timm.create_model("vit_tiny_patch16_224", depth=2)
             matrices = [name for name, weight in model.named_parameters() if weight.ndim > 1]
             decayed = [name for name in matrices if "embed" not in name and "token" not in name]
             assert len(groups[1]["params"]) == len(decayed)
 
-    def test_custom_schedule_sets_learning_rates_and_refuses_unused_warmup_epochs(self, scratch: Path) -> None:
+    def test_custom_schedule_sets_learning_rates_and_refuses_unused_warmup_epochs(
+        self, scratch: Path
+    ) -> None:
         schema, line = EXAMPLES["A schedule"].commands
         run(scratch, schema)
         for overrides in STRATEGIES:
-            settings = ("model=tiny", "train.max_steps=null", "data.limit_train=64", "optim.min_lr=1e-3")
+            settings = (
+                "model=tiny",
+                "train.max_steps=null",
+                "data.limit_train=64",
+                "optim.min_lr=1e-3",
+            )
             folder = run(scratch, line, *settings, "optim.warmup_lr=1e-3", *overrides)
             rates = [entry["lr"] for entry in read_lines(folder / "metrics.jsonl") if "lr" in entry]
             assert rates == pytest.approx([0.001, 0.0015, 0.002, 0.0015])
         command = [sys.executable, "train.py", "optim.sched=triangle", "optim.warmup_epochs=1"]
-        done = subprocess.run(command, cwd=scratch, capture_output=True, text=True, timeout=300, check=False)
+        done = subprocess.run(
+            command, cwd=scratch, capture_output=True, text=True, timeout=300, check=False
+        )
         assert done.returncode == 2
         assert "optim.warmup_epochs=1.0: " in done.stderr
 
-    def test_lora_training_changes_only_adapters_and_head_under_single_dp_and_ddp(self, scratch: Path) -> None:
+    def test_lora_training_changes_only_adapters_and_head_under_single_dp_and_ddp(
+        self, scratch: Path
+    ) -> None:
         schema, plain, tuned = EXAMPLES["LoRA"].commands
         run(scratch, schema)
         placeholder = Path("outputs/train/2026-01-01/12-00-00-000000")
@@ -354,15 +431,27 @@ class TestCommands:
             folder = run(scratch, line, "checkpoint.metric=val/loss", *overrides)
             after = torch.load(folder / "checkpoints/last.pt", weights_only=True)["model"]
             assert before.keys() < after.keys()
-            assert {name.partition(".")[0] for name in before if not torch.equal(after[name], before[name])} == {"head"}
+            assert {
+                name.partition(".")[0]
+                for name in before
+                if not torch.equal(after[name], before[name])
+            } == {"head"}
             adapters = [after[name] for name in after if name.endswith("lora_b")]
             assert len(adapters) == 4
             assert all(adapter.any() for adapter in adapters)
-            curves.append([line["train/loss"] for line in read_lines(folder / "metrics.jsonl") if "train/loss" in line])
+            curves.append(
+                [
+                    line["train/loss"]
+                    for line in read_lines(folder / "metrics.jsonl")
+                    if "train/loss" in line
+                ]
+            )
         assert curves[0] == pytest.approx(curves[1], rel=1e-4)
         assert curves[0] == pytest.approx(curves[2], rel=1e-4)
         command = [sys.executable, "evaluate.py", f"run={folder}", "split=val", "checkpoint=last"]
-        done = subprocess.run(command, cwd=scratch, capture_output=True, text=True, timeout=300, check=False)
+        done = subprocess.run(
+            command, cwd=scratch, capture_output=True, text=True, timeout=300, check=False
+        )
         assert done.returncode == 0, done.stdout + done.stderr
         assert json.loads(done.stdout)["loss"] == pytest.approx(result(folder)["val"]["loss"])
 
@@ -370,12 +459,24 @@ class TestCommands:
         alone, both = EXAMPLES["A tracker"].commands
         folder = run(scratch, alone, "model=tiny", "parallel=ddp", "parallel.devices=2")
         assert not (folder / "tensorboard").exists()
-        run(scratch, f"python train.py resume={folder} train.max_steps=5 train.epochs=9", folder=folder)
+        run(
+            scratch,
+            f"python train.py resume={folder} train.max_steps=5 train.epochs=9",
+            folder=folder,
+        )
         with open(folder / "numbers.csv", newline="") as file:
-            rows = [(int(row["step"]), row["name"], float(row["value"])) for row in csv.DictReader(file)]
+            rows = [
+                (int(row["step"]), row["name"], float(row["value"])) for row in csv.DictReader(file)
+            ]
         logged = read_lines(folder / "metrics.jsonl")
-        numbers = [(line["step"], name, value) for line in logged for name, value in line.items() if "/" in name]
-        # Both attempts evaluate at their last step, so both files have a line for each of the two evaluations.
+        numbers = [
+            (line["step"], name, value)
+            for line in logged
+            for name, value in line.items()
+            if "/" in name
+        ]
+        # Both attempts evaluate at their last step, so both files have a line for each of the two
+        # evaluations.
         assert [row for row in rows if "/" in row[1]] == numbers
         folder = run(scratch, both, "model=tiny")
         assert (folder / "tensorboard").exists() and (folder / "numbers.csv").exists()
@@ -383,14 +484,18 @@ class TestCommands:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Return a function that makes a copy with one example of ALONE, which cannot be combined with other examples."""
+    """Return a function that makes a copy with one example of ALONE, which cannot be combined with
+    other examples.
+    """
 
     def copy_with(name: str) -> Path:
         copy = tmp_path_factory.mktemp("alone")
         for file in ("train.py", "evaluate.py", "pyproject.toml", "requirements.txt"):
             shutil.copy(ROOT / file, copy)
         for folder in ("src", "timm_parallel", "conf", "scripts"):
-            shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__", "local"))
+            shutil.copytree(
+                ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__", "local")
+            )
         EXAMPLES[name].follow(copy)
         return copy
 
@@ -402,10 +507,21 @@ def words_for(name: str, npz: Path) -> list[str]:
     trainings = [line for line in EXAMPLES[name].commands if line.startswith("python train.py")]
     line = [line for line in trainings if "resume=" not in line][-1]
     given = shlex.split(line.replace("/data/medmnist.npz", str(npz)))[2:]
-    given = [word for word in given if not word.startswith(("parallel=", "parallel.devices=", "model.weights"))]
-    small = {"A model": (), "A dataset": ("model=tiny", "data.limit_train=null")}.get(name, ("model=tiny",))
+    given = [
+        word
+        for word in given
+        if not word.startswith(("parallel=", "parallel.devices=", "model.weights"))
+    ]
+    small = {"A model": (), "A dataset": ("model=tiny", "data.limit_train=null")}.get(
+        name, ("model=tiny",)
+    )
     parallel = "local_sgd" if name == "A strategy" else "single"
-    devices = (f"parallel={parallel}", "parallel.devices=1", "parallel.accelerator=cpu", "data.workers=0")
+    devices = (
+        f"parallel={parallel}",
+        "parallel.devices=1",
+        "parallel.accelerator=cpu",
+        "data.workers=0",
+    )
     words = [*SMALL, *small, *given, *devices]
     return list({word.partition("=")[0]: word for word in words}.values())
 
@@ -424,15 +540,21 @@ def test_run_of_every_example_is_evaluated_predicted_with_and_resumed(
     script = Path(__file__).with_name("example_runs.py")
     command = [sys.executable, str(script), jobs, str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": str(copy)}
-    done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, timeout=800, check=False)
+    done = subprocess.run(
+        command, cwd=copy, env=environment, capture_output=True, text=True, timeout=800, check=False
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     runs = [json.loads(line) for line in done.stdout.splitlines()]
     assert [run["name"] for run in runs] == names
     for run in runs:
         first, resumed = run["steps"]
         assert first == 3 < resumed, run["name"]
-        assert run["evaluated"]["loss"] == pytest.approx(run["trained"]["loss"], rel=1e-5), run["name"]
-        assert all(len(image["classes"]) == len(image["probabilities"]) >= 1 for image in run["predicted"])
+        assert run["evaluated"]["loss"] == pytest.approx(run["trained"]["loss"], rel=1e-5), run[
+            "name"
+        ]
+        assert all(
+            len(image["classes"]) == len(image["probabilities"]) >= 1 for image in run["predicted"]
+        )
         assert len(run["predicted"]) == 2, run["name"]
         is_regression = run["name"] == "Regression"
         assert run["predictions_code"] == (2 if is_regression else 0), run["name"]
@@ -442,11 +564,19 @@ def test_run_of_every_example_is_evaluated_predicted_with_and_resumed(
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_regression_example_reaches_same_error_under_single_and_ddp(alone: Callable[[str], Path]) -> None:
+def test_regression_example_reaches_same_error_under_single_and_ddp(
+    alone: Callable[[str], Path],
+) -> None:
     copy = alone("Regression")
     actual = []
     for overrides in STRATEGIES:
-        folder = run(copy, EXAMPLES["Regression"].commands[0], "model=tiny", "data.limit_train=null", *overrides)
+        folder = run(
+            copy,
+            EXAMPLES["Regression"].commands[0],
+            "model=tiny",
+            "data.limit_train=null",
+            *overrides,
+        )
         numbers = result(folder)
         assert numbers["objective"] == numbers["val"]["mae_best"]
         assert numbers["val"]["samples"] == 64 and "acc" not in numbers["val"]
@@ -461,7 +591,9 @@ def test_auxiliary_z_loss_adds_to_the_training_loss_and_is_logged_as_a_metric(
     scratch: Path, alone: Callable[[str], Path]
 ) -> None:
     copy, line = alone("An auxiliary loss"), EXAMPLES["An auxiliary loss"].commands[0]
-    without = read_lines(run(scratch, line, *STRATEGIES[0], "parallel.devices=1") / "metrics.jsonl")[0]
+    without = read_lines(
+        run(scratch, line, *STRATEGIES[0], "parallel.devices=1") / "metrics.jsonl"
+    )[0]
     logged = []
     for overrides in (("parallel=single", "parallel.devices=1"), ()):
         folder = run(copy, line, *overrides)
@@ -480,8 +612,12 @@ def test_custom_training_loop_is_not_stopped_by_watchdog(alone: Callable[[str], 
     copy = alone("A training loop")
     file = copy / "src/train/plain_loop.py"
     # Four steps of 1.5 s: together longer than the limit, each of them shorter.
-    slower = file.read_text().replace("        loss.backward()\n", "        loss.backward()\n        time.sleep(1.5)\n")
-    file.write_text(slower.replace("from typing import Any\n", "import time\nfrom typing import Any\n"))
+    slower = file.read_text().replace(
+        "        loss.backward()\n", "        loss.backward()\n        time.sleep(1.5)\n"
+    )
+    file.write_text(
+        slower.replace("from typing import Any\n", "import time\nfrom typing import Any\n")
+    )
     for overrides in STRATEGIES:
         line = EXAMPLES["A training loop"].commands[0]
         limits = ("parallel.timeout=4", "data.limit_train=64", "train.max_steps=null")
@@ -516,7 +652,9 @@ def averaged(scratch: Path) -> Path:
     folder = run(scratch, first, *BUSY)
     line = again.replace("outputs/train/2026-01-01/12-00-00-000000", str(folder))
     command = [sys.executable, "train.py", *shlex.split(line)[2:3], "train.epochs=2"]
-    done = subprocess.run(command, cwd=scratch, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        command, cwd=scratch, capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
 
@@ -537,13 +675,24 @@ def test_custom_model_loss_and_metric_train_under_local_sgd(averaged: Path) -> N
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_evaluate_py_reproduces_best_metric_with_and_without_local_sgd(scratch: Path, averaged: Path) -> None:
-    best = max(line["val/f1_ema"] for line in read_lines(averaged / "metrics.jsonl") if "val/f1_ema" in line)
+def test_evaluate_py_reproduces_best_metric_with_and_without_local_sgd(
+    scratch: Path, averaged: Path
+) -> None:
+    best = max(
+        line["val/f1_ema"]
+        for line in read_lines(averaged / "metrics.jsonl")
+        if "val/f1_ema" in line
+    )
     for overrides in ((), LOCAL_SGD):
         command = [sys.executable, "evaluate.py", f"run={averaged}", "split=val", *overrides]
-        done = subprocess.run(command, cwd=scratch, capture_output=True, text=True, timeout=300, check=False)
+        done = subprocess.run(
+            command, cwd=scratch, capture_output=True, text=True, timeout=300, check=False
+        )
         assert done.returncode == 0, done.stdout + done.stderr
-        actual = {numbers["weights"]: numbers["f1"] for numbers in map(json.loads, done.stdout.splitlines())}
+        actual = {
+            numbers["weights"]: numbers["f1"]
+            for numbers in map(json.loads, done.stdout.splitlines())
+        }
         assert actual["ema"] == pytest.approx(best)
 
 
@@ -555,7 +704,10 @@ def test_local_sgd_with_period_1_matches_ddp(scratch: Path) -> None:
     ways += ((*LOCAL_SGD, "+parallel.options.period=3"),)
     folders = [run(scratch, "python train.py", *settings, *overrides) for overrides in ways]
     for key in ("train/loss", "val/loss", "val/loss_ema"):
-        ddp, same, other = ([line[key] for line in read_lines(at / "metrics.jsonl") if key in line] for at in folders)
+        ddp, same, other = (
+            [line[key] for line in read_lines(at / "metrics.jsonl") if key in line]
+            for at in folders
+        )
         assert same == pytest.approx(ddp, rel=1e-5), key
         assert other != pytest.approx(ddp, rel=1e-5), key
 
@@ -577,7 +729,9 @@ def test_invalid_metric_loss_or_strategy_setting_for_custom_code_exits_2(
     scratch: Path, overrides: tuple[str, ...], message: str
 ) -> None:
     command = [sys.executable, "train.py", *tiny(*overrides)]
-    done = subprocess.run(command, cwd=scratch, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        command, cwd=scratch, capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 2, done.stdout + done.stderr
     assert message in done.stderr
     assert len(done.stderr.splitlines()) == 1

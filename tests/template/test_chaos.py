@@ -1,4 +1,6 @@
-"""scripts/maintain/chaos.py, shortened: a run with injected faults and resumes matches an undisturbed run."""
+"""scripts/maintain/chaos.py, shortened: a run with injected faults and resumes matches an
+undisturbed run.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,21 @@ from timm_parallel.testing.commands import Train
 @pytest.mark.slow(seconds=60)
 @pytest.mark.processes
 def test_run_with_injected_faults_matches_undisturbed_run(train: Train, tmp_path: Path) -> None:
-    arguments = ["--minutes", "0", "--faults", "3", "--seed", "5", "--epochs", "15", "--out", str(tmp_path / "chaos")]
-    done = train.start_command([sys.executable, "scripts/maintain/chaos.py", *arguments], tmp_path).finish()
+    arguments = [
+        "--minutes",
+        "0",
+        "--faults",
+        "3",
+        "--seed",
+        "5",
+        "--epochs",
+        "15",
+        "--out",
+        str(tmp_path / "chaos"),
+    ]
+    done = train.start_command(
+        [sys.executable, "scripts/maintain/chaos.py", *arguments], tmp_path
+    ).finish()
     assert done.returncode == 0, done.output
     report = json.loads((tmp_path / "chaos" / "faults.json").read_text())
     assert report["complaints"] == []

@@ -1,4 +1,5 @@
-"""Every command in the documentation and conf/ runs here with fewer steps, or in a test that `ELSEWHERE` names.
+"""Every command in the documentation and conf/ runs here with fewer steps, or in a test that
+`ELSEWHERE` names.
 
 `NOT_RUN` lists the commands that no test can run, with the reason.
 """
@@ -45,8 +46,11 @@ IN_TEXT = re.compile(
     r"([A-Z]+=\S+ )?(make|python|torchrun|tensorboard|docker|nvidia-smi|pip|source|cp|tc|kubectl|scancel|tests/\S+\.sh) \S"
 )
 TRAINING = re.compile(r"(?:python|torchrun --nproc-per-node (\d+|N)) train\.py ?(.*)")
-SCRIPT = re.compile(r"python (?:scripts/)?(plan|predict|export|compare_runs|report|forecast|evaluate)\.py ?(.*)")
-# Pattern of commands -> the tests that run them. Tests of clusters are skipped without Slurm or without root.
+SCRIPT = re.compile(
+    r"python (?:scripts/)?(plan|predict|export|compare_runs|report|forecast|evaluate)\.py ?(.*)"
+)
+# Pattern of commands -> the tests that run them. Tests of clusters are skipped without Slurm or
+# without root.
 ELSEWHERE = {
     r"make (train|compare)\b": (
         "test_make_train_installs_only_runtime_requirements "
@@ -86,7 +90,8 @@ ELSEWHERE = {
     r"python train\.py --help": "test_help_shows_options_and_commands_without_importing_torch",
     r"python train\.py --cfg job": "test_cfg_job_shows_all_keys_without_importing_torch",
     r"python train\.py (-m )?debug=profile": (
-        "test_profile_of_ddp_writes_a_trace_for_every_rank test_profile_of_dp_records_the_threads_of_its_replicas"
+        "test_profile_of_ddp_writes_a_trace_for_every_rank "
+        "test_profile_of_dp_records_the_threads_of_its_replicas"
     ),
     r".* sweep\.dry_run=true": "test_sweep_dry_run_lists_the_jobs_of_the_sweep",
     r"python train\.py resume=(<run folder>|outputs)": (
@@ -123,75 +128,111 @@ NOT_RUN = {
     r"wandb login": "needs an account",
     r"git (clone|remote add)": "the URL of the repository is a placeholder",
     r"make test-simulated SIM=": "needs a simulator of GPUs that is not part of the project",
-    r"make docs-outputs$": "runs the commands of the pages for minutes; tests/template/test_readme.py checks the written output",
+    r"make docs-outputs$": "runs the commands of the pages for minutes; "
+    "tests/template/test_readme.py checks the written output",
     r"python src/eval\.py": "a command of lightning-hydra-template",
     r"(make bench$|python scripts/maintain/bench_)": "measures for minutes on an idle machine",
-    r"(docker|mkdir .*docker|buildah|debootstrap|export STORAGE_DRIVER)": "needs a container engine or root, and takes minutes",
+    r"(docker|mkdir .*docker|buildah|debootstrap|export STORAGE_DRIVER)": "needs a container "
+    "engine or root, and "
+    "takes minutes",
     r"nvidia-smi": "needs a GPU",
-    r"kubectl": "needs a Kubernetes cluster; timm_parallel/tests/test_cluster.py validates the manifest",
+    r"kubectl": "needs a Kubernetes cluster; timm_parallel/tests/test_cluster.py validates the "
+    "manifest",
     r"tc ": "needs root and network namespaces",
 }
 
 
 def commands_of(path: Path) -> list[str]:
-    """Return the commands in the code blocks and inline code of a page, or in the comments of a file in conf/."""
+    """Return the commands in the code blocks and inline code of a page, or in the comments of a
+    file in conf/.
+    """
     text = path.read_text(encoding="utf-8")
     if path.suffix != ".md":
         lines = re.findall(r"^#   ((?:python|torchrun|make|cp) .*)$", text, re.MULTILINE)
         actual = [part for line in lines for part in re.split(r"\s+or: |\s+&& ", line)]
     else:
         block = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
-        actual = [line for language, lines in block.findall(text) if language == "bash" for line in lines.splitlines()]
+        actual = [
+            line
+            for language, lines in block.findall(text)
+            if language == "bash"
+            for line in lines.splitlines()
+        ]
         spans = (" ".join(span.split()) for span in re.findall(r"`([^`]+)`", block.sub("", text)))
         actual += [span for span in spans if IN_TEXT.match(span)]
     return [re.split(r"\s{3,}|\s+#", line)[0].strip() for line in actual if line.strip()]
 
 
 def shown_commands() -> list[str]:
-    """Return all documented commands except docs/extend.md, whose commands need its code: see tests/template/test_bill.py."""
-    pages = {*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")} - {ROOT / "CHANGELOG.md", ROOT / "docs" / "extend.md"}
+    """Return all documented commands except docs/extend.md, whose commands need its code: see
+    tests/template/test_bill.py.
+    """
+    pages = {*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")} - {
+        ROOT / "CHANGELOG.md",
+        ROOT / "docs" / "extend.md",
+    }
     files = [*pages, *(ROOT / "conf").rglob("*.yaml"), *(ROOT / "conf").rglob("*.example")]
     return sorted({command for path in files for command in commands_of(path)})
 
 
 def named(table: dict[str, str], command: str) -> str | None:
-    return next((arguments for pattern, arguments in table.items() if re.match(pattern, command)), None)
+    return next(
+        (arguments for pattern, arguments in table.items() if re.match(pattern, command)), None
+    )
 
 
 SHOWN = shown_commands()
-HERE = [command for command in SHOWN if not named(NOT_RUN, command) and not named(ELSEWHERE, command)]
+HERE = [
+    command for command in SHOWN if not named(NOT_RUN, command) and not named(ELSEWHERE, command)
+]
 TRAININGS = [command for command in HERE if TRAINING.fullmatch(command)]
 SCRIPTS = [command for command in HERE if SCRIPT.fullmatch(command)]
-LARGE = re.compile("experiment=(small_layers|buckets|scaling_|imagenet_|finetune_)|-m seed=")  # to compose, or to train
+LARGE = re.compile(
+    "experiment=(small_layers|buckets|scaling_|imagenet_|finetune_)|-m seed="
+)  # to compose, or to train
 ALONE, ON_A_SWEEP, WITH_RANKS = "/plan", "/(report|forecast)", "evaluate.*parallel=ddp"  # scripts
 ON_A_RUN = "outputs/(…|train|finetune)|<run folder>"
 
 
 def test_every_documented_command_is_run_by_a_test_or_listed_with_a_reason() -> None:
     assert len(TRAININGS) > 30 and len(SCRIPTS) > 5
-    assert set(HERE) == {*TRAININGS, *SCRIPTS}, "run the command in this file, or list it in ELSEWHERE or NOT_RUN"
+    assert set(HERE) == {*TRAININGS, *SCRIPTS}, (
+        "run the command in this file, or list it in ELSEWHERE or NOT_RUN"
+    )
     kinds = (ALONE, ON_A_RUN, ON_A_SWEEP, WITH_RANKS)
-    assert [command for command in SCRIPTS if not any(re.search(kind, command) for kind in kinds)] == []
+    assert [
+        command for command in SCRIPTS if not any(re.search(kind, command) for kind in kinds)
+    ] == []
     files = [path.read_text(encoding="utf-8") for path in TEST_FILES]
     tests = {name for text in files for name in re.findall(r"^ *def (\w+)", text, re.MULTILINE)}
     # A fork has fewer pages and tests.
     if not (ROOT / ".template.json").exists():
         assert {name for names in ELSEWHERE.values() for name in names.split()} <= tests
-        assert [p for p in (*ELSEWHERE, *NOT_RUN) if not any(re.match(p, command) for command in SHOWN)] == []
+        assert [
+            p for p in (*ELSEWHERE, *NOT_RUN) if not any(re.match(p, command) for command in SHOWN)
+        ] == []
 
 
 def documented_overrides() -> set[str]:
-    """Return the words `key=value` of commands and inline code, also of docs/extend.md, as a shell passes them on."""
+    """Return the words `key=value` of commands and inline code, also of docs/extend.md, as a shell
+    passes them on.
+    """
     block = re.compile(r"^ *```.*?^ *```$", re.MULTILINE | re.DOTALL)
     texts = list(SHOWN)
     for path in {*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")}:
-        texts += re.findall(r"`([^`]+)`", block.sub("", path.read_text(encoding="utf-8"))) + commands_of(path)
+        texts += re.findall(
+            r"`([^`]+)`", block.sub("", path.read_text(encoding="utf-8"))
+        ) + commands_of(path)
     words: set[str] = set()
     for text in texts:
         # A span of prose may have an apostrophe.
         with suppress(ValueError):
             words.update(shlex.split(text))
-    keys = {word: re.match(r"[+~]{0,2}([a-z_0-9.]+)=", word) for word in words if not re.search("[<…]", word)}
+    keys = {
+        word: re.match(r"[+~]{0,2}([a-z_0-9.]+)=", word)
+        for word in words
+        if not re.search("[<…]", word)
+    }
     return {word for word, key in keys.items() if key is not None and is_known(key[1])}
 
 
@@ -218,17 +259,25 @@ def test_every_documented_override_can_be_typed_as_documented() -> None:
 
 
 def configs_of(command: str) -> list[ResolvedConfig]:
-    """Return the resolved CPU configs of a training command; for a sweep, one config per model and strategy."""
+    """Return the resolved CPU configs of a training command; for a sweep, one config per model and
+    strategy.
+    """
     match = TRAINING.fullmatch(command)
     assert match is not None
     # The runs that the pages name do not exist here.
-    parsed = parse(*(word for word in shlex.split(match[2]) if not word.startswith("model.weights=outputs/")))
+    parsed = parse(
+        *(word for word in shlex.split(match[2]) if not word.startswith("model.weights=outputs/"))
+    )
     parsed.overrides.append("parallel.accelerator=cpu")
     if not parsed.multirun:
         ranks = () if match[1] is None else (2, 2)
         return [resolve(compose_command(parsed).config, *ranks)]
     points = [point.config for point in expand(parsed)[1] if not point.reason]
-    kinds = {f"{c.model} {c.parallel.strategy}": as_resolved(c) for c in points if int(c.parallel.devices) <= 2}
+    kinds = {
+        f"{c.model} {c.parallel.strategy}": as_resolved(c)
+        for c in points
+        if int(c.parallel.devices) <= 2
+    }
     return list(kinds.values())
 
 
@@ -248,7 +297,12 @@ def small(config: ResolvedConfig, folder: Path) -> ResolvedConfig:
     if data.name == "synthetic":
         data.kwargs = {**data.kwargs, "num_samples": 64}
     elif data.name == "folder":
-        data.root, data.val_fraction, data.test_fraction, data.group_pattern = str(folder), None, None, None
+        data.root, data.val_fraction, data.test_fraction, data.group_pattern = (
+            str(folder),
+            None,
+            None,
+            None,
+        )
     elif data.name == "csv":
         data.root = str(folder / "labels.csv")
     # Pretrained weights would be downloaded, and the run of the weights file does not exist here.
@@ -267,10 +321,16 @@ def take_a_step(ranks: Ranks, store: Any, config: ResolvedConfig) -> float:
     try:
         run = RunParts(config, strategy)
         batches = run.train.epoch(0)
-        reports = list(train_epoch(run.state, batches, config, strategy, run.hooks, run.steps_per_epoch, run.mixing))
+        reports = list(
+            train_epoch(
+                run.state, batches, config, strategy, run.hooks, run.steps_per_epoch, run.mixing
+            )
+        )
         images, _ = next(iter(run.evaluation["val"]))
         with torch.inference_mode():
-            autocast = Autocast(run.state.model.eval(), strategy.device.type, AUTOCAST[config.train.precision])
+            autocast = Autocast(
+                run.state.model.eval(), strategy.device.type, AUTOCAST[config.train.precision]
+            )
             outputs = strategy.for_evaluation(autocast)(images)
         assert outputs.shape == (len(images), run.num_classes) and bool(outputs.isfinite().all())
         assert len(reports) == run.state.progress.step == 1
@@ -279,12 +339,18 @@ def take_a_step(ranks: Ranks, store: Any, config: ResolvedConfig) -> float:
         strategy.close()
 
 
-def take_steps(ranks: Ranks, store: Any, configs: dict[str, ResolvedConfig]) -> dict[str, float | str]:
+def take_steps(
+    ranks: Ranks, store: Any, configs: dict[str, ResolvedConfig]
+) -> dict[str, float | str]:
     """Train one step per config and return each loss, or the traceback of a failure."""
     torch.set_num_threads(1)
     actual: dict[str, float | str] = {}
     for name, config in configs.items():
-        own = None if store is None or ranks.world_size == 1 else torch.distributed.PrefixStore(name, store)
+        own = (
+            None
+            if store is None or ranks.world_size == 1
+            else torch.distributed.PrefixStore(name, store)
+        )
         try:
             actual[name] = take_a_step(ranks, own, config)
         except Exception:
@@ -298,7 +364,12 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("photos")
     rows = ["file,label,fold"]
     for number in range(24):
-        file = root / ("val" if number % 3 == 0 else "train") / ("rose", "tulip")[number % 2] / f"{number}.png"
+        file = (
+            root
+            / ("val" if number % 3 == 0 else "train")
+            / ("rose", "tulip")[number % 2]
+            / f"{number}.png"
+        )
         file.parent.mkdir(parents=True, exist_ok=True)
         Image.new("RGB", (40, 40), (number * 10, 0, 200 * (number % 2))).save(file)
         rows.append(f"{file.relative_to(root)},{file.parent.name},{number % 5}")
@@ -308,8 +379,14 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def losses(request: pytest.FixtureRequest, photos: Path) -> dict[str, list[float | str]]:
-    """Return losses or tracebacks by command. Commands share a group of ranks, and identical steps run once."""
-    chosen = {item.callspec.params.get("command") for item in request.session.items if hasattr(item, "callspec")}
+    """Return losses or tracebacks by command. Commands share a group of ranks, and identical steps
+    run once.
+    """
+    chosen = {
+        item.callspec.params.get("command")
+        for item in request.session.items
+        if hasattr(item, "callspec")
+    }
     of_command: dict[str, list[ResolvedConfig]] = {}
     refused: dict[str, list[float | str]] = {}
     for command in (command for command in TRAININGS if command in chosen):
@@ -320,9 +397,16 @@ def losses(request: pytest.FixtureRequest, photos: Path) -> dict[str, list[float
     distinct = {str(config): config for configs in of_command.values() for config in configs}
     actual: dict[str, float | str] = {}
     for world in (1, 2):
-        own = {name: c for name, c in distinct.items() if world == (c.parallel.devices if c.parallel.has_ranks else 1)}
+        own = {
+            name: c
+            for name, c in distinct.items()
+            if world == (c.parallel.devices if c.parallel.has_ranks else 1)
+        }
         actual |= in_ranks(take_steps, world, own)[0]
-    return refused | {command: [actual[str(config)] for config in configs] for command, configs in of_command.items()}
+    return refused | {
+        command: [actual[str(config)] for config in configs]
+        for command, configs in of_command.items()
+    }
 
 
 # The tests of all other commands are slow.
@@ -332,8 +416,12 @@ QUICK = [command for command in TRAININGS if command in FIRST and not LARGE.sear
 
 @pytest.mark.sample(3)
 @pytest.mark.processes
-@pytest.mark.parametrize("command", [c if c in QUICK else pytest.param(c, marks=pytest.mark.slow) for c in TRAININGS])
-def test_documented_training_command_trains_one_step(losses: dict[str, list[float | str]], command: str) -> None:
+@pytest.mark.parametrize(
+    "command", [c if c in QUICK else pytest.param(c, marks=pytest.mark.slow) for c in TRAININGS]
+)
+def test_documented_training_command_trains_one_step(
+    losses: dict[str, list[float | str]], command: str
+) -> None:
     assert losses[command]
     for loss in losses[command]:
         assert isinstance(loss, float) and math.isfinite(loss), loss
@@ -366,7 +454,9 @@ SAYS = {
 
 
 def scripts_like(pattern: str) -> list[str]:
-    """Return the commands that match, with paths replaced by test paths and without the resulting duplicates."""
+    """Return the commands that match, with paths replaced by test paths and without the resulting
+    duplicates.
+    """
     actual = set()
     for command in (command for command in SCRIPTS if re.search(pattern, command)):
         for shown, here in STANDS_FOR.items():
@@ -389,7 +479,9 @@ def check(command: str, capsys: pytest.CaptureFixture[str], **places: Path) -> N
     script = importlib.import_module(name if name == "evaluate" else f"scripts.{name}")
     code, output = script.main(arguments), capsys.readouterr()
     assert code == 0, output.err
-    written = [path for word in arguments if (path := Path(word.partition("=")[2])).name == SAYS[name]]
+    written = [
+        path for word in arguments if (path := Path(word.partition("=")[2])).name == SAYS[name]
+    ]
     assert SAYS[name] in output.out or (written and written[0].stat().st_size > 0), output
 
 
@@ -404,7 +496,11 @@ def test_documented_command_of_plan_py_prints_memory_per_device(
 @pytest.mark.processes
 @pytest.mark.parametrize("command", scripts_like(ON_A_RUN))
 def test_documented_script_command_prints_or_writes_its_result_for_a_finished_run(
-    command: str, finished_run: Finished, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    command: str,
+    finished_run: Finished,
+    photos: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     shutil.copytree(finished_run.folder, tmp_path / "run")
     check(command, capsys, run=tmp_path / "run", photos=photos, new=tmp_path)
@@ -413,9 +509,18 @@ def test_documented_script_command_prints_or_writes_its_result_for_a_finished_ru
 @pytest.fixture(scope="module")
 def sweep(train_shared: Train) -> Path:
     """Run the sweep of docs/forecast.md with a smaller model."""
-    (command,) = [command for command in TRAININGS if "parallel.threads_per_device=1 train.max_steps=20" in command]
+    (command,) = [
+        command
+        for command in TRAININGS
+        if "parallel.threads_per_device=1 train.max_steps=20" in command
+    ]
     folder = train_shared.base / "sweep"
-    arguments = [*shlex.split(command)[2:], "model=tiny", "print_config=false", f"hydra.sweep.dir={folder}"]
+    arguments = [
+        *shlex.split(command)[2:],
+        "model=tiny",
+        "print_config=false",
+        f"hydra.sweep.dir={folder}",
+    ]
     done = train_shared.start(*arguments, defaults=False).finish()
     assert done.returncode == 0, done.output
     return folder
@@ -457,11 +562,21 @@ def test_documented_evaluate_command_runs_on_two_ddp_ranks(
         "python train.py -m parallel=single,dp,ddp parallel.devices=1,2,4",
     ],
 )
-def test_documented_training_command_exits_0_when_run_as_a_process(command: str, train: Train) -> None:
+def test_documented_training_command_exits_0_when_run_as_a_process(
+    command: str, train: Train
+) -> None:
     assert command in TRAININGS
     arguments = shlex.split(command)[2:]
-    arguments += ["model.kwargs={}" if "model.name" in command else "model=tiny", "optim.warmup_epochs=0"]
-    arguments += ["train.epochs=1", "train.max_steps=2", "data.limit_train=64", "print_config=false"]
+    arguments += [
+        "model.kwargs={}" if "model.name" in command else "model=tiny",
+        "optim.warmup_epochs=0",
+    ]
+    arguments += [
+        "train.epochs=1",
+        "train.max_steps=2",
+        "data.limit_train=64",
+        "print_config=false",
+    ]
     folders = (f"hydra.run.dir={train.base}/run", f"hydra.sweep.dir={train.base}/sweep")
     done = train.start(*arguments, *folders, defaults=False).finish()
     assert done.returncode == 0, done.output
@@ -492,7 +607,11 @@ def test_sweep_dry_run_lists_the_jobs_of_the_sweep(
     assert "optim.lr=0.0001,seed=1" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", [command for command in SHOWN if command.startswith("python -c")])
-def test_documented_python_one_liner_prints_true(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "command", [command for command in SHOWN if command.startswith("python -c")]
+)
+def test_documented_python_one_liner_prints_true(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     exec(shlex.split(command)[2])
     assert capsys.readouterr().out.strip() == "True"

@@ -1,4 +1,6 @@
-"""Container files have the documented properties, and the notebook runs. No image is built: see docs/container.md."""
+"""Container files have the documented properties, and the notebook runs. No image is built: see
+docs/container.md.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ def test_compose_file_publishes_ports_on_loopback_only() -> None:
     ports = [port for service in services().values() for port in service.get("ports", [])]
     assert len(ports) == 2
     assert all(port.startswith("127.0.0.1:") for port in ports)
-    assert "0.0.0.0" not in DOCKERFILE, "expected loopback only when the image is started without compose"
+    assert "0.0.0.0" not in DOCKERFILE, (
+        "expected loopback only when the image is started without compose"
+    )
 
 
 def test_compose_services_have_build_targets_and_shared_memory() -> None:
@@ -70,9 +74,15 @@ def test_compose_services_have_build_targets_and_shared_memory() -> None:
 
 def test_dockerignore_excludes_secrets_data_and_outputs() -> None:
     ignored = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
-    assert {".git", ".venv", ".env", "outputs", "data", "conf/local/default.yaml", "conf/local/slurm.sh"} <= set(
-        ignored
-    )
+    assert {
+        ".git",
+        ".venv",
+        ".env",
+        "outputs",
+        "data",
+        "conf/local/default.yaml",
+        "conf/local/slurm.sh",
+    } <= set(ignored)
 
 
 def test_devcontainer_builds_a_stage_of_the_dockerfile() -> None:
@@ -93,14 +103,17 @@ def test_notebook_has_no_outputs_and_jupyter_is_not_a_runtime_requirement() -> N
 @pytest.mark.slow(seconds=60)
 @pytest.mark.processes
 @pytest.mark.skipif(
-    not all(map(importlib.util.find_spec, ("nbclient", "ipykernel"))), reason="needs requirements-notebook.txt"
+    not all(map(importlib.util.find_spec, ("nbclient", "ipykernel"))),
+    reason="needs requirements-notebook.txt",
 )
 def test_notebook_runs_and_shows_plots_and_the_report(tmp_path: Path) -> None:
     import nbformat
     from nbclient import NotebookClient
 
     notebook = nbformat.read(NOTEBOOK, as_version=4)
-    NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(NOTEBOOK.parent)}}).execute()
+    NotebookClient(
+        notebook, timeout=600, resources={"metadata": {"path": str(NOTEBOOK.parent)}}
+    ).execute()
     shown = json.dumps(notebook["cells"])
     assert "image/png" in shown, "expected plots of the curves"
     assert "text/markdown" in shown, "expected the report"

@@ -17,9 +17,15 @@ from timm_parallel.testing.commands import ROOT
 
 
 def as_documented(path: Path) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
-    """Run the Python of docs/finetune.md on a predictions.csv. Return the table, and labels and scores by class."""
+    """Run the Python of docs/finetune.md on a predictions.csv. Return the table, and labels and
+    scores by class.
+    """
     page = (ROOT / "docs" / "finetune.md").read_text(encoding="utf-8")
-    (code,) = [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "predictions.csv" in block]
+    (code,) = [
+        block
+        for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+        if "predictions.csv" in block
+    ]
     names: dict[str, Any] = {}
     exec(code.replace("predictions.csv", str(path)), names)
     return names["table"], names["labels"], names["scores"]
@@ -31,10 +37,12 @@ def test_prediction_table_has_all_classes_and_digits_with_several_labels(tmp_pat
     scores = torch.randn(60, 9, generator=draw) * 12
     labels = (torch.rand(60, 9, generator=draw) < 0.3).float()
     names = [f"class {number}" for number in range(9)]
-    table = prediction_table(Evaluation(60, {}, {}, (torch.arange(60), scores, labels)), None, names, torch.sigmoid)
+    table = prediction_table(
+        Evaluation(60, {}, {}, (torch.arange(60), scores, labels)), None, names, torch.sigmoid
+    )
     table.to_csv(tmp_path / "predictions.csv", index=False)
     _, read_labels, read_scores = as_documented(tmp_path / "predictions.csv")
     expected = average_precision_score(labels.numpy(), scores.numpy(), average="macro")
-    assert average_precision_score(read_labels.to_numpy(), read_scores.to_numpy(), average="macro") == pytest.approx(
-        expected, abs=1e-9
-    )
+    assert average_precision_score(
+        read_labels.to_numpy(), read_scores.to_numpy(), average="macro"
+    ) == pytest.approx(expected, abs=1e-9)

@@ -16,14 +16,21 @@ from scripts.maintain.fork import COMMANDS, OF_THE_TEMPLATE, OLD_NAME, RECIPES, 
 from timm_parallel.testing.commands import ROOT
 
 pytestmark = [
-    pytest.mark.skipif(shutil.which("git") is None or not (ROOT / ".git").exists(), reason="needs a git checkout"),
+    pytest.mark.skipif(
+        shutil.which("git") is None or not (ROOT / ".git").exists(), reason="needs a git checkout"
+    ),
 ]
 
 
 def git(folder: Path, *arguments: str) -> str:
     who = ("-c", "user.name=Ada", "-c", "user.email=ada@example.org")
     done = subprocess.run(
-        ["git", *who, *arguments], cwd=folder, capture_output=True, text=True, timeout=300, check=False
+        ["git", *who, *arguments],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -63,14 +70,22 @@ def test_make_fork_replaces_every_occurrence_of_the_template_name(clone: Path) -
     assert read(clone / "README.md").startswith("# my_project\n")
     assert "Copyright (c) 2026 Ada Example" in read(clone / "LICENSE")
     assert "task_name: my_project" in read(clone / "conf" / "train.yaml")
-    record = {"name": "my_project", "holder": "Ada Example", "drop_demo": False, "template_commit": commit}
+    record = {
+        "name": "my_project",
+        "holder": "Ada Example",
+        "drop_demo": False,
+        "template_commit": commit,
+    }
     record["engine_hash"] = engine_hash(clone)
     assert json.loads(read(clone / ".template.json")) == record
     pages = "".join(map(read, [*clone.glob("README*.md"), *(clone / "docs").glob("*.md")]))
     assert "outputs/train" not in pages
     assert "python train.py resume=outputs/my_project/<date>/<time>" in pages
     texts = [path for path in clone.rglob("*") if path.is_file() and ".git/" not in str(path)]
-    assert [path.name for path in texts if OLD_NAME.encode() in path.read_bytes()] in ([], ["CHANGELOG.md"])
+    assert [path.name for path in texts if OLD_NAME.encode() in path.read_bytes()] in (
+        [],
+        ["CHANGELOG.md"],
+    )
 
 
 @pytest.mark.parametrize("name", ["", "My Project", "my-project", "1st", "class", "../x", "a/b"])
@@ -94,15 +109,27 @@ def test_make_fork_refuses_uncommitted_changes_and_a_second_fork(clone: Path) ->
 def test_make_fork_removes_files_that_only_the_template_needs(clone: Path) -> None:
     fork(clone, "mine", "Ada", drop_demo=False)
     assert not [path for path in OF_THE_TEMPLATE if (clone / path).exists()]
-    assert {path.name for path in (clone / "scripts").glob("*.py")} >= {"install.py", "schema.py", "doctor.py"}
+    assert {path.name for path in (clone / "scripts").glob("*.py")} >= {
+        "install.py",
+        "schema.py",
+        "doctor.py",
+    }
     pages = [*clone.glob("*.md"), *(clone / "docs").glob("*.md")]
-    assert [page.name for page in pages if page.name != "CHANGELOG.md" and re.search(COMMANDS, read(page))] == []
-    done = subprocess.run(["make", "help"], cwd=clone, capture_output=True, text=True, timeout=300, check=True)
+    assert [
+        page.name
+        for page in pages
+        if page.name != "CHANGELOG.md" and re.search(COMMANDS, read(page))
+    ] == []
+    done = subprocess.run(
+        ["make", "help"], cwd=clone, capture_output=True, text=True, timeout=300, check=True
+    )
     assert "make train" in done.stdout and "make bench" not in done.stdout
 
 
 def units_of(text: str) -> list[str]:
-    """Split a page into what may be removed alone: lines of whole sentences, list items, rows of tables, and lines of code."""
+    """Split a page into what may be removed alone: lines of whole sentences, list items, rows of
+    tables, and lines of code.
+    """
     units: list[str] = []
     in_code = joins = False
     for line in text.splitlines():
@@ -134,22 +161,34 @@ def test_make_fork_removes_only_whole_sentences_list_items_and_rows(
 
 def test_make_fork_removes_demo_experiments_when_drop_demo_is_true(clone: Path) -> None:
     fork(clone, "mine", "Ada", drop_demo=True)
-    assert not [recipe for recipe in RECIPES if (clone / "conf" / "experiment" / f"{recipe}.yaml").exists()]
+    assert not [
+        recipe for recipe in RECIPES if (clone / "conf" / "experiment" / f"{recipe}.yaml").exists()
+    ]
     assert (clone / "conf" / "experiment" / "compare.yaml").exists()
     pages = [*clone.glob("*.md"), *(clone / "docs").glob("*.md")]
-    assert not [page for page in pages if page.name != "CHANGELOG.md" and any(r in read(page) for r in RECIPES)]
+    assert not [
+        page
+        for page in pages
+        if page.name != "CHANGELOG.md" and any(r in read(page) for r in RECIPES)
+    ]
     assert not (clone / "docs" / "figures" / "report.svg").exists()
 
 
 def test_make_test_of_a_fork_tests_the_library_only_after_a_change_of_it(clone: Path) -> None:
     def command(target: str = "test") -> str:
         words = ["make", "-n", target, f"PYTHON={sys.executable}"]
-        return subprocess.run(words, cwd=clone, capture_output=True, text=True, timeout=300, check=True).stdout
+        return subprocess.run(
+            words, cwd=clone, capture_output=True, text=True, timeout=300, check=True
+        ).stdout
 
     ignored = "--ignore=timm_parallel/tests"
     assert ignored not in command()
     fork(clone, "mine", "Ada", drop_demo=False)
-    assert ignored in command() and ignored in command("test-fast") and ignored not in command("test-all")
+    assert (
+        ignored in command()
+        and ignored in command("test-fast")
+        and ignored not in command("test-all")
+    )
     (clone / "src" / "models" / "own.py").write_text("# mine\n")
     assert ignored in command()
     for changed in ("timm_parallel/own.py", "timm_parallel/tests/test_own.py"):

@@ -1,7 +1,8 @@
-"""The life of a fork: `make fork`, the examples of docs/extend.md, pages of its own. Its own checks stay green.
+"""The life of a fork: `make fork`, the examples of docs/extend.md, pages of its own. Its own checks
+stay green.
 
-Sampled: an example alone gets `ruff` and the quick tests of what it changes (QUICK); all examples together get
-`make lint test`, which runs the fork's whole own suite.
+Sampled: an example alone gets `ruff` and the quick tests of what it changes (QUICK); all examples
+together get `make lint test`, which runs the fork's whole own suite.
 """
 
 from __future__ import annotations
@@ -20,11 +21,14 @@ from scripts.maintain.fork import fork
 from timm_parallel.testing.commands import ROOT
 
 pytestmark = [
-    pytest.mark.skipif(shutil.which("git") is None or not (ROOT / ".git").exists(), reason="needs a git checkout"),
+    pytest.mark.skipif(
+        shutil.which("git") is None or not (ROOT / ".git").exists(), reason="needs a git checkout"
+    ),
     pytest.mark.processes,
 ]
-# Example -> files of tests, besides that of conf/ and the schema, which start no processes here. Not Regression: it replaces
-# accuracy, which the default of checkpoint.metric and the tests of the step name.
+# Example -> files of tests, besides that of conf/ and the schema, which start no processes here.
+# Not Regression: it replaces accuracy, which the default of checkpoint.metric and the tests of the
+# step name.
 QUICK = {
     "A training metric": ("step",),
     "An auxiliary loss": ("step",),
@@ -36,9 +40,17 @@ QUICK = {
 
 def run_in(folder: Path, *command: str) -> None:
     """Run a command without the variables of this test run, and fail with its output."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")
+    }
     done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=1700, check=False
+        command,
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=1700,
+        check=False,
     )
     assert done.returncode == 0, f"{done.stdout[-6000:]}{done.stderr[-2000:]}"
 
@@ -71,25 +83,38 @@ def fork_at_start(forked: Path) -> Path:
 
 @pytest.mark.slow(seconds=9)
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_checks_of_a_fork_pass_with_one_example_of_docs_extend_md(name: str, fork_at_start: Path) -> None:
+def test_checks_of_a_fork_pass_with_one_example_of_docs_extend_md(
+    name: str, fork_at_start: Path
+) -> None:
     EXAMPLES[name].follow(fork_at_start)
     if "make schema" in EXAMPLES[name].commands:
         run_in(fork_at_start, sys.executable, "scripts/schema.py")
     run_in(fork_at_start, sys.executable, "-m", "ruff", "check", "--no-cache", ".")
     run_in(fork_at_start, sys.executable, "-m", "ruff", "format", "--check", "--no-cache", ".")
     files = [f"tests/test_{file}.py" for file in ("schema_json", *QUICK.get(name, ()))]
-    options = ("-p", "no:xdist", "-p", "no:cacheprovider", "-m", "not slow and not processes and not gpu")
+    options = (
+        "-p",
+        "no:xdist",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "not slow and not processes and not gpu",
+    )
     options += ("-k", "not every_timm_optimizer and not ddp")
     run_in(fork_at_start, sys.executable, "-m", "pytest", *options, *files)
 
 
 @pytest.mark.timeout(1800)
 @pytest.mark.slow(seconds=90)
-def test_make_lint_test_of_a_fork_passes_with_all_examples_of_docs_extend_md(fork_at_start: Path) -> None:
+def test_make_lint_test_of_a_fork_passes_with_all_examples_of_docs_extend_md(
+    fork_at_start: Path,
+) -> None:
     for name, example in EXAMPLES.items():
         if name not in ALONE:
             example.follow(fork_at_start)
     run_in(fork_at_start, sys.executable, "scripts/schema.py")
     # The environment of this test run; nothing is installed.
-    installed = [word for stamp in ("development", "runtime") for word in ("-o", f"{sys.prefix}/{stamp}")]
+    installed = [
+        word for stamp in ("development", "runtime") for word in ("-o", f"{sys.prefix}/{stamp}")
+    ]
     run_in(fork_at_start, "make", "lint", "test", f"VENV={sys.prefix}", *installed)

@@ -20,7 +20,9 @@ def test_page_for_lightning_users_says_what_messages_suggest() -> None:
             if key in KEYS:
                 continue
             found, has_none = suggestions_for(word)
-            is_named = bool(found) and any(name == found[0] or name.startswith(f"{found[0]}=") for name in allowed)
+            is_named = bool(found) and any(
+                name == found[0] or name.startswith(f"{found[0]}=") for name in allowed
+            )
             if not (is_named or (has_none and here.startswith("no key"))):
                 wrong.append((word, found))
     assert wrong == []

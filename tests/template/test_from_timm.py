@@ -1,7 +1,8 @@
-"""scripts/from_timm.py converts every argument of train.py of timm to a config with the same training values.
+"""scripts/from_timm.py converts every argument of train.py of timm to a config with the same
+training values.
 
-timm_train_args.json contains name and default of the 172 arguments of train.py at commit aa4b585, and of --config. Newer
-ones are in `NEWER`.
+timm_train_args.json contains name and default of the 172 arguments of train.py at commit aa4b585,
+and of --config. Newer ones are in `NEWER`.
 """
 
 from __future__ import annotations
@@ -29,13 +30,23 @@ from timm_parallel.config.arguments import parse_command_line
 from timm_parallel.config.compose import compose_command
 from timm_parallel.keys import leaves
 
-OF_COMMIT = json.loads((Path(__file__).with_name("timm_train_args.json")).read_text(encoding="utf-8"))
-# Named by the release notes and tests of timm 1.0.31. The defaults are those of the functions of timm that take them.
+OF_COMMIT = json.loads(
+    (Path(__file__).with_name("timm_train_args.json")).read_text(encoding="utf-8")
+)
+# Named by the release notes and tests of timm 1.0.31. The defaults are those of the functions of
+# timm that take them.
 NEWER = {
-    **dict.fromkeys(("target_format", "class_stats", "loss_class_weight", "loss_pos_weight", "loss_weight_max")),
+    **dict.fromkeys(
+        ("target_format", "class_stats", "loss_class_weight", "loss_pos_weight", "loss_weight_max")
+    ),
     **dict.fromkeys(("loss", "lr_decay_fn", "lr_stable_timescale", "stop_epoch", "save_epochs")),
     **dict.fromkeys(("sweep_locks", "sweep_attempt")),
-    **{"task": "classification", "multilabel_threshold": 0.5, "loss_weight_power": 1.0, "loss_weight_beta": 0.999},
+    **{
+        "task": "classification",
+        "multilabel_threshold": 0.5,
+        "loss_weight_power": 1.0,
+        "loss_weight_beta": 0.999,
+    },
     **{"poly_epsilon": 2.0, "poly_gamma": 0.0},
 }
 TIMM = OF_COMMIT | NEWER
@@ -47,7 +58,9 @@ def converted(**given: Any) -> dict[str, Any]:
 
 
 def test_from_timm_lists_every_argument_of_timm_train_py_once_with_its_default() -> None:
-    defaults = {name: row[0] for part in from_timm.PARTS for name, row in TABLE[part].items()} | TABLE["converted"]
+    defaults = {
+        name: row[0] for part in from_timm.PARTS for name, row in TABLE[part].items()
+    } | TABLE["converted"]
     assert len(OF_COMMIT) == 173 and not NEWER.keys() & OF_COMMIT.keys() and defaults == TIMM
     assert sum(len(TABLE[part]) for part in (*from_timm.PARTS, "converted")) == len(TIMM)
     assert set(TABLE["no_aug"]) <= set(TIMM)
@@ -57,9 +70,17 @@ def test_from_timm_lists_every_argument_of_timm_train_py_once_with_its_default()
 def test_defaults_of_newer_timm_arguments_are_those_of_the_functions_that_take_them() -> None:
     taken = {
         **inspect.signature(create_classification_loss).parameters,
-        **{f"loss_weight_{name}": item for name, item in inspect.signature(compute_class_weights).parameters.items()},
-        **{f"lr_{name}": item for name, item in inspect.signature(create_scheduler_v2).parameters.items()},
-        "multilabel_threshold": inspect.signature(MultiLabelClassificationEvaluator).parameters["threshold"],
+        **{
+            f"loss_weight_{name}": item
+            for name, item in inspect.signature(compute_class_weights).parameters.items()
+        },
+        **{
+            f"lr_{name}": item
+            for name, item in inspect.signature(create_scheduler_v2).parameters.items()
+        },
+        "multilabel_threshold": inspect.signature(MultiLabelClassificationEvaluator).parameters[
+            "threshold"
+        ],
         "loss_weight_max": inspect.signature(compute_class_weights).parameters["max_weight"],
     }
     compared = {name: taken[name].default for name in NEWER if name in taken}
@@ -69,7 +90,16 @@ def test_defaults_of_newer_timm_arguments_are_those_of_the_functions_that_take_t
 @pytest.mark.parametrize(
     ("given", "reported"),
     [
-        ({"amp_impl": "native", "bn_tf": False, "crop_mode": None, "class_stats": "", "save_epochs": []}, 0),
+        (
+            {
+                "amp_impl": "native",
+                "bn_tf": False,
+                "crop_mode": None,
+                "class_stats": "",
+                "save_epochs": [],
+            },
+            0,
+        ),
         ({"amp_impl": "apex"}, 1),
         ({"bn_tf": True, "of_a_later_version": 3}, 1),
         ({"loss": "ce"}, 0),
@@ -97,11 +127,15 @@ def test_timm_argument_keeps_its_value_in_the_equivalent_config_key(name: str) -
     value = not default if isinstance(default, bool) else of_text.get(name, 3)
     first = needed[0][0] if needed else "data_dir"
     given = (
-        {"sched": first.removeprefix("sched=")} if "=" in first else {first: "/data" if first == "data_dir" else 1.0}
+        {"sched": first.removeprefix("sched=")}
+        if "=" in first
+        else {first: "/data" if first == "data_dir" else 1.0}
     )
     assert convert(TimmArguments({**given, name: value}))[key] == value
     if needed:
-        assert key not in converted(**{"sched": "constant"} if "=" in first else {}, **{name: value})
+        assert key not in converted(
+            **{"sched": "constant"} if "=" in first else {}, **{name: value}
+        )
 
 
 @pytest.mark.parametrize("name", TABLE["missing"])
@@ -114,7 +148,11 @@ def test_empty_timm_args_file_is_converted_to_timm_defaults() -> None:
     settings = {key: value for key, value in converted().items() if value is not None}
     assert settings["data.augment.scale"] == [0.08, 1.0] and settings["data.augment.hflip"] == 0.5
     assert (settings["data.augment.color_jitter"], settings["train.smoothing"]) == (0.4, 0.1)
-    assert (settings["optim.opt"], settings["optim.lr"], settings["optim.lr_rule"]) == ("sgd", 0.1, "linear")
+    assert (settings["optim.opt"], settings["optim.lr"], settings["optim.lr_rule"]) == (
+        "sgd",
+        0.1,
+        "linear",
+    )
     assert (settings["optim.warmup_prefix"], settings["train.epochs"]) == (False, 300)
     assert settings["train.precision"] == "tf32" and settings["parallel.dist_bn"] == "reduce"
     assert not any(".kwargs." in key for key in settings)
@@ -123,20 +161,40 @@ def test_empty_timm_args_file_is_converted_to_timm_defaults() -> None:
 SCHEDULES = {
     "cosine": {},
     "cosine_prefix": {"warmup_prefix": True, "cooldown_epochs": 2},
-    "cosine_cycles": {"lr_cycle_limit": 3, "lr_cycle_decay": 0.5, "warmup_epochs": 0, "lr_k_decay": 0.7},
+    "cosine_cycles": {
+        "lr_cycle_limit": 3,
+        "lr_cycle_decay": 0.5,
+        "warmup_epochs": 0,
+        "lr_k_decay": 0.7,
+    },
     "tanh": {"sched": "tanh", "warmup_epochs": 1},
     "poly": {"sched": "poly", "decay_rate": 0.9, "cooldown_epochs": 1},
     "step": {"sched": "step", "decay_epochs": 2.4, "decay_rate": 0.97, "cooldown_epochs": 5},
     "multistep": {"sched": "multistep", "decay_milestones": [4, 6], "warmup_prefix": True},
-    "noise": {"sched": "step", "decay_epochs": 2, "lr_noise": [0.3, 0.9], "lr_noise_std": 0.5, "seed": 3},
+    "noise": {
+        "sched": "step",
+        "decay_epochs": 2,
+        "lr_noise": [0.3, 0.9],
+        "lr_noise_std": 0.5,
+        "seed": 3,
+    },
     "wsd": {"sched": "wsd", "decay_epochs": 2},
 }
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_converted_schedule_matches_timm_learning_rates_and_epochs(name: str) -> None:
-    """timm runs with --sched-on-updates. Without it, timm keeps the learning rate constant within an epoch."""
-    given = {"epochs": 8, "warmup_epochs": 2, "min_lr": 1e-4, "lr": 0.1, "sched_on_updates": True, **SCHEDULES[name]}
+    """timm runs with --sched-on-updates. Without it, timm keeps the learning rate constant within
+    an epoch.
+    """
+    given = {
+        "epochs": 8,
+        "warmup_epochs": 2,
+        "min_lr": 1e-4,
+        "lr": 0.1,
+        "sched_on_updates": True,
+        **SCHEDULES[name],
+    }
     settings = converted(**given)
     config = OptimConfig()
     for key, value in settings.items():
@@ -144,7 +202,9 @@ def test_converted_schedule_matches_timm_learning_rates_and_epochs(name: str) ->
         if section == "optim" and "kwargs" not in key:
             setattr(config, rest, value)
     prefix = "optim.sched_kwargs."
-    config.sched_kwargs = {key.removeprefix(prefix): value for key, value in settings.items() if key.startswith(prefix)}
+    config.sched_kwargs = {
+        key.removeprefix(prefix): value for key, value in settings.items() if key.startswith(prefix)
+    }
     ours, theirs = (torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1) for _ in range(2))
     schedule = build_schedule(config, TrainConfig(epochs=settings["train.epochs"]), ours, 5)
     arguments = scheduler_kwargs(Namespace(**{**TIMM, **given}))
@@ -153,7 +213,9 @@ def test_converted_schedule_matches_timm_learning_rates_and_epochs(name: str) ->
     for step in range(5 * epochs):
         schedule.step_update(step)
         expected.step_update(step)
-        assert ours.param_groups[0]["lr"] == pytest.approx(theirs.param_groups[0]["lr"], rel=1e-9), step
+        assert ours.param_groups[0]["lr"] == pytest.approx(
+            theirs.param_groups[0]["lr"], rel=1e-9
+        ), step
 
 
 @pytest.mark.parametrize(
@@ -200,7 +262,9 @@ def test_timm_arguments_that_affect_each_other_are_converted_as_timm_reads_them(
 def test_from_timm_script_writes_experiment_that_composes_to_the_shipped_a2_recipe(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The timm command for A2 of "ResNet strikes back" gives the shipped recipe, except for defaults of timm."""
+    """The timm command for A2 of "ResNet strikes back" gives the shipped recipe, except for
+    defaults of timm.
+    """
     given = {
         "data_dir": "/data", "amp": True, "amp_dtype": "bfloat16", "batch_size": 256, "epochs": 300, "drop_path": 0.05,
         "opt": "lamb", "weight_decay": 0.02, "lr": 5e-3, "min_lr": 1e-6, "warmup_lr": 1e-4, "model": "resnet50",
@@ -219,7 +283,9 @@ def test_from_timm_script_writes_experiment_that_composes_to_the_shipped_a2_reci
     (tmp_path / "mine.yaml").rename(tmp_path / "conf" / "experiment" / "mine.yaml")
     ours, theirs = (
         compose_command(
-            parse_command_line([f"experiment={name}", "data.root=/data", f"--config-dir={tmp_path / 'conf'}"])
+            parse_command_line(
+                [f"experiment={name}", "data.root=/data", f"--config-dir={tmp_path / 'conf'}"]
+            )
         ).config
         for name in ("imagenet_resnet50_a2", "mine")
     )
@@ -233,7 +299,9 @@ def test_from_timm_script_writes_experiment_that_composes_to_the_shipped_a2_reci
     assert set(differences) == {"task_name", "data.batch_size"}
 
 
-def test_from_timm_error_names_invalid_config_value_or_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_from_timm_error_names_invalid_config_value_or_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "args.yaml").write_text("model: resnet5o\n")
     assert from_timm.main([str(tmp_path / "args.yaml"), f"output={tmp_path / 'mine.yaml'}"]) == 2
     assert "model.name=resnet5o" in capsys.readouterr().err
@@ -247,7 +315,8 @@ def test_from_timm_omits_default_values_unless_a_config_group_changes_them() -> 
     assert options == ["data=folder", "parallel=ddp"]
     assert "data.augment.vflip" not in settings and settings["data.augment.color_jitter"] == 0.4
     assert settings["data.augment.hflip"] == 0.5, (
-        "expected the value although data=folder has the same: the user may choose a different data group"
+        "expected the value although data=folder has the same: the user may choose a different "
+        "data group"
     )
     options, settings = changes(converted(dataset="torch/cifar10", model="resnet18"))
     assert options[0] == "data=timm"

@@ -1,4 +1,6 @@
-"""Import rules of the template's own code, which a fork may change, and limits on the structure of all code."""
+"""Import rules of the template's own code, which a fork may change, and limits on the structure of
+all code.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from timm_parallel.tests.architecture import LIMITS, ROOT, find_cycle, imports, measure, package_of, source_files
+from timm_parallel.tests.architecture import (
+    LIMITS,
+    ROOT,
+    find_cycle,
+    imports,
+    measure,
+    package_of,
+    source_files,
+)
 from timm_parallel.tests.test_architecture import VAGUE_NAMES, broken_rules, name_of
 
 # A fork adds code of its own, so these rules are the template's.
@@ -20,7 +30,9 @@ SOURCES = [
 @pytest.mark.parametrize("path", SOURCES, ids=name_of)
 def test_source_file_outside_the_library_follows_import_and_naming_rules(path: Path) -> None:
     assert broken_rules(name_of(path), path.read_text(encoding="utf-8")) == []
-    assert not VAGUE_NAMES & {*path.relative_to(ROOT).with_suffix("").parts}, "names must describe the contents"
+    assert not VAGUE_NAMES & {*path.relative_to(ROOT).with_suffix("").parts}, (
+        "names must describe the contents"
+    )
 
 
 @pytest.mark.parametrize("name", LIMITS)

@@ -26,8 +26,13 @@ def test_make_gpu_check_prints_one_line_when_no_gpu_is_visible() -> None:
     if hardware.visible_cuda_devices():
         pytest.skip("a GPU is visible")
     command = [sys.executable, "scripts/maintain/gpu_check.py"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
-    assert (done.returncode, done.stdout) == (0, NOT_SEEN.format("no CUDA device is visible here") + "\n"), done.stderr
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert (done.returncode, done.stdout) == (
+        0,
+        NOT_SEEN.format("no CUDA device is visible here") + "\n",
+    ), done.stderr
 
 
 def test_gpu_tests_import_no_package_that_gpu_check_does_not_ask_for() -> None:
@@ -42,7 +47,11 @@ def test_gpu_tests_import_no_package_that_gpu_check_does_not_ask_for() -> None:
         for file in files
         for node in ast.parse((ROOT / file).read_text(encoding="utf-8")).body
         if isinstance(node, ast.Import | ast.ImportFrom)
-        for name in ([node.module or ""] if isinstance(node, ast.ImportFrom) else [entry.name for entry in node.names])
+        for name in (
+            [node.module or ""]
+            if isinstance(node, ast.ImportFrom)
+            else [entry.name for entry in node.names]
+        )
     }
     # torch itself needs filelock.
     available = {
@@ -89,8 +98,13 @@ def test_make_gpu_check_adds_parts_for_more_gpus_and_with_full() -> None:
     assert len({part.name for part in PARTS}) == len(PARTS)
 
 
-def test_make_gpu_check_report_names_wrong_figures_and_repeats_rows_for_the_benchmarks_page() -> None:
-    done = {"speed: a": [Row("a: images/s", "12")], "faults": [Row("exit | code", "2, expected 0", True)]}
+def test_make_gpu_check_report_names_wrong_figures_and_repeats_rows_for_the_benchmarks_page() -> (
+    None
+):
+    done = {
+        "speed: a": [Row("a: images/s", "12")],
+        "faults": [Row("exit | code", "2, expected 0", True)],
+    }
     text = gpu_check.report(done, "GPU", 9)
     head, _, tail = text.partition("## Rows for docs/benchmarks.md")
     assert "- faults: exit | code: 2, expected 0" in head
@@ -98,7 +112,9 @@ def test_make_gpu_check_report_names_wrong_figures_and_repeats_rows_for_the_benc
     assert "| a: images/s | 12 |" in tail and "exit" not in tail
 
 
-def test_make_gpu_check_measures_speed_a_second_time_only_when_time_remains(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_make_gpu_check_measures_speed_a_second_time_only_when_time_remains(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     now, limits = 0.0, []
     monkeypatch.setattr(gpu_rows, "time", SimpleNamespace(monotonic=lambda: now))
 
@@ -110,7 +126,9 @@ def test_make_gpu_check_measures_speed_a_second_time_only_when_time_remains(monk
 
     monkeypatch.setattr(bench_measures.Training, "ours", side)
     monkeypatch.setattr(bench_measures.Training, "by_hand", side)
-    monkeypatch.setattr(hardware, "visible_cuda_devices", lambda: (SimpleNamespace(name="made up"),))
+    monkeypatch.setattr(
+        hardware, "visible_cuda_devices", lambda: (SimpleNamespace(name="made up"),)
+    )
     part = gpu_speed.against_by_hand("r", TRAININGS["ResNet-50"], 2)
     assert not any(row.wrong for row in part(125)) and limits == [125, 95]
     part(140)
@@ -119,22 +137,33 @@ def test_make_gpu_check_measures_speed_a_second_time_only_when_time_remains(monk
 
 def test_make_gpu_check_parses_passed_and_failed_tests_from_pytest_output() -> None:
     output = (
-        "tests/test_a.py::test_one PASSED    [ 25%]\ntests/test_a.py::test_two[a b] FAILED   [ 50%]\n"
-        "tests/test_a.py::test_three SKIPPED (no)  [ 75%]\nFAILED tests/test_a.py::test_two[a b] - assert 1\n1 failed"
+        "tests/test_a.py::test_one PASSED    [ 25%]\ntests/test_a.py::test_two[a b] FAILED   [ "
+        "50%]\n"
+        "tests/test_a.py::test_three SKIPPED (no)  [ 75%]\nFAILED tests/test_a.py::test_two[a b] "
+        "- assert 1\n1 failed"
     )
-    assert gpu_rows.outcomes(output) == [("test_a.py::test_one", "passed"), ("test_a.py::test_two[a b]", "failed")]
+    assert gpu_rows.outcomes(output) == [
+        ("test_a.py::test_one", "passed"),
+        ("test_a.py::test_two[a b]", "failed"),
+    ]
 
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_make_gpu_check_ends_tests_at_its_time_limit_and_reports_earlier_results(tmp_path: Path) -> None:
+def test_make_gpu_check_ends_tests_at_its_time_limit_and_reports_earlier_results(
+    tmp_path: Path,
+) -> None:
     """Start pytest as `make gpu-check` does on a GPU machine."""
     file = tmp_path / "test_made_up.py"
     marked = "import time, pytest\npytestmark = pytest.mark.gpu\n"
-    file.write_text(marked + "def test_one(): pass\ndef test_two(): assert 0\ndef test_three(): time.sleep(100)\n")
+    file.write_text(
+        marked
+        + "def test_one(): pass\ndef test_two(): assert 0\ndef test_three(): time.sleep(100)\n"
+    )
     rows = gpu_rows.tests(str(file))(6)
     assert [(row.what.rpartition("::")[2], row.figure, row.wrong) for row in rows] == [
-        ("test_one", "passed", False), ("test_two", "failed", True), ("test_two", "not run within 6 s", True)
+        ("test_one", "passed", False), ("test_two", "failed", True), ("test_two", "not run within "
+                                                                                  "6 s", True)
     ]  # fmt: skip
 
 
@@ -143,17 +172,30 @@ def test_make_gpu_check_exits_2_before_any_check_when_a_package_is_missing(
 ) -> None:
     monkeypatch.setattr(hardware, "visible_cuda_devices", lambda: (object(),))
     monkeypatch.setattr(gpu_check, "NEEDED", ("torch", "hydra_that_is_not_there"))
-    monkeypatch.setattr(gpu_check, "check", lambda parts: pytest.fail("expected no checks when a package is missing"))
+    monkeypatch.setattr(
+        gpu_check,
+        "check",
+        lambda parts: pytest.fail("expected no checks when a package is missing"),
+    )
     assert gpu_check.main() == 2
     output = capsys.readouterr().out
-    assert "hydra_that_is_not_there" in output and "make gpu-wheels" in output and output.count("\n") == 1
+    assert (
+        "hydra_that_is_not_there" in output
+        and "make gpu-wheels" in output
+        and output.count("\n") == 1
+    )
 
 
 @pytest.mark.parametrize(("ours", "wrong"), [(10000, False), (9800, True)])
-def test_make_gpu_check_compares_speed_with_handwritten_loop_in_better_of_two_rounds(ours: int, wrong: bool) -> None:
+def test_make_gpu_check_compares_speed_with_handwritten_loop_in_better_of_two_rounds(
+    ours: int, wrong: bool
+) -> None:
     training = TRAININGS["ResNet-50"]
     rounds = [
-        ({"images_per_sec": rate, "peak_mib": 10.0, "first_step": 3.0}, {"images_per_sec": 10000, "peak_mib": 10.0})
+        (
+            {"images_per_sec": rate, "peak_mib": 10.0, "first_step": 3.0},
+            {"images_per_sec": 10000, "peak_mib": 10.0},
+        )
         for rate in (9000, ours)
     ]
     rows = gpu_speed.compare("r", training, rounds, "NVIDIA H100 80GB HBM3")
@@ -165,7 +207,9 @@ def test_make_gpu_check_compares_speed_with_handwritten_loop_in_better_of_two_ro
     assert gpu_speed.compare("r", training, rounds, "another")[3].figure == "of an unknown peak"
 
 
-def test_make_gpu_check_gives_train_py_and_handwritten_loop_the_same_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_make_gpu_check_gives_train_py_and_handwritten_loop_the_same_settings(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Check the commands of the comparison without running them on a device."""
     commands: list[list[str]] = []
 
@@ -179,18 +223,28 @@ def test_make_gpu_check_gives_train_py_and_handwritten_loop_the_same_settings(mo
             with pytest.raises(RuntimeError, match="not here"):
                 side()
         ours, by_hand = commands[-2:]
-        assert "parallel=dp" in ours and "parallel.accelerator=cuda" in ours and "train.precision=bf16" in ours
-        assert f"data.batch_size={training.batch_size}" in ours and str(training.batch_size) in by_hand
+        assert (
+            "parallel=dp" in ours
+            and "parallel.accelerator=cuda" in ours
+            and "train.precision=bf16" in ours
+        )
+        assert (
+            f"data.batch_size={training.batch_size}" in ours and str(training.batch_size) in by_hand
+        )
         assert {"--accelerator", "cuda", "bf16", "--channels-last"} <= set(by_hand)
         assert ("--compile" in by_hand) == ("model.compile=true" in ours) == training.compile
 
 
-def test_make_bench_runs_only_existing_scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_make_bench_runs_only_existing_scripts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     scripts: list[str] = []
     monkeypatch.setattr(bench_measures, "parse_output", lambda command: scripts.append(command[1]))
     for part in bench_measures.parts(tmp_path, 1).values():
         part()
-    assert scripts and [name for name in scripts if not (bench_measures.ROOT / name).is_file()] == []
+    assert (
+        scripts and [name for name in scripts if not (bench_measures.ROOT / name).is_file()] == []
+    )
 
 
 def test_gpu_profile_idle_time_is_time_without_a_running_kernel() -> None:
@@ -206,7 +260,15 @@ def test_gpu_profile_on_cpu_measures_kernel_and_idle_time_of_a_training_step() -
 
 def test_make_gpu_wheels_excludes_packages_that_come_with_torch() -> None:
     names = gpu_wheels.closure(gpu_wheels.WANTED)
-    assert {"hydra-core", "omegaconf", "antlr4-python3-runtime", "optuna", "timm", "pyyaml", "pytest"} <= set(names)
+    assert {
+        "hydra-core",
+        "omegaconf",
+        "antlr4-python3-runtime",
+        "optuna",
+        "timm",
+        "pyyaml",
+        "pytest",
+    } <= set(names)
     assert not {"torch", "torchvision", "numpy", "scipy", "pandas"} & set(names)
 
 

@@ -20,18 +20,26 @@ pytestmark = [
 
 
 def make(*arguments: str, folder: Path = ROOT) -> str:
-    # The environment holds the variables of a make that runs these tests: `make test VENV=… ARGS=…`.
+    # The environment holds the variables of a make that runs these tests: `make test VENV=…
+    # ARGS=…`.
     given = re.compile("MAKE.*|MFLAGS|ARGS|VENV|PYTHON|BIN")
     environment = {name: value for name, value in os.environ.items() if not given.fullmatch(name)}
     done = subprocess.run(
-        ["make", *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
+        ["make", *arguments],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 def makefiles() -> str:
-    """Return the text of the Makefile, including the template-only targets unless this is a fork."""
+    """Return the text of the Makefile,
+    including the template-only targets unless this is a fork.
+    """
     files = [ROOT / "Makefile", *(ROOT / "scripts").glob("*/targets.mk")]
     return "\n".join(file.read_text(encoding="utf-8") for file in files)
 
@@ -97,14 +105,17 @@ def test_make_test_installs_runtime_and_development_requirements(checkout: Path)
 
 
 def test_make_train_uses_python_venv_and_args_variables_of_the_command_line(checkout: Path) -> None:
-    commands = make("-n", "train", "PYTHON=python3.12", "VENV=/elsewhere/env", "ARGS=seed=3", folder=checkout)
+    commands = make(
+        "-n", "train", "PYTHON=python3.12", "VENV=/elsewhere/env", "ARGS=seed=3", folder=checkout
+    )
     assert "python3.12 -m venv /elsewhere/env" in commands
     assert commands.strip().splitlines()[-1].strip() == "/elsewhere/env/bin/python train.py seed=3"
     assert ".venv" not in commands
 
 
 @pytest.mark.parametrize(
-    ("target", "stamps"), [("train", ("runtime",)), ("compare", ("runtime",)), ("test", ("runtime", "development"))]
+    ("target", "stamps"),
+    [("train", ("runtime",)), ("compare", ("runtime",)), ("test", ("runtime", "development"))],
 )
 def test_make_installs_nothing_when_requirements_of_the_target_are_installed(
     checkout: Path, target: str, stamps: tuple[str, ...]
@@ -135,7 +146,10 @@ def test_make_lock_needs_no_installed_runtime(checkout: Path) -> None:
 
 @pytest.mark.parametrize("name", ["requirements.txt", "requirements-dev.txt"])
 def test_requirements_files_pin_every_package_to_an_exact_version(name: str) -> None:
-    lines = [line.partition("#")[0].strip() for line in (ROOT / name).read_text(encoding="utf-8").splitlines()]
+    lines = [
+        line.partition("#")[0].strip()
+        for line in (ROOT / name).read_text(encoding="utf-8").splitlines()
+    ]
     pins = [line for line in lines if line and line != "-r requirements.txt"]
     assert pins
     assert [pin for pin in pins if not re.fullmatch(r"[\w.-]+==[\w.+]+", pin)] == []
@@ -143,7 +157,11 @@ def test_requirements_files_pin_every_package_to_an_exact_version(name: str) -> 
 
 def test_runtime_requirements_do_not_include_development_tools() -> None:
     runtime = (ROOT / "requirements.txt").read_text(encoding="utf-8").lower()
-    assert [tool for tool in ("pytest", "ruff", "mypy", "hypothesis", "pre_commit") if f"\n{tool}" in runtime] == []
+    assert [
+        tool
+        for tool in ("pytest", "ruff", "mypy", "hypothesis", "pre_commit")
+        if f"\n{tool}" in runtime
+    ] == []
 
 
 def test_ci_script_calls_make_lint_make_test_and_only_existing_targets() -> None:
@@ -159,10 +177,18 @@ def test_ci_script_calls_make_lint_make_test_and_only_existing_targets() -> None
 
 
 def test_github_workflow_runs_ci_script_and_portable_tests_with_a_timeout() -> None:
-    """The workflow has not run yet, so at least the scripts, markers and requirements in it must exist."""
-    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8"))["jobs"]
+    """The workflow has not run yet, so at least the scripts, markers and requirements in it must
+    exist.
+    """
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8"))[
+        "jobs"
+    ]
     runs = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
-    assert runs == [".ci/run", "python -m pip install -r requirements-dev.txt", "python -m pytest -m portable"]
+    assert runs == [
+        ".ci/run",
+        "python -m pip install -r requirements-dev.txt",
+        "python -m pytest -m portable",
+    ]
     assert '"portable: ' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     assert jobs["portable"]["runs-on"] == "macos-latest"
     assert all("timeout-minutes" in job for job in jobs.values())

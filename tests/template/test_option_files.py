@@ -29,6 +29,8 @@ def test_hydra_yaml_file_starts_with_comments_on_its_purpose_and_command(path: P
     commands = [line for line in comments if re.search(r"\b(python|torchrun .*)\s*train\.py", line)]
     assert commands
     if path.parent != ROOT / "conf" and group not in ("hydra", "train", "local"):
-        assert any(f"{group}={option}" in line for line in commands), f"no command chooses {group}={option}"
+        assert any(f"{group}={option}" in line for line in commands), (
+            f"no command chooses {group}={option}"
+        )
     if group == "experiment":
         assert any(line.startswith("# Expected: ") for line in comments)

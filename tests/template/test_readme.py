@@ -1,4 +1,6 @@
-"""Documentation pages: named files exist, links work, both languages agree, shown code runs and outputs are real."""
+"""Documentation pages: named files exist, links work, both languages agree, shown code runs and
+outputs are real.
+"""
 
 from __future__ import annotations
 
@@ -39,13 +41,21 @@ def test_file_tree_on_architecture_page_names_existing_files() -> None:
     folders = [ROOT, ROOT / "src", *(path for path in (ROOT / "src").rglob("*") if path.is_dir())]
     for name in names:
         assert any((folder / name).exists() for folder in folders), name
-    packages = {path.name for path in (ROOT / "src").iterdir() if path.is_dir() and path.name != "__pycache__"}
+    packages = {
+        path.name
+        for path in (ROOT / "src").iterdir()
+        if path.is_dir() and path.name != "__pycache__"
+    }
     assert all(f"{package}/" in tree for package in packages)
     assert "schema.py" in names
 
 
 def links_of(text: str) -> list[str]:
-    return [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if not re.match(r"https?:|mailto:", link)]
+    return [
+        link
+        for link in re.findall(r"\]\(([^)\s]+)\)", text)
+        if not re.match(r"https?:|mailto:", link)
+    ]
 
 
 def anchors(text: str) -> set[str]:
@@ -65,13 +75,17 @@ def test_links_on_documentation_pages_point_to_existing_files_and_headings(page:
         assert not place or place in anchors(target.read_text(encoding="utf-8")), link
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page.parent.name == "docs"], ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page.parent.name == "docs"], ids=lambda page: page.name
+)
 def test_every_docs_page_is_linked_from_the_readme(page: Path) -> None:
     assert f"docs/{page.name.replace('.zh-CN', '')}" in text_of("README.md")
 
 
 # The changelog also names what is gone.
-@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "CHANGELOG.md"], ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page.name != "CHANGELOG.md"], ids=lambda page: page.name
+)
 def test_scripts_options_and_make_targets_named_in_the_documentation_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     scripts = re.findall(r"python (scripts/[\w/]+\.py)((?: +--[\w-]+(?: [\w.,]+)?)*)", text)
@@ -91,20 +105,26 @@ def test_readme_is_at_most_110_lines() -> None:
 
 # docs/extend.md holds the code of all its examples, and docs/keys.md is generated: a line per key.
 @pytest.mark.parametrize(
-    "page", [page for page in PAGES if page.name not in ("extend.md", "keys.md")], ids=lambda page: page.name
+    "page",
+    [page for page in PAGES if page.name not in ("extend.md", "keys.md")],
+    ids=lambda page: page.name,
 )
 def test_documentation_page_is_at_most_250_lines(page: Path) -> None:
     assert len(page.read_text(encoding="utf-8").splitlines()) <= 250
 
 
 @pytest.mark.parametrize(
-    ("first", "second"), [("README.md", "README.zh-CN.md"), ("docs/dp_and_ddp.md", "docs/dp_and_ddp.zh-CN.md")]
+    ("first", "second"),
+    [("README.md", "README.zh-CN.md"), ("docs/dp_and_ddp.md", "docs/dp_and_ddp.zh-CN.md")],
 )
-def test_english_and_chinese_pages_have_the_same_commands_tables_links_and_code(first: str, second: str) -> None:
+def test_english_and_chinese_pages_have_the_same_commands_tables_links_and_code(
+    first: str, second: str
+) -> None:
     english, chinese = text_of(first), text_of(second)
     assert OUTPUT.findall(english) == OUTPUT.findall(chinese) != []
     shown = re.compile(
-        r"^(?:make|python|torchrun|tensorboard) .*$|`((?:make|python|pip|nvidia-smi) [^`]+)`", re.MULTILINE
+        r"^(?:make|python|torchrun|tensorboard) .*$|`((?:make|python|pip|nvidia-smi) [^`]+)`",
+        re.MULTILINE,
     )
     commands = [
         [(match[1] or match[0]).partition("#")[0].rstrip() for match in shown.finditer(text)]
@@ -112,12 +132,16 @@ def test_english_and_chinese_pages_have_the_same_commands_tables_links_and_code(
     ]
     assert sorted(commands[0]) == sorted(commands[1])
     assert len(commands[0]) > 4
-    headings = [[len(marks) for marks in re.findall(r"^(#+) ", text, re.MULTILINE)] for text in (english, chinese)]
+    headings = [
+        [len(marks) for marks in re.findall(r"^(#+) ", text, re.MULTILINE)]
+        for text in (english, chinese)
+    ]
     assert headings[0] == headings[1]
     rows = [len(re.findall(r"^\|", text, re.MULTILINE)) for text in (english, chinese)]
     assert rows[0] == rows[1]
     links = [
-        {link.replace(".en.", ".").replace(".zh-CN.", ".") for link in links_of(text)} for text in (english, chinese)
+        {link.replace(".en.", ".").replace(".zh-CN.", ".") for link in links_of(text)}
+        for text in (english, chinese)
     ]
     assert links[0] == links[1]
     assert len(links[0]) > 2
@@ -136,7 +160,11 @@ def test_project_version_is_equal_in_pyproject_citation_and_changelog() -> None:
 # --- outputs
 
 
-CAPTURED = [(page.name, *match) for page in PAGES for match in OUTPUT.findall(page.read_text(encoding="utf-8"))]
+CAPTURED = [
+    (page.name, *match)
+    for page in PAGES
+    for match in OUTPUT.findall(page.read_text(encoding="utf-8"))
+]
 
 
 def test_command_outputs_in_the_documentation_are_complete_and_contain_no_local_paths() -> None:
@@ -149,25 +177,39 @@ def test_command_outputs_in_the_documentation_are_complete_and_contain_no_local_
 
 
 def test_every_run_output_shown_in_the_documentation_names_its_command() -> None:
-    """Text that looks like output of a run or sweep, or like an error message, must be captured from a command."""
+    """Text that looks like output of a run or sweep, or like an error message, must be captured
+    from a command.
+    """
     for page in PAGES:
         rest = OUTPUT.sub("", page.read_text(encoding="utf-8"))
         blocks = re.findall(r"^```(\w*)\n(.*?)^```$", rest, re.MULTILINE | re.DOTALL)
-        typed = [block for language, block in blocks if not language and re.search("epoch |train.py:", block)]
+        typed = [
+            block
+            for language, block in blocks
+            if not language and re.search("epoch |train.py:", block)
+        ]
         assert typed == [], page.name
 
 
-REFUSALS = [row for row in CAPTURED if all(line.startswith("train.py: ") for line in row[3].splitlines())]
+REFUSALS = [
+    row for row in CAPTURED if all(line.startswith("train.py: ") for line in row[3].splitlines())
+]
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("page", "command", "lines", "output"), [row for row in REFUSALS if "auto" not in row[1]])
+@pytest.mark.parametrize(
+    ("page", "command", "lines", "output"), [row for row in REFUSALS if "auto" not in row[1]]
+)
 def test_error_message_shown_in_the_documentation_matches_command_output(
     page: str, command: str, lines: str, output: str, tmp_path: Path
 ) -> None:
     (tmp_path / "flowers" / "train" / "daisy").mkdir(parents=True)
-    here = command.replace("/data/", f"{tmp_path}/").replace("python ", f"{shlex.quote(sys.executable)} ")
-    done = subprocess.run(here, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    here = command.replace("/data/", f"{tmp_path}/").replace(
+        "python ", f"{shlex.quote(sys.executable)} "
+    )
+    done = subprocess.run(
+        here, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 2
     assert done.stderr.replace(f"{tmp_path}/", "/data/") == output
 
@@ -179,7 +221,9 @@ def python_blocks(page: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", text_of(page), re.DOTALL)
 
 
-def test_digits_script_of_finetune_page_writes_every_digit_into_its_class_folder(tmp_path: Path) -> None:
+def test_digits_script_of_finetune_page_writes_every_digit_into_its_class_folder(
+    tmp_path: Path,
+) -> None:
     (script,) = [block for block in python_blocks("docs/finetune.md") if "load_digits" in block]
     subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True, timeout=300)
     files = list(tmp_path.rglob("*.jpg"))
@@ -194,12 +238,17 @@ def test_digits_script_of_finetune_page_writes_every_digit_into_its_class_folder
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_pytorch_examples_of_dp_and_ddp_page_run_without_error(train: Train, tmp_path: Path) -> None:
+def test_pytorch_examples_of_dp_and_ddp_page_run_without_error(
+    train: Train, tmp_path: Path
+) -> None:
     for number, code in enumerate(python_blocks("docs/dp_and_ddp.md")):
         (tmp_path / f"{number}.py").write_text(code, encoding="utf-8")
     torchrun = [str(Path(sys.executable).parent / "torchrun"), "--nproc-per-node", "2"]
     rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
-    for command in ([sys.executable, f"{tmp_path}/0.py"], [*torchrun, *rendezvous, f"{tmp_path}/1.py"]):
+    for command in (
+        [sys.executable, f"{tmp_path}/0.py"],
+        [*torchrun, *rendezvous, f"{tmp_path}/1.py"],
+    ):
         done = train.start_command(command, tmp_path).finish()
         assert done.returncode == 0, done.output
 
@@ -229,15 +278,21 @@ def test_code_of_from_lightning_page_loads_a_checkpoint_and_reaches_its_val_accu
 @pytest.mark.slow(seconds=20)
 @pytest.mark.processes
 @pytest.mark.skipif(not IS_TEMPLATE, reason="a fork builds no site")
-@pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="needs requirements-docs.txt")
+@pytest.mark.skipif(
+    importlib.util.find_spec("mkdocs") is None, reason="needs requirements-docs.txt"
+)
 def test_documentation_site_builds_and_the_build_fails_on_a_broken_link(tmp_path: Path) -> None:
     from scripts.maintain import site
 
     built = site.build(tmp_path / "site")
     assert built == 0
     pages = {path.name for path in (tmp_path / "site").glob("*.html")}
-    assert {page.stem for page in (ROOT / "docs").glob("*.md")} <= {name.removesuffix(".html") for name in pages}
-    assert "invented figures" in (tmp_path / "site" / "sample_report" / "report.html").read_text(encoding="utf-8")
+    assert {page.stem for page in (ROOT / "docs").glob("*.md")} <= {
+        name.removesuffix(".html") for name in pages
+    }
+    assert "invented figures" in (tmp_path / "site" / "sample_report" / "report.html").read_text(
+        encoding="utf-8"
+    )
     index = (tmp_path / "site" / "index.html").read_text(encoding="utf-8")
     assert not re.search(r"<(?:script|link)[^>]+(?:src|href)=\"https?://(?!squidfunk)", index), (
         "the page loads a file from the network"
@@ -263,6 +318,13 @@ def test_tables_of_docs_batch_page_match_output_of_plan_py(
 ) -> None:
     shown = [[float(cell) for cell in re.findall(r"[\d.]+", row)] for row in table.splitlines()[2:]]
     assert plan.main([*shlex.split(arguments), "--json"]) == 0
-    columns = ("devices", "batch_size", "batch_size_per_device", "dropped_per_epoch", "steps", "learning_rate")
+    columns = (
+        "devices",
+        "batch_size",
+        "batch_size_per_device",
+        "dropped_per_epoch",
+        "steps",
+        "learning_rate",
+    )
     planned = [[row[column] for column in columns] for row in json.loads(capsys.readouterr().out)]
     assert [pytest.approx(row) for row in planned] == shown

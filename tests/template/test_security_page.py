@@ -9,8 +9,12 @@ from timm_parallel.testing.commands import ROOT, TEST_FILES
 
 def test_every_threat_in_docs_security_md_names_existing_tests() -> None:
     text = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
-    tests = {name for path in TEST_FILES for name in re.findall(r"def (test_\w+)", path.read_text())}
-    rows = [line for line in text.splitlines() if line.startswith("| ") and not line.startswith("| who")]
+    tests = {
+        name for path in TEST_FILES for name in re.findall(r"def (test_\w+)", path.read_text())
+    }
+    rows = [
+        line for line in text.splitlines() if line.startswith("| ") and not line.startswith("| who")
+    ]
     assert len(rows) >= 5
     for row in rows:
         named = re.findall(r"`(test_\w+)`", row)

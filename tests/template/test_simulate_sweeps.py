@@ -1,4 +1,6 @@
-"""Error rate and bias of the report on simulated sweeps over settings with known truth, see docs/report.md."""
+"""Error rate and bias of the report on simulated sweeps over settings with known truth, see
+docs/report.md.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ MOST_FALSE, MOST_FALSELY_NAMED = 0.06, 0.05
         ("2 x 5 folds x 5 seeds, setting-by-fold sd 1.0", 0.12),
     ],
 )
-def test_report_seldom_states_a_false_difference_on_simulated_sweeps(name: str, most: float) -> None:
+def test_report_seldom_states_a_false_difference_on_simulated_sweeps(
+    name: str, most: float
+) -> None:
     assert np.mean([verdict.any_false for verdict in simulate(name, 100)]) <= most
 
 
@@ -38,10 +42,14 @@ def test_report_names_the_better_setting_although_a_seed_of_another_setting_dive
 
 
 @pytest.mark.slow(seconds=3)
-@pytest.mark.parametrize("name", [name for name in rows() if not any(part in name for part in UNDECIDABLE)])
+@pytest.mark.parametrize(
+    "name", [name for name in rows() if not any(part in name for part in UNDECIDABLE)]
+)
 def test_report_error_rate_is_at_most_6_of_100_in_every_row_of_the_simulation(name: str) -> None:
     verdicts = simulate(name, 300)
-    false, named = (sum(getattr(v, key) for v in verdicts) for key in ("any_false", "falsely_named"))
+    false, named = (
+        sum(getattr(v, key) for v in verdicts) for key in ("any_false", "falsely_named")
+    )
     assert lower_bound(false, len(verdicts)) <= MOST_FALSE
     assert lower_bound(named, len(verdicts)) <= MOST_FALSELY_NAMED
     assert all(math.isfinite(verdict.plain) for verdict in verdicts)

@@ -1,4 +1,6 @@
-"""`make update` takes a newer template into a fork, or leaves the fork as it was; with small repositories and the real one."""
+"""`make update` takes a newer template into a fork, or leaves the fork as it was; with small
+repositories and the real one.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ WITH_AND_WITHOUT_COMMON_HISTORY = pytest.mark.parametrize(
 pytestmark = pytest.mark.skipif(
     shutil.which("git") is None or not (ROOT / ".git").exists(), reason="needs a git checkout"
 )
-# The make fork of a template with few files: renames the README, deletes scripts/maintain, and records the commit.
+# The make fork of a template with few files: renames the README, deletes scripts/maintain, and
+# records the commit.
 SMALL_FORK = """
 import argparse, json, shutil, subprocess
 from pathlib import Path
@@ -80,7 +83,9 @@ OWN = {
 
 def git(folder: Path, *arguments: str) -> str:
     identity = ("-c", "user.name=Ada", "-c", "user.email=ada@example.org")
-    done = subprocess.run(["git", *identity, *arguments], cwd=folder, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["git", *identity, *arguments], cwd=folder, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -130,7 +135,13 @@ def template(tmp_path: Path) -> Path:
 def mine(request: pytest.FixtureRequest, template: Path, tmp_path: Path) -> Path:
     """Create a fork of the small template with a commit of its own."""
     folder = copy_of(template, tmp_path / "mine", getattr(request, "param", True))
-    command = [sys.executable, "scripts/maintain/fork.py", "my_project", "--holder=Ada", "--drop-demo"]
+    command = [
+        sys.executable,
+        "scripts/maintain/fork.py",
+        "my_project",
+        "--holder=Ada",
+        "--drop-demo",
+    ]
     subprocess.run(command, cwd=folder, check=True)
     commit(folder, {})
     commit(folder, OWN)
@@ -145,7 +156,11 @@ def state(folder: Path) -> tuple[str, str, dict[str, bytes]]:
         for path in folder.rglob("*")
         if path.is_file() and ".git" not in path.relative_to(folder).parts
     }
-    return git(folder, "rev-parse", "HEAD"), git(folder, "status", "--porcelain", "--ignored"), files
+    return (
+        git(folder, "rev-parse", "HEAD"),
+        git(folder, "status", "--porcelain", "--ignored"),
+        files,
+    )
 
 
 def update(folder: Path, *arguments: str, test: str = "true") -> int:
@@ -158,7 +173,9 @@ def read(path: Path) -> str:
 
 @WITH_AND_WITHOUT_COMMON_HISTORY
 def test_update_replaces_the_engine_and_merges_other_files(template: Path, mine: Path) -> None:
-    commit(mine, {"timm_parallel/core.py": "VERSION = 'mine'\n", "timm_parallel/mine.py": "# mine\n"})
+    commit(
+        mine, {"timm_parallel/core.py": "VERSION = 'mine'\n", "timm_parallel/mine.py": "# mine\n"}
+    )
     write(template, NEWER)
     (template / "run.sh").chmod(0o755)
     (template / "image.png").write_bytes(b"\x89PNG\0\xff")
@@ -167,7 +184,11 @@ def test_update_replaces_the_engine_and_merges_other_files(template: Path, mine:
     assert update(mine) == 0
     # The engine and its tests are the template's, all of them.
     assert read(mine / "timm_parallel/core.py") == "VERSION = 2\n"
-    assert sorted(path.name for path in (mine / "timm_parallel").iterdir()) == ["core.py", "new.py", "tests"]
+    assert sorted(path.name for path in (mine / "timm_parallel").iterdir()) == [
+        "core.py",
+        "new.py",
+        "tests",
+    ]
     assert read(mine / "timm_parallel/tests/test_core.py") == "def test_newer_core(): pass\n"
     # Changes of both sides, and files of one side.
     assert read(mine / "src/front.py") == "first = 10\n\nsecond = 2\n\nthird = 30\n"
@@ -182,7 +203,10 @@ def test_update_replaces_the_engine_and_merges_other_files(template: Path, mine:
     assert json.loads(read(mine / ".template.json")) == record
     # Everything is staged and nothing is committed.
     assert git(mine, "rev-parse", "HEAD") == head
-    assert git(mine, "diff", "--name-only") == "" and git(mine, "ls-files", "--others", "--exclude-standard") == ""
+    assert (
+        git(mine, "diff", "--name-only") == ""
+        and git(mine, "ls-files", "--others", "--exclude-standard") == ""
+    )
     assert git(mine, "worktree", "list").count("\n") == 0
     assert read(mine / "local/mine") == "mine"
 
@@ -193,9 +217,15 @@ def test_update_starts_from_the_commit_of_the_last_update(template: Path, mine: 
     assert update(mine) == 0
     commit(mine, {})
     assert update(mine) == 2
-    newest = commit(template, {"src/added.py": "# added and changed\n", "src/example.py": "# the best example\n"})
+    newest = commit(
+        template,
+        {"src/added.py": "# added and changed\n", "src/example.py": "# the best example\n"},
+    )
     assert update(mine) == 0
-    assert git(mine, "diff", "--cached", "--name-only").split() == [".template.json", "src/added.py"]
+    assert git(mine, "diff", "--cached", "--name-only").split() == [
+        ".template.json",
+        "src/added.py",
+    ]
     assert json.loads(read(mine / ".template.json"))["template_commit"] == newest
 
 
@@ -237,7 +267,8 @@ def test_update_puts_everything_back_when_a_test_fails(
     commit(template, NEWER)
     before = state(mine)
     fails_with_the_merged_file = (
-        "touch -t 202001010000 src/front.py; grep -q 'third = 3$' src/front.py || (echo FAILED test_third && exit 5)"
+        "touch -t 202001010000 src/front.py; grep -q 'third = 3$' src/front.py || (echo FAILED "
+        "test_third && exit 5)"
     )
     assert update(mine, test=f'sh -c "{fails_with_the_merged_file}"') == 1
     output = capfd.readouterr()
@@ -246,7 +277,9 @@ def test_update_puts_everything_back_when_a_test_fails(
     assert state(mine) == before
 
 
-def test_failed_update_never_overwrites_a_file_edited_during_the_tests(template: Path, mine: Path) -> None:
+def test_failed_update_never_overwrites_a_file_edited_during_the_tests(
+    template: Path, mine: Path
+) -> None:
     commit(template, NEWER)
     assert update(mine, test="sh -c 'echo edited >> src/own.py; exit 1'") == 1
     assert read(mine / "src/own.py") == "# mine\nedited\n"
@@ -259,8 +292,17 @@ def test_failed_update_never_overwrites_a_file_edited_during_the_tests(template:
 def test_git_reset_repairs_a_fork_whose_update_was_killed(template: Path, mine: Path) -> None:
     commit(template, NEWER)
     before = state(mine)
-    command = [sys.executable, str(ROOT / "scripts" / "update.py"), "--root", str(mine), "--test", "sleep 60"]
-    with subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE, text=True) as process:
+    command = [
+        sys.executable,
+        str(ROOT / "scripts" / "update.py"),
+        "--root",
+        str(mine),
+        "--test",
+        "sleep 60",
+    ]
+    with subprocess.Popen(
+        command, start_new_session=True, stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         process.stdout.readline()
         deadline = time.monotonic() + 60
@@ -290,7 +332,11 @@ def test_update_refuses_and_changes_nothing(
         "ignored": "local/own.yaml",
     }[reason]
     if reason != "no fork":
-        subprocess.run([sys.executable, "scripts/maintain/fork.py", "mine", "--holder=Ada"], cwd=folder, check=True)
+        subprocess.run(
+            [sys.executable, "scripts/maintain/fork.py", "mine", "--holder=Ada"],
+            cwd=folder,
+            check=True,
+        )
         commit(folder, {})
     if reason == "uncommitted":
         write(folder, {"note": "mine"})
@@ -334,13 +380,16 @@ def test_fork_of_this_project_takes_a_newer_template(
         "timm_parallel/machine/newer.py": "# newer\n",
         "scripts/maintain/bench.py": "# changed\n",
         "docs/forecast.md": read(template / "docs/forecast.md") + "\nMore.\n",
-        "conf/experiment/digits_vit.yaml": read(template / "conf/experiment/digits_vit.yaml") + "# changed\n",
+        "conf/experiment/digits_vit.yaml": read(template / "conf/experiment/digits_vit.yaml")
+        + "# changed\n",
         "train.py": entry + "# a fix\n",
         "scripts/predict.py": None,
     }
     newest = commit(template, newer)
     assert update(mine) == 0
-    changes = dict(line.split()[::-1] for line in git(mine, "diff", "--cached", "--name-status").splitlines())
+    changes = dict(
+        line.split()[::-1] for line in git(mine, "diff", "--cached", "--name-status").splitlines()
+    )
     assert changes == {
         ".template.json": "M",
         "README.md": "M",
@@ -349,7 +398,9 @@ def test_fork_of_this_project_takes_a_newer_template(
         "train.py": "M",
         "scripts/predict.py": "D",
     }
-    assert read(mine / "README.md").startswith("# my_project\n") and "The MIT license." in read(mine / "README.md")
+    assert read(mine / "README.md").startswith("# my_project\n") and "The MIT license." in read(
+        mine / "README.md"
+    )
     assert json.loads(read(mine / ".template.json"))["template_commit"] == newest
     commit(mine, {})
     commit(template, {"src/train/losses.py": losses + "\n# the template's\n"})

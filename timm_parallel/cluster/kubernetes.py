@@ -1,4 +1,6 @@
-"""Kubernetes: write the manifest of a job that runs a saved config, and find the address of its first pod."""
+"""Kubernetes: write the manifest of a job that runs a saved config, and find the address of its
+first pod.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ def write_manifest(config: Config, folder: Path) -> None:
 
 
 def address_of_pod(index: int) -> NodeAddress:
-    """Return the address of pod 0 for the pod with completion index `index`, from variables that the manifest sets."""
+    """Return the address of pod 0 for the pod with completion index `index`, from variables that
+    the manifest sets.
+    """
     nodes, address = int(os.environ["CLUSTER_NODES"]), os.environ["CLUSTER_ADDRESS"]
     if index == 0:
         address = socket.gethostbyname(socket.gethostname())  # from the pod's /etc/hosts
@@ -46,14 +50,18 @@ def address_of_pod(index: int) -> NodeAddress:
 
 
 def _name(config: Config, folder: Path) -> str:
-    """Return the name of the job as a DNS label, made of task_name and run folder, so that two runs differ in it."""
+    """Return the name of the job as a DNS label, made of task_name and run folder, so that two runs
+    differ in it.
+    """
     full = f"{config.task_name}-{folder.parent.name}-{folder.name}".lower()
     label = re.sub(r"[^a-z0-9]+", "-", full).strip("-")
     return re.sub(r"^(?=\d)", "run-", label[-45:].strip("-"))
 
 
 def _bytes(memory: str | None) -> str | None:
-    """Convert an amount of memory from Slurm's notation (`64G`, a plain number in MiB) to Kubernetes' (`64Gi`)."""
+    """Convert an amount of memory from Slurm's notation (`64G`, a plain number in MiB) to
+    Kubernetes' (`64Gi`).
+    """
     if memory is None:
         return None
     return f"{memory}i" if memory[-1].isalpha() else f"{memory}Mi"

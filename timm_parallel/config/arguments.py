@@ -1,4 +1,6 @@
-"""Command lines of the scripts: argparse that also accepts `key=value` options and prints an error in one line."""
+"""Command lines of the scripts: argparse that also accepts `key=value` options and prints an error
+in one line.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,20 @@ from timm_parallel.machine.secrets import mask
 
 
 class CommandLine(argparse.ArgumentParser):
-    """Argument parser that accepts `--topk 5`, `--topk=5` and `topk=5`. Call its parse_intermixed_args."""
+    """Argument parser that accepts `--topk 5`, `--topk=5` and `topk=5`. Call its
+    parse_intermixed_args.
+    """
 
     def __init__(self, about: str | None) -> None:
-        super().__init__(description=about, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+        super().__init__(
+            description=about,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
 
-    def parse_known_intermixed_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+    def parse_known_intermixed_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> Any:
         dashed = []
         for item in args or ():
             name, equals, _ = item.partition("=")
@@ -33,14 +43,18 @@ class CommandLine(argparse.ArgumentParser):
 
 
 def parse_command_line(words: list[str]) -> Any:
-    """Parse the words of a command line with Hydra's parser, as train.py does. Returns argparse's namespace."""
+    """Parse the words of a command line with Hydra's parser, as train.py does. Returns argparse's
+    namespace.
+    """
     from hydra._internal.utils import get_args_parser
 
     return get_args_parser().parse_intermixed_args(words)
 
 
 def errors_in_one_line(main: Callable[[list[str]], int]) -> Callable[[list[str]], int]:
-    """Wrap a script's `main`: a ValueError or Ctrl-C becomes one line on stderr, with exit code 2 or 130."""
+    """Wrap a script's `main`: a ValueError or Ctrl-C becomes one line on stderr, with exit code 2
+    or 130.
+    """
     name = Path(main.__code__.co_filename).name
 
     @functools.wraps(main)
@@ -58,11 +72,19 @@ def errors_in_one_line(main: Callable[[list[str]], int]) -> Callable[[list[str]]
 
 
 def number(
-    kind: type[int] | type[float] = float, *, least: float = 0, above: float = -math.inf, or_auto: bool = False
+    kind: type[int] | type[float] = float,
+    *,
+    least: float = 0,
+    above: float = -math.inf,
+    or_auto: bool = False,
 ) -> Callable[[str], Any]:
-    """Return an argparse type for a finite number >= `least` or > `above`; `or_auto` also accepts `auto`."""
+    """Return an argparse type for a finite number >= `least` or > `above`; `or_auto` also accepts
+    `auto`.
+    """
     bound = f"> {above:g}" if above >= least else f">= {least:g}"
-    expected = ("an integer " if kind is int else "a number ") + bound + (" or auto" if or_auto else "")
+    expected = (
+        ("an integer " if kind is int else "a number ") + bound + (" or auto" if or_auto else "")
+    )
 
     def read(text: str) -> float | str:
         if or_auto and text == "auto":

@@ -1,4 +1,6 @@
-"""Checks of the `cluster` keys, and values for `auto` on nodes that this machine cannot inspect. Imports no torch."""
+"""Checks of the `cluster` keys, and values for `auto` on nodes that this machine cannot inspect.
+Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ def cluster_rules(config: Config) -> Iterator[str]:
     cluster, parallel = config.cluster, config.parallel
     if cluster.nodes > 1 and parallel.has_one_process:
         message = (
-            f"parallel={parallel.strategy}: one process cannot span cluster.nodes={cluster.nodes}; use parallel=auto"
+            f"parallel={parallel.strategy}: one process cannot span cluster.nodes={cluster.nodes}; "
+            "use parallel=auto"
         )
         yield Problem(message, ONE_PROCESS)
     if cluster.scheduler == "local":
@@ -32,13 +35,22 @@ def cluster_rules(config: Config) -> Iterator[str]:
         for key in keys:
             value = getattr(cluster, key)
             if scheduler != cluster.scheduler and value != getattr(ClusterConfig, key):
-                yield f"cluster.{key}={value}: an option of {scheduler}, but cluster={cluster.scheduler}"
+                yield (
+                    f"cluster.{key}={value}: an option of {scheduler}, but "
+                    f"cluster={cluster.scheduler}"
+                )
     if cluster.scheduler == "kubernetes" and (cluster.image is None or cluster.claim is None):
-        yield f"cluster.{'image' if cluster.image is None else 'claim'}: required by cluster=kubernetes"
+        yield (
+            f"cluster.{'image' if cluster.image is None else 'claim'}: required by "
+            "cluster=kubernetes"
+        )
     yield from _texts(cluster)
     yield from _sizes(config)
     if parallel.max_restarts:
-        yield f"parallel.max_restarts={parallel.max_restarts}: cluster={cluster.scheduler} restarts failed runs; use 0"
+        yield (
+            f"parallel.max_restarts={parallel.max_restarts}: cluster={cluster.scheduler} "
+            "restarts failed runs; use 0"
+        )
 
 
 def _texts(cluster: ClusterConfig) -> Iterator[str]:
@@ -47,8 +59,14 @@ def _texts(cluster: ClusterConfig) -> Iterator[str]:
         if value is not None and (not value or not value.isprintable()):
             yield f"cluster.{key}={value!r}: expected one line of text"
     if cluster.time is not None and not re.fullmatch(TIME, cluster.time):
-        yield f"cluster.time={cluster.time}: expected hh:mm:ss or d-hh:mm:ss, in a file within quotes"
-    elif cluster.scheduler == "slurm" and cluster.time and seconds_of(cluster.time) <= cluster.signal_seconds:
+        yield (
+            f"cluster.time={cluster.time}: expected hh:mm:ss or d-hh:mm:ss, in a file within quotes"
+        )
+    elif (
+        cluster.scheduler == "slurm"
+        and cluster.time
+        and seconds_of(cluster.time) <= cluster.signal_seconds
+    ):
         limit = f"cluster.time={cluster.time} ({seconds_of(cluster.time)} s)"
         yield f"cluster.signal_seconds={cluster.signal_seconds}: expected less than {limit}"
     if cluster.memory is not None and not re.fullmatch(r"\d+[KMGT]?", cluster.memory):
@@ -56,9 +74,15 @@ def _texts(cluster: ClusterConfig) -> Iterator[str]:
     for key in ("namespace", "claim"):
         value = getattr(cluster, key)
         if value is not None and not re.fullmatch(DNS_NAME, value):
-            yield f"cluster.{key}={value}: Kubernetes allows lower-case letters, digits and dashes in a name"
+            yield (
+                f"cluster.{key}={value}: Kubernetes allows lower-case letters, digits and "
+                "dashes in a name"
+            )
     if cluster.gpus and gpus_of_gres(cluster):
-        yield f"cluster.gres={cluster.gres}: cluster.gpus={cluster.gpus} requests GPUs too; set only one of them"
+        yield (
+            f"cluster.gres={cluster.gres}: cluster.gpus={cluster.gpus} requests GPUs too; set "
+            "only one of them"
+        )
 
 
 def seconds_of(time: str) -> int:
@@ -75,17 +99,29 @@ def _sizes(config: Config) -> Iterator[str]:
     cluster, parallel = config.cluster, config.parallel
     gpus = cluster.gpus or gpus_of_gres(cluster)
     if parallel.accelerator in ("cuda", "mps") and not gpus:
-        yield f"parallel.accelerator={parallel.accelerator}: the job requests no GPU; set cluster.gpus (per node)"
+        yield (
+            f"parallel.accelerator={parallel.accelerator}: the job requests no GPU; set "
+            "cluster.gpus (per node)"
+        )
     if parallel.devices == "auto":
         return
     devices = int(parallel.devices)
     if devices % cluster.nodes:
-        yield f"parallel.devices={devices}: total of all nodes, expected a multiple of cluster.nodes={cluster.nodes}"
+        yield (
+            f"parallel.devices={devices}: total of all nodes, expected a multiple of "
+            f"cluster.nodes={cluster.nodes}"
+        )
     if gpus and parallel.accelerator != "cpu" and devices != cluster.nodes * gpus:
-        yield f"parallel.devices={devices}: the nodes have {cluster.nodes} x {gpus} GPUs; leave it at auto"
+        yield (
+            f"parallel.devices={devices}: the nodes have {cluster.nodes} x {gpus} GPUs; leave "
+            "it at auto"
+        )
     threads, cpus = parallel.threads_per_device, cluster.cpus
     if threads != "auto" and cpus is not None and int(threads) * devices // cluster.nodes > cpus:
-        yield f"parallel.threads_per_device={threads}: the devices of a node need more than cluster.cpus={cpus}"
+        yield (
+            f"parallel.threads_per_device={threads}: the devices of a node need more than "
+            f"cluster.cpus={cpus}"
+        )
 
 
 def gpus_of_gres(cluster: ClusterConfig) -> int:
@@ -96,7 +132,9 @@ def gpus_of_gres(cluster: ClusterConfig) -> int:
 
 
 def fill_in(config: Config) -> None:
-    """Replace each `auto` of `parallel` by the devices and cores that `cluster` requests; the submitting machine may differ."""
+    """Replace each `auto` of `parallel` by the devices and cores that `cluster` requests; the
+    submitting machine may differ.
+    """
     cluster, parallel = config.cluster, config.parallel
     gpus = cluster.gpus or gpus_of_gres(cluster)
     if parallel.accelerator == "auto":
@@ -107,4 +145,6 @@ def fill_in(config: Config) -> None:
     if parallel.devices == "auto":
         parallel.devices = 1 if parallel.has_one_device else cluster.nodes * per_node
     if parallel.threads_per_device == "auto":
-        parallel.threads_per_device = max(1, (cluster.cpus or 1) * cluster.nodes // int(parallel.devices))
+        parallel.threads_per_device = max(
+            1, (cluster.cpus or 1) * cluster.nodes // int(parallel.devices)
+        )

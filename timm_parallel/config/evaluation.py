@@ -1,4 +1,6 @@
-"""Config of an evaluation: a run's config with different data or devices, or one composed from the command line."""
+"""Config of an evaluation: a run's config with different data or devices, or one composed from the
+command line.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,11 @@ OPTIONS = ("run", "split", "checkpoint", "weights", "predictions")
 GROUPS = {"parallel": "parallel.strategy", "data": "data.name"}  # a saved config has no groups
 
 
-def evaluation_config(run: Path | None, overrides: list[str], ranks: Ranks | None) -> ResolvedConfig:
-    """Return the resolved config to evaluate `run`, or the model that `overrides` choose as for train.py.
+def evaluation_config(
+    run: Path | None, overrides: list[str], ranks: Ranks | None
+) -> ResolvedConfig:
+    """Return the resolved config to evaluate `run`, or the model that `overrides` choose as for
+    train.py.
 
     `ranks`: the identity of this rank, if torchrun or srun started it.
     """
@@ -37,7 +42,8 @@ def evaluation_config(run: Path | None, overrides: list[str], ranks: Ranks | Non
         config = compose_command(parse_command_line(["parallel=single", *overrides])).config
         if not config.model.pretrained and config.model.weights is None:
             raise ValueError(
-                "nothing to evaluate: give run=<run folder>, model.pretrained=true or model.weights=<file>"
+                "nothing to evaluate: give run=<run folder>, model.pretrained=true or "
+                "model.weights=<file>"
             )
     # These concern training only.
     config.model.sync_bn, config.model.compile = False, False
@@ -54,7 +60,10 @@ def _check_key(override: str, allowed: tuple[str, ...]) -> None:
         hint = key_hint(key.lstrip("-"), OPTIONS, value, "evaluate")
         raise ValueError(f"{override}: unknown option{hint}")
     if not f"{key}.".startswith(tuple(f"{part}." for part in allowed)):
-        raise ValueError(f"{override}: not an evaluation option; allowed: {', '.join(f'{part}…' for part in allowed)}")
+        raise ValueError(
+            f"{override}: not an evaluation option; allowed: "
+            f"{', '.join(f'{part}…' for part in allowed)}"
+        )
 
 
 def _load(run: Path, overrides: list[str]) -> Config:

@@ -1,4 +1,6 @@
-"""Replace every `auto` by what this machine has, and refuse configs that cannot run here, before they are saved."""
+"""Replace every `auto` by what this machine has, and refuse configs that cannot run here, before
+they are saved.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,12 @@ from timm_parallel.machine.ranks import starter
 from timm_parallel.machine.text import yaml_text
 
 
-def resolve(config: Config, world_size: int | None = None, local_world_size: int | None = None) -> ResolvedConfig:
-    """Return a copy of `config` without `auto`. Raises ValueError if this machine or number of ranks cannot run it."""
+def resolve(
+    config: Config, world_size: int | None = None, local_world_size: int | None = None
+) -> ResolvedConfig:
+    """Return a copy of `config` without `auto`. Raises ValueError if this machine or number of
+    ranks cannot run it.
+    """
     if WINDOWS:
         raise ValueError("Windows: not supported; run the same command under WSL 2")
     config = copy.deepcopy(config)
@@ -48,29 +54,57 @@ def resolve(config: Config, world_size: int | None = None, local_world_size: int
 
 
 def notices(asked: Config, resolved: ResolvedConfig, world_size: int | None = None) -> list[str]:
-    """Return a message for each value chosen for `auto`, or number of devices, that may surprise the user."""
+    """Return a message for each value chosen for `auto`, or number of devices, that may surprise
+    the user.
+    """
     if resolved.cluster.scheduler != "local":
         return []
     parallel, cuda, lines = resolved.parallel, len(hardware.visible_cuda_devices()), []
-    of_all = asked.parallel.devices == "auto" and asked.parallel.device_ids is None and world_size is None
-    if of_all and not asked.parallel.has_one_device and parallel.accelerator == "cuda" and parallel.devices < cuda:
+    of_all = (
+        asked.parallel.devices == "auto"
+        and asked.parallel.device_ids is None
+        and world_size is None
+    )
+    if (
+        of_all
+        and not asked.parallel.has_one_device
+        and parallel.accelerator == "cuda"
+        and parallel.devices < cuda
+    ):
         batch = resolved.global_batch
         below, above = batch // cuda * cuda, (batch // cuda + 1) * cuda
         nearest = f"nearest sizes for all of them: {f'{below}, ' if below else ''}{above}"
         reason = f"because data.batch_size={batch} is not divisible by more"
-        lines.append(f"parallel.devices=auto: {parallel.devices} of {cuda} CUDA devices, {reason}; {nearest}")
-    problem = hardware.cuda().problem
-    if problem is not None and asked.parallel.accelerator == "auto" and parallel.accelerator == "cpu":
-        lines.append(f"parallel.accelerator=auto: the CPU, although this machine shows NVIDIA devices: {problem}")
-    others = hardware.other_gpus()
-    if others is not None and asked.parallel.accelerator == "auto" and parallel.accelerator == "cpu":
         lines.append(
-            f"parallel.accelerator=auto: the CPU; this torch is built for {others}, whose GPUs are neither used nor tested"
+            f"parallel.devices=auto: {parallel.devices} of {cuda} CUDA devices, {reason}; {nearest}"
+        )
+    problem = hardware.cuda().problem
+    if (
+        problem is not None
+        and asked.parallel.accelerator == "auto"
+        and parallel.accelerator == "cpu"
+    ):
+        lines.append(
+            "parallel.accelerator=auto: the CPU, although this machine shows NVIDIA devices: "
+            f"{problem}"
+        )
+    others = hardware.other_gpus()
+    if (
+        others is not None
+        and asked.parallel.accelerator == "auto"
+        and parallel.accelerator == "cpu"
+    ):
+        lines.append(
+            f"parallel.accelerator=auto: the CPU; this torch is built for {others}, whose GPUs "
+            "are neither used nor tested"
         )
     cores = hardware.cores()
     if parallel.accelerator == "cpu" and world_size is None and parallel.devices > cores:
         fix = f"use parallel.devices={cores} or fewer"
-        lines.append(f"parallel.devices={parallel.devices}: no faster than the number of cores ({cores}); {fix}")
+        lines.append(
+            f"parallel.devices={parallel.devices}: no faster than the number of cores ({cores}); "
+            f"{fix}"
+        )
     return lines
 
 
@@ -85,10 +119,18 @@ def _auto_devices(config: Config, cuda: int) -> int:
 def _check_starter(config: Config, world_size: int | None) -> None:
     cluster = config.cluster
     if world_size is not None and cluster.scheduler != "local":
-        raise ValueError(f"cluster={cluster.scheduler}: the job starts its own ranks; run this command with python")
+        raise ValueError(
+            f"cluster={cluster.scheduler}: the job starts its own ranks; run this command with "
+            "python"
+        )
     if world_size is None and cluster.scheduler == "local" and cluster.nodes > 1:
-        fix = f"use cluster=slurm or cluster=kubernetes, or torchrun --nnodes={cluster.nodes} on each node"
-        raise ValueError(f"cluster.nodes={cluster.nodes}: cluster=local starts ranks on this machine only; {fix}")
+        fix = (
+            f"use cluster=slurm or cluster=kubernetes, or torchrun --nnodes={cluster.nodes} on "
+            "each node"
+        )
+        raise ValueError(
+            f"cluster.nodes={cluster.nodes}: cluster=local starts ranks on this machine only; {fix}"
+        )
 
 
 def _resolve_parallel(config: Config, cuda: int, world_size: int | None) -> None:
@@ -96,19 +138,27 @@ def _resolve_parallel(config: Config, cuda: int, world_size: int | None) -> None
     parallel = config.parallel
     usable = cuda if parallel.accelerator in ("auto", "cuda") else 0
     if parallel.strategy == "auto":
-        count = _auto_devices(config, usable) if parallel.devices == "auto" else int(parallel.devices)
+        count = (
+            _auto_devices(config, usable) if parallel.devices == "auto" else int(parallel.devices)
+        )
         several = count > 1 and (usable > 0 or parallel.devices != "auto")
         parallel.choose_strategy(several or world_size is not None)
     if parallel.accelerator == "auto":
         mps = hardware.has_mps() and parallel.has_one_device
         parallel.accelerator = "cuda" if cuda else "mps" if mps else "cpu"
-    started, strategy = f"{starter()} started {world_size} rank{'s' * (world_size != 1)}", parallel.strategy
+    started, strategy = (
+        f"{starter()} started {world_size} rank{'s' * (world_size != 1)}",
+        parallel.strategy,
+    )
     if world_size is not None and parallel.has_ranks:
         if parallel.devices not in ("auto", world_size):
             raise ValueError(f"parallel.devices={parallel.devices}: {started}; leave it at auto")
         parallel.devices = world_size
     elif world_size is not None and world_size > 1:
-        raise ValueError(f"parallel={strategy}: {started}, but it uses one; use parallel=ddp, or start with python")
+        raise ValueError(
+            f"parallel={strategy}: {started}, but it uses one; use parallel=ddp, or start with "
+            "python"
+        )
     elif parallel.devices == "auto":
         parallel.devices = 1 if parallel.has_one_device else _auto_devices(config, usable)
 
@@ -118,60 +168,119 @@ def _missing_here(config: Config, cuda: int, local: int) -> Iterator[str]:
     for name in TRACKERS.keys() & config.tracker.classes():
         # A folder of this name is not the package.
         if getattr(importlib.util.find_spec(name), "origin", None) is None:
-            yield f"tracker={name}: the package {name} is not installed; pip install -r requirements-trackers.txt"
+            yield (
+                f"tracker={name}: the package {name} is not installed; pip install -r "
+                "requirements-trackers.txt"
+            )
     if parallel.backend == "mpi" and not hardware.has_mpi():
-        yield "parallel.backend=mpi: this torch is built without MPI, as its wheels are; use nccl or gloo"
+        yield (
+            "parallel.backend=mpi: this torch is built without MPI, as its wheels are; use nccl or "
+            "gloo"
+        )
     if parallel.batched_grad_copy is not None and not hardware.ddp_has("batched_grad_copy"):
         value = yaml_text(parallel.batched_grad_copy)
-        yield f"parallel.batched_grad_copy={value}: DistributedDataParallel of this torch lacks it; use torch >= 2.14, or null"
+        yield (
+            f"parallel.batched_grad_copy={value}: DistributedDataParallel of this torch lacks "
+            "it; use torch >= 2.14, or null"
+        )
     if parallel.accelerator == "cuda":
         if cuda == 0:
             problem = hardware.cuda().problem or "no CUDA device is visible here"
             yield f"parallel.accelerator=cuda: {problem}; use cpu or auto"
         ids = parallel.device_ids
-        if ids is not None and (len(ids) != local or len(set(ids)) != local or not all(0 <= i < cuda for i in ids)):
-            yield f"parallel.device_ids={ids}: expected {local} different number{'s' * (local != 1)} from 0 to {cuda - 1}"
+        if ids is not None and (
+            len(ids) != local or len(set(ids)) != local or not all(0 <= i < cuda for i in ids)
+        ):
+            yield (
+                f"parallel.device_ids={ids}: expected {local} different "
+                f"number{'s' * (local != 1)} from 0 to {cuda - 1}"
+            )
         here = f"parallel.devices={local}: {cuda} CUDA device{'s' * (cuda != 1)} here"
         if local > cuda and not parallel.has_ranks:
             yield Problem(f"{here}, and {parallel.strategy} needs one per replica", TOO_FEW_DEVICES)
         if local > cuda and parallel.backend != "gloo":
-            reason = "NCCL ranks cannot share a device (with parallel.backend=gloo they can, for a trial)"
+            reason = (
+                "NCCL ranks cannot share a device (with parallel.backend=gloo they can, for "
+                "a trial)"
+            )
             yield Problem(f"{here}; {reason}", TOO_FEW_DEVICES)
         if parallel.strategy == "fsdp" and parallel.backend in ("gloo", "mpi"):
-            yield f"parallel.backend={parallel.backend}: fsdp on CUDA needs nccl; leave it at auto, or use parallel=ddp"
-        if parallel.output_device is not None and parallel.has_one_process and parallel.output_device >= cuda:
-            yield f"parallel.output_device={parallel.output_device}: expected a number from 0 to {cuda - 1}"
+            yield (
+                f"parallel.backend={parallel.backend}: fsdp on CUDA needs nccl; leave it at "
+                "auto, or use parallel=ddp"
+            )
+        if (
+            parallel.output_device is not None
+            and parallel.has_one_process
+            and parallel.output_device >= cuda
+        ):
+            yield (
+                f"parallel.output_device={parallel.output_device}: expected a number from 0 to "
+                f"{cuda - 1}"
+            )
         return
     for key in ("device_ids", "output_device"):
         if getattr(parallel, key) is not None:
-            yield f"parallel.{key}={getattr(parallel, key)}: requires CUDA, but this run is on {parallel.accelerator}; use null"
+            yield (
+                f"parallel.{key}={getattr(parallel, key)}: requires CUDA, but this run is on "
+                f"{parallel.accelerator}; use null"
+            )
     if parallel.backend == "nccl":
-        yield f"parallel.backend=nccl: requires CUDA, but this run is on {parallel.accelerator}; use gloo"
+        yield (
+            f"parallel.backend=nccl: requires CUDA, but this run is on {parallel.accelerator}; "
+            "use gloo"
+        )
     if parallel.accelerator == "mps":
         if not hardware.has_mps():
             yield "parallel.accelerator=mps: no Apple GPU here; use cpu or auto"
         if not parallel.has_one_device:
-            yield f"parallel={parallel.strategy}: an Apple GPU is one device; use parallel=single, or parallel.accelerator=cpu"
+            yield (
+                f"parallel={parallel.strategy}: an Apple GPU is one device; use "
+                "parallel=single, or parallel.accelerator=cpu"
+            )
     if config.model.sync_bn:
         yield "model.sync_bn=true: torch's SyncBatchNorm requires CUDA; leave it at false"
     if config.train.precision == "tf32":
-        yield f"train.precision=tf32: requires CUDA, but this run is on {parallel.accelerator}; use fp32 or bf16"
+        yield (
+            f"train.precision=tf32: requires CUDA, but this run is on {parallel.accelerator}; "
+            "use fp32 or bf16"
+        )
 
 
 def _unfit_sizes(config: ResolvedConfig) -> Iterator[str]:
-    """Yield an error message if the devices cannot share the batch, or be divided into groups of shard_size."""
-    has_ranks, devices, batch = config.parallel.has_ranks, config.parallel.devices, config.global_batch
+    """Yield an error message if the devices cannot share the batch, or be divided into groups of
+    shard_size.
+    """
+    has_ranks, devices, batch = (
+        config.parallel.has_ranks,
+        config.parallel.devices,
+        config.global_batch,
+    )
     size = config.parallel.shard_size
     if size is not None and devices % size:
-        fitting = ", ".join(str(number) for number in range(2, devices + 1) if devices % number == 0)
-        yield f"parallel.shard_size={size}: does not divide the {devices} devices; use one of {fitting}, or null"
+        fitting = ", ".join(
+            str(number) for number in range(2, devices + 1) if devices % number == 0
+        )
+        yield (
+            f"parallel.shard_size={size}: does not divide the {devices} devices; use one of "
+            f"{fitting}, or null"
+        )
     if batch < devices:
-        few = f"data.batch_size={batch}: fewer images than the {devices} devices; use at least {devices}"
+        few = (
+            f"data.batch_size={batch}: fewer images than the {devices} devices; use at least "
+            f"{devices}"
+        )
         yield Problem(few, BATCH_TOO_SMALL)
     # The chunks of dp may be unequal; their sizes are recorded.
     if batch % devices and has_ranks:
         below, above = batch // devices * devices, (batch // devices + 1) * devices
-        uneven = f"data.batch_size={batch}: not divisible by {devices} devices; nearest sizes: {below}, {above}"
+        uneven = (
+            f"data.batch_size={batch}: not divisible by {devices} devices; nearest sizes: "
+            f"{below}, {above}"
+        )
         yield Problem(uneven, BATCH_NOT_DIVISIBLE)
     if config.data.augment.mixes and (batch // devices if has_ranks else batch) % 2:
-        yield f"data.batch_size={batch}: mixup and cutmix pair images, so each rank's batch must be even; change data.batch_size"
+        yield (
+            f"data.batch_size={batch}: mixup and cutmix pair images, so each rank's batch must "
+            "be even; change data.batch_size"
+        )

@@ -10,9 +10,14 @@ from timm_parallel.machine import hardware
 
 
 def device_counts(_root_: Any) -> str:
-    """Resolve `${device_counts:}` to 1,2,4 … and the largest device count that divides the batch; on CPU at most 8."""
+    """Resolve `${device_counts:}` to 1,2,4 … and the largest device count that divides the batch;
+    on CPU at most 8.
+    """
     batch = OmegaConf.select(_root_, "data.batch_size")
-    largest = max(2, count_that_divides(len(hardware.visible_cuda_devices()) or min(8, hardware.cores()), batch))
+    largest = max(
+        2,
+        count_that_divides(len(hardware.visible_cuda_devices()) or min(8, hardware.cores()), batch),
+    )
     powers = {2**power for power in range(largest.bit_length())}
     return ",".join(str(count) for count in sorted(powers | {largest}))
 
@@ -23,7 +28,9 @@ def by_device(on_cpu: Any, on_gpu: Any) -> Any:
 
 
 def count_that_divides(present: int, batch: int | None, pairs: bool = False) -> int:
-    """Return the largest count <= `present` that divides `batch`, else `present`. `pairs`: each share must be even."""
+    """Return the largest count <= `present` that divides `batch`, else `present`. `pairs`: each
+    share must be even.
+    """
     if batch is None:
         return present
     for count in range(present, 0, -1):

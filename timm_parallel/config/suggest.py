@@ -1,4 +1,6 @@
-"""Names that a config may use, and suggestions for a misspelled name. timm's files are read as text: its import takes 3 s."""
+"""Names that a config may use, and suggestions for a misspelled name. timm's files are read as
+text: its import takes 3 s.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,10 @@ from timm_parallel.project import ROOT
 
 # Names of other programs -> what to write here.
 OTHER_NAMES = Path(__file__).with_name("other_names.yaml")
-UNPARSABLE = "cannot be parsed; write a list as [a,b], and quote a text with special characters: 'key=\"a=b\"'"
+UNPARSABLE = (
+    "cannot be parsed; write a list as [a,b], and quote a text with special characters: "
+    "'key=\"a=b\"'"
+)
 # Types of keys in src/schema.py, in words.
 TYPES = {
     "int": "an integer",
@@ -44,16 +49,26 @@ def hint(name: str, known: Iterable[str]) -> str:
     lower = {candidate.lower(): candidate for candidate in known}
     close = [lower[match] for match in difflib.get_close_matches(name.lower(), lower)]
     # cifar -> cifar10_resnet18
-    close = close or [lower[match] for match in sorted(lower) if len(name) > 2 and match.startswith(name.lower())][:3]
+    close = (
+        close
+        or [
+            lower[match]
+            for match in sorted(lower)
+            if len(name) > 2 and match.startswith(name.lower())
+        ][:3]
+    )
     if close:
         return f"; did you mean {', '.join(close)}?"
     return f"; allowed: {', '.join(sorted(lower.values()))}" if 0 < len(lower) <= 20 else ""
 
 
 def is_known(key: str) -> bool:
-    """Return True if `key` is a key or section of the schema, or an entry of a dictionary such as model.kwargs."""
+    """Return True if `key` is a key or section of the schema, or an entry of a dictionary such as
+    model.kwargs.
+    """
     return any(
-        f"{known}.".startswith(f"{key}.") or (isinstance(value, dict) and key.startswith(f"{known}."))
+        f"{known}.".startswith(f"{key}.")
+        or (isinstance(value, dict) and key.startswith(f"{known}."))
         for known, value, _ in leaves(Config())
     )
 
@@ -64,7 +79,9 @@ def is_declared(key: str) -> bool:
 
 
 def plain_values(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value) for each plain value in nested dicts and lists; an item of a list has the key of the list."""
+    """Yield (dotted key, value) for each plain value in nested dicts and lists; an item of a list
+    has the key of the list.
+    """
     if isinstance(node, dict):
         for name, value in node.items():
             yield from plain_values(value, f"{key}.{name}" if key else str(name))
@@ -76,9 +93,11 @@ def plain_values(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def key_hint(key: str, more: Iterable[str] = (), value: Any = None, program: str = "train") -> str:
-    """Return `; did you mean …?` with keys for an unknown `key`, or why there is none; an empty string without either.
+    """Return `; did you mean …?` with keys for an unknown `key`, or why there is none; an empty
+    string without either.
 
-    `more`: names that are allowed next to the keys of the schema. `value`: what the user gave the key.
+    `more`: names that are allowed next to the keys of the schema. `value`: what the user gave the
+    key.
     """
     tables = _other_names()
     if reason := _entry(key, value, tables["no_key"]):
@@ -89,20 +108,30 @@ def key_hint(key: str, more: Iterable[str] = (), value: Any = None, program: str
     similar = hint(key, [*keys, *sections, *more])
     section, _, last = key.rpartition(".")
     if f"{section}.kwargs" in keys:
-        similar += f"; arguments of what {section} builds go below kwargs: +{section}.kwargs.{last}=…"
+        similar += (
+            f"; arguments of what {section} builds go below kwargs: +{section}.kwargs.{last}=…"
+        )
     return similar
 
 
 def _keys_and_sections() -> tuple[list[str], list[str]]:
     keys = [known for known, _, _ in leaves(Config())]
-    return keys, sorted({known.rsplit(".", depth)[0] for known in keys for depth in range(1, known.count(".") + 1)})
+    return keys, sorted(
+        {known.rsplit(".", depth)[0] for known in keys for depth in range(1, known.count(".") + 1)}
+    )
 
 
 def _meant(key: str, value: Any, table: dict[str, str]) -> list[str]:
-    """Return what an unknown key most likely means: a misspelled key of its section, another name of it, or one elsewhere."""
+    """Return what an unknown key most likely means: a misspelled key of its section, another name
+    of it, or one elsewhere.
+    """
     keys, sections = _keys_and_sections()
     section, _, last = key.rpartition(".")
-    siblings = [known.rpartition(".")[2] for known in keys if section and known.rpartition(".")[0] == section]
+    siblings = [
+        known.rpartition(".")[2]
+        for known in keys
+        if section and known.rpartition(".")[0] == section
+    ]
     if misspelled := difflib.get_close_matches(last, siblings, cutoff=0.8):
         return [f"{section}.{name}" for name in misspelled]
     other = _entry(key, value, table)
@@ -111,7 +140,9 @@ def _meant(key: str, value: Any, table: dict[str, str]) -> list[str]:
 
 
 def _entry(key: str, value: Any, table: dict[str, str]) -> str:
-    """Return the entry of a table of other_names.yaml for the longest end of `key` that has one, else an empty string."""
+    """Return the entry of a table of other_names.yaml for the longest end of `key` that has one,
+    else an empty string.
+    """
     parts = key.lower().replace("-", "_").split(".")
     ends = [".".join(parts[start:]) for start in range(len(parts))]
     names = [name for end in ends for name in (f"{end}={yaml_text(value)}".lower(), end)]
@@ -125,51 +156,78 @@ def _other_names() -> dict[str, dict[str, str]]:
 
 
 def check_option(group: str, choice: Any, options: list[str]) -> None:
-    """Raise ValueError if `choice`, an option or a list of them, is not in the `options` of a config group. Suggests a name."""
+    """Raise ValueError if `choice`, an option or a list of them, is not in the `options` of a
+    config group. Suggests a name.
+    """
     for value in choice if isinstance(choice, list) else [choice]:
         name = yaml_text(value).strip("'\"")
         if isinstance(value, dict | None) or name in options:
             continue
         if group == "model" and name.partition(".")[0] in timm_models():
-            raise ValueError(f"model={name}: no such option; timm has a model of this name: model.name={name}")
+            raise ValueError(
+                f"model={name}: no such option; timm has a model of this name: model.name={name}"
+            )
         if group == "optim" and name in timm_optimizers():
-            raise ValueError(f"optim={name}: no such option; timm has an optimizer of this name: optim.opt={name}")
+            raise ValueError(
+                f"optim={name}: no such option; timm has an optimizer of this name: "
+                f"optim.opt={name}"
+            )
         other = _other_names()["names"].get(f"{group}={name}".lower())
         suggestion = f"; did you mean {other}?" if other else hint(name, options)
-        raise ValueError(f"{group}={name}: no such option{suggestion}; python train.py --help lists all")
+        raise ValueError(
+            f"{group}={name}: no such option{suggestion}; python train.py --help lists all"
+        )
 
 
 def explain(error: Exception, overrides: Iterable[str] = ()) -> str:
-    """Convert an error from Hydra, OmegaConf or the YAML parser to one line: the key as given, the reason, the fix."""
+    """Convert an error from Hydra, OmegaConf or the YAML parser to one line: the key as given, the
+    reason, the fix.
+    """
     cause = error.__cause__ if getattr(error.__cause__, "full_key", None) else error
     text = " ".join(str(cause).split())
     if hasattr(error, "override"):
         return _not_parsed(str(error.override), text, list(overrides))
     if ambiguous := re.match(r"Ambiguous value for argument '(.*)' 1\. ", text):
-        return f"{ambiguous.group(1)}: expected one value (0.1, not 0,1); write a list as [a,b], or add -m to sweep"
+        return (
+            f"{ambiguous.group(1)}: expected one value (0.1, not 0,1); write a list as [a,b], "
+            "or add -m to sweep"
+        )
     in_text = re.search(r"full_key: (\S+)", str(error))
     key = str(getattr(cause, "full_key", None) or (in_text.group(1) if in_text else ""))
     if not key:
-        # Hydra names the key in the middle of its sentence: "Could not append to config. An item is already at 'x'."
-        named = [given for given in overrides if f"'{given.lstrip('+~').partition('=')[0]}'" in text]
+        # Hydra names the key in the middle of its sentence: "Could not append to config. An item is
+        # already at 'x'."
+        named = [
+            given for given in overrides if f"'{given.lstrip('+~').partition('=')[0]}'" in text
+        ]
         return f"{named[0]}: {text}" if named else text
     if re.search(r"Key '.*' not in|not in struct|is not in", text):
         if is_known(key) and not key.startswith("hydra"):
             section, _, last = key.partition(".kwargs.")
-            # model.kwargs.depth is an argument of the model; optim.kwargs.momentm is optim.momentum.
+            # model.kwargs.depth is an argument of the model; optim.kwargs.momentm is
+            # optim.momentum.
             meant = _meant(f"{section}.{last}", None, _other_names()["names"])
-            declared_there = next((known for known in meant if known.startswith(f"{section}.")), None)
-            return f"{key}: not set yet; {f'did you mean {declared_there}?' if declared_there else f'add it with +{key}=…'}"
+            declared_there = next(
+                (known for known in meant if known.startswith(f"{section}.")), None
+            )
+            fix = f"did you mean {declared_there}?" if declared_there else f"add it with +{key}=…"
+            return f"{key}: not set yet; {fix}"
         return f"{key}: unknown key{key_hint(key)}"
     if "Missing mandatory" in text:
         return f"{key}=???: required; set {key}=…"
-    as_given = {override.lstrip("+~").partition("=")[0]: override.lstrip("+~") for override in overrides}
+    as_given = {
+        override.lstrip("+~").partition("=")[0]: override.lstrip("+~") for override in overrides
+    }
     # Without the index of a list's item.
     declared = key.partition("[")[0]
     if isinstance(cause, ValidationError) and (expected := _expected(declared)):
         return f"{as_given.get(declared, f'{key}={yaml_text(cause.value)}')}: {expected}"
     # A list for a section.
-    if isinstance(cause, ConfigTypeError) and declared in as_given and (expected := _expected(declared)):
+    if (
+        isinstance(cause, ConfigTypeError)
+        and declared in as_given
+        and (expected := _expected(declared))
+    ):
         return f"{as_given[declared]}: {expected}"
     return f"{as_given.get(key, key)}: {text.split(' full_key: ')[0]}"
 
@@ -184,7 +242,9 @@ def _not_parsed(word: str, reason: str, words: list[str]) -> str:
     if (key, value) != (key.strip(), value.strip()):
         return f"{word}: expected no space next to =; write {key.strip()}={value.strip()}"
     if re.match("~(/|$)", value):
-        return f"{word}: neither the shell nor train.py expands ~ here; write {key}=$HOME{value[1:]}"
+        return (
+            f"{word}: neither the shell nor train.py expands ~ here; write {key}=$HOME{value[1:]}"
+        )
     # Hydra quotes parts of the value.
     if re.search(r"input '|NoViableAlt|token recognition", reason):
         reason = UNPARSABLE
@@ -192,14 +252,23 @@ def _not_parsed(word: str, reason: str, words: list[str]) -> str:
 
 
 def _without_equals(word: str, words: list[str]) -> str:
-    """Return what to write instead of a `word` without =: the key with its neighbors, an option, or a value."""
+    """Return what to write instead of a `word` without =: the key with its neighbors, an option, or
+    a value.
+    """
     place = words.index(word) if word in words else 0
     before, after = words[place - 1 : place], words[place + 1 : place + 3]
     if before and before[0].endswith("="):
         return f"expected no space next to =; write {before[0]}{word}"
     if after and after[0].startswith("="):
-        return f"expected no space next to =; write {''.join([word, *after[: 1 if len(after[0]) > 1 else 2]])}"
-    options = sorted(path.stem for path in (ROOT / "conf").glob(f"{word}/*.yaml")) if word.isidentifier() else []
+        return (
+            "expected no space next to =; write "
+            f"{''.join([word, *after[: 1 if len(after[0]) > 1 else 2]])}"
+        )
+    options = (
+        sorted(path.stem for path in (ROOT / "conf").glob(f"{word}/*.yaml"))
+        if word.isidentifier()
+        else []
+    )
     if options:
         return f"expected a value; write {' or '.join(f'{word}={option}' for option in options)}"
     if is_known(word):
@@ -210,8 +279,14 @@ def _without_equals(word: str, words: list[str]) -> str:
 
 
 def _expected(key: str) -> str:
-    """Return a text with the type and default of a key, or with the first key of a section; empty for an unknown key."""
-    below = [(known, value, entry) for known, value, entry in leaves(Config()) if f"{known}.".startswith(f"{key}.")]
+    """Return a text with the type and default of a key, or with the first key of a section; empty
+    for an unknown key.
+    """
+    below = [
+        (known, value, entry)
+        for known, value, entry in leaves(Config())
+        if f"{known}.".startswith(f"{key}.")
+    ]
     if not below:
         return ""
     known, value, entry = below[0]
@@ -239,7 +314,12 @@ def objectives() -> list[str]:
     """Return the allowed values of `optimized_metric`."""
     names = [f"{name}{suffix}" for suffix in ("", "_ema") for name in known_metrics()]
     best = [f"val/{name}_best" for name in known_metrics()]
-    return [*(f"{split}/{name}" for split in ("val", "test") for name in names), *best, "train/loss", "images_per_sec"]
+    return [
+        *(f"{split}/{name}" for split in ("val", "test") for name in names),
+        *best,
+        "train/loss",
+        "images_per_sec",
+    ]
 
 
 def is_lower_better(objective: str) -> bool:
@@ -254,27 +334,37 @@ def is_proportion(objective: str) -> bool:
 
 def _metric_of(objective: str) -> Metric:
     # images_per_sec is no metric; it has the defaults of one.
-    return known_metrics().get(objective.rpartition("/")[2].removesuffix("_ema").removesuffix("_best"), Metric())
+    return known_metrics().get(
+        objective.rpartition("/")[2].removesuffix("_ema").removesuffix("_best"), Metric()
+    )
 
 
 @cache
 def timm_models() -> frozenset[str]:
-    """Return the names of all timm models, without the tag of their weights (`resnet18`, not `resnet18.a1_in1k`)."""
+    """Return the names of all timm models, without the tag of their weights (`resnet18`, not
+    `resnet18.a1_in1k`).
+    """
     text = _timm_models_text()
     names = re.findall(r"^@register_model\ndef (\w+)", text, re.MULTILINE)
-    for block in re.findall(r"register_model_deprecations\(__name__, \{(.*?)^\}\)", text, re.MULTILINE | re.DOTALL):
+    for block in re.findall(
+        r"register_model_deprecations\(__name__, \{(.*?)^\}\)", text, re.MULTILINE | re.DOTALL
+    ):
         names += re.findall(r"^\s*'(\w+)'\s*:", block, re.MULTILINE)
     return frozenset(names)
 
 
 @cache
 def timm_tags() -> frozenset[str]:
-    """Return the models with the tag of their weights (`resnet18.a1_in1k`) that timm's files contain literally."""
+    """Return the models with the tag of their weights (`resnet18.a1_in1k`) that timm's files
+    contain literally.
+    """
     return frozenset(re.findall(r"'(\w+\.\w+)'\s*:", _timm_models_text()))
 
 
 def _timm_models_text() -> str:
-    return "\n".join(path.read_text(encoding="utf-8") for path in sorted((_timm() / "models").glob("*.py")))
+    return "\n".join(
+        path.read_text(encoding="utf-8") for path in sorted((_timm() / "models").glob("*.py"))
+    )
 
 
 @cache

@@ -1,4 +1,5 @@
-"""Validate a config: bounds and choices of the schema, names that must exist, and the rules of its groups.
+"""Validate a config: bounds and choices of the schema, names that must exist, and the rules of its
+groups.
 
 A rule yields an error message per problem: key, value and fix. Imports no torch.
 """
@@ -13,11 +14,28 @@ from typing import Any
 
 from src.schema import DATASETS, STRATEGIES, Config, is_timm_dataset, known_metrics, loss_tasks
 from timm_parallel.config.cluster import cluster_rules
-from timm_parallel.config.suggest import hint, objectives, own_class_exists, timm_models, timm_optimizers, timm_tags
+from timm_parallel.config.suggest import (
+    hint,
+    objectives,
+    own_class_exists,
+    timm_models,
+    timm_optimizers,
+    timm_tags,
+)
 from timm_parallel.errors import RefusedError
 from timm_parallel.keys import TRACKERS, is_own_class, leaves
 
-OF_TORCH = ("cifar10", "cifar100", "mnist", "kmnist", "fashion_mnist", "qmnist", "places365", "inaturalist", "imagenet")
+OF_TORCH = (
+    "cifar10",
+    "cifar100",
+    "mnist",
+    "kmnist",
+    "fashion_mnist",
+    "qmnist",
+    "places365",
+    "inaturalist",
+    "imagenet",
+)
 # The texts that timm.data.auto_augment parses.
 AUTO_AUGMENT = (
     r"rand((-(m|n|p|mstd|mmax|inc)\d+(\.\d+)?)|(-t\w+))*",
@@ -43,14 +61,18 @@ def check_values(config: Config) -> None:
 
 
 def check_combination(config: Config) -> None:
-    """Refuse keys that cannot work together, by the rules of `cluster` and by the method `problems` of each group."""
+    """Refuse keys that cannot work together, by the rules of `cluster` and by the method `problems`
+    of each group.
+    """
     groups = [group for group in vars(config).values() if hasattr(group, "problems")]
     refuse(cluster_rules(config), *(group.problems(config) for group in groups))
 
 
 def _bounds(config: Config) -> Iterator[str]:
     for key, value, entry in leaves(config):
-        yield from (f"{key}={value}: {problem}" for problem in _out_of_bounds(value, entry.metadata))
+        yield from (
+            f"{key}={value}: {problem}" for problem in _out_of_bounds(value, entry.metadata)
+        )
 
 
 def _out_of_bounds(value: Any, bounds: Any) -> Iterator[str]:
@@ -90,14 +112,20 @@ def _model(config: Config) -> Iterator[str]:
 
 def _own_class(key: str, name: str) -> Iterator[str]:
     if not own_class_exists(name):
-        yield f"{key}={name}: no such class; expected src.<module>.<Class> with <module> a file under src/"
+        yield (
+            f"{key}={name}: no such class; expected src.<module>.<Class> with <module> a file "
+            "under src/"
+        )
 
 
 def _strategy(config: Config) -> Iterator[str]:
     name = config.parallel.strategy
     known = ("auto", *STRATEGIES)
     if name not in known and not (name.startswith("src.parallel.") and own_class_exists(name)):
-        yield f"parallel.strategy={name}: no such strategy{hint(name, known)}, or give src.parallel.<module>.<Class>"
+        yield (
+            f"parallel.strategy={name}: no such strategy{hint(name, known)}, or give "
+            "src.parallel.<module>.<Class>"
+        )
 
 
 def _data(config: Config) -> Iterator[str]:
@@ -108,9 +136,15 @@ def _data(config: Config) -> Iterator[str]:
     elif source == "torch" and dataset not in OF_TORCH:
         yield f"data.name={name}: timm has no such dataset{hint(dataset, OF_TORCH)}"
     elif not (is_timm_dataset(name) or name in DATASETS):
-        yield f"data.name={name}: no such dataset{hint(name, (*DATASETS, 'tar', 'wds'))}, or torch/…, hfds/…"
+        yield (
+            f"data.name={name}: no such dataset{hint(name, (*DATASETS, 'tar', 'wds'))}, or "
+            "torch/…, hfds/…"
+        )
     if aa is not None and not any(re.fullmatch(pattern, aa) for pattern in AUTO_AUGMENT):
-        yield f"data.augment.aa={aa}: expected timm's syntax, e.g. rand-m9-mstd0.5-inc1, augmix-m5-w4 or v0"
+        yield (
+            f"data.augment.aa={aa}: expected timm's syntax, e.g. rand-m9-mstd0.5-inc1, "
+            "augmix-m5-w4 or v0"
+        )
 
 
 def _training(config: Config) -> Iterator[str]:
@@ -129,6 +163,9 @@ def _training(config: Config) -> Iterator[str]:
     for name, path in config.tracker.classes().items():
         yield from () if name in TRACKERS else _own_class(f"tracker.use.{name}", path)
     if opt == "adahessian":
-        yield "optim.opt=adahessian: requires second derivatives, which the training step does not compute; use e.g. adamw"
+        yield (
+            "optim.opt=adahessian: requires second derivatives, which the training step does "
+            "not compute; use e.g. adamw"
+        )
     if storage is not None and not re.fullmatch(DATABASE, storage, re.DOTALL):
         yield "search.storage: expected sqlite:///<file>, postgresql://… or mysql://…"

@@ -1,4 +1,6 @@
-"""Images listed in a CSV file: `data=csv`. No torch: train.py also reads the file before it starts anything."""
+"""Images listed in a CSV file: `data=csv`. No torch: train.py also reads the file before it starts
+anything.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,8 @@ def csv_file(data: DataConfig) -> Path:
 
 
 def read_rows(path: Path, multilabel: bool) -> list[Row]:
-    """Read the CSV file: columns file (relative to the CSV's folder) and label, and optionally split, fold and group.
+    """Read the CSV file: columns file (relative to the CSV's folder) and label, and optionally
+    split, fold and group.
 
     Only with `multilabel` may an image have several labels, or none.
     """
@@ -53,19 +56,25 @@ def read_rows(path: Path, multilabel: bool) -> list[Row]:
         with open(path, newline="", encoding="utf-8-sig") as lines:
             return _parse(csv.DictReader(lines), path, multilabel)
     except UnicodeDecodeError as error:
-        raise ValueError(f"data.root={path}: not UTF-8 ({error.reason}); save the file as UTF-8") from None
+        raise ValueError(
+            f"data.root={path}: not UTF-8 ({error.reason}); save the file as UTF-8"
+        ) from None
 
 
 def _parse(reader: csv.DictReader[str], path: Path, multilabel: bool) -> list[Row]:
     if missing := {"file", "label"} - set(reader.fieldnames or ()):
         present = ", ".join(reader.fieldnames or ()) or "no columns, because it is empty"
-        raise ValueError(f"data.root={path}: has no column {' and '.join(sorted(missing))}; it has {present}")
+        raise ValueError(
+            f"data.root={path}: has no column {' and '.join(sorted(missing))}; it has {present}"
+        )
     folder = os.path.abspath(path.parent)
     rows = []
     for entry in reader:
         file, label, split, fold, group = ((entry.get(column) or "").strip() for column in COLUMNS)
         if not file or not (label or multilabel):
-            reason = f"line {reader.line_num} has no value in the column {'label' if file else 'file'}"
+            reason = (
+                f"line {reader.line_num} has no value in the column {'label' if file else 'file'}"
+            )
             fix = "; images without a label need train=multilabel" if file else ""
             raise ValueError(f"data.root={path}: {reason}{fix}")
         labels = _parts(label) if multilabel else [label]
@@ -73,7 +82,15 @@ def _parse(reader: csv.DictReader[str], path: Path, multilabel: bool) -> list[Ro
         fold = fold.removesuffix(".0")
         group = unicodedata.normalize("NFC", group)
         rows.append(
-            Row(reader.line_num, path.parent / file, group or path_key(file, folder), labels, split, fold, group)
+            Row(
+                reader.line_num,
+                path.parent / file,
+                group or path_key(file, folder),
+                labels,
+                split,
+                fold,
+                group,
+            )
         )
     return rows
 
@@ -83,9 +100,11 @@ def _parts(label: str) -> list[str]:
 
 
 def path_key(file: str, folder: str) -> str:
-    """Return the text that decides the split of a file: equal for all spellings of its path, and on any machine.
+    """Return the text that decides the split of a file: equal for all spellings of its path, and on
+    any machine.
 
-    It is the path relative to `folder`, which is the CSV's, if the file is below it; else the path as written.
+    It is the path relative to `folder`, which is the CSV's, if the file is below it; else the path
+    as written.
     """
     below = os.path.join(folder, "")
     path = os.path.normpath(os.path.join(folder, file))
@@ -93,17 +112,24 @@ def path_key(file: str, folder: str) -> str:
 
 
 def _divide(rows: Sequence[Row], path: Path, data: DataConfig) -> dict[str, list[Row]]:
-    """Divide rows into train, val and test: by data.fold, by data.val_fraction, or by the column split."""
+    """Divide rows into train, val and test: by data.fold, by data.val_fraction, or by the column
+    split.
+    """
     divided: dict[str, list[Row]] = {split: [] for split in SPLITS}
     for row in rows:
         if row.split and row.split not in SPLITS:
-            raise ValueError(f"data.root={path}: line {row.line}: split={row.split}; expected train, val or test")
+            raise ValueError(
+                f"data.root={path}: line {row.line}: split={row.split}; expected train, val or test"
+            )
         # Fold and fraction divide the images that the column split does not assign to val or test.
         if row.split in ("val", "test"):
             divided[row.split].append(row)
         elif data.fold is not None:
             if not row.fold:
-                raise ValueError(f"data.fold={data.fold}: line {row.line} of {path} has no value in the column fold")
+                raise ValueError(
+                    f"data.fold={data.fold}: line {row.line} of {path} has no value in the column "
+                    "fold"
+                )
             divided["val" if row.fold == str(data.fold) else "train"].append(row)
         elif data.val_fraction is not None:
             divided[split_of(row.key, data)].append(row)
@@ -111,14 +137,20 @@ def _divide(rows: Sequence[Row], path: Path, data: DataConfig) -> dict[str, list
             divided["train"].append(row)
     if data.fold is not None and not divided["val"]:
         folds = ", ".join(sorted({row.fold for row in rows if row.fold}))
-        raise ValueError(f"data.fold={data.fold}: {path} has no line with this fold; its folds are {folds}")
+        raise ValueError(
+            f"data.fold={data.fold}: {path} has no line with this fold; its folds are {folds}"
+        )
     return divided
 
 
-def list_csv(data: DataConfig, classes: list[str] | None = None, multilabel: bool = False) -> tuple[list[str], Listing]:
-    """Return the class names, and each split's files with labels. `classes`: the class names of trained weights.
+def list_csv(
+    data: DataConfig, classes: list[str] | None = None, multilabel: bool = False
+) -> tuple[list[str], Listing]:
+    """Return the class names, and each split's files with labels. `classes`: the class names of
+    trained weights.
 
-    A label is a class number; with `multilabel` a number per class, 1 if the image has that label, else 0.
+    A label is a class number; with `multilabel` a number per class, 1 if the image has that label,
+    else 0.
     """
     path = csv_file(data)
     rows = read_rows(path, multilabel)
@@ -128,37 +160,53 @@ def list_csv(data: DataConfig, classes: list[str] | None = None, multilabel: boo
 
 
 def _list(
-    divided: dict[str, list[Row]], path: Path, data: DataConfig, classes: list[str] | None, multilabel: bool
+    divided: dict[str, list[Row]],
+    path: Path,
+    data: DataConfig,
+    classes: list[str] | None,
+    multilabel: bool,
 ) -> tuple[list[str], Listing]:
-    names = classes or sorted({label for of_split in divided.values() for row in of_split for label in row.labels})
+    names = classes or sorted(
+        {label for of_split in divided.values() for row in of_split for label in row.labels}
+    )
     if len(names) < 2:
-        counts = f"{plural(len(names), 'label')} in {plural(sum(map(len, divided.values())), 'line')}"
+        counts = (
+            f"{plural(len(names), 'label')} in {plural(sum(map(len, divided.values())), 'line')}"
+        )
         raise ValueError(f"data.root={path}: {counts}; expected two labels or more")
     number_of = {name: number for number, name in enumerate(names)}
 
     def encode(row: Row) -> int | tuple[float, ...]:
         if unknown := set(row.labels) - number_of.keys():
-            raise ValueError(f"data.root={path}: line {row.line}: the run has no class {', '.join(sorted(unknown))}")
+            raise ValueError(
+                f"data.root={path}: line {row.line}: the run has no class "
+                f"{', '.join(sorted(unknown))}"
+            )
         if multilabel:
             return tuple(float(name in row.labels) for name in names)
         return number_of[row.labels[0]]
 
-    listing = {split: [(row.file, encode(row)) for row in of_split] for split, of_split in divided.items()}
+    listing = {
+        split: [(row.file, encode(row)) for row in of_split] for split, of_split in divided.items()
+    }
     if not listing["test"] and not data.test_fraction:
         del listing["test"]
     if classes is None:
         if not listing["val"] and data.val_fraction is None:
             raise ValueError(
-                f"data.root={path}: no image for val; set data.val_fraction=0.2 or data.fold, or add a column named split"
+                f"data.root={path}: no image for val; set data.val_fraction=0.2 or data.fold, or "
+                "add a column named split"
             )
         check_splits(listing, data)
     return names, listing
 
 
 def _check_combinations(rows: list[Row], path: Path) -> None:
-    """Raise ValueError if labels with a semicolon are several labels of an image, which would become classes together.
+    """Raise ValueError if labels with a semicolon are several labels of an image, which would
+    become classes together.
 
-    They are if a part of one is a label by itself, or is in another one. So a class may be called `salt; pepper`.
+    They are if a part of one is a label by itself, or is in another one. So a class may be called
+    `salt; pepper`.
     """
     line_of = {row.labels[0]: row.line for row in reversed(rows)}
     counts = Counter(part for label in line_of for part in set(_parts(label)))
@@ -166,19 +214,25 @@ def _check_combinations(rows: list[Row], path: Path) -> None:
         common = [part for part in _parts(label) if counts[part] > 1]
         if SEPARATOR in label and common:
             raise ValueError(
-                f"data.root={path}: line {line_of[label]}: {label} is read as one class, but other lines have "
-                f"{common[0]} too; for several labels per image set train=multilabel"
+                f"data.root={path}: line {line_of[label]}: {label} is read as one class, but other "
+                f"lines have {common[0]} too; for several labels per image set train=multilabel"
             )
 
 
-def _in_two_splits(divided: dict[str, list[Row]], name_of: Callable[[Row], str]) -> dict[str, list[Row]]:
-    """Return the names of rows that are in two splits or more: name -> a row for each of its splits."""
+def _in_two_splits(
+    divided: dict[str, list[Row]], name_of: Callable[[Row], str]
+) -> dict[str, list[Row]]:
+    """Return the names of rows that are in two splits or more: name -> a row for each of its
+    splits.
+    """
     by_name: dict[str, dict[str, Row]] = {}
     for split, rows in divided.items():
         for row in rows:
             if name := name_of(row):
                 by_name.setdefault(name, {}).setdefault(split, row)
-    return {name: list(by_split.values()) for name, by_split in by_name.items() if len(by_split) > 1}
+    return {
+        name: list(by_split.values()) for name, by_split in by_name.items() if len(by_split) > 1
+    }
 
 
 def count_training(data: DataConfig) -> int:
@@ -193,10 +247,11 @@ def groups_of(data: DataConfig, multilabel: bool) -> dict[str, str]:
 
 
 def check_csv(data: DataConfig, multilabel: bool, *, is_trained: bool = True) -> None:
-    """Raise ValueError for a CSV file that cannot be used. Checks that one image of each label exists.
+    """Raise ValueError for a CSV file that cannot be used. Checks that one image of each label
+    exists.
 
-    `is_trained`: also raise it for labels that mean several, files and groups in two splits, and labels that only val or
-    test has.
+    `is_trained`: also raise it for labels that mean several, files and groups in two splits, and
+    labels that only val or test has.
     """
     path = csv_file(data)
     rows = read_rows(path, multilabel)
@@ -217,8 +272,8 @@ def _check_files(divided: dict[str, list[Row]], path: Path) -> None:
     if leaking := _in_two_splits(divided, lambda row: os.path.abspath(row.file)):
         rows = next(iter(leaking.values()))
         raise ValueError(
-            f"data.root={path}: {plural(len(leaking), 'file')} would be in two splits, e.g. {rows[0].file} "
-            f"({_lines(rows)}); remove all lines but one of each"
+            f"data.root={path}: {plural(len(leaking), 'file')} would be in two splits, e.g. "
+            f"{rows[0].file} ({_lines(rows)}); remove all lines but one of each"
         )
 
 
@@ -227,8 +282,8 @@ def _check_groups(divided: dict[str, list[Row]], path: Path) -> None:
         group, rows = next(iter(leaking.items()))
         total = len({row.group for of_split in divided.values() for row in of_split if row.group})
         raise ValueError(
-            f"data.root={path}: {len(leaking)} of {plural(total, 'group')} would be in two splits, e.g. {group} "
-            f"({_lines(rows)}); give all lines of a group the same split or fold"
+            f"data.root={path}: {len(leaking)} of {plural(total, 'group')} would be in two splits, "
+            f"e.g. {group} ({_lines(rows)}); give all lines of a group the same split or fold"
         )
 
 
@@ -239,15 +294,23 @@ def _lines(rows: list[Row]) -> str:
 def _check_known_labels(rows: list[Row], path: Path, fold: int | None) -> None:
     """Raise ValueError for a label that the columns split and fold give to val or test only.
 
-    Chance may do the same to a rare label under data.val_fraction; scripts/check_data.py counts such labels.
+    Chance may do the same to a rare label under data.val_fraction; scripts/check_data.py counts
+    such labels.
     """
-    held_out = [row for row in rows if row.split in ("val", "test") or (fold is not None and row.fold == str(fold))]
+    held_out = [
+        row
+        for row in rows
+        if row.split in ("val", "test") or (fold is not None and row.fold == str(fold))
+    ]
     lines = {row.line for row in held_out}
     known = {label for row in rows if row.line not in lines for label in row.labels}
-    unknown = {label: row.line for row in reversed(held_out) for label in row.labels if label not in known}
+    unknown = {
+        label: row.line for row in reversed(held_out) for label in row.labels if label not in known
+    }
     if unknown:
         names = sorted(unknown)
         raise ValueError(
-            f"data.root={path}: {plural(len(names), 'label')} of val or test without a training image: {first(names)} "
-            f"(line {unknown[names[0]]}); remove such lines, or give some of them another split or fold"
+            f"data.root={path}: {plural(len(names), 'label')} of val or test without a training "
+            f"image: {first(names)} (line {unknown[names[0]]}); remove such lines, or give some of "
+            "them another split or fold"
         )

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 Sample: TypeAlias = "tuple[Tensor, int | float]"
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm")
-# Pillow's names of the formats of these suffixes. Pillow looks at a file's content alone, and for others it may start
-# programs: Ghostscript for PostScript.
+# Pillow's names of the formats of these suffixes. Pillow looks at a file's content alone, and for
+# others it may start programs: Ghostscript for PostScript.
 IMAGE_FORMATS = ("JPEG", "PNG", "BMP", "GIF", "TIFF", "WEBP", "PPM")
 
 
@@ -42,7 +42,9 @@ class ImageDataset(Protocol):
 
 
 class InMemory:
-    """A split that fits in memory. Reading a batch is one indexing operation, which worker processes would only slow down."""
+    """A split that fits in memory. Reading a batch is one indexing operation, which worker
+    processes would only slow down.
+    """
 
     def __init__(self, images: Tensor, labels: Tensor) -> None:
         """images: uint8 [N, C, H, W]; labels: int64 [N], or float for regression."""
@@ -56,9 +58,11 @@ class InMemory:
 
 
 def rows_of(split: Split, size: tuple[int, ...] | None = None) -> InMemory | None:
-    """Return the images and labels that a split holds in memory: itself, or its attribute `rows`; None if it has none.
+    """Return the images and labels that a split holds in memory: itself, or its attribute `rows`;
+    None if it has none.
 
-    `size` (height, width): None also if the images of `rows` have another size, and would have to be resized.
+    `size` (height, width): None also if the images of `rows` have another size, and would have to
+    be resized.
     """
     rows = getattr(split, "rows", split)
     if not isinstance(rows, InMemory):
@@ -77,7 +81,9 @@ class Sizes(ImageDataset):
 
 
 def train_labels(split: Split, chosen: Tensor | None) -> Tensor | None:
-    """Return the labels of a split, or of its `chosen` images: [N] or [N, classes]. None if the split does not list them."""
+    """Return the labels of a split, or of its `chosen` images: [N] or [N, classes]. None if the
+    split does not list them.
+    """
     import torch
 
     files = getattr(split, "files", None)
@@ -90,17 +96,21 @@ def train_labels(split: Split, chosen: Tensor | None) -> Tensor | None:
 
 
 def split_fingerprint(*splits: Split) -> str:
-    """Return a hash of all images of `splits`, which moving an image between these splits does not change.
+    """Return a hash of all images of `splits`, which moving an image between these splits does not
+    change.
 
-    For files, relative paths and labels are hashed; for tensors, shapes and labels; else the length. No image is read. 1.3
-    million files take about a second.
+    For files, relative paths and labels are hashed; for tensors, shapes and labels; else the
+    length. No image is read. 1.3 million files take about a second.
     """
     entries: list[str] = [str(sum(map(len, splits)))]
-    files: list[tuple[Path, int]] = [entry for split in splits for entry in getattr(split, "files", None) or ()]
+    files: list[tuple[Path, int]] = [
+        entry for split in splits for entry in getattr(split, "files", None) or ()
+    ]
     if files:
         paths = [os.fspath(path) for path, _ in files]
-        # Relative to the deepest common folder, so that copies of the data in two places are equal. commonpath() takes seconds
-        # for a million paths; here the common prefix of characters is cut at its last separator.
+        # Relative to the deepest common folder, so that copies of the data in two places are equal.
+        # commonpath() takes seconds for a million paths; here the common prefix of characters is
+        # cut at its last separator.
         start = os.path.commonprefix(paths).rfind(os.sep) + 1  # noqa: RUF071
         lines = (f"{path[start:]}\0{label}" for path, (_, label) in zip(paths, files, strict=True))
         entries += lines if len(splits) == 1 else sorted(lines)
@@ -112,7 +122,9 @@ def split_fingerprint(*splits: Split) -> str:
 
 
 def data_fingerprints(dataset: ImageDataset) -> dict[str, str]:
-    """Return the fingerprint of each split by name, and under `all` the fingerprint of all images together."""
+    """Return the fingerprint of each split by name, and under `all` the fingerprint of all images
+    together.
+    """
     splits = {"train": dataset.train, "val": dataset.val, "test": dataset.test}
     present = {name: split for name, split in splits.items() if split is not None}
     return {"all": split_fingerprint(*present.values())} | {

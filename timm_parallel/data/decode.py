@@ -25,13 +25,15 @@ JPEG = b"\xff\xd8\xff"
 
 
 def decode(encoded: bytes, name: str, mode: str = "RGB") -> Tensor:
-    """Decode an image file's bytes to uint8 [3, H, W], or [1, H, W] for mode L, rotated as EXIF says.
+    """Decode an image file's bytes to uint8 [3, H, W], or [1, H, W] for mode L, rotated as EXIF
+    says.
 
-    Transparency is ignored, as in torchvision's ImageFolder. Raises UnreadableImageError with `name` for anything but a
-    complete image.
+    Transparency is ignored, as in torchvision's ImageFolder. Raises UnreadableImageError with
+    `name` for anything but a complete image.
     """
     if encoded.startswith(JPEG) and (decode_jpeg := find_jpeg_decoder()) is not None:
-        # Faster than PIL, which gets the file if it is damaged or of a kind that only PIL reads. Rotates as EXIF says.
+        # Faster than PIL, which gets the file if it is damaged or of a kind that only PIL reads.
+        # Rotates as EXIF says.
         with suppress(RuntimeError):
             data = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
             return decode_jpeg(data, mode="GRAY" if mode == "L" else mode)
@@ -40,42 +42,58 @@ def decode(encoded: bytes, name: str, mode: str = "RGB") -> Tensor:
             return from_pil(image, mode)
     except UnidentifiedImageError:
         reason = f"its content is none of {', '.join(IMAGE_FORMATS)}"
-        raise UnreadableImageError(f"{name}: not a readable image ({reason}); remove or replace it") from None
+        raise UnreadableImageError(
+            f"{name}: not a readable image ({reason}); remove or replace it"
+        ) from None
     except MemoryError:
         raise
     # Pillow's decoders raise many types for a damaged file.
     except Exception as error:
         reason = " ".join(str(error).split())[:200] or type(error).__name__
-        raise UnreadableImageError(f"{name}: not a readable image ({reason}); remove or replace it") from None
+        raise UnreadableImageError(
+            f"{name}: not a readable image ({reason}); remove or replace it"
+        ) from None
 
 
 def open_image(encoded: bytes) -> Image.Image:
-    """Open an image file's bytes with Pillow, if they have one of the formats that this project reads."""
+    """Open an image file's bytes with Pillow, if they have one of the formats that this project
+    reads.
+    """
     return Image.open(io.BytesIO(encoded), formats=IMAGE_FORMATS)
 
 
 @cache
 def find_jpeg_decoder() -> Callable[..., Tensor] | None:
-    """Return torchcodec's decoder. None, with a warning, if its libraries do not fit torch's build: PIL then decodes."""
+    """Return torchcodec's decoder. None, with a warning, if its libraries do not fit torch's build:
+    PIL then decodes.
+    """
     # Imported with the first file, because data in memory does not need it.
     try:
         from torchcodec.decoders import decode_jpeg
     except (ImportError, OSError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:200]
-        log.warning("PIL decodes JPEG files, slowly: no torchcodec for this torch is installed (%s)", reason)
+        log.warning(
+            "PIL decodes JPEG files, slowly: no torchcodec for this torch is installed (%s)", reason
+        )
         return None
     return decode_jpeg  # type: ignore[return-value]
 
 
 def decode_file(path: Path, mode: str = "RGB") -> Tensor:
-    """Read and decode an image file. Raises UnreadableImageError, also for a file that cannot be opened."""
+    """Read and decode an image file. Raises UnreadableImageError, also for a file that cannot be
+    opened.
+    """
     try:
         # Reading from a pipe may never return.
         if not path.is_file() and path.exists():
-            raise UnreadableImageError(f"{path}: not a regular file; remove it from the image folder")
+            raise UnreadableImageError(
+                f"{path}: not a regular file; remove it from the image folder"
+            )
         encoded = path.read_bytes()
     except OSError as error:
-        raise UnreadableImageError(f"{path}: cannot be read ({error.strerror}); remove or replace it") from None
+        raise UnreadableImageError(
+            f"{path}: cannot be read ({error.strerror}); remove or replace it"
+        ) from None
     return decode(encoded, str(path), mode)
 
 
@@ -85,10 +103,14 @@ def from_pil(image: Any, mode: str = "RGB") -> Tensor:
 
 
 def _eight_bit(image: Any) -> Any:
-    """Scale gray images of 16 bits, or of floats in 0..1, to 8 bits. PIL's conversion would clip them to white."""
+    """Scale gray images of 16 bits, or of floats in 0..1, to 8 bits. PIL's conversion would clip
+    them to white.
+    """
     # I;16, which some formats open as I.
     if image.mode.startswith("I"):
-        return Image.fromarray((np.asarray(image).astype(np.int64).clip(0, 65535) >> 8).astype(np.uint8))
+        return Image.fromarray(
+            (np.asarray(image).astype(np.int64).clip(0, 65535) >> 8).astype(np.uint8)
+        )
     if image.mode == "F":
         values = np.asarray(image)
         scale = 255 if values.max(initial=0) <= 1 else 1

@@ -1,4 +1,5 @@
-"""Image folders on disk: `<root>/{train,val,test}/<class>/**.jpg`, or `<root>/<class>/**.jpg` with data.val_fraction.
+"""Image folders on disk: `<root>/{train,val,test}/<class>/**.jpg`, or `<root>/<class>/**.jpg` with
+data.val_fraction.
 
 Imports no torch, because train.py checks the data first.
 """
@@ -24,11 +25,15 @@ SPLIT_NAMES = {
 
 
 def class_names(split: Path) -> list[str]:
-    """Return the names of the class folders of a split. They are sorted, and their order defines the labels."""
+    """Return the names of the class folders of a split. They are sorted, and their order defines
+    the labels.
+    """
     if not split.is_dir():
         raise ValueError(f"data.root: no folder {split}; expected {split}/<class>/<image>")
     with os.scandir(split) as entries:
-        return sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
+        return sorted(
+            entry.name for entry in entries if entry.is_dir() and not entry.name.startswith(".")
+        )
 
 
 def image_files(folder: Path) -> Iterator[Path]:
@@ -47,8 +52,12 @@ def image_files(folder: Path) -> Iterator[Path]:
                 yield Path(directory, name)
 
 
-def list_folder(data: DataConfig, trained_classes: list[str] | None = None) -> tuple[list[str], Listing]:
-    """Return the class names and the files of each split of data=folder. `trained_classes`: of a run to evaluate."""
+def list_folder(
+    data: DataConfig, trained_classes: list[str] | None = None
+) -> tuple[list[str], Listing]:
+    """Return the class names and the files of each split of data=folder. `trained_classes`: of a
+    run to evaluate.
+    """
     root = Path(str(data.root))
     if data.val_fraction is not None:
         names = trained_classes or class_names(root)
@@ -57,14 +66,18 @@ def list_folder(data: DataConfig, trained_classes: list[str] | None = None) -> t
     listing: Listing = {}
     for split in ("train", "val", "test") if trained_classes is None else ("val", "test"):
         if (root / split).is_dir():
-            check_known_classes(root / split, names, "train/" if trained_classes is None else "the run")
+            check_known_classes(
+                root / split, names, "train/" if trained_classes is None else "the run"
+            )
             listing[split] = _labeled_files(root / split, names)
     return names, listing
 
 
 def _divided(root: Path, names: list[str], data: DataConfig) -> Listing:
     """Divide the class folders of `root` by data.val_fraction and data.test_fraction."""
-    listing: Listing = {split: [] for split in ("train", "val", "test") if split != "test" or data.test_fraction}
+    listing: Listing = {
+        split: [] for split in ("train", "val", "test") if split != "test" or data.test_fraction
+    }
     for path, label in _labeled_files(root, names):
         listing[_split_of_file(path, root, data)].append((path, label))
     check_splits(listing, data)
@@ -82,7 +95,9 @@ def training_files(data: DataConfig) -> Iterator[Path]:
 
 
 def _labeled_files(folder: Path, names: list[str]) -> list[tuple[Path, int]]:
-    return [(path, label) for label, name in enumerate(names) for path in image_files(folder / name)]
+    return [
+        (path, label) for label, name in enumerate(names) for path in image_files(folder / name)
+    ]
 
 
 def _split_of_file(path: Path, root: Path, data: DataConfig) -> str:
@@ -90,19 +105,26 @@ def _split_of_file(path: Path, root: Path, data: DataConfig) -> str:
 
 
 def _group_of(path: str, data: DataConfig) -> str:
-    """Return the text that data.group_pattern matches in a path, else the path. Images with the same text share a split."""
+    """Return the text that data.group_pattern matches in a path, else the path. Images with the
+    same text share a split.
+    """
     if data.group_pattern is None:
         return path
     match = re.search(data.group_pattern, path)
     if match is None:
-        raise ValueError(f"data.group_pattern={data.group_pattern}: does not match {path}; every image needs a group")
+        raise ValueError(
+            f"data.group_pattern={data.group_pattern}: does not match {path}; every image needs a "
+            "group"
+        )
     return match.group(1) if match.groups() else match.group()
 
 
 def check_folder(data: DataConfig, evaluated: str | None = None) -> None:
-    """Raise ValueError if data.root lacks splits, classes or images. Looks at one file per class, to be fast on large data.
+    """Raise ValueError if data.root lacks splits, classes or images. Looks at one file per class,
+    to be fast on large data.
 
-    `evaluated`: the split to evaluate a trained run on (val, test, or all, which needs one of them); None: to train on.
+    `evaluated`: the split to evaluate a trained run on (val, test, or all, which needs one of
+    them); None: to train on.
     """
     if data.root is None:
         raise ValueError("data.root=null: set it to a folder with train/<class>/ and val/<class>/")
@@ -123,7 +145,8 @@ def _check_trained_folder(root: Path) -> None:
     if len(train) < 2:
         classes = f"only the class {train[0]}" if train else "no class folders"
         raise ValueError(
-            f"data.root={root}: {classes} in {root / 'train'}; expected two or more: train/<class>/<image>"
+            f"data.root={root}: {classes} in {root / 'train'}; expected two or more: "
+            "train/<class>/<image>"
         )
     for folder in (root / "train", root / "val", root / "test"):
         if folder.is_dir():
@@ -132,23 +155,30 @@ def _check_trained_folder(root: Path) -> None:
 
 
 def _refuse_missing_split(root: Path, missing: Path) -> None:
-    """Raise ValueError for a root without train/ or val/, with a fix for the folders that it has."""
+    """Raise ValueError for a root without train/ or val/,
+    with a fix for the folders that it has.
+    """
     splits = _split_folders(root, class_names(root)) if root.is_dir() else {}
     fix = f"expected {root}/train/<class>/ and {root}/val/<class>/"
     if missing.name in splits.values():
         fix = _renames({name: split for name, split in splits.items() if split == missing.name})
     elif missing.name == "val" and "train" in splits:
         # With data.val_fraction, train/ and its neighbors would be the classes.
-        fix += f"; to divide the images of train/, set data.root={missing.with_name('train')} and data.val_fraction=0.2"
+        fix += (
+            f"; to divide the images of train/, set data.root={missing.with_name('train')} and "
+            "data.val_fraction=0.2"
+        )
     else:
         fix += f", or {root}/<class>/ with data.val_fraction=0.2"
     raise ValueError(f"data.root={root}: no folder {missing}; {fix}")
 
 
 def _split_folders(root: Path, names: list[str]) -> dict[str, str]:
-    """Return the folders among `names` that are splits instead of classes: name -> train, val or test.
+    """Return the folders among `names` that are splits instead of classes: name -> train, val or
+    test.
 
-    A class may have such a name (a train among vehicles), so a folder counts only if it holds folders, or if all names are so.
+    A class may have such a name (a train among vehicles), so a folder counts only if it holds
+    folders, or if all names are so.
     """
     splits = {name: SPLIT_NAMES[name.lower()] for name in names if name.lower() in SPLIT_NAMES}
     if len(splits) == len(names):
@@ -157,11 +187,15 @@ def _split_folders(root: Path, names: list[str]) -> dict[str, str]:
 
 
 def _renames(splits: dict[str, str]) -> str:
-    return ", ".join(f"rename {name}/ to {split}/" for name, split in splits.items() if name != split)
+    return ", ".join(
+        f"rename {name}/ to {split}/" for name, split in splits.items() if name != split
+    )
 
 
 def _check_no_splits(root: Path, folder: Path, names: list[str], to_read_splits: str) -> None:
-    """Raise ValueError if classes in `folder` are splits. `to_read_splits`: the setting that reads them as splits."""
+    """Raise ValueError if classes in `folder` are splits. `to_read_splits`: the setting that reads
+    them as splits.
+    """
     splits = _split_folders(folder, names)
     if not splits:
         return
@@ -173,7 +207,9 @@ def _check_no_splits(root: Path, folder: Path, names: list[str], to_read_splits:
     else:
         fix = f"expected {folder}/<class>/<image>; rename the folder if it is a class"
     listed = " and ".join(f"{name}/" for name in splits)
-    raise ValueError(f"data.root={root}: {listed} in {folder} would be classes, but are named as splits; {fix}")
+    raise ValueError(
+        f"data.root={root}: {listed} in {folder} would be classes, but are named as splits; {fix}"
+    )
 
 
 def _check_class_folders(root: Path, is_trained: bool) -> None:
@@ -185,7 +221,9 @@ def _check_class_folders(root: Path, is_trained: bool) -> None:
         _check_no_splits(root, root, names, "set data.val_fraction=null")
     if len(names) < 2:
         classes = plural(len(names), "class folder")
-        raise ValueError(f"data.root={root}: {classes}; expected two or more: {root}/<class>/<image>")
+        raise ValueError(
+            f"data.root={root}: {classes}; expected two or more: {root}/<class>/<image>"
+        )
     _check_split(root, root)
 
 
@@ -194,7 +232,9 @@ def _check_evaluated_folder(root: Path, split: str) -> None:
     folders = [folder for folder in candidates if folder.is_dir()]
     if not folders:
         names = " or ".join(map(str, candidates))
-        raise ValueError(f"data.root={root}: no folder {names}; expected {candidates[0]}/<class>/<image>")
+        raise ValueError(
+            f"data.root={root}: no folder {names}; expected {candidates[0]}/<class>/<image>"
+        )
     for folder in folders:
         _check_split(root, folder)
 
@@ -202,29 +242,39 @@ def _check_evaluated_folder(root: Path, split: str) -> None:
 def _check_split(root: Path, folder: Path) -> None:
     names = class_names(folder)
     if not names:
-        raise ValueError(f"data.root={root}: no class folders in {folder}; expected {folder}/<class>/<image>")
+        raise ValueError(
+            f"data.root={root}: no class folders in {folder}; expected {folder}/<class>/<image>"
+        )
     for name in names:
         if next(image_files(folder / name), None) is None:
             suffixes = ", ".join(IMAGE_SUFFIXES)
             raise ValueError(
-                f"data.root={root}: class {name}: no image in {folder / name}; add {suffixes}, or remove it"
+                f"data.root={root}: class {name}: no image in {folder / name}; add {suffixes}, or "
+                "remove it"
             )
 
 
 def check_known_classes(folder: Path, known: list[str], of: str) -> None:
-    """Raise ValueError if `folder` has a class folder that is not in `known`. `of`: the source of `known`, for the message."""
+    """Raise ValueError if `folder` has a class folder that is not in `known`. `of`: the source of
+    `known`, for the message.
+    """
     names = class_names(folder)
     if unknown := sorted(set(names) - set(known)):
         raise ValueError(
-            f"data.root={folder.parent}: {of} does not have {len(unknown)} of the {len(names)} classes of {folder}: "
-            f"{first(unknown)}; it has {first(known)}"
+            f"data.root={folder.parent}: {of} does not have {len(unknown)} of the {len(names)} "
+            f"classes of {folder}: {first(unknown)}; it has {first(known)}"
         )
 
 
 def class_difference(trained: list[str], data: list[str]) -> str:
-    """Describe the difference between the classes of trained weights and of the data: counts and a few names."""
+    """Describe the difference between the classes of trained weights and of the data: counts and a
+    few names.
+    """
     parts = []
-    for owner, names, others in (("trained weights", trained, set(data)), ("data", data, set(trained))):
+    for owner, names, others in (
+        ("trained weights", trained, set(data)),
+        ("data", data, set(trained)),
+    ):
         if only := [name for name in names if name not in others]:
             parts.append(f"{len(only)} of {len(names)} only in the {owner}: {first(only)}")
     return "; ".join(parts) or "the same names in another order"

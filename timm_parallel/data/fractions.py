@@ -1,4 +1,6 @@
-"""Division of images into train, val and test by data.val_fraction and data.test_fraction, and of an epoch into batches."""
+"""Division of images into train, val and test by data.val_fraction and data.test_fraction, and of
+an epoch into batches.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +12,18 @@ from typing import Any
 from src.schema import DataConfig
 from timm_parallel.machine.text import plural
 
-# Split -> image files, each with its label: a class number, or a number per class (train.task=multilabel).
+# Split -> image files, each with its label: a class number, or a number per class
+# (train.task=multilabel).
 Listing = dict[str, list[tuple[Path, Any]]]
 
 
 def split_of(key: str, data: DataConfig) -> str:
-    """Choose train, val or test from a hash of `key`, which is the relative path or the group of an image.
+    """Choose train, val or test from a hash of `key`, which is the relative path or the group of an
+    image.
 
-    So an image keeps its split when images are added. Each class is divided by the fractions in expectation. Unicode
-    writes é in two ways (NFC, and NFD in names from macOS); both give the same split.
+    So an image keeps its split when images are added. Each class is divided by the fractions in
+    expectation. Unicode writes é in two ways (NFC, and NFD in names from macOS); both give the same
+    split.
     """
     text = unicodedata.normalize("NFC", key).encode("utf-8", "surrogateescape")
     digest = hashlib.blake2b(text, digest_size=8).digest()
@@ -34,19 +39,24 @@ def check_splits(listing: Listing, data: DataConfig) -> None:
             key = "test_fraction" if split == "test" else "val_fraction"
             images = plural(sum(map(len, listing.values())), "image")
             raise ValueError(
-                f"data.{key}={getattr(data, key)}: none of {images} is left for {split}; choose another value"
+                f"data.{key}={getattr(data, key)}: none of {images} is left for {split}; choose "
+                "another value"
             )
 
 
 def batches_per_epoch(images: int, batch_size: int, accumulate: int) -> int:
-    """Return the number of full batches. Raises ValueError for too few training images. `batch_size` is the global one."""
+    """Return the number of full batches. Raises ValueError for too few training images.
+    `batch_size` is the global one.
+    """
     if images < batch_size:
         raise ValueError(
-            f"data.batch_size={batch_size}: exceeds the training split ({plural(images, 'image')}); use {images} or less"
+            f"data.batch_size={batch_size}: exceeds the training split "
+            f"({plural(images, 'image')}); use {images} or less"
         )
     batches = images // batch_size
     if batches < accumulate:
         raise ValueError(
-            f"train.accumulate={accumulate}: an epoch has {plural(batches, 'batch', 'es')}; use {batches} or less"
+            f"train.accumulate={accumulate}: an epoch has {plural(batches, 'batch', 'es')}; use "
+            f"{batches} or less"
         )
     return batches

@@ -1,4 +1,6 @@
-"""Data loaders: read samples by index and stack them to uint8 batches. prefetch.py moves batches to the device."""
+"""Data loaders: read samples by index and stack them to uint8 batches. prefetch.py moves batches to
+the device.
+"""
 
 from __future__ import annotations
 
@@ -31,10 +33,13 @@ MAX_IN_A_ROW = 100
 
 
 class BatchStep(Protocol):
-    """Augmentation of whole batches on their device. Its random numbers are drawn on the host, where a batch is read."""
+    """Augmentation of whole batches on their device. Its random numbers are drawn on the host,
+    where a batch is read.
+    """
 
     def draw(self, seeds: list[int], shape: torch.Size) -> list[Tensor]:
-        """Draw for images of this shape [B, C, H, W], each from its seed, without the global generators.
+        """Draw for images of this shape [B, C, H, W], each from its seed, without the global
+        generators.
 
         A thread may call it while training uses those.
         """
@@ -60,11 +65,17 @@ class BatchFetcher:
     ) -> None:
         """`on_error`: an unreadable image ends the run (raise), or is replaced or left out (skip).
 
-        `substitutes`: number of images, of which the next readable one replaces an unreadable one; 0: it is left out. A
-        training batch must keep its size on every rank. `chosen`: numbers of the images of the split to read; None: all.
-        `on_pixels`, `on_normalized`: steps on uint8 images after `transform`, and on normalized images.
+        `substitutes`: number of images, of which the next readable one replaces an unreadable one;
+        0: it is left out. A training batch must keep its size on every rank. `chosen`: numbers of
+        the images of the split to read; None: all. `on_pixels`, `on_normalized`: steps on uint8
+        images after `transform`, and on normalized images.
         """
-        self.split, self.num_classes, self.transform, self.seed = split, num_classes, transform, seed
+        self.split, self.num_classes, self.transform, self.seed = (
+            split,
+            num_classes,
+            transform,
+            seed,
+        )
         self.on_error, self.substitutes, self.chosen = on_error, substitutes, chosen
         self.on_pixels, self.on_normalized = on_pixels, on_normalized
         # Only in the rank itself, because a forked worker has no CUDA.
@@ -80,12 +91,19 @@ class BatchFetcher:
     def read(self, batch: IndexBatch) -> Fetched:
         images, labels, unreadable = self._gather(batch) if self.gathers else self._read_each(batch)
         draws = self._draw(batch, images.shape)
-        return images, labels, unreadable, [draw.pin_memory() for draw in draws] if self.pin_memory else draws
+        return (
+            images,
+            labels,
+            unreadable,
+            [draw.pin_memory() for draw in draws] if self.pin_memory else draws,
+        )
 
     # torch's loader calls it with a whole batch.
     __getitems__ = read
 
-    def finish(self, images: Tensor, draws: Sequence[Tensor], normalize: Callable[[Tensor], Tensor]) -> Tensor:
+    def finish(
+        self, images: Tensor, draws: Sequence[Tensor], normalize: Callable[[Tensor], Tensor]
+    ) -> Tensor:
         """Apply the batch steps, and between them `normalize`, to uint8 images on their device."""
         if self.on_pixels is not None:
             images, draws = self.on_pixels(images, draws[0]), draws[1:]
@@ -98,7 +116,9 @@ class BatchFetcher:
             draws += self.on_pixels.draw(seeds_for(self.seed, batch.epoch, batch.indices), shape)
         if self.on_normalized is not None:
             # Seeds that are independent of those of the images' other augmentation.
-            draws += self.on_normalized.draw(seeds_for(self.seed, batch.epoch, batch.indices, 1), shape)
+            draws += self.on_normalized.draw(
+                seeds_for(self.seed, batch.epoch, batch.indices, 1), shape
+            )
         return draws
 
     def _gather(self, batch: IndexBatch) -> tuple[Tensor, Tensor, list[int]]:
@@ -106,13 +126,19 @@ class BatchFetcher:
         # numpy's remainder takes 20 us with cold caches.
         indices = torch.from_numpy(batch.indices) % self.num_images
         indices = indices if self.chosen is None else self.chosen[indices]
-        return self._rows(self.in_memory.images, indices), self._rows(self.in_memory.labels, indices), []
+        return (
+            self._rows(self.in_memory.images, indices),
+            self._rows(self.in_memory.labels, indices),
+            [],
+        )
 
     def _read_each(self, batch: IndexBatch) -> tuple[Tensor, Tensor, list[int]]:
         unreadable: list[int] = []
         # Keep augmentation from advancing the generator that dropout uses.
         with torch.random.fork_rng(devices=[]):
-            read = [self._sample(batch.epoch, index, unreadable) for index in batch.indices.tolist()]
+            read = [
+                self._sample(batch.epoch, index, unreadable) for index in batch.indices.tolist()
+            ]
         samples = [sample for sample in read if sample is not None]
         if not samples:
             return torch.empty(0), torch.empty(0, dtype=torch.int64), unreadable
@@ -134,7 +160,9 @@ class BatchFetcher:
         return torch.index_select(of, 0, indices, out=pinned)
 
     def _check_labels(self, labels: Tensor) -> None:
-        """Raise ValueError for a label outside the head's classes. A GPU would abort without naming the label."""
+        """Raise ValueError for a label outside the head's classes. A GPU would abort without naming
+        the label.
+        """
         if labels.is_floating_point() or not len(labels):
             return
         smallest, largest = int(labels.min()), int(labels.max())
@@ -145,7 +173,9 @@ class BatchFetcher:
             )
 
     def _sample(self, epoch: int, index: int, unreadable: list[int]) -> Sample | None:
-        """Read a sample. If it is unreadable, return the same substitute on any rank or worker, or None to skip it."""
+        """Read a sample. If it is unreadable, return the same substitute on any rank or worker, or
+        None to skip it.
+        """
         for offset in range(MAX_IN_A_ROW):
             number = self.numbers([(index + offset) % self.num_images])[0]
             try:
@@ -162,7 +192,8 @@ class BatchFetcher:
                 image = self.transform(image)
             return image, label
         raise ValueError(
-            f"data.on_error=skip: {MAX_IN_A_ROW} unreadable images in a row, up to number {number}; check the files"
+            f"data.on_error=skip: {MAX_IN_A_ROW} unreadable images in a row, up to number "
+            f"{number}; check the files"
         )
 
 
@@ -176,13 +207,19 @@ class Loader:
         prefetcher: DevicePrefetcher,
         num_workers: int,
     ) -> None:
-        self.fetcher, self.sampler, self.prefetcher, self.num_workers = fetcher, sampler, prefetcher, num_workers
+        self.fetcher, self.sampler, self.prefetcher, self.num_workers = (
+            fetcher,
+            sampler,
+            prefetcher,
+            num_workers,
+        )
         self.unreadable: set[int] = set()  # numbers of the images that this rank could not read
         self._loader: DataLoader[Any] | None = None
         on_gpu = prefetcher.device.type == "cuda"
         fetcher.pin_memory = on_gpu and not num_workers
         if num_workers:
-            # The workers inherit the folder of their sockets. A killed worker could not remove one that it has made itself.
+            # The workers inherit the folder of their sockets. A killed worker could not remove one
+            # that it has made itself.
             get_temp_dir()
             self._loader = DataLoader(
                 fetcher,  # type: ignore[arg-type]
@@ -206,8 +243,8 @@ class Loader:
         # Only a gather is thread-safe: transforms use the global generators.
         if self.fetcher.pin_memory and self.fetcher.gathers:
             batches = one_ahead(batches)
-        # A batch is asked for once the previous step has been launched, so that a late one does not delay that step. A GPU
-        # copies it meanwhile.
+        # A batch is asked for once the previous step has been launched, so that a late one does not
+        # delay that step. A GPU copies it meanwhile.
         return map(self._to_device, batches)
 
     def _read(self) -> Iterator[tuple[Tensor, ...]]:
@@ -219,7 +256,8 @@ class Loader:
                 if len(labels):
                     yield images, labels, *draws
         except (ConnectionError, EOFError):
-            # A killed worker closes its connections first. Then SIGCHLD lets torch raise an error that names the worker.
+            # A killed worker closes its connections first. Then SIGCHLD lets torch raise an error
+            # that names the worker.
             time.sleep(SIGNAL_SECONDS)
             raise
 
@@ -228,7 +266,9 @@ class Loader:
         return self.fetcher.finish(images, draws, self.prefetcher.normalize), labels
 
     def close(self) -> None:
-        """End the worker processes. They ignore SIGTERM, so the interpreter would wait for them forever at its exit."""
+        """End the worker processes. They ignore SIGTERM, so the interpreter would wait for them
+        forever at its exit.
+        """
         iterator = None if self._loader is None else self._loader._iterator
         if iterator is not None:
             # torch calls this too, but only once nothing else refers to the iterator.
@@ -241,23 +281,31 @@ class TrainLoader(Loader):
     sampler: TrainSampler
 
     def epoch(self, epoch: int, first_batch: int = 0) -> Iterator[Batch]:
-        """Return the batches of an epoch from `first_batch` on, because a resumed run may start inside an epoch."""
+        """Return the batches of an epoch from `first_batch` on, because a resumed run may start
+        inside an epoch.
+        """
         self.sampler.start_at(epoch, first_batch)
         return self._batches()
 
     def global_batches(self, first: int, count: int) -> list[int]:
-        """List the images (indices in the split) that all ranks read in `count` batches of the epoch from `first`."""
+        """List the images (indices in the split) that all ranks read in `count` batches of the
+        epoch from `first`.
+        """
         return self.fetcher.numbers(self.sampler.global_batches(first, count))
 
     def peek(self) -> Tensor:
-        """Return the normalized images of this rank's first batch of epoch 0, which `epoch` will still yield."""
+        """Return the normalized images of this rank's first batch of epoch 0, which `epoch` will
+        still yield.
+        """
         self.sampler.start_at(0)
         images, labels, _, draws = self.fetcher.read(next(iter(self.sampler)))
         return self._to_device((images, labels, *draws))[0]
 
 
 def one_ahead(batches: Iterator[tuple[Tensor, ...]]) -> Iterator[tuple[Tensor, ...]]:
-    """Yield batches, each read in a thread while the one before is used. Reading releases the interpreter's lock."""
+    """Yield batches, each read in a thread while the one before is used. Reading releases the
+    interpreter's lock.
+    """
     with ThreadPoolExecutor(1, "reader") as reader:
         upcoming = reader.submit(next, batches, None)
         while (batch := upcoming.result()) is not None:
@@ -265,11 +313,14 @@ def one_ahead(batches: Iterator[tuple[Tensor, ...]]) -> Iterator[tuple[Tensor, .
             yield batch
 
 
-def num_workers(config: DataConfig, fetcher: BatchFetcher, device: torch.device, local_world_size: int) -> int:
-    """Return the number of loader workers. `auto` gives 0 for data in memory, else this rank's share of the cores.
+def num_workers(
+    config: DataConfig, fetcher: BatchFetcher, device: torch.device, local_world_size: int
+) -> int:
+    """Return the number of loader workers. `auto` gives 0 for data in memory, else this rank's
+    share of the cores.
 
-    For a GPU it also gives that share for data in memory that are transformed image by image: the thread that launches
-    kernels has no time for it.
+    For a GPU it also gives that share for data in memory that are transformed image by image: the
+    thread that launches kernels has no time for it.
     """
     if config.workers != "auto":
         return int(config.workers)

@@ -1,4 +1,6 @@
-"""Seeds of random draws, as functions of integers instead of earlier draws. No torch is imported here."""
+"""Seeds of random draws, as functions of integers instead of earlier draws. No torch is imported
+here.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ MASK = 0xFFFFFFFFFFFFFFFF  # 64 bits
 
 
 def seed_for(*values: int) -> int:
-    """Mix integers into one seed in 0 .. 2^63 - 1, such that adjacent integers give unrelated seeds."""
+    """Mix integers into one seed in 0 .. 2^63 - 1, such that adjacent integers give unrelated
+    seeds.
+    """
     return int(_mix(*values))
 
 

@@ -1,10 +1,10 @@
 """Images inside tar files, read by index without unpacking."""
 
-# Two layouts: class folders (`cat/1.jpg`; in a tar without folders the name of the tar is the class), and webdataset's, in which an
-# image and its label share a name (`000123.jpg`, `000123.cls`).
-#
-# timm's own readers are not used. The one for tars unpickles a cache that it finds next to the data. The one for webdataset is
-# a stream without image numbers, so a run could neither divide it exactly among ranks nor continue in the middle of an epoch.
+# Two layouts: class folders (`cat/1.jpg`; in a tar without folders the name of the tar is the
+# class), and webdataset's, in which an image and its label share a name (`000123.jpg`,
+# `000123.cls`).  timm's own readers are not used. The one for tars unpickles a cache that it finds
+# next to the data. The one for webdataset is a stream without image numbers, so a run could neither
+# divide it exactly among ranks nor continue in the middle of an epoch.
 
 from __future__ import annotations
 
@@ -19,25 +19,37 @@ from timm_parallel.data.dataset import IMAGE_SUFFIXES, Sample
 from timm_parallel.data.decode import decode
 
 SYNONYMS = {"validation": ("validation", "val", "valid"), "val": ("val", "validation", "valid")}
-# (key, suffix) of a member's name: webdataset's key ends at the first dot of the file's name. Hidden files do not match.
+# (key, suffix) of a member's name: webdataset's key ends at the first dot of the file's name.
+# Hidden files do not match.
 KEY_AND_SUFFIX = re.compile(r"((?:.*/)?[^/.]+)\.([^/]*)")
-Member = tuple[int, int, int, str]  # of an image: number of its tar, bytes before it, its bytes, label
+Member = tuple[
+    int, int, int, str
+]  # of an image: number of its tar, bytes before it, its bytes, label
 LabeledImages = Iterator[tuple[tarfile.TarInfo, str]]
 
 
 def read_splits(root: Path, names: list[str], webdataset: bool) -> tuple[list[TarSplit], list[str]]:
-    """Return the splits `names` and the class names of the first one: for webdataset, numbers up to its largest label."""
+    """Return the splits `names` and the class names of the first one: for webdataset, numbers up to
+    its largest label.
+    """
     tars = [find_tars(root, name) for name in names]
     for name, paths in zip(names[1:], tars[1:], strict=True):
         if name != names[0] and (both := sorted({*paths} & {*tars[0]})):
             raise ValueError(
-                f"data.root={root}: {both[0].name} matches the splits {names[0]} and {name}; name their tars in "
-                "data.kwargs.train_split and val_split, with * or {0000..0146} for several"
+                f"data.root={root}: {both[0].name} matches the splits {names[0]} and {name}; name "
+                f"their tars in data.kwargs.train_split and val_split, with * or {{0000..0146}} "
+                "for several"
             )
     members = [_read_index(paths, webdataset) for paths in tars]
     labels = {label for *_, label in members[0]}
-    classes = [str(number) for number in range(max(map(int, labels)) + 1)] if webdataset else sorted(labels)
-    return [TarSplit(paths, index, classes) for paths, index in zip(tars, members, strict=True)], classes
+    classes = (
+        [str(number) for number in range(max(map(int, labels)) + 1)]
+        if webdataset
+        else sorted(labels)
+    )
+    return [
+        TarSplit(paths, index, classes) for paths, index in zip(tars, members, strict=True)
+    ], classes
 
 
 class TarSplit:
@@ -51,7 +63,8 @@ class TarSplit:
             self.labels = np.array([numbers[label] for *_, label in members])
         except KeyError as error:
             raise ValueError(
-                f"data.root={tars[0].parent}: the class {error} is in val or test, but not in train; add it to train"
+                f"data.root={tars[0].parent}: the class {error} is in val or test, but not in "
+                "train; add it to train"
             ) from None
 
     def __len__(self) -> int:
@@ -66,12 +79,19 @@ class TarSplit:
 
 
 def find_tars(root: Path, split: str) -> list[Path]:
-    """Find `<root>/<split>.tar`, `<root>/<split>/*.tar`, `<root>/*<split>*.tar`, or a pattern: `train-{0000..0146}.tar`."""
+    """Find `<root>/<split>.tar`, `<root>/<split>/*.tar`, `<root>/*<split>*.tar`, or a pattern:
+    `train-{0000..0146}.tar`.
+    """
     if re.search(r"[*{]", split):
-        matches = [path for name in _expand_braces(split) for path in sorted(root.glob(name)) or [root / name]]
+        matches = [
+            path
+            for name in _expand_braces(split)
+            for path in sorted(root.glob(name)) or [root / name]
+        ]
         if missing := [path for path in matches if not path.is_file()]:
             raise ValueError(
-                f"data.root={root}: {missing[0].name} of {split} is not there; add it, or change the pattern"
+                f"data.root={root}: {missing[0].name} of {split} is not there; add it, or change "
+                "the pattern"
             )
         return matches
     for name in SYNONYMS.get(split, (split,)):
@@ -79,21 +99,31 @@ def find_tars(root: Path, split: str) -> list[Path]:
             if matches := sorted(root.glob(pattern)):
                 return matches
     raise ValueError(
-        f"data.root={root}: no tar of the split {split}; expected {root}/{split}.tar, {root}/{split}/*.tar or "
-        f"{root}/*{split}*.tar"
+        f"data.root={root}: no tar of the split {split}; expected {root}/{split}.tar, "
+        f"{root}/{split}/*.tar or {root}/*{split}*.tar"
     )
 
 
 def _read_index(tars: list[Path], webdataset: bool) -> list[Member]:
-    """List the position and label of every image in uncompressed tar files, from the members' headers."""
+    """List the position and label of every image in uncompressed tar files, from the members'
+    headers.
+    """
     members: list[Member] = []
     for number, path in enumerate(tars):
         try:
             with tarfile.open(path, "r:") as archive:
-                labeled = _labeled_by_cls(path, archive) if webdataset else _labeled_by_folder(path, archive)
-                members += [(number, image.offset_data, image.size, label) for image, label in labeled]
+                labeled = (
+                    _labeled_by_cls(path, archive)
+                    if webdataset
+                    else _labeled_by_folder(path, archive)
+                )
+                members += [
+                    (number, image.offset_data, image.size, label) for image, label in labeled
+                ]
         except (OSError, tarfile.TarError) as error:
-            raise ValueError(f"{path}: not readable as an uncompressed tar ({error}); replace it") from None
+            raise ValueError(
+                f"{path}: not readable as an uncompressed tar ({error}); replace it"
+            ) from None
     if not members:
         missing = "images with a .cls of the same name" if webdataset else "images"
         raise ValueError(f"{tars[0]}: no {missing} in it ({', '.join(IMAGE_SUFFIXES)})")
@@ -103,7 +133,11 @@ def _read_index(tars: list[Path], webdataset: bool) -> list[Member]:
 def _labeled_by_folder(path: Path, archive: tarfile.TarFile) -> LabeledImages:
     for member in archive:
         name = Path(member.name)
-        if member.isfile() and name.name.lower().endswith(IMAGE_SUFFIXES) and not name.name.startswith("."):
+        if (
+            member.isfile()
+            and name.name.lower().endswith(IMAGE_SUFFIXES)
+            and not name.name.startswith(".")
+        ):
             yield member, name.parent.name or path.stem
 
 
@@ -133,4 +167,6 @@ def _expand_braces(pattern: str) -> list[str]:
         return [pattern]
     first, last = match.groups()
     numbers = [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
-    return [name for number in numbers for name in _expand_braces(pattern.replace(match[0], number, 1))]
+    return [
+        name for number in numbers for name in _expand_braces(pattern.replace(match[0], number, 1))
+    ]

@@ -1,4 +1,6 @@
-"""Failure records: each failed rank writes one; the launcher finds the rank that failed first and prints its record."""
+"""Failure records: each failed rank writes one; the launcher finds the rank that failed first and
+prints its record.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ from timm_parallel.machine.ranks import Ranks, host_name
 from timm_parallel.machine.secrets import hide_in
 from timm_parallel.machine.text import for_terminal
 
-# Environment variable of the only rank of a run: the file descriptor at which its launcher reads failure records.
+# Environment variable of the only rank of a run: the file descriptor at which its launcher reads
+# failure records.
 REPORT = "RUN_FAILURE_DESCRIPTOR"
 # Exit codes of ranks that the agent ends because another rank failed.
 ENDED_BY_AGENT = (-signal.SIGTERM, 128 + signal.SIGTERM)
@@ -31,8 +34,14 @@ NOT_DETERMINISTIC = " does not have a deterministic implementation"  # from torc
 LOST_CONNECTION = ("DistBackendError", "DistNetworkError", "DistStoreError")
 # gloo raises RuntimeError; its messages name a source file of gloo or the operation.
 GLOO = re.compile(r"third_party[/\\]gloo|Gloo connect")
-# Of torch, the C++ library, the kernel, cuBLAS and cuDNN. The former name memory of the machine, the latter of a device.
-NO_HOST_MEMORY = ("can't allocate memory", "bad_alloc", "cannot allocate memory", "host_allocation_failed")
+# Of torch, the C++ library, the kernel, cuBLAS and cuDNN. The former name memory of the machine,
+# the latter of a device.
+NO_HOST_MEMORY = (
+    "can't allocate memory",
+    "bad_alloc",
+    "cannot allocate memory",
+    "host_allocation_failed",
+)
 NO_DEVICE_MEMORY = ("out of memory", "alloc_failed", "device_allocation_failed")
 # From torch's messages: of its allocator, and of a replica of DataParallel.
 FULL_DEVICE = re.compile(r"GPU (\d+) has a total capacity|in replica \d+ on device (\d+)")
@@ -40,19 +49,25 @@ FULL_DEVICE = re.compile(r"GPU (\d+) has a total capacity|in replica \d+ on devi
 
 @dataclass
 class RankExits:
-    """Exits of the ranks of this node: `exit_codes` has rank -> nonzero exit code (negative: killed by that signal)."""
+    """Exits of the ranks of this node: `exit_codes` has rank -> nonzero exit code (negative: killed
+    by that signal).
+    """
 
     signal: int | None = None  # the signal that stopped this launcher, or all of its ranks
     exit_codes: dict[int, int] = field(default_factory=dict)
     world_size: int = 0  # ranks that started and have all ended; 0 if other nodes have ranks too
-    oom_kills: int = 0  # processes of this machine that the kernel killed meanwhile for lack of memory
+    oom_kills: int = (
+        0  # processes of this machine that the kernel killed meanwhile for lack of memory
+    )
     folder_problem: str = ""  # why the run folder cannot be used any more: it was deleted or moved
     # Failure records that came through memory, because a full disk takes no files.
     records: list[dict[str, Any]] = field(default_factory=list)
 
 
 def record_of(rank: int | None, folder: Path, reason: str, **changes: Any) -> dict[str, Any]:
-    """Return a failure record for a rank on this host, with default values except for `reason` and `changes`."""
+    """Return a failure record for a rank on this host, with default values except for `reason` and
+    `changes`.
+    """
     return {
         "rank": rank,
         "host": host_name(),
@@ -71,13 +86,19 @@ def record_of(rank: int | None, folder: Path, reason: str, **changes: Any) -> di
     }
 
 
-def failure_record(error: Exception, config: ResolvedConfig, ranks: Ranks, folder: Path) -> dict[str, Any]:
+def failure_record(
+    error: Exception, config: ResolvedConfig, ranks: Ranks, folder: Path
+) -> dict[str, Any]:
     """Return the failure record of this rank for an exception. Call it in the `except` block."""
     kind, text = type(error).__name__, _one_line(error)
     last = traceback.extract_tb(error.__traceback__)[-1]
     location = f"{Path(last.filename).name}:{last.lineno}"
     record = record_of(ranks.rank, folder, f"{ranks.name}: {kind}: {text} ({location})")
-    record |= {"attempt": ranks.restart_count, "exception": kind, "traceback": traceback.format_exc()}
+    record |= {
+        "attempt": ranks.restart_count,
+        "exception": kind,
+        "traceback": traceback.format_exc(),
+    }
     record["shows_traceback"] = not isinstance(error, RefusedError | UnreadableImageError)
     if isinstance(error, RefusedError):
         record |= {"status": "refused", "reason": text, "exit_code": 2}
@@ -89,19 +110,25 @@ def failure_record(error: Exception, config: ResolvedConfig, ranks: Ranks, folde
     elif NOT_DETERMINISTIC in text:
         record["reason"] += "; set train.deterministic=false, or use another model"
     elif "DataLoader worker" in text:
-        record["reason"] += "; the kernel may have killed a loader worker for lack of memory; lower data.workers"
+        record["reason"] += (
+            "; the kernel may have killed a loader worker for lack of memory; lower data.workers"
+        )
     elif isinstance(error, ConnectError):
         # As an echo, because a rank that was killed meanwhile is the cause.
         reason = f"{ranks.name} could not connect to the other ranks: {text}"
         record |= {"is_echo": True, "reason": reason}
     elif kind in LOST_CONNECTION or (kind == "RuntimeError" and GLOO.search(text)):
-        reason = f"{ranks.name} lost its connection to another rank, which has exited: {kind}: {text}"
+        reason = (
+            f"{ranks.name} lost its connection to another rank, which has exited: {kind}: {text}"
+        )
         record |= {"is_echo": True, "reason": reason}
     return record
 
 
 def write_failure(folder: Path, record: dict[str, Any]) -> None:
-    """Write a failure record, which also reaches the launcher in another way. So a full disk only leaves out the file."""
+    """Write a failure record, which also reaches the launcher in another way. So a full disk only
+    leaves out the file.
+    """
     path = failure_file(folder, record["rank"])
     with suppress(OSError):
         # Not the parents: the run folder may have been deleted.
@@ -111,20 +138,26 @@ def write_failure(folder: Path, record: dict[str, Any]) -> None:
 
 @cache
 def report_descriptor() -> int | None:
-    """Return the descriptor of REPORT, which programs that this rank starts must not inherit; None if it has none."""
+    """Return the descriptor of REPORT, which programs that this rank starts must not inherit; None
+    if it has none.
+    """
     given = os.environ.pop(REPORT, None)
     return None if given is None else int(given)
 
 
 def report_failure(record: dict[str, Any]) -> None:
-    """Send a failure record to the launcher of a run with one rank. Ranks that have a store publish it there."""
+    """Send a failure record to the launcher of a run with one rank. Ranks that have a store publish
+    it there.
+    """
     descriptor = report_descriptor()
     if descriptor is not None:
         os.write(descriptor, json.dumps(hide_in(record)).encode() + b"\n")
 
 
 def reported_failures(descriptor: int) -> list[dict[str, Any]]:
-    """Return the records that a rank, which has exited, has sent through a descriptor of the same file."""
+    """Return the records that a rank, which has exited, has sent through a descriptor of the same
+    file.
+    """
     lines = os.pread(descriptor, os.fstat(descriptor).st_size, 0).splitlines()
     return [json.loads(line) for line in lines]
 
@@ -138,21 +171,25 @@ def failure_files(folder: Path) -> list[Path]:
 
 
 def first_failure(folder: Path, ended: RankExits) -> dict[str, Any]:
-    """Return the record of the rank that failed first in the latest attempt, made from its exit code if it wrote none."""
+    """Return the record of the rank that failed first in the latest attempt, made from its exit
+    code if it wrote none.
+    """
     if ended.folder_problem:
         return record_of(None, folder, ended.folder_problem, exception=GONE)
     records = [*_records(folder), *ended.records]
     attempt = max((record["attempt"] for record in records), default=0)
     records = [record for record in records if record["attempt"] == attempt]
     # The store numbers the records that reach it, because the clocks of two hosts differ.
-    records.sort(key=lambda record: (record["is_echo"], record.get("order", math.inf), record["time"]))
+    records.sort(
+        key=lambda record: (record["is_echo"], record.get("order", math.inf), record["time"])
+    )
     # First choice: the earliest exception other than a lost connection.
     if records and not records[0]["is_echo"]:
         return records[0]
     codes = dict.fromkeys(range(ended.world_size), 0) | ended.exit_codes
     recorded = {record["rank"] for record in records}
-    # Then a rank killed by a signal (its code is negative), or one that exited without a record, even with code 0: its
-    # peers record a lost connection.
+    # Then a rank killed by a signal (its code is negative), or one that exited without a record,
+    # even with code 0: its peers record a lost connection.
     for rank, code in sorted(codes.items(), key=lambda item: item[1]):
         if rank not in recorded and code not in ENDED_BY_AGENT:
             return failure_of_exit_code(folder, rank, code, ended.oom_kills)
@@ -161,7 +198,9 @@ def first_failure(folder: Path, ended: RankExits) -> dict[str, Any]:
 
 
 def cause_is_known(folder: Path) -> bool:
-    """Return True if a rank has recorded a failure other than a lost connection, which is never the first failure."""
+    """Return True if a rank has recorded a failure other than a lost connection, which is never the
+    first failure.
+    """
     return any(not record["is_echo"] for record in _records(folder))
 
 
@@ -172,9 +211,16 @@ def _records(folder: Path) -> list[dict[str, Any]]:
 def failure_of_exit_code(folder: Path, rank: int, code: int, oom_kills: int) -> dict[str, Any]:
     """Return a failure record for a rank that exited with `code` without writing one."""
     if code == -signal.SIGKILL and oom_kills:
-        reason = f"rank {rank} was killed by the kernel, which ran out of memory; use a smaller batch or fewer workers"
+        reason = (
+            f"rank {rank} was killed by the kernel, which ran out of memory; use a smaller "
+            "batch or fewer workers"
+        )
         return record_of(rank, folder, reason, status="out_of_memory")
-    end = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited early with exit code {code}"
+    end = (
+        f"was killed by {signal.Signals(-code).name}"
+        if code < 0
+        else f"exited early with exit code {code}"
+    )
     return record_of(rank, folder, f"rank {rank} {end}")
 
 
@@ -193,7 +239,9 @@ def failure_text(failure: dict[str, Any]) -> str:
 
 
 def _one_line(error: Exception) -> str:
-    """Return the message of an exception in one line. From the traceback of a loader worker, take the last line."""
+    """Return the message of an exception in one line. From the traceback of a loader worker, take
+    the last line.
+    """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if lines and lines[0].startswith("Caught ") and "Original Traceback" in str(error):
         lines = lines[-1:]
@@ -201,7 +249,9 @@ def _one_line(error: Exception) -> str:
 
 
 def _full_device(error: Exception, text: str, accelerator: str) -> str | None:
-    """Return the device that is out of memory, for example `cuda:1`; None if the error, with this `text`, is another one."""
+    """Return the device that is out of memory, for example `cuda:1`; None if the error, with this
+    `text`, is another one.
+    """
     kind, text = type(error).__name__, text.lower()
     if kind == "MemoryError" or any(phrase in text for phrase in NO_HOST_MEMORY):
         return "cpu"
@@ -220,7 +270,8 @@ def _full_device(error: Exception, text: str, accelerator: str) -> str | None:
 def _out_of_memory(text: str, device: str, config: ResolvedConfig, ranks: Ranks) -> str:
     batch, parallel, accumulate = config.global_batch, config.parallel, config.train.accumulate
     return (
-        f"{ranks.name}: out of memory on {device} with {batch // parallel.devices} images per device: {text[:300]}; "
-        f"try data.batch_size={max(parallel.devices, batch // 2)} train.accumulate={accumulate * 2} (the same training), "
-        "train.precision=bf16, model.grad_checkpointing=true, or more devices"
+        f"{ranks.name}: out of memory on {device} with {batch // parallel.devices} images per "
+        f"device: {text[:300]}; try data.batch_size={max(parallel.devices, batch // 2)} "
+        f"train.accumulate={accumulate * 2} (the same training), train.precision=bf16, "
+        "model.grad_checkpointing=true, or more devices"
     )

@@ -1,4 +1,6 @@
-"""Heartbeats: once a second, each rank publishes its progress in the store and reads that of other nodes."""
+"""Heartbeats: once a second, each rank publishes its progress in the store and reads that of other
+nodes.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ NODE_LOST = "NodeLost"  # in place of the name of an exception, in failure recor
 # All in seconds.
 TICK = 1.0  # between two heartbeats
 NODE_SILENT = 7.0  # without a heartbeat: the node is dead, stopped, or cut off
-START_SILENT = 60.0  # replaces NODE_SILENT before the first step: importing torch from a slow disk blocks all threads
+# Replaces NODE_SILENT before the first step: importing torch from a slow disk blocks all threads.
+START_SILENT = 60.0
 LEFT = 3.0  # without a heartbeat: the rank has exited
 CAUSE = 5.0  # to wait for the cause of a lost connection
 PUBLISH = 2.0  # for the store to accept a failure, and for the thread to end
@@ -31,7 +34,9 @@ PUBLISH = 2.0  # for the store to accept a failure, and for the thread to end
 
 @dataclass
 class Heartbeat:
-    """State of a rank: its process, and the step and phase of its main thread. Each rank publishes its own every second."""
+    """State of a rank: its process, and the step and phase of its main thread. Each rank publishes
+    its own every second.
+    """
 
     rank: int
     host: str = ""
@@ -56,7 +61,9 @@ class Heartbeat:
 
 @dataclass
 class Heartbeats:
-    """Thread that publishes and reads heartbeats. Calls to the store are in a thread, because they may never return."""
+    """Thread that publishes and reads heartbeats. Calls to the store are in a thread, because they
+    may never return.
+    """
 
     ranks: Ranks
     store: Store | None  # a client for this thread alone; None if there is only one rank
@@ -64,7 +71,9 @@ class Heartbeats:
     ticks: int = 0
     alarm: bool = False  # a rank has made no progress for too long
     failed: bool = False  # a rank has published a failure
-    lost: bool = False  # a rank has published that a node is lost, so waiting for that node is useless
+    lost: bool = (
+        False  # a rank has published that a node is lost, so waiting for that node is useless
+    )
     gone: bool = False  # the store has closed: the launcher of node 0 has ended
     is_leaving: bool = False  # this rank has failed and is about to exit
     answered_at: float = field(default_factory=time.monotonic)
@@ -81,26 +90,36 @@ class Heartbeats:
             self._thread.start()
 
     def close(self) -> None:
-        """Stop the thread: it would abort the process if it used the store while the interpreter shuts down."""
+        """Stop the thread: it would abort the process if it used the store while the interpreter
+        shuts down.
+        """
         self._over.set()
         if self._thread is not None:
             self._thread.join(timeout=PUBLISH)
 
     def mine(self) -> Heartbeat:
         progress = (liveness.step, liveness.phase, self.ticks)
-        return Heartbeat(self.ranks.rank, host_name(), os.getpid(), *progress, machine_id(), self.ranks.node)
+        return Heartbeat(
+            self.ranks.rank, host_name(), os.getpid(), *progress, machine_id(), self.ranks.node
+        )
 
     def all(self) -> list[Heartbeat]:
-        """Return the newest heartbeat of each rank, in order of rank. Raises RuntimeError if the store has closed."""
+        """Return the newest heartbeat of each rank, in order of rank. Raises RuntimeError if the
+        store has closed.
+        """
         assert self.store is not None
         keys = [f"watchdog/{rank}" for rank in range(self.ranks.world_size)]
         return [
-            Heartbeat(**json.loads(self.store.get(key))) if self.store.check([key]) else Heartbeat(rank)
+            Heartbeat(**json.loads(self.store.get(key)))
+            if self.store.check([key])
+            else Heartbeat(rank)
             for rank, key in enumerate(keys)
         ]
 
     def peer_has_left(self) -> bool:
-        """Return True if a rank has failed, or has sent no heartbeat for LEFT seconds while this function was called."""
+        """Return True if a rank has failed, or has sent no heartbeat for LEFT seconds while this
+        function was called.
+        """
         if self.store is None or self.failed or self.gone:
             return self.failed or self.gone
         now = time.monotonic()
@@ -113,7 +132,9 @@ class Heartbeats:
         return any(now - moved_at > LEFT for _, moved_at in self._ticks.values())
 
     def silent_node(self) -> Heartbeat | None:
-        """Return the last heartbeat of a node that has sent none for too long; None if there is no such node."""
+        """Return the last heartbeat of a node that has sent none for too long; None if there is no
+        such node.
+        """
         if self.ranks.nodes == 1:
             return None
         now, nodes = time.monotonic(), dict(self._nodes)
@@ -125,33 +146,49 @@ class Heartbeats:
         if store_silence > NODE_SILENT / 3:
             return None
         for heartbeat, moved_at in nodes.values():
-            # If this rank has done a step, so has every rank, because the step sums the gradients of all ranks.
+            # If this rank has done a step, so has every rank, because the step sums the gradients
+            # of all ranks.
             limit = NODE_SILENT if heartbeat.step or liveness.steps_done else START_SILENT
             if now - moved_at > limit:
                 return heartbeat
         return None
 
     def wait_for_cause(self) -> None:
-        """Wait after a lost connection for the record of another rank's failure; without one, record a silent node as lost."""
+        """Wait after a lost connection for the record of another rank's failure; without one,
+        record a silent node as lost.
+        """
         self.is_leaving = True
         deadline = time.monotonic() + CAUSE
         while self.ranks.is_first_of_node and not self.gone and not cause_is_known(self.folder):
             now = time.monotonic()
             if now > deadline:
-                lost = [last for last, moved_at in dict(self._nodes).values() if now - moved_at > CAUSE / 2]
+                lost = [
+                    last
+                    for last, moved_at in dict(self._nodes).values()
+                    if now - moved_at > CAUSE / 2
+                ]
                 if lost:
-                    reason = f"{lost[0].node_and_rank} exited without a record; it was killed, or its node died"
+                    reason = (
+                        f"{lost[0].node_and_rank} exited without a record; it was killed, or its "
+                        "node died"
+                    )
                     write_failure(self.folder, self.record_of(lost[0], reason, NODE_LOST))
                 return
             time.sleep(TICK / 4)
 
     def record_of(self, other: Heartbeat, reason: str, exception: str) -> dict[str, Any]:
-        """Return a failure record for the rank with heartbeat `other`, because that rank cannot write one itself."""
+        """Return a failure record for the rank with heartbeat `other`, because that rank cannot
+        write one itself.
+        """
         attempt = self.ranks.restart_count
-        return record_of(other.rank, self.folder, reason, host=other.host, attempt=attempt, exception=exception)
+        return record_of(
+            other.rank, self.folder, reason, host=other.host, attempt=attempt, exception=exception
+        )
 
     def forgive(self, seconds: float) -> None:
-        """Shift all times by `seconds` in which this process was suspended, so that other nodes do not count as silent."""
+        """Shift all times by `seconds` in which this process was suspended, so that other nodes do
+        not count as silent.
+        """
         self.answered_at += seconds
         for node, (heartbeat, moved_at) in dict(self._nodes).items():
             self._nodes[node] = heartbeat, moved_at + seconds
@@ -194,7 +231,9 @@ class Heartbeats:
 
 
 def publish_failure(store: Store, record: dict[str, Any]) -> None:
-    """Publish a failure record to all nodes, with a number from the store: clocks of hosts differ, so times do not order."""
+    """Publish a failure record to all nodes, with a number from the store: clocks of hosts differ,
+    so times do not order.
+    """
 
     def publish() -> None:
         with suppress(RuntimeError):
@@ -215,14 +254,18 @@ def publish_failure(store: Store, record: dict[str, Any]) -> None:
 
 
 def fetch_failures(store: Store, folder: Path, world_size: int) -> None:
-    """Write the failure records that ranks of all nodes have published into `folder`, which other nodes may not share."""
+    """Write the failure records that ranks of all nodes have published into `folder`, which other
+    nodes may not share.
+    """
     for rank, record in _published(store, world_size):
         if not failure_file(folder, rank).exists():
             write_failure(folder, record)
 
 
 def published_failures(store: Store, world_size: int) -> list[dict[str, Any]]:
-    """Return the failure records that ranks of all nodes have published; [] if the store does not answer."""
+    """Return the failure records that ranks of all nodes have published; [] if the store does not
+    answer.
+    """
     records: list[dict[str, Any]] = []
 
     def read() -> None:

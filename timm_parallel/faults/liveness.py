@@ -1,4 +1,6 @@
-"""Counter of the progress of this process. The watchdog polls it to find a rank that makes no progress."""
+"""Counter of the progress of this process. The watchdog polls it to find a rank that makes no
+progress.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ STARTING, READING, FORWARD, GATHERING, BACKWARD, EVALUATING, COUNTING, SAVING = 
 
 
 class Liveness:
-    """Counter of signs of progress (ticks) of the main thread, with the step and phase that this thread is in."""
+    """Counter of signs of progress (ticks) of the main thread, with the step and phase that this
+    thread is in.
+    """
 
     def __init__(self) -> None:
         self.step = 0  # in progress
@@ -30,18 +34,24 @@ class Liveness:
         self._on_trial = False
 
     def at(self, phase: int) -> None:
-        """Set the phase of the step that begins now, and count a tick. Cheap, because each step calls it several times."""
+        """Set the phase of the step that begins now, and count a tick. Cheap, because each step
+        calls it several times.
+        """
         self.phase = phase
         self.ticks += 1
 
     def count_step(self, *_: object) -> None:
-        """Count an optimizer step and a tick. torch calls this hook after each step of any optimizer, in any loop."""
+        """Count an optimizer step and a tick. torch calls this hook after each step of any
+        optimizer, in any loop.
+        """
         self.ticks += 1
         self.steps_done += not self._on_trial
 
     @contextmanager
     def on_trial(self) -> Iterator[None]:
-        """Do not count the optimizer steps in the `with` block, which train nothing: the first step of the run comes later."""
+        """Do not count the optimizer steps in the `with` block, which train nothing: the first step
+        of the run comes later.
+        """
         self._on_trial = True
         try:
             yield

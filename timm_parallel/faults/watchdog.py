@@ -1,4 +1,6 @@
-"""Watchdog that ends a run without progress, and records the rank that is stuck instead of the ranks that wait for it."""
+"""Watchdog that ends a run without progress, and records the rank that is stuck instead of the
+ranks that wait for it.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,8 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 # All in seconds.
-SUSPENDED = 10.0  # a tick this late: the whole process was stopped (Ctrl-Z, scontrol suspend), not its main thread
+# A tick this late: the whole process was stopped (Ctrl-Z, scontrol suspend), not its main thread.
+SUSPENDED = 10.0
 COMPARE = 3.0  # for the other ranks to publish their positions
 WRITE = 10.0  # for the rank that records the failure
 LEAVE = 5.0  # for this rank to exit by itself after a rank of another node failed
@@ -45,7 +48,9 @@ DEBUGGERS = ("pdb.py", "bdb.py", "pydevd.py", "debugpy")
 
 
 class Watchdog:
-    """Thread that ends this process if its main thread makes no progress during the `with` block."""
+    """Thread that ends this process if its main thread makes no progress during the
+    `with` block.
+    """
 
     def __init__(
         self,
@@ -56,7 +61,9 @@ class Watchdog:
         log: TextIO,
         before_exit: Callable[[], object] | None = None,
     ) -> None:
-        """`store`: None for the only rank. `log`: the file for stacks. `before_exit`: called before the process ends."""
+        """`store`: None for the only rank. `log`: the file for stacks. `before_exit`: called before
+        the process ends.
+        """
         self.config, self.folder, self.ranks, self.log = config, folder, ranks, log
         self.before_exit = before_exit or (lambda: None)
         # Each thread needs a separate client of the store.
@@ -66,7 +73,9 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._place = RunFolder(folder)
         # A second thread, because a network file system may block it for minutes.
-        self._folder_thread = threading.Thread(target=self._watch_folder, name="run-folder", daemon=True)
+        self._folder_thread = threading.Thread(
+            target=self._watch_folder, name="run-folder", daemon=True
+        )
 
     def __enter__(self) -> Heartbeats:
         self.heartbeats.start()
@@ -81,7 +90,9 @@ class Watchdog:
 
     @property
     def limit(self) -> int:
-        """Seconds without progress after which the main thread counts as stuck: longer before the first step."""
+        """Seconds without progress after which the main thread counts as stuck: longer before the
+        first step.
+        """
         return self.config.timeout if liveness.steps_done else self.config.start_timeout
 
     def _watch(self) -> None:
@@ -102,7 +113,8 @@ class Watchdog:
             if (lost := self.heartbeats.silent_node()) is not None:
                 self._end_without(lost)
                 return
-            # On one machine the agent ends the other ranks. A rank that has failed itself is in `wait_for_cause`.
+            # On one machine the agent ends the other ranks. A rank that has failed itself is in
+            # `wait_for_cause`.
             if self.ranks.nodes > 1 and self.heartbeats.failed and not self.heartbeats.is_leaving:
                 leave_at = leave_at or now + LEAVE
                 if now > leave_at or self.heartbeats.lost:
@@ -116,12 +128,15 @@ class Watchdog:
             if misses == 2:
                 try:
                     self.log.write(f"{self._place.problem}\n")
-                    # The other nodes may not share this folder. On this one, the launcher finds that it is gone.
+                    # The other nodes may not share this folder. On this one, the launcher finds
+                    # that it is gone.
                     if self.store is not None and self.ranks.nodes > 1:
                         own = self.heartbeats.mine()
                         publish_failure(
                             self.store,
-                            self.heartbeats.record_of(own, f"{own.node_and_rank}: {self._place.problem}", GONE),
+                            self.heartbeats.record_of(
+                                own, f"{own.node_and_rank}: {self._place.problem}", GONE
+                            ),
                         )
                     if self.ranks.is_first_of_node:
                         self.before_exit()
@@ -129,18 +144,26 @@ class Watchdog:
                     _exit()
 
     def _end_without(self, lost: Heartbeat) -> None:
-        """Record that the node with heartbeat `lost` is silent, and exit: sockets to that node would block for minutes."""
-        reason = f"{lost.node_and_rank} sent no heartbeat for {NODE_SILENT:.0f} s, last seen in {lost}"
+        """Record that the node with heartbeat `lost` is silent, and exit: sockets to that node
+        would block for minutes.
+        """
+        reason = (
+            f"{lost.node_and_rank} sent no heartbeat for {NODE_SILENT:.0f} s, last seen in {lost}"
+        )
         # `finally`: also if the disk is full.
         try:
             self._log_stacks(reason)
-            self._record(lost, f"{reason}; it is dead, stopped, or cut off from the network", NODE_LOST)
+            self._record(
+                lost, f"{reason}; it is dead, stopped, or cut off from the network", NODE_LOST
+            )
         finally:
             self.before_exit()
             _exit()
 
     def _end(self, silent: float) -> None:
-        """Log the stacks of all threads, record the rank that is stuck, and exit, as then do all other ranks."""
+        """Log the stacks of all threads, record the rank that is stuck, and exit, as then do all
+        other ranks.
+        """
         # In case the store no longer answers.
         killer = threading.Timer(COMPARE + 2 * WRITE, _exit)
         killer.daemon = True
@@ -153,7 +176,9 @@ class Watchdog:
             _exit()
 
     def _name_the_failed(self) -> None:
-        """Find the stuck rank by comparing the positions of all ranks. One rank records it; the others wait for that."""
+        """Find the stuck rank by comparing the positions of all ranks. One rank records it; the
+        others wait for that.
+        """
         mine = self.heartbeats.mine()
         before = after = [mine]
         if self.store is not None:
@@ -164,7 +189,9 @@ class Watchdog:
         failed, recorder, reason = judge(before, after, self.limit)
         if recorder == self.ranks.rank:
             limit_key = "timeout" if liveness.steps_done else "start_timeout"
-            self._record(failed, f"{reason}; if it is only slow, raise parallel.{limit_key}", "NoProgress")
+            self._record(
+                failed, f"{reason}; if it is only slow, raise parallel.{limit_key}", "NoProgress"
+            )
             if failed.rank != recorder and failed.machine == mine.machine and failed.pid:
                 _kill(failed.pid)
             self.before_exit()
@@ -174,7 +201,8 @@ class Watchdog:
             with suppress(RuntimeError):  # the recorder was late, or its exit closed the store
                 self.store.wait(["watchdog/recorded"], timedelta(seconds=WRITE))
                 fetch_failures(self.store, self.folder, self.ranks.world_size)
-            # The recorder calls this for its own node. Rank 0 writes result.json in it, so it must not exit before.
+            # The recorder calls this for its own node. Rank 0 writes result.json in it, so it must
+            # not exit before.
             if self.ranks.is_first_of_node and after[recorder].node != self.ranks.node:
                 self.before_exit()
 
@@ -187,7 +215,9 @@ class Watchdog:
         record = self.heartbeats.record_of(failed, reason, exception)
         if failed.rank == self.ranks.rank:
             stack = traceback.format_stack(_main_frame())
-            record["traceback"] = "".join(["Stack of the main thread (most recent call last):\n", *stack])
+            record["traceback"] = "".join(
+                ["Stack of the main thread (most recent call last):\n", *stack]
+            )
         # The store is on node 0.
         has_store = failed.node != 0 or self.ranks.node == 0
         if self.store is not None and self.ranks.nodes > 1 and has_store:
@@ -196,8 +226,12 @@ class Watchdog:
         write_failure(self.folder, record)
 
 
-def judge(before: list[Heartbeat], after: list[Heartbeat], limit: int) -> tuple[Heartbeat, int, str]:
-    """Compare two heartbeats of each rank. Return (heartbeat of the stuck rank, rank that records the failure, reason)."""
+def judge(
+    before: list[Heartbeat], after: list[Heartbeat], limit: int
+) -> tuple[Heartbeat, int, str]:
+    """Compare two heartbeats of each rank. Return (heartbeat of the stuck rank, rank that records
+    the failure, reason).
+    """
     pairs = list(zip(before, after, strict=True))
     ticking = [new for old, new in pairs if new.ticks > old.ticks]
     silent = [new for old, new in pairs if new.ticks == old.ticks]
@@ -206,21 +240,29 @@ def judge(before: list[Heartbeat], after: list[Heartbeat], limit: int) -> tuple[
     def name(heartbeat: Heartbeat) -> str:
         return heartbeat.node_and_rank if has_nodes else f"rank {heartbeat.rank}"
 
-    # A rank whose watchdog does not tick is stopped, gone, or stuck in native code that holds the interpreter's lock.
+    # A rank whose watchdog does not tick is stopped, gone, or stuck in native code that holds the
+    # interpreter's lock.
     if silent and ticking:
-        reason = f"{name(silent[0])} does not answer (stopped, or stuck in native code), last seen in {silent[0]}"
+        reason = (
+            f"{name(silent[0])} does not answer (stopped, or stuck in native code), last "
+            f"seen in {silent[0]}"
+        )
         return silent[0], min(heartbeat.rank for heartbeat in ticking), reason
     # Otherwise the rank furthest behind has failed: the others wait for it in a collective.
     failed = min(after, key=lambda heartbeat: (heartbeat.position, heartbeat.rank))
     reason = f"{name(failed)} made no progress for {limit} s, last seen in {failed}"
     if len(after) > 1:
-        is_alone = all(other.position > failed.position for other in after if other.rank != failed.rank)
+        is_alone = all(
+            other.position > failed.position for other in after if other.rank != failed.rank
+        )
         reason += "; the others waited for it" if is_alone else "; other ranks stopped there too"
     return failed, failed.rank, reason
 
 
 def _exit() -> None:
-    """Exit at once with code 1, without running `finally` blocks of the main thread, which may be stuck."""
+    """Exit at once with code 1, without running `finally` blocks of the main thread, which may be
+    stuck.
+    """
     exit_at_once(1)
 
 
@@ -235,7 +277,9 @@ def _main_frame() -> FrameType | None:
 
 
 def _kill(pid: int) -> None:
-    """Kill the process of a stuck rank. SIGABRT comes first, because faulthandler then writes the stacks of the rank."""
+    """Kill the process of a stuck rank. SIGABRT comes first, because faulthandler then writes the
+    stacks of the rank.
+    """
     for number, pause in ((signal.SIGABRT, 1.0), (signal.SIGKILL, 0.0)):
         with suppress(ProcessLookupError, PermissionError):
             os.kill(pid, number)

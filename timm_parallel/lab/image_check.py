@@ -1,4 +1,6 @@
-"""Check the images of a dataset: unreadable files, exact duplicates, leaks of images and groups, class counts and sizes."""
+"""Check the images of a dataset: unreadable files, exact duplicates, leaks of images and groups,
+class counts and sizes.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ MAX_IMAGES = 4  # shown of equal images, and on the page of each class
 
 @dataclass(frozen=True)
 class CheckedImage:
-    """An image of a split with its labels, size and checksum, or the reason why it cannot be read."""
+    """An image of a split with its labels, size and checksum,
+    or the reason why it cannot be read.
+    """
 
     split: str
     index: int
@@ -55,7 +59,8 @@ class Report:
 
     measures: dict[str, dict[str, Any]]  # measure -> split -> value
     classes: dict[str, dict[str, int]]  # class -> split -> images; the rarest class first
-    # Kind -> an unreadable image, images that are equal to each other, or an image of a group for each of its splits.
+    # Kind -> an unreadable image, images that are equal to each other, or an image of a group for
+    # each of its splits.
     problems: dict[str, list[list[CheckedImage]]]
     samples: dict[str, list[CheckedImage]]  # class -> images for the page
 
@@ -65,11 +70,15 @@ class Report:
 
     @property
     def listed_problems(self) -> dict[str, list[list[CheckedImage]]]:
-        """Return `problems` with each group of images only once, at the first kind: a leak can have different labels too."""
+        """Return `problems` with each group of images only once, at the first kind: a leak can have
+        different labels too.
+        """
         seen: set[tuple[tuple[str, int], ...]] = set()
         listed: dict[str, list[list[CheckedImage]]] = {}
         for kind, groups in self.problems.items():
-            named = {tuple((image.split, image.index) for image in group): group for group in groups}
+            named = {
+                tuple((image.split, image.index) for image in group): group for group in groups
+            }
             listed[kind] = [group for name, group in named.items() if name not in seen]
             seen |= named.keys()
         return listed
@@ -90,17 +99,24 @@ class ImageReader(Dataset[CheckedImage]):
             image, label = split[index]
         except UnreadableImageError as error:
             return CheckedImage(name, index, str(path), self._class_names(label), error=str(error))
-        content, mode = image.numpy().tobytes() + str(image.shape).encode(), f"{len(image)} channels"
+        content, mode = (
+            image.numpy().tobytes() + str(image.shape).encode(),
+            f"{len(image)} channels",
+        )
         if files:
             content = path.read_bytes()
             with suppress(Exception), open_image(content) as header:
                 mode = header.mode
         _, height, width = image.shape
         digest = hashlib.blake2b(content, digest_size=16).hexdigest()
-        return CheckedImage(name, index, str(path), self._class_names(label), width, height, mode, digest)
+        return CheckedImage(
+            name, index, str(path), self._class_names(label), width, height, mode, digest
+        )
 
     def _class_names(self, label: Any) -> tuple[str, ...]:
-        """Return the class names for a class number or a multi-hot label. A regression target becomes text."""
+        """Return the class names for a class number or a multi-hot label. A regression target
+        becomes text.
+        """
         names = self.dataset.class_names
         if isinstance(label, int | float):
             return (names[label] if isinstance(label, int) else str(label),)
@@ -108,20 +124,36 @@ class ImageReader(Dataset[CheckedImage]):
 
 
 def check_images(dataset: ImageDataset, groups: Mapping[str, str] | None = None) -> Report:
-    """Read every image of a dataset, with one process per core, and return a report of problems and statistics.
+    """Read every image of a dataset, with one process per core, and return a report of problems and
+    statistics.
 
     `groups`: file -> the group whose images belong into one split.
     """
     splits = [name for name in ("train", "val", "test") if getattr(dataset, name, None) is not None]
     places = [(name, index) for name in splits for index in range(len(getattr(dataset, name)))]
-    loader = DataLoader(ImageReader(dataset), 64, sampler=places, num_workers=cores(), collate_fn=list)
-    batches = iter(loader)  # starts processes, which must come before the thread of the progress bar
-    shown = track(batches, "images", len(loader), console=Console(stderr=True), disable=not sys.stderr.isatty())
-    return summarize(dataset.class_names, splits, [image for batch in shown for image in batch], groups)
+    loader = DataLoader(
+        ImageReader(dataset), 64, sampler=places, num_workers=cores(), collate_fn=list
+    )
+    batches = iter(
+        loader
+    )  # starts processes, which must come before the thread of the progress bar
+    shown = track(
+        batches,
+        "images",
+        len(loader),
+        console=Console(stderr=True),
+        disable=not sys.stderr.isatty(),
+    )
+    return summarize(
+        dataset.class_names, splits, [image for batch in shown for image in batch], groups
+    )
 
 
 def summarize(
-    class_names: list[str], splits: list[str], images: list[CheckedImage], groups: Mapping[str, str] | None = None
+    class_names: list[str],
+    splits: list[str],
+    images: list[CheckedImage],
+    groups: Mapping[str, str] | None = None,
 ) -> Report:
     """Build the report: problems, and counts of images, sizes, modes and classes per split."""
     of_class: dict[str, list[CheckedImage]] = {name: [] for name in class_names}
@@ -140,16 +172,31 @@ def summarize(
         measures["images"][split] = sum(image.split == split for image in images)
         for side in ("width", "height"):
             values = [getattr(image, side) for image in readable] or [0]
-            measures[f"{side}: min, median, max"][split] = [min(values), median(values), max(values)]
+            measures[f"{side}: min, median, max"][split] = [
+                min(values),
+                median(values),
+                max(values),
+            ]
         measures["modes"][split] = dict(Counter(image.mode for image in readable).most_common())
-        measures["images per class: min, median, max"][split] = [min(sizes), median(sizes), max(sizes)]
+        measures["images per class: min, median, max"][split] = [
+            min(sizes),
+            median(sizes),
+            max(sizes),
+        ]
         measures[ABSENT][split] = sum(not count[split] for count in counts.values())
-    samples = {name: group[:: len(group) // MAX_IMAGES or 1][:MAX_IMAGES] for name, group in of_class.items()}
+    samples = {
+        name: group[:: len(group) // MAX_IMAGES or 1][:MAX_IMAGES]
+        for name, group in of_class.items()
+    }
     return Report(dict(measures), classes, find_problems(images, groups or {}), samples)
 
 
-def find_problems(images: list[CheckedImage], group_of: Mapping[str, str]) -> dict[str, list[list[CheckedImage]]]:
-    """Return, for each kind of problem, unreadable images, groups of identical images, or images of a group."""
+def find_problems(
+    images: list[CheckedImage], group_of: Mapping[str, str]
+) -> dict[str, list[list[CheckedImage]]]:
+    """Return, for each kind of problem, unreadable images, groups of identical images, or images of
+    a group.
+    """
     equal: dict[str, list[CheckedImage]] = defaultdict(list)
     for image in images:
         if not image.error:
@@ -161,10 +208,18 @@ def find_problems(images: list[CheckedImage], group_of: Mapping[str, str]) -> di
             by_group[group_of[image.file]].setdefault(image.split, image)
     return {
         "unreadable": [[image] for image in images if image.error],
-        "leaks across splits": [group for group in groups if len({image.split for image in group}) > 1],
-        "groups in two splits": [list(first_of.values()) for first_of in by_group.values() if len(first_of) > 1],
-        "duplicates in a split": [group for group in groups if len({image.split for image in group}) < len(group)],
-        "equal images, different labels": [group for group in groups if len({image.labels for image in group}) > 1],
+        "leaks across splits": [
+            group for group in groups if len({image.split for image in group}) > 1
+        ],
+        "groups in two splits": [
+            list(first_of.values()) for first_of in by_group.values() if len(first_of) > 1
+        ],
+        "duplicates in a split": [
+            group for group in groups if len({image.split for image in group}) < len(group)
+        ],
+        "equal images, different labels": [
+            group for group in groups if len({image.labels for image in group}) > 1
+        ],
     }
 
 
@@ -180,11 +235,18 @@ def show(report: Report) -> None:
         lines += [pd.DataFrame.from_dict(rows, orient="index").to_string(max_rows=MAX_LINES), ""]
     for kind, groups in report.listed_problems.items():
         above = len(report.problems[kind]) - len(groups)
-        lines.append(f"{kind}: {len(report.problems[kind])}" + (f" ({above} listed above)" if above else ""))
-        lines += ["  " + first([describe(image) for image in group], MAX_IMAGES) for group in groups[:MAX_LINES]]
+        lines.append(
+            f"{kind}: {len(report.problems[kind])}" + (f" ({above} listed above)" if above else "")
+        )
+        lines += [
+            "  " + first([describe(image) for image in group], MAX_IMAGES)
+            for group in groups[:MAX_LINES]
+        ]
         if len(groups) > MAX_LINES:
             lines.append(f"  and {len(groups) - MAX_LINES} more")
-    print(for_terminal("\n".join(lines)).encode(errors="replace").decode())  # a file's name may not be UTF-8
+    print(
+        for_terminal("\n".join(lines)).encode(errors="replace").decode()
+    )  # a file's name may not be UTF-8
 
 
 def write_page(report: Report, dataset: ImageDataset, page: Path) -> None:

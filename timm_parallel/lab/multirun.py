@@ -1,4 +1,6 @@
-"""`train.py --multirun`: compose the jobs of a sweep or search, and start, resume or only show it."""
+"""`train.py --multirun`: compose the jobs of a sweep or search, and start,
+resume or only show it.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,14 @@ from timm_parallel.lab.sweep.sweep import resume_sweep, start_sweep
 
 
 def run_multirun(
-    arguments: Any, training_size: Callable[[DataConfig], int | None], check_data: Callable[[Config], None]
+    arguments: Any,
+    training_size: Callable[[DataConfig], int | None],
+    check_data: Callable[[Config], None],
 ) -> int:
     """Start, resume or show the sweep or search of a parsed command line. Return the exit code.
 
-    `training_size`: returns the number of training images, for a dry run. `check_data`: raises ValueError for bad data.
+    `training_size`: returns the number of training images, for a dry run. `check_data`: raises
+    ValueError for bad data.
     """
     command, points = expand(arguments)
     settings = command.config.sweep
@@ -30,7 +35,9 @@ def run_multirun(
     if settings.tune and earlier is None:
         check_jobs_data([point.config for point in points if not point.reason], check_data)
         return start_tuning(command, points)
-    if command.config.search.sampler is not None or (earlier is not None and (earlier / FROZEN).exists()):
+    if command.config.search.sampler is not None or (
+        earlier is not None and (earlier / FROZEN).exists()
+    ):
         # Imported here, because only a search needs Optuna.
         from timm_parallel.lab.search.search import resume_search, start_search
 

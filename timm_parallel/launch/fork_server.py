@@ -1,7 +1,9 @@
-"""Server that forks the jobs of a sweep or search from a process that has already imported torch, timm and your code.
+"""Server that forks the jobs of a sweep or search from a process that has already imported torch,
+timm and your code.
 
-This saves each job seconds of imports. engine/jobs/warm_server.py starts it as `python -m src.train --serve <fd>`. It forks
-only jobs of one rank: first the launcher of the job, which forks the rank at once, before it asks the CUDA driver for devices.
+This saves each job seconds of imports. engine/jobs/warm_server.py starts it as `python -m src.train
+--serve <fd>`. It forks only jobs of one rank: first the launcher of the job, which forks the rank
+at once, before it asks the CUDA driver for devices.
 """
 
 from __future__ import annotations
@@ -30,13 +32,16 @@ POLL_SECONDS = 0.02
 
 
 def serve(descriptor: int, run: rank.RankMain, preload: Callable[[], object]) -> None:
-    """Fork the jobs that a sweep requests through the connection `descriptor`, until the sweep closes it.
+    """Fork the jobs that a sweep requests through the connection `descriptor`, until the sweep
+    closes it.
 
-    A request {"id", "folder", "environment", "cores"} starts a job, and {"id", "signal"} sends a signal to job `id`.
-    Answers are {"ready": True} once, then {"id", "code"} for each job that has exited. A negative code is the number of
-    the signal that killed the job. `preload`: imports the modules that jobs need.
+    A request {"id", "folder", "environment", "cores"} starts a job, and {"id", "signal"} sends a
+    signal to job `id`. Answers are {"ready": True} once, then {"id", "code"} for each job that has
+    exited. A negative code is the number of the signal that killed the job. `preload`: imports the
+    modules that jobs need.
     """
-    # Blocked and not ignored, so that a signal to a new job is still pending when the job unblocks it.
+    # Blocked and not ignored, so that a signal to a new job is still pending when the job unblocks
+    # it.
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     preload()
     _check_is_forkable()
@@ -63,18 +68,23 @@ def serve(descriptor: int, run: rank.RankMain, preload: Callable[[], object]) ->
 
 
 def _check_is_forkable() -> None:
-    """Raise RuntimeError if this process has started a thread or initialized CUDA: neither survives a fork."""
+    """Raise RuntimeError if this process has started a thread or initialized CUDA: neither survives
+    a fork.
+    """
     threads = len(os.listdir("/proc/self/task"))  # also counts threads of C++ libraries
     if threads != 1:
         raise RuntimeError(f"an import started {threads - 1} thread(s), so jobs cannot be forked")
     torch = sys.modules.get("torch")
-    # torch does not notice a query of ours, after which the driver refuses to work in a forked process.
+    # torch does not notice a query of ours, after which the driver refuses to work in a forked
+    # process.
     if nvidia.has_initialized_driver or (torch is not None and torch.cuda.is_initialized()):
         raise RuntimeError("an import initialized CUDA, so jobs cannot be forked")
 
 
 def _fork(work: Callable[[], int]) -> int:
-    """Call `work` in a forked process, which exits with the code that it returns. Return the pid of the process."""
+    """Call `work` in a forked process, which exits with the code that it returns. Return the pid of
+    the process.
+    """
     pid = os.fork()
     if pid == 0:
         run_and_exit(work)
@@ -82,17 +92,24 @@ def _fork(work: Callable[[], int]) -> int:
 
 
 def _run_job(
-    server: int, run: rank.RankMain, folder: Path, environment: Mapping[str, str], cores: Sequence[int]
+    server: int,
+    run: rank.RankMain,
+    folder: Path,
+    environment: Mapping[str, str],
+    cores: Sequence[int],
 ) -> int:
-    """Set up the environment, cores and log of a job in this forked process, and run its launcher. Return the exit code.
+    """Set up the environment, cores and log of a job in this forked process, and run its launcher.
+    Return the exit code.
 
-    The job and its rank keep the connection of the server open: after a kill of the server, the sweep reads its end only
-    when they have died too, so none of them can still write a result.
+    The job and its rank keep the connection of the server open: after a kill of the server, the
+    sweep reads its end only when they have died too, so none of them can still write a result.
     """
     os.setsid()
     replace_environment(environment)
     limit_job(server, cores)
-    console = os.open(folder / "logs" / "console.log", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+    console = os.open(
+        folder / "logs" / "console.log", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666
+    )
     os.dup2(console, 1)
     os.dup2(console, 2)
     os.close(console)
@@ -103,9 +120,11 @@ def _run_job(
 
 
 class ForkedRank:
-    """Process of a rank, forked from its launcher. It has the methods of `subprocess.Popen` that the launcher calls.
+    """Process of a rank, forked from its launcher. It has the methods of `subprocess.Popen` that
+    the launcher calls.
 
-    The process is forked here and waits for `start`: the launcher initializes the CUDA driver, and no later fork could use CUDA.
+    The process is forked here and waits for `start`: the launcher initializes the CUDA driver, and
+    no later fork could use CUDA.
     """
 
     def __init__(self, folder: Path, run: rank.RankMain) -> None:
@@ -124,7 +143,9 @@ class ForkedRank:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """End a rank that was never started (another process holds the run folder) or that the launcher did not wait for."""
+        """End a rank that was never started (another process holds the run folder) or that the
+        launcher did not wait for.
+        """
         self._writing.close()
         self.kill()
         self.wait()
@@ -132,7 +153,8 @@ class ForkedRank:
 
     def start(self, command: list[str], environment: dict[str, str]) -> ForkedRank:
         """Start the rank with the arguments of `command` and only these environment variables."""
-        # The launcher has opened its file for failure records after the fork, so both use the one that the rank inherited.
+        # The launcher has opened its file for failure records after the fork, so both use the one
+        # that the rank inherited.
         os.dup2(self._report.fileno(), int(environment[REPORT]), inheritable=False)
         environment = {**environment, REPORT: str(self._report.fileno())}
         self._writing.send((command[command.index("-m") + 1 :], environment))
@@ -152,7 +174,9 @@ class ForkedRank:
 
 
 def _run_rank(reading: Connection[Any, Any], folder: Path, run: rank.RankMain) -> int:
-    """Wait for the request of `ForkedRank.start` and run the rank. Return its exit code; 0 if the launcher ends without one."""
+    """Wait for the request of `ForkedRank.start` and run the rank. Return its exit code; 0 if the
+    launcher ends without one.
+    """
     try:
         sys.argv, environment = reading.recv()
     except EOFError:
@@ -168,7 +192,9 @@ def replace_environment(environment: Mapping[str, str]) -> None:
 
 
 def run_and_exit(work: Callable[[], int]) -> NoReturn:
-    """Call `work` in a forked process and exit with the code that it returns; with 1 after an exception. Never returns."""
+    """Call `work` in a forked process and exit with the code that it returns; with 1 after an
+    exception. Never returns.
+    """
     code = 1
     try:
         code = work()
@@ -177,7 +203,8 @@ def run_and_exit(work: Callable[[], int]) -> NoReturn:
     except BaseException:
         traceback.print_exc()
     finally:
-        # The interpreter does this at its end too. It would also free objects of the parent, such as the parent's locks.
+        # The interpreter does this at its end too. It would also free objects of the parent, such
+        # as the parent's locks.
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
         sys.stdout.flush()

@@ -1,4 +1,6 @@
-"""Launcher of one run: writes the files that its ranks read, starts the ranks, and records how they ended."""
+"""Launcher of one run: writes the files that its ranks read, starts the ranks, and records how they
+ended.
+"""
 
 from __future__ import annotations
 
@@ -26,18 +28,24 @@ from timm_parallel.record.result import Result, read_segments, read_status, writ
 
 
 def job_command(folder: Path) -> list[str]:
-    """Return the command with which a sweep runs the saved config of a run folder in a separate process."""
+    """Return the command with which a sweep runs the saved config of a run folder in a separate
+    process.
+    """
     return [sys.executable, *SAFE_PATH, "-m", "timm_parallel.launch.job", str(folder)]
 
 
 def main(folder: Path, start_rank: StartRank = start_command) -> int:
-    """Lock a run folder and run the config saved in it, as a job of a sweep. Return the exit code."""
+    """Lock a run folder and run the config saved in it, as a job of a sweep.
+    Return the exit code.
+    """
     with lock_folder(folder):
         return run_job(load_config(folder), folder, start_rank)
 
 
 def run_job(config: ResolvedConfig, folder: Path, start_rank: StartRank = start_command) -> int:
-    """Train with `config` in child processes, or write the job file for Slurm or Kubernetes. Return the exit code."""
+    """Train with `config` in child processes, or write the job file for Slurm or Kubernetes. Return
+    the exit code.
+    """
     if config.cluster.scheduler != "local":
         save_config(config, folder)
         write_job_file = write_script if config.cluster.scheduler == "slurm" else write_manifest
@@ -48,7 +56,9 @@ def run_job(config: ResolvedConfig, folder: Path, start_rank: StartRank = start_
 
 
 def prepare(config: ResolvedConfig, folder: Path) -> None:
-    """Write config.yaml and environment.json for the ranks, and remove the result and failures of an earlier attempt."""
+    """Write config.yaml and environment.json for the ranks, and remove the result and failures of
+    an earlier attempt.
+    """
     for stale in [folder / "result.json", *failure_files(folder)]:
         stale.unlink(missing_ok=True)
     save_config(config, folder)
@@ -57,8 +67,12 @@ def prepare(config: ResolvedConfig, folder: Path) -> None:
     write_code_diff(folder, environment["dirty"])
 
 
-def conclude(config: ResolvedConfig, folder: Path, ended: RankExits, console: TextIO | None = None) -> int:
-    """Record in result.json why a run stopped or failed, and print it to `console` (stderr). Return the exit code."""
+def conclude(
+    config: ResolvedConfig, folder: Path, ended: RankExits, console: TextIO | None = None
+) -> int:
+    """Record in result.json why a run stopped or failed, and print it to `console` (stderr). Return
+    the exit code.
+    """
     console = console or sys.stderr
     # A signal that arrives while the ranks of a finished run exit does not count.
     if read_status(folder) == "done" and (ended.signal is not None or not ended.exit_codes):
@@ -79,24 +93,36 @@ def conclude(config: ResolvedConfig, folder: Path, ended: RankExits, console: Te
 
 
 def record_interruption(config: ResolvedConfig, folder: Path, number: signal.Signals) -> None:
-    """Record that signal `number` stopped a run before its first rank. Keeps the result.json of a run that has ended."""
+    """Record that signal `number` stopped a run before its first rank. Keeps the result.json of a
+    run that has ended.
+    """
     if not (folder / "result.json").exists():
         record_end(config, folder, "interrupted", f"stopped by {number.name}")
 
 
-def _try_to_record(config: ResolvedConfig, folder: Path, ended: RankExits, console: TextIO, *outcome: Any) -> None:
-    """Write result.json, unless the run folder is gone. `outcome`: the further arguments of `record_end`."""
+def _try_to_record(
+    config: ResolvedConfig, folder: Path, ended: RankExits, console: TextIO, *outcome: Any
+) -> None:
+    """Write result.json, unless the run folder is gone. `outcome`: the further arguments of
+    `record_end`.
+    """
     if ended.folder_problem:
         _remove_leftovers(folder)
         return
     try:
         record_end(config, folder, *outcome)
     except OSError as error:
-        print(f"{folder / 'result.json'}: could not be written ({error.strerror or error})", file=console, flush=True)
+        print(
+            f"{folder / 'result.json'}: could not be written ({error.strerror or error})",
+            file=console,
+            flush=True,
+        )
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """Remove what a rank has written into the run folder while the user deleted it, so that `rm -rf` could not finish."""
+    """Remove what a rank has written into the run folder while the user deleted it, so that `rm
+    -rf` could not finish.
+    """
     # The config of another run that has taken the name.
     if (folder / "config.yaml").exists():
         return
@@ -109,9 +135,15 @@ def _remove_leftovers(folder: Path) -> None:
 
 
 def record_end(
-    config: ResolvedConfig, folder: Path, status: str, reason: str, failure: dict[str, Any] | None = None
+    config: ResolvedConfig,
+    folder: Path,
+    status: str,
+    reason: str,
+    failure: dict[str, Any] | None = None,
 ) -> None:
-    """Write result.json with `status` and `reason` for a run that was stopped or failed, so that no rank wrote one."""
+    """Write result.json with `status` and `reason` for a run that was stopped or failed, so that no
+    rank wrote one.
+    """
     parallel, segments = config.parallel, read_segments(folder)
     result = Result(
         status="failed" if status == "refused" else status,

@@ -1,4 +1,6 @@
-"""Launcher on each node of a Slurm or Kubernetes job: `python -m timm_parallel.launch.node <run folder>`."""
+"""Launcher on each node of a Slurm or Kubernetes job: `python -m timm_parallel.launch.node <run
+folder>`.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ from timm_parallel.machine.signals import Stopped, signal_handlers, stop_handler
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-# Node 0 stops waiting for an earlier attempt this long before the other nodes stop waiting for node 0.
+# Node 0 stops waiting for an earlier attempt this long before the other nodes stop waiting for node
+# 0.
 LEAVE_FIRST_SECONDS = 60.0
 # Seconds for the other nodes to report how their ranks ended.
 REPORT_SECONDS = 6.0
@@ -37,13 +40,18 @@ REPORT_SECONDS = 6.0
 # Installed before the ranks start, because USR1 would otherwise end this process without a record.
 @signal_handlers(stop_handler)
 def main(folder: Path, origin: Path) -> int:
-    """Run the ranks of this node with `origin`/config.yaml in `folder`. Return train.py's exit code, or NODE_LOST."""
+    """Run the ranks of this node with `origin`/config.yaml in `folder`. Return train.py's exit
+    code, or NODE_LOST.
+    """
     try:
         address = find_address()
         if address.node > 0:
             return run_follower_node(origin, address)
         if not (origin / "config.yaml").exists():
-            raise ValueError(f"{origin}: no config.yaml on node 0 ({host_name()}); use a folder that node 0 can read")
+            raise ValueError(
+                f"{origin}: no config.yaml on node 0 ({host_name()}); use a folder that node 0 "
+                "can read"
+            )
         folder.mkdir(parents=True, exist_ok=True)
         config = load_config(origin)
         if not _earlier_start_has_ended(folder, config.parallel.start_timeout):
@@ -51,7 +59,9 @@ def main(folder: Path, origin: Path) -> int:
         with lock_folder(folder):
             if origin != folder:
                 # The file is copied as text, so that references to the environment stay unresolved.
-                write_text(folder / "config.yaml", (origin / "config.yaml").read_text(encoding="utf-8"))
+                write_text(
+                    folder / "config.yaml", (origin / "config.yaml").read_text(encoding="utf-8")
+                )
             return run_node_zero(config, folder, address)
     except Stopped as stop:
         return 128 + stop.number
@@ -64,18 +74,28 @@ def main(folder: Path, origin: Path) -> int:
 
 
 def _earlier_start_has_ended(folder: Path, start_timeout: float) -> bool:
-    """Wait while an earlier attempt of this Slurm job holds the lock of `folder`. Return False if it still does then."""
-    # An earlier attempt outlives a slurmd that died. The other nodes wait no longer than start_timeout.
+    """Wait while an earlier attempt of this Slurm job holds the lock of `folder`. Return False if
+    it still does then.
+    """
+    # An earlier attempt outlives a slurmd that died. The other nodes wait no longer than
+    # start_timeout.
     same_job = f" of Slurm job {os.environ.get('SLURM_JOB_ID')}"
     if not _is_restart() or not is_locked(folder) or not owner_of(folder).endswith(same_job):
         return True
     seconds = max(0.0, start_timeout - LEAVE_FIRST_SECONDS)
     in_use = f"node: {folder}: in use by {owner_of(folder)}, an earlier start of this job"
-    print(f"{in_use}; waiting up to {seconds:.0f} s for that process to exit", file=sys.stderr, flush=True)
+    print(
+        f"{in_use}; waiting up to {seconds:.0f} s for that process to exit",
+        file=sys.stderr,
+        flush=True,
+    )
     deadline = time.monotonic() + seconds
     while is_locked(folder):
         if time.monotonic() > deadline:
-            print(f"{in_use}, still after {seconds:.0f} s; Slurm queues this job again", file=sys.stderr)
+            print(
+                f"{in_use}, still after {seconds:.0f} s; Slurm queues this job again",
+                file=sys.stderr,
+            )
             return False
         time.sleep(POLL_SECONDS)
     return True
@@ -87,17 +107,23 @@ def _is_restart() -> bool:
 
 
 def find_address() -> NodeAddress:
-    """Return the number of this node and the address of node 0, from environment variables of Slurm or the pod."""
+    """Return the number of this node and the address of node 0, from environment variables of Slurm
+    or the pod.
+    """
     if "JOB_COMPLETION_INDEX" in os.environ:
         return address_of_pod(int(os.environ["JOB_COMPLETION_INDEX"]))
     if "SLURM_STEP_NODELIST" not in os.environ:
-        raise ValueError("SLURM_STEP_NODELIST: not set; start this command with srun or in a pod of job.yaml")
+        raise ValueError(
+            "SLURM_STEP_NODELIST: not set; start this command with srun or in a pod of job.yaml"
+        )
     count = int(os.environ["SLURM_STEP_NUM_NODES"])
     return address_of_step(int(os.environ["SLURM_NODEID"]), count) if count > 1 else NodeAddress()
 
 
 def run_node_zero(config: ResolvedConfig, folder: Path, address: NodeAddress) -> int:
-    """Wait for the other nodes, send them the config, run this node's ranks, complete result.json. Return the exit code."""
+    """Wait for the other nodes, send them the config, run this node's ranks, complete result.json.
+    Return the exit code.
+    """
     checkpoints_before = _checkpoints(folder)
     prepare(config, folder)
     rendezvous = None
@@ -106,7 +132,10 @@ def run_node_zero(config: ResolvedConfig, folder: Path, address: NodeAddress) ->
             rendezvous = _meet(address, config.parallel.start_timeout)
             store = rendezvous.store
             nodes.check_nodes(
-                config, nodes.collect_inventories(store, address.nodes, config.parallel.start_timeout, "node")
+                config,
+                nodes.collect_inventories(
+                    store, address.nodes, config.parallel.start_timeout, "node"
+                ),
             )
         except (ValueError, RuntimeError) as error:
             record_end(config, folder, "failed", str(error))
@@ -119,25 +148,34 @@ def run_node_zero(config: ResolvedConfig, folder: Path, address: NodeAddress) ->
     except Stopped as stop:  # before the first rank has started
         ended = failure.RankExits(signal=stop.number)
     if rendezvous is not None and ended.exit_codes and ended.signal is None:
-        ended.records = _wait_for_cause(ranks_store(rendezvous.store, 0), folder, config.parallel.devices)
+        ended.records = _wait_for_cause(
+            ranks_store(rendezvous.store, 0), folder, config.parallel.devices
+        )
     code = conclude(config, folder, ended)
     has_progress = _checkpoints(folder) != checkpoints_before
     if code == WARNED and _is_restart() and not has_progress:
         reason = (
-            f"cluster.time={config.cluster.time}: second warning without a newer checkpoint, so the job is not queued "
-            "again; raise cluster.time, or lower cluster.signal_seconds"
+            f"cluster.time={config.cluster.time}: second warning without a newer checkpoint, so "
+            "the job is not queued again; raise cluster.time, or lower cluster.signal_seconds"
         )
         record_end(config, folder, "failed", reason)
         print(f"Failed: {reason}", file=sys.stderr)
         return 1
-    if code == 1 and has_progress and failure.first_failure(folder, ended)["exception"] == "NodeLost":
+    if (
+        code == 1
+        and has_progress
+        and failure.first_failure(folder, ended)["exception"] == "NodeLost"
+    ):
         return NODE_LOST
     return code
 
 
 def run_follower_node(origin: Path, address: NodeAddress) -> int:
-    """Receive the config from node 0 and run the ranks of this node, which needs no shared disk. Return the exit code."""
-    # Without a shared disk this node cannot see the config yet, so the default start_timeout applies.
+    """Receive the config from node 0 and run the ranks of this node, which needs no shared disk.
+    Return the exit code.
+    """
+    # Without a shared disk this node cannot see the config yet, so the default start_timeout
+    # applies.
     config = load_config(origin) if (origin / "config.yaml").exists() else Config()
     rendezvous = _meet(address, config.parallel.start_timeout)
     received = nodes.receive_config(rendezvous.store, address.node)
@@ -150,7 +188,8 @@ def run_follower_node(origin: Path, address: NodeAddress) -> int:
         failure.failure_file(folder, rank).unlink(missing_ok=True)
     ended = run_ranks(config, folder, rendezvous)
     if ended.signal is not None:
-        # Only node 0 decides whether Slurm queues the job again; srun returns the highest code of all nodes.
+        # Only node 0 decides whether Slurm queues the job again; srun returns the highest code of
+        # all nodes.
         code = 128 + ended.signal
         return 1 if code == WARNED else code
     if not ended.exit_codes:
@@ -166,7 +205,9 @@ def run_follower_node(origin: Path, address: NodeAddress) -> int:
 
 
 def _meet(address: NodeAddress, seconds: float) -> Rendezvous:
-    """Connect this node to the store of node 0, which node 0 creates, and publish the hardware of this node in it."""
+    """Connect this node to the store of node 0, which node 0 creates, and publish the hardware of
+    this node in it.
+    """
     with imports_without_gc():
         import torch.distributed  # noqa: F401  # Rendezvous needs it
     rendezvous = Rendezvous(address, seconds)
@@ -175,9 +216,11 @@ def _meet(address: NodeAddress, seconds: float) -> Rendezvous:
 
 
 def _wait_for_cause(store: Store, folder: Path, world_size: int) -> list[dict[str, Any]]:
-    """Wait up to REPORT_SECONDS until a rank of any node has published a failure other than a lost connection.
+    """Wait up to REPORT_SECONDS until a rank of any node has published a failure other than a lost
+    connection.
 
-    Return the failure records that ranks of all nodes have published. Ranks of several nodes never restart: attempt 0.
+    Return the failure records that ranks of all nodes have published. Ranks of several nodes never
+    restart: attempt 0.
     """
     records: list[dict[str, Any]] = []
     for _ in range(20):
@@ -189,7 +232,9 @@ def _wait_for_cause(store: Store, folder: Path, world_size: int) -> list[dict[st
 
 
 def _checkpoints(folder: Path) -> set[str]:
-    """Return the file names of the checkpoints. They contain the step, so a new name shows that the run made progress."""
+    """Return the file names of the checkpoints. They contain the step, so a new name shows that the
+    run made progress.
+    """
     return {path.name for path in (folder / "checkpoints").glob("*.pt")}
 
 

@@ -1,4 +1,6 @@
-"""Exchange of hardware inventories and the config between nodes, or between ranks that torchrun or srun started."""
+"""Exchange of hardware inventories and the config between nodes, or between ranks that torchrun or
+srun started.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ LIBRARIES = ("torch", "torchvision", "timm", "numpy")  # they decide the numbers
 
 @dataclass
 class NodeInventory:
-    """Host name, node number, cores and CUDA devices that a process of a run can use, published for rank 0."""
+    """Host name, node number, cores and CUDA devices that a process of a run can use, published for
+    rank 0.
+    """
 
     node: int
     host: str
@@ -43,8 +47,12 @@ class NodeInventory:
     software: dict[str, str] = field(default_factory=dict)  # only of the first process of a node
 
 
-def publish_inventory(store: Store, index: int, node: int, ranks: int = 0, arguments: list[str] | None = None) -> None:
-    """Publish the cores and CUDA devices of this process in the store; with `arguments`, versions and code to compare."""
+def publish_inventory(
+    store: Store, index: int, node: int, ranks: int = 0, arguments: list[str] | None = None
+) -> None:
+    """Publish the cores and CUDA devices of this process in the store; with `arguments`, versions
+    and code to compare.
+    """
     devices = [device.uuid for device in hardware.visible_cuda_devices()]
     software = {} if arguments is None else _software(arguments)
     inventory = NodeInventory(node, host_name(), ranks, hardware.core_numbers(), devices, software)
@@ -52,30 +60,48 @@ def publish_inventory(store: Store, index: int, node: int, ranks: int = 0, argum
 
 
 def _software(arguments: list[str]) -> dict[str, str]:
-    """Return name -> value of everything that must be equal on all nodes: arguments, versions, a hash per code file."""
+    """Return name -> value of everything that must be equal on all nodes: arguments, versions, a
+    hash per code file.
+    """
     software = {key: value for key, _, value in (argument.partition("=") for argument in arguments)}
     software["Python"] = ".".join(platform.python_version_tuple()[:2])
     software |= {name: version_of(name) or "missing" for name in LIBRARIES}
-    for path in [ROOT / "train.py", *(file for name in CODE for file in sorted((ROOT / name).rglob("*.py")))]:
-        software[path.relative_to(ROOT).as_posix()] = hashlib.sha256(path.read_bytes()).hexdigest()[:8]
+    for path in [
+        ROOT / "train.py",
+        *(file for name in CODE for file in sorted((ROOT / name).rglob("*.py"))),
+    ]:
+        software[path.relative_to(ROOT).as_posix()] = hashlib.sha256(path.read_bytes()).hexdigest()[
+            :8
+        ]
     return software
 
 
-def collect_inventories(store: Store, count: int, seconds: float, who: str = "rank") -> list[NodeInventory]:
-    """Wait for the inventories of `count` processes and return them. Raises ValueError if one is missing or software differs."""
+def collect_inventories(
+    store: Store, count: int, seconds: float, who: str = "rank"
+) -> list[NodeInventory]:
+    """Wait for the inventories of `count` processes and return them. Raises ValueError if one is
+    missing or software differs.
+    """
     deadline = time.monotonic() + seconds
     # store.wait would block signal handlers.
     while missing := [str(index) for index in range(count) if not store.check([f"facts/{index}"])]:
         if time.monotonic() > deadline:
-            named = f"{who}{'s' if len(missing) > 1 else ''} {', '.join(missing)} (of 0 to {count - 1})"
+            named = (
+                f"{who}{'s' if len(missing) > 1 else ''} {', '.join(missing)} (of 0 to {count - 1})"
+            )
             raise ValueError(
-                f"{named}: did not connect within parallel.start_timeout={seconds:g} s; check the logs there, or raise "
-                "parallel.start_timeout"
+                f"{named}: did not connect within parallel.start_timeout={seconds:g} s; check the "
+                "logs there, or raise parallel.start_timeout"
             )
         time.sleep(INVENTORY_POLL_SECONDS)
-    inventories = [NodeInventory(**json.loads(store.get(f"facts/{index}"))) for index in range(count)]
-    # Otherwise DDP would average gradients of different code unnoticed: the parameters stay equal on all ranks.
-    compared = [(f"node {each.node} ({each.host})", each.software) for each in inventories if each.software]
+    inventories = [
+        NodeInventory(**json.loads(store.get(f"facts/{index}"))) for index in range(count)
+    ]
+    # Otherwise DDP would average gradients of different code unnoticed: the parameters stay equal
+    # on all ranks.
+    compared = [
+        (f"node {each.node} ({each.host})", each.software) for each in inventories if each.software
+    ]
     if difference := first_difference(compared):
         raise ValueError(f"{difference}; give all nodes the same command line, libraries and code")
     return inventories
@@ -88,15 +114,21 @@ def share_config(store: Store, folder: Path) -> None:
 
 
 def refuse_others(store: Store, count: int, reason: str) -> None:
-    """Publish the reason why the run cannot start, and keep the store open until all processes have read it."""
+    """Publish the reason why the run cannot start, and keep the store open until all processes have
+    read it.
+    """
     store.set(CONFIG, json.dumps({"refused": reason}))
     # A process that is late finds no store, and exits by itself.
     with suppress(RuntimeError):
-        store.wait([f"left/{index}" for index in range(1, count)], timedelta(seconds=REFUSAL_SECONDS))
+        store.wait(
+            [f"left/{index}" for index in range(1, count)], timedelta(seconds=REFUSAL_SECONDS)
+        )
 
 
 def receive_config(store: Store, index: int) -> tuple[ResolvedConfig, Path] | str:
-    """Wait for rank 0's config. Return it and its run folder, created here if missing, or the reason why no run starts."""
+    """Wait for rank 0's config. Return it and its run folder, created here if missing, or the
+    reason why no run starts.
+    """
     store.wait([CONFIG], LONGEST_WAIT)
     shared = json.loads(store.get(CONFIG))
     if "refused" in shared:
@@ -108,23 +140,36 @@ def receive_config(store: Store, index: int) -> tuple[ResolvedConfig, Path] | st
         if not path.exists() or path.read_text(encoding="utf-8") != text:
             write_text(path, text)
     except OSError as error:
-        raise ValueError(f"{folder}: cannot be created for the logs on {host_name()} ({error.strerror})") from None
+        raise ValueError(
+            f"{folder}: cannot be created for the logs on {host_name()} ({error.strerror})"
+        ) from None
     return load_config(folder), folder
 
 
-def fit_to_nodes(config: ResolvedConfig, asked: ParallelConfig, inventories: list[NodeInventory]) -> None:
-    """Adjust the numbers of nodes and threads in a config that node 0 resolved. `asked`: values of the user, such as auto."""
+def fit_to_nodes(
+    config: ResolvedConfig, asked: ParallelConfig, inventories: list[NodeInventory]
+) -> None:
+    """Adjust the numbers of nodes and threads in a config that node 0 resolved. `asked`: values of
+    the user, such as auto.
+    """
     parallel, nodes = config.parallel, _by_node(inventories)
     config.cluster.nodes = len(nodes)
     for node in nodes:
-        if parallel.accelerator == "cpu" and asked.accelerator == "auto" and any(task.devices for task in node):
+        if (
+            parallel.accelerator == "cpu"
+            and asked.accelerator == "auto"
+            and any(task.devices for task in node)
+        ):
             raise ValueError(
-                f"parallel.accelerator=auto: {node[0].host} has CUDA devices, {nodes[0][0].host} has none; set cpu or cuda"
+                f"parallel.accelerator=auto: {node[0].host} has CUDA devices, {nodes[0][0].host} "
+                "has none; set cpu or cuda"
             )
     check_nodes(config, inventories)
     if asked.threads_per_device == "auto":
         # srun may give each task different cores.
-        threads = [len({core for task in node for core in task.cores}) // node[0].ranks for node in nodes]
+        threads = [
+            len({core for task in node for core in task.cores}) // node[0].ranks for node in nodes
+        ]
         parallel.threads_per_device = max(1, min(threads))
 
 
@@ -136,11 +181,13 @@ def check_nodes(config: ResolvedConfig, inventories: list[NodeInventory]) -> Non
         needed = node[0].ranks or parallel.devices // config.cluster.nodes
         if present < (1 if parallel.backend == "gloo" else needed):
             raise ValueError(
-                f"parallel.devices={parallel.devices}: {needed} ranks on {node[0].host}, which has {present} CUDA "
-                "device(s) for them; two NCCL ranks cannot share one"
+                f"parallel.devices={parallel.devices}: {needed} ranks on {node[0].host}, which has "
+                f"{present} CUDA device(s) for them; two NCCL ranks cannot share one"
             )
 
 
 def _by_node(inventories: list[NodeInventory]) -> list[list[NodeInventory]]:
     numbers = sorted({inventory.node for inventory in inventories})
-    return [[inventory for inventory in inventories if inventory.node == number] for number in numbers]
+    return [
+        [inventory for inventory in inventories if inventory.node == number] for number in numbers
+    ]

@@ -1,4 +1,6 @@
-"""Process of one rank, `python -m src.train <run folder>`: sets up logs, signals and the watchdog, then trains."""
+"""Process of one rank, `python -m src.train <run folder>`: sets up logs, signals and the watchdog,
+then trains.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,13 @@ from typing import TYPE_CHECKING, TextIO
 
 from src.schema import ResolvedConfig
 from timm_parallel.config.compose import load_config
-from timm_parallel.faults.failure import failure_record, log_file, report_descriptor, report_failure, write_failure
+from timm_parallel.faults.failure import (
+    failure_record,
+    log_file,
+    report_descriptor,
+    report_failure,
+    write_failure,
+)
 from timm_parallel.faults.heartbeat import publish_failure
 from timm_parallel.faults.liveness import liveness
 from timm_parallel.faults.watchdog import Watchdog
@@ -40,10 +48,14 @@ STUCK_SECONDS = 8.0
 
 
 def main(folder: Path, run: RankMain) -> int:
-    """Call `run` as the rank that the environment names, with the config saved in `folder`. Return the exit code."""
+    """Call `run` as the rank that the environment names, with the config saved in `folder`. Return
+    the exit code.
+    """
     ranks = ranks_from_environment(os.environ) or Ranks()
     config = load_config(folder)
-    return run_rank(run, config, folder, ranks, open_store(ranks) if config.parallel.has_ranks else None)
+    return run_rank(
+        run, config, folder, ranks, open_store(ranks) if config.parallel.has_ranks else None
+    )
 
 
 def run_rank(
@@ -54,7 +66,9 @@ def run_rank(
     store: Store | None,
     before_exit: Callable[[], object] | None = None,
 ) -> int:
-    """Call `run` under the watchdog, with logs and failure records. Return the exit code. `before_exit`: called by the watchdog."""
+    """Call `run` under the watchdog, with logs and failure records. Return the exit code.
+    `before_exit`: called by the watchdog.
+    """
     kill_on_parent_exit()
     report_descriptor()
     keep_compiled_code_private()
@@ -64,7 +78,9 @@ def run_rank(
     try:
         with Watchdog(config.parallel, folder, ranks, store, stacks, before_exit) as heartbeats:
             # Before training there is nothing to save, and without its peers no rank can save.
-            exit_after_stop_signal(STUCK_SECONDS, lambda: stop_handler.request is None or heartbeats.peer_has_left())
+            exit_after_stop_signal(
+                STUCK_SECONDS, lambda: stop_handler.request is None or heartbeats.peer_has_left()
+            )
             try:
                 with imports_without_gc():
                     from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -72,7 +88,8 @@ def run_rank(
                 run(config, folder, ranks, store)
                 return 0
             except Exception as error:
-                # The agent signals the other ranks of a failed job; this rank must write its record first.
+                # The agent signals the other ranks of a failed job; this rank must write its record
+                # first.
                 ignore_stop_signals()
                 log.exception("rank %d failed", ranks.rank)
                 record = failure_record(error, config, ranks, folder)
@@ -89,14 +106,20 @@ def run_rank(
 
 
 def keep_compiled_code_private() -> None:
-    """Move the cache of torch.compile from /tmp to the home folder: another user could put code into the one in /tmp."""
+    """Move the cache of torch.compile from /tmp to the home folder: another user could put code
+    into the one in /tmp.
+    """
     # The agent that started this rank may have put torch's default folder into the environment.
-    if Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", "torchinductor_")).name.startswith("torchinductor_"):
+    if Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", "torchinductor_")).name.startswith(
+        "torchinductor_"
+    ):
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path.home() / ".cache" / "torchinductor")
 
 
 class Stdout(logging.StreamHandler[TextIO]):
-    """Log handler that writes to the current `sys.stdout`. rich replaces that stream while it shows a progress bar."""
+    """Log handler that writes to the current `sys.stdout`. rich replaces that stream while it shows
+    a progress bar.
+    """
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)  # StreamHandler's own __init__ would keep the present stream
@@ -107,17 +130,22 @@ class Stdout(logging.StreamHandler[TextIO]):
 
 
 def _set_up_output(rank_log: Path, ranks: Ranks) -> TextIO:
-    """Log to the file of this rank, and on rank 0 to the console too. Return the open file, for stack dumps."""
+    """Log to the file of this rank, and on rank 0 to the console too. Return the open file, for
+    stack dumps.
+    """
     rank_log.parent.mkdir(parents=True, exist_ok=True)
     stream = open(rank_log, "a", encoding="utf-8", buffering=1)
     handlers: list[logging.Handler] = [logging.StreamHandler(stream)]
     if ranks.is_first:
         console = Stdout()
-        console.addFilter(lambda record: record.levelno < logging.ERROR)  # the launcher shows the first failure
+        console.addFilter(
+            lambda record: record.levelno < logging.ERROR
+        )  # the launcher shows the first failure
         console.setFormatter(HidingFormatter("%(message)s"))
         handlers.append(console)
     else:
-        # Redirect the file descriptors themselves, so that output of C++ code lands in the file too.
+        # Redirect the file descriptors themselves, so that output of C++ code lands in the file
+        # too.
         os.dup2(stream.fileno(), 1)
         os.dup2(stream.fileno(), 2)
     handlers[0].setFormatter(HidingFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))

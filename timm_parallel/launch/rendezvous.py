@@ -1,4 +1,6 @@
-"""Key-value store through which the ranks of a run find each other, and the rendezvous handler of torch's agent."""
+"""Key-value store through which the ranks of a run find each other, and the rendezvous handler of
+torch's agent.
+"""
 
 from __future__ import annotations
 
@@ -26,29 +28,39 @@ POLL_SECONDS = 1.0
 
 
 def from_parameters(parameters: Any) -> Any:
-    """Return the Rendezvous object in the settings of torch's agent. torch's registry requires a function for that."""
+    """Return the Rendezvous object in the settings of torch's agent. torch's registry requires a
+    function for that.
+    """
     return parameters.config["rendezvous"]
 
 
 class Rendezvous:
-    """Rendezvous handler of torch's agent, for nodes in a fixed order. It avoids torch's base class, to import torch later."""
+    """Rendezvous handler of torch's agent, for nodes in a fixed order. It avoids torch's base
+    class, to import torch later.
+    """
 
-    # torch's handlers make the first node to arrive node 0 and let a lost node rejoin. Here rank 0 stays on the node
-    # with the records, and a run that loses a node ends.
+    # torch's handlers make the first node to arrive node 0 and let a lost node rejoin. Here rank 0
+    # stays on the node with the records, and a run that loses a node ends.
     use_agent_store = True
 
     def __init__(self, endpoint: NodeAddress, timeout: float) -> None:
-        """Create the store on node 0, or connect to it from another node. `timeout`: seconds to wait for node 0."""
+        """Create the store on node 0, or connect to it from another node. `timeout`: seconds to
+        wait for node 0.
+        """
         self.endpoint = endpoint
         self.store = _host_store(endpoint) if endpoint.node == 0 else _join(endpoint, timeout)
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Return the store, and the same node number and count each time, also after the agent restarts the ranks."""
+        """Return the store, and the same node number and count each time, also after the agent
+        restarts the ranks.
+        """
         from torch.distributed import PrefixStore
         from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
 
         info = RendezvousStoreInfo(self.endpoint.address, self.store.port)
-        return RendezvousInfo(PrefixStore("agent", self.store), self.endpoint.node, self.endpoint.nodes, info)
+        return RendezvousInfo(
+            PrefixStore("agent", self.store), self.endpoint.node, self.endpoint.nodes, info
+        )
 
     def get_backend(self) -> str:
         return BACKEND
@@ -63,7 +75,9 @@ class Rendezvous:
 
 
 def _host_store(endpoint: NodeAddress) -> TCPStore:
-    """Create the store of a run, which listens only on `endpoint.address`: any process that connects could act as a rank."""
+    """Create the store of a run, which listens only on `endpoint.address`: any process that
+    connects could act as a rank.
+    """
     from torch.distributed import TCPStore
 
     # TCPStore by itself would listen on every interface.
@@ -71,14 +85,19 @@ def _host_store(endpoint: NodeAddress) -> TCPStore:
         listener = socket.create_server((socket.gethostbyname(endpoint.address), endpoint.port))
     except OSError as error:
         raise ValueError(
-            f"{endpoint.address}:{endpoint.port}: node 0 ({host_name()}) cannot listen on this address ({error.strerror})"
+            f"{endpoint.address}:{endpoint.port}: node 0 ({host_name()}) cannot listen on this "
+            f"address ({error.strerror})"
         ) from None
     port, descriptor = listener.getsockname()[1], listener.detach()
-    return TCPStore(endpoint.address, port, is_master=True, multi_tenant=True, master_listen_fd=descriptor)
+    return TCPStore(
+        endpoint.address, port, is_master=True, multi_tenant=True, master_listen_fd=descriptor
+    )
 
 
 def _join(endpoint: NodeAddress, timeout: float) -> TCPStore:
-    """Connect to the store of node 0. Retry while the store is that of an earlier run, which this node has joined before."""
+    """Connect to the store of node 0. Retry while the store is that of an earlier run, which this
+    node has joined before.
+    """
     from torch.distributed import TCPStore
 
     address, port, limit = endpoint.address, endpoint.port, timedelta(seconds=timeout)
@@ -93,14 +112,16 @@ def _join(endpoint: NodeAddress, timeout: float) -> TCPStore:
             pass
         time.sleep(POLL_SECONDS)
     raise ValueError(
-        f"{address}:{port}: node {endpoint.node} ({host_name()}) could not reach node 0 at this address within "
-        f"parallel.start_timeout={timeout:g} s"
+        f"{address}:{port}: node {endpoint.node} ({host_name()}) could not reach node 0 at this "
+        f"address within parallel.start_timeout={timeout:g} s"
     )
 
 
 @cache
 def open_store(ranks: Ranks) -> PrefixStore:
-    """Connect this rank to the store of the run. torch's agent hosts the store; without an agent, rank 0 does."""
+    """Connect this rank to the store of the run. torch's agent hosts the store; without an agent,
+    rank 0 does.
+    """
     with imports_without_gc():
         from torch.distributed.rendezvous import rendezvous
 
@@ -110,7 +131,11 @@ def open_store(ranks: Ranks) -> PrefixStore:
         # srun started the ranks. Each joins the store by itself, so each counts as a node here.
         endpoint = address_of_step(ranks.rank, ranks.world_size)
         address = endpoint.address
-        store = _host_store(endpoint) if ranks.is_first else _join(endpoint, COMPOSE_TIMEOUT.total_seconds())
+        store = (
+            _host_store(endpoint)
+            if ranks.is_first
+            else _join(endpoint, COMPOSE_TIMEOUT.total_seconds())
+        )
     if ranks.nodes > 1:
         os.environ.update(listen_towards(address))
     return ranks_store(store, ranks.restart_count)
@@ -120,12 +145,15 @@ def ranks_store(store: Store, attempt: int) -> PrefixStore:
     """Return a view of the run's store with the prefix of the ranks' keys."""
     from torch.distributed import PrefixStore
 
-    # After a restart the agent's store still has the addresses of ranks that died, so each attempt needs new keys.
+    # After a restart the agent's store still has the addresses of ranks that died, so each attempt
+    # needs new keys.
     return PrefixStore(f"attempt_{attempt}", store)
 
 
 def listen_towards(address: str) -> dict[str, str]:
-    """Return variables that make gloo and NCCL use the network interface that leads to `address`, unless the user set them."""
+    """Return variables that make gloo and NCCL use the network interface that leads to `address`,
+    unless the user set them.
+    """
     # gloo by default uses the address of the host's name, which is often loopback.
     try:
         # A UDP socket sends nothing here; connecting it asks for the route.

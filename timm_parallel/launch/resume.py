@@ -1,7 +1,8 @@
 """Choice and check of the run that `resume=<run folder>|auto|auto_or_new` continues.
 
-auto takes the newest unfinished run of all tasks, or of `task_name` if that is on the command line; with training keys, the
-newest run of the config's task that has exactly this config. auto_or_new, for job files, always stays within the task.
+auto takes the newest unfinished run of all tasks, or of `task_name` if that is on the command line;
+with training keys, the newest run of the config's task that has exactly this config. auto_or_new,
+for job files, always stays within the task.
 """
 
 from __future__ import annotations
@@ -31,17 +32,31 @@ MAY_CHANGE = ("data.workers", "data.on_error", "data.root", "model.compile", "mo
 AUTO = ("auto", "auto_or_new")
 # Keys that do not affect the training; `resume` stands for resume_strict too.
 NOT_TRAINING = (
-    *("resume", "print_config", "cluster", "task_name", "paths", "sweep", "search", "tracker", "hydra"),
+    *(
+        "resume",
+        "print_config",
+        "cluster",
+        "task_name",
+        "paths",
+        "sweep",
+        "search",
+        "tracker",
+        "hydra",
+    ),
     "optimized_metric",
 )
 PER_DEVICE = ("device_ids", "output_device")
 
 
 def compose_run(arguments: Any, remembered: Path | None = None) -> Command:
-    """Compose a run's config; with `resume`, from the saved settings of that run. `remembered`: folder of an earlier attempt."""
+    """Compose a run's config; with `resume`, from the saved settings of that run. `remembered`:
+    folder of an earlier attempt.
+    """
     resume, overrides = _given_resume(arguments.overrides), arguments.overrides
     if resume not in AUTO:
-        return compose_command(arguments, None if resume is None else _saved_settings(Path(resume), overrides))
+        return compose_command(
+            arguments, None if resume is None else _saved_settings(Path(resume), overrides)
+        )
     command = compose_command(arguments)
     if _has_training_keys(arguments):
         return command
@@ -60,42 +75,68 @@ def compose_run(arguments: Any, remembered: Path | None = None) -> Command:
 
 
 def folder_to_resume(config: ResolvedConfig) -> Path | None:
-    """Return the run folder that `resume` names or, with auto, the task's newest unfinished run with this config; None: new run."""
+    """Return the run folder that `resume` names or, with auto, the task's newest unfinished run
+    with this config; None: new run.
+    """
     if config.resume not in AUTO:
         return None if config.resume is None else Path(config.resume)
     nearest = None
     for folder in _unfinished(config):
-        changes = [each for each in _changes(config, load_config(folder)) if not _is_part_of(each[0], NOT_TRAINING)]
+        changes = [
+            each
+            for each in _changes(config, load_config(folder))
+            if not _is_part_of(each[0], NOT_TRAINING)
+        ]
         if not changes:
             _show_choice(config.resume, folder)
             return folder
         nearest = nearest or (folder, changes[0])
-    _refuse_or_start(config, f"no unfinished run of {config.task_name} with exactly this config", nearest)
+    _refuse_or_start(
+        config, f"no unfinished run of {config.task_name} with exactly this config", nearest
+    )
     return None
 
 
 def check_resumable(config: ResolvedConfig, folder: Path) -> None:
-    """Raise ValueError if a run cannot continue, or `config` changes settings that must stay (not if resume_strict=false)."""
+    """Raise ValueError if a run cannot continue, or `config` changes settings that must stay (not
+    if resume_strict=false).
+    """
     if not any((folder / "checkpoints").glob("*.pt")):
         raise ValueError(f"resume={folder}: has no checkpoint; start a new run without resume")
     for path in (folder / "checkpoints").glob("*.pt"):
         if path.is_dir():
-            raise ValueError(f"resume={folder}: {path} is a folder; expected a checkpoint file: move the folder away")
+            raise ValueError(
+                f"resume={folder}: {path} is a folder; expected a checkpoint file: move the "
+                "folder away"
+            )
     if (job := queued_job(folder)) is not None:
-        raise ValueError(f"resume={folder}: Slurm job {job} of this run is in the queue; wait for it, or scancel {job}")
+        raise ValueError(
+            f"resume={folder}: Slurm job {job} of this run is in the queue; wait for it, or "
+            f"scancel {job}"
+        )
     saved = load_config(folder)
     if config.resume_strict and (change := _other_training(config, saved)) is not None:
         raise ValueError(
-            f"{change}: cannot change when a run continues (resume={folder}); start a new run without resume, or set "
-            "resume_strict=false"
+            f"{change}: cannot change when a run continues (resume={folder}); start a new run "
+            "without resume, or set resume_strict=false"
         )
-    if read_status(folder) == "done" and (limit := _reached_limit(config, saved, read_result(folder))) is not None:
-        raise ValueError(f"resume={folder}: this run is done: {limit} is reached; give a larger value to continue it")
+    if (
+        read_status(folder) == "done"
+        and (limit := _reached_limit(config, saved, read_result(folder))) is not None
+    ):
+        raise ValueError(
+            f"resume={folder}: this run is done: {limit} is reached; give a larger value to "
+            "continue it"
+        )
 
 
 def records_of(folder: Path) -> dict[Path, bytes]:
-    """Return path -> content of a run's files that a resume overwrites, so that `restore_records` can undo it."""
-    paths = [folder / name for name in ("config.yaml", "environment.json", "result.json", CODE_DIFF)]
+    """Return path -> content of a run's files that a resume overwrites, so that `restore_records`
+    can undo it.
+    """
+    paths = [
+        folder / name for name in ("config.yaml", "environment.json", "result.json", CODE_DIFF)
+    ]
     paths += folder.glob(".hydra/*.yaml")
     return {path: path.read_bytes() for path in paths if path.is_file()}
 
@@ -110,7 +151,11 @@ def restore_records(folder: Path, records: dict[Path, bytes]) -> None:
 
 def _given_resume(overrides: list[str]) -> str | None:
     """Return the value of the last `resume` on the command line."""
-    values = [item.removeprefix("resume=").strip("'\"") for item in overrides if item.startswith("resume=")]
+    values = [
+        item.removeprefix("resume=").strip("'\"")
+        for item in overrides
+        if item.startswith("resume=")
+    ]
     return values[-1] if values and values[-1] not in ("null", "") else None
 
 
@@ -121,13 +166,21 @@ def _has_training_keys(arguments: Any) -> bool:
 
 
 def _is_part_of(key: str, sections: tuple[str, ...]) -> bool:
-    return key == "resume_strict" or any(key == section or key.startswith(f"{section}.") for section in sections)
+    return key == "resume_strict" or any(
+        key == section or key.startswith(f"{section}.") for section in sections
+    )
 
 
 def _unfinished(config: Config, task: str | None = None) -> Iterator[Path]:
-    """Yield the folders of unfinished runs, newest first. `task`: of this task_name (default: config's), `*`: of all."""
-    checkpoints = Path(config.paths.output_dir).glob(f"{task or config.task_name}/*/*/checkpoints/last.pt")
-    for folder in sorted((path.parent.parent for path in checkpoints), key=lambda path: path.parts[-2:], reverse=True):
+    """Yield the folders of unfinished runs, newest first. `task`: of this task_name (default:
+    config's), `*`: of all.
+    """
+    checkpoints = Path(config.paths.output_dir).glob(
+        f"{task or config.task_name}/*/*/checkpoints/last.pt"
+    )
+    for folder in sorted(
+        (path.parent.parent for path in checkpoints), key=lambda path: path.parts[-2:], reverse=True
+    ):
         try:
             if read_status(folder) == "done" or is_locked(folder) or queued_job(folder):
                 continue
@@ -137,28 +190,40 @@ def _unfinished(config: Config, task: str | None = None) -> Iterator[Path]:
             load_config(folder)
             yield folder
         except ValueError as error:
-            print(f"resume=auto: skipped {folder}: {' '.join(mask(str(error)).split())}", file=sys.stderr)
+            print(
+                f"resume=auto: skipped {folder}: {' '.join(mask(str(error)).split())}",
+                file=sys.stderr,
+            )
 
 
 def _show_choice(resume: str, folder: Path) -> None:
     print(f"resume={resume}: continues {folder}", flush=True)
 
 
-def _refuse_or_start(config: Config, problem: str, nearest: tuple[Path, tuple[str, Any, Any]] | None) -> None:
-    """Raise (resume=auto) or print (auto_or_new) that no run matches, and how the most similar unfinished run differs."""
+def _refuse_or_start(
+    config: Config, problem: str, nearest: tuple[Path, tuple[str, Any, Any]] | None
+) -> None:
+    """Raise (resume=auto) or print (auto_or_new) that no run matches, and how the most similar
+    unfinished run differs.
+    """
     if nearest is None and (other := next(_unfinished(config, "*"), None)) is not None:
         nearest = other, ("task_name", load_config(other).task_name, config.task_name)
     line = f"resume={config.resume}: {problem}"
     if nearest is not None:
         folder, (key, before, now) = nearest
-        line += hide(f"; the nearest is resume={folder}, which has {key}={yaml_text(before)} (here {yaml_text(now)})")
+        line += hide(
+            f"; the nearest is resume={folder}, which has {key}={yaml_text(before)} (here "
+            f"{yaml_text(now)})"
+        )
     if config.resume == "auto":
         raise ValueError(f"{line}; to start a new run in this case, give resume=auto_or_new")
     print(f"{line}; starting a new run", file=sys.stderr)
 
 
 def _saved_settings(folder: Path, overrides: list[str]) -> dict[str, Any]:
-    """Return the composed config of a run, without the options of its strategy if `overrides` choose another strategy."""
+    """Return the composed config of a run, without the options of its strategy if `overrides`
+    choose another strategy.
+    """
     # In .hydra/config.yaml, `auto` is unresolved, so this machine resolves it.
     composed = folder / ".hydra" / "config.yaml"
     try:
@@ -166,11 +231,20 @@ def _saved_settings(folder: Path, overrides: list[str]) -> dict[str, Any]:
         strategy = tree.parallel.get("strategy")
     except (OSError, YAMLError, KeyError, TypeError, AttributeError):
         # Perhaps the folder of a task (outputs/<task>) or of a day, which contains run folders.
-        checkpoints = [path for runs in ("*", "*/*", "*/*/*") for path in folder.glob(f"{runs}/checkpoints/last.pt")]
+        checkpoints = [
+            path
+            for runs in ("*", "*/*", "*/*/*")
+            for path in folder.glob(f"{runs}/checkpoints/last.pt")
+        ]
         newest = max(checkpoints, key=lambda path: path.stat().st_mtime, default=None)
-        hint = f"resume={newest.parent.parent}, the newest run in it" if newest else "auto, or a folder below outputs/"
+        hint = (
+            f"resume={newest.parent.parent}, the newest run in it"
+            if newest
+            else "auto, or a folder below outputs/"
+        )
         raise ValueError(
-            f"resume={folder}: not a run folder (it has no config.yaml that can be read); give {hint}"
+            f"resume={folder}: not a run folder (it has no config.yaml that can be read); give "
+            f"{hint}"
         ) from None
     load_config(folder)
     assert isinstance(tree, DictConfig)
@@ -186,7 +260,9 @@ def _saved_settings(folder: Path, overrides: list[str]) -> dict[str, Any]:
             dropped.append("devices")
         if has_one_device or chosen[-1] == "auto":
             dropped += PER_DEVICE
-        saved["parallel"] = {key: value for key, value in saved["parallel"].items() if key not in dropped}
+        saved["parallel"] = {
+            key: value for key, value in saved["parallel"].items() if key not in dropped
+        }
     if any(key == "tracker" for key, _, _ in pairs):
         saved.get("tracker", {}).pop("use", None)
     return saved
@@ -199,27 +275,40 @@ def _changes(config: Config, before: Config) -> list[tuple[str, Any, Any]]:
 
 
 def _other_training(config: ResolvedConfig, before: ResolvedConfig) -> str | None:
-    """Describe the first key that has changed and must not change when a run continues; None if there is no such key."""
+    """Describe the first key that has changed and must not change when a run continues; None if
+    there is no such key.
+    """
     for key, old, new in _changes(config, before):
         if key.startswith(MUST_STAY) and key not in MAY_CHANGE:
             return f"{key}={yaml_text(new)} (was {yaml_text(old)})"
     if config.global_batch == before.global_batch:
         return None
     # Only data.batch_size_per_device on another number of devices comes here.
-    batch = f"data.batch_size_per_device makes the global batch {config.global_batch} (was {before.global_batch})"
+    batch = (
+        f"data.batch_size_per_device makes the global batch {config.global_batch} (was "
+        f"{before.global_batch})"
+    )
     return f"parallel.devices={config.parallel.devices}: {batch}"
 
 
 def _reached_limit(config: ResolvedConfig, before: ResolvedConfig, result: Result) -> str | None:
-    """Return the limit, such as `train.epochs=3`, that a finished run has reached; None if it can train further."""
+    """Return the limit, such as `train.epochs=3`, that a finished run has reached; None if it can
+    train further.
+    """
     train, last = config.train, before.train
     if train.max_steps is not None and result.steps >= train.max_steps:
         return f"train.max_steps={train.max_steps}"
     if result.epochs >= train.epochs:
         return f"train.epochs={train.epochs}"
-    # Only early_stop ends a run before both limits. It counts from the start again if checkpoint.metric changes.
+    # Only early_stop ends a run before both limits. It counts from the start again if
+    # checkpoint.metric changes.
     stopped_early = result.epochs < last.epochs and result.steps < (last.max_steps or math.inf)
     is_same_metric = config.checkpoint.metric == before.checkpoint.metric
-    if stopped_early and is_same_metric and train.early_stop is not None and train.early_stop <= (last.early_stop or 0):
+    if (
+        stopped_early
+        and is_same_metric
+        and train.early_stop is not None
+        and train.early_stop <= (last.early_stop or 0)
+    ):
         return f"train.early_stop={train.early_stop}"
     return None

@@ -1,4 +1,6 @@
-"""Start the ranks of a run on this node and wait for them: under torch's elastic agent for ddp, else as one process."""
+"""Start the ranks of a run on this node and wait for them: under torch's elastic agent for ddp,
+else as one process.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,13 @@ from src.schema import ResolvedConfig, ResolvedParallel
 from timm_parallel.faults.failure import REPORT, RankExits, reported_failures
 from timm_parallel.faults.heartbeat import published_failures
 from timm_parallel.faults.run_folder import RunFolder
-from timm_parallel.launch.rendezvous import BACKEND, Rendezvous, from_parameters, listen_towards, ranks_store
+from timm_parallel.launch.rendezvous import (
+    BACKEND,
+    Rendezvous,
+    from_parameters,
+    listen_towards,
+    ranks_store,
+)
 from timm_parallel.machine import hardware
 from timm_parallel.machine.platform import STOP_SIGNALS, open_memory
 from timm_parallel.machine.process import (
@@ -32,7 +40,8 @@ from timm_parallel.machine.ranks import NodeAddress
 from timm_parallel.machine.signals import heeded_signals, signal_handlers
 from timm_parallel.project import ROOT
 
-# Seconds for a rank to save and exit after a signal, before it is killed. torch's agent waits equally long.
+# Seconds for a rank to save and exit after a signal, before it is killed. torch's agent waits
+# equally long.
 GRACE_SECONDS = 30.0
 
 
@@ -54,13 +63,18 @@ def start_command(command: list[str], environment: dict[str, str]) -> Child:
 
 
 def run_ranks(
-    config: ResolvedConfig, folder: Path, rendezvous: Rendezvous | None = None, start_rank: StartRank = start_command
+    config: ResolvedConfig,
+    folder: Path,
+    rendezvous: Rendezvous | None = None,
+    start_rank: StartRank = start_command,
 ) -> RankExits:
     """Start the ranks of this node, wait until all have exited, and return their exit codes.
 
-    `rendezvous`: connects this node to the other nodes, if any. `start_rank`: starts the rank of a run with one process.
+    `rendezvous`: connects this node to the other nodes, if any. `start_rank`: starts the rank of a
+    run with one process.
     """
-    # A command instead of a function: the agent hangs if a function exits with code 0 without returning.
+    # A command instead of a function: the agent hangs if a function exits with code 0 without
+    # returning.
     command = [sys.executable, *SAFE_PATH, "-m", "src.train", str(folder)]
     oom_kills_before = hardware.oom_kills()
     with RunFolder(folder) as place, terminate_descendants():
@@ -70,7 +84,8 @@ def run_ranks(
             ended = _run_child(command, config.parallel, start_rank)
         ended.folder_problem = place.problem if place.is_gone() else ""
     ended.oom_kills = hardware.oom_kills() - oom_kills_before
-    # A signal may reach only some ranks, perhaps of another node. They stop all ranks, and exit with 128 + signal.
+    # A signal may reach only some ranks, perhaps of another node. They stop all ranks, and exit
+    # with 128 + signal.
     stops = {code - 128 for code in ended.exit_codes.values()}
     if ended.signal is None and len(stops) == 1 and stops <= set(STOP_SIGNALS):
         ended.signal = stops.pop()
@@ -78,7 +93,9 @@ def run_ranks(
 
 
 def _environment(parallel: ResolvedParallel) -> dict[str, str]:
-    """Return the environment variables of the ranks. The numbers of threads are among them: torch reads them at import."""
+    """Return the environment variables of the ranks. The numbers of threads are among them: torch
+    reads them at import.
+    """
     threads = str(parallel.threads_per_device)
     return with_project_on_path(os.environ) | {
         "OMP_NUM_THREADS": threads,
@@ -89,13 +106,19 @@ def _environment(parallel: ResolvedParallel) -> dict[str, str]:
 
 
 def with_project_on_path(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return a copy of `environment` with the project on PYTHONPATH, so that `python -m src.…` works from any folder."""
+    """Return a copy of `environment` with the project on PYTHONPATH, so that `python -m src.…`
+    works from any folder.
+    """
     path = os.pathsep.join(filter(None, [str(ROOT), environment.get("PYTHONPATH")]))
     return {**environment, "PYTHONPATH": path}
 
 
-def _run_child(command: list[str], parallel: ResolvedParallel, start_rank: StartRank = start_command) -> RankExits:
-    """Run `command` as one process and return its exit. It shares the terminal, so that a debugger works in it."""
+def _run_child(
+    command: list[str], parallel: ResolvedParallel, start_rank: StartRank = start_command
+) -> RankExits:
+    """Run `command` as one process and return its exit. It shares the terminal, so that a debugger
+    works in it.
+    """
     ended = RankExits(world_size=1)
     report = open_memory()
     child = start_rank(command, _environment(parallel) | {REPORT: str(report.fileno())})
@@ -125,9 +148,14 @@ def _run_child(command: list[str], parallel: ResolvedParallel, start_rank: Start
 
 
 def run_agent(
-    command: list[str], parallel: ResolvedParallel, scratch: Path, rendezvous: Rendezvous | None = None
+    command: list[str],
+    parallel: ResolvedParallel,
+    scratch: Path,
+    rendezvous: Rendezvous | None = None,
 ) -> RankExits:
-    """Run `command` once per rank of this node under torch's elastic agent, whose files are in the new folder `scratch`."""
+    """Run `command` once per rank of this node under torch's elastic agent, whose files are in the
+    new folder `scratch`.
+    """
     with imports_without_gc():
         from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -160,7 +188,9 @@ def run_agent(
             elastic_launch(launch, command[0])(*command[1:])
         except ChildFailedError as error:
             ended.exit_codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
-        except SignalException as error:  # an Exception: Hydra would swallow it and start the next job of a sweep
+        except (
+            SignalException
+        ) as error:  # an Exception: Hydra would swallow it and start the next job of a sweep
             ended.signal = int(error.sigval)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
@@ -169,7 +199,9 @@ def run_agent(
     return ended
 
 
-def _failures_of_last_attempt(rendezvous: Rendezvous, parallel: ResolvedParallel) -> list[dict[str, Any]]:
+def _failures_of_last_attempt(
+    rendezvous: Rendezvous, parallel: ResolvedParallel
+) -> list[dict[str, Any]]:
     """Return the failure records in the store of a run on this machine."""
     for attempt in range(parallel.max_restarts, -1, -1):
         store = ranks_store(rendezvous.store, attempt)

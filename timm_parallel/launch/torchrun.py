@@ -1,4 +1,6 @@
-"""Runs whose ranks torchrun or srun started: rank 0 composes the config and sends it to the other ranks."""
+"""Runs whose ranks torchrun or srun started: rank 0 composes the config and sends it to the other
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ FOLDER = "run_folder"  # a key of the store, for the ranks of the next attempt
 
 
 def negotiate(config: ResolvedConfig, asked: ParallelConfig, ranks: Ranks) -> None:
-    """Wait on rank 0 for the hardware inventories of all ranks, and adjust a resolved config to them."""
+    """Wait on rank 0 for the hardware inventories of all ranks, and adjust a resolved config to
+    them.
+    """
     _refuse_elastic_nodes()
     store = open_store(ranks)
     _publish_inventory_of(ranks, store)
@@ -44,13 +48,16 @@ def negotiate(config: ResolvedConfig, asked: ParallelConfig, ranks: Ranks) -> No
 
 def _publish_inventory_of(ranks: Ranks, store: Store) -> None:
     is_compared = ranks.nodes > 1 and ranks.is_first_of_node
-    # Agents with different values of --nnodes would train with that of node 0, and then wait for each other.
+    # Agents with different values of --nnodes would train with that of node 0, and then wait for
+    # each other.
     arguments = [f"--nnodes={ranks.nodes}", *sys.argv[1:]] if is_compared else None
     nodes.publish_inventory(store, ranks.rank, ranks.node, ranks.local_world_size, arguments)
 
 
 def run_rank_zero(run: RankMain, config: ResolvedConfig, folder: Path, ranks: Ranks) -> int:
-    """Write the files of the run folder, send the config to the other ranks, and train as rank 0. Return the exit code."""
+    """Write the files of the run folder, send the config to the other ranks, and train as rank 0.
+    Return the exit code.
+    """
     prepare(config, folder)
     store = open_store(ranks)
     store.underlying_store.set(FOLDER, str(folder.resolve()))
@@ -58,8 +65,12 @@ def run_rank_zero(run: RankMain, config: ResolvedConfig, folder: Path, ranks: Ra
     return _run_and_report(run, config, folder, ranks, store)
 
 
-def _run_and_report(run: RankMain, config: ResolvedConfig, folder: Path, ranks: Ranks, store: Store) -> int:
-    """Train as this rank and return the exit code. After a failure, the rank that failed first completes result.json."""
+def _run_and_report(
+    run: RankMain, config: ResolvedConfig, folder: Path, ranks: Ranks, store: Store
+) -> int:
+    """Train as this rank and return the exit code. After a failure, the rank that failed first
+    completes result.json.
+    """
     console = os.fdopen(os.dup(2), "w")  # ranks other than 0 redirect their stderr to their log
     place = RunFolder(folder)
 
@@ -89,19 +100,28 @@ def _run_and_report(run: RankMain, config: ResolvedConfig, folder: Path, ranks: 
 
 
 def node_end(node: int, folder: Path, ended: RankExits) -> str:
-    """Return the last console line of a failed run on a node other than 0: the reason, and the folder of its logs."""
+    """Return the last console line of a failed run on a node other than 0: the reason, and the
+    folder of its logs.
+    """
     reason = first_failure(folder, ended)["reason"]
-    return f"Node {node} ({host_name()}) ends with the run: {reason}; its logs are in {host_name()}:{folder / 'logs'}"
+    return (
+        f"Node {node} ({host_name()}) ends with the run: {reason}; its logs are in "
+        f"{host_name()}:{folder / 'logs'}"
+    )
 
 
 def refuse_followers(ranks: Ranks, reason: str) -> None:
-    """Tell the other ranks, which wait for a config, the reason why rank 0 refused the command line."""
+    """Tell the other ranks, which wait for a config, the reason why rank 0 refused the command
+    line.
+    """
     if ranks.world_size > 1:
         nodes.refuse_others(open_store(ranks), ranks.world_size, reason)
 
 
 def run_follower(run: RankMain, ranks: Ranks) -> int:
-    """Wait for the config from rank 0 and train with it as a rank other than 0. Return the exit code."""
+    """Wait for the config from rank 0 and train with it as a rank other than 0. Return the exit
+    code.
+    """
     store = open_store(ranks)
     _publish_inventory_of(ranks, store)
     received = nodes.receive_config(store, ranks.rank)
@@ -113,7 +133,9 @@ def run_follower(run: RankMain, ranks: Ranks) -> int:
 
 
 def remembered_folder(ranks: Ranks | None) -> Path | None:
-    """Return the run folder that the ranks used before torchrun restarted them; None without a restart."""
+    """Return the run folder that the ranks used before torchrun restarted them; None without a
+    restart.
+    """
     if ranks is None or ranks.restart_count == 0:
         return None
     store = open_store(ranks).underlying_store
@@ -121,7 +143,9 @@ def remembered_folder(ranks: Ranks | None) -> Path | None:
 
 
 def _refuse_elastic_nodes() -> None:
-    """Raise ValueError for `torchrun --nnodes 1:2`. Its uncounted restarts would use the store's keys of an earlier attempt."""
+    """Raise ValueError for `torchrun --nnodes 1:2`. Its uncounted restarts would use the store's
+    keys of an earlier attempt.
+    """
     command = ""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         with suppress(psutil.Error):
@@ -129,11 +153,15 @@ def _refuse_elastic_nodes() -> None:
     given = re.findall(r" --?nnodes[= ](\S+)", command) or [os.environ.get("PET_NNODES", "1")]
     minimum, _, maximum = given[-1].partition(":")
     if maximum not in ("", minimum):
-        raise ValueError(f"--nnodes={given[-1]}: a run has one number of nodes; give torchrun --nnodes={maximum}")
+        raise ValueError(
+            f"--nnodes={given[-1]}: a run has one number of nodes; give torchrun --nnodes={maximum}"
+        )
 
 
 def start_as_ranks(parallel: ResolvedParallel, script: str, arguments: list[str]) -> int:
-    """Run a Python script as one rank per device of this machine, such as evaluate.py. Return the exit code."""
+    """Run a Python script as one rank per device of this machine, such as evaluate.py. Return the
+    exit code.
+    """
     with terminate_descendants(), tempfile.TemporaryDirectory() as scratch:
         ended = run_agent([sys.executable, script, *arguments], parallel, Path(scratch) / "agent")
     if ended.signal is not None:
@@ -142,6 +170,9 @@ def start_as_ranks(parallel: ResolvedParallel, script: str, arguments: list[str]
     # A rank prints its own exception; only one that was killed prints nothing.
     for rank, code in failed.items():
         if code < 0:
-            print(f"{Path(script).name}: rank {rank} was killed by {signal.Signals(-code).name}", file=sys.stderr)
+            print(
+                f"{Path(script).name}: rank {rank} was killed by {signal.Signals(-code).name}",
+                file=sys.stderr,
+            )
     codes = (failed or ended.exit_codes).values()
     return max((code if code > 0 else 128 - code for code in codes), default=0)

@@ -1,4 +1,6 @@
-"""Atomic writes of files, which a crash leaves either old or new, reads of JSON files, and creation of run folders."""
+"""Atomic writes of files, which a crash leaves either old or new, reads of JSON files, and creation
+of run folders.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,15 @@ from timm_parallel.machine.secrets import hide, hide_in
 
 
 def claim_folder(path: Path) -> Path:
-    """Create and return the folder `path`, or if it exists `path_1`, `path_2` …, so that two runs never share a folder."""
+    """Create and return the folder `path`, or if it exists `path_1`, `path_2` …, so that two runs
+    never share a folder.
+    """
     if not path.name:
         raise ValueError(f"hydra.run.dir={path}: expected the path of a new folder")
     if (shown := hide(str(path))) != str(path):
-        raise ValueError(f"hydra.run.dir={shown}: the path contains a secret; choose another path or task_name")
+        raise ValueError(
+            f"hydra.run.dir={shown}: the path contains a secret; choose another path or task_name"
+        )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         for attempt in range(1000):
@@ -27,8 +33,12 @@ def claim_folder(path: Path) -> Path:
                 folder.mkdir()
                 return folder
     except OSError as error:
-        raise ValueError(f"hydra.run.dir={path}: cannot be created ({error.strerror}); choose another path") from None
-    raise ValueError(f"hydra.run.dir={path}: 1000 folders of this name exist already; choose another name")
+        raise ValueError(
+            f"hydra.run.dir={path}: cannot be created ({error.strerror}); choose another path"
+        ) from None
+    raise ValueError(
+        f"hydra.run.dir={path}: 1000 folders of this name exist already; choose another name"
+    )
 
 
 def write_text(path: Path, text: str) -> None:
@@ -37,12 +47,16 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write `value` to `path` as strict JSON: NaN and infinity become null, because they are not JSON."""
+    """Write `value` to `path` as strict JSON: NaN and infinity become null, because they are not
+    JSON.
+    """
     _write_characters(path, json.dumps(hide_in(finite(value)), indent=2, allow_nan=False) + "\n")
 
 
 def read_json(path: Path, newest: int, missing: str) -> dict[str, Any]:
-    """Read a JSON file of format version `newest` or older. `missing`: the error text if the file does not exist."""
+    """Read a JSON file of format version `newest` or older. `missing`: the error text if the file
+    does not exist.
+    """
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -50,14 +64,20 @@ def read_json(path: Path, newest: int, missing: str) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ValueError(f"{path}: damaged, cannot be read as JSON ({error})") from None
     if not isinstance(values, dict) or not isinstance(values.get("format", 0), int):
-        raise ValueError(f"{path}: this file is not of this project (expected an object with `format`)")
+        raise ValueError(
+            f"{path}: this file is not of this project (expected an object with `format`)"
+        )
     if values.get("format", 0) > newest:
-        raise ValueError(f"{path}: format {values['format']} is newer than this code reads ({newest}); update the code")
+        raise ValueError(
+            f"{path}: format {values['format']} is newer than this code reads ({newest}); update "
+            "the code"
+        )
     return values
 
 
 def write_whole(path: Path, write: Callable[[Path], object], writer: str = "") -> None:
-    """Call `write` with the path of a temporary file, then rename that file to `path`, so that a crash leaves no part.
+    """Call `write` with the path of a temporary file, then rename that file to `path`, so that a
+    crash leaves no part.
 
     `writer`: suffix of the temporary file, so that concurrent writers do not collide.
     """
@@ -70,7 +90,8 @@ def write_whole(path: Path, write: Callable[[Path], object], writer: str = "") -
         os.replace(temporary, path)
         sync(path.parent)  # else a power failure may undo the rename
     except OSError as error:
-        # The error of an open file, such as a full disk, has no name. One without a number is a message of its own.
+        # The error of an open file, such as a full disk, has no name. One without a number is a
+        # message of its own.
         if error.errno is not None:
             error.filename = error.filename or str(path)
         raise
@@ -87,5 +108,7 @@ def _write_characters(path: Path, text: str) -> None:
 
 
 def finite(value: Any) -> Any:
-    """Return a copy of nested dicts and lists with the types of JSON, in which NaN and infinity are None."""
+    """Return a copy of nested dicts and lists with the types of JSON, in which NaN and infinity are
+    None.
+    """
     return json.loads(json.dumps(value), parse_constant=lambda name: None)

@@ -1,4 +1,6 @@
-"""Hardware of this machine, without importing torch: cores, memory, CUDA devices, library builds."""
+"""Hardware of this machine, without importing torch: cores, memory, CUDA devices,
+library builds.
+"""
 
 from __future__ import annotations
 
@@ -31,16 +33,24 @@ def cores() -> int:
 
 @cache
 def cpu_model() -> str:
-    return _search(Path("/proc/cpuinfo"), r"^model name\s*: (.+)$") or platform.processor() or platform.machine()
+    return (
+        _search(Path("/proc/cpuinfo"), r"^model name\s*: (.+)$")
+        or platform.processor()
+        or platform.machine()
+    )
 
 
 def available_memory() -> int:
-    """Return the bytes of memory available without swapping, within this process's cgroup limits (version 2)."""
+    """Return the bytes of memory available without swapping, within this process's cgroup limits
+    (version 2).
+    """
     available = [int(psutil.virtual_memory().available)]
     cgroup = CGROUP / (_search(Path("/proc/self/cgroup"), r"^0::/(.*)$") or "")
     for folder in (cgroup, *cgroup.parents):
         with suppress(OSError, ValueError):  # the file is missing, or its text is `max`: no limit
-            limit, used = (int((folder / f"memory.{name}").read_text()) for name in ("max", "current"))
+            limit, used = (
+                int((folder / f"memory.{name}").read_text()) for name in ("max", "current")
+            )
             # The kernel frees cached files first.
             files = _search(folder / "memory.stat", r"^inactive_file (\d+)$")
             available.append(max(0, limit - used + int(files or 0)))
@@ -49,7 +59,9 @@ def available_memory() -> int:
 
 @cache
 def cuda() -> Driver:
-    """Return the devices that the CUDA driver gives this process, queried once per process, as torch does."""
+    """Return the devices that the CUDA driver gives this process, queried once per process, as
+    torch does.
+    """
     return Driver.ask(torch_cuda())
 
 
@@ -59,13 +71,17 @@ def visible_cuda_devices() -> tuple[CudaDevice, ...]:
 
 
 def oom_kills() -> int:
-    """Return the number of processes that the kernel has killed for lack of memory; 0 if the number is unknown."""
+    """Return the number of processes that the kernel has killed for lack of memory; 0 if the number
+    is unknown.
+    """
     return int(_search(Path("/proc/vmstat"), r"^oom_kill (\d+)$") or 0)
 
 
 @cache
 def has_mpi() -> bool:
-    """Return True if the headers of torch say that it is built with MPI. The wheels on PyPI are built without MPI."""
+    """Return True if the headers of torch say that it is built with MPI. The wheels on PyPI are
+    built without MPI.
+    """
     return _search_torch("include/caffe2/core/macros.h", r'{"USE_MPI", "(OFF)"}') is None
 
 
@@ -82,7 +98,9 @@ def torch_cuda() -> str | None:
 
 @cache
 def other_gpus() -> str | None:
-    """Return the kind of GPUs that torch is built for if they are not NVIDIA's: `ROCm 6.4` or `XPU 20250301`; None if they are."""
+    """Return the kind of GPUs that torch is built for if they are not NVIDIA's: `ROCm 6.4` or `XPU
+    20250301`; None if they are.
+    """
     for name, variable in (("ROCm", "hip"), ("XPU", "xpu")):
         if version := _search_torch("version.py", rf"^{variable}\b[^=]*= '([^']*)'"):
             return f"{name} {version}"
@@ -96,13 +114,17 @@ def ddp_has(option: str) -> bool:
 
 
 def _search_torch(file: str, pattern: str) -> str | None:
-    """Return group 1 of the first match of `pattern` in a file of the torch package, without importing torch."""
+    """Return group 1 of the first match of `pattern` in a file of the torch package, without
+    importing torch.
+    """
     spec = importlib.util.find_spec("torch")
     return _search(Path(spec.origin).parent / file, pattern) if spec and spec.origin else None
 
 
 def _search(path: Path, pattern: str) -> str | None:
-    """Return group 1 of the match of `pattern` in a file; None if the file or the match is missing."""
+    """Return group 1 of the match of `pattern` in a file;
+    None if the file or the match is missing.
+    """
     try:
         match = re.search(pattern, path.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
     except OSError:

@@ -1,4 +1,6 @@
-"""Locks of run and sweep folders. The kernel releases `.lock` when its owner dies, so no heartbeat is needed."""
+"""Locks of run and sweep folders. The kernel releases `.lock` when its owner dies, so no heartbeat
+is needed.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,19 @@ log = logging.getLogger(__name__)
 NAME = ".lock"
 PATIENCE_SECONDS = 0.2  # is_locked in another process may hold the lock for a moment
 _held: set[Path] = set()  # lock files of this process
-NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)  # the file system has no locks
+NO_LOCKS = (
+    errno.ENOSYS,
+    errno.ENOTSUP,
+    errno.EOPNOTSUPP,
+    errno.ENOLCK,
+)  # the file system has no locks
 
 
 @contextmanager
 def lock_folder(folder: Path, patience: float = PATIENCE_SECONDS) -> Iterator[None]:
-    """Lock `folder` during the `with` block. Raises ValueError with pid and host of the process that holds the lock."""
+    """Lock `folder` during the `with` block. Raises ValueError with pid and host of the process
+    that holds the lock.
+    """
     from filelock import FileLock, Timeout
 
     if not folder.is_dir():  # FileLock would create it
@@ -29,11 +38,17 @@ def lock_folder(folder: Path, patience: float = PATIENCE_SECONDS) -> Iterator[No
         lock.acquire()
     except Timeout:
         owner = owner_of(folder)
-        raise ValueError(f"{folder}: in use by {owner}; wait for it, stop it, or use another folder") from None
+        raise ValueError(
+            f"{folder}: in use by {owner}; wait for it, stop it, or use another folder"
+        ) from None
     except OSError as error:
         if error.errno not in NO_LOCKS:
-            raise ValueError(f"{folder}: cannot be written to ({error.strerror}); use another folder") from None
-        log.warning("%s: this file system has no locks (%s); do not start a second run here", folder, error)
+            raise ValueError(
+                f"{folder}: cannot be written to ({error.strerror}); use another folder"
+            ) from None
+        log.warning(
+            "%s: this file system has no locks (%s); do not start a second run here", folder, error
+        )
     path = folder.resolve() / NAME
     try:
         if lock.is_locked:
@@ -72,7 +87,9 @@ def _sign(descriptor: int) -> None:
 
 
 def owner_of(folder: Path) -> str:
-    """Describe the process that holds the lock of `folder`: pid, host, Slurm job; `another process` if unknown."""
+    """Describe the process that holds the lock of `folder`: pid, host, Slurm job; `another process`
+    if unknown.
+    """
     with suppress(OSError):  # the owner may be removing the file
         return (folder / NAME).read_text(errors="replace").strip() or "another process"
     return "another process"

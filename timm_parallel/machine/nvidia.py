@@ -1,8 +1,9 @@
 """NVIDIA devices: listed by the CUDA driver, as in torch, and monitored with NVML.
 
-Only the driver (libcuda) knows the devices of a process: it applies CUDA_VISIBLE_DEVICES (numbers, UUIDs, MIG slices),
-the order of different devices, and the limits of a container. NVML lists all devices of the machine, in another order.
-NVML may be missing, and any query may fail. A value is then None.
+Only the driver (libcuda) knows the devices of a process: it applies CUDA_VISIBLE_DEVICES (numbers,
+UUIDs, MIG slices), the order of different devices, and the limits of a container. NVML lists all
+devices of the machine, in another order. NVML may be missing, and any query may fail. A value is
+then None.
 """
 
 from __future__ import annotations
@@ -18,9 +19,16 @@ from typing import Any
 # True after cuInit: the CUDA driver works in no process that is forked from this one.
 has_initialized_driver = False
 NOT_INITIALIZED = 3  # cuda.h: what cuInit returns in such a process
-HIDING = ("", "-1", "none", "NoDevFiles", "void")  # values of CUDA_VISIBLE_DEVICES that hide all devices on purpose
+HIDING = (
+    "",
+    "-1",
+    "none",
+    "NoDevFiles",
+    "void",
+)  # values of CUDA_VISIBLE_DEVICES that hide all devices on purpose
 TEMPERATURE_GPU, CLOCK_SM = 0, 1  # nvml.h
-# Bits of nvmlDeviceGetCurrentClocksThrottleReasons. A power cap is normal for large models, so it is left out.
+# Bits of nvmlDeviceGetCurrentClocksThrottleReasons. A power cap is normal for large models, so it
+# is left out.
 SLOWED_BY = {
     0x8: "hardware slowdown",
     0x20: "heat (by the driver)",
@@ -46,9 +54,13 @@ class Driver:
 
     @classmethod
     def ask(cls, torch_cuda: str | None) -> Driver:
-        """Query the CUDA driver. `torch_cuda`: the CUDA version that torch is built for; None: built without CUDA."""
+        """Query the CUDA driver. `torch_cuda`: the CUDA version that torch is built for; None:
+        built without CUDA.
+        """
         if torch_cuda is None:
-            return cls(problem=_if_shown("this torch is built without CUDA; install a build with CUDA"))
+            return cls(
+                problem=_if_shown("this torch is built without CUDA; install a build with CUDA")
+            )
         try:
             library = _open_driver()
         except OSError:
@@ -58,17 +70,25 @@ class Driver:
         has_initialized_driver = True
         if code := library.cuInit(0):
             reason = _driver_error(library, "cuInit", code)
-            forked = f"{reason}: this process was forked from one that had initialized CUDA; start it as a command"
+            forked = (
+                f"{reason}: this process was forked from one that had initialized CUDA; "
+                "start it as a command"
+            )
             return cls(problem=forked if code == NOT_INITIALIZED else _if_shown(reason))
         is_unknown = library.cuDriverGetVersion(ctypes.byref(version))
         if not is_unknown and version.value // 1000 < int(torch_cuda.partition(".")[0]):
             supported = _cuda_version(version.value)
-            reason = f"the driver supports CUDA {supported}, but torch is built for {torch_cuda}; update the driver"
+            reason = (
+                f"the driver supports CUDA {supported}, but torch is built for {torch_cuda}; "
+                "update the driver"
+            )
             return cls(problem=reason)
         if code := library.cuDeviceGetCount(ctypes.byref(count)):
             return cls(problem=_if_shown(_driver_error(library, "cuDeviceGetCount", code)))
         devices = tuple(_device(library, index) for index in range(count.value))
-        return cls(devices, None if devices else _if_shown("the driver gives this process no device"))
+        return cls(
+            devices, None if devices else _if_shown("the driver gives this process no device")
+        )
 
 
 def _open_driver() -> Any:
@@ -100,7 +120,9 @@ def _device(library: Any, index: int) -> CudaDevice:
 
 
 def _if_shown(reason: str) -> str | None:
-    """Return `reason` if this machine has NVIDIA devices and CUDA_VISIBLE_DEVICES does not hide all of them, else None."""
+    """Return `reason` if this machine has NVIDIA devices and CUDA_VISIBLE_DEVICES does not hide all
+    of them, else None.
+    """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if not nvidia_device_files() or (visible is not None and visible.strip() in HIDING):
         return None
@@ -108,19 +130,25 @@ def _if_shown(reason: str) -> str | None:
 
 
 def nvidia_device_files(root: Path = Path("/")) -> list[str]:
-    """Return the files of NVIDIA devices in /proc and /dev; empty on a machine without such a device."""
+    """Return the files of NVIDIA devices in /proc and /dev; empty on a machine without such a
+    device.
+    """
     paths = [*(root / "proc/driver/nvidia/gpus").glob("*"), *(root / "dev").glob("nvidia[0-9]*")]
     return sorted(str(path) for path in paths)
 
 
 def listed() -> list[dict[str, Any]]:
-    """Return `name` and `memory` (bytes; None if unknown) of each NVIDIA device of the machine, from NVML."""
+    """Return `name` and `memory` (bytes; None if unknown) of each NVIDIA device of the machine,
+    from NVML.
+    """
     devices = []
     for index in range(_ask_nvml("nvmlDeviceGetCount") or 0):
         handle = _ask_nvml("nvmlDeviceGetHandleByIndex", index)
         memory = _ask_nvml("nvmlDeviceGetMemoryInfo", handle)
         name = _ask_nvml("nvmlDeviceGetName", handle)
-        devices.append({"name": name or "unknown", "memory": None if memory is None else int(memory.total)})
+        devices.append(
+            {"name": name or "unknown", "memory": None if memory is None else int(memory.total)}
+        )
     return devices
 
 
@@ -137,7 +165,9 @@ def driver_version() -> str | None:
 
 
 class Gpu:
-    """Monitor of one GPU through NVML: mean utilization, highest temperature and lowest clock over the `sample` calls."""
+    """Monitor of one GPU through NVML: mean utilization, highest temperature and lowest clock over
+    the `sample` calls.
+    """
 
     def __init__(self, uuid: str | None) -> None:
         """`uuid`: UUID of the device, from CudaDevice; None: all values are unknown."""
@@ -163,12 +193,18 @@ class Gpu:
         return self._busy / self._samples / 100 if self._samples else None
 
     def joules(self) -> float:
-        """Return the energy in joules since the driver was loaded; NaN if it is unknown (before Volta, a MIG slice)."""
-        millijoules = self._handle and _ask_nvml("nvmlDeviceGetTotalEnergyConsumption", self._handle)
+        """Return the energy in joules since the driver was loaded; NaN if it is unknown (before
+        Volta, a MIG slice).
+        """
+        millijoules = self._handle and _ask_nvml(
+            "nvmlDeviceGetTotalEnergyConsumption", self._handle
+        )
         return math.nan if millijoules is None else millijoules / 1000
 
     def state(self) -> dict[str, Any] | None:
-        """Return `celsius` (highest), `sm_mhz` (lowest), `sm_mhz_max`, `slowed_by` (reasons); None without NVML."""
+        """Return `celsius` (highest), `sm_mhz` (lowest), `sm_mhz_max`, `slowed_by` (reasons); None
+        without NVML.
+        """
         if self._handle is None:
             return None
         return {
@@ -180,7 +216,9 @@ class Gpu:
 
 
 def _ask_nvml(question: str, *arguments: Any) -> Any:
-    """Call the NVML function `question` and return its result; None if NVML, the permission or the value is missing."""
+    """Call the NVML function `question` and return its result; None if NVML, the permission or the
+    value is missing.
+    """
     try:
         import pynvml
     except ImportError:

@@ -1,4 +1,6 @@
-"""Functions and signals that differ between systems. Windows must be able to import this file: it is refused later."""
+"""Functions and signals that differ between systems. Windows must be able to import this file: it
+is refused later.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from typing import IO
 
 WINDOWS = sys.platform == "win32"
 STOP_SIGNALS = tuple(
-    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)
+    getattr(signal, name)
+    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
+    if hasattr(signal, name)
 )
 
 
@@ -31,7 +35,9 @@ def sync(path: Path) -> None:
 
 
 def open_memory() -> IO[bytes]:
-    """Open a file without a name for a child process to write to: in memory on Linux, where the disk may be full."""
+    """Open a file without a name for a child process to write to: in memory on Linux, where the
+    disk may be full.
+    """
     if sys.platform == "linux":
         return os.fdopen(os.memfd_create("report"), "w+b")
     return tempfile.TemporaryFile()
@@ -41,7 +47,11 @@ def peak_memory() -> int:
     """Return the peak memory of this process in bytes."""
     status = Path("/proc/self/status")
     # Linux's ru_maxrss includes the peak of the parent before the fork.
-    match = re.search(r"^VmHWM:\s+(\d+) kB$", status.read_text(), re.MULTILINE) if status.exists() else None
+    match = (
+        re.search(r"^VmHWM:\s+(\d+) kB$", status.read_text(), re.MULTILINE)
+        if status.exists()
+        else None
+    )
     if match is not None:
         return 1024 * int(match.group(1))
     import resource

@@ -1,4 +1,6 @@
-"""Processes of a run: end them with their parent, start them quickly, and exit without leftover child processes."""
+"""Processes of a run: end them with their parent, start them quickly, and exit without leftover
+child processes.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +25,16 @@ from timm_parallel.machine.lock import remove_lock_files
 
 # Without it `python -m` imports from the current folder first, which may contain a foreign json.py.
 SAFE_PATH = ("-P",)
-# True after a tracker has failed: the exit handlers of its library may wait for a server that does not answer.
+# True after a tracker has failed: the exit handlers of its library may wait for a server that does
+# not answer.
 exit_handlers_may_block = False
 LAUNCHER = "RUN_LAUNCHER"  # environment variable of a rank: the pid of its launcher
 
 
 def kill_on_parent_exit(parent: int | None = None) -> None:
-    """Ask the kernel to kill this process when its `parent` dies, e.g. after `kill -9` of a launcher."""
+    """Ask the kernel to kill this process when its `parent` dies, e.g. after `kill -9` of a
+    launcher.
+    """
     if sys.platform != "linux":
         return
     PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -41,29 +46,39 @@ def kill_on_parent_exit(parent: int | None = None) -> None:
 
 
 def limit_job(parent: int, cores: Collection[int]) -> None:
-    """Make this process die with process `parent`, and run only on the CPU cores `cores` (empty: on all)."""
+    """Make this process die with process `parent`, and run only on the CPU cores `cores` (empty: on
+    all).
+    """
     kill_on_parent_exit(parent)
     if cores and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cores)
 
 
 def process_start_time(pid: int) -> float:
-    """Return the start time of a process, comparable to time.time(). psutil's value is up to a second off."""
+    """Return the start time of a process, comparable to time.time(). psutil's value is up to a
+    second off.
+    """
     if sys.platform != "linux":
         return psutil.Process(pid).create_time()
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # proc(5): the name may have spaces
+    fields = (
+        Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    )  # proc(5): the name may have spaces
     since_boot = int(fields[19]) / os.sysconf("SC_CLK_TCK")
     return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - since_boot)
 
 
 def started_at() -> float:
-    """Return the time at which the command of this run started: RUN_STARTED_AT or, under torchrun, its parent's start."""
+    """Return the time at which the command of this run started: RUN_STARTED_AT or, under torchrun,
+    its parent's start.
+    """
     return float(os.environ.get("RUN_STARTED_AT", 0)) or process_start_time(os.getppid())
 
 
 @contextmanager
 def imports_without_gc() -> Iterator[None]:
-    """Pause the garbage collector while torch and timm are imported, which saves a fifth of that time."""
+    """Pause the garbage collector while torch and timm are imported, which saves a fifth of that
+    time.
+    """
     gc.disable()
     try:
         yield
@@ -79,8 +94,11 @@ def import_class(name: str) -> Any:
 
 
 def keep_freed_memory() -> None:
-    """Make glibc keep freed memory for the next tensors, which saves 6 to 25 % of a step on a CPU (docs/benchmarks.md)."""
-    # By default glibc returns large blocks to the kernel, and each step has to map their pages again.
+    """Make glibc keep freed memory for the next tensors, which saves 6 to 25 % of a step on a CPU
+    (docs/benchmarks.md).
+    """
+    # By default glibc returns large blocks to the kernel, and each step has to map their pages
+    # again.
     if sys.platform != "linux" or any(name.startswith("MALLOC_") for name in os.environ):
         return
     M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
@@ -91,7 +109,9 @@ def keep_freed_memory() -> None:
 
 
 def keep_running_without_stdout() -> None:
-    """Discard output once the reader of stdout has exited (`python train.py | head -n 2`), instead of failing."""
+    """Discard output once the reader of stdout has exited (`python train.py | head -n 2`), instead
+    of failing.
+    """
 
     class Pipe(io.FileIO):
         def write(self, data: Any, /) -> int:
@@ -106,13 +126,17 @@ def keep_running_without_stdout() -> None:
     out = sys.stdout
     if isinstance(out, io.TextIOWrapper) and not out.isatty():
         buffer = io.BufferedWriter(Pipe(out.fileno(), "w", closefd=False))
-        sys.stdout = io.TextIOWrapper(buffer, out.encoding, out.errors, line_buffering=out.line_buffering)
+        sys.stdout = io.TextIOWrapper(
+            buffer, out.encoding, out.errors, line_buffering=out.line_buffering
+        )
 
 
 def exit_process(code: int) -> NoReturn:
-    """Exit with `code`. If a rank has failed, skip the destructors of NCCL and CUDA, which may wait for ranks forever.
+    """Exit with `code`. If a rank has failed, skip the destructors of NCCL and CUDA, which may wait
+    for ranks forever.
 
-    This also skips the shutdown of the interpreter, which aborts if a thread is inside torch's store.
+    This also skips the shutdown of the interpreter, which aborts if a thread is inside torch's
+    store.
     """
     dist = sys.modules.get("torch.distributed")
     has_group = dist is not None and dist.is_available() and dist.is_initialized()
@@ -126,9 +150,12 @@ def exit_process(code: int) -> NoReturn:
 
 
 def exit_at_once(code: int) -> NoReturn:
-    """Exit without `finally` blocks and exit handlers, which may block. Lock files and temporary folders are removed."""
+    """Exit without `finally` blocks and exit handlers, which may block. Lock files and temporary
+    folders are removed.
+    """
     remove_lock_files()
-    # Where loader workers have their sockets. Not imported here, because this may be any thread at any time.
+    # Where loader workers have their sockets. Not imported here, because this may be any thread at
+    # any time.
     util = sys.modules.get("multiprocessing.util")
     # A process that multiprocessing has started shares the folder of its parent.
     if util is not None and sys.modules["multiprocessing"].parent_process() is None:
@@ -140,7 +167,9 @@ def exit_at_once(code: int) -> NoReturn:
 
 @contextmanager
 def terminate_descendants(seconds: float = 1.0) -> Iterator[None]:
-    """At the end of the `with` block, end all processes started in it: SIGTERM, then SIGKILL after `seconds`."""
+    """At the end of the `with` block, end all processes started in it: SIGTERM, then SIGKILL after
+    `seconds`.
+    """
     if sys.platform == "linux":
         PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h: orphans below this process become its children
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
@@ -148,7 +177,9 @@ def terminate_descendants(seconds: float = 1.0) -> Iterator[None]:
     try:
         yield
     finally:
-        started = [child for child in psutil.Process().children(recursive=True) if child not in before]
+        started = [
+            child for child in psutil.Process().children(recursive=True) if child not in before
+        ]
         for child in started:
             with suppress(psutil.NoSuchProcess):
                 child.terminate()

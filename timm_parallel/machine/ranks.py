@@ -1,4 +1,6 @@
-"""Identity of a rank, read from the environment variables that torchrun, torch's agent or srun sets."""
+"""Identity of a rank, read from the environment variables that torchrun, torch's agent or srun
+sets.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR",
 
 @dataclass(frozen=True)
 class Ranks:
-    """Rank, node and world size of this process. The defaults describe the only process of a run."""
+    """Rank, node and world size of this process.
+    The defaults describe the only process of a run.
+    """
 
     rank: int = 0
     world_size: int = 1
@@ -46,7 +50,9 @@ def host_name() -> str:
 
 
 def first_difference(described: list[tuple[str, dict[str, str]]]) -> str:
-    """Describe the first value in which an entry (name, values) differs from entry 0. Return "" if all are equal."""
+    """Describe the first value in which an entry (name, values) differs from entry 0. Return "" if
+    all are equal.
+    """
     for name, values in described[1:]:
         first_name, first = described[0]
         for key in [*first, *values]:
@@ -58,7 +64,9 @@ def first_difference(described: list[tuple[str, dict[str, str]]]) -> str:
 
 @cache
 def machine_id() -> str:
-    """Return an id that is equal for processes which can signal each other by pid: same boot and same pid namespace."""
+    """Return an id that is equal for processes which can signal each other by pid: same boot and
+    same pid namespace.
+    """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
@@ -79,7 +87,8 @@ class NodeAddress:
 def ranks_from_environment(environment: Mapping[str, str]) -> Ranks | None:
     """Return the rank of this process; None if neither torchrun nor srun started it.
 
-    Raises ValueError if variables are missing: the process would otherwise train alone, on a part of the data.
+    Raises ValueError if variables are missing: the process would otherwise train alone, on a part
+    of the data.
     """
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     present = [name for name in names[:3] if name in environment]
@@ -89,7 +98,9 @@ def ranks_from_environment(environment: Mapping[str, str]) -> Ranks | None:
     fix = "start ranks with torchrun, or unset it"
     missing = [name for name in NEEDED if name not in environment]
     if missing:
-        raise ValueError(f"{present[0]}={environment[present[0]]}: also requires {', '.join(missing)}; {fix}")
+        raise ValueError(
+            f"{present[0]}={environment[present[0]]}: also requires {', '.join(missing)}; {fix}"
+        )
     for name in names:
         if not environment[name].isdecimal():
             raise ValueError(f"{name}={environment[name]}: expected an integer >= 0; {fix}")
@@ -97,7 +108,10 @@ def ranks_from_environment(environment: Mapping[str, str]) -> Ranks | None:
     if rank >= world_size:
         raise ValueError(f"RANK={rank}: expected less than WORLD_SIZE={world_size}; {fix}")
     if local_rank >= local_world_size:
-        raise ValueError(f"LOCAL_RANK={local_rank}: expected less than LOCAL_WORLD_SIZE={local_world_size}; {fix}")
+        raise ValueError(
+            f"LOCAL_RANK={local_rank}: expected less than LOCAL_WORLD_SIZE={local_world_size}; "
+            f"{fix}"
+        )
     restarts = int(environment.get("TORCHELASTIC_RESTART_COUNT", "0"))
     node = int(environment.get("GROUP_RANK", rank // local_world_size))
     nodes = int(environment.get("GROUP_WORLD_SIZE", math.ceil(world_size / local_world_size)))
@@ -105,28 +119,45 @@ def ranks_from_environment(environment: Mapping[str, str]) -> Ranks | None:
 
 
 def _refuse_mpirun(environment: Mapping[str, str]) -> None:
-    """Raise ValueError for a process that mpirun started, because each of its processes would train alone."""
+    """Raise ValueError for a process that mpirun started, because each of its processes would train
+    alone.
+    """
     # srun sets PMI_SIZE too, but not MPI_LOCALRANKID.
-    names = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE") if "MPI_LOCALRANKID" in environment else ("OMPI_COMM_WORLD_SIZE",)
+    names = (
+        ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+        if "MPI_LOCALRANKID" in environment
+        else ("OMPI_COMM_WORLD_SIZE",)
+    )
     for name in names:
         size = environment.get(name, "1")
         if size != "1":
             raise ValueError(
-                f"{name}={size}: mpirun is not supported; run python train.py (it starts the ranks), or torchrun or srun on "
-                "several nodes"
+                f"{name}={size}: mpirun is not supported; run python train.py (it starts the "
+                "ranks), or torchrun or srun on several nodes"
             )
 
 
 def _ranks_of_srun(environment: Mapping[str, str]) -> Ranks | None:
-    """Return the rank of a task of `srun --ntasks=N python train.py …`; None if there is no other task."""
+    """Return the rank of a task of `srun --ntasks=N python train.py …`; None if there is no other
+    task.
+    """
     if "SLURM_STEP_ID" not in environment or environment.get("SLURM_STEP_NUM_TASKS", "1") == "1":
         return None
-    names = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES")
+    names = (
+        "SLURM_PROCID",
+        "SLURM_LOCALID",
+        "SLURM_NODEID",
+        "SLURM_STEP_NUM_TASKS",
+        "SLURM_STEP_NUM_NODES",
+    )
     wrong = [name for name in names if not environment.get(name, "").isdecimal()]
     counts = tasks_per_node(environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
     if wrong or not counts:
         name = wrong[0] if wrong else "SLURM_STEP_TASKS_PER_NODE"
-        raise ValueError(f"{name}: missing or invalid; start with srun --ntasks=N python train.py …, or cluster=slurm")
+        raise ValueError(
+            f"{name}: missing or invalid; start with srun --ntasks=N python train.py …, or "
+            "cluster=slurm"
+        )
     rank, local_rank, node, world_size, nodes = (int(environment[name]) for name in names)
     return Ranks(rank, world_size, local_rank, counts[node], 0, node, nodes)
 
@@ -137,7 +168,9 @@ def starter() -> str:
 
 
 def tasks_per_node(text: str) -> list[int]:
-    """Parse Slurm's list of tasks per node: `2(x3),1` becomes [2, 2, 2, 1]. Return [] for an invalid text."""
+    """Parse Slurm's list of tasks per node: `2(x3),1` becomes [2, 2, 2, 1]. Return [] for an
+    invalid text.
+    """
     counts: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)

@@ -1,7 +1,8 @@
-"""Secrets, recognized by the names of environment variables and config keys, and replaced in all files and messages.
+"""Secrets, recognized by the names of environment variables and config keys, and replaced in all
+files and messages.
 
-`${oc.env:NAME}` replaces the value of a secret variable: OmegaConf resolves it when a saved config is read.
-`***` replaces any other value of a key such as `token`.
+`${oc.env:NAME}` replaces the value of a secret variable: OmegaConf resolves it when a saved config
+is read. `***` replaces any other value of a key such as `token`.
 """
 
 from __future__ import annotations
@@ -21,31 +22,42 @@ WORD = (
     "token|secret|password|passwd|passphrase|api_?key|access_?key(?:_id)?|secret_?key|private_?key|credentials?|"
     "auth_?key|auth_?header|bearer|(?:signing|encryption|ssh)_?key"
 )
-# Environment variables. Of those that end in _KEY, only what is plainly no secret is left out. Config keys are the other
-# way round, because `image_key` and `label_key` are names of columns.
-NO_SECRET = r"(?!(?:.*_)?(?:public|primary|foreign|partition|sort|cache|group|index|image|label|input|target)_key$)"
+# Environment variables. Of those that end in _KEY, only what is plainly no secret is left out.
+# Config keys are the other way round, because `image_key` and `label_key` are names of columns.
+NO_SECRET = (
+    r"(?!(?:.*_)?(?:public|primary|foreign|partition|sort|cache|group|index|image|label|input|target)"
+    r"_key$)"
+)
 NAMES = re.compile(
     rf"(?:.*_)?(?:{WORD}|pass|auth|pat)(?:_.*)?|.*(?:token|secret|password|passwd|apikey)|.+_pwd|{NO_SECRET}.+_key",
     re.I,
 )
-KEYS = re.compile(rf"(?:.*_)?(?:{WORD}|pwd|pass)", re.I)  # of a config; does not match `max_tokens` or `key`
+KEYS = re.compile(
+    rf"(?:.*_)?(?:{WORD}|pwd|pass)", re.I
+)  # of a config; does not match `max_tokens` or `key`
 REFERENCE = re.compile(r"\$\{oc\.env:\s*\w+\s*\}")
 IN_URL = re.compile(r"(?<=://)([^\s:/@'\"]*):([^\s/@'\"]+)(?=@)")
 NO_REFERENCE = r"(?!\s*['\"]?\$\{)"
 # token=abc, token=choice(a,b)
 IN_OVERRIDE = re.compile(rf"(\b(?:\w*_)?(?:{WORD})\s*=\s*){NO_REFERENCE}\S+", re.I)
 # {token: abc}
-IN_DICT = re.compile(rf"((?<=[{{,'\"])\s*(?:\w*_)?(?:{WORD})['\"]?\s*:\s*){NO_REFERENCE}[^\s,;\]}}]+", re.I)
-# The rest of a line of code that gives a key such as token a value. A call without a literal is not a secret:
-# `self.cls_token = nn.Parameter(torch.zeros(1))`. The possessive + keeps the look-ahead at the start of the value.
+IN_DICT = re.compile(
+    rf"((?<=[{{,'\"])\s*(?:\w*_)?(?:{WORD})['\"]?\s*:\s*){NO_REFERENCE}[^\s,;\]}}]+", re.I
+)
+# The rest of a line of code that gives a key such as token a value. A call without a literal is not
+# a secret: `self.cls_token = nn.Parameter(torch.zeros(1))`. The possessive + keeps the look-ahead
+# at the start of the value.
 IN_CODE = re.compile(
-    rf"^(.*?\b(?:\w*_)?(?:{WORD}|pwd|pass)['\"\]]*[ \t]*[:=]=?+[ \t]*+){NO_REFERENCE}(?![\w.]+\([^'\"\n]{{0,200}}$)\S.*$",
+    rf"^(.*?\b(?:\w*_)?(?:{WORD}|pwd|pass)['\"\]]*[ \t]*[:=]=?+[ \t]*+){NO_REFERENCE}"
+    r"(?![\w.]+\([^'\"\n]{0,200}$)\S.*$",
     re.I | re.M,
 )
 
 
 def is_secret_variable(name: str, value: str) -> bool:
-    """Return True if an environment variable is secret by its name, or as a URL with a password. A path is no secret."""
+    """Return True if an environment variable is secret by its name, or as a URL with a password. A
+    path is no secret.
+    """
     if len(value) < SHORTEST or is_path(value):
         return False
     return NAMES.fullmatch(name) is not None or IN_URL.search(value) is not None
@@ -62,21 +74,27 @@ def is_secret_key(key: str) -> bool:
 
 
 def is_written_out(key: str, value: Any) -> bool:
-    """Return True if a key such as `token` has the secret itself as its value, not a `${…}` reference or a path."""
+    """Return True if a key such as `token` has the secret itself as its value, not a `${…}`
+    reference or a path.
+    """
     if value is None or isinstance(value, bool) or not is_secret_key(key):
         return False
     return REFERENCE.sub("", str(value)) not in ("", "???") and not is_path(str(value))
 
 
 def hide(text: str) -> str:
-    """Replace the value of each secret environment variable in `text` by its reference, `${oc.env:NAME}`."""
+    """Replace the value of each secret environment variable in `text` by its reference,
+    `${oc.env:NAME}`.
+    """
     for name, value in _secrets_of(tuple(os.environ.items())):
         text = text.replace(value, f"${{oc.env:{name}}}")
     return text
 
 
 def hide_in(tree: Any, key: str = "") -> Any:
-    """Replace secrets in all strings and keys of nested dicts and lists, and the values of secret keys by `***`."""
+    """Replace secrets in all strings and keys of nested dicts and lists, and the values of secret
+    keys by `***`.
+    """
     if isinstance(tree, dict):
         return {hide_in(name): hide_in(value, str(name)) for name, value in tree.items()}
     if isinstance(tree, list | tuple):
@@ -86,20 +104,27 @@ def hide_in(tree: Any, key: str = "") -> Any:
 
 
 def mask(text: str) -> str:
-    """Replace secrets in a message: values of secret variables or after a key such as `token`, passwords in URLs.
+    """Replace secrets in a message: values of secret variables or after a key such as `token`,
+    passwords in URLs.
 
     Also escape control characters.
     """
-    return for_terminal(IN_OVERRIDE.sub(r"\1***", IN_DICT.sub(r"\1***", IN_URL.sub(r"\1:***", hide(text)))))
+    return for_terminal(
+        IN_OVERRIDE.sub(r"\1***", IN_DICT.sub(r"\1***", IN_URL.sub(r"\1:***", hide(text))))
+    )
 
 
 def mask_code(text: str) -> str:
-    """Replace secrets in code: values of secret variables, a line after a key such as `token`, passwords in URLs."""
+    """Replace secrets in code: values of secret variables, a line after a key such as `token`,
+    passwords in URLs.
+    """
     return IN_CODE.sub(r"\1***", IN_URL.sub(r"\1:***", hide(text)))
 
 
 class HidingFormatter(logging.Formatter):
-    """Log formatter that masks secrets and escapes control characters in log lines and tracebacks."""
+    """Log formatter that masks secrets and escapes control characters in log lines
+    and tracebacks.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         return for_terminal(hide(super().format(record)))
@@ -107,10 +132,17 @@ class HidingFormatter(logging.Formatter):
 
 @lru_cache(maxsize=1)
 def _secrets_of(environment: tuple[tuple[str, str], ...]) -> list[tuple[str, str]]:
-    """Return (name, value) of each secret variable, also with the value escaped or URL-quoted, longest value first."""
+    """Return (name, value) of each secret variable, also with the value escaped or URL-quoted,
+    longest value first.
+    """
     secrets = {}
     for name, value in environment:
         if is_secret_variable(name, value):
-            escaped = (repr(value)[1:-1], json.dumps(value)[1:-1], quote_plus(value), " ".join(value.split()))
+            escaped = (
+                repr(value)[1:-1],
+                json.dumps(value)[1:-1],
+                quote_plus(value),
+                " ".join(value.split()),
+            )
             secrets.update({form: name for form in (*escaped, value) if len(form) >= SHORTEST})
     return sorted(((name, form) for form, name in secrets.items()), key=lambda pair: -len(pair[1]))

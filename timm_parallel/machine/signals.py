@@ -1,4 +1,6 @@
-"""Stop signals of ranks: the signal handler, and the exit of a rank whose main thread cannot run the handler."""
+"""Stop signals of ranks: the signal handler, and the exit of a rank whose main thread cannot run
+the handler.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ class Stopped(BaseException):
 
 
 class StopHandler:
-    """Signal handler: calls `request` at the first stop signal. Without it, and at a later signal, raises Stopped."""
+    """Signal handler: calls `request` at the first stop signal. Without it, and at a later signal,
+    raises Stopped.
+    """
 
     def __init__(self) -> None:
         self.request: Callable[[int], None] | None = None
@@ -45,10 +49,12 @@ stop_handler = StopHandler()
 
 
 def exit_after_stop_signal(seconds: float, is_stuck: Callable[[], bool]) -> None:
-    """Start a thread that exits with code 128 + signal if `is_stuck` returns True for `seconds` after a stop signal.
+    """Start a thread that exits with code 128 + signal if `is_stuck` returns True for `seconds`
+    after a stop signal.
 
-    Python runs signal handlers in the main thread, so never while that thread waits in a collective for ranks that have
-    exited. Python's C handler writes the signal's number to a pipe at once, which the thread reads.
+    Python runs signal handlers in the main thread, so never while that thread waits in a collective
+    for ranks that have exited. Python's C handler writes the signal's number to a pipe at once,
+    which the thread reads.
     """
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
@@ -74,13 +80,17 @@ def _exit_if_stuck(number: int, seconds: float, is_stuck: Callable[[], bool]) ->
 
 
 def heeded_signals() -> list[signal.Signals]:
-    """Return the stop signals that this process does not ignore. By convention, what `nohup` or `&` ignores stays ignored."""
+    """Return the stop signals that this process does not ignore. By convention, what `nohup` or `&`
+    ignores stays ignored.
+    """
     return [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
 
 
 @contextmanager
 def signal_handlers(handler: object) -> Iterator[None]:
-    """Install `handler` for the heeded signals during the `with` block (None: none), then restore the previous handlers."""
+    """Install `handler` for the heeded signals during the `with` block (None: none), then restore
+    the previous handlers.
+    """
     previous = {number: signal.getsignal(number) for number in heeded_signals()}
     try:
         if handler is not None:
@@ -93,6 +103,8 @@ def signal_handlers(handler: object) -> Iterator[None]:
 
 
 def ignore_stop_signals() -> None:
-    """Ignore all stop signals in this process, for example in a loader worker while its rank saves."""
+    """Ignore all stop signals in this process,
+    for example in a loader worker while its rank saves.
+    """
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)

@@ -1,4 +1,6 @@
-"""Format a count with its noun or a value in YAML's spelling, escape text for a terminal, and read numbers of records."""
+"""Format a count with its noun or a value in YAML's spelling, escape text for a terminal, and read
+numbers of records.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,14 @@ def plural(count: int, noun: str, ending: str = "s") -> str:
 
 
 def for_terminal(text: str) -> str:
-    """Escape the control characters of a text but line breaks and tabs: a file's name may hold commands for a terminal."""
-    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", lambda match: ascii(match[0])[1:-1], text)
+    """Escape the control characters of a text but line breaks and tabs: a file's name may hold
+    commands for a terminal.
+    """
+    return re.sub(
+        r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]",
+        lambda match: ascii(match[0])[1:-1],
+        text,
+    )
 
 
 def yaml_text(value: Any) -> str:

@@ -1,4 +1,6 @@
-"""Processor time of this process and of the machine, and energy of GPUs, summed over the measured parts of a run."""
+"""Processor time of this process and of the machine, and energy of GPUs, summed over the measured
+parts of a run.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from timm_parallel.machine.nvidia import Gpu
 
 @dataclass
 class Usage:
-    """Processor seconds between calls of `begin` and `end`, summed over all pairs; 0 if the kernel does not report them."""
+    """Processor seconds between calls of `begin` and `end`, summed over all pairs; 0 if the kernel
+    does not report them.
+    """
 
     wall: float = 0.0
     own: float = 0.0  # processor seconds of this process and its children (loader workers)
@@ -39,9 +43,11 @@ class Usage:
 
 
 class Energy:
-    """Energy of GPUs in joules: since this object was built, and between calls of `begin` and `end`.
+    """Energy of GPUs in joules: since this object was built, and between calls of `begin` and
+    `end`.
 
-    The counter of a device includes other programs that use the device. An unknown value is NaN, and so is a sum with it.
+    The counter of a device includes other programs that use the device. An unknown value is NaN,
+    and so is a sum with it.
     """
 
     def __init__(self, gpus: Sequence[Gpu] = ()) -> None:
@@ -55,7 +61,9 @@ class Energy:
         self._window += self._read() - self._at
 
     def by_gpu(self) -> dict[str, list[float]]:
-        """Map the UUID of each device to its joules [between `begin` and `end`, since the start]."""
+        """Map the UUID of each device to its joules [between `begin` and `end`,
+        since the start].
+        """
         values = np.stack([self._window, self._read() - self._at_start], axis=1).tolist()
         return {str(gpu.uuid): joules for gpu, joules in zip(self._gpus, values, strict=True)}
 
@@ -81,7 +89,9 @@ def _now() -> Usage:
 
 
 def scheduled_seconds() -> tuple[float, float]:
-    """Return (seconds on a processor, seconds waiting for one) of this process's threads; 0 if they are unknown."""
+    """Return (seconds on a processor, seconds waiting for one) of this process's threads; 0 if they
+    are unknown.
+    """
     ran = queued = 0
     for path in Path("/proc/self/task").glob("*/schedstat"):
         try:

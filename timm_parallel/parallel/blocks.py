@@ -1,4 +1,6 @@
-"""Find the blocks of a model: the parts that fsdp gathers one after the other while a step goes through the model."""
+"""Find the blocks of a model: the parts that fsdp gathers one after the other while a step goes
+through the model.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +12,18 @@ from torch import nn
 
 # A step calls the items of these modules, and does not always call the modules themselves.
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-# Returns the number of the group of each parameter, by name, for a model that defines such groups; {} for any other model.
+# Returns the number of the group of each parameter, by name, for a model that defines such groups;
+# {} for any other model.
 GroupsOf = Callable[[nn.Module], dict[str, int]]
 
 
 def blocks_of(model: Any, groups_of: GroupsOf) -> list[nn.Module]:
-    """Return the blocks of `model`. A layer outside of all blocks, such as the head, is gathered for the whole step.
+    """Return the blocks of `model`. A layer outside of all blocks, such as the head, is gathered
+    for the whole step.
 
-    A model of your own may name its blocks with a method `shard_blocks()`. Otherwise a block is a module whose parameters
-    are in one group and whose class occurs twice, or without groups, any child with children, also inside of containers.
+    A model of your own may name its blocks with a method `shard_blocks()`. Otherwise a block is a
+    module whose parameters are in one group and whose class occurs twice, or without groups, any
+    child with children, also inside of containers.
     """
     if hasattr(model, "shard_blocks"):
         return list(model.shard_blocks())
@@ -28,12 +33,15 @@ def blocks_of(model: Any, groups_of: GroupsOf) -> list[nn.Module]:
     blocks = [block for block in candidates if not _shares_parameters(block, uses)]
     if not group_of:
         return blocks
-    # Without stems: one returns a view, and a model may add a position to it in place, which FSDP2 does not allow.
+    # Without stems: one returns a view, and a model may add a position to it in place, which FSDP2
+    # does not allow.
     classes = Counter(type(block) for block in blocks)
     return [block for block in blocks if classes[type(block)] > 1]
 
 
-def _blocks_in(module: nn.Module, prefix: str, group_of: dict[str, int], groups_of: GroupsOf) -> Iterator[nn.Module]:
+def _blocks_in(
+    module: nn.Module, prefix: str, group_of: dict[str, int], groups_of: GroupsOf
+) -> Iterator[nn.Module]:
     for name, child in module.named_children():
         path = f"{prefix}{name}."
         groups = {group_of.get(path + inner, 0) for inner, _ in child.named_parameters()}
@@ -49,12 +57,20 @@ def _blocks_in(module: nn.Module, prefix: str, group_of: dict[str, int], groups_
 
 
 def _shares_parameters(block: nn.Module, uses: Counter[int]) -> bool:
-    """Return True if another part of the model uses a parameter of `block` too: fsdp would separate tied weights."""
-    inside = Counter(id(parameter) for _, parameter in block.named_parameters(remove_duplicate=False))
+    """Return True if another part of the model uses a parameter of `block` too: fsdp would separate
+    tied weights.
+    """
+    inside = Counter(
+        id(parameter) for _, parameter in block.named_parameters(remove_duplicate=False)
+    )
     return any(uses[number] > count for number, count in inside.items())
 
 
 def vector_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the layers that hold only vectors (norms, layer scales): under autocast they compute in float32."""
+    """Return the layers that hold only vectors (norms, layer scales): under autocast they compute
+    in float32.
+    """
     own = ((module, list(module.parameters(recurse=False))) for module in model.modules())
-    return [module for module, parameters in own if parameters and all(p.ndim == 1 for p in parameters)]
+    return [
+        module for module, parameters in own if parameters and all(p.ndim == 1 for p in parameters)
+    ]

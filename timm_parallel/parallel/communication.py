@@ -1,4 +1,6 @@
-"""Communication per training step: bytes of the gradients that ranks reduce, and seconds that this takes."""
+"""Communication per training step: bytes of the gradients that ranks reduce, and seconds that this
+takes.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +16,22 @@ class Communication:
         """Start the time window that `seconds` averages over."""
 
     def seconds(self) -> tuple[float, float] | None:
-        """Return this rank's seconds per step: (communication, the part that does not overlap with computing); None: unknown."""
+        """Return this rank's seconds per step: (communication, the part that does not overlap with
+        computing); None: unknown.
+        """
         return 0.0, 0.0
 
     def bytes(self, step: nn.Module) -> int | None:
-        """Return the bytes of all gradients that the ranks reduce in a step of training `step`; None: unknown."""
+        """Return the bytes of all gradients that the ranks reduce in a step of training `step`;
+        None: unknown.
+        """
         return 0
 
 
 class UnmeasuredCommunication(Communication):
-    """Communication by kernels among others, as under dp and fsdp: neither its bytes nor its seconds are known."""
+    """Communication by kernels among others, as under dp and fsdp: neither its bytes nor its
+    seconds are known.
+    """
 
     def seconds(self) -> tuple[float, float] | None:
         return None

@@ -1,7 +1,9 @@
-"""DistributedDataParallel that times its communication and names the parameters that got no gradient."""
+"""DistributedDataParallel that times its communication and names the parameters that got no
+gradient.
+"""
 
-# torch's reducer records when communication starts and ends. A communication hook that sleeps instead of returning a future
-# blocks the backward pass, so its time counts as computing here.
+# torch's reducer records when communication starts and ends. A communication hook that sleeps
+# instead of returning a future blocks the backward pass, so its time counts as computing here.
 
 from __future__ import annotations
 
@@ -12,7 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
+    bf16_compress_hook,
+    fp16_compress_hook,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 from timm_parallel.parallel.communication import Communication
@@ -23,7 +28,9 @@ ALWAYS_SAMPLED = 10  # first steps that the reducer samples; later it samples ev
 
 
 class TimedDistributedDataParallel(DistributedDataParallel):
-    """DistributedDataParallel that times its communication. Call `start_reporting` before the first step."""
+    """DistributedDataParallel that times its communication. Call `start_reporting` before the first
+    step.
+    """
 
     is_compressed = False
     # Seconds of buffer broadcasts before a forward pass, which the reducer counts as computing.
@@ -38,7 +45,9 @@ class TimedDistributedDataParallel(DistributedDataParallel):
             self.register_comm_hook(dist.group.WORLD, HOOKS[comm_hook])
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the forward pass. Add parameter names to the reducer's error about missing gradients in the last step."""
+        """Run the forward pass. Add parameter names to the reducer's error about missing gradients
+        in the last step.
+        """
         try:
             return super().forward(*inputs, **kwargs)
         except RuntimeError as error:
@@ -47,8 +56,8 @@ class TimedDistributedDataParallel(DistributedDataParallel):
                 raise
             shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
             raise RuntimeError(
-                f"no gradient reached {shown}: the loss does not depend on them. Set parallel.find_unused_parameters=true, "
-                "or freeze or remove them"
+                f"no gradient reached {shown}: the loss does not depend on them. Set "
+                "parallel.find_unused_parameters=true, or freeze or remove them"
             ) from error
 
     def _sync_buffers(self) -> None:
@@ -64,8 +73,12 @@ class DdpCommunication(Communication):
 
     def __init__(self, wrapped: nn.Module) -> None:
         self._wrapped = wrapped
-        steps = "every step" if getattr(wrapped, "device_type", "cpu") == "cpu" else "every tenth step"
-        self.method = f"torch's reducer, {steps}: from the first bucket's start to the last one's end"
+        steps = (
+            "every step" if getattr(wrapped, "device_type", "cpu") == "cpu" else "every tenth step"
+        )
+        self.method = (
+            f"torch's reducer, {steps}: from the first bucket's start to the last one's end"
+        )
         self.start_measuring()
 
     def start_measuring(self) -> None:
@@ -78,19 +91,29 @@ class DdpCommunication(Communication):
         return span / samples + buffers / steps, max(0.0, span - hidden) / samples + buffers / steps
 
     def _sums(self) -> torch.Tensor:
-        """Return sums since the run's start: steps, timed steps, their all-reduce seconds, the hidden ones, seconds of buffers."""
-        # All: from the first bucket's start to the last one's end. Hidden: until the last gradient was computed.
-        # The reducer gives means over all samples, with the warm-up. Sums can be subtracted. A step is in them once the next
-        # one starts.
+        """Return sums since the run's start: steps, timed steps, their all-reduce seconds, the
+        hidden ones, seconds of buffers.
+        """
+        # All: from the first bucket's start to the last one's end. Hidden: until the last gradient
+        # was computed. The reducer gives means over all samples, with the warm-up. Sums can be
+        # subtracted. A step is in them once the next one starts.
         ddp = self._wrapped
         if not isinstance(ddp, TimedDistributedDataParallel):
             return torch.zeros(5, dtype=torch.float64)
         stats: dict[str, Any] = ddp._get_ddp_logging_data()  # type: ignore[operator]
         steps = int(stats.get("iteration", 0))  # the last that was sampled
         later = range(ALWAYS_SAMPLED + 1, steps + 1)
-        samples = min(steps, ALWAYS_SAMPLED) + sum(step % ddp.steps_per_sample == 0 for step in later)
-        span, hidden = (stats.get(f"avg_backward_{name}_time", 0) / 1e9 for name in ("comm", "compute_comm_overlap"))
-        return torch.tensor([steps, samples, samples * span, samples * hidden, ddp.buffer_seconds], dtype=torch.float64)
+        samples = min(steps, ALWAYS_SAMPLED) + sum(
+            step % ddp.steps_per_sample == 0 for step in later
+        )
+        span, hidden = (
+            stats.get(f"avg_backward_{name}_time", 0) / 1e9
+            for name in ("comm", "compute_comm_overlap")
+        )
+        return torch.tensor(
+            [steps, samples, samples * span, samples * hidden, ddp.buffer_seconds],
+            dtype=torch.float64,
+        )
 
     def bytes(self, step: nn.Module) -> int | None:
         # Of the last micro-batch only: gradients of the others add up locally.
@@ -101,7 +124,9 @@ class DdpCommunication(Communication):
 
 
 def unused_parameters(message: str, module: nn.Module) -> list[str]:
-    """Extract the parameter names from torch's message about missing gradients; [] for any other message."""
+    """Extract the parameter names from torch's message about missing gradients; [] for any other
+    message.
+    """
     match = re.search(r"indices which did not receive grad for rank \d+: ([\d ]+)", message)
     if match is None:
         return []
@@ -110,8 +135,12 @@ def unused_parameters(message: str, module: nn.Module) -> list[str]:
 
 
 def has_only_batch_norm_buffers(model: nn.Module) -> bool:
-    """Return True if all buffers of `model` belong to BatchNorm. Training does not read them, so no step needs to send them."""
+    """Return True if all buffers of `model` belong to BatchNorm. Training does not read them, so no
+    step needs to send them.
+    """
     # Buffers that a state dict leaves out, such as class weights, are constants.
     saved = model.state_dict().keys()
     owners = {name.rpartition(".")[0] for name, _ in model.named_buffers() if name in saved}
-    return all(isinstance(model.get_submodule(owner), nn.modules.batchnorm._BatchNorm) for owner in owners)
+    return all(
+        isinstance(model.get_submodule(owner), nn.modules.batchnorm._BatchNorm) for owner in owners
+    )

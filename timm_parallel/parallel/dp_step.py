@@ -16,7 +16,9 @@ def chunk_sizes(batch_size: int, replicas: int) -> list[int]:
 
 
 class StepOnOutputs(nn.Module):
-    """Training step that computes the loss of the whole batch on the output device: the usual form of DataParallel."""
+    """Training step that computes the loss of the whole batch on the output device: the usual form
+    of DataParallel.
+    """
 
     def __init__(self, step: Any) -> None:
         super().__init__()
@@ -28,7 +30,9 @@ class StepOnOutputs(nn.Module):
 
 
 class StepInReplicas(nn.Module):
-    """Training step that computes the loss in each replica, and averages loss and metrics weighted by chunk size."""
+    """Training step that computes the loss in each replica, and averages loss and metrics weighted
+    by chunk size.
+    """
 
     def __init__(self, spread: nn.Module, replicas: int) -> None:
         super().__init__()
@@ -40,7 +44,9 @@ class StepInReplicas(nn.Module):
         losses, metrics = self.spread(images, targets)
         size = len(images)
         if size not in self._weights:
-            shares = torch.tensor(chunk_sizes(size, self.replicas), dtype=losses.dtype, device=losses.device)
+            shares = torch.tensor(
+                chunk_sizes(size, self.replicas), dtype=losses.dtype, device=losses.device
+            )
             self._weights[size] = shares / size
         weights = self._weights[size]
         averaged = {name: torch.dot(values.view(-1), weights) for name, values in metrics.items()}

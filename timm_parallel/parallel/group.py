@@ -1,4 +1,6 @@
-"""Process groups: a single process, or ranks joined by torch.distributed. Also synchronizes buffers over ranks."""
+"""Process groups: a single process, or ranks joined by torch.distributed. Also synchronizes buffers
+over ranks.
+"""
 
 from __future__ import annotations
 
@@ -42,15 +44,21 @@ class ProcessGroup:
         return values
 
     def gather(self, value: Any) -> list[Any]:
-        """Gather the `value` (plain JSON types) of each rank into a list in rank order, on every rank."""
+        """Gather the `value` (plain JSON types) of each rank into a list in rank order, on every
+        rank.
+        """
         return [value]
 
     def rows(self, own: Tensor) -> Tensor:
-        """Gather a tensor `own` of equal shape from each rank. Return [ranks, ...] on every rank."""
+        """Gather a tensor `own` of equal shape from each rank. Return [ranks,
+        ...] on every rank.
+        """
         return own[None]
 
     def share_state(self, state: Any) -> Any:
-        """Broadcast rank 0's `state` (nested dicts and lists of tensors and plain values) to every rank."""
+        """Broadcast rank 0's `state` (nested dicts and lists of tensors and plain values) to every
+        rank.
+        """
         return state
 
     def broadcast(self, tensor: Tensor) -> None:
@@ -58,7 +66,9 @@ class ProcessGroup:
 
     @contextmanager
     def one_of_node_first(self) -> Iterator[None]:
-        """Let one rank per node run the `with` block first, so that the others find the files that it downloads."""
+        """Let one rank per node run the `with` block first, so that the others find the files that
+        it downloads.
+        """
         if self.local_rank > 0:
             self.barrier()
         yield
@@ -75,7 +85,9 @@ class ProcessGroup:
 class TorchProcessGroup(ProcessGroup):
     """The ranks of a run, joined by torch.distributed."""
 
-    def __init__(self, config: ResolvedParallel, ranks: Ranks, store: Store, device: torch.device) -> None:
+    def __init__(
+        self, config: ResolvedParallel, ranks: Ranks, store: Store, device: torch.device
+    ) -> None:
         super().__init__(ranks)
         self.backend = config.backend
         try:
@@ -95,7 +107,9 @@ class TorchProcessGroup(ProcessGroup):
         # NCCL sends from the device only.
         self._at = device if config.backend == "nccl" else torch.device("cpu")
         # A separate client of the store, because waiting on a client blocks its other users.
-        self.stop = StopCoordinator(ranks.rank, ranks.world_size, dist.PrefixStore("stopping", store.clone()))
+        self.stop = StopCoordinator(
+            ranks.rank, ranks.world_size, dist.PrefixStore("stopping", store.clone())
+        )
 
     def sum(self, values: Tensor) -> Tensor:
         total = values.clone()
@@ -103,11 +117,17 @@ class TorchProcessGroup(ProcessGroup):
         return total
 
     def gather(self, value: Any) -> list[Any]:
-        # As JSON: torch's all_gather_object would unpickle what the other end of a connection sends.
-        own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(self._at)
+        # As JSON: torch's all_gather_object would unpickle what the other end of a connection
+        # sends.
+        own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(
+            self._at
+        )
         sizes = self.rows(torch.tensor([len(own)], device=self._at)).flatten()
         texts = self.rows(nn.functional.pad(own, (0, int(sizes.max()) - len(own)))).cpu().numpy()
-        return [json.loads(text[:size].tobytes()) for text, size in zip(texts, sizes.tolist(), strict=True)]
+        return [
+            json.loads(text[:size].tobytes())
+            for text, size in zip(texts, sizes.tolist(), strict=True)
+        ]
 
     def rows(self, own: Tensor) -> Tensor:
         rows = own.new_empty(self.world_size, *own.shape)
@@ -115,7 +135,8 @@ class TorchProcessGroup(ProcessGroup):
         return rows
 
     def share_state(self, state: Any) -> Any:
-        # As a file, because torch's broadcast_object_list would unpickle what the other end of a connection sends.
+        # As a file, because torch's broadcast_object_list would unpickle what the other end of a
+        # connection sends.
         file = io.BytesIO()
         if self.is_first:
             torch.save(state, file)
@@ -147,7 +168,9 @@ class TorchProcessGroup(ProcessGroup):
 
 
 class BufferSync:
-    """Gives ranks equal buffers (BatchNorm statistics) for evaluation: rank 0's, or the mean with `dist_bn=reduce`."""
+    """Gives ranks equal buffers (BatchNorm statistics) for evaluation: rank 0's, or the mean with
+    `dist_bn=reduce`.
+    """
 
     def __init__(self, group: ProcessGroup, dist_bn: str | None) -> None:
         self._group, self._averages = group, dist_bn == "reduce"
@@ -163,14 +186,18 @@ class BufferSync:
                 self._group.broadcast(buffer)
 
     def by_rank(self, model: nn.Module) -> Tensor | None:
-        """Gather the float buffers of all ranks: [ranks, values]. Return None if evaluation does not average them. Collective."""
+        """Gather the float buffers of all ranks: [ranks, values]. Return None if evaluation does
+        not average them. Collective.
+        """
         buffers = [buffer.flatten() for buffer in model.buffers() if buffer.is_floating_point()]
         if not self._averages or not buffers:
             return None
         return self._group.rows(torch.cat(buffers).float())
 
     def restore_own(self, model: nn.Module, by_rank: Tensor | None) -> None:
-        """Restore this rank's buffers from the result of `by_rank`, unless the number of ranks has changed."""
+        """Restore this rank's buffers from the result of `by_rank`, unless the number of ranks has
+        changed.
+        """
         if by_rank is None or len(by_rank) != self._group.world_size:
             return
         buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]

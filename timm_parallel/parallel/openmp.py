@@ -1,10 +1,13 @@
-"""Let OpenMP threads sleep at barriers instead of spinning while other programs use cores of this machine."""
+"""Let OpenMP threads sleep at barriers instead of spinning while other programs use cores of this
+machine.
+"""
 
-# libgomp, with which torch computes on Linux, spins for milliseconds at every barrier before it sleeps. On free cores a run is a
-# quarter faster by that. If another program takes a core, two threads of a team often share one, and each spins while the
-# other would work: 4 % of the speed were left. libgomp spins only briefly if it has more threads than the machine has cores,
-# counted over all teams of the process. So while threads of this process wait for a core, it keeps teams that do nothing. The
-# number of threads that compute stays the same, and so do the bits.
+# libgomp, with which torch computes on Linux, spins for milliseconds at every barrier before it
+# sleeps. On free cores a run is a quarter faster by that. If another program takes a core, two
+# threads of a team often share one, and each spins while the other would work: 4 % of the speed
+# were left. libgomp spins only briefly if it has more threads than the machine has cores, counted
+# over all teams of the process. So while threads of this process wait for a core, it keeps teams
+# that do nothing. The number of threads that compute stays the same, and so do the bits.
 
 from __future__ import annotations
 
@@ -30,7 +33,9 @@ USER_SETTINGS = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 
 @cache
 def watch_openmp_oversubscription(threads: int) -> OversubscriptionWatcher | None:
-    """Start an OversubscriptionWatcher; None with one thread, if the user configured OpenMP, or outside Linux."""
+    """Start an OversubscriptionWatcher; None with one thread, if the user configured OpenMP, or
+    outside Linux.
+    """
     is_set = any(name in os.environ for name in USER_SETTINGS)
     if threads < 2 or is_set or not Path("/proc/self/schedstat").exists():
         return None
@@ -41,7 +46,9 @@ def watch_openmp_oversubscription(threads: int) -> OversubscriptionWatcher | Non
 
 
 class OversubscriptionWatcher(threading.Thread):
-    """Thread that starts idle OpenMP teams while this process waits for cores, which lets its threads sleep at barriers."""
+    """Thread that starts idle OpenMP teams while this process waits for cores, which lets its
+    threads sleep at barriers.
+    """
 
     def __init__(
         self,
@@ -58,7 +65,9 @@ class OversubscriptionWatcher(threading.Thread):
         self._closed = threading.Event()
 
     def close(self) -> None:
-        """End all threads, which would abort the process if they ran torch while the interpreter shuts down."""
+        """End all threads, which would abort the process if they ran torch while the interpreter
+        shuts down.
+        """
         self._closed.set()
         self.join()
         self._end_teams()
@@ -79,7 +88,8 @@ class OversubscriptionWatcher(threading.Thread):
     def _start_teams(self) -> None:
         self.idle = [ThreadPoolExecutor(1, "idle team") for _ in range(self.teams_wanted)]
         for thread in self.idle:
-            # Large enough that torch computes it in parallel. From then on the thread has a team, until it ends.
+            # Large enough that torch computes it in parallel. From then on the thread has a team,
+            # until it ends.
             thread.submit(lambda: torch.ones(2**20).add_(1))
 
     def _end_teams(self) -> None:

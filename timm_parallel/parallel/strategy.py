@@ -31,25 +31,35 @@ class HasParameters(Protocol):
 
 
 def own_parameters(step: nn.Module, model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters of a training step besides those of its model, by name: those of the loss, or of a projector."""
+    """Return the parameters of a training step besides those of its model, by name: those of the
+    loss, or of a projector.
+    """
     of_model = {id(parameter) for parameter in model.parameters()}
-    return {name: parameter for name, parameter in step.named_parameters() if id(parameter) not in of_model}
+    return {
+        name: parameter
+        for name, parameter in step.named_parameters()
+        if id(parameter) not in of_model
+    }
 
 
 class Strategy:
-    """Base class of strategies. Override the ten methods below `__init__`; their defaults suit a single device.
+    """Base class of strategies. Override the ten methods below `__init__`; their defaults suit a
+    single device.
 
-    `group` has the collectives of the ranks, `telemetry` measures the devices, `buffers` keeps BatchNorm
-    statistics equal. `devices` are those that this process drives.
+    `group` has the collectives of the ranks, `telemetry` measures the devices, `buffers` keeps
+    BatchNorm statistics equal. `devices` are those that this process drives.
     """
 
-    # True if `wrap` leaves each rank a part of every parameter, as a DTensor that `whole` and `part` translate.
+    # True if `wrap` leaves each rank a part of every parameter, as a DTensor that `whole` and
+    # `part` translate.
     shards = False
     # Shown next to the name of the strategy on the console.
     note = ""
 
     def __init__(self, config: ResolvedParallel, ranks: Ranks, store: Store | None = None) -> None:
-        """`store`: key-value store through which the ranks find each other; None for one process."""
+        """`store`: key-value store through which the ranks find each other;
+        None for one process.
+        """
         self.config, self.kind = config, config.strategy
         torch.set_num_threads(config.threads_per_device)
         if config.accelerator == "cpu":
@@ -57,49 +67,68 @@ class Strategy:
             watch_openmp_oversubscription(config.threads_per_device)
         elif config.accelerator == "cuda" and not torch.cuda.is_available():
             raise RuntimeError(
-                f"parallel.accelerator=cuda: torch {torch.__version__} can use no CUDA device ({_why_no_cuda()}); "
-                "fix that, or set parallel.accelerator=cpu"
+                f"parallel.accelerator=cuda: torch {torch.__version__} can use no CUDA device "
+                f"({_why_no_cuda()}); fix that, or set parallel.accelerator=cpu"
             )
         self.devices = self.choose_devices(ranks)
         self.device = self.devices[0]
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-            # Batches keep their shape, so cuDNN chooses each kernel once. It chooses by timing, so the choice may vary.
+            # Batches keep their shape, so cuDNN chooses each kernel once. It chooses by timing, so
+            # the choice may vary.
             torch.backends.cudnn.benchmark = not torch.are_deterministic_algorithms_enabled()
-        self.group = ProcessGroup(ranks) if store is None else TorchProcessGroup(config, ranks, store, self.device)
+        self.group = (
+            ProcessGroup(ranks)
+            if store is None
+            else TorchProcessGroup(config, ranks, store, self.device)
+        )
         self.is_first = self.group.is_first
         self.telemetry = Telemetry(self.devices, self.group)
         self.buffers = BufferSync(self.group, config.dist_bn)
 
     def choose_devices(self, ranks: Ranks) -> list[torch.device]:
         """Return the devices that this process drives."""
-        return [torch.device("cuda:0" if self.config.accelerator == "cuda" else self.config.accelerator)]
+        return [
+            torch.device("cuda:0" if self.config.accelerator == "cuda" else self.config.accelerator)
+        ]
 
     def wrap(self, step: Any) -> nn.Module:
-        """Apply the strategy to a training step, which is a module whose `model` maps images to outputs.
+        """Apply the strategy to a training step, which is a module whose `model` maps images to
+        outputs.
 
-        Returns a module that maps this process's batch (images, targets), on `device`, to its mean loss and a dict of
-        metrics. The optimizer is built afterwards, from the parameters of the model and of the rest of the step.
+        Returns a module that maps this process's batch (images, targets), on `device`, to its mean
+        loss and a dict of metrics. The optimizer is built afterwards, from the parameters of the
+        model and of the rest of the step.
         """
         raise NotImplementedError
 
     def for_evaluation(self, model: nn.Module) -> nn.Module:
-        """Return a module for evaluation, which maps images to outputs on `device` without gradients."""
+        """Return a module for evaluation, which maps images to outputs on `device` without
+        gradients.
+        """
         return model
 
     def skip_sync(self, wrapped: nn.Module) -> AbstractContextManager[Any]:
-        """Skip the gradient all-reduce in the `with` block: all but the last batch of an accumulated step."""
+        """Skip the gradient all-reduce in the `with` block: all but the last batch of an
+        accumulated step.
+        """
         return nullcontext()
 
     def lay_out(self, module: nn.Module) -> None:
-        """Shard a copy of the model, made before `wrap`, in the same way as `wrap` sharded the model."""
+        """Shard a copy of the model, made before `wrap`, in the same way as `wrap` sharded the
+        model.
+        """
 
     def whole(self, tensor: Tensor) -> Tensor:
-        """Return the unsharded form of a parameter, gradient or optimizer state. Collective if `shards`."""
+        """Return the unsharded form of a parameter, gradient or optimizer state. Collective if
+        `shards`.
+        """
         return tensor
 
     def part(self, tensor: Tensor, like: Tensor) -> Tensor:
-        """Return this rank's part of an unsharded `tensor`, sharded like the tensor `like`. The inverse of `whole`."""
+        """Return this rank's part of an unsharded `tensor`, sharded like the tensor `like`. The
+        inverse of `whole`.
+        """
         return tensor
 
     def chunk_sizes(self, batch_size: int) -> list[int]:
@@ -107,7 +136,9 @@ class Strategy:
         return [batch_size // self.group.world_size] * self.group.world_size
 
     def count_replicas(self) -> int:
-        """Run the model's forward pass on each device of this process, and return how many replicas ran."""
+        """Run the model's forward pass on each device of this process, and return how many replicas
+        ran.
+        """
         return 1
 
     def communication(self, wrapped: nn.Module) -> Communication:
@@ -120,7 +151,9 @@ class Strategy:
 
 
 def _why_no_cuda() -> str:
-    """Return why this process can use no CUDA device, from the driver or, if it has no objection, from torch."""
+    """Return why this process can use no CUDA device, from the driver or, if it has no objection,
+    from torch.
+    """
     if (problem := hardware.cuda().problem) is not None:
         return problem
     try:

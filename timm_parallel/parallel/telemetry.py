@@ -27,7 +27,9 @@ class Telemetry:
 
     @property
     def device_model(self) -> str:
-        """Return the model name of this process's device. Different models may round differently."""
+        """Return the model name of this process's device.
+        Different models may round differently.
+        """
         device = self._devices[0]
         return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_model()
 
@@ -42,7 +44,9 @@ class Telemetry:
         return [state for states in states_by_rank for state in states if state]
 
     def joules(self) -> tuple[float, float]:
-        """Return the joules of all GPUs in the timed window and since the start; NaN if any is unknown. Collective."""
+        """Return the joules of all GPUs in the timed window and since the start; NaN if any is
+        unknown. Collective.
+        """
         # By UUID, because ranks may share a GPU.
         by_gpu: dict[str, list[float]] = {}
         for of_rank in self._group.gather(self.energy.by_gpu()):
@@ -52,7 +56,8 @@ class Telemetry:
 
     def memory(self) -> list[dict[str, Any]]:
         """Return the peak memory in bytes of every device of the job. Collective."""
-        # On a CPU, the resident memory of a process, libraries included, which devices in its threads share.
+        # On a CPU, the resident memory of a process, libraries included, which devices in its
+        # threads share.
         by_rank = self._group.gather(self._local_memory())
         entries = [(rank, entry) for rank, entries in enumerate(by_rank) for entry in entries]
         names = [entry["device"] for _, entry in entries]
@@ -67,10 +72,17 @@ class Telemetry:
         if kind == "cuda":
             peak_of = torch.cuda.max_memory_allocated
             return [
-                {"device": str(device), "peak_bytes": peak_of(device), "utilisation": gpu.utilisation()}
+                {
+                    "device": str(device),
+                    "peak_bytes": peak_of(device),
+                    "utilisation": gpu.utilisation(),
+                }
                 for device, gpu in zip(self._devices, self._gpus, strict=True)
             ]
         peak = peak_memory()
         if len(self._devices) == 1:
             return [{"device": f"{kind}:{self._group.rank}", "peak_bytes": peak}]
-        return [{"device": f"{kind}:{i}", "peak_bytes": peak, "shared": True} for i in range(len(self._devices))]
+        return [
+            {"device": f"{kind}:{i}", "peak_bytes": peak, "shared": True}
+            for i in range(len(self._devices))
+        ]

@@ -1,7 +1,9 @@
-"""DataParallel over CPU threads, because without GPUs torch's class silently becomes the bare module."""
+"""DataParallel over CPU threads, because without GPUs torch's class silently becomes the bare
+module.
+"""
 
-# The backward pass runs in one thread, so speed and memory say nothing about GPUs. Replicas share the process's random generator,
-# so dropout is not reproducible.
+# The backward pass runs in one thread, so speed and memory say nothing about GPUs. Replicas share
+# the process's random generator, so dropout is not reproducible.
 
 from __future__ import annotations
 
@@ -21,20 +23,33 @@ class ThreadedDataParallel(nn.DataParallel):  # type: ignore[type-arg]
         # nn.DataParallel's constructor would find no GPU and skip the rest.
         nn.Module.__init__(self)
         self.module, self.dim = module, dim
-        self.device_ids, self.output_device, self.src_device_obj = list(range(replicas)), 0, torch.device("cpu")
+        self.device_ids, self.output_device, self.src_device_obj = (
+            list(range(replicas)),
+            0,
+            torch.device("cpu"),
+        )
         self._pool = ThreadPoolExecutor(replicas, "replica", torch.set_num_threads, (threads,))
 
     def scatter(self, inputs: Sequence[Tensor], kwargs: Any, device_ids: Sequence[Any]) -> Any:
-        """Split every input into one chunk per replica: (a tuple of inputs for each, no keyword arguments)."""
-        chunks = list(zip(*(tensor.chunk(len(device_ids), self.dim) for tensor in inputs), strict=True))
+        """Split every input into one chunk per replica: (a tuple of inputs for each, no keyword
+        arguments).
+        """
+        chunks = list(
+            zip(*(tensor.chunk(len(device_ids), self.dim) for tensor in inputs), strict=True)
+        )
         return chunks, [{} for _ in chunks]
 
     def replicate(self, module: nn.Module, device_ids: Sequence[Any]) -> list[Any]:
-        """Copy the module. Copied parameters pass gradients back; the first copy shares the module's buffers."""
-        # As torch.nn.parallel.replicate does on GPUs, so the first replica's BatchNorm statistics persist.
+        """Copy the module. Copied parameters pass gradients back; the first copy shares the
+        module's buffers.
+        """
+        # As torch.nn.parallel.replicate does on GPUs, so the first replica's BatchNorm statistics
+        # persist.
         return [_replica(module, first=index == 0) for index in range(len(device_ids))]
 
-    def parallel_apply(self, replicas: Sequence[Any], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
+    def parallel_apply(
+        self, replicas: Sequence[Any], inputs: Sequence[Any], kwargs: Any
+    ) -> list[Any]:
         # The mode is per thread, like autocast, which the module enters itself.
         grad = torch.is_grad_enabled()
 
@@ -45,10 +60,14 @@ class ThreadedDataParallel(nn.DataParallel):  # type: ignore[type-arg]
         return list(self._pool.map(apply, replicas, inputs))
 
     def gather(self, outputs: Any, output_device: Any) -> Any:
-        """Concatenate the outputs of the replicas, tensor by tensor. Scalars become a vector over the replicas."""
+        """Concatenate the outputs of the replicas, tensor by tensor. Scalars become a vector over
+        the replicas.
+        """
 
         def concatenate(*parts: Tensor) -> Tensor:
-            return torch.cat([part.view(1) if part.dim() == 0 else part for part in parts], self.dim)
+            return torch.cat(
+                [part.view(1) if part.dim() == 0 else part for part in parts], self.dim
+            )
 
         return tree_map(concatenate, *outputs)
 
@@ -61,8 +80,11 @@ def _replica(module: nn.Module, first: bool) -> nn.Module:
         if parameter is None:
             replica._parameters[name] = None
         else:
-            # Not a leaf, so no longer a Parameter: gradients flow through the clone to the original.
-            setattr(replica, name, parameter.clone() if torch.is_grad_enabled() else parameter.detach())
+            # Not a leaf, so no longer a Parameter: gradients flow through the clone to the
+            # original.
+            setattr(
+                replica, name, parameter.clone() if torch.is_grad_enabled() else parameter.detach()
+            )
     for name, buffer in module._buffers.items():
         if buffer is not None:
             replica._buffers[name] = buffer if first else buffer.clone()

@@ -14,13 +14,23 @@ from timm_parallel.record.environment import output_of
 CODE_DIFF = "code.diff"
 # A changed notebook or data file can have a diff of any size.
 LARGEST, SECONDS = 1_000_000, 5  # bytes to keep; seconds that git may take
-# The user's settings of git may add colors or run other programs. `git apply` needs the prefixes a/ and b/.
-DIFF = ("diff", "HEAD", "--no-color", "--no-ext-diff", "--no-textconv", "--src-prefix=a/", "--dst-prefix=b/")
+# The user's settings of git may add colors or run other programs. `git apply` needs the prefixes a/
+# and b/.
+DIFF = (
+    "diff",
+    "HEAD",
+    "--no-color",
+    "--no-ext-diff",
+    "--no-textconv",
+    "--src-prefix=a/",
+    "--dst-prefix=b/",
+)
 UNTRACKED = ("ls-files", "--others", "--exclude-standard", "--directory")
 
 
 def write_code_diff(folder: Path, dirty: bool | None, root: Path = ROOT) -> None:
-    """Write `code.diff` into a run folder if the code has uncommitted changes (`dirty`), else delete an older one.
+    """Write `code.diff` into a run folder if the code has uncommitted changes (`dirty`), else
+    delete an older one.
 
     Masks secrets. A diff of more than LARGEST bytes is cut and ends with a line that says so.
     """
@@ -35,7 +45,9 @@ def write_code_diff(folder: Path, dirty: bool | None, root: Path = ROOT) -> None
 
 def _diff(root: Path) -> str:
     """Return the output of `git diff HEAD`, cut to LARGEST bytes."""
-    git = subprocess.Popen(("git", "-C", root, *DIFF), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    git = subprocess.Popen(
+        ("git", "-C", root, *DIFF), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
     assert git.stdout is not None
     timer = Timer(SECONDS, git.kill)
     timer.start()

@@ -1,4 +1,6 @@
-"""Draw the confusion matrix with Pillow, because matplotlib takes as long as thirty steps of a small model."""
+"""Draw the confusion matrix with Pillow, because matplotlib takes as long as thirty steps of a
+small model.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ FONT = 12
 
 
 def draw_confusion(counts: np.ndarray, classes: list[str]) -> np.ndarray:
-    """Draw counts [true, predicted] as an RGB image, uint8 [height, width, 3]; colors show shares of the true class."""
+    """Draw counts [true, predicted] as an RGB image, uint8 [height, width, 3]; colors show shares
+    of the true class.
+    """
     shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
     cell = max(1, min(30, LARGEST // len(classes)))
     colors = np.array(LOW) + shares[:, :, None] * (np.array(HIGH) - np.array(LOW))
@@ -35,16 +39,22 @@ def draw_confusion(counts: np.ndarray, classes: list[str]) -> np.ndarray:
             center = (margin + (column + 0.5) * cell, 8 + (row + 0.5) * cell)
             color = "white" if shares[row, column] > 0.5 else "black"
             draw.text(center, str(int(counts[row, column])), color, font, anchor="mm")
-    draw.text((margin + matrix.shape[1] / 2, image.height - 4), "predicted", "black", font, anchor="md")
+    draw.text(
+        (margin + matrix.shape[1] / 2, image.height - 4), "predicted", "black", font, anchor="md"
+    )
     draw.text((FONT // 2, 8 + matrix.shape[0] // 2 - 12), "true", "black", vertical)
     return np.asarray(image)
 
 
 def _printable(name: str) -> str:
-    """Escape control characters and bytes that are not UTF-8, which a class name may contain, and shorten the name.
+    """Escape control characters and bytes that are not UTF-8, which a class name may contain, and
+    shorten the name.
 
     Pillow raises an error for a rotated text of several lines.
     """
-    shown = (letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in name)
+    shown = (
+        letter if letter.isprintable() else letter.encode("unicode_escape").decode()
+        for letter in name
+    )
     text = "".join(shown)
     return text if len(text) <= 24 else text[:23] + "…"

@@ -22,11 +22,18 @@ class Console:
 
     def __init__(self, enabled: bool, total_steps: int, first_step: int) -> None:
         rich = RichConsole()
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+        )
         numbers = TextColumn("{task.fields[numbers]}")
         shown = enabled and rich.is_terminal
         self._bar = Progress(*columns, numbers, console=rich, transient=True, disable=not shown)
-        self._task = self._bar.add_task("steps", total=total_steps, completed=first_step, numbers="")
+        self._task = self._bar.add_task(
+            "steps", total=total_steps, completed=first_step, numbers=""
+        )
 
     def __enter__(self) -> Console:
         self._bar.start()
@@ -40,7 +47,9 @@ class Console:
         self._bar.update(self._task, completed=step, numbers=f"loss {loss:.4f} {speed}")
 
     def counted(self, what: str, items: Iterable[Item], total: int) -> Iterator[Item]:
-        """Yield `items` and count them in a progress bar labeled `what`, which replaces the bar of training steps."""
+        """Yield `items` and count them in a progress bar labeled `what`, which replaces the bar of
+        training steps.
+        """
         self._bar.update(self._task, visible=False)
         task = self._bar.add_task(what, total=total, numbers="")
         try:
@@ -53,14 +62,18 @@ class Console:
 
 
 def print_config(asked: Config, resolved: ResolvedConfig) -> None:
-    """Print the resolved config as a tree without secrets; with print_config=true, what makes it no plain `python train.py`.
+    """Print the resolved config as a tree without secrets; with print_config=true, what makes it no
+    plain `python train.py`.
 
-    `asked`: the config before `auto` was resolved, so that values which nobody set are left out. Strategy and devices stay.
+    `asked`: the config before `auto` was resolved, so that values which nobody set are left out.
+    Strategy and devices stay.
     """
     if resolved.print_config == "full":
         tree, shown, defaults = Tree("config"), asdict(resolved), {}
     else:
-        tree = Tree("config: differences from a plain `python train.py` (print_config=full shows all)")
+        tree = Tree(
+            "config: differences from a plain `python train.py` (print_config=full shows all)"
+        )
         shown, defaults = asdict(asked), asdict(plain_config())
         for name in ("strategy", "devices"):
             if shown["parallel"][name] == "auto":

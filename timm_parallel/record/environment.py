@@ -1,4 +1,6 @@
-"""`environment.json`: machine, versions and command of a run, from package metadata and NVML without torch."""
+"""`environment.json`: machine, versions and command of a run, from package metadata and NVML
+without torch.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ LIBRARIES = ("torch", "torchvision", "timm", "hydra-core", "omegaconf", "numpy",
 
 
 def environment_facts(config: Config) -> dict[str, Any]:
-    """Return the contents of environment.json: commit, versions, devices. Omits environment variables (secrets)."""
+    """Return the contents of environment.json: commit, versions, devices. Omits environment
+    variables (secrets).
+    """
     git = ("git", "-C", str(ROOT))
     devices, changes = hardware.visible_cuda_devices(), output_of(*git, "status", "--porcelain")
     return {
@@ -69,7 +73,9 @@ def version_of(name: str) -> str | None:
 
 def output_of(*command: str) -> str | None:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=5, check=True)
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=5, check=True
+        )
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip()

@@ -1,4 +1,6 @@
-"""Detect disturbances of a speed measurement: other programs, a hypervisor, too little CPU time, heat, drift."""
+"""Detect disturbances of a speed measurement: other programs, a hypervisor, too little CPU time,
+heat, drift.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,12 @@ OTHERS, STEAL, STARVED, DRIFT = 0.25, 0.05, 0.8, 0.1  # limits of `flags`
 FEWEST_STEPS = 20  # timed steps, below which the halves of a run are not compared
 
 
-def guard(throughput: dict[str, Any], ranks: list[dict[str, Any]], gpus: list[dict[str, Any]]) -> dict[str, Any]:
-    """Compute `guard` of result.json: CPU load, drift, GPU clocks. `ranks`: host and Usage fields; `gpus`: Gpu.state."""
+def guard(
+    throughput: dict[str, Any], ranks: list[dict[str, Any]], gpus: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """Compute `guard` of result.json: CPU load, drift, GPU clocks. `ranks`: host and Usage fields;
+    `gpus`: Gpu.state.
+    """
     first, halves = ranks[0], throughput["halves"]
     wall, own = first["wall"], sum(rank["own"] for rank in ranks if rank["host"] == first["host"])
     shares = [rank["ran"] / (rank["ran"] + rank["queued"]) for rank in ranks if rank["ran"]]
@@ -23,26 +29,40 @@ def guard(throughput: dict[str, Any], ranks: list[dict[str, Any]], gpus: list[di
         "cpu_per_thread": min(shares, default=None),
         "halves_ratio": halves[1] / halves[0] if halves[0] and halves[1] else None,
         "temperature": [gpu["celsius"] for gpu in gpus] or None,
-        "clocks": [{key: gpu[key] for key in ("sm_mhz", "sm_mhz_max", "slowed_by")} for gpu in gpus] or None,
+        "clocks": [{key: gpu[key] for key in ("sm_mhz", "sm_mhz_max", "slowed_by")} for gpu in gpus]
+        or None,
     }
 
 
 def flags(measured: dict[str, Any], steps_timed: int) -> list[str]:
-    """Return the reasons to distrust a run's speed, a short sentence each. `measured`: the result of `guard`."""
-    load, own, cores, steal, share = (measured[key] for key in ("load", "own", "cores", "steal", "cpu_per_thread"))
+    """Return the reasons to distrust a run's speed, a short sentence each. `measured`: the result
+    of `guard`.
+    """
+    load, own, cores, steal, share = (
+        measured[key] for key in ("load", "own", "cores", "steal", "cpu_per_thread")
+    )
     reasons = []
     is_crowded = load is not None and load >= OTHERS and load + own >= 0.9 * cores
     if is_crowded:
         reasons.append(f"other programs kept {load:.1f} of {cores} processors busy")
     if steal is not None and steal >= STEAL:
         reasons.append(f"the hypervisor gave {steal:.0%} of the processors' time to others")
-    # Threads that wait for other threads or workers of the same run are not disturbed by other programs.
+    # Threads that wait for other threads or workers of the same run are not disturbed by other
+    # programs.
     is_own_load = own is not None and own >= 0.9 * cores and not is_crowded
     if share is not None and share < STARVED and not is_own_load:
-        reasons.append(f"its threads got {share:.0%} of the processor time that they were ready to use")
+        reasons.append(
+            f"its threads got {share:.0%} of the processor time that they were ready to use"
+        )
     ratio = measured["halves_ratio"]
-    if ratio is not None and steps_timed >= FEWEST_STEPS and not 1 / (1 + DRIFT) <= ratio <= 1 + DRIFT:
-        reasons.append(f"the second half of its steps ran at {ratio:.2f} times the speed of the first")
+    if (
+        ratio is not None
+        and steps_timed >= FEWEST_STEPS
+        and not 1 / (1 + DRIFT) <= ratio <= 1 + DRIFT
+    ):
+        reasons.append(
+            f"the second half of its steps ran at {ratio:.2f} times the speed of the first"
+        )
     for number, clock in enumerate(measured["clocks"] or []):
         if clock["slowed_by"]:
             reasons.append(f"GPU {number} was slowed down: {', '.join(clock['slowed_by'])}")

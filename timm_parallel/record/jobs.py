@@ -25,7 +25,9 @@ class Job:
     overrides: list[str]  # equal for all repeats of one configuration
     block: int = 0  # repeat of the sweep
     seed: int | None = None  # the first repeat's plus `block`
-    configuration: int | None = None  # number in configs/; None: a trial of a search, whose config is in its folder
+    configuration: int | None = (
+        None  # number in configs/; None: a trial of a search, whose config is in its folder
+    )
     status: str = "waiting"  # waiting, running, or a status of result.json
     reason: str = ""
     code: str = ""  # of the reason to skip it, see engine/errors.py; empty for a reason without one
@@ -56,7 +58,10 @@ class Jobs:
 
     def counts(self) -> str:
         """Format the number of jobs per status: `3 done, 1 failed`."""
-        return ", ".join(f"{count} {status}" for status, count in Counter(job.status for job in self.jobs).items())
+        return ", ".join(
+            f"{count} {status}"
+            for status, count in Counter(job.status for job in self.jobs).items()
+        )
 
     @property
     def num_blocks(self) -> int:
@@ -85,20 +90,35 @@ def read_jobs(folder: Path) -> Jobs:
         raise ValueError(f"{error}{_report_without_jobs(folder)}") from None
     known = {entry.name for entry in dataclasses.fields(Job)}
     try:
-        # In older sweeps, the first and the last job, without a block, ran the baseline again to measure drift.
+        # In older sweeps, the first and the last job, without a block, ran the baseline again to
+        # measure drift.
         listed = [job for job in values["jobs"] if job["block"] is not None]
         jobs = [Job(**{key: value for key, value in job.items() if key in known}) for job in listed]
-        return Jobs(folder, values["command"], jobs, values["created"], values["status"], values.get("order_seed"))
+        return Jobs(
+            folder,
+            values["command"],
+            jobs,
+            values["created"],
+            values["status"],
+            values.get("order_seed"),
+        )
     except (AttributeError, KeyError, TypeError) as error:
-        raise ValueError(f"{path}: damaged, or not of this project ({error}){_report_without_jobs(folder)}") from None
+        raise ValueError(
+            f"{path}: damaged, or not of this project ({error}){_report_without_jobs(folder)}"
+        ) from None
 
 
 def _report_without_jobs(folder: Path) -> str:
-    """Return a hint with the command that reports on the ended jobs without jobs.json; empty if no job has ended."""
+    """Return a hint with the command that reports on the ended jobs without jobs.json; empty if no
+    job has ended.
+    """
     if not any(folder.glob("*/result.json")):
         return ""
     quoted = shlex.quote(str(folder))
-    return f"; compare its ended jobs with: python scripts/report.py --out {quoted} $(dirname {quoted}/*/result.json)"
+    return (
+        f"; compare its ended jobs with: python scripts/report.py --out {quoted} $(dirname "
+        f"{quoted}/*/result.json)"
+    )
 
 
 def now() -> str:

@@ -27,22 +27,37 @@ Numbers = dict[str, float | None]
 
 
 class Recorder:
-    """Writer of metrics and images to metrics.jsonl, the trackers and the console. Skips values that are None."""
+    """Writer of metrics and images to metrics.jsonl, the trackers and the console. Skips values
+    that are None.
+    """
 
-    def __init__(self, config: ResolvedConfig, folder: Path, enabled: bool, console: Console, resume_step: int) -> None:
-        """Open metrics.jsonl and the trackers. Drops lines of steps after `resume_step`, because they will run again."""
+    def __init__(
+        self,
+        config: ResolvedConfig,
+        folder: Path,
+        enabled: bool,
+        console: Console,
+        resume_step: int,
+    ) -> None:
+        """Open metrics.jsonl and the trackers. Drops lines of steps after `resume_step`, because
+        they will run again.
+        """
         self.enabled, self._console, self._headline = enabled, console, config.headline_metric
         self._started, self._timeout = time.time(), config.parallel.timeout
         if enabled:
             self._metrics = MetricsLog(folder / "metrics.jsonl", resume_step)
             classes = config.tracker.classes()
-            self._trackers = [Channel(name, path, config, folder, resume_step) for name, path in classes.items()]
+            self._trackers = [
+                Channel(name, path, config, folder, resume_step) for name, path in classes.items()
+            ]
 
     def numbers(self, step: int, epoch: float, values: Numbers) -> None:
         """Write a step's values as a line of metrics.jsonl and to the trackers."""
         if self.enabled:
             present = {name: value for name, value in values.items() if value is not None}
-            self._metrics.write(step, epoch=round(epoch, 4), time=round(time.time() - self._started, 3), **present)
+            self._metrics.write(
+                step, epoch=round(epoch, 4), time=round(time.time() - self._started, 3), **present
+            )
             self._track("numbers", step, epoch, time.time(), finite_numbers(present))
 
     def step(self, step: int, epoch: float, values: Numbers) -> None:
@@ -59,11 +74,15 @@ class Recorder:
         self.numbers(step, epoch, values)
 
     def images(self, batch: Tensor, mean: Tensor, std: Tensor) -> None:
-        """Send up to 32 normalized images [B, C, H, W] to the trackers. `mean` and `std`: per channel, in 0..255."""
+        """Send up to 32 normalized images [B, C, H, W] to the trackers. `mean` and `std`: per
+        channel, in 0..255.
+        """
         if self.enabled:
             from torchvision.utils import make_grid
 
-            shown = (batch[:32].detach().float().cpu() * std.cpu() / 255 + mean.cpu() / 255).clamp(0, 1)
+            shown = (batch[:32].detach().float().cpu() * std.cpu() / 255 + mean.cpu() / 255).clamp(
+                0, 1
+            )
             with self._picture("train/images"):
                 if shown.shape[1] not in (1, 3):
                     shown = shown[:, :1]
@@ -74,31 +93,53 @@ class Recorder:
                 self._track("image", "train/images", 0, grid.permute(1, 2, 0).numpy())
 
     def epoch(self, epoch: int, epochs: int, train: Mapping[str, float], val: Numbers) -> None:
-        """Log a line with the mean training metrics of an epoch, and the metrics of the newest evaluation, if any."""
+        """Log a line with the mean training metrics of an epoch, and the metrics of the newest
+        evaluation, if any.
+        """
         if not self.enabled:
             return
         name = self._headline
-        of_val = {"val/loss": "loss", f"val/{name}": name, "ema": f"{name}_ema", "best": f"{name}_best"}
+        of_val = {
+            "val/loss": "loss",
+            f"val/{name}": name,
+            "ema": f"{name}_ema",
+            "best": f"{name}_best",
+        }
         shown = {f"train/{key}": value for key, value in train.items()}
-        shown |= {label: value for label, key in of_val.items() if (value := val.get(key)) is not None}
-        log.info("epoch %d/%d%s", epoch, epochs, "".join(f"  {label} {value:.4f}" for label, value in shown.items()))
+        shown |= {
+            label: value for label, key in of_val.items() if (value := val.get(key)) is not None
+        }
+        log.info(
+            "epoch %d/%d%s",
+            epoch,
+            epochs,
+            "".join(f"  {label} {value:.4f}" for label, value in shown.items()),
+        )
 
     def end(self, result: Result, confusions: dict[str, Tensor], classes: list[str]) -> list[str]:
-        """Send confusion matrices [true, predicted], and end the run in the trackers. Return commands or URLs to show it."""
+        """Send confusion matrices [true, predicted], and end the run in the trackers. Return
+        commands or URLs to show it.
+        """
         if not self.enabled:
             return []
         for split, counts in confusions.items():
             matrix = counts.cpu().numpy()
             with self._picture(f"{split}/confusion"):
-                self._track("image", f"{split}/confusion", result.steps, draw_confusion(matrix, classes))
+                self._track(
+                    "image", f"{split}/confusion", result.steps, draw_confusion(matrix, classes)
+                )
         self._track("end", result.status, finite_numbers(result.throughput | result.seconds))
         return [mask(channel.tracker.view) for channel in self._trackers if channel.tracker.view]
 
     def close(self) -> None:
-        """Close metrics.jsonl and the trackers. Without a call of `end` before, they record a failed or stopped run."""
+        """Close metrics.jsonl and the trackers. Without a call of `end` before, they record a
+        failed or stopped run.
+        """
         if self.enabled:
             self._metrics.close()
-            self._track("end", "interrupted" if isinstance(sys.exception(), Stopped) else "failed", {})
+            self._track(
+                "end", "interrupted" if isinstance(sys.exception(), Stopped) else "failed", {}
+            )
             # The other ranks wait for this one meanwhile.
             until = time.monotonic() + min(END_SECONDS, self._timeout / 2)
             for channel in self._trackers:
@@ -106,12 +147,16 @@ class Recorder:
 
     @contextmanager
     def _picture(self, name: str) -> Iterator[None]:
-        """Log a warning if the code below `with` cannot draw a picture: a run needs its numbers, but no picture."""
+        """Log a warning if the code below `with` cannot draw a picture: a run needs its numbers,
+        but no picture.
+        """
         try:
             yield
         except Exception as error:
             reason = mask(" ".join(f"{type(error).__name__}: {error}".split()))[:300]
-            log.warning("%s could not be drawn (%s); the run continues without this picture", name, reason)
+            log.warning(
+                "%s could not be drawn (%s); the run continues without this picture", name, reason
+            )
 
     def _track(self, method: str, *arguments: Any) -> None:
         for channel in self._trackers:
@@ -120,4 +165,8 @@ class Recorder:
 
 def finite_numbers(values: dict[str, Any]) -> dict[str, float]:
     """Return the finite numbers in `values`, the only ones that trackers can draw."""
-    return {name: value for name, value in values.items() if isinstance(value, int | float) and math.isfinite(value)}
+    return {
+        name: value
+        for name, value in values.items()
+        if isinstance(value, int | float) and math.isfinite(value)
+    }

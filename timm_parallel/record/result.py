@@ -1,4 +1,6 @@
-"""Results of a run: result.json and metrics.jsonl. Imports no torch, so that sweeps and reports read them quickly."""
+"""Results of a run: result.json and metrics.jsonl. Imports no torch, so that sweeps and reports
+read them quickly.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ STATUSES = ("done", "failed", "out_of_memory", "not_finite", "skipped", "interru
 
 @dataclass
 class Result:
-    """`result.json`, the only interface between a job and its caller. docs/outputs.md explains every field."""
+    """`result.json`, the only interface between a job and its caller. docs/outputs.md explains
+    every field.
+    """
 
     status: str
     reason: str = ""
@@ -40,14 +44,18 @@ class Result:
     parameters: int | None = None
     image_size: int | None = None  # side of a training image in pixels
     batch_size: int | None = None  # global
-    # Floating-point operations of an optimizer step over all devices: forward and backward passes of the model.
+    # Floating-point operations of an optimizer step over all devices: forward and backward passes
+    # of the model.
     flops_per_step: int | None = None
     steps: int = 0
     epochs: float = 0
     samples_seen: int = 0
     dropped_per_epoch: int | None = None  # tail of the shuffled epoch that fills no optimizer step
-    skipped: dict[str, int] = field(default_factory=dict)  # unreadable images by split, with data.on_error=skip
-    # Fingerprints of names and labels: of each split, and under `all` of all images, however they are divided.
+    skipped: dict[str, int] = field(
+        default_factory=dict
+    )  # unreadable images by split, with data.on_error=skip
+    # Fingerprints of names and labels: of each split, and under `all` of all images, however they
+    # are divided.
     data: dict[str, str] = field(default_factory=dict)
     train: dict[str, Any] = field(default_factory=dict)
     val: dict[str, Any] = field(default_factory=dict)
@@ -66,14 +74,19 @@ class Result:
     started: str | None = None  # ISO time of the command; for a resumed run, of the first one
     segments: list[dict[str, Any]] = field(default_factory=list)
     commit: str | None = None  # of the code
-    profile: list[dict[str, Any]] = field(default_factory=list)  # one entry per rank, with train.profile_steps
+    profile: list[dict[str, Any]] = field(
+        default_factory=list
+    )  # one entry per rank, with train.profile_steps
     seconds: dict[str, Any] = field(default_factory=dict)
     objective: float | None = None
     parameters_hash: str | None = None
     checkpoint: str | None = None
-    # Equal parameters on all ranks: `parameters_hash_start`, `hashes_equal`. Images per replica: `chunk_sizes`.
+    # Equal parameters on all ranks: `parameters_hash_start`, `hashes_equal`. Images per replica:
+    # `chunk_sizes`.
     proof: dict[str, Any] = field(default_factory=dict)
-    failure: dict[str, Any] | None = None  # rank, exception, traceback, log of the first rank that failed
+    failure: dict[str, Any] | None = (
+        None  # rank, exception, traceback, log of the first rank that failed
+    )
 
 
 def write_result(folder: Path, result: Result) -> None:
@@ -87,14 +100,17 @@ def read_result(folder: Path) -> Result:
     values = read_json(path, FORMAT, "is this a run folder, and has the run ended?")
     if values.get("status") not in STATUSES:
         raise ValueError(
-            f"{path}: status {values.get('status')!r}, expected one of {', '.join(STATUSES)}; not of this project"
+            f"{path}: status {values.get('status')!r}, expected one of {', '.join(STATUSES)}; not "
+            "of this project"
         )
     known = {f.name for f in dataclasses.fields(Result)}
     return Result(**{key: value for key, value in values.items() if key in known})
 
 
 def read_status(folder: Path) -> str | None:
-    """Return the status in `folder/result.json`; None if the run has not ended or the file cannot be read."""
+    """Return the status in `folder/result.json`; None if the run has not ended or the file cannot
+    be read.
+    """
     try:
         return read_result(folder).status
     except ValueError:
@@ -102,9 +118,13 @@ def read_status(folder: Path) -> str | None:
 
 
 def read_segments(folder: Path) -> list[dict[str, Any]]:
-    """Return the attempts (start, resumes) that the newest checkpoint of a run folder lists; [] if unknown."""
+    """Return the attempts (start, resumes) that the newest checkpoint of a run folder lists; [] if
+    unknown.
+    """
     try:
-        segments = json.loads((folder / "checkpoints" / "last.json").read_text(encoding="utf-8"))["segments"]
+        segments = json.loads((folder / "checkpoints" / "last.json").read_text(encoding="utf-8"))[
+            "segments"
+        ]
     except (OSError, ValueError, KeyError, TypeError):
         return []
     return segments if isinstance(segments, list) else []
@@ -114,7 +134,9 @@ class MetricsLog:
     """`metrics.jsonl`: one line per logging step and per evaluation. Only rank 0 writes it."""
 
     def __init__(self, path: Path, resume_step: int | None = None) -> None:
-        """Open the file. Drops lines of steps after `resume_step`, because those steps will run again."""
+        """Open the file. Drops lines of steps after `resume_step`, because those steps will run
+        again.
+        """
         if resume_step is not None and path.exists():
             kept = [line for line in read_metrics(path) if line["step"] <= resume_step]
             write_text(path, "".join(json.dumps(line) + "\n" for line in kept))

@@ -24,7 +24,11 @@ def show_banner(run: BuiltRun, folder: Path) -> None:
     if not run.strategy.is_first:
         return
     config, sampler, workers = run.config, run.train.sampler, run.train.num_workers
-    loading = f"{plural(workers, 'loader process', 'es')} per rank" if workers else "read without loader processes"
+    loading = (
+        f"{plural(workers, 'loader process', 'es')} per rank"
+        if workers
+        else "read without loader processes"
+    )
     steps = f"{run.total_steps} = {config.train.epochs} epochs x {run.steps_per_epoch}"
     if run.total_steps == config.train.max_steps:
         steps = f"{run.total_steps} (max_steps)"
@@ -35,9 +39,11 @@ def show_banner(run: BuiltRun, folder: Path) -> None:
         batch = config.global_batch * config.train.accumulate
         rate += f" = {config.optim.lr:g} x {config.optim.lr_rule} rule to batch {batch}"
     facts = {
-        "model": f"{config.model.name}, {count_parameters(run.state.model):,} parameters, {config.train.precision}",
+        "model": f"{config.model.name}, {count_parameters(run.state.model):,} parameters, "
+        f"{config.train.precision}",
         "step": _own_parameters(run),
-        "data": f"{config.data.name}, {sampler.num_images:,} training images, {sampler.dropped} dropped per epoch, {loading}",
+        "data": f"{config.data.name}, {sampler.num_images:,} training images, {sampler.dropped} "
+        f"dropped per epoch, {loading}",
         "classes": _classes(run.dataset.class_names),
         "strategy": _strategy(run),
         "batch": _batch(run),
@@ -51,13 +57,21 @@ def show_banner(run: BuiltRun, folder: Path) -> None:
 
 
 def _own_parameters(run: BuiltRun) -> str:
-    own = {name: parameter for name, parameter in run.state.own_parameters.items() if parameter.requires_grad}
+    own = {
+        name: parameter
+        for name, parameter in run.state.own_parameters.items()
+        if parameter.requires_grad
+    }
     count = sum(parameter.numel() for parameter in own.values())
-    return shorten(f"{count:,} parameters besides the model's: {', '.join(own)}", 100) if own else ""
+    return (
+        shorten(f"{count:,} parameters besides the model's: {', '.join(own)}", 100) if own else ""
+    )
 
 
 def _classes(names: list[str]) -> str:
-    """Return the number of classes and the first names, which show a folder layout that was read in another way."""
+    """Return the number of classes and the first names, which show a folder layout that was read in
+    another way.
+    """
     return f"{len(names)}: {shorten(', '.join(names), 80, placeholder=' …')}"
 
 
@@ -79,16 +93,28 @@ def _batch(run: BuiltRun) -> str:
     return f"{batch} global, {per_device} per device{accumulated}"
 
 
-def show_end(config: ResolvedConfig, folder: Path, result: Result, segments: list[str], views: list[str]) -> None:
-    """Log the run folder, metrics, speed, target loss, profile, `segments` and `views` (lines on where to see the curves)."""
+def show_end(
+    config: ResolvedConfig, folder: Path, result: Result, segments: list[str], views: list[str]
+) -> None:
+    """Log the run folder, metrics, speed, target loss, profile, `segments` and `views` (lines on
+    where to see the curves).
+    """
     log.info("run folder   %s", folder)
     log.info("metrics      %s", ", ".join(_metrics(config, result)))
     if speed := result.throughput.get("images_per_sec"):
         steps = plural(result.throughput.get("steps_timed") or 0, "timed step")
-        log.info("speed        %s images/s, mean of %s", f"{speed:,.0f}" if speed >= 100 else f"{speed:.3g}", steps)
+        log.info(
+            "speed        %s images/s, mean of %s",
+            f"{speed:,.0f}" if speed >= 100 else f"{speed:.3g}",
+            steps,
+        )
     train = config.train
     # Only early_stop ends a run before both limits.
-    if train.early_stop and result.epochs < train.epochs and result.steps < (train.max_steps or math.inf):
+    if (
+        train.early_stop
+        and result.epochs < train.epochs
+        and result.steps < (train.max_steps or math.inf)
+    ):
         reason = f"no better {config.checkpoint.metric} in {train.early_stop} evaluations"
         log.info("early stop   %s (train.early_stop)", reason)
     target, loss = train.target_loss, result.train.get("loss")
@@ -97,7 +123,11 @@ def show_end(config: ResolvedConfig, folder: Path, result: Result, segments: lis
         if loss is not None and loss <= target:
             log.info("target       reached: %s; the model can learn these images", values)
         else:
-            log.info("target       not reached: %s; check the labels, the loss and optim.lr, or train longer", values)
+            log.info(
+                "target       not reached: %s; check the labels, the loss and optim.lr, or train "
+                "longer",
+                values,
+            )
     for line in summary_lines(result.profile[0], folder) if result.profile else ():
         log.info("%s", line)
     for number, segment in enumerate(segments):
@@ -107,9 +137,14 @@ def show_end(config: ResolvedConfig, folder: Path, result: Result, segments: lis
 
 
 def _metrics(config: ResolvedConfig, result: Result) -> list[str]:
-    """Return texts such as `val/acc 0.9 (best 0.9)` with the value of checkpoint.metric on each split, also with EMA weights."""
+    """Return texts such as `val/acc 0.9 (best 0.9)` with the value of checkpoint.metric on each
+    split, also with EMA weights.
+    """
     name = config.headline_metric
-    shown = [f"val/{name} {_number(result.val.get(name))} (best {_number(result.val.get(f'{name}_best'))})"]
+    shown = [
+        f"val/{name} {_number(result.val.get(name))} (best "
+        f"{_number(result.val.get(f'{name}_best'))})"
+    ]
     if result.test:
         shown.append(f"test/{name} {_number(result.test.get(name))}")
     for split, numbers in (("val", result.val), ("test", result.test)):

@@ -1,8 +1,10 @@
-"""Checkpoint files: written completely or not at all, verified when read, loaded with `weights_only=True`.
+"""Checkpoint files: written completely or not at all, verified when read, loaded with
+`weights_only=True`.
 
-`last.pt` is the newest, `best.pt` has the best evaluation, `best_step_N.pt` are the best few (checkpoint.top), and `step_N.pt`
-the newest few (checkpoint.keep), each with a `.json` file. Weights have the names of the unwrapped model, as in plain timm.
-`train_step` has the tensors that the training step has besides the model's, such as the parameters of a loss.
+`last.pt` is the newest, `best.pt` has the best evaluation, `best_step_N.pt` are the best few
+(checkpoint.top), and `step_N.pt` the newest few (checkpoint.keep), each with a `.json` file.
+Weights have the names of the unwrapped model, as in plain timm. `train_step` has the tensors that
+the training step has besides the model's, such as the parameters of a loss.
 """
 
 from __future__ import annotations
@@ -35,10 +37,14 @@ log = logging.getLogger(__name__)
 FORMAT = 2
 
 
-def save(folder: Path, contents: dict[str, Any], step: int, keep: int, is_best: bool, top: int = 1) -> Path:
-    """Write `step_N.pt`, link last.pt to it (and best.pt if `is_best`), and delete all but the newest `keep`.
+def save(
+    folder: Path, contents: dict[str, Any], step: int, keep: int, is_best: bool, top: int = 1
+) -> Path:
+    """Write `step_N.pt`, link last.pt to it (and best.pt if `is_best`), and delete all but the
+    newest `keep`.
 
-    With `top` > 1, also link `best_step_N.pt` to it if its evaluation is one of the `top` best of the run. Return last.pt.
+    With `top` > 1, also link `best_step_N.pt` to it if its evaluation is one of the `top` best of
+    the run. Return last.pt.
     """
     newest, among_best = folder / f"step_{step}.pt", folder / f"best_step_{step}.pt"
     whole = {"format": FORMAT, **_on_cpu(contents)}
@@ -47,11 +53,13 @@ def save(folder: Path, contents: dict[str, Any], step: int, keep: int, is_best: 
         folder.mkdir(exist_ok=True)
         write_whole(newest, lambda temporary: torch.save(whole, temporary))
         summary = _summary(contents)
-        sidecar = json.dumps({"format": FORMAT, "sha256": _checksum(newest), **summary}, indent=2) + "\n"
+        sidecar = (
+            json.dumps({"format": FORMAT, "sha256": _checksum(newest), **summary}, indent=2) + "\n"
+        )
         write_text(newest.with_suffix(".json"), sidecar)
         best = _best(folder, summary, top) if top > 1 else set()
-        # `among_best` comes before last.pt: after a kill between them, the run continues from the older last.pt, and reaches
-        # this step again.
+        # `among_best` comes before last.pt: after a kill between them, the run continues from the
+        # older last.pt, and reaches this step again.
         linked = {among_best: step in best, folder / "last.pt": True, folder / "best.pt": is_best}
         for path in [path for path, is_due in linked.items() if is_due]:
             write_whole(path, lambda temporary: _link(newest, temporary))
@@ -63,26 +71,32 @@ def save(folder: Path, contents: dict[str, Any], step: int, keep: int, is_best: 
             raise
         free = shutil.disk_usage(folder.parent).free
         raise OSError(
-            f"{newest}: could not be written ({free / 2**20:.0f} MiB free: {error}); the run ends here, and earlier "
-            "checkpoints are untouched: free some space and continue with resume"
+            f"{newest}: could not be written ({free / 2**20:.0f} MiB free: {error}); the run ends "
+            "here, and earlier checkpoints are untouched: free some space and continue with resume"
         ) from None
     steps = _steps(folder)
-    # After a resume from an older checkpoint, later checkpoints may still exist. They are removed too.
+    # After a resume from an older checkpoint, later checkpoints may still exist. They are removed
+    # too.
     kept = [number for number in steps if number <= step][-keep:]
     unneeded = [path for number, path in steps.items() if number not in kept]
     if top > 1:
-        unneeded += [path for number, path in _steps(folder, "best_step_").items() if number not in best]
+        unneeded += [
+            path for number, path in _steps(folder, "best_step_").items() if number not in best
+        ]
     for old in unneeded:
-        # The sidecar first: after a kill in between, the next save finds the checkpoint and removes it.
+        # The sidecar first: after a kill in between, the next save finds the checkpoint and removes
+        # it.
         old.with_suffix(".json").unlink(missing_ok=True)
         old.unlink()
     return folder / "last.pt"
 
 
 def _best(folder: Path, newest: dict[str, Any], top: int) -> set[int]:
-    """Return the steps of the `top` best checkpoints by checkpoint.metric, among `newest` and the `best_step_N.pt` files.
+    """Return the steps of the `top` best checkpoints by checkpoint.metric, among `newest` and the
+    `best_step_N.pt` files.
 
-    Ignores later steps, which will be trained again, other metrics and damaged files. Of equal scores the earliest is best.
+    Ignores later steps, which will be trained again, other metrics and damaged files. Of equal
+    scores the earliest is best.
     """
     scores = {} if newest["score"] is None else {newest["step"]: newest["score"]}
     for step, path in _steps(folder, "best_step_").items():
@@ -94,7 +108,9 @@ def _best(folder: Path, newest: dict[str, Any], top: int) -> set[int]:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Verify the checksum of a checkpoint file and load its contents into CPU memory. Raises ValueError if it is damaged."""
+    """Verify the checksum of a checkpoint file and load its contents into CPU memory. Raises
+    ValueError if it is damaged.
+    """
     if not path.exists():
         raise ValueError(f"{path}: no such checkpoint")
     try:
@@ -105,18 +121,32 @@ def load(path: Path) -> dict[str, Any]:
         # torch's own message advises to load the file without weights_only.
         if type(error).__name__ == "UnpicklingError":
             reason = "it holds more than tensors and plain values"
-        raise ValueError(f"{path}: damaged, or not a checkpoint ({reason}); use another one") from None
-    if not isinstance(contents, dict) or "model" not in contents or not isinstance(contents.get("format"), int):
-        raise ValueError(f"{path}: not a checkpoint of this project; give a file from the checkpoints/ folder of a run")
+        raise ValueError(
+            f"{path}: damaged, or not a checkpoint ({reason}); use another one"
+        ) from None
+    if (
+        not isinstance(contents, dict)
+        or "model" not in contents
+        or not isinstance(contents.get("format"), int)
+    ):
+        raise ValueError(
+            f"{path}: not a checkpoint of this project; give a file from the checkpoints/ folder "
+            "of a run"
+        )
     if contents["format"] != FORMAT:
-        raise ValueError(f"{path}: format {contents['format']}, expected {FORMAT}; use the code that wrote the file")
+        raise ValueError(
+            f"{path}: format {contents['format']}, expected {FORMAT}; use the code that wrote the "
+            "file"
+        )
     return contents
 
 
 def _verify(path: Path) -> None:
-    """Raise ValueError if the checksum of a file is in no .json file of its folder or, without those, its archive is damaged."""
-    # The .json file of any checkpoint counts, because last.pt and last.json cannot be replaced at the same moment. That of the
-    # step_N.pt to which last.pt links is written before.
+    """Raise ValueError if the checksum of a file is in no .json file of its folder or, without
+    those, its archive is damaged.
+    """
+    # The .json file of any checkpoint counts, because last.pt and last.json cannot be replaced at
+    # the same moment. That of the step_N.pt to which last.pt links is written before.
     known = set()
     for sidecar in path.parent.glob("*.json"):
         with suppress(OSError, ValueError, KeyError, TypeError):
@@ -133,10 +163,16 @@ def _verify(path: Path) -> None:
 
 
 def load_newest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
-    """Return path and contents of the newest undamaged checkpoint of a run folder; None if the folder has no checkpoint."""
+    """Return path and contents of the newest undamaged checkpoint of a run folder; None if the
+    folder has no checkpoint.
+    """
     checkpoints = folder / "checkpoints"
     errors = []
-    for path in [checkpoints / "last.pt", *reversed(_steps(checkpoints).values()), checkpoints / "best.pt"]:
+    for path in [
+        checkpoints / "last.pt",
+        *reversed(_steps(checkpoints).values()),
+        checkpoints / "best.pt",
+    ]:
         if not path.exists():
             continue
         try:
@@ -150,7 +186,9 @@ def load_newest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
 
 
 def load_from_run(folder: Path, which: str | None) -> tuple[Path, dict[str, Any]]:
-    """Return path and contents of a run's checkpoint. `which`: best, last, a file, or None for the one in result.json."""
+    """Return path and contents of a run's checkpoint. `which`: best, last, a file, or None for the
+    one in result.json.
+    """
     path = None
     if which in ("best", "last"):
         path = folder / "checkpoints" / f"{which}.pt"
@@ -168,11 +206,14 @@ def load_from_run(folder: Path, which: str | None) -> tuple[Path, dict[str, Any]
 
 
 def snapshot(state: TrainState, strategy: Strategy) -> dict[str, Any]:
-    """Return the training state as unsharded tensors and plain values, for a checkpoint. Collective.
+    """Return the training state as unsharded tensors and plain values, for a checkpoint.
+    Collective.
 
-    If the strategy shards parameters, only rank 0 gets the tensors, in CPU memory. Other ranks get empty tensors.
+    If the strategy shards parameters, only rank 0 gets the tensors, in CPU memory. Other ranks get
+    empty tensors.
     """
-    # Learning rates and random draws are functions of the step, so a checkpoint has no state of them.
+    # Learning rates and random draws are functions of the step, so a checkpoint has no state of
+    # them.
     parts = {
         "model": state.model.state_dict(),
         OF_STEP: {name: tensor.detach() for name, tensor in state.own_tensors().items()},
@@ -182,13 +223,17 @@ def snapshot(state: TrainState, strategy: Strategy) -> dict[str, Any]:
     }
     return {
         **tree_map_only(Tensor, partial(_for_file, strategy=strategy), parts),
-        "buffers_by_rank": {name: strategy.buffers.by_rank(module) for name, module in state.modules.items()},
+        "buffers_by_rank": {
+            name: strategy.buffers.by_rank(module) for name, module in state.modules.items()
+        },
         "progress": dataclasses.asdict(state.progress),
     }
 
 
 def _for_file(tensor: Tensor, strategy: Strategy) -> Tensor:
-    """Return a tensor unsharded, on the CPU of rank 0 (empty on other ranks) if the strategy shards it. Collective."""
+    """Return a tensor unsharded, on the CPU of rank 0 (empty on other ranks) if the strategy shards
+    it. Collective.
+    """
     whole = strategy.whole(tensor)
     if not strategy.shards:
         return whole
@@ -196,14 +241,21 @@ def _for_file(tensor: Tensor, strategy: Strategy) -> Tensor:
 
 
 def _on_cpu(contents: dict[str, Any]) -> dict[str, Any]:
-    """Copy tensors of a device to CPU memory: a file with CUDA tensors cannot be loaded without a GPU, as its reader would expect.
+    """Copy tensors of a device to CPU memory: a file with CUDA tensors cannot be loaded without a
+    GPU, as its reader would expect.
 
     Tensors that share memory (tied weights) are copied once, and tensors in CPU memory not at all.
     """
     copies: dict[tuple[Any, ...], Tensor] = {}
 
     def copy(tensor: Tensor) -> Tensor:
-        memory = (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
+        memory = (
+            tensor.untyped_storage()._cdata,
+            tensor.storage_offset(),
+            tensor.shape,
+            tensor.stride(),
+            tensor.dtype,
+        )
         if memory not in copies:
             copies[memory] = tensor.cpu()
         return copies[memory]
@@ -213,10 +265,14 @@ def _on_cpu(contents: dict[str, Any]) -> dict[str, Any]:
 
 
 def restore(state: TrainState, strategy: Strategy, contents: dict[str, Any]) -> None:
-    """Load weights, optimizer state and progress from the result of `snapshot`. Hyperparameters keep the config's values."""
+    """Load weights, optimizer state and progress from the result of `snapshot`. Hyperparameters
+    keep the config's values.
+    """
     missing = {"optimizer", "scaler", "ema", "progress"} - contents.keys()
     if missing:
-        raise ValueError(f"resume: the checkpoint has only weights, no {', '.join(sorted(missing))}")
+        raise ValueError(
+            f"resume: the checkpoint has only weights, no {', '.join(sorted(missing))}"
+        )
     restore_weights(state, strategy, contents)
     for name, module in state.modules.items():
         strategy.buffers.restore_own(module, contents.get("buffers_by_rank", {}).get(name))
@@ -227,30 +283,38 @@ def restore(state: TrainState, strategy: Strategy, contents: dict[str, Any]) -> 
 
 
 def restore_weights(state: TrainState, strategy: Strategy, contents: dict[str, Any]) -> None:
-    """Load the weights and, with model.ema.decay, their moving average; without one in the checkpoint, load the weights.
+    """Load the weights and, with model.ema.decay, their moving average; without one in the
+    checkpoint, load the weights.
 
     Also loads what the training step has besides the model.
     """
     for name, module in state.modules.items():
         which = "model" if contents[name] is None else name
         current, saved = module.state_dict(), contents[which]
-        parts = {key: strategy.part(value, current[key]) if key in current else value for key, value in saved.items()}
+        parts = {
+            key: strategy.part(value, current[key]) if key in current else value
+            for key, value in saved.items()
+        }
         fill(module, {which: parts}, which)
     _restore_step(state, strategy, contents.get(OF_STEP, {}))
 
 
 @torch.no_grad()
 def _restore_step(state: TrainState, strategy: Strategy, saved: dict[str, Tensor]) -> None:
-    """Load the tensors that the training step has besides the model. Raises ValueError if a parameter is not in `saved`."""
+    """Load the tensors that the training step has besides the model. Raises ValueError if a
+    parameter is not in `saved`.
+    """
     own = state.own_tensors()
     # Older versions saved none of them. A buffer keeps the value that it was built with.
     lacking = [name for name in state.own_parameters if name not in saved]
-    changed = [name for name, tensor in own.items() if name in saved and saved[name].shape != tensor.shape]
+    changed = [
+        name for name, tensor in own.items() if name in saved and saved[name].shape != tensor.shape
+    ]
     if lacking or changed:
         raise ValueError(
-            f"train.loss: the checkpoint has no {', '.join(lacking + changed)} of this shape, which the loss or the training "
-            "step trains; give train.loss and train.loss_kwargs as they were, or start a new run with "
-            "model.weights=<folder>/checkpoints/last.pt"
+            f"train.loss: the checkpoint has no {', '.join(lacking + changed)} of this shape, "
+            "which the loss or the training step trains; give train.loss and train.loss_kwargs as "
+            "they were, or start a new run with model.weights=<folder>/checkpoints/last.pt"
         )
     for name, tensor in own.items():
         if name in saved:
@@ -258,14 +322,20 @@ def _restore_step(state: TrainState, strategy: Strategy, saved: dict[str, Tensor
 
 
 def fill(model: nn.Module, contents: dict[str, Any], which: str) -> None:
-    """Load weights of a checkpoint into `model`. `which`: `model` for the trained weights, `ema` for their moving average."""
+    """Load weights of a checkpoint into `model`. `which`: `model` for the trained weights, `ema`
+    for their moving average.
+    """
     if contents.get(which) is None:
-        raise ValueError(f"weights={which}: the checkpoint has no averaged weights; the run had no model.ema.decay")
+        raise ValueError(
+            f"weights={which}: the checkpoint has no averaged weights; the run had no "
+            "model.ema.decay"
+        )
     try:
         model.load_state_dict(contents[which])
     except RuntimeError as error:
         raise ValueError(
-            f"model.name: the checkpoint was written by a different model ({' '.join(str(error).split())[:300]})"
+            "model.name: the checkpoint was written by a different model "
+            f"({' '.join(str(error).split())[:300]})"
         ) from None
 
 
@@ -276,7 +346,9 @@ def _summary(contents: dict[str, Any]) -> dict[str, Any]:
         "epoch": progress["epoch"],
         "best": progress["best_values"],
         # By checkpoint.metric, higher is better; null if this state was not evaluated.
-        "score": progress.get("score") if progress.get("evaluated_at") == progress["step"] else None,
+        "score": progress.get("score")
+        if progress.get("evaluated_at") == progress["step"]
+        else None,
         "classes": len(contents["classes"]),
         "parameters": sum(tensor.numel() for tensor in contents["model"].values()),
         **contents["made_by"],
@@ -292,7 +364,9 @@ def _checksum(path: Path) -> str:
 
 
 def _link(source: Path, target: Path) -> None:
-    """Create `target` as a hard link to `source`, which saves space, or as a copy on a file system without hard links."""
+    """Create `target` as a hard link to `source`, which saves space, or as a copy on a file system
+    without hard links.
+    """
     try:
         os.link(source, target)
     except OSError:
@@ -300,6 +374,8 @@ def _link(source: Path, target: Path) -> None:
 
 
 def _steps(folder: Path, prefix: str = "step_") -> dict[int, Path]:
-    """Return step N -> file `<prefix>N.pt` of each checkpoint in a folder, by ascending step. Ignores files with other names."""
+    """Return step N -> file `<prefix>N.pt` of each checkpoint in a folder, by ascending step.
+    Ignores files with other names.
+    """
     numbered = ((path.stem.removeprefix(prefix), path) for path in folder.glob(f"{prefix}*.pt"))
     return dict(sorted((int(number), path) for number, path in numbered if number.isdecimal()))

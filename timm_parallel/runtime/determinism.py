@@ -1,4 +1,6 @@
-"""Reproducible runs: deterministic algorithms, and random draws that depend only on seed, step and rank."""
+"""Reproducible runs: deterministic algorithms, and random draws that depend only on seed, step and
+rank.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from timm_parallel.data.seeds import seed_for
 
 
 def use_deterministic_algorithms() -> None:
-    """Make torch raise RuntimeError for nondeterministic operations. Call this before the first use of a GPU."""
+    """Make torch raise RuntimeError for nondeterministic operations. Call this before the first use
+    of a GPU.
+    """
     # cuBLAS reads the variable once. Without it, torch raises RuntimeError for each matrix product.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     # cuDNN's benchmark mode chooses algorithms by timing them, so its choice may vary.
@@ -20,9 +24,11 @@ def use_deterministic_algorithms() -> None:
 
 
 def seed_step(seed: int, step: int, rank: int, devices: Sequence[torch.device]) -> None:
-    """Seed the random generators of all devices before a step, from (seed, step, rank, index of the device)."""
-    # So a resumed run draws the same numbers for dropout and drop path, without random states in its checkpoints. dp's replicas
-    # on a CPU run in threads that share one generator.
+    """Seed the random generators of all devices before a step, from (seed, step, rank, index of the
+    device).
+    """
+    # So a resumed run draws the same numbers for dropout and drop path, without random states in
+    # its checkpoints. dp's replicas on a CPU run in threads that share one generator.
     seeds = [seed_for(seed, step, rank, index) for index in range(len(devices))]
     torch.default_generator.manual_seed(seeds[0])
     for device, device_seed in zip(devices, seeds, strict=True):

@@ -1,4 +1,6 @@
-"""Exact evaluation on any number of ranks: every image counts once, and sums are added over the ranks and divided once."""
+"""Exact evaluation on any number of ranks: every image counts once, and sums are added over the
+ranks and divided once.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +28,14 @@ class Evaluation:
     samples: int
     numbers: dict[str, float | None]  # values by metric name
     sums: dict[Any, Tensor]  # on the CPU, by the metric function that computed them
-    # With keep_rows: indices [N], scores [N, classes] and labels of all readable images, in the dataset's order.
+    # With keep_rows: indices [N], scores [N, classes] and labels of all readable images, in the
+    # dataset's order.
     rows: tuple[Tensor, Tensor, Tensor] | None = None
 
     def with_averaged(self, averaged: Evaluation | None) -> dict[str, float | None]:
-        """Return these metrics by name, and those of `averaged` (the EMA weights, if any) with the suffix `_ema`."""
+        """Return these metrics by name, and those of `averaged` (the EMA weights, if any) with the
+        suffix `_ema`.
+        """
         other = {} if averaged is None else averaged.numbers
         return self.numbers | {f"{name}_ema": value for name, value in other.items()}
 
@@ -48,10 +53,12 @@ def evaluate(
     keep_rows: bool = False,
     multilabel: bool = False,
 ) -> Evaluation | None:
-    """Evaluate `model` on the whole split of a loader, over all ranks, which must have equal buffers. Collective.
+    """Evaluate `model` on the whole split of a loader, over all ranks, which must have equal
+    buffers. Collective.
 
-    A model may have more outputs than the data has classes: only the first ones count as scores. `batches`: iterates over
-    the loader, for example with a progress bar. Returns None on all ranks if `should_stop` returned True on any rank.
+    A model may have more outputs than the data has classes: only the first ones count as scores.
+    `batches`: iterates over the loader, for example with a progress bar. Returns None on all ranks
+    if `should_stop` returned True on any rank.
     """
     model.eval()
     device, num_classes = loader.prefetcher.device, loader.fetcher.num_classes
@@ -65,7 +72,8 @@ def evaluate(
     stopped = torch.zeros((), dtype=torch.int64, device=device)
     for images, labels in loader if batches is None else batches:
         liveness.at(EVALUATING)
-        # All ranks return below if one has stopped: otherwise the others would wait for it in the sums.
+        # All ranks return below if one has stopped: otherwise the others would wait for it in the
+        # sums.
         if should_stop is not None and should_stop():
             stopped += 1
             break
@@ -101,27 +109,43 @@ def _to_double(values: Tensor) -> Tensor:
 
 
 def _zeros(used: Mapping[str, Metric], no_scores: Tensor, no_labels: Tensor) -> dict[Any, Tensor]:
-    """Return metric function -> tensor of zeros in the shape of its sums, for ranks that evaluate no image."""
-    scores, labels = no_scores.new_zeros(1, *no_scores.shape[1:]), no_labels.new_zeros(1, *no_labels.shape[1:])
+    """Return metric function -> tensor of zeros in the shape of its sums, for ranks that evaluate
+    no image.
+    """
+    scores, labels = (
+        no_scores.new_zeros(1, *no_scores.shape[1:]),
+        no_labels.new_zeros(1, *no_labels.shape[1:]),
+    )
     functions = dict.fromkeys(metric.sums for metric in used.values() if metric.sums is not None)
-    return {function: torch.zeros_like(function(scores, labels, _to_double(scores[:, 0]))) for function in functions}
+    return {
+        function: torch.zeros_like(function(scores, labels, _to_double(scores[:, 0])))
+        for function in functions
+    }
 
 
 def _check_count(loader: Loader, samples: int, group: ProcessGroup) -> int:
-    """Return the number of images evaluated on all ranks, and assert that none is missing or counted twice. Collective."""
+    """Return the number of images evaluated on all ranks, and assert that none is missing or
+    counted twice. Collective.
+    """
     counts = torch.tensor([samples, len(loader.unreadable)], device=loader.prefetcher.device)
     total, skipped = group.sum(counts).tolist()
     expected = len(loader.fetcher.split)
-    assert total + skipped == expected, f"{total} samples evaluated and {skipped} skipped of {expected}"
+    assert total + skipped == expected, (
+        f"{total} samples evaluated and {skipped} skipped of {expected}"
+    )
     if total == 0:
-        raise ValueError(f"data.root: none of the {expected} images to evaluate can be read; check the files")
+        raise ValueError(
+            f"data.root: none of the {expected} images to evaluate can be read; check the files"
+        )
     return int(total)
 
 
 def _gather_rows(
     rows: list[tuple[Tensor, Tensor]], loader: Loader, group: ProcessGroup
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the indices, scores and labels of the images of all ranks, in dataset order, in CPU memory. Collective."""
+    """Return the indices, scores and labels of the images of all ranks, in dataset order, in CPU
+    memory. Collective.
+    """
     scores, labels = (torch.cat(tensors) for tensors in zip(*rows, strict=True))
     assert isinstance(loader.sampler, EvalSampler)
     read = [index for index in loader.sampler.indices.tolist() if index not in loader.unreadable]

@@ -1,4 +1,6 @@
-"""Count the floating-point operations of a step, and the memory of the tensors that its backward pass needs."""
+"""Count the floating-point operations of a step, and the memory of the tensors that its backward
+pass needs.
+"""
 
 from __future__ import annotations
 
@@ -28,18 +30,25 @@ def flop_counter() -> FlopCounterMode:
 
     attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    return FlopCounterMode(display=False, custom_mapping={attention: forward, attention_backward: backward})
+    return FlopCounterMode(
+        display=False, custom_mapping={attention: forward, attention_backward: backward}
+    )
 
 
 def count_flops(model: nn.Module, images: Shape) -> int | None:
-    """Count the FLOPs of a forward and a backward pass over a batch of shape `images`; None if they cannot be counted.
+    """Count the FLOPs of a forward and a backward pass over a batch of shape `images`; None if they
+    cannot be counted.
 
-    `model`: not wrapped, not sharded and not compiled. It stays as it is: a copy without storage runs on the meta device,
-    which computes shapes only. So neither the size of the batch nor the device matters, and nothing is drawn.
+    `model`: not wrapped, not sharded and not compiled. It stays as it is: a copy without storage
+    runs on the meta device, which computes shapes only. So neither the size of the batch nor the
+    device matters, and nothing is drawn.
     """
     tensors = [*model.parameters(), *model.buffers()]
     # Tensors in the memo are not copied.
-    memo = {id(tensor): tensor.detach().to("meta").requires_grad_(tensor.requires_grad) for tensor in tensors}
+    memo = {
+        id(tensor): tensor.detach().to("meta").requires_grad_(tensor.requires_grad)
+        for tensor in tensors
+    }
     try:
         with torch.random.fork_rng(devices=[]), torch.device("meta"), flop_counter() as counter:
             outputs = copy.deepcopy(model, memo)(torch.empty(images))
@@ -53,7 +62,8 @@ def count_flops(model: nn.Module, images: Shape) -> int | None:
 
 @contextmanager
 def saved_for_backward(excluding: list[Tensor]) -> Iterator[dict[int, torch.UntypedStorage]]:
-    """Collect, by identity, the storages that autograd saves for the backward pass of the `with` block.
+    """Collect, by identity, the storages that autograd saves for the backward pass of the `with`
+    block.
 
     Storages of the tensors `excluding`, such as weights, are left out.
     """

@@ -1,4 +1,6 @@
-"""Objects that src/train/ builds and the engine uses: the training state, and the parts of a run on one rank."""
+"""Objects that src/train/ builds and the engine uses: the training state, and the parts of a run on
+one rank.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ OF_STEP = "train_step"
 
 @dataclass
 class TrainState:
-    """Model, training step, optimizer, schedule, EMA and progress: all that a step changes. A checkpoint stores it."""
+    """Model, training step, optimizer, schedule, EMA and progress: all that a step changes. A
+    checkpoint stores it.
+    """
 
     model: nn.Module  # without the wrapper of the strategy
     train_step: nn.Module  # the model, the loss and what else a step has; also without the wrapper
@@ -37,28 +41,40 @@ class TrainState:
 
     @property
     def modules(self) -> dict[str, nn.Module]:
-        """The unwrapped model and, with model.ema, the averaged model, by their names in a checkpoint."""
+        """The unwrapped model and, with model.ema, the averaged model, by their names in a
+        checkpoint.
+        """
         modules = {"model": self.model}
         return modules if self.ema is None else modules | {"ema": self.ema.module}
 
     @cached_property
     def own_parameters(self) -> dict[str, nn.Parameter]:
-        """The parameters of the training step besides the model's, by name: those of the loss, or of a projector."""
+        """The parameters of the training step besides the model's, by name: those of the loss, or
+        of a projector.
+        """
         return own_parameters(self.train_step, self.model)
 
     def own_tensors(self) -> dict[str, Tensor]:
-        """Return the parameters of the training step besides the model's, and its buffers that a state dict has, by name."""
+        """Return the parameters of the training step besides the model's, and its buffers that a
+        state dict has, by name.
+        """
         of_model = {id(buffer) for buffer in self.model.buffers()}
         saved = self.train_step.state_dict().keys()
         # Looked up in each call, because a module may replace its buffers.
         buffers = self.train_step.named_buffers()
-        own = {name: buffer for name, buffer in buffers if name in saved and id(buffer) not in of_model}
+        own = {
+            name: buffer for name, buffer in buffers if name in saved and id(buffer) not in of_model
+        }
         return {**self.own_parameters, **own}
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the names and parameters of the model, then those of the training step's own ones."""
+        """Yield the names and parameters of the model,
+        then those of the training step's own ones.
+        """
         yield from self.model.named_parameters()
-        yield from ((f"{OF_STEP}.{name}", parameter) for name, parameter in self.own_parameters.items())
+        yield from (
+            (f"{OF_STEP}.{name}", parameter) for name, parameter in self.own_parameters.items()
+        )
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield all parameters of the training step, the model's first."""
@@ -67,7 +83,9 @@ class TrainState:
 
 
 class BuiltRun:
-    """Objects of a run on one rank, ready to train: config, strategy, training state, data loaders and step hooks."""
+    """Objects of a run on one rank, ready to train: config, strategy, training state, data loaders
+    and step hooks.
+    """
 
     config: ResolvedConfig
     strategy: Strategy

@@ -1,8 +1,9 @@
 """Measurement of throughput and step times that does not synchronize the device."""
 
-# The timed window starts after the warm-up (caches, allocators, compilers, buckets) and ends with the last step. It includes
-# waiting for data and logging, but not evaluation and saving. The window consists of intervals, which end when the device is
-# known to be idle: after every step on a CPU, at every sync step on a GPU.
+# The timed window starts after the warm-up (caches, allocators, compilers, buckets) and ends with
+# the last step. It includes waiting for data and logging, but not evaluation and saving. The window
+# consists of intervals, which end when the device is known to be idle: after every step on a CPU,
+# at every sync step on a GPU.
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ WARM_UP_STEPS = 10
 
 
 class Meter:
-    """Timer of the training steps of one rank. Between `pause` and `resume` (evaluation, saving) no time counts."""
+    """Timer of the training steps of one rank. Between `pause` and `resume` (evaluation, saving) no
+    time counts.
+    """
 
     def __init__(
         self,
@@ -31,9 +34,11 @@ class Meter:
         untimed: int | None = None,
         energy: Energy | None = None,
     ) -> None:
-        """`images_per_step`: over all devices and accumulated batches. `steps`: the number of steps that will run.
+        """`images_per_step`: over all devices and accumulated batches. `steps`: the number of steps
+        that will run.
 
-        `clock`: an event of an asynchronous device, recorded after every step; None on a CPU. `untimed`: steps before timing.
+        `clock`: an event of an asynchronous device, recorded after every step; None on a CPU.
+        `untimed`: steps before timing.
         """
         self.images_per_step, self._untimed = images_per_step, untimed
         self.expect(steps)
@@ -47,7 +52,12 @@ class Meter:
         # Seconds of the open interval that were spent on waiting for data, and between steps.
         self._wait = self._between = 0.0
         self._was_idle = self._is_between = True
-        self.steps_timed, self.seconds_timed, self.data_seconds, self.other_seconds = 0, 0.0, 0.0, 0.0
+        self.steps_timed, self.seconds_timed, self.data_seconds, self.other_seconds = (
+            0,
+            0.0,
+            0.0,
+            0.0,
+        )
         # (steps, seconds) timed up to the last two sync steps.
         self._sync_points = ((0, 0.0), (0, 0.0))
         # Both over the window.
@@ -55,7 +65,9 @@ class Meter:
         self.first_step_at: float | None = None  # time.time()
 
     def expect(self, steps: int) -> None:
-        """Set how many steps will run. The first ten steps are not timed; of fewer than 40 steps, the first quarter."""
+        """Set how many steps will run. The first ten steps are not timed; of fewer than 40 steps,
+        the first quarter.
+        """
         self._warm_up = self._untimed or min(WARM_UP_STEPS, max(1, steps // 4))
 
     def pause(self) -> None:
@@ -81,7 +93,9 @@ class Meter:
         self._was_idle = self._clock is None or self._clock.query()
 
     def end_fetch(self) -> None:
-        """Add the time that the device waited for this batch: half of the fetch if the device finished its work meanwhile."""
+        """Add the time that the device waited for this batch: half of the fetch if the device
+        finished its work meanwhile.
+        """
         if self._was_idle:
             self._wait += time.perf_counter() - self._fetch_from
         elif self._clock is not None and self._clock.query():
@@ -124,29 +138,41 @@ class Meter:
         self._mark, self._open_steps, self._wait, self._is_between = now, 0, 0.0, True
 
     def recent(self) -> float | None:
-        """Return the images per second between the last two sync steps; None if no step was timed between them."""
+        """Return the images per second between the last two sync steps; None if no step was timed
+        between them.
+        """
         (steps_before, seconds_before), (steps, seconds) = self._sync_points
         if steps == steps_before:
             return None
         return self.images_per_step * (steps - steps_before) / (seconds - seconds_before)
 
     def throughput(self) -> dict[str, Any]:
-        """Return images per second, step times in ms and the timed steps, for the entry `throughput` of result.json."""
+        """Return images per second, step times in ms and the timed steps, for the entry
+        `throughput` of result.json.
+        """
         rate, steps, seconds = self.images_per_step, np.array(self._steps), np.array(self._seconds)
         # The middle of an interval decides to which half of the window it belongs.
         in_first_half = 2 * steps.cumsum() - steps <= self.steps_timed
 
         def images_per_second(chosen: Any) -> float | None:
-            return float(rate * steps[chosen].sum() / seconds[chosen].sum()) if chosen.any() else None
+            return (
+                float(rate * steps[chosen].sum() / seconds[chosen].sum()) if chosen.any() else None
+            )
 
         def step_ms(share: float) -> float | None:
-            """Return a quantile of the step times in milliseconds. An interval of ten steps counts ten times."""
+            """Return a quantile of the step times in milliseconds. An interval of ten steps counts
+            ten times.
+            """
             if not self.steps_timed:
                 return None
-            return float(np.quantile(1000 * seconds / steps, share, weights=steps, method="inverted_cdf"))
+            return float(
+                np.quantile(1000 * seconds / steps, share, weights=steps, method="inverted_cdf")
+            )
 
         return {
-            "images_per_sec": rate * self.steps_timed / self.seconds_timed if self.seconds_timed else None,
+            "images_per_sec": rate * self.steps_timed / self.seconds_timed
+            if self.seconds_timed
+            else None,
             "step_ms": step_ms(0.5),
             "step_ms_p95": step_ms(0.95),
             "steps_timed": self.steps_timed,
@@ -155,5 +181,7 @@ class Meter:
         }
 
     def data_wait(self) -> float | None:
-        """Return the share of the timed steps that the device waited for data, 0 to 1; None if no step was timed."""
+        """Return the share of the timed steps that the device waited for data, 0 to 1; None if no
+        step was timed.
+        """
         return self.data_seconds / self.seconds_timed if self.seconds_timed else None

@@ -1,4 +1,6 @@
-"""Loss and metrics of training steps on the device until they are logged, and checks that they are finite."""
+"""Loss and metrics of training steps on the device until they are logged, and checks that they are
+finite.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from timm_parallel.parallel.group import ProcessGroup
 
 
 class MetricWindow:
-    """Sums of loss and metrics per step since the last logged step, on the device. Only `fetch` waits for the device."""
+    """Sums of loss and metrics per step since the last logged step, on the device. Only `fetch`
+    waits for the device.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -22,21 +26,31 @@ class MetricWindow:
         self._images: dict[int, int] = {}
 
     def add(self, step: int, loss: Tensor, metrics: dict[str, Tensor], images: int) -> None:
-        """Add the loss and metrics of one batch, which are means over its `images` images, to the sums of `step`."""
+        """Add the loss and metrics of one batch, which are means over its `images` images, to the
+        sums of `step`.
+        """
         names = ("loss", *metrics)
         if self._names not in ((), names):
             now, before = (", ".join(each[1:]) or "none" for each in (names, self._names))
             raise ValueError(
-                f"src/train/step.py: the step must return the same metrics in every call; got {now}, before {before}"
+                "src/train/step.py: the step must return the same metrics in every call; got "
+                f"{now}, before {before}"
             )
         self._names = names
         values = [loss.detach(), *metrics.values()]
-        row = torch.stack([value.to(self._device, torch.float32, non_blocking=True) for value in values]) * images
+        row = (
+            torch.stack(
+                [value.to(self._device, torch.float32, non_blocking=True) for value in values]
+            )
+            * images
+        )
         self._steps[step] = self._steps[step] + row if step in self._steps else row
         self._images[step] = self._images.get(step, 0) + images
 
     def fetch(self, group: ProcessGroup) -> list[tuple[dict[str, float], int]]:
-        """Return (sums by name, number of images) of each step since the last call, over all ranks. Collective."""
+        """Return (sums by name, number of images) of each step since the last call, over all ranks.
+        Collective.
+        """
         if not self._steps:
             return []
         local = torch.stack(list(self._steps.values()))
@@ -45,18 +59,31 @@ class MetricWindow:
         for index, (step, row) in enumerate(zip(self._steps, table, strict=True)):
             if not math.isfinite(row[0]):
                 finite = group.gather(bool(local[index, 0].isfinite()))
-                ranks = ", ".join(str(rank) for rank, is_finite in enumerate(finite) if not is_finite)
+                ranks = ", ".join(
+                    str(rank) for rank, is_finite in enumerate(finite) if not is_finite
+                )
                 raise NotFiniteError(f"the loss is {row[0]} at step {step} (rank {ranks})", step)
         self._steps, self._images = {}, {}
         return [(dict(zip(self._names, row, strict=False)), int(row[-1])) for row in table]
 
 
-def check_finite(states: Iterable[dict[str, Tensor] | None], group: ProcessGroup, step: int) -> None:
-    """Raise NotFiniteError on all ranks if a tensor in the state dicts `states` has NaN or infinity on any. Collective."""
-    tensors = [tensor for state in states for tensor in (state or {}).values() if tensor.is_floating_point()]
+def check_finite(
+    states: Iterable[dict[str, Tensor] | None], group: ProcessGroup, step: int
+) -> None:
+    """Raise NotFiniteError on all ranks if a tensor in the state dicts `states` has NaN or infinity
+    on any. Collective.
+    """
+    tensors = [
+        tensor
+        for state in states
+        for tensor in (state or {}).values()
+        if tensor.is_floating_point()
+    ]
     flags = [~tensor.isfinite().all() for tensor in tensors]
     # A loss may be on another device than the model (parallel.output_device).
     bad = torch.stack([flag.to(flags[0].device) for flag in flags]).any()
     # As a plain value: some tensors may be in CPU memory, from which NCCL does not send.
     if any(group.gather(bool(bad))):
-        raise NotFiniteError(f"the weights are not finite after step {step}, though its loss was", step)
+        raise NotFiniteError(
+            f"the weights are not finite after step {step}, though its loss was", step
+        )

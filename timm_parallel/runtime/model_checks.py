@@ -1,4 +1,6 @@
-"""Checks before training: the hub of pretrained weights is reachable, torch can compile, the model accepts the images."""
+"""Checks before training: the hub of pretrained weights is reachable, torch can compile, the model
+accepts the images.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from timm_parallel.parallel.lockstep import Lockstep
 
 
 def skip_unreachable_hub() -> None:
-    """Set the Hugging Face client offline if the hub's host name does not resolve, because it would retry for 46 s."""
+    """Set the Hugging Face client offline if the hub's host name does not resolve, because it would
+    retry for 46 s.
+    """
     # A proxy resolves names itself.
     if any(getproxies().get(scheme) for scheme in ("http", "https", "all")):
         return
@@ -30,10 +34,12 @@ def skip_unreachable_hub() -> None:
 
 
 def compile_model(model: nn.Module, mode: bool | str, device: torch.device) -> nn.Module:
-    """Wrap `model` by torch.compile in this mode, a name or True for torch's default. It is compiled in the first step.
+    """Wrap `model` by torch.compile in this mode, a name or True for torch's default. It is
+    compiled in the first step.
 
-    Checkpoints and averages read `model` itself, which shares the parameters. Raises ValueError without the compiler that
-    torch (on a CPU) or Triton (on a GPU) calls, because that step would fail with a long traceback.
+    Checkpoints and averages read `model` itself, which shares the parameters. Raises ValueError
+    without the compiler that torch (on a CPU) or Triton (on a GPU) calls, because that step would
+    fail with a long traceback.
     """
     if not mode:
         return model
@@ -44,24 +50,29 @@ def compile_model(model: nn.Module, mode: bool | str, device: torch.device) -> n
             get_cpp_compiler()
         except RuntimeError as error:
             raise ValueError(
-                f"model.compile={yaml_text(mode)}: needs a C++ compiler on a CPU ({error}); install g++, or set it to false"
+                f"model.compile={yaml_text(mode)}: needs a C++ compiler on a CPU ({error}); "
+                "install g++, or set it to false"
             ) from None
     # As Triton looks for it.
     compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
     if device.type == "cuda" and not any(shutil.which(compiler) for compiler in compilers):
         raise ValueError(
-            f"model.compile={yaml_text(mode)}: needs a C compiler on a GPU, for Triton ({' or '.join(compilers)}); install gcc "
-            "and libc6-dev, or set it to false"
+            f"model.compile={yaml_text(mode)}: needs a C compiler on a GPU, for Triton "
+            f"({' or '.join(compilers)}); install gcc and libc6-dev, or set it to false"
         )
     compiled: Any = torch.compile(model, mode=None if mode is True else mode)
     assert isinstance(compiled, nn.Module)
     return compiled
 
 
-def check_image_size(model: nn.Module, input_size: tuple[int, int, int], num_classes: int, device: torch.device) -> int:
-    """Run `model` on one black image of `input_size` (channels, height, width). Return its number of outputs.
+def check_image_size(
+    model: nn.Module, input_size: tuple[int, int, int], num_classes: int, device: torch.device
+) -> int:
+    """Run `model` on one black image of `input_size` (channels, height, width). Return its number
+    of outputs.
 
-    Raises ValueError if the model does not accept the size, or does not return a score for each class.
+    Raises ValueError if the model does not accept the size, or does not return a score for each
+    class.
     """
     image = torch.zeros(1, *input_size, device=device)
     height, width = image.shape[-2:]
@@ -77,7 +88,8 @@ def check_image_size(model: nn.Module, input_size: tuple[int, int, int], num_cla
     except (AssertionError, RuntimeError, ValueError) as error:
         reason = " ".join(str(error).split())[:200]
         raise ValueError(
-            f"data.image_size={height}: the model does not accept images of {height}x{width} ({reason})"
+            f"data.image_size={height}: the model does not accept images of {height}x{width} "
+            f"({reason})"
         ) from None
     finally:
         model.train(was_training)
@@ -85,13 +97,17 @@ def check_image_size(model: nn.Module, input_size: tuple[int, int, int], num_cla
     if not isinstance(outputs, Tensor) or outputs.ndim != 2 or outputs.shape[1] < num_classes:
         shape = list(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
         raise ValueError(
-            f"model.name: {type(model).__name__} must return a score per class, [1, {num_classes}] for one image, not {shape}"
+            f"model.name: {type(model).__name__} must return a score per class, [1, "
+            f"{num_classes}] for one image, not {shape}"
         )
     return outputs.shape[1]
 
 
-def check_sharded_model(model: Lockstep, input_size: tuple[int, int, int], group: ProcessGroup) -> None:
-    """Run a sharded model on one black image, which it has accepted before it was sharded. Collective.
+def check_sharded_model(
+    model: Lockstep, input_size: tuple[int, int, int], group: ProcessGroup
+) -> None:
+    """Run a sharded model on one black image, which it has accepted before it was sharded.
+    Collective.
 
     Raises ValueError on all ranks if the model reads a parameter while only a part of it is there.
     """
@@ -105,8 +121,9 @@ def check_sharded_model(model: Lockstep, input_size: tuple[int, int, int], group
     # A rank that has lost another one fails here with an error of the group.
     if any(group.gather(reason)):
         raise ValueError(
-            f"parallel=fsdp: the model uses a parameter outside of the forward pass of its block ({reason}); let a method "
-            "shard_blocks() of the model return the blocks to shard ([] for none), or use parallel=ddp"
+            "parallel=fsdp: the model uses a parameter outside of the forward pass of its block "
+            f"({reason}); let a method shard_blocks() of the model return the blocks to shard ([] "
+            "for none), or use parallel=ddp"
         )
     model.finish()
     model.train(was_training)

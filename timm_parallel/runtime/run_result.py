@@ -21,11 +21,16 @@ from timm_parallel.runtime.meter import Meter
 log = logging.getLogger(__name__)
 
 
-def make_result(run: BuiltRun, folder: Path, start: tuple[int, str], end: tuple[str, list[str]]) -> Result:
-    """Return the contents of result.json for a finished run. `start`, `end`: results of replica_checks.py. Collective."""
+def make_result(
+    run: BuiltRun, folder: Path, start: tuple[int, str], end: tuple[str, list[str]]
+) -> Result:
+    """Return the contents of result.json for a finished run. `start`, `end`: results of
+    replica_checks.py. Collective.
+    """
     config, strategy, step = run.config, run.strategy, run.state.progress.step
     (world_size, hash_at_start), (digest, drift_flags) = start, end
     started, first_step_at = started_at(), run.hooks.meter.first_step_at
+    has_best = (folder / "checkpoints" / "best.pt").exists()
     result = Result(
         status="done",
         strategy=strategy.kind,
@@ -57,13 +62,15 @@ def make_result(run: BuiltRun, folder: Path, start: tuple[int, str], end: tuple[
         started=run.segments[0]["started"],
         segments=run.segments,
         commit=read_environment(folder).get("commit"),
-        profile=[profile for profile in strategy.group.gather(run.hooks.profile(folder)) if profile],
+        profile=[
+            profile for profile in strategy.group.gather(run.hooks.profile(folder)) if profile
+        ],
         seconds={
             "start_to_first_step": None if first_step_at is None else first_step_at - started,
             "total": time.time() - started,
         },
         parameters_hash=digest,
-        checkpoint=f"checkpoints/{'best' if (folder / 'checkpoints' / 'best.pt').exists() else 'last'}.pt",
+        checkpoint=f"checkpoints/{'best' if has_best else 'last'}.pt",
         proof={
             "parameters_hash_start": hash_at_start,
             "hashes_equal": not drift_flags,
@@ -77,7 +84,9 @@ def make_result(run: BuiltRun, folder: Path, start: tuple[int, str], end: tuple[
 
 
 def _skipped(run: BuiltRun) -> dict[str, int]:
-    """Return split -> number of images that could not be read on any rank, and log these numbers. Collective."""
+    """Return split -> number of images that could not be read on any rank, and log these numbers.
+    Collective.
+    """
     counts, first = {}, ""
     for name, loader in {"train": run.train, **run.evaluation}.items():
         by_rank = run.strategy.group.gather(sorted(loader.unreadable))
@@ -93,7 +102,9 @@ def _skipped(run: BuiltRun) -> dict[str, int]:
 
 
 def _measurements(run: BuiltRun, drift_flags: list[str]) -> dict[str, Any]:
-    """Return the fields of result.json that were measured in timed steps: speed, waiting, communication. Collective."""
+    """Return the fields of result.json that were measured in timed steps: speed, waiting,
+    communication. Collective.
+    """
     meter, strategy, host = run.hooks.meter, run.strategy, host_name()
     seconds = run.communication.seconds()
     step = _mean_step(meter, seconds[1] if seconds else 0.0)
@@ -113,7 +124,9 @@ def _measurements(run: BuiltRun, drift_flags: list[str]) -> dict[str, Any]:
         "throughput": throughput,
         "step": step,
         "ranks": list(ranks),
-        "cpu": {"seconds_per_second": sum(usage["own"] for usage in usages) / wall if wall else None},
+        "cpu": {
+            "seconds_per_second": sum(usage["own"] for usage in usages) / wall if wall else None
+        },
         "data_wait": meter.data_wait(),
         "communication": _communication(run, [pair for pair in communicated if pair]),
         "energy": _energy(run),
@@ -123,18 +136,27 @@ def _measurements(run: BuiltRun, drift_flags: list[str]) -> dict[str, Any]:
 
 
 def _mean_step(meter: Meter, exposed_seconds: float) -> dict[str, Any]:
-    """Return the mean milliseconds per step that this rank spent on data, compute, communication and the rest."""
+    """Return the mean milliseconds per step that this rank spent on data, compute, communication
+    and the rest.
+    """
     steps = meter.steps_timed
     if not steps:
         return dict.fromkeys(("data_ms", "compute_ms", "communication_ms", "other_ms"))
     data, other = 1000 * meter.data_seconds / steps, 1000 * meter.other_seconds / steps
     busy = 1000 * meter.seconds_timed / steps - data - other
     exposed = min(1000 * exposed_seconds, busy)
-    return {"data_ms": data, "compute_ms": busy - exposed, "communication_ms": exposed, "other_ms": other}
+    return {
+        "data_ms": data,
+        "compute_ms": busy - exposed,
+        "communication_ms": exposed,
+        "other_ms": other,
+    }
 
 
 def _energy(run: BuiltRun) -> dict[str, float | None]:
-    """Return joules per image in timed steps, and kWh since the start of this process; NaN if unknown. Collective."""
+    """Return joules per image in timed steps, and kWh since the start of this process; NaN if
+    unknown. Collective.
+    """
     meter = run.hooks.meter
     images = meter.steps_timed * meter.images_per_step
     window, total = run.strategy.telemetry.joules()
@@ -142,7 +164,9 @@ def _energy(run: BuiltRun) -> dict[str, float | None]:
 
 
 def _communication(run: BuiltRun, seconds: list[list[float]]) -> dict[str, Any]:
-    """Return bytes and milliseconds of communication per step. `seconds`: (all, not overlapped with compute) by rank."""
+    """Return bytes and milliseconds of communication per step. `seconds`: (all, not overlapped with
+    compute) by rank.
+    """
     # The minimum over ranks, because the time of other ranks includes waiting for the slowest rank.
     return {
         "bytes_per_step": run.communication.bytes(run.state.wrapped),

@@ -1,4 +1,6 @@
-"""Step hooks that the training loop calls: they time steps, report progress to the watchdog, and notice stop signals."""
+"""Step hooks that the training loop calls: they time steps, report progress to the watchdog, and
+notice stop signals.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from timm_parallel.runtime.meter import Meter
 
 
 class StepHooks:
-    """Calls from the training loop at each phase of a step. Each does only a few assignments and reads of the clock."""
+    """Calls from the training loop at each phase of a step. Each does only a few assignments and
+    reads of the clock.
+    """
 
     def __init__(self, meter: Meter, stop: StopCoordinator) -> None:
         self.meter, self.stop = meter, stop
@@ -22,7 +26,9 @@ class StepHooks:
         liveness.step = step
 
     def at(self, phase: int) -> None:
-        """Mark the start of a phase of the step: READING (waits for a batch), FORWARD or BACKWARD; see liveness.py."""
+        """Mark the start of a phase of the step: READING (waits for a batch), FORWARD or BACKWARD;
+        see liveness.py.
+        """
         liveness.at(phase)
         if phase == READING:
             self.meter.start_fetch()
@@ -33,7 +39,9 @@ class StepHooks:
         """Mark that the gradients are complete and the optimizer step begins."""
 
     def end_step(self) -> bool:
-        """Mark that all work of the step is queued. Return True if a signal asks to stop after this step."""
+        """Mark that all work of the step is queued. Return True if a signal asks to stop after this
+        step.
+        """
         self.meter.end_step()
         return self.stop.should_stop()
 
@@ -42,12 +50,16 @@ class StepHooks:
         self.meter.synchronized()
 
     def profile(self, folder: Path) -> dict[str, Any] | None:
-        """Write the profile of this rank, and return its entry in result.json; None without train.profile_steps."""
+        """Write the profile of this rank, and return its entry in result.json; None without
+        train.profile_steps.
+        """
         return None
 
     @contextmanager
     def aside(self, phase: int) -> Iterator[None]:
-        """Exclude the code in the `with` block from the step times. `phase`: EVALUATING or SAVING; see liveness.py."""
+        """Exclude the code in the `with` block from the step times. `phase`: EVALUATING or SAVING;
+        see liveness.py.
+        """
         liveness.at(phase)
         self.meter.pause()
         try:

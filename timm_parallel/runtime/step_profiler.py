@@ -1,6 +1,9 @@
-"""Profile of training steps (train.profile_steps): a trace by torch.profiler, with the parts of a step as named ranges."""
+"""Profile of training steps (train.profile_steps): a trace by torch.profiler, with the parts of a
+step as named ranges.
+"""
 
-# The profiler slows down the steps that it records, so it records steps before the timed window of meter.py.
+# The profiler slows down the steps that it records, so it records steps before the timed window of
+# meter.py.
 
 from __future__ import annotations
 
@@ -30,7 +33,9 @@ OPERATIONS_IN_TABLE = 50
 def build_hooks(
     config: ResolvedConfig, strategy: Strategy, communication: Communication, total_steps: int
 ) -> StepHooks:
-    """Build the step hooks of a training run of `total_steps` steps. With train.profile_steps they also profile steps."""
+    """Build the step hooks of a training run of `total_steps` steps. With train.profile_steps they
+    also profile steps.
+    """
     untimed, recorded = config.train.untimed_steps, config.train.profile_steps
     meter = Meter(
         config.global_batch * config.train.accumulate,
@@ -46,10 +51,13 @@ def build_hooks(
 
 
 class ProfiledStepHooks(StepHooks):
-    """Step hooks that record some steps with torch.profiler before the timed steps. The trace shows each part of a step by name."""
+    """Step hooks that record some steps with torch.profiler before the timed steps. The trace shows
+    each part of a step by name.
+    """
 
-    # The parts: `data` waiting for a batch and bringing it to the device; `forward` with mixup and loss; `backward` with the
-    # communication that it waits for; `optimizer` from the gradient's norm to the averaged weights.
+    # The parts: `data` waiting for a batch and bringing it to the device; `forward` with mixup and
+    # loss; `backward` with the communication that it waits for; `optimizer` from the gradient's
+    # norm to the averaged weights.
 
     def __init__(self, meter: Meter, strategy: Strategy, untimed: int, recorded: int) -> None:
         super().__init__(meter, strategy.group.stop)
@@ -84,7 +92,9 @@ class ProfiledStepHooks(StepHooks):
         return super().end_step()
 
     def profile(self, folder: Path) -> dict[str, Any] | None:
-        """Write the trace and a table of operations of this rank. Return the milliseconds of each part of a recorded step."""
+        """Write the trace and a table of operations of this rank. Return the milliseconds of each
+        part of a recorded step.
+        """
         # The run was resumed near its end, or stopped early.
         if self._steps < self._untimed:
             return None
@@ -93,8 +103,15 @@ class ProfiledStepHooks(StepHooks):
         self._profiler.export_chrome_trace(str(trace))
         averages = self._profiler.key_averages()
         # A GPU has events of the same names.
-        ranges = [event for event in averages if event.key.startswith(RANGE) and event.device_type == DeviceType.CPU]
-        parts = {f"{e.key.removeprefix(RANGE)}_ms": e.cpu_time_total / 1000 / self._recorded for e in ranges}
+        ranges = [
+            event
+            for event in averages
+            if event.key.startswith(RANGE) and event.device_type == DeviceType.CPU
+        ]
+        parts = {
+            f"{e.key.removeprefix(RANGE)}_ms": e.cpu_time_total / 1000 / self._recorded
+            for e in ranges
+        }
         time = f"self_{'device' if self._device.type == 'cuda' else 'cpu'}_time_total"
         table = averages.table(sort_by=time, row_limit=OPERATIONS_IN_TABLE)
         text = f"a step: {describe_parts(parts)}\n{table}"
@@ -108,14 +125,20 @@ class ProfiledStepHooks(StepHooks):
 
 
 def describe_parts(parts: dict[str, float]) -> str:
-    """Return the milliseconds and share of each part of a recorded step, by the clock of the main thread, as text."""
+    """Return the milliseconds and share of each part of a recorded step, by the clock of the main
+    thread, as text.
+    """
     step = sum(parts.values())
-    shares = [f"{name.removesuffix('_ms')} {ms:.2f} ({ms / step:.0%})" for name, ms in parts.items()]
+    shares = [
+        f"{name.removesuffix('_ms')} {ms:.2f} ({ms / step:.0%})" for name, ms in parts.items()
+    ]
     return f"{step:.2f} ms in the main thread while recorded: {', '.join(shares)}"
 
 
 def summary_lines(profile: dict[str, Any], folder: Path) -> list[str]:
-    """Return console lines with the parts of a step and the files, from one entry of `profile` in result.json."""
+    """Return console lines with the parts of a step and the files, from one entry of `profile` in
+    result.json.
+    """
     return [
         f"a step       {describe_parts(profile['parts'])}",
         f"operations   {folder / FOLDER}/rank_*.txt",

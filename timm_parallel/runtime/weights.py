@@ -18,7 +18,9 @@ from timm_parallel.data.folder import class_difference, first
 
 @dataclass
 class WeightsFile:
-    """Contents of a weights file: tensors by name. Only a checkpoint of this project has the last three entries."""
+    """Contents of a weights file: tensors by name. Only a checkpoint of this project has the last
+    three entries.
+    """
 
     path: Path
     tensors: dict[str, Tensor]
@@ -28,42 +30,61 @@ class WeightsFile:
 
 
 def read_weights(path: Path, read_foreign: Callable[[Path], dict[str, Any]]) -> WeightsFile:
-    """Read a weights file. `read_foreign` reads the state dict from a file that is no checkpoint of this project."""
+    """Read a weights file. `read_foreign` reads the state dict from a file that is no checkpoint of
+    this project.
+    """
     try:
         contents: Any = None
         if path.suffix != ".safetensors":
-            # timm's train.py stores its arguments, and timm's reader allows this class too: it holds values by name.
+            # timm's train.py stores its arguments, and timm's reader allows this class too: it
+            # holds values by name.
             with torch.serialization.safe_globals([argparse.Namespace]):
                 contents = torch.load(path, map_location="cpu", weights_only=True)
-        if isinstance(contents, dict) and "model" in contents and isinstance(contents.get("format"), int):
+        if (
+            isinstance(contents, dict)
+            and "model" in contents
+            and isinstance(contents.get("format"), int)
+        ):
             return _of_checkpoint(path, contents)
         state = read_foreign(path)
-        tensors = {str(name): tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
+        tensors = {
+            str(name): tensor for name, tensor in state.items() if isinstance(tensor, Tensor)
+        }
     except FileNotFoundError:
         raise ValueError(f"model.weights={path}: no such file") from None
     # torch, safetensors and files that hold something else raise many types.
     except Exception as error:
         if _has_python_objects(path):
-            problem = "contains Python objects besides tensors and plain values, so it is not loaded"
-            raise ValueError(f"model.weights={path}: {problem}; save model.state_dict() instead") from None
+            problem = (
+                "contains Python objects besides tensors and plain values, so it is not loaded"
+            )
+            raise ValueError(
+                f"model.weights={path}: {problem}; save model.state_dict() instead"
+            ) from None
         reason = " ".join(str(error)[:200].split())
         if path.suffix != ".safetensors" and not zipfile.is_zipfile(path):
             reason = "not a complete file of torch.save"
         raise ValueError(f"model.weights={path}: not readable as weights ({reason})") from None
     if not tensors:
-        raise ValueError(f"model.weights={path}: contains no tensors by name; give a state dict or a checkpoint")
+        raise ValueError(
+            f"model.weights={path}: contains no tensors by name; give a state dict or a checkpoint"
+        )
     return WeightsFile(path, tensors)
 
 
 def _has_python_objects(path: Path) -> bool:
-    """Return True if a file of torch.save names a class or function that torch.load does not allow."""
+    """Return True if a file of torch.save names a class or function that torch.load
+    does not allow.
+    """
     with suppress(Exception), torch.serialization.safe_globals([argparse.Namespace]):
         return bool(torch.serialization.get_unsafe_globals_in_checkpoint(str(path)))
     return False
 
 
 def _of_checkpoint(path: Path, contents: dict[str, Any]) -> WeightsFile:
-    """Convert a checkpoint of this project: raw weights, or averaged ones if its checkpoint.metric evaluates those."""
+    """Convert a checkpoint of this project: raw weights, or averaged ones if its checkpoint.metric
+    evaluates those.
+    """
     weights, label = contents["model"], ""
     if contents.get("ema") is not None:
         metric = contents["made_by"]["metric"]
@@ -75,7 +96,9 @@ def _of_checkpoint(path: Path, contents: dict[str, Any]) -> WeightsFile:
 
 
 def preprocessing_of(path: Path) -> dict[str, Any]:
-    """Return the preprocessing (mean, std …) stored in a checkpoint of this project; {} for any other file."""
+    """Return the preprocessing (mean, std …) stored in a checkpoint of this project; {} for any
+    other file.
+    """
     try:
         # Mapped: only the small entries are read, not the tensors.
         contents = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -86,36 +109,65 @@ def preprocessing_of(path: Path) -> dict[str, Any]:
 
 
 def fill_model(
-    model: nn.Module, file: WeightsFile, head: set[str], class_names: list[str], for_evaluation: bool, strict: bool
+    model: nn.Module,
+    file: WeightsFile,
+    head: set[str],
+    class_names: list[str],
+    for_evaluation: bool,
+    strict: bool,
 ) -> str:
-    """Load the tensors of `file` that fit `model`. Return a line that lists the loaded tensors and those that stay random.
+    """Load the tensors of `file` that fit `model`. Return a line that lists the loaded tensors and
+    those that stay random.
 
-    `head`: names of the head's tensors. They stay random if one of them does not fit, or if the file has other classes than
-    `class_names`. Raises ValueError if other tensors would stay random, unless `strict` is false; in evaluation for any.
+    `head`: names of the head's tensors. They stay random if one of them does not fit, or if the
+    file has other classes than `class_names`. Raises ValueError if other tensors would stay random,
+    unless `strict` is false; in evaluation for any.
     """
     own = model.state_dict()
     problems = {name: _problem(name, file, own) for name in own}
     why_fresh = ""
     if file.class_names is not None and file.class_names != class_names:
-        why_fresh = f"its classes are not those of the data ({class_difference(file.class_names, class_names)})"
+        why_fresh = (
+            "its classes are not those of the data "
+            f"({class_difference(file.class_names, class_names)})"
+        )
         if for_evaluation:
-            raise ValueError(f"model.weights={file.path}: {why_fresh}; evaluate it on data with the same classes")
+            raise ValueError(
+                f"model.weights={file.path}: {why_fresh}; evaluate it on data with the same classes"
+            )
     elif not for_evaluation:
         why_fresh = first([problems[name] for name in own if name in head and problems[name]], 1)
     fresh = head if why_fresh else set()
     # torch loads a BatchNorm without its count of batches.
-    missing = [name for name in own if problems[name] and name not in fresh and "num_batches_tracked" not in name]
+    missing = [
+        name
+        for name in own
+        if problems[name] and name not in fresh and "num_batches_tracked" not in name
+    ]
     # Counters and other buffers of a different model may fit. They alone are no weights.
-    trained = [name for name, tensor in model.named_parameters(remove_duplicate=False) if tensor.requires_grad]
+    trained = [
+        name
+        for name, tensor in model.named_parameters(remove_duplicate=False)
+        if tensor.requires_grad
+    ]
     fits = any(not problems[name] and name not in fresh for name in trained)
     if missing and (strict or for_evaluation or not fits):
-        size = "" if file.input_size is None else " (channels, height, width: {}, {}, {})".format(*file.input_size)
+        size = (
+            ""
+            if file.input_size is None
+            else " (channels, height, width: {}, {}, {})".format(*file.input_size)
+        )
         may_be_fresh = fits and not for_evaluation
-        hint = "; or model.weights_strict=false, to train these tensors from scratch" if may_be_fresh else ""
+        hint = (
+            "; or model.weights_strict=false, to train these tensors from scratch"
+            if may_be_fresh
+            else ""
+        )
         raise ValueError(
-            f"model.weights={file.path}: {len(missing)} of the model's {len(own)} tensors would stay random: "
-            f"{first([problems[name] for name in missing], 3)}; use the model.name, model.kwargs, image size "
-            f"(data.image_size), channels and classes that the file was trained with{size}{hint}"
+            f"model.weights={file.path}: {len(missing)} of the model's {len(own)} tensors would "
+            f"stay random: {first([problems[name] for name in missing], 3)}; use the model.name, "
+            "model.kwargs, image size (data.image_size), channels and classes that the file was "
+            f"trained with{size}{hint}"
         )
     loaded = {name: file.tensors[name] for name in own if not problems[name] and name not in fresh}
     model.load_state_dict(loaded, strict=False)
@@ -123,7 +175,10 @@ def fill_model(
     if fresh:
         line += f"; the head is fresh: {', '.join(sorted(fresh))}: {why_fresh}"
     if missing:
-        line += f"; also fresh (model.weights_strict=false): {first([problems[name] for name in missing])}"
+        line += (
+            "; also fresh (model.weights_strict=false): "
+            f"{first([problems[name] for name in missing])}"
+        )
     if unused := [name for name in file.tensors if name not in own]:
         line += f"; not used: {first(unused)}"
     return line
@@ -134,4 +189,8 @@ def _problem(name: str, file: WeightsFile, own: dict[str, Tensor]) -> str:
     if name not in file.tensors:
         return f"{name} is not in the file"
     in_file, in_model = list(file.tensors[name].shape), list(own[name].shape)
-    return "" if in_file == in_model else f"{name} is {in_file} in the file and {in_model} in the model"
+    return (
+        ""
+        if in_file == in_model
+        else f"{name} is {in_file} in the file and {in_model} in the model"
+    )

@@ -24,9 +24,20 @@ from timm_parallel.machine.ranks import NEEDED
 from timm_parallel.testing.configs import read_lines, tiny
 
 ROOT = Path(__file__).resolve().parents[2]
-TEST_FILES = [path for name in ("tests", "timm_parallel/tests") for path in sorted((ROOT / name).rglob("test_*.py"))]
+TEST_FILES = [
+    path
+    for name in ("tests", "timm_parallel/tests")
+    for path in sorted((ROOT / name).rglob("test_*.py"))
+]
 Refuse = Callable[..., str]
-NOT_HANDED_ON = (*NEEDED, "OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "RUN_STARTED_AT", "COLUMNS")
+NOT_HANDED_ON = (
+    *NEEDED,
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "CUDA_VISIBLE_DEVICES",
+    "RUN_STARTED_AT",
+    "COLUMNS",
+)
 
 
 @dataclass
@@ -77,7 +88,9 @@ class Running:
         """Wait until `condition` returns a true value, and return it."""
         while not (value := condition()):
             if self.process.poll() is not None or time.monotonic() - self.started > self.timeout:
-                pytest.fail(f"the command ended or timed out before {condition}: {self.finish().output}")
+                pytest.fail(
+                    f"the command ended or timed out before {condition}: {self.finish().output}"
+                )
             time.sleep(0.05)
         return value
 
@@ -87,19 +100,25 @@ class Running:
         self.wait_for(lambda: log.exists() and log.stat().st_size > 0)
 
     def signal(self, number: int) -> Finished:
-        """Send a signal to this process only and wait until it ends; `seconds` counts from the signal."""
+        """Send a signal to this process only and wait until it ends; `seconds` counts from the
+        signal.
+        """
         self.process.send_signal(number)
         self.started = time.monotonic()
         return self.finish()
 
     def finish(self) -> Finished:
-        """Wait until the command ends. After the time limit, kill its processes and fail the test."""
+        """Wait until the command ends. After the time limit,
+        kill its processes and fail the test.
+        """
         left = self.timeout - (time.monotonic() - self.started)
         try:
             code = self.process.wait(timeout=max(0.1, left))
         except subprocess.TimeoutExpired:
             _kill_group(self.process)
-            pytest.fail(f"the command did not end within {self.timeout} s:\n{self._finished(-1).output}")
+            pytest.fail(
+                f"the command did not end within {self.timeout} s:\n{self._finished(-1).output}"
+            )
         return self._finished(code)
 
     def _finished(self, code: int) -> Finished:
@@ -108,16 +127,24 @@ class Running:
 
 
 class Train:
-    """Starter of `train.py` with a separate home and temporary folder. No process may remain when the test ends."""
+    """Starter of `train.py` with a separate home and temporary folder. No process may remain when
+    the test ends.
+    """
 
     def __init__(self, base: Path, caches: Path) -> None:
         self.base, self.count = base, 0
         self.home = base / "home"
-        # Short: sockets of loader workers lie there, and a socket's path has at most 107 characters.
+        # Short: sockets of loader workers lie there, and a socket's path has at most 107
+        # characters.
         self.temporary = Path(tempfile.mkdtemp(prefix="train_"))
         self.home.mkdir()
         kept = {name: value for name, value in os.environ.items() if name not in NOT_HANDED_ON}
-        self.environment = {**kept, "HOME": str(self.home), "TMPDIR": str(self.temporary), "MPLCONFIGDIR": str(caches)}
+        self.environment = {
+            **kept,
+            "HOME": str(self.home),
+            "TMPDIR": str(self.temporary),
+            "MPLCONFIGDIR": str(caches),
+        }
         self._started: list[subprocess.Popen[str]] = []
 
     def __call__(self, *overrides: str, **options: Any) -> Finished:
@@ -134,24 +161,39 @@ class Train:
         timeout: float = 300,
         defaults: bool = True,
     ) -> Running:
-        """Start train.py with python, or with torchrun and `ranks` ranks. The default run folder is `<base>/run`."""
+        """Start train.py with python, or with torchrun and `ranks` ranks. The default run folder is
+        `<base>/run`.
+        """
         folder = folder or self.base / "run"
         words = tiny(f"hydra.run.dir={folder}", *overrides) if defaults else list(overrides)
         starter = {
             "python": [sys.executable],
-            "torchrun": [str(Path(sys.executable).parent / "torchrun"), "--nproc-per-node", str(ranks)],
+            "torchrun": [
+                str(Path(sys.executable).parent / "torchrun"),
+                "--nproc-per-node",
+                str(ranks),
+            ],
         }[form]
         if form == "torchrun":
             starter += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]  # a free port
-        return self.start_command([*starter, "train.py", *words], folder, environment or {}, timeout)
+        return self.start_command(
+            [*starter, "train.py", *words], folder, environment or {}, timeout
+        )
 
     def start_command(
-        self, command: list[str], folder: Path, environment: dict[str, str] | None = None, timeout: float = 300
+        self,
+        command: list[str],
+        folder: Path,
+        environment: dict[str, str] | None = None,
+        timeout: float = 300,
     ) -> Running:
         """Start any command in the project root."""
         self.count += 1
         output = self.base / f"command_{self.count}"
-        with open(output.with_suffix(".out"), "w") as out, open(output.with_suffix(".err"), "w") as err:
+        with (
+            open(output.with_suffix(".out"), "w") as out,
+            open(output.with_suffix(".err"), "w") as err,
+        ):
             process = subprocess.Popen(
                 command,
                 cwd=ROOT,
@@ -171,7 +213,9 @@ class Train:
         running = []
         for process in psutil.process_iter():
             try:
-                ours = process.environ().get("HOME") == str(self.home) or str(self.base) in " ".join(process.cmdline())
+                ours = process.environ().get("HOME") == str(self.home) or str(
+                    self.base
+                ) in " ".join(process.cmdline())
                 if ours and process.status() != psutil.STATUS_ZOMBIE:
                     running.append(process)
             except (psutil.AccessDenied, psutil.NoSuchProcess):
@@ -199,17 +243,25 @@ class Train:
 
 
 def heed_signals() -> None:
-    """Undo what `nohup` does in a new process: the product keeps ignoring what it ignores at its start."""
+    """Undo what `nohup` does in a new process: the product keeps ignoring what it ignores at its
+    start.
+    """
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
 
 
 def processes_of(folder: Path) -> list[psutil.Process]:
-    """Return the processes whose command names the folder, or which log into it: a forked job has its server's command."""
+    """Return the processes whose command names the folder, or which log into it: a forked job has
+    its server's command.
+    """
     running = []
     for process in psutil.process_iter():
         try:
-            opened = [file.path for file in process.open_files()] if "--serve" in process.cmdline() else []
+            opened = (
+                [file.path for file in process.open_files()]
+                if "--serve" in process.cmdline()
+                else []
+            )
             if any(str(folder) in text for text in (*process.cmdline(), *opened)):
                 running.append(process)
         except (psutil.AccessDenied, psutil.NoSuchProcess):

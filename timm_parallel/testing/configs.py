@@ -1,4 +1,6 @@
-"""Small test configs and commands, composed as train.py composes them, and readers for the files of a run."""
+"""Small test configs and commands, composed as train.py composes them, and readers for the files of
+a run.
+"""
 
 from __future__ import annotations
 
@@ -68,11 +70,15 @@ def evaluate_batches(
     num_classes: int,
     metrics: Mapping[str, Metric] = METRICS,
 ) -> Evaluation:
-    """Evaluate on given batches without a loader. Metrics from rows are not supported, because they need a loader."""
+    """Evaluate on given batches without a loader. Metrics from rows are not supported, because they
+    need a loader.
+    """
     prefetcher = SimpleNamespace(device=strategy.device)
     fetcher = SimpleNamespace(split=range(num_samples), num_classes=num_classes)
     loader: Any = SimpleNamespace(prefetcher=prefetcher, unreadable=set(), fetcher=fetcher)
-    evaluation = evaluate(model, loader, metrics, softmax_losses, strategy.group, batches=iter(batches))
+    evaluation = evaluate(
+        model, loader, metrics, softmax_losses, strategy.group, batches=iter(batches)
+    )
     assert evaluation is not None
     return evaluation
 
@@ -82,7 +88,18 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def without_times(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return metric lines without values that depend on the clock or on memory, and without empty lines."""
-    timed = ("time", "train/images_per_sec", "train/images_per_sec_per_device", "train/data_wait", "seconds")
-    kept = [{k: v for k, v in line.items() if k not in timed and not k.startswith("memory/")} for line in lines]
+    """Return metric lines without values that depend on the clock or on memory, and without empty
+    lines.
+    """
+    timed = (
+        "time",
+        "train/images_per_sec",
+        "train/images_per_sec_per_device",
+        "train/data_wait",
+        "seconds",
+    )
+    kept = [
+        {k: v for k, v in line.items() if k not in timed and not k.startswith("memory/")}
+        for line in lines
+    ]
     return [line for line in kept if any("/" in key for key in line)]

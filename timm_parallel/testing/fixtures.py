@@ -1,6 +1,8 @@
-"""Fixtures that start runs: as a command in new processes (`train`), or as ranks forked here (`in_ranks`, `run_warm`).
+"""Fixtures that start runs: as a command in new processes (`train`), or as ranks forked here
+(`in_ranks`, `run_warm`).
 
-Tests of how processes start, end or are supervised use commands; other tests use forked ranks, which are faster.
+Tests of how processes start, end or are supervised use commands; other tests use forked ranks,
+which are faster.
 """
 
 from __future__ import annotations
@@ -31,11 +33,14 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int | None:
-    """Return cores + 1 for `-n logical`, because tests also wait for watchdogs and for processes to end."""
+    """Return cores + 1 for `-n logical`, because tests also wait for watchdogs and for processes to
+    end.
+    """
     return None if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ else hardware.cores() + 1
 
 
-gc.disable()  # while tests and what they import are collected, in which it finds nothing: a quarter of that time
+# While tests and what they import are collected, in which it finds nothing: a quarter of that time.
+gc.disable()
 
 
 def pytest_collection_finish() -> None:
@@ -55,7 +60,9 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 @pytest.hookimpl(trylast=True)  # of what -m has left
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run slow files first, so that no worker starts a slow file when the other workers have finished."""
+    """Run slow files first, so that no worker starts a slow file when the other workers have
+    finished.
+    """
     seconds: dict[Path, float] = defaultdict(float)
     for item in items:
         slow = item.get_closest_marker("slow")
@@ -66,7 +73,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def caches(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Share one matplotlib cache, so that its font list is built once instead of once per home folder."""
+    """Share one matplotlib cache, so that its font list is built once instead of once per home
+    folder.
+    """
     return tmp_path_factory.mktemp("matplotlib")
 
 
@@ -78,8 +87,12 @@ def train(tmp_path: Path, caches: Path) -> Iterator[Train]:
 
 
 @pytest.fixture
-def refuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Refuse:
-    """Return a function that runs main of train.py in an empty folder without CUDA and returns its one-line error."""
+def refuse(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Refuse:
+    """Return a function that runs main of train.py in an empty folder without CUDA and returns its
+    one-line error.
+    """
     here = tmp_path / "here"
     here.mkdir()
     monkeypatch.chdir(here)
@@ -121,14 +134,21 @@ def train_shared(tmp_path_factory: pytest.TempPathFactory, caches: Path) -> Iter
 
 @pytest.fixture(scope="session")
 def finished_run(tmp_path_factory: pytest.TempPathFactory, caches: Path) -> Finished:
-    """Train one run that the tests of all workers share. A test must copy the folder before changing it."""
+    """Train one run that the tests of all workers share. A test must copy the folder before
+    changing it.
+    """
     base = tmp_path_factory.getbasetemp()
     shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     record = shared / "finished_run.json"
     with FileLock(shared / "finished_run.lock", timeout=300):
         if not record.exists():
             starter = Train(tmp_path_factory.mktemp("finished"), caches)
-            arguments = ("parallel=single", "optim.lr=3e-3", "data.limit_train=1256", "checkpoint.every_steps=25")
+            arguments = (
+                "parallel=single",
+                "optim.lr=3e-3",
+                "data.limit_train=1256",
+                "checkpoint.every_steps=25",
+            )
             done = starter(*arguments)
             starter.close()
             assert done.returncode == 0, done.output

@@ -1,6 +1,8 @@
-"""Ranks forked from a server that has already imported everything, which saves the three seconds of a new process.
+"""Ranks forked from a server that has already imported everything, which saves the three seconds of
+a new process.
 
-`in_ranks` calls a function in such ranks, `run_warm` trains a whole run, `warm_ranks` replaces the launcher.
+`in_ranks` calls a function in such ranks, `run_warm` trains a whole run, `warm_ranks` replaces the
+launcher.
 """
 
 from __future__ import annotations
@@ -37,15 +39,18 @@ def warm_processes() -> Any:
     """Return a multiprocessing context. A server that has imported warm.py forks its processes."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["timm_parallel.testing.warm"])
-    # Python before 3.13 looks for the module from the folder in which the server starts, and ignores it if it is missing. All
-    # ranks of all later tests would be cold.
+    # Python before 3.13 looks for the module from the folder in which the server starts, and
+    # ignores it if it is missing. All ranks of all later tests would be cold.
     with contextlib.chdir(ROOT):
         forkserver.ensure_running()
     return context
 
 
-def in_ranks(function: Callable[..., Any], world_size: int, *arguments: Any, timeout: float = 300) -> list[Any]:
-    """Call `function(ranks, store, *arguments)` in `world_size` processes with a file store and return their results.
+def in_ranks(
+    function: Callable[..., Any], world_size: int, *arguments: Any, timeout: float = 300
+) -> list[Any]:
+    """Call `function(ranks, store, *arguments)` in `world_size` processes with a file store and
+    return their results.
 
     A process that raises or dies fails the test with its traceback.
     """
@@ -54,7 +59,9 @@ def in_ranks(function: Callable[..., Any], world_size: int, *arguments: Any, tim
     with tempfile.TemporaryDirectory() as folder:
         processes = [
             context.Process(
-                target=_rank, args=(function, rank, world_size, f"{folder}/store", answers, arguments), daemon=False
+                target=_rank,
+                args=(function, rank, world_size, f"{folder}/store", answers, arguments),
+                daemon=False,
             )
             for rank in range(world_size)
         ]
@@ -83,14 +90,23 @@ def _next_answer(answers: Any, processes: list[Any], until: float) -> tuple[int,
         try:
             return answers.get(timeout=0.5)  # type: ignore[no-any-return]
         except queue.Empty:
-            dead = [f"rank {i}: {p.exitcode}" for i, p in enumerate(processes) if p.exitcode not in (None, 0)]
+            dead = [
+                f"rank {i}: {p.exitcode}"
+                for i, p in enumerate(processes)
+                if p.exitcode not in (None, 0)
+            ]
             if dead:
                 pytest.fail(f"died: {dead}")
     return pytest.fail("the ranks took too long")  # type: ignore[no-any-return]
 
 
 def _rank(
-    function: Callable[..., Any], rank: int, world_size: int, path: str, answers: Any, arguments: tuple[Any, ...]
+    function: Callable[..., Any],
+    rank: int,
+    world_size: int,
+    path: str,
+    answers: Any,
+    arguments: tuple[Any, ...],
 ) -> None:
     import torch
     from torch.distributed import FileStore
@@ -105,12 +121,16 @@ def _rank(
 
 
 def run_warm(folder: Path, *overrides: str) -> Path:
-    """Run `python train.py <TINY> <overrides>` in warm ranks and return `folder`, the run folder. Fail if the run fails."""
+    """Run `python train.py <TINY> <overrides>` in warm ranks and return `folder`, the run folder.
+    Fail if the run fails.
+    """
     return train_warm(resolved(*overrides), folder)
 
 
 def train_warm(config: ResolvedConfig, folder: Path) -> Path:
-    """Train a config in warm ranks and return `folder`, the run folder. Fail the test if the run fails."""
+    """Train a config in warm ranks and return `folder`, the run folder. Fail the test if the run
+    fails.
+    """
     prepare(config, folder)
     ended = warm_ranks(config, folder)
     console = (folder / "console.txt").read_text(encoding="utf-8")
@@ -126,10 +146,11 @@ def warm_ranks(
     timeout: float = 300,
     start_rank: object = None,
 ) -> RankExits:
-    """Replace `supervisor.run_ranks`: run the same ranks on a prepared folder, in warm processes, without torch's agent.
+    """Replace `supervisor.run_ranks`: run the same ranks on a prepared folder, in warm processes,
+    without torch's agent.
 
-    If a rank fails, end the other ranks as the agent does. `first`: a Python file that each rank runs before anything
-    else. Their output goes to `console.txt`. `start_rank` is not used.
+    If a rank fails, end the other ranks as the agent does. `first`: a Python file that each rank
+    runs before anything else. Their output goes to `console.txt`. `start_rank` is not used.
     """
     from torch.distributed import TCPStore
 
@@ -137,12 +158,24 @@ def warm_ranks(
     given = {"RUN_STARTED_AT": str(time.time()), **(environment or {})}
     if config.parallel.has_ranks:
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        given |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-        given |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "GLOO_SOCKET_IFNAME": "lo"}
+        given |= {
+            "WORLD_SIZE": str(count),
+            "LOCAL_WORLD_SIZE": str(count),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }
+        given |= {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(store.port),
+            "GLOO_SOCKET_IFNAME": "lo",
+        }
     processes = []
     for rank in range(count):
         own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if config.parallel.has_ranks else {}
-        processes.append(warm_processes().Process(target=_warm_rank, args=(folder, given | own, first), daemon=False))
+        processes.append(
+            warm_processes().Process(
+                target=_warm_rank, args=(folder, given | own, first), daemon=False
+            )
+        )
         processes[-1].start()
     until = time.monotonic() + timeout
     while any(process.exitcode is None for process in processes):
@@ -153,7 +186,11 @@ def warm_ranks(
                 process.join(timeout=30)
                 process.kill()
         time.sleep(0.02)
-    codes = {rank: int(process.exitcode or 0) for rank, process in enumerate(processes) if process.exitcode}
+    codes = {
+        rank: int(process.exitcode or 0)
+        for rank, process in enumerate(processes)
+        if process.exitcode
+    }
     return RankExits(exit_codes=codes, world_size=count)
 
 

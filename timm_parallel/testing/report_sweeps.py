@@ -20,7 +20,9 @@ SPEEDS = {("single", 1): 1000, ("dp", 2): 1500, ("dp", 4): 1750, ("ddp", 2): 190
 class Sweep:
     """A sweep folder under construction; `write` makes it readable."""
 
-    def __init__(self, folder: Path, accelerator: str = "cuda", cores: int = 16, host: str = "node1") -> None:
+    def __init__(
+        self, folder: Path, accelerator: str = "cuda", cores: int = 16, host: str = "node1"
+    ) -> None:
         self.folder, self.accelerator, self.cores, self.host = folder, accelerator, cores, host
         self.jobs: list[dict[str, Any]] = []
         folder.mkdir(parents=True)
@@ -37,22 +39,35 @@ class Sweep:
         block: int = 0,
         **changes: Any,
     ) -> Path:
-        """Add a finished job. `changes` replaces fields of result.json; `config` and `options` replace keys of config.yaml."""
+        """Add a finished job. `changes` replaces fields of result.json; `config` and `options`
+        replace keys of config.yaml.
+        """
         folder = self.folder / str(len(self.jobs))
         batch = per_device * devices if per_device else 64
         result = result_of(strategy, devices, speed, batch, self.accelerator) | changes
         write(folder / "result.json", result)
         write(folder / "environment.json", self._environment() | (environment or {}))
-        data = {"batch_size": None, "batch_size_per_device": per_device} if per_device else {"batch_size": batch}
+        data = (
+            {"batch_size": None, "batch_size_per_device": per_device}
+            if per_device
+            else {"batch_size": batch}
+        )
         frozen = {
             "seed": 42 + block,
             "model": {"name": "resnet18", "kwargs": {}},
             "data": {"name": "digits", **data},
-            "parallel": {"strategy": strategy, "devices": devices, "accelerator": self.accelerator, **(options or {})},
+            "parallel": {
+                "strategy": strategy,
+                "devices": devices,
+                "accelerator": self.accelerator,
+                **(options or {}),
+            },
             "optim": {"lr": 0.001},
             **(config or {}),
         }
-        (folder / "config.yaml").write_text(yaml.safe_dump({"defaults": ["schema", "_self_"], **frozen}))
+        (folder / "config.yaml").write_text(
+            yaml.safe_dump({"defaults": ["schema", "_self_"], **frozen})
+        )
         overrides = (f"parallel={strategy}", f"parallel.devices={devices}")
         self.row(*overrides, status=result["status"], reason=result["reason"], block=block)
         return folder
@@ -62,18 +77,31 @@ class Sweep:
         for block, speed in enumerate(speeds):
             self.add(strategy, devices, speed, block=block, **changes)
 
-    def row(self, *overrides: str, status: str, reason: str = "", block: int = 0, **fields: str) -> None:
+    def row(
+        self, *overrides: str, status: str, reason: str = "", block: int = 0, **fields: str
+    ) -> None:
         """Add a job to jobs.json. Only `add` creates a folder for it."""
         number = len(self.jobs)
         self.jobs.append(
-            {"id": number, "name": f"{number}_x", "folder": str(number), "overrides": overrides, "block": block}
+            {
+                "id": number,
+                "name": f"{number}_x",
+                "folder": str(number),
+                "overrides": overrides,
+                "block": block,
+            }
             | {"status": status, "reason": reason, "started": None, "ended": None}
             | fields
         )
 
     def write(self, status: str = "done") -> Path:
         command = "python train.py -m parallel=single,dp,ddp parallel.devices=1,2,4"
-        record = {"format": 1, "command": command, "created": "2026-11-20T21:00:00", "status": status}
+        record = {
+            "format": 1,
+            "command": command,
+            "created": "2026-11-20T21:00:00",
+            "status": status,
+        }
         write(self.folder / "jobs.json", record | {"jobs": self.jobs})
         return self.folder
 
@@ -88,13 +116,17 @@ class Sweep:
             "dirty": False,
             "libraries": {"torch": "2.14.1", "timm": "1.0.31"},
             "cpu": {"model": "EPYC 9554", "cores": self.cores, "memory_bytes": 128 * GIB},
-            "devices": [{"index": n, **device} for n in range(4)] if self.accelerator == "cuda" else [],
+            "devices": [{"index": n, **device} for n in range(4)]
+            if self.accelerator == "cuda"
+            else [],
             "cuda": "13.0",
             "driver": "580.1",
         }
 
 
-def result_of(strategy: str, devices: int, speed: float, batch: int, accelerator: str) -> dict[str, Any]:
+def result_of(
+    strategy: str, devices: int, speed: float, batch: int, accelerator: str
+) -> dict[str, Any]:
     """Return result.json of a run whose measurements support every claim of the report."""
     has_ranks = strategy in ("ddp", "fsdp")
     ranks = devices if has_ranks else 1
@@ -122,21 +154,32 @@ def result_of(strategy: str, devices: int, speed: float, batch: int, accelerator
         throughput={"images_per_sec": speed, "step_ms": step_ms, "step_ms_p95": 1.1 * step_ms}
         | {"steps_timed": 250, "seconds_timed": 0.25 * step_ms, "halves": [speed, speed]},
         memory=[
-            {"device": n, "peak_bytes": peak, "utilisation": 0.4 if strategy == "dp" else 0.95} | shared
+            {"device": n, "peak_bytes": peak, "utilisation": 0.4 if strategy == "dp" else 0.95}
+            | shared
             for n, peak in enumerate(peaks)
         ],
         cpu={"seconds_per_second": 1.0 * ranks},
         data_wait=0.06,
         communication={"bytes_per_step": {"single": 0, "ddp": 4.4e7}.get(strategy)}
-        | {"ms_per_step": step_ms * 0.3 * (ranks > 1), "exposed_ms_per_step": step_ms * 0.08 * (ranks > 1)},
+        | {
+            "ms_per_step": step_ms * 0.3 * (ranks > 1),
+            "exposed_ms_per_step": step_ms * 0.08 * (ranks > 1),
+        },
         seconds={"start_to_first_step": 4.0 + 3 * (ranks > 1), "total": 80.0},
         proof=proof,
     )
     waits = 0.08 * (ranks > 1)
-    parts = {"data_ms": 0.06, "compute_ms": 0.9 - waits, "communication_ms": waits, "other_ms": 0.04}
+    parts = {
+        "data_ms": 0.06,
+        "compute_ms": 0.9 - waits,
+        "communication_ms": waits,
+        "other_ms": 0.04,
+    }
     return dataclasses.asdict(result) | {
         "step": {name: share * step_ms for name, share in parts.items()},
-        "ranks": [{"rank": r, "host": "node1", "data_ms": 1.0, "compute_ms": 9.0} for r in range(ranks)],
+        "ranks": [
+            {"rank": r, "host": "node1", "data_ms": 1.0, "compute_ms": 9.0} for r in range(ranks)
+        ],
         "flags": [],
         "nodes": 1,
         "hosts": [],
@@ -144,11 +187,19 @@ def result_of(strategy: str, devices: int, speed: float, batch: int, accelerator
     }
 
 
-def full_sweep(folder: Path, speeds: dict[tuple[str, int], float] | None = None, **kwargs: Any) -> Sweep:
+def full_sweep(
+    folder: Path, speeds: dict[tuple[str, int], float] | None = None, **kwargs: Any
+) -> Sweep:
     """Build a sweep with three repeats of every configuration and independent noise of 1 %."""
     sweep = Sweep(folder, **kwargs)
-    for place, ((strategy, devices), speed) in enumerate((SPEEDS if speeds is None else speeds).items()):
-        sweep.repeat(strategy, devices, [speed * (1 + 0.01 * ((place + block) % 3 - 1)) for block in range(3)])
+    for place, ((strategy, devices), speed) in enumerate(
+        (SPEEDS if speeds is None else speeds).items()
+    ):
+        sweep.repeat(
+            strategy,
+            devices,
+            [speed * (1 + 0.01 * ((place + block) % 3 - 1)) for block in range(3)],
+        )
     return sweep
 
 
@@ -161,7 +212,11 @@ def read(folder: Path, *more: Path) -> tuple[str, str, dict[str, Any]]:
     """Return (HTML, Markdown, JSON) of the report on `folder` and `more`."""
     html = write_report([folder, *more])
     markdown = html.with_suffix(".md").read_text(encoding="utf-8")
-    return html.read_text(encoding="utf-8"), markdown, json.loads(html.with_suffix(".json").read_text(encoding="utf-8"))
+    return (
+        html.read_text(encoding="utf-8"),
+        markdown,
+        json.loads(html.with_suffix(".json").read_text(encoding="utf-8")),
+    )
 
 
 def verdicts(*folders: Path) -> dict[int, str]:

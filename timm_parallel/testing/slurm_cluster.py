@@ -1,4 +1,6 @@
-"""A real Slurm cluster of two nodes, started by timm_parallel/tests/dev_cluster.sh on this machine, and helpers for its jobs."""
+"""A real Slurm cluster of two nodes, started by timm_parallel/tests/dev_cluster.sh on this machine,
+and helpers for its jobs.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,12 @@ MARKS = [
         reason="needs root and Slurm (apt install slurm-wlm munge), to start a cluster",
     ),
 ]
-LONG = ("train.epochs=40", "train.evaluate_every=0", "train.log_every=5", "checkpoint.every_steps=20")
+LONG = (
+    "train.epochs=40",
+    "train.evaluate_every=0",
+    "train.log_every=5",
+    "checkpoint.every_steps=20",
+)
 SLURM = JOB.split()[2:]  # after `python train.py`
 
 
@@ -34,7 +41,11 @@ SLURM = JOB.split()[2:]  # after `python train.py`
 def cluster_of_two_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """Yield the environment variables for commands on the cluster."""
     folder = tmp_path_factory.mktemp("slurm")
-    environment = {**os.environ, "DEV_CLUSTER": str(folder / "dev"), "SLURM_CONF": str(folder / "dev" / "slurm.conf")}
+    environment = {
+        **os.environ,
+        "DEV_CLUSTER": str(folder / "dev"),
+        "SLURM_CONF": str(folder / "dev" / "slurm.conf"),
+    }
     environment["DEV_CLUSTER_PORT"] = str(
         17000 + 10 * (os.getpid() % 300)
     )  # apart from another cluster on this machine
@@ -55,28 +66,46 @@ class Jobs:
 
     def submit(self, name: str, *overrides: str) -> Path:
         folder = self.train.base / name
-        done = self.train.start(*SLURM, f"hydra.run.dir={folder}", *overrides, environment=self.environment).finish()
+        done = self.train.start(
+            *SLURM, f"hydra.run.dir={folder}", *overrides, environment=self.environment
+        ).finish()
         assert done.returncode == 0, done.output
         return folder
 
     def slurm(self, *command: str) -> str:
-        return subprocess.run(command, env=self.environment, capture_output=True, text=True, check=False).stdout.strip()
+        return subprocess.run(
+            command, env=self.environment, capture_output=True, text=True, check=False
+        ).stdout.strip()
 
     def state(self, folder: Path) -> str:
-        return self.slurm("squeue", "--noheader", "--format=%T", f"--jobs={(folder / 'job.id').read_text().strip()}")
+        return self.slurm(
+            "squeue",
+            "--noheader",
+            "--format=%T",
+            f"--jobs={(folder / 'job.id').read_text().strip()}",
+        )
 
     def wait(self, what: Callable[[], Any], seconds: float, folder: Path) -> None:
         until = time.monotonic() + seconds
         while not what():
             if time.monotonic() > until:
                 log = folder / "logs" / "slurm.log"
-                pytest.fail(f"too late: {self.slurm('squeue')}\n{log.read_text() if log.exists() else 'no log'}")
+                pytest.fail(
+                    "too late: "
+                    f"{self.slurm('squeue')}\n{log.read_text() if log.exists() else 'no log'}"
+                )
             time.sleep(0.2)
 
     def resume_node(self) -> bool:
-        """Resume node n2 and return True if it is available. A node that is still ending a job cannot be resumed yet."""
+        """Resume node n2 and return True if it is available. A node that is still ending a job
+        cannot be resumed yet.
+        """
         self.slurm("scontrol", "update", "NodeName=n2", "State=RESUME")
-        return self.slurm("sinfo", "--noheader", "--nodes=n2", "--format=%T") in ("idle", "mixed", "allocated")
+        return self.slurm("sinfo", "--noheader", "--nodes=n2", "--format=%T") in (
+            "idle",
+            "mixed",
+            "allocated",
+        )
 
     def steps(self, folder: Path) -> int:
         path = folder / "metrics.jsonl"
@@ -86,7 +115,9 @@ class Jobs:
         self.wait(lambda: self.steps(folder) > more_than, 400, folder)
 
     def left(self, folder: Path) -> list[str]:
-        commands = [" ".join(process.info["cmdline"] or []) for process in psutil.process_iter(["cmdline"])]
+        commands = [
+            " ".join(process.info["cmdline"] or []) for process in psutil.process_iter(["cmdline"])
+        ]
         return [command for command in commands if str(folder) in command and "src." in command]
 
 

@@ -1,4 +1,6 @@
-"""Imports done once by the server of `in_ranks`. Forked ranks inherit these modules instead of importing them again."""
+"""Imports done once by the server of `in_ranks`. Forked ranks inherit these modules instead of
+importing them again.
+"""
 # ruff: noqa: F401
 
 import sys
@@ -22,4 +24,6 @@ from src.train import preload
 from timm_parallel.config.compose import compose_command
 
 preload()
-compose_command(parse(*tiny()))  # Hydra with its grammar and plugins; without resolve(), which queries the GPU driver
+compose_command(
+    parse(*tiny())
+)  # Hydra with its grammar and plugins; without resolve(), which queries the GPU driver

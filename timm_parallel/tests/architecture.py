@@ -1,6 +1,7 @@
 """Structure of the code: python timm_parallel/tests/architecture.py
 
-Read import statements and print a table, whose limits are in test_architecture.py. No project code is run.
+Read import statements and print a table, whose limits are in test_architecture.py. No project code
+is run.
 """
 
 from __future__ import annotations
@@ -32,14 +33,20 @@ class Named:
 
 
 def names_in(source: str) -> Iterator[Named]:
-    """Yield every name that a file imports, and every dotted use such as `torch.distributed.barrier`."""
+    """Yield every name that a file imports, and every dotted use such as
+    `torch.distributed.barrier`.
+    """
     yield from _walk(ast.parse(source), in_function=False, for_types=False)
 
 
 def _walk(node: ast.AST, in_function: bool, for_types: bool) -> Iterator[Named]:
     for child in ast.iter_child_nodes(node):
-        inside = in_function or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-        typed = for_types or (isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING"))
+        inside = in_function or isinstance(
+            child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+        )
+        typed = for_types or (
+            isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING")
+        )
         names: list[str] = []
         if isinstance(child, ast.Import):
             names = [alias.name for alias in child.names]
@@ -57,7 +64,12 @@ def _walk(node: ast.AST, in_function: bool, for_types: bool) -> Iterator[Named]:
 
 def source_files(root: Path = ROOT) -> list[Path]:
     """Return the entry points, the files of src/ and those of the library without its tests."""
-    return [root / "train.py", root / "evaluate.py", *sorted((root / "src").rglob("*.py")), *_library(root)]
+    return [
+        root / "train.py",
+        root / "evaluate.py",
+        *sorted((root / "src").rglob("*.py")),
+        *_library(root),
+    ]
 
 
 def _library(root: Path) -> list[Path]:
@@ -70,7 +82,9 @@ REGISTRIES = ("src/train/losses.py", "src/train/metrics.py")
 
 
 def package_of(file: str) -> str:
-    """Return the package of a file: `timm_parallel/launch/job.py` -> `timm_parallel.launch`, `src/models/build.py` -> `models`."""
+    """Return the package of a file: `timm_parallel/launch/job.py` -> `timm_parallel.launch`,
+    `src/models/build.py` -> `models`.
+    """
     if file in REGISTRIES:
         return "schema"
     parts = Path(file).with_suffix("").parts
@@ -115,7 +129,9 @@ def import_levels(root: Path = ROOT) -> dict[str, int]:
 
 
 def find_cycle(root: Path = ROOT) -> list[str]:
-    """Return the files of an import cycle or of a cycle between packages, or an empty result if there is no cycle."""
+    """Return the files of an import cycle or of a cycle between packages, or an empty result if
+    there is no cycle.
+    """
     arrows = imports(root)
     packages: dict[str, set[str]] = {}
     for file, targets in arrows.items():
@@ -132,17 +148,29 @@ def _cycle(graph: Mapping[str, set[str]]) -> list[str]:
     return []
 
 
-def long_functions(file: str, source: str, limit: int = 60) -> list[str]:
-    """Return the functions of more than `limit` lines."""
-    functions = (n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
-    lengths = ((node, (node.end_lineno or node.lineno) - node.lineno + 1) for node in functions)
-    return [f"{file}:{node.lineno} {node.name} has {lines} lines" for node, lines in lengths if lines > limit]
+def long_functions(file: str, source: str, limit: int = 46) -> list[str]:
+    """Return the functions of more than `limit` statements."""
+    functions = (
+        n
+        for n in ast.walk(ast.parse(source))
+        if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)
+    )
+    sizes = (
+        (node, sum(isinstance(part, ast.stmt) for part in ast.walk(node)) - 1) for node in functions
+    )
+    return [
+        f"{file}:{node.lineno} {node.name} has {size} statements"
+        for node, size in sizes
+        if size > limit
+    ]
 
 
 def strategy_methods(root: Path = ROOT) -> list[str]:
     """Return the methods of the strategy base class that a subclass may override."""
     tree = ast.parse((root / "timm_parallel/parallel/strategy.py").read_text(encoding="utf-8"))
-    base = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Strategy")
+    base = next(
+        node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Strategy"
+    )
     names = [node.name for node in base.body if isinstance(node, ast.FunctionDef)]
     return [name for name in names if name not in ("__init__", "is_first", "close")]
 
@@ -157,8 +185,14 @@ def main() -> int:
     """Print the table and return 1 if a limit is exceeded."""
     measured = measure()
     for name, value in measured.items():
-        print(f"{name:70s} {value:7,}  limit {LIMITS[name]:7,}{'' if value <= LIMITS[name] else '  EXCEEDED'}")
-    print("import levels:", ", ".join(f"{name or 'entry points'} {levels}" for name, levels in import_levels().items()))
+        print(
+            f"{name:70s} {value:7,}  limit "
+            f"{LIMITS[name]:7,}{'' if value <= LIMITS[name] else '  EXCEEDED'}"
+        )
+    print(
+        "import levels:",
+        ", ".join(f"{name or 'entry points'} {levels}" for name, levels in import_levels().items()),
+    )
     print("import cycle:", " > ".join(find_cycle()) or "none")
     return int(any(value > LIMITS[name] for name, value in measured.items()))
 

@@ -1,4 +1,6 @@
-"""Fixtures of the library's tests. timm_parallel/testing/fixtures.py has those that all tests share."""
+"""Fixtures of the library's tests. timm_parallel/testing/fixtures.py has those that all tests
+share.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Import rules of the library. tests/template/test_front_architecture.py holds those of the template's own code."""
+"""Import rules of the library. tests/template/test_front_architecture.py holds those of the
+template's own code.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,11 @@ import pytest
 
 from timm_parallel.tests.architecture import ROOT, long_functions, names_in
 
-SOURCES = sorted(path for path in (ROOT / "timm_parallel").rglob("*.py") if not {"tests", "testing"} & {*path.parts})
+SOURCES = sorted(
+    path
+    for path in (ROOT / "timm_parallel").rglob("*.py")
+    if not {"tests", "testing"} & {*path.parts}
+)
 BENCHMARK = "scripts/maintain/bench_loop.py"
 
 # Library -> where it may be imported. A folder ends with a slash.
@@ -30,7 +36,11 @@ ALLOWED = {
         "timm_parallel/lab/doctor/probe.py",
         BENCHMARK,
     ),
-    r"(.*\.)?(DataParallel|DistributedDataParallel)": ("src/parallel/", "timm_parallel/parallel/", BENCHMARK),
+    r"(.*\.)?(DataParallel|DistributedDataParallel)": (
+        "src/parallel/",
+        "timm_parallel/parallel/",
+        BENCHMARK,
+    ),
     r"timm": (
         "src/models/",
         "src/data/",
@@ -40,7 +50,8 @@ ALLOWED = {
         "scripts/maintain/",
     ),
 }
-# --help, a refused value and a report import no torch. Files below these folders may import it inside functions only.
+# --help, a refused value and a report import no torch. Files below these folders may import it
+# inside functions only.
 NO_TORCH_AT_THE_TOP = (
     "train.py",
     "evaluate.py",
@@ -82,7 +93,9 @@ def name_of(path: Path) -> str:
 
 
 def is_in(file: str, places: tuple[str, ...]) -> bool:
-    return any(file == place or (place.endswith("/") and file.startswith(place)) for place in places)
+    return any(
+        file == place or (place.endswith("/") and file.startswith(place)) for place in places
+    )
 
 
 def broken_rules(file: str, source: str) -> list[str]:
@@ -94,13 +107,20 @@ def broken_rules(file: str, source: str) -> list[str]:
             problems.append(f"{at} imports {named.name}: give the full name")
         if named.for_types:
             continue
-        if file.startswith("timm_parallel/") and re.match(r"src\.(?!engine\b|schema\b)", named.name):
+        if file.startswith("timm_parallel/") and re.match(
+            r"src\.(?!engine\b|schema\b)", named.name
+        ):
             problems.append(f"{at} the engine imports {named.name}")
         for library, places in ALLOWED.items():
             if re.fullmatch(rf"{library}(\..*)?", named.name) and not is_in(file, places):
                 problems.append(f"{at} {named.name} belongs in {', '.join(places)}")
         is_heavy = re.match(r"(torch|torchvision|timm)\b", named.name)
-        if is_heavy and named.is_import and not named.in_function and is_in(file, NO_TORCH_AT_THE_TOP):
+        if (
+            is_heavy
+            and named.is_import
+            and not named.in_function
+            and is_in(file, NO_TORCH_AT_THE_TOP)
+        ):
             problems.append(f"{at} imports {named.name} at the top")
     return problems + long_functions(file, source)
 
@@ -109,18 +129,36 @@ def broken_rules(file: str, source: str) -> list[str]:
 def test_source_file_follows_import_and_naming_rules(path: Path) -> None:
     file, source = name_of(path), path.read_text(encoding="utf-8")
     assert broken_rules(file, source) == []
-    assert not VAGUE_NAMES & {*path.relative_to(ROOT).with_suffix("").parts}, "names must describe the contents"
+    assert not VAGUE_NAMES & {*path.relative_to(ROOT).with_suffix("").parts}, (
+        "names must describe the contents"
+    )
 
 
 @pytest.mark.parametrize(
     ("file", "source", "complaint"),
     [
-        ("timm_parallel/record/console.py", "import src.train.loop", "the engine imports src.train.loop"),
-        ("timm_parallel/launch/job.py", "def f():\n    from src.train import run", "the engine imports src.train.run"),
+        (
+            "timm_parallel/record/console.py",
+            "import src.train.loop",
+            "the engine imports src.train.loop",
+        ),
+        (
+            "timm_parallel/launch/job.py",
+            "def f():\n    from src.train import run",
+            "the engine imports src.train.run",
+        ),
         ("timm_parallel/data/loader.py", "from ..models import build_model", "give the full name"),
         ("src/train/run.py", "import omegaconf", "omegaconf belongs in"),
-        ("timm_parallel/lab/report/report.py", "from hydra.core import plugins", "hydra.core.plugins belongs in"),
-        ("src/train/run.py", "import torch\ntorch.distributed.barrier()", "torch.distributed.barrier belongs in"),
+        (
+            "timm_parallel/lab/report/report.py",
+            "from hydra.core import plugins",
+            "hydra.core.plugins belongs in",
+        ),
+        (
+            "src/train/run.py",
+            "import torch\ntorch.distributed.barrier()",
+            "torch.distributed.barrier belongs in",
+        ),
         (
             "src/train/build.py",
             "import torch\nmodel = torch.nn.DataParallel(model)",
@@ -129,7 +167,7 @@ def test_source_file_follows_import_and_naming_rules(path: Path) -> None:
         ("timm_parallel/runtime/meter.py", "import timm", "timm belongs in"),
         ("timm_parallel/lab/report/tables.py", "import torch", "imports torch at the top"),
         ("train.py", "from timm import create_model", "imports timm.create_model at the top"),
-        ("src/train/run.py", "def f():\n" + "    pass\n" * 60, "f has 61 lines"),
+        ("src/train/run.py", "def f():\n" + "    pass\n" * 47, "f has 47 statements"),
     ],
 )
 def test_architecture_check_reports_forbidden_imports_and_long_functions(

@@ -1,4 +1,6 @@
-"""A sweep as one Slurm job array. Each task runs the job of one folder, and the last task writes the report."""
+"""A sweep as one Slurm job array. Each task runs the job of one folder, and the last task writes
+the report.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,13 @@ from timm_parallel.lab.multirun import run_multirun
 from timm_parallel.record.jobs import read_jobs
 from timm_parallel.record.result import Result, write_result
 
-SMALL = ("model=tiny", "print_config=false", "parallel=single", "cluster=slurm", "cluster.submit=false")
+SMALL = (
+    "model=tiny",
+    "print_config=false",
+    "parallel=single",
+    "cluster=slurm",
+    "cluster.submit=false",
+)
 
 
 def submitted(folder: Path, *words: str) -> str:
@@ -23,7 +31,10 @@ def submitted(folder: Path, *words: str) -> str:
 
 
 def ended(folder: Path, job: int, status: str = "done") -> None:
-    write_result(folder / str(job), Result(status, strategy="single", devices=1, world_size=1, seconds={"total": 1.0}))
+    write_result(
+        folder / str(job),
+        Result(status, strategy="single", devices=1, world_size=1, seconds={"total": 1.0}),
+    )
 
 
 def test_sweep_job_script_has_one_slurm_array_task_per_job_folder(tmp_path: Path) -> None:
@@ -33,12 +44,16 @@ def test_sweep_job_script_has_one_slurm_array_task_per_job_folder(tmp_path: Path
     assert f"--output='{folder}/task_%a.log'" in script
     assert 'timm_parallel.launch.node "$folder"' in script
     assert 'scontrol requeue "${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}"' in script
-    assert (folder / "array.txt").read_text().splitlines() == [f"{job} {folder}/{job}" for job in range(3)]
+    assert (folder / "array.txt").read_text().splitlines() == [
+        f"{job} {folder}/{job}" for job in range(3)
+    ]
     assert [job.status for job in read_jobs(folder).jobs] == ["waiting"] * 3
     assert "#SBATCH --array=0,1\n" in submitted(tmp_path / "auto", "seed=1,2", "sweep.jobs=auto")
 
 
-def test_slurm_array_tasks_update_jobs_json_and_last_task_writes_sweep_report(tmp_path: Path) -> None:
+def test_slurm_array_tasks_update_jobs_json_and_last_task_writes_sweep_report(
+    tmp_path: Path,
+) -> None:
     folder = tmp_path / "sweep"
     submitted(folder, "seed=1,2,3")
     ended(folder, 1)

@@ -1,4 +1,6 @@
-"""A sweep with repeats is a randomized complete block design. Each block runs every configuration in random order."""
+"""A sweep with repeats is a randomized complete block design. Each block runs every configuration
+in random order.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ def points(*overrides: str) -> list[Point]:
 
 @pytest.fixture(scope="module")
 def five() -> list[Point]:
-    """Expand a sweep of five configurations that can run on two cores, and single on two devices, which cannot."""
+    """Expand a sweep of five configurations that can run on two cores, and single on two devices,
+    which cannot.
+    """
     return points("parallel=ddp,dp,single", "parallel.devices=2,1", "seed=7")
 
 
@@ -42,32 +46,45 @@ def frozen(folder: Path, points: list[Point], repeats: int = 4, **settings: Any)
     return read_jobs(folder)
 
 
-def test_sweep_repeat_runs_every_configuration_once_before_the_next_repeat(tmp_path: Path, five: list[Point]) -> None:
+def test_sweep_repeat_runs_every_configuration_once_before_the_next_repeat(
+    tmp_path: Path, five: list[Point]
+) -> None:
     jobs = frozen(tmp_path, five)
     ran = [job for job in jobs.jobs if job.status != "skipped"]
     assert [job.id for job in jobs.jobs] == list(range(len(jobs.jobs)))
     assert [job.block for job in ran] == [*[0] * 5, *[1] * 5, *[2] * 5, *[3] * 5]
     for block in blocks_of(jobs):
         runnable = [tuple(job.overrides) for job in block if job.status != "skipped"]
-        assert sorted(runnable) == sorted(tuple(point.overrides) for point in five if not point.reason)
+        assert sorted(runnable) == sorted(
+            tuple(point.overrides) for point in five if not point.reason
+        )
     assert sum(job.status == "skipped" for job in jobs.jobs) == 1, (
         "the impossible configuration must be skipped once, not in each block"
     )
 
 
-def test_sweep_repeats_run_in_random_orders_that_order_seed_reproduces(tmp_path: Path, five: list[Point]) -> None:
+def test_sweep_repeats_run_in_random_orders_that_order_seed_reproduces(
+    tmp_path: Path, five: list[Point]
+) -> None:
     drawn = [frozen(tmp_path / str(number), five) for number in range(2)]
-    orders = [[[job.name for job in block if job.status != "skipped"] for block in blocks_of(jobs)] for jobs in drawn]
+    orders = [
+        [[job.name for job in block if job.status != "skipped"] for block in blocks_of(jobs)]
+        for jobs in drawn
+    ]
     assert drawn[0].order_seed != drawn[1].order_seed
     assert orders[0] != orders[1]
     assert len({tuple(order) for order in orders[0]}) > 1
-    assert json.loads((tmp_path / "0" / "jobs.json").read_text())["order_seed"] == drawn[0].order_seed
+    assert (
+        json.loads((tmp_path / "0" / "jobs.json").read_text())["order_seed"] == drawn[0].order_seed
+    )
     (tmp_path / "again").mkdir()
     again = freeze_jobs(tmp_path / "again", five, SweepConfig(repeats=4), drawn[0].order_seed)
     assert [job.name for job in again.jobs] == [job.name for job in drawn[0].jobs]
 
 
-def test_sweep_repeats_keep_command_line_order_when_shuffle_is_false(tmp_path: Path, five: list[Point]) -> None:
+def test_sweep_repeats_keep_command_line_order_when_shuffle_is_false(
+    tmp_path: Path, five: list[Point]
+) -> None:
     jobs = frozen(tmp_path, five, shuffle=False)
     written = [point.overrides for point in five if not point.reason]
     assert jobs.order_seed is None
@@ -75,7 +92,9 @@ def test_sweep_repeats_keep_command_line_order_when_shuffle_is_false(tmp_path: P
         assert [job.overrides for job in block if job.status != "skipped"] == written
 
 
-def test_sweep_repeat_n_has_the_seed_of_the_first_repeat_plus_n(tmp_path: Path, five: list[Point]) -> None:
+def test_sweep_repeat_n_has_the_seed_of_the_first_repeat_plus_n(
+    tmp_path: Path, five: list[Point]
+) -> None:
     jobs = frozen(tmp_path, five)
     first = {tuple(job.overrides): job for job in blocks_of(jobs)[0]}
     for job in jobs.jobs:
@@ -97,12 +116,20 @@ def test_added_sweep_repeat_starts_from_the_saved_configs_instead_of_composing_c
     for path in tmp_path.glob("configs/*/config.yaml"):  # the saved config differs from conf/
         path.write_text(path.read_text().replace("epochs: 8", "epochs: 9"))
     append_block(jobs)
-    assert [load_config(write_job_folder(tmp_path, job)).train.epochs for job in blocks_of(jobs)[1]] == [9] * 5
+    assert [
+        load_config(write_job_folder(tmp_path, job)).train.epochs for job in blocks_of(jobs)[1]
+    ] == [9] * 5
 
 
-def test_jobs_of_a_sweep_have_different_folders_when_subdir_is_the_same_for_all(tmp_path: Path) -> None:
-    jobs = frozen(tmp_path, points("optim.lr=0.1,0.2", "parallel=single", "hydra.sweep.subdir=a/b"), repeats=2)
-    assert {job.folder: load_config(write_job_folder(tmp_path, job)).optim.lr for job in jobs.jobs} == {
+def test_jobs_of_a_sweep_have_different_folders_when_subdir_is_the_same_for_all(
+    tmp_path: Path,
+) -> None:
+    jobs = frozen(
+        tmp_path, points("optim.lr=0.1,0.2", "parallel=single", "hydra.sweep.subdir=a/b"), repeats=2
+    )
+    assert {
+        job.folder: load_config(write_job_folder(tmp_path, job)).optim.lr for job in jobs.jobs
+    } == {
         "a/b_block_0": 0.1,
         "a/b_block_0_1": 0.2,
         "a/b_block_1": 0.1,
@@ -110,7 +137,9 @@ def test_jobs_of_a_sweep_have_different_folders_when_subdir_is_the_same_for_all(
     }
 
 
-def test_hydra_config_of_second_sweep_repeat_records_the_seed_of_that_repeat(tmp_path: Path, five: list[Point]) -> None:
+def test_hydra_config_of_second_sweep_repeat_records_the_seed_of_that_repeat(
+    tmp_path: Path, five: list[Point]
+) -> None:
     jobs = frozen(tmp_path, five, repeats=2)
     later = write_job_folder(tmp_path, blocks_of(jobs)[1][0])
     assert OmegaConf.load(later / ".hydra" / "config.yaml").seed == 8
@@ -133,7 +162,9 @@ def test_sweep_over_seed_is_refused_when_sweep_repeats_is_greater_than_1() -> No
 def test_sweep_is_refused_when_no_configuration_matches_sweep_baseline() -> None:
     swept = points("optim.lr=0.1,0.2")
     check_blocks(swept, SweepConfig(baseline="optim.lr=2e-1"))
-    with pytest.raises(ValueError, match=r"^sweep\.baseline=optim\.lr=9: .*optim\.lr=0\.1; optim\.lr=0\.2$"):
+    with pytest.raises(
+        ValueError, match=r"^sweep\.baseline=optim\.lr=9: .*optim\.lr=0\.1; optim\.lr=0\.2$"
+    ):
         check_blocks(swept, SweepConfig(baseline="optim.lr=9"))
 
 

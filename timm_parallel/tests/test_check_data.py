@@ -1,4 +1,6 @@
-"""scripts/check_data.py finds each kind of problem in a dataset and exits with 1 if it finds any."""
+"""scripts/check_data.py finds each kind of problem in a dataset and exits with 1
+if it finds any.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,11 @@ from scripts import check_data as entry
 from timm_parallel.lab.image_check import CheckedImage, Report, find_problems, show, summarize
 
 processes = pytest.mark.processes
-LEAKS, DUPLICATES, LABELS = "leaks across splits", "duplicates in a split", "equal images, different labels"
+LEAKS, DUPLICATES, LABELS = (
+    "leaks across splits",
+    "duplicates in a split",
+    "equal images, different labels",
+)
 GROUPS = "groups in two splits"
 ABSENT = "classes without an image"
 
@@ -44,13 +50,18 @@ def checked(folder: Path, *words: str) -> tuple[int, dict[str, Any]]:
 
 def names(groups: list[list[dict[str, Any]]]) -> list[list[str]]:
     """Return `<split>: <class folder>/<file>` of each image of each group."""
-    return [[f"{image['split']}: {'/'.join(Path(image['file']).parts[-2:])}" for image in group] for group in groups]
+    return [
+        [f"{image['split']}: {'/'.join(Path(image['file']).parts[-2:])}" for image in group]
+        for group in groups
+    ]
 
 
 @pytest.fixture(scope="module")
 def damaged(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, dict[str, Any], str]:
     """Check a folder with a problem of each kind, and return (exit code, JSON, HTML page)."""
-    root = draw_images(tmp_path_factory.mktemp("data"), "train/cat", "train/dog", "train/elk", "val/cat", "val/dog")
+    root = draw_images(
+        tmp_path_factory.mktemp("data"), "train/cat", "train/dog", "train/elk", "val/cat", "val/dog"
+    )
     shutil.copy(root / "train/cat/0.jpg", root / "val/cat/leak.jpg")
     shutil.copy(root / "train/cat/1.jpg", root / "train/cat/again <b>.jpg")
     shutil.copy(root / "train/dog/2.jpg", root / "train/elk/mislabeled.jpg")
@@ -84,7 +95,11 @@ def test_check_data_reports_class_counts_and_image_sizes_of_each_split(
 ) -> None:
     _, report, _ = damaged
     measures = report["measures"]
-    rarest_first = [("elk", {"train": 6, "val": 0}), ("dog", {"train": 8, "val": 5}), ("cat", {"train": 6, "val": 6})]
+    rarest_first = [
+        ("elk", {"train": 6, "val": 0}),
+        ("dog", {"train": 8, "val": 5}),
+        ("cat", {"train": 6, "val": 6}),
+    ]
     assert list(report["classes"].items()) == rarest_first
     assert measures[ABSENT] == {"train": 0, "val": 1}
     assert measures["images"] == {"train": 20, "val": 11}
@@ -95,9 +110,14 @@ def test_check_data_reports_class_counts_and_image_sizes_of_each_split(
 
 
 @processes
-def test_check_data_page_embeds_thumbnails_and_escapes_file_names(damaged: tuple[int, dict[str, Any], str]) -> None:
+def test_check_data_page_embeds_thumbnails_and_escapes_file_names(
+    damaged: tuple[int, dict[str, Any], str],
+) -> None:
     _, report, page = damaged
-    assert all(source.startswith("data:image/jpeg;base64,") for source in re.findall(r'(?:src|href)="([^"]*)"', page))
+    assert all(
+        source.startswith("data:image/jpeg;base64,")
+        for source in re.findall(r'(?:src|href)="([^"]*)"', page)
+    )
     # Equal images with different labels are listed with the duplicates.
     equal = sum(len(group) for kind in (LEAKS, DUPLICATES) for group in report["problems"][kind])
     # At most four thumbnails per class are shown. Unreadable images have no thumbnail.
@@ -108,7 +128,9 @@ def test_check_data_page_embeds_thumbnails_and_escapes_file_names(damaged: tuple
 
 @processes
 @pytest.mark.parametrize("words", [(), ("data.val_fraction=0.4",)])
-def test_check_data_exits_0_when_an_image_folder_has_no_problems(tmp_path: Path, words: tuple[str, ...]) -> None:
+def test_check_data_exits_0_when_an_image_folder_has_no_problems(
+    tmp_path: Path, words: tuple[str, ...]
+) -> None:
     folders = ("cat", "dog") if words else ("train/cat", "train/dog", "val/cat", "val/dog")
     root = draw_images(tmp_path / "images", *folders, count=10)
     before = psutil.Process().children(recursive=True)
@@ -123,7 +145,10 @@ def test_check_data_exits_0_when_an_image_folder_has_no_problems(tmp_path: Path,
 def test_check_data_finds_problems_in_a_multilabel_csv(tmp_path: Path) -> None:
     draw_images(tmp_path, "images", count=6)
     shutil.copy(tmp_path / "images/0.jpg", tmp_path / "images/copy.jpg")
-    rows = [(f"images/{number}.jpg", "beach;night" if number % 2 else "night", "train") for number in range(5)]
+    rows = [
+        (f"images/{number}.jpg", "beach;night" if number % 2 else "night", "train")
+        for number in range(5)
+    ]
     rows += [
         ("images/5.jpg", "", "val"),
         ("images/copy.jpg", "beach", "val"),
@@ -143,7 +168,10 @@ def test_check_data_finds_problems_in_a_multilabel_csv(tmp_path: Path) -> None:
 @processes
 def test_check_data_reports_csv_groups_and_spellings_of_one_path(tmp_path: Path) -> None:
     draw_images(tmp_path, "images", count=6)
-    rows = [(f"images/{number}.jpg", "ab"[number % 2], "t" if number < 3 else "u", "") for number in range(6)]
+    rows = [
+        (f"images/{number}.jpg", "ab"[number % 2], "t" if number < 3 else "u", "")
+        for number in range(6)
+    ]
     rows[4:] = [("images/4.jpg", "a", "u", "val"), ("images/5.jpg", "b", "", "val")]
     rows.append(("images/../images/0.jpg", "a", "", ""))
     with open(tmp_path / "labels.csv", "w", newline="") as file:
@@ -171,10 +199,15 @@ def test_check_data_finds_duplicate_images_in_a_synthetic_dataset(tmp_path: Path
     assert code == 1
     assert report["measures"]["images"] == {"train": 400, "val": 50}
     assert report["measures"]["modes"]["train"] == {"1 channels": 400}
-    # 400 images of one pixel have at most 256 different gray values, so most values occur more than once.
+    # 400 images of one pixel have at most 256 different gray values, so most values occur more than
+    # once.
     values = len({image["digest"] for group in report["problems"][DUPLICATES] for image in group})
     assert 50 < values < 256
-    images = [(image["split"], image["index"]) for group in report["problems"][DUPLICATES] for image in group]
+    images = [
+        (image["split"], image["index"])
+        for group in report["problems"][DUPLICATES]
+        for image in group
+    ]
     assert len(images) == len(set(images))
 
 
@@ -197,8 +230,13 @@ def test_check_data_exits_2_with_one_line_when_an_argument_is_invalid(
     assert key.format(folder=tmp_path) in err
 
 
-def test_check_data_prints_at_most_20_lines_per_kind_of_problem(capsys: pytest.CaptureFixture[str]) -> None:
-    images = [CheckedImage("train", n, f"{n}", (f"class {n}",), error=f"file {n}\udcff unreadable") for n in range(50)]
+def test_check_data_prints_at_most_20_lines_per_kind_of_problem(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    images = [
+        CheckedImage("train", n, f"{n}", (f"class {n}",), error=f"file {n}\udcff unreadable")
+        for n in range(50)
+    ]
     show(summarize([f"class {number}" for number in range(50)], ["train"], images))
     lines = capsys.readouterr().out.splitlines()
     assert sum("unreadable (" in line for line in lines) == 20
@@ -207,7 +245,9 @@ def test_check_data_prints_at_most_20_lines_per_kind_of_problem(capsys: pytest.C
 
 
 def test_check_data_reports_no_classes_for_regression_targets() -> None:
-    images = [CheckedImage("train", n, f"{n}", (f"{n / 7}",), 8, 8, "RGB", f"{n}") for n in range(5)]
+    images = [
+        CheckedImage("train", n, f"{n}", (f"{n / 7}",), 8, 8, "RGB", f"{n}") for n in range(5)
+    ]
     report = summarize(["brightness"], ["train"], images)
     assert not report.has_problems
     assert report.classes == {}
@@ -245,6 +285,10 @@ def test_find_problems_groups_equal_images_into_leaks_duplicates_and_label_confl
     assert problems["unreadable"] == []
     assert problems[GROUPS] == []
     listed = Report({}, {}, problems, {}).listed_problems
-    groups = [tuple(map(id, group)) for kind in (LEAKS, DUPLICATES, LABELS) for group in listed[kind]]
+    groups = [
+        tuple(map(id, group)) for kind in (LEAKS, DUPLICATES, LABELS) for group in listed[kind]
+    ]
     assert len(groups) == len(set(groups))
-    assert {group[0].digest for kind in listed for group in listed[kind]} == set.union(*expected.values())
+    assert {group[0].digest for kind in listed for group in listed[kind]} == set.union(
+        *expected.values()
+    )

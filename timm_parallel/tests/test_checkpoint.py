@@ -1,4 +1,6 @@
-"""Checkpoints contain unwrapped weights and plain values, are written atomically, and must fit the run."""
+"""Checkpoints contain unwrapped weights and plain values, are written atomically, and must fit the
+run.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,11 @@ def run_of(*overrides: str, ranks: Ranks | None = None, store: Any = None) -> Ru
 def contents_of(run: RunParts, step: int = 1) -> Contents:
     run.state.progress = Progress(step=step, step_in_epoch=step, best_values={"acc": 0.25})
     made_by = {"strategy": "single", "devices": 1}
-    return {**checkpoint.snapshot(run.state, run.strategy), "classes": run.dataset.class_names, "made_by": made_by}
+    return {
+        **checkpoint.snapshot(run.state, run.strategy),
+        "classes": run.dataset.class_names,
+        "made_by": made_by,
+    }
 
 
 @pytest.fixture(scope="module")
@@ -68,16 +74,25 @@ def contents(single: RunParts) -> Contents:
 
 def save(folder: Path, contents: Contents, step: int, keep: int = 3, is_best: bool = False) -> Path:
     return checkpoint.save(
-        folder, {**contents, "progress": {**contents["progress"], "step": step}}, step, keep, is_best
+        folder,
+        {**contents, "progress": {**contents["progress"], "step": step}},
+        step,
+        keep,
+        is_best,
     )
 
 
 def everything(folder: Path) -> dict[str, bytes]:
     """Return the contents of all files in a folder, including hidden files."""
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
-# Contents ------------------------------------------------------------------------------------------------------------
+# Contents
+# --------------------------------------------------------------------------------------------------
 
 
 def names_of_ranks(ranks: Ranks, store: Any, strategy: str) -> dict[str, list[str]]:
@@ -92,7 +107,9 @@ def names(contents: Contents) -> dict[str, list[str]]:
 
 
 @pytest.mark.processes
-def test_checkpoint_weights_have_parameter_names_of_timm_under_every_strategy(contents: Contents) -> None:
+def test_checkpoint_weights_have_parameter_names_of_timm_under_every_strategy(
+    contents: Contents,
+) -> None:
     model = resolved().model
     plain = timm.create_model(model.name, num_classes=10, in_chans=1, img_size=32, **model.kwargs)
     expected = {key: list(plain.state_dict()) for key in ("model", "ema")}
@@ -106,7 +123,9 @@ def test_checkpoint_weights_have_parameter_names_of_timm_under_every_strategy(co
 def test_first_step_after_a_restore_is_the_first_counted_step(
     single: RunParts, contents: Contents, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Until then the watchdog waits for start_timeout. Restoring steps a copy of the optimizer, which calls torch's hooks."""
+    """Until then the watchdog waits for start_timeout. Restoring steps a copy of the optimizer,
+    which calls torch's hooks.
+    """
     monkeypatch.setattr(liveness, "steps_done", 0)
     handle = register_optimizer_step_post_hook(liveness.count_step)
     try:
@@ -131,16 +150,23 @@ def test_checkpoint_restore_reproduces_saved_model_ema_optimizer_and_progress(
         assert saved is not None and restored is not None
         for name, tensor in restored.state_dict().items():
             assert torch.equal(saved.state_dict()[name], tensor), name
-    moments = [list(state.optimizer.state_dict()["state"].values()) for state in (single.state, other)]
+    moments = [
+        list(state.optimizer.state_dict()["state"].values()) for state in (single.state, other)
+    ]
     assert len(moments[0]) == len(list(other.model.parameters()))
     for saved, restored in zip(*moments, strict=True):
-        assert all(torch.equal(torch.as_tensor(saved[key]), torch.as_tensor(restored[key])) for key in saved)
+        assert all(
+            torch.equal(torch.as_tensor(saved[key]), torch.as_tensor(restored[key]))
+            for key in saved
+        )
 
 
 def test_checkpoint_restore_starts_ema_from_model_weights_when_ema_is_missing(
     single: RunParts, contents: Contents
 ) -> None:
-    """With resume_strict=false this can happen. An EMA of random weights would need many steps to become useful."""
+    """With resume_strict=false this can happen. An EMA of random weights would need many steps to
+    become useful.
+    """
     other = run_of("parallel=single", "seed=8").state
     checkpoint.restore(other, single.strategy, {**contents, "ema": None})
     assert other.ema is not None
@@ -153,20 +179,36 @@ def test_json_sidecar_of_a_checkpoint_holds_step_best_classes_and_parameters(
 ) -> None:
     sidecar = json.loads(save(tmp_path, contents, 7, is_best=True).with_suffix(".json").read_text())
     parameters = sum(tensor.numel() for tensor in contents["model"].values())
-    expected = {"step": 7, "best": {"acc": 0.25}, "classes": 10, "parameters": parameters, "strategy": "single"}
+    expected = {
+        "step": 7,
+        "best": {"acc": 0.25},
+        "classes": 10,
+        "parameters": parameters,
+        "strategy": "single",
+    }
     assert {key: sidecar[key] for key in expected} == expected
     assert all((tmp_path / f"{name}.json").is_file() for name in ("last", "best", "step_7"))
 
 
-# Atomic writes -------------------------------------------------------------------------------------------------------
+# Atomic writes
+# --------------------------------------------------------------------------------------------------
 
 
-def test_checkpoint_save_keeps_the_newest_files_last_pt_and_best_pt(contents: Contents, tmp_path: Path) -> None:
+def test_checkpoint_save_keeps_the_newest_files_last_pt_and_best_pt(
+    contents: Contents, tmp_path: Path
+) -> None:
     # 100 comes after 9, but before it in the order of text.
     for step in (5, 8, 9, 10, 100):
         save(tmp_path, contents, step, keep=2, is_best=step == 8)
-    assert {path.name for path in tmp_path.glob("*.pt")} == {"last.pt", "best.pt", "step_10.pt", "step_100.pt"}
-    assert {path.stem for path in tmp_path.glob("*.json")} == {path.stem for path in tmp_path.glob("*.pt")}
+    assert {path.name for path in tmp_path.glob("*.pt")} == {
+        "last.pt",
+        "best.pt",
+        "step_10.pt",
+        "step_100.pt",
+    }
+    assert {path.stem for path in tmp_path.glob("*.json")} == {
+        path.stem for path in tmp_path.glob("*.pt")
+    }
     steps = {path.stem: checkpoint.load(path)["progress"]["step"] for path in tmp_path.glob("*.pt")}
     assert steps == {"last": 100, "best": 8, "step_10": 10, "step_100": 100}
 
@@ -176,17 +218,28 @@ def evaluated(contents: Contents, score: float | None, metric: str = "val/acc") 
     return {**contents, "score": score, "made_by": {**contents["made_by"], "metric": metric}}
 
 
-def save_top(folder: Path, contents: Contents, step: int, is_best: bool = False, top: int = 2) -> None:
+def save_top(
+    folder: Path, contents: Contents, step: int, is_best: bool = False, top: int = 2
+) -> None:
     score = contents["score"]
-    progress = {**contents["progress"], "step": step, "score": score, "evaluated_at": None if score is None else step}
+    progress = {
+        **contents["progress"],
+        "step": step,
+        "score": score,
+        "evaluated_at": None if score is None else step,
+    }
     checkpoint.save(folder, {**contents, "progress": progress}, step, 1, is_best, top)
 
 
 def best_steps(folder: Path) -> list[int]:
-    """Return the steps of the best_step_N.pt files, whose .json and weights must be those of the step."""
+    """Return the steps of the best_step_N.pt files, whose .json and weights must be those of the
+    step.
+    """
     paths = list(folder.glob("best_step_*"))
     assert {path.stem for path in paths if path.suffix == ".pt"} == {path.stem for path in paths}
-    steps = sorted(int(path.stem.removeprefix("best_step_")) for path in paths if path.suffix == ".pt")
+    steps = sorted(
+        int(path.stem.removeprefix("best_step_")) for path in paths if path.suffix == ".pt"
+    )
     for step in steps:
         path = folder / f"best_step_{step}.pt"
         assert checkpoint.load(path)["progress"]["step"] == step
@@ -194,7 +247,9 @@ def best_steps(folder: Path) -> list[int]:
     return steps
 
 
-def test_checkpoint_save_with_top_2_keeps_the_two_best_files_by_metric(contents: Contents, tmp_path: Path) -> None:
+def test_checkpoint_save_with_top_2_keeps_the_two_best_files_by_metric(
+    contents: Contents, tmp_path: Path
+) -> None:
     """Step 4 has the same score as the earlier step 2. Step 5 is saved without an evaluation."""
     scores = {1: 0.1, 2: 0.5, 3: 0.3, 4: 0.5, 5: None, 10: 0.2, 11: 0.9}
     kept = {}
@@ -205,7 +260,9 @@ def test_checkpoint_save_with_top_2_keeps_the_two_best_files_by_metric(contents:
     assert (tmp_path / "best.pt").samefile(tmp_path / "best_step_11.pt")
 
 
-def test_checkpoint_save_with_top_1_writes_best_pt_and_no_best_step_files(contents: Contents, tmp_path: Path) -> None:
+def test_checkpoint_save_with_top_1_writes_best_pt_and_no_best_step_files(
+    contents: Contents, tmp_path: Path
+) -> None:
     save_top(tmp_path, evaluated(contents, 0.5), 1, is_best=True, top=1)
     assert {path.name for path in tmp_path.glob("*.pt")} == {"last.pt", "best.pt", "step_1.pt"}
 
@@ -213,7 +270,9 @@ def test_checkpoint_save_with_top_1_writes_best_pt_and_no_best_step_files(conten
 def test_checkpoint_save_drops_top_files_of_later_steps_or_of_a_different_metric(
     contents: Contents, tmp_path: Path
 ) -> None:
-    """A run that continues from an older checkpoint, or with another metric, deletes files that it cannot rank."""
+    """A run that continues from an older checkpoint, or with another metric, deletes files that it
+    cannot rank.
+    """
     for step, score in ((1, 0.9), (5, 0.8), (9, 0.7)):
         save_top(tmp_path, evaluated(contents, score), step, top=3)
     save_top(tmp_path, evaluated(contents, 0.1), 6, top=3)
@@ -248,7 +307,9 @@ def test_checkpoint_save_after_a_failed_rename_still_keeps_the_two_best_files(
         save_top(folder, evaluated(contents, 0.1), 1, is_best=True)
         done: list[Any] = []
 
-        def rename(source: Any, target: Any, done: list[Any] = done, failing: int = failing) -> None:
+        def rename(
+            source: Any, target: Any, done: list[Any] = done, failing: int = failing
+        ) -> None:
             if len(done) == failing:
                 disk_full()
             done.append(target)
@@ -268,7 +329,12 @@ def trained_twice(ranks: Ranks, store: Any, folder: str) -> None:
     (Path(folder) / "logs").mkdir(parents=True)
     torch.set_num_threads(1)
     for epochs in (3, 6):
-        words = ("parallel=single", "checkpoint.top=3", "checkpoint.every_steps=3", f"train.epochs={epochs}")
+        words = (
+            "parallel=single",
+            "checkpoint.top=3",
+            "checkpoint.every_steps=3",
+            f"train.epochs={epochs}",
+        )
         run(resolved(*words), Path(folder), ranks, None)
 
 
@@ -311,12 +377,18 @@ def test_checkpoint_save_error_reports_free_space_when_folder_cannot_be_created(
         save(tmp_path / "checkpoints", contents, 1)
 
 
-def test_checkpoint_save_does_not_delete_copies_made_by_the_user(contents: Contents, tmp_path: Path) -> None:
+def test_checkpoint_save_does_not_delete_copies_made_by_the_user(
+    contents: Contents, tmp_path: Path
+) -> None:
     folder = tmp_path / "checkpoints"
     save(folder, contents, 1)
     shutil.copy(folder / "step_1.pt", folder / "step_1_good.pt")
     save(folder, contents, 2, keep=1)
-    assert sorted(path.name for path in folder.glob("*.pt")) == ["last.pt", "step_1_good.pt", "step_2.pt"]
+    assert sorted(path.name for path in folder.glob("*.pt")) == [
+        "last.pt",
+        "step_1_good.pt",
+        "step_2.pt",
+    ]
     assert (checkpoint.load_newest(tmp_path) or "")[0] == folder / "last.pt"
 
 
@@ -342,7 +414,9 @@ def test_checkpoint_save_leaves_loadable_files_when_any_rename_fails(
         save(folder, contents, 1, keep=1, is_best=True)
         done: list[Any] = []
 
-        def rename(source: Any, target: Any, done: list[Any] = done, failing: int = failing) -> None:
+        def rename(
+            source: Any, target: Any, done: list[Any] = done, failing: int = failing
+        ) -> None:
             if len(done) == failing:
                 disk_full()
             done.append(target)
@@ -352,8 +426,15 @@ def test_checkpoint_save_leaves_loadable_files_when_any_rename_fails(
             patch.setattr(os, "replace", rename)
             with pytest.raises(OSError, match=r"step_2\.pt"):
                 save(folder, contents, 2, keep=1, is_best=True)
-        assert [path.name for path in folder.iterdir() if path.name.startswith(".") or "tmp" in path.name] == []
-        steps = {name: checkpoint.load(folder / f"{name}.pt")["progress"]["step"] for name in ("last", "best")}
+        assert [
+            path.name
+            for path in folder.iterdir()
+            if path.name.startswith(".") or "tmp" in path.name
+        ] == []
+        steps = {
+            name: checkpoint.load(folder / f"{name}.pt")["progress"]["step"]
+            for name in ("last", "best")
+        }
         assert steps == {"last": 2 if failing > 2 else 1, "best": 2 if failing > 4 else 1}
         assert (checkpoint.load_newest(run) or "")[0] == folder / "last.pt"
         save(folder, contents, 3, keep=1)
@@ -365,23 +446,46 @@ def test_checkpoint_save_copies_files_when_hard_links_fail(
 ) -> None:
     monkeypatch.setattr(os, "link", disk_full)
     path = save(tmp_path, contents, 4, is_best=True)
-    assert path.read_bytes() == (tmp_path / "best.pt").read_bytes() == (tmp_path / "step_4.pt").read_bytes()
+    assert (
+        path.read_bytes()
+        == (tmp_path / "best.pt").read_bytes()
+        == (tmp_path / "step_4.pt").read_bytes()
+    )
     assert path.stat().st_ino != (tmp_path / "step_4.pt").stat().st_ino
 
 
-# Files that are not checkpoints ---------------------------------------------------------------------------------------
+# Files that are not checkpoints
+# ---------------------------------------------------------------------------------------
 
 
 FOREIGN: dict[str, tuple[Callable[[Contents], Any], str]] = {
     "a_list": (lambda contents: [1, 2], "not a checkpoint of this project"),
     "a_tensor": (lambda contents: torch.zeros(3), "not a checkpoint of this project"),
     "weights_of_timm": (lambda contents: contents["model"], "not a checkpoint of this project"),
-    "of_lightning": (lambda contents: {"state_dict": contents["model"], "epoch": 1}, "not a checkpoint of this"),
-    "a_named_format": (lambda contents: {**contents, "format": "timm"}, "not a checkpoint of this project"),
-    "no_format": (lambda contents: {**contents, "format": None}, "not a checkpoint of this project"),
-    "newer": (lambda contents: {**contents, "format": checkpoint.FORMAT + 1}, f"expected {checkpoint.FORMAT}"),
-    "older": (lambda contents: {**contents, "format": checkpoint.FORMAT - 1}, f"expected {checkpoint.FORMAT}"),
-    "a_module": (lambda contents: {**contents, "format": 1, "model": nn.Linear(2, 2)}, "more than tensors"),
+    "of_lightning": (
+        lambda contents: {"state_dict": contents["model"], "epoch": 1},
+        "not a checkpoint of this",
+    ),
+    "a_named_format": (
+        lambda contents: {**contents, "format": "timm"},
+        "not a checkpoint of this project",
+    ),
+    "no_format": (
+        lambda contents: {**contents, "format": None},
+        "not a checkpoint of this project",
+    ),
+    "newer": (
+        lambda contents: {**contents, "format": checkpoint.FORMAT + 1},
+        f"expected {checkpoint.FORMAT}",
+    ),
+    "older": (
+        lambda contents: {**contents, "format": checkpoint.FORMAT - 1},
+        f"expected {checkpoint.FORMAT}",
+    ),
+    "a_module": (
+        lambda contents: {**contents, "format": 1, "model": nn.Linear(2, 2)},
+        "more than tensors",
+    ),
 }
 
 
@@ -397,7 +501,9 @@ def test_checkpoint_load_refuses_a_file_of_another_format_in_one_line(
     assert str(refusal.value).startswith(f"{path}: ") and "\n" not in str(refusal.value)
 
 
-def test_load_newest_checkpoint_error_lists_all_files_when_all_are_damaged(contents: Contents, tmp_path: Path) -> None:
+def test_load_newest_checkpoint_error_lists_all_files_when_all_are_damaged(
+    contents: Contents, tmp_path: Path
+) -> None:
     folder = tmp_path / "checkpoints"
     assert checkpoint.load_newest(tmp_path) is None
     save(folder, contents, 1)
@@ -410,14 +516,18 @@ def test_load_newest_checkpoint_error_lists_all_files_when_all_are_damaged(conte
 
 
 def test_checkpoint_restore_refuses_weights_of_a_different_model() -> None:
-    run, contents = run_of("model.kwargs.embed_dim=24", "model.kwargs.num_heads=2"), contents_of(run_of("model=tiny"))
+    run, contents = (
+        run_of("model.kwargs.embed_dim=24", "model.kwargs.num_heads=2"),
+        contents_of(run_of("model=tiny")),
+    )
     with pytest.raises(ValueError, match="by a different model") as refusal:
         checkpoint.restore(run.state, run.strategy, contents)
     assert "\n" not in str(refusal.value)
 
 
 @pytest.mark.parametrize(
-    ("before", "after"), [("optim.sched=constant", "optim.sched=cosine"), ("optim=sgd", "optim=sgd")]
+    ("before", "after"),
+    [("optim.sched=constant", "optim.sched=cosine"), ("optim=sgd", "optim=sgd")],
 )
 def test_checkpoint_restore_accepts_state_of_the_same_optimizer(before: str, after: str) -> None:
     sgd = ("optim=sgd",) if "sgd" in before else ()
@@ -426,17 +536,25 @@ def test_checkpoint_restore_accepts_state_of_the_same_optimizer(before: str, aft
     assert run.state.progress.step == 1
 
 
-def test_checkpoint_restore_refuses_a_file_that_contains_only_weights(single: RunParts, contents: Contents) -> None:
+def test_checkpoint_restore_refuses_a_file_that_contains_only_weights(
+    single: RunParts, contents: Contents
+) -> None:
     with pytest.raises(ValueError, match="only weights, no ema, optimizer, progress, scaler"):
-        checkpoint.restore(replace(single.state), single.strategy, {"format": 1, "model": contents["model"]})
+        checkpoint.restore(
+            replace(single.state), single.strategy, {"format": 1, "model": contents["model"]}
+        )
 
 
-# resume= -----------------------------------------------------------------------------------------------------------
+# resume=
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def resume(
-    finished_run: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    finished_run: Finished,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> Callable[..., tuple[int, str, list[str]]]:
     """Return a function that resumes a copy of a finished run without starting ranks.
 
@@ -448,7 +566,9 @@ def resume(
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(hardware, "visible_cuda_devices", lambda: ())
     started: list[str] = []
-    monkeypatch.setattr("timm_parallel.launch.job.run_job", lambda config, folder: started.append(str(folder)) or 0)
+    monkeypatch.setattr(
+        "timm_parallel.launch.job.run_job", lambda config, folder: started.append(str(folder)) or 0
+    )
 
     def run(*overrides: str) -> tuple[int, str, list[str]]:
         before = everything(folder)
@@ -465,8 +585,12 @@ def resume(
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("overrides", [(), ("parallel=ddp", "parallel.devices=2"), ("train.epochs=1",)])
-def test_resume_refuses_finished_run_without_changing_its_files(resume: Any, overrides: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    "overrides", [(), ("parallel=ddp", "parallel.devices=2"), ("train.epochs=1",)]
+)
+def test_resume_refuses_finished_run_without_changing_its_files(
+    resume: Any, overrides: tuple[str, ...]
+) -> None:
     """Such a resume would train zero steps and overwrite the throughput in result.json."""
     code, message, started = resume(*overrides)
     assert (code, started) == (2, [])
@@ -483,7 +607,10 @@ def test_resume_continues_finished_run_when_epochs_are_added(resume: Any) -> Non
 @pytest.mark.parametrize(
     ("overrides", "key"),
     [
-        (("train.accumulate=2",), "train.accumulate=2"),  # steps inside an epoch would count other images
+        (
+            ("train.accumulate=2",),
+            "train.accumulate=2",
+        ),  # steps inside an epoch would count other images
         (("optim=sgd",), "optim.opt="),
         (("model.kwargs.depth=3",), "model.kwargs"),
         (("data.batch_size=64",), "data.batch_size=64"),

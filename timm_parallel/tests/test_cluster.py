@@ -1,4 +1,6 @@
-"""Job files for schedulers: one readable file per job, the same config.yaml for all, errors in one line."""
+"""Job files for schedulers: one readable file per job, the same config.yaml for all, errors in one
+line.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ Main = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def main(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Main:
+def main(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Main:
     """Return a function that runs main of train.py in an empty folder.
 
     The machine seems to have 8 CUDA devices, which must not affect a job.
@@ -60,13 +64,22 @@ def script(main: Main, *overrides: str) -> str:
 
 def test_slurm_job_script_contains_given_options(main: Main) -> None:
     text = script(main, *JOB_WITH_GPUS.split()[2:], "cluster.memory=64G")
-    for line in ("nodes=2", "gpus-per-node=4", "cpus-per-task=32", "time=12:00:00", "mem=64G", "signal=USR1@90"):
+    for line in (
+        "nodes=2",
+        "gpus-per-node=4",
+        "cpus-per-task=32",
+        "time=12:00:00",
+        "mem=64G",
+        "signal=USR1@90",
+    ):
         assert f"#SBATCH --{line}\n" in text
     assert "srun --ntasks-per-node=1 --cpus-per-task=32 " in text and "scontrol requeue" in text
     assert subprocess.run(["bash", "-n", "run/job.sbatch"], check=False).returncode == 0
 
 
-def test_auto_devices_and_threads_follow_cluster_nodes_not_the_submitting_machine(main: Main) -> None:
+def test_auto_devices_and_threads_follow_cluster_nodes_not_the_submitting_machine(
+    main: Main,
+) -> None:
     script(main, *NODES, "cluster.gpus=4", "cluster.cpus=32")
     parallel = load_config(Path("run")).parallel
     assert (parallel.devices, parallel.accelerator, parallel.backend) == (8, "cuda", "nccl")
@@ -92,12 +105,16 @@ def test_slurm_submission_does_not_check_data_and_weight_paths(main: Main) -> No
 
 @pytest.mark.parametrize("key", ["partition", "account", "gres"])
 @pytest.mark.parametrize("value", ["a b", "$(touch pwned)", "a'b", "a;touch pwned", "-x", "a#b"])
-def test_slurm_script_quotes_every_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, value: str) -> None:
+def test_slurm_script_quotes_every_value(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, value: str
+) -> None:
     monkeypatch.chdir(tmp_path)
     slurm.write_script(Config(cluster=ClusterConfig(**{key: value})), tmp_path)
     text = (tmp_path / slurm.SCRIPT).read_text()
     line = next(line for line in text.splitlines() if line.startswith(f"#SBATCH --{key}="))
-    done = subprocess.run(["bash", "-c", f"printf -- '%s' {line.removeprefix('#SBATCH ')}"], stdout=-1, text=True)
+    done = subprocess.run(
+        ["bash", "-c", f"printf -- '%s' {line.removeprefix('#SBATCH ')}"], stdout=-1, text=True
+    )
     assert done.stdout == f"--{key}={value}"
     assert not Path("pwned").exists()
 
@@ -118,7 +135,9 @@ def test_slurm_script_retries_requeue_when_controller_does_not_answer(
         (tmp_path / name).write_text(PROGRAM.format(failures=failures))
         (tmp_path / name).chmod(0o755)
     environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "7"}
-    done = subprocess.run(["bash", "run/job.sbatch"], env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["bash", "run/job.sbatch"], env=environment, capture_output=True, text=True, check=False
+    )
     calls = (tmp_path / "calls").read_text().splitlines()
     assert calls.count("scontrol requeue 7") == tries
     waited = [int(call.split()[1]) for call in calls if call.startswith("sleep")]
@@ -131,18 +150,29 @@ def test_lines_of_local_slurm_sh_appear_in_job_script_and_no_other_run_file(
     main: Main, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     local = tmp_path / "slurm.sh"
-    local.write_text("#!/bin/bash\n#SBATCH --exclusive\nmodule load cuda\nexport A='b'\n#SBATCH --mail-type=END\n")
+    local.write_text(
+        "#!/bin/bash\n#SBATCH --exclusive\nmodule load cuda\nexport A='b'\n#SBATCH "
+        "--mail-type=END\n"
+    )
     monkeypatch.setattr(slurm, "LOCAL_LINES", local)
     lines = script(main).splitlines()
-    first_command = next(number for number, line in enumerate(lines) if line and not line.startswith("#"))
+    first_command = next(
+        number for number, line in enumerate(lines) if line and not line.startswith("#")
+    )
     assert lines[first_command : first_command + 2] == ["module load cuda", "export A='b'"]
     assert {"#SBATCH --exclusive", "#SBATCH --mail-type=END"} <= set(lines[:first_command])
     assert lines.count("#!/bin/bash") == 1
-    held = [path.name for path in Path("run").rglob("*") if path.is_file() and "module load" in path.read_text()]
+    held = [
+        path.name
+        for path in Path("run").rglob("*")
+        if path.is_file() and "module load" in path.read_text()
+    ]
     assert held == ["job.sbatch"]
 
 
-def test_shipped_slurm_sh_example_adds_no_lines_to_the_job_script(main: Main, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shipped_slurm_sh_example_adds_no_lines_to_the_job_script(
+    main: Main, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plain = [line for line in script(main).splitlines() if not line.startswith("# ")]
     monkeypatch.setattr(slurm, "LOCAL_LINES", ROOT / "conf" / "local" / "slurm.sh.example")
     with_example = [line for line in script(main).splitlines() if not line.startswith(("# ", "##"))]
@@ -151,7 +181,9 @@ def test_shipped_slurm_sh_example_adds_no_lines_to_the_job_script(main: Main, mo
 
 @pytest.mark.parametrize("code", ["setup: touch pwned", "extra: ['#SBATCH --exclusive']"])
 @pytest.mark.parametrize("place", ["command", "file"])
-def test_cluster_keys_with_shell_code_are_refused(main: Main, tmp_path: Path, code: str, place: str) -> None:
+def test_cluster_keys_with_shell_code_are_refused(
+    main: Main, tmp_path: Path, code: str, place: str
+) -> None:
     key, _, value = code.partition(": ")
     (tmp_path / "theirs" / "experiment").mkdir(parents=True)
     text = f"# @package _global_\ncluster: {{{code}}}\n"
@@ -164,8 +196,12 @@ def test_cluster_keys_with_shell_code_are_refused(main: Main, tmp_path: Path, co
 
 
 def job(scheduler: str = "slurm", **keys: Any) -> Config:
-    parallel = {key: keys.pop(key) for key in list(keys) if key in ParallelConfig.__dataclass_fields__}
-    return Config(cluster=ClusterConfig(scheduler=scheduler, **keys), parallel=ParallelConfig(**parallel))
+    parallel = {
+        key: keys.pop(key) for key in list(keys) if key in ParallelConfig.__dataclass_fields__
+    }
+    return Config(
+        cluster=ClusterConfig(scheduler=scheduler, **keys), parallel=ParallelConfig(**parallel)
+    )
 
 
 POD = {"image": "x", "claim": "y"}
@@ -174,7 +210,10 @@ REFUSED = [
     (job(nodes=2, strategy="single"), "parallel=single: .*cluster.nodes=2"),
     (job(nodes=2, devices=3), "parallel.devices=3: "),
     (job(nodes=2, gpus=4, devices=4), "parallel.devices=4: .*auto"),
-    (job(nodes=2, cpus=2, devices=2, threads_per_device=4), "parallel.threads_per_device=4: .* cluster.cpus=2"),
+    (
+        job(nodes=2, cpus=2, devices=2, threads_per_device=4),
+        "parallel.threads_per_device=4: .* cluster.cpus=2",
+    ),
     (job(accelerator="cuda"), "parallel.accelerator=cuda: .*cluster.gpus"),
     (job(gpus=2, gres="gpu:2"), "cluster.gres=gpu:2: cluster.gpus=2"),
     (job(image="x"), "cluster.image=x: an option of kubernetes"),
@@ -201,7 +240,10 @@ def test_error_for_invalid_cluster_settings_names_the_key(config: Config, messag
     [
         (NODES, "cluster.nodes=2: cluster=local "),
         (("cluster=slurm", "-m", "seed=1,2"), "cluster=slurm: sbatch is not installed"),
-        (("cluster=kubernetes", "cluster.image=x", "cluster.claim=y", "-m", "seed=1,2"), "cluster=kubernetes: "),
+        (
+            ("cluster=kubernetes", "cluster.image=x", "cluster.claim=y", "-m", "seed=1,2"),
+            "cluster=kubernetes: ",
+        ),
         (("cluster=slurm",), "cluster=slurm: sbatch is not installed"),
     ],
 )
@@ -214,7 +256,9 @@ def test_refused_cluster_job_does_not_create_a_run_folder(
     assert not Path("run").exists()
 
 
-def test_cluster_slurm_is_refused_under_torchrun(main: Main, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cluster_slurm_is_refused_under_torchrun(
+    main: Main, monkeypatch: pytest.MonkeyPatch
+) -> None:
     place = {
         "RANK": "0",
         "WORLD_SIZE": "1",
@@ -231,7 +275,8 @@ def test_cluster_slurm_is_refused_under_torchrun(main: Main, monkeypatch: pytest
 
 
 @pytest.mark.parametrize(
-    ("gres", "count"), [(None, 0), ("gpu:4", 4), ("gpu:a100:2,tmp:9", 2), ("gpu", 1), ("tmp:1", 0), ("gpu:v100", 1)]
+    ("gres", "count"),
+    [(None, 0), ("gpu:4", 4), ("gpu:a100:2,tmp:9", 2), ("gpu", 1), ("tmp:1", 0), ("gpu:v100", 1)],
 )
 def test_number_of_gpus_is_parsed_from_slurm_gres(gres: str | None, count: int) -> None:
     assert gpus_of_gres(ClusterConfig(gres=gres)) == count
@@ -243,10 +288,17 @@ def test_number_of_gpus_is_parsed_from_slurm_gres(gres: str | None, count: int) 
 def test_error_suggests_srun_instead_of_torchrun_when_srun_started_the_ranks(
     main: Main, monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...]
 ) -> None:
-    step = {"STEP_ID": "0", "STEP_NUM_TASKS": "2", "STEP_NUM_NODES": "1", "STEP_TASKS_PER_NODE": "2"}
+    step = {
+        "STEP_ID": "0",
+        "STEP_NUM_TASKS": "2",
+        "STEP_NUM_NODES": "1",
+        "STEP_TASKS_PER_NODE": "2",
+    }
     for name, value in {**step, "PROCID": "0", "LOCALID": "0", "NODEID": "0"}.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
-    monkeypatch.setattr("timm_parallel.launch.torchrun.refuse_followers", lambda ranks, reason: None)
+    monkeypatch.setattr(
+        "timm_parallel.launch.torchrun.refuse_followers", lambda ranks, reason: None
+    )
     code, _, err = main(*overrides)
     assert code == 2 and "srun" in err and "torchrun" not in err, err
 
@@ -257,10 +309,23 @@ def body(folder: str) -> dict[str, Any]:
     return whole
 
 
-def test_config_yaml_is_identical_for_local_slurm_and_kubernetes(main: Main, monkeypatch: pytest.MonkeyPatch) -> None:
-    same = ("parallel=ddp", "parallel.devices=2", "parallel.accelerator=cpu", "parallel.threads_per_device=1")
-    monkeypatch.setattr("timm_parallel.launch.job.run_ranks", lambda *_, **__: (_ for _ in ()).throw(SystemExit(0)))
-    starts = {"local": (), "slurm": ("cluster=slurm", "cluster.submit=false", "cluster.nodes=2"), "pods": KUBERNETES}
+def test_config_yaml_is_identical_for_local_slurm_and_kubernetes(
+    main: Main, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    same = (
+        "parallel=ddp",
+        "parallel.devices=2",
+        "parallel.accelerator=cpu",
+        "parallel.threads_per_device=1",
+    )
+    monkeypatch.setattr(
+        "timm_parallel.launch.job.run_ranks", lambda *_, **__: (_ for _ in ()).throw(SystemExit(0))
+    )
+    starts = {
+        "local": (),
+        "slurm": ("cluster=slurm", "cluster.submit=false", "cluster.nodes=2"),
+        "pods": KUBERNETES,
+    }
     for name, overrides in starts.items():
         try:
             code, _, err = main(*same, *overrides, f"hydra.run.dir={name}")
@@ -272,7 +337,15 @@ def test_config_yaml_is_identical_for_local_slurm_and_kubernetes(main: Main, mon
 
 @pytest.fixture
 def documents(tmp_path: Path) -> list[dict[str, Any]]:
-    config = job("kubernetes", image="me/train:1", claim="outputs", nodes=2, gpus=1, memory="8G", namespace="team")
+    config = job(
+        "kubernetes",
+        image="me/train:1",
+        claim="outputs",
+        nodes=2,
+        gpus=1,
+        memory="8G",
+        namespace="team",
+    )
     (tmp_path / "config.yaml").write_text("seed: 1\n")
     write_manifest(config, tmp_path)
     return list(yaml.safe_load_all((tmp_path / "job.yaml").read_text()))
@@ -287,7 +360,9 @@ def test_kubernetes_manifest_passes_schema_validation(documents: list[dict[str, 
         kubernetes_validate.validate(documents[-1], "1.31", strict=True)
 
 
-def test_kubernetes_manifest_contains_nodes_gpus_memory_volume_and_config(documents: list[dict[str, Any]]) -> None:
+def test_kubernetes_manifest_contains_nodes_gpus_memory_volume_and_config(
+    documents: list[dict[str, Any]],
+) -> None:
     settings, service, job = documents
     pod = job["spec"]["template"]["spec"]
     container = pod["containers"][0]
@@ -300,28 +375,39 @@ def test_kubernetes_manifest_contains_nodes_gpus_memory_volume_and_config(docume
     )
     assert {"name": "CLUSTER_ADDRESS", "value": f"{name}-0.{name}"} in container["env"]
     assert pod["securityContext"]["runAsNonRoot"] and pod["terminationGracePeriodSeconds"] > 30
-    assert pod["volumes"][0] == {"name": "outputs", "persistentVolumeClaim": {"claimName": "outputs"}}
+    assert pod["volumes"][0] == {
+        "name": "outputs",
+        "persistentVolumeClaim": {"claimName": "outputs"},
+    }
     assert "/dev/shm" in {mount["mountPath"] for mount in container["volumeMounts"]}
     assert container["resources"]["limits"] == {"nvidia.com/gpu": "1", "memory": "8Gi"}
     assert settings["data"]["config.yaml"] == "seed: 1\n"
 
 
 @pytest.mark.parametrize(
-    "value", ["a b", "it's", '"quoted"', "a: b", "{x}", "yes", "007", "# no comment", "<&>", "ü🙂", "%"]
+    "value",
+    ["a b", "it's", '"quoted"', "a: b", "{x}", "yes", "007", "# no comment", "<&>", "ü🙂", "%"],
 )
 def test_kubernetes_manifest_quotes_every_value(tmp_path: Path, value: str) -> None:
     text = f"seed: 1\ntags: ['{value}', '{{{{ 7 * 6 }}}}']\n\tx: --- \n"
     (tmp_path / "config.yaml").write_text(text)
-    write_manifest(job("kubernetes", image=value, claim=value, namespace=value, time="1:30"), tmp_path)
+    write_manifest(
+        job("kubernetes", image=value, claim=value, namespace=value, time="1:30"), tmp_path
+    )
     settings, service, whole = yaml.safe_load_all((tmp_path / "job.yaml").read_text())
     pod = whole["spec"]["template"]["spec"]
     assert settings["data"]["config.yaml"] == text
     assert service["metadata"]["namespace"] == pod["containers"][0]["image"] == value
     assert pod["volumes"][0]["persistentVolumeClaim"]["claimName"] == value
-    assert whole["spec"]["activeDeadlineSeconds"] == 90 and pod["containers"][0]["resources"]["limits"] == {}
+    assert (
+        whole["spec"]["activeDeadlineSeconds"] == 90
+        and pod["containers"][0]["resources"]["limits"] == {}
+    )
 
 
-@pytest.mark.parametrize(("time", "seconds"), [("12:00:00", 43200), ("1-0", 86400), ("2-01:30", 178200), ("1:30", 90)])
+@pytest.mark.parametrize(
+    ("time", "seconds"), [("12:00:00", 43200), ("1-0", 86400), ("2-01:30", 178200), ("1:30", 90)]
+)
 def test_slurm_time_limits_are_parsed_to_seconds(time: str, seconds: int) -> None:
     assert seconds_of(time) == seconds
 
@@ -330,13 +416,20 @@ def test_cluster_memory_is_converted_to_kubernetes_notation() -> None:
     assert [_bytes(memory) for memory in (None, "64G", "500")] == [None, "64Gi", "500Mi"]
 
 
-def test_wait_for_returns_highest_exit_code_of_a_slurm_job_array(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wait_for_returns_highest_exit_code_of_a_slurm_job_array(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """scontrol prints a line per task, soon omits finished tasks, and sometimes does not answer."""
-    running, done, failed = "JobId=8 JobState=RUNNING ExitCode=0:0", "JobState=COMPLETED ExitCode=0:0", "ExitCode=3:0"
+    running, done, failed = (
+        "JobId=8 JobState=RUNNING ExitCode=0:0",
+        "JobState=COMPLETED ExitCode=0:0",
+        "ExitCode=3:0",
+    )
     looks: list[str | None] = [
         f"{running}\nJobId=7 {done}",
         None,
-        f"JobId=8 JobState=FAILED {failed}\nJobId=7 JobState=PREEMPTED ExitCode=0:15\nJobId=9 {running[8:]}",
+        f"JobId=8 JobState=FAILED {failed}\nJobId=7 JobState=PREEMPTED ExitCode=0:15\nJobId=9 "
+        f"{running[8:]}",
         f"JobId=9 {done}",
     ]
 
@@ -363,7 +456,11 @@ def test_wait_for_returns_highest_exit_code_of_a_slurm_job_array(monkeypatch: py
         ("7 debug RUNNING", 0, "7"),
         ("", 0, None),
         ("slurm_load_jobs error: Invalid job id specified", 1, None),
-        ("slurm_load_jobs error: Unable to contact slurm controller (connect failure)", 1, ValueError),
+        (
+            "slurm_load_jobs error: Unable to contact slurm controller (connect failure)",
+            1,
+            ValueError,
+        ),
     ],
 )
 def test_queued_job_returns_slurm_job_id_of_run_folder_or_none(
@@ -391,10 +488,19 @@ def test_kubernetes_manifest_refuses_a_folder_name_with_line_breaks(tmp_path: Pa
     assert not (folder / "job.yaml").exists()
 
 
-def test_srun_node_address_is_refused_when_unresolvable_or_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"SLURM_STEP_NODELIST": "a[1-2]", "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"}.items():
+def test_srun_node_address_is_refused_when_unresolvable_or_loopback(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in {
+        "SLURM_STEP_NODELIST": "a[1-2]",
+        "SLURM_JOB_ID": "7",
+        "SLURM_STEP_ID": "0",
+    }.items():
         monkeypatch.setenv(name, value)
-    answers = {"hostnames": "a1\na2\n", "node": "NodeName=a1 Arch=x NodeAddr=somewhere NodeHostName=a1"}
+    answers = {
+        "hostnames": "a1\na2\n",
+        "node": "NodeName=a1 Arch=x NodeAddr=somewhere NodeHostName=a1",
+    }
     monkeypatch.setattr(slurm, "_output", lambda *command: answers[command[2]])
     monkeypatch.setattr(slurm.socket, "gethostbyname", lambda name: {"somewhere": "10.0.0.7"}[name])
     assert slurm.address_of_step(1, 2).address == "10.0.0.7"

@@ -1,4 +1,6 @@
-"""`model.compile`: compiled steps train like uncompiled ones, in each of torch's modes and under each strategy with ranks."""
+"""`model.compile`: compiled steps train like uncompiled ones, in each of torch's modes and under
+each strategy with ranks.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,13 @@ from timm_parallel.testing.ranks import in_ranks
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 SPREADS = {"single": ("parallel=single",), "ddp": ("parallel=ddp", "parallel.devices=2")}
-COMMON = ("data.batch_size=8", "train.max_steps=3", "model.ema.decay=0.9", "optim=sgd", "optim.lr=0.005")
+COMMON = (
+    "data.batch_size=8",
+    "train.max_steps=3",
+    "model.ema.decay=0.9",
+    "optim=sgd",
+    "optim.lr=0.005",
+)
 
 
 def has_compiler() -> bool:
@@ -40,7 +48,8 @@ def train(ranks: Ranks, store: Any, folder: str, overrides: tuple[str, ...], cac
     """Train in this process, and return the number of graphs that torch compiled."""
     from torch._dynamo.utils import counters
 
-    # A forked rank has the environment of the server that forks it, without the variables of this test.
+    # A forked rank has the environment of the server that forks it, without the variables of this
+    # test.
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
     counters.clear()
     Trainer(resolved(*COMMON, *overrides), Path(folder), ranks, store).train()
@@ -49,7 +58,9 @@ def train(ranks: Ranks, store: Any, folder: str, overrides: tuple[str, ...], cac
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder for compiled code, which both strategies share: their kernels are the same."""
+    """Return a folder for compiled code, which both strategies share:
+    their kernels are the same.
+    """
     return tmp_path_factory.mktemp("compiled")
 
 
@@ -57,8 +68,12 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow(seconds=50)
 @pytest.mark.processes
 @pytest.mark.parametrize("spread", SPREADS)
-def test_compiled_training_matches_uncompiled_training(tmp_path: Path, cache: Path, spread: str) -> None:
-    """Weights and averaged weights keep their names and agree up to rounding: a compiled kernel adds in another order."""
+def test_compiled_training_matches_uncompiled_training(
+    tmp_path: Path, cache: Path, spread: str
+) -> None:
+    """Weights and averaged weights keep their names and agree up to rounding: a compiled kernel
+    adds in another order.
+    """
     if not has_compiler():
         pytest.skip("torch.compile needs a C++ compiler on a CPU")
     contents = {}
@@ -74,7 +89,9 @@ def test_compiled_training_matches_uncompiled_training(tmp_path: Path, cache: Pa
         eager, compiled = contents["false"][part], contents["true"][part]
         assert list(compiled) == list(eager)
         for name, tensor in eager.items():
-            torch.testing.assert_close(compiled[name], tensor, rtol=1e-4, atol=1e-6, msg=f"{part} {name}")
+            torch.testing.assert_close(
+                compiled[name], tensor, rtol=1e-4, atol=1e-6, msg=f"{part} {name}"
+            )
 
 
 def test_model_compile_mode_is_passed_to_torch_compile(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,10 +118,14 @@ def test_torch_knows_every_compile_mode() -> None:
 def test_compile_is_refused_on_cpu_without_a_compiler() -> None:
     from torch._inductor import config as inductor
 
-    # monkeypatch would delete the option when it restores it, and later tests would not find the option.
+    # monkeypatch would delete the option when it restores it, and later tests would not find the
+    # option.
     with (
         inductor.patch({"cpp.cxx": ("no_such_compiler",)}),
-        pytest.raises(ValueError, match=r"^model\.compile=max-autotune: needs a C\+\+ compiler .* install g\+\+"),
+        pytest.raises(
+            ValueError,
+            match=r"^model\.compile=max-autotune: needs a C\+\+ compiler .* install g\+\+",
+        ),
     ):
         compile_model(nn.Linear(2, 2), "max-autotune", CPU)
 
@@ -120,11 +141,16 @@ def test_compile_is_refused_on_cpu_without_a_compiler() -> None:
     ],
 )
 def test_compile_is_refused_on_a_gpu_without_a_c_compiler(
-    variable: str | None, present: tuple[str, ...], is_refused: bool, monkeypatch: pytest.MonkeyPatch
+    variable: str | None,
+    present: tuple[str, ...],
+    is_refused: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("CC", raising=False)
     if variable is not None:
         monkeypatch.setenv("CC", variable)
     monkeypatch.setattr(shutil, "which", lambda name: name if name in present else None)
-    with pytest.raises(ValueError, match=r"^model\.compile=true: ") if is_refused else nullcontext():
+    with (
+        pytest.raises(ValueError, match=r"^model\.compile=true: ") if is_refused else nullcontext()
+    ):
         assert isinstance(compile_model(nn.Linear(2, 2), True, CUDA), nn.Module)

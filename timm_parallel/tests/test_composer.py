@@ -1,4 +1,6 @@
-"""A Composer gives the trees and configs that Hydra gives when it composes each configuration of a sweep in full."""
+"""A Composer gives the trees and configs that Hydra gives when it composes each configuration of a
+sweep in full.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ from timm_parallel.lab.sweep.composer import Composer
 from timm_parallel.lab.sweep.points import expand, make_point
 from timm_parallel.testing.configs import conf, parse
 
-# Overrides that select files, then overrides that set values; each line has alternatives, of which one or none is used.
+# Overrides that select files, then overrides that set values; each line has alternatives, of which
+# one or none is used.
 CHOICES = (
     (
         "model=tiny",
@@ -31,9 +34,27 @@ CHOICES = (
         "model=[tiny,vit_tiny]",
     ),
     ("optim=sgd", "optim@optim=sgd", "++optim=sgd", "+optim@optim.kwargs=sgd"),
-    ("experiment=digits_vit", "experiment=cifar10_resnet18", "+experiment=digits_vit", "~experiment"),
-    ("parallel=ddp", "debug=fast", "parallel={devices: 2}", "+search=optuna", "hydra.job.name=mine"),
-    ("optim.lr=0.5", "optim.lr='0.5'", "optim.lr=abc", "optim.lr=null", "~optim.lr", "optim.lr=${optim.weight_decay}"),
+    (
+        "experiment=digits_vit",
+        "experiment=cifar10_resnet18",
+        "+experiment=digits_vit",
+        "~experiment",
+    ),
+    (
+        "parallel=ddp",
+        "debug=fast",
+        "parallel={devices: 2}",
+        "+search=optuna",
+        "hydra.job.name=mine",
+    ),
+    (
+        "optim.lr=0.5",
+        "optim.lr='0.5'",
+        "optim.lr=abc",
+        "optim.lr=null",
+        "~optim.lr",
+        "optim.lr=${optim.weight_decay}",
+    ),
     (
         "optim={lr: 0.25}",
         "+optim={lr: 0.25}",
@@ -42,12 +63,52 @@ CHOICES = (
         "+optim.unknown=1",
         "~optim.opt",
     ),
-    ("+optim.kwargs.eps=1e-6", "++optim.kwargs={a: {b: null}, c: [1, x]}", "~optim.kwargs", "optim.kwargs.eps=1"),
-    ("model.name=resnet10t", "model={name: resnet10t}", "+model.kwargs.x=${oc.env:HOME}", "model.kwargs=null"),
-    ("data.batch_size=null", "data.batch_size=32", "data.batch_size=1.5", "~data.batch_size", "data@x.batch_size=1"),
-    ("tags=[a,b]", "tags=[]", "tags=null", "tags=[1,null]", "+tags=[z]", "tags.0=x", "~tags", "tags=a"),
-    ("task_name=${model.name}", "task_name='a b'", "task_name=${hydra:job.num}", "task_name=\\${x}", "task_name=???"),
-    ("seed=7", "+seed=7", "++seed=7", "~seed=7", "seed=${data.seed}", "unknown=1", "+unknown={a: 1}", "data=null"),
+    (
+        "+optim.kwargs.eps=1e-6",
+        "++optim.kwargs={a: {b: null}, c: [1, x]}",
+        "~optim.kwargs",
+        "optim.kwargs.eps=1",
+    ),
+    (
+        "model.name=resnet10t",
+        "model={name: resnet10t}",
+        "+model.kwargs.x=${oc.env:HOME}",
+        "model.kwargs=null",
+    ),
+    (
+        "data.batch_size=null",
+        "data.batch_size=32",
+        "data.batch_size=1.5",
+        "~data.batch_size",
+        "data@x.batch_size=1",
+    ),
+    (
+        "tags=[a,b]",
+        "tags=[]",
+        "tags=null",
+        "tags=[1,null]",
+        "+tags=[z]",
+        "tags.0=x",
+        "~tags",
+        "tags=a",
+    ),
+    (
+        "task_name=${model.name}",
+        "task_name='a b'",
+        "task_name=${hydra:job.num}",
+        "task_name=\\${x}",
+        "task_name=???",
+    ),
+    (
+        "seed=7",
+        "+seed=7",
+        "++seed=7",
+        "~seed=7",
+        "seed=${data.seed}",
+        "unknown=1",
+        "+unknown={a: 1}",
+        "data=null",
+    ),
 )
 
 
@@ -57,7 +118,9 @@ def command() -> Command:
 
 
 def composed(overrides: list[str], command: Command, composer: Composer | None) -> Any:
-    """Return the tree as YAML, its flags and the config of a sweep's configuration, or the message that refuses it."""
+    """Return the tree as YAML, its flags and the config of a sweep's configuration, or the message
+    that refuses it.
+    """
     try:
         if composer is None:
             tree, merged = command.loader.load_sweep_config(command.tree, overrides), None
@@ -68,13 +131,22 @@ def composed(overrides: list[str], command: Command, composer: Composer | None) 
         return explain(error, overrides)
     except (ValueError, AssertionError) as error:
         return str(error)
-    return OmegaConf.to_yaml(tree), flags(tree), vars(tree._metadata)["resolver_cache"], point.config, point.subdir
+    return (
+        OmegaConf.to_yaml(tree),
+        flags(tree),
+        vars(tree._metadata)["resolver_cache"],
+        point.config,
+        point.subdir,
+    )
 
 
 def flags(tree: DictConfig) -> list[Any]:
     names = ("hydra", "optim", "model.kwargs", "tags")
     parts = [tree, *(part for name in names if (part := OmegaConf.select(tree, name)) is not None)]
-    return [(OmegaConf.is_struct(part), OmegaConf.is_readonly(part), OmegaConf.get_type(part)) for part in parts]
+    return [
+        (OmegaConf.is_struct(part), OmegaConf.is_readonly(part), OmegaConf.get_type(part))
+        for part in parts
+    ]
 
 
 @st.composite
@@ -91,23 +163,35 @@ SHARED: list[Composer] = []
 @example(["model=vit_tiny", "~optim.lr", "+optim.kwargs.eps=1e-6"])
 @example(["optim={lr: 0.25}", "optim.lr=0.5"])
 @settings(max_examples=30, deadline=None, derandomize=True)
-def test_sweep_composer_matches_full_hydra_composition_for_random_overrides(overrides: list[str]) -> None:
-    """All examples share one Composer, so the test fails if one composition changes the next one."""
+def test_sweep_composer_matches_full_hydra_composition_for_random_overrides(
+    overrides: list[str],
+) -> None:
+    """All examples share one Composer,
+    so the test fails if one composition changes the next one.
+    """
     SHARED[:] = SHARED or [Composer(command())]
     assert composed(overrides, command(), SHARED[0]) == composed(overrides, command(), None)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("alternative", [text for alternatives in CHOICES for text in alternatives])
-def test_sweep_composer_matches_full_hydra_composition_for_each_single_override(alternative: str) -> None:
+def test_sweep_composer_matches_full_hydra_composition_for_each_single_override(
+    alternative: str,
+) -> None:
     SHARED[:] = SHARED or [Composer(command())]
     assert composed([alternative], command(), SHARED[0]) == composed([alternative], command(), None)
 
 
-@pytest.mark.parametrize("word", ["optim.lr=0.5", "seed=7", "optim.unknown=1", "tags=[1,x]", "parallel=ddp"])
-def test_sweep_composer_matches_full_hydra_composition_without_schema_in_defaults(tmp_path: Path, word: str) -> None:
+@pytest.mark.parametrize(
+    "word", ["optim.lr=0.5", "seed=7", "optim.unknown=1", "tags=[1,x]", "parallel=ddp"]
+)
+def test_sweep_composer_matches_full_hydra_composition_without_schema_in_defaults(
+    tmp_path: Path, word: str
+) -> None:
     main = "defaults: [_self_, {parallel: single}]\noptim: {lr: '0.1'}\nseed: 1\ntags: [1]\n"
-    folder = conf(tmp_path, main=main, parallel__single="strategy: single\n", parallel__ddp="strategy: ddp\n")
+    folder = conf(
+        tmp_path, main=main, parallel__single="strategy: single\n", parallel__ddp="strategy: ddp\n"
+    )
     command = compose_command(parse("-m", "--config-path", str(folder), "--config-name", "main"))
     assert composed([word], command, Composer(command)) == composed([word], command, None)
 
@@ -123,7 +207,13 @@ def test_sweep_composer_runs_full_hydra_composition_once_per_choice_of_config_gr
         return load(loader, tree, overrides)
 
     monkeypatch.setattr(ConfigLoaderImpl, "load_sweep_config", counted)
-    words = ("optim.lr=1e-3,1e-4", "model=tiny,vit_tiny", "seed=1,2", "parallel=single", "+optim.kwargs.eps=1e-6")
+    words = (
+        "optim.lr=1e-3,1e-4",
+        "model=tiny,vit_tiny",
+        "seed=1,2",
+        "parallel=single",
+        "+optim.kwargs.eps=1e-6",
+    )
     _, points = expand(parse("-m", *words))
     assert len(points) == 8
     assert full == [["model=tiny", "parallel=single"], ["model=vit_tiny", "parallel=single"]]

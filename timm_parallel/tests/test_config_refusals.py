@@ -1,4 +1,6 @@
-"""Invalid input ends train.py early with a one-line error: exit code 2, no run folder, no child process, no torch."""
+"""Invalid input ends train.py early with a one-line error: exit code 2, no run folder, no child
+process, no torch.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def write_yaml(folder: Path, name: str, text: str) -> Path:
     return path
 
 
-def test_run_is_refused_on_windows_and_error_recommends_wsl(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_is_refused_on_windows_and_error_recommends_wsl(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("timm_parallel.config.resolve.WINDOWS", True)
     with pytest.raises(ValueError, match=r"^Windows: .*WSL 2"):
         resolve(Config())
@@ -86,7 +90,11 @@ GROUP_OPTIONS = [
 ]
 NAMES = [
     ("model.name=resnet81", "model.name=resnet81", "resnet18"),
-    ("model.name=vit_tinny_patch16_224", "model.name=vit_tinny_patch16_224", "vit_tiny_patch16_224"),
+    (
+        "model.name=vit_tinny_patch16_224",
+        "model.name=vit_tinny_patch16_224",
+        "vit_tiny_patch16_224",
+    ),
     ("model.name=os.system", "model.name=os.system"),
     ("model.name=", "model.name="),
     ("model.name=src.nothing.Net", "model.name=src.nothing.Net"),
@@ -181,17 +189,37 @@ WRONG_NUMBERS = [
     ("seed=99999999999999999999999", "seed=99999999999999999999999"),
 ]
 ACROSS_GROUPS = [
-    ("parallel=ddp parallel.devices=2 data.batch_size=63", "data.batch_size=63", "2 devices", "62", "64"),
+    (
+        "parallel=ddp parallel.devices=2 data.batch_size=63",
+        "data.batch_size=63",
+        "2 devices",
+        "62",
+        "64",
+    ),
     ("parallel=ddp parallel.devices=2 data.batch_size=1", "data.batch_size=1", "2 devices"),
     ("parallel=dp parallel.devices=2 data.batch_size=1", "data.batch_size=1", "2 devices"),
-    ("parallel=ddp parallel.devices=2 data.batch_size=6 data.augment.mixup=0.2", "data.batch_size=6", "mixup"),
+    (
+        "parallel=ddp parallel.devices=2 data.batch_size=6 data.augment.mixup=0.2",
+        "data.batch_size=6",
+        "mixup",
+    ),
     ("data.batch_size_per_device=4", "data.batch_size=64", "data.batch_size_per_device=4"),
     ("parallel=single parallel.devices=2", "parallel.devices=2", "single"),
     ("parallel=fsdp model.compile=true", "model.compile=true", "fsdp"),
     ("parallel=fsdp optim.opt=muon", "optim.opt=muon", "fsdp", "adamw"),
     ("parallel=fsdp optim.clip_grad=1 optim.clip_mode=agc", "optim.clip_mode=agc", "fsdp", "value"),
-    ("parallel=fsdp optim=sgd +optim.kwargs.fused=true", "optim.kwargs.fused=true", "fsdp", "adamw"),
-    ("parallel=fsdp parallel.devices=4 parallel.shard_size=3", "parallel.shard_size=3", "4 devices", "2, 4"),
+    (
+        "parallel=fsdp optim=sgd +optim.kwargs.fused=true",
+        "optim.kwargs.fused=true",
+        "fsdp",
+        "adamw",
+    ),
+    (
+        "parallel=fsdp parallel.devices=4 parallel.shard_size=3",
+        "parallel.shard_size=3",
+        "4 devices",
+        "2, 4",
+    ),
     ("parallel=fsdp parallel.devices=2 parallel.shard_size=1", "parallel.shard_size=1", "2"),
     ("parallel=fsdp parallel.output_device=0", "parallel.output_device=0", "ddp"),
     ("parallel=ddp parallel.shard_size=2", "parallel.shard_size=2", "fsdp"),
@@ -264,14 +292,25 @@ PLACES = [
         for row in rows
     ],
 )
-def test_error_names_invalid_command_line_argument(refuse: Refuse, command: str, named: tuple[str, ...]) -> None:
+def test_error_names_invalid_command_line_argument(
+    refuse: Refuse, command: str, named: tuple[str, ...]
+) -> None:
     line = refuse(*command.split(" "))
     assert [name for name in named if name not in line] == [], line
 
 
 def test_message_for_wrong_type_contains_no_omegaconf_class_names(refuse: Refuse) -> None:
-    for override in ("seed=null", "train=false", "model.ema=true", "optim.lr=abc", "tags=x", "model.kwargs=3"):
-        assert not re.search(r"Optional|Float|Integer|subclass|ListConfig|Dict\[|Config group", refuse(override))
+    for override in (
+        "seed=null",
+        "train=false",
+        "model.ema=true",
+        "optim.lr=abc",
+        "tags=x",
+        "model.kwargs=3",
+    ):
+        assert not re.search(
+            r"Optional|Float|Integer|subclass|ListConfig|Dict\[|Config group", refuse(override)
+        )
 
 
 def test_sweep_accepts_quoted_names_of_config_group_options() -> None:
@@ -294,14 +333,19 @@ YAML_FILES = [
     ("hydra: {run: {dirr: x}}", "hydra.run.dirr"),
     ("hydra: {launcher: {_target_: os.system}}", "hydra.launcher._target_=os.system"),
     ("hydra: {callbacks: {x: {_target_: os.system}}}", "hydra.callbacks"),
-    ("hydra: {job_logging: {handlers: {x: {'()': os.system, command: 'exit 1'}}}}", "hydra.job_logging"),
+    (
+        "hydra: {job_logging: {handlers: {x: {'()': os.system, command: 'exit 1'}}}}",
+        "hydra.job_logging",
+    ),
     ("train: [1", "wrong"),
     ("3", "int"),
 ]
 
 
 @pytest.mark.sample(3)
-@pytest.mark.parametrize(("text", "named"), [pytest.param(row[0], row[1:], id=row[0]) for row in YAML_FILES])
+@pytest.mark.parametrize(
+    ("text", "named"), [pytest.param(row[0], row[1:], id=row[0]) for row in YAML_FILES]
+)
 def test_error_names_invalid_key_or_value_in_yaml_file(
     refuse: Refuse, tmp_path: Path, text: str, named: tuple[str, ...]
 ) -> None:
@@ -336,9 +380,18 @@ def test_error_names_invalid_key_or_value_in_saved_config_of_a_run(
         ("parallel=ddp parallel.devices=4", ("parallel.devices=4", "2 CUDA device")),
         ("parallel=dp parallel.devices=4", ("parallel.devices=4", "2 CUDA device")),
         ("parallel=single parallel.devices=2", ("parallel.devices=2", "single")),
-        ("parallel=dp parallel.devices=2 parallel.device_ids=[0,2]", ("parallel.device_ids=[0, 2]", "0 to 1")),
-        ("parallel=ddp parallel.devices=2 parallel.device_ids=[1,1]", ("parallel.device_ids=[1, 1]", "different")),
-        ("parallel=dp parallel.devices=2 parallel.output_device=2", ("parallel.output_device=2", "0 to 1")),
+        (
+            "parallel=dp parallel.devices=2 parallel.device_ids=[0,2]",
+            ("parallel.device_ids=[0, 2]", "0 to 1"),
+        ),
+        (
+            "parallel=ddp parallel.devices=2 parallel.device_ids=[1,1]",
+            ("parallel.device_ids=[1, 1]", "different"),
+        ),
+        (
+            "parallel=dp parallel.devices=2 parallel.output_device=2",
+            ("parallel.output_device=2", "0 to 1"),
+        ),
     ],
 )
 def test_device_settings_are_refused_when_they_do_not_fit_two_gpus(
@@ -365,7 +418,10 @@ def test_device_settings_are_refused_when_they_do_not_fit_two_gpus(
     ],
 )
 def test_error_names_missing_or_invalid_rank_environment_variable(
-    refuse: Refuse, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], named: tuple[str, ...]
+    refuse: Refuse,
+    monkeypatch: pytest.MonkeyPatch,
+    variables: dict[str, str],
+    named: tuple[str, ...],
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
@@ -381,7 +437,8 @@ def test_rank_environment_variables_are_accepted_when_complete_or_absent() -> No
     assert (ranks.rank, ranks.world_size, ranks.is_first) == (1, 2, False)
 
 
-# Good and bad values: any combination is either a config that can be saved and read again, or refused in one line.
+# Good and bad values: any combination is either a config that can be saved and read again, or
+# refused in one line.
 OVERRIDES = {
     "model": ["tiny", "resnet18", "resnet81", "null"],
     "data": ["digits", "synthetic", "folder", "foldr"],
@@ -422,7 +479,9 @@ OVERRIDES = {
     "++hydra.callbacks.x._target_": ["os.system"],
 }
 COMBINATIONS = st.lists(
-    st.sampled_from(sorted(OVERRIDES)).flatmap(lambda key: st.sampled_from(OVERRIDES[key]).map(lambda v: f"{key}={v}")),
+    st.sampled_from(sorted(OVERRIDES)).flatmap(
+        lambda key: st.sampled_from(OVERRIDES[key]).map(lambda v: f"{key}={v}")
+    ),
     min_size=1,
     max_size=5,
     unique_by=lambda override: override.partition("=")[0],
@@ -436,9 +495,13 @@ def parse(words: list[str]) -> object:
 
 
 @pytest.mark.parametrize("examples", [10, pytest.param(100, marks=pytest.mark.slow)])
-def test_random_overrides_resolve_or_are_refused_in_a_message_that_names_a_key(examples: int) -> None:
+def test_random_overrides_resolve_or_are_refused_in_a_message_that_names_a_key(
+    examples: int,
+) -> None:
     drawn = given(overrides=COMBINATIONS, cuda=st.integers(0, 2))(is_valid_or_refused)
-    settings(max_examples=examples, deadline=None, suppress_health_check=[HealthCheck.too_slow])(drawn)()
+    settings(max_examples=examples, deadline=None, suppress_health_check=[HealthCheck.too_slow])(
+        drawn
+    )()
 
 
 def is_valid_or_refused(overrides: list[str], cuda: int) -> None:
@@ -451,7 +514,11 @@ def is_valid_or_refused(overrides: list[str], cuda: int) -> None:
             key = re.match(r"[+~]{0,2}([\w./]+)", line)
             assert key, line
             given_keys = {override.lstrip("+").partition("=")[0] for override in overrides}
-            assert is_known(key.group(1)) or key.group(1) in given_keys or key.group(1).startswith("hydra."), line
+            assert (
+                is_known(key.group(1))
+                or key.group(1) in given_keys
+                or key.group(1).startswith("hydra.")
+            ), line
             return
         assert "auto" not in (
             config.parallel.strategy,

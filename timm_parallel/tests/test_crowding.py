@@ -1,4 +1,6 @@
-"""OpenMP threads sleep at barriers while another program uses a core, and spin at barriers otherwise."""
+"""OpenMP threads sleep at barriers while another program uses a core, and spin at barriers
+otherwise.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from timm_parallel.machine import hardware
 from timm_parallel.machine.usage import scheduled_seconds
 from timm_parallel.parallel.openmp import OversubscriptionWatcher, watch_openmp_oversubscription
 
-linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux reports how long threads wait")
+linux = pytest.mark.skipif(
+    sys.platform != "linux", reason="only Linux reports how long threads wait"
+)
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 10) -> None:
@@ -146,7 +150,9 @@ print(spinning, steps(1.5))
 def test_openmp_watcher_makes_steps_3_times_faster_when_two_threads_share_one_core() -> None:
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "GOMP_"))}
     command = [sys.executable, "-c", ON_ONE_CORE]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, check=False, env=environment
+    )
     assert done.returncode == 0, done.stderr
     spinning, sleeping = map(float, done.stdout.split())
     assert sleeping > 3 * spinning, f"{spinning:.0f} steps per second, then {sleeping:.0f}"

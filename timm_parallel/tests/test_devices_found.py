@@ -1,4 +1,6 @@
-"""GPUs are counted as torch counts them, `auto` adapts to their number, and unusable devices are reported."""
+"""GPUs are counted as torch counts them, `auto` adapts to their number, and unusable devices are
+reported.
+"""
 
 from __future__ import annotations
 
@@ -46,11 +48,16 @@ def test_mpi_backend_and_small_compiled_ddp_buckets_are_refused_without_a_run_fo
     assert not (tmp_path / "run").exists()
 
 
-def test_batched_grad_copy_is_refused_when_ddp_of_this_torch_lacks_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batched_grad_copy_is_refused_when_ddp_of_this_torch_lacks_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from torch.nn.parallel import DistributedDataParallel
 
     has_it = "batched_grad_copy" in inspect.signature(DistributedDataParallel).parameters
-    assert (hardware.ddp_has("batched_grad_copy"), hardware.ddp_has("no_such_option")) == (has_it, False)
+    assert (hardware.ddp_has("batched_grad_copy"), hardware.ddp_has("no_such_option")) == (
+        has_it,
+        False,
+    )
     monkeypatch.setattr(hardware, "ddp_has", lambda option: False)
     assert resolved("parallel=ddp").parallel.batched_grad_copy is None
     with pytest.raises(ValueError, match=r"^parallel\.batched_grad_copy=true: "):
@@ -58,7 +65,12 @@ def test_batched_grad_copy_is_refused_when_ddp_of_this_torch_lacks_it(monkeypatc
 
 
 def test_compile_accepts_one_megabyte_ddp_buckets() -> None:
-    assert resolved("parallel=ddp", "model.compile=true", "parallel.bucket_cap_mb=1").parallel.bucket_cap_mb == 1
+    assert (
+        resolved(
+            "parallel=ddp", "model.compile=true", "parallel.bucket_cap_mb=1"
+        ).parallel.bucket_cap_mb
+        == 1
+    )
 
 
 def machine_of(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
@@ -72,11 +84,22 @@ def composed(*words: str) -> Config:
     return compose_command(get_args_parser().parse_args(list(words))).config
 
 
-USED = {1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 4, 8: 8}  # GPUs present -> GPUs used by a batch of 64
+USED = {
+    1: 1,
+    2: 2,
+    3: 2,
+    4: 4,
+    5: 4,
+    6: 4,
+    7: 4,
+    8: 8,
+}  # GPUs present -> GPUs used by a batch of 64
 
 
 @pytest.mark.parametrize("count", range(9))
-@pytest.mark.parametrize("words", [(), ("parallel=dp",), ("parallel=ddp",)], ids=["auto", "dp", "ddp"])
+@pytest.mark.parametrize(
+    "words", [(), ("parallel=dp",), ("parallel=ddp",)], ids=["auto", "dp", "ddp"]
+)
 def test_auto_devices_uses_a_gpu_count_that_divides_the_batch_for_0_to_8_gpus(
     count: int, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -86,7 +109,9 @@ def test_auto_devices_uses_a_gpu_count_that_divides_the_batch_for_0_to_8_gpus(
     used = USED[count] if count else min(2, hardware.cores()) if words else 1
     assert parallel.devices == used
     assert parallel.accelerator == ("cuda" if count else "cpu")
-    assert parallel.strategy == (words[0].partition("=")[2] if words else "ddp" if used > 1 else "single")
+    assert parallel.strategy == (
+        words[0].partition("=")[2] if words else "ddp" if used > 1 else "single"
+    )
     start = f"parallel.devices=auto: {used} of {count} CUDA devices, because data.batch_size=64 "
     lines = notices(config, resolve(config))
     assert [line.startswith(start) for line in lines] == ([True] if count and used < count else [])
@@ -98,7 +123,9 @@ def test_train_py_reports_unused_gpus_and_starts_the_run(
 ) -> None:
     started: list[Any] = []
     machine_of(monkeypatch, count)
-    monkeypatch.setattr("timm_parallel.launch.job.run_job", lambda config, folder: started.append(config) or 0)
+    monkeypatch.setattr(
+        "timm_parallel.launch.job.run_job", lambda config, folder: started.append(config) or 0
+    )
     monkeypatch.setattr(sys, "argv", ["train.py", f"hydra.run.dir={tmp_path / 'run'}"])
     assert train.main() == 0
     assert started[0].parallel.devices == {0: 1, 1: 1, 6: 4}[count]
@@ -118,7 +145,11 @@ def test_train_py_prints_one_notice_when_parallel_devices_exceed_cpu_cores(
     machine_of(monkeypatch, 0)
     monkeypatch.setattr(hardware, "cores", lambda: 2)
     monkeypatch.setattr("timm_parallel.launch.job.run_job", lambda config, folder: 0)
-    words = [f"parallel={strategy}", f"parallel.devices={devices}", f"hydra.run.dir={tmp_path / 'run'}"]
+    words = [
+        f"parallel={strategy}",
+        f"parallel.devices={devices}",
+        f"hydra.run.dir={tmp_path / 'run'}",
+    ]
     monkeypatch.setattr(sys, "argv", ["train.py", *words])
     assert train.main() == 0
     out, err = capsys.readouterr()
@@ -127,7 +158,9 @@ def test_train_py_prints_one_notice_when_parallel_devices_exceed_cpu_cores(
     assert all("cores (2)" in line for line in lines)
 
 
-def test_core_count_notice_is_omitted_when_ranks_are_started_externally(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_core_count_notice_is_omitted_when_ranks_are_started_externally(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Other nodes may have more cores, and srun may show each task only a part of the cores."""
     machine_of(monkeypatch, 0)
     monkeypatch.setattr(hardware, "cores", lambda: 2)
@@ -139,14 +172,24 @@ def test_sweep_of_three_jobs_reports_unused_gpus_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     machine_of(monkeypatch, 6)
-    monkeypatch.setattr(sys, "argv", ["train.py", "-m", "parallel=ddp", "optim.lr=0.1,0.2,0.3", "sweep.dry_run=true"])
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        ["train.py", "-m", "parallel=ddp", "optim.lr=0.1,0.2,0.3", "sweep.dry_run=true"],
+    )
     assert train.main() == 0
     assert capsys.readouterr().out.count("4 of 6 CUDA devices") == 1
 
 
 @pytest.mark.parametrize(
     ("batch", "count", "used", "nearest"),
-    [(96, 6, 6, None), (61, 4, 1, "60, 64"), (6, 8, 6, "8"), (64, 7, 4, "63, 70"), (66, 4, 3, "64, 68")],
+    [
+        (96, 6, 6, None),
+        (61, 4, 1, "60, 64"),
+        (6, 8, 6, "8"),
+        (64, 7, 4, "63, 70"),
+        (66, 4, 3, "64, 68"),
+    ],
 )
 def test_auto_devices_is_the_largest_count_that_divides_the_batch(
     batch: int, count: int, used: int, nearest: str | None, monkeypatch: pytest.MonkeyPatch
@@ -160,9 +203,16 @@ def test_auto_devices_is_the_largest_count_that_divides_the_batch(
     assert [line.endswith(f": {nearest}") for line in lines] == ([True] if nearest else [])
 
 
-def test_explicit_device_settings_are_not_adjusted_to_batch_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_explicit_device_settings_are_not_adjusted_to_batch_size(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     machine_of(monkeypatch, 6)
-    assert resolved("parallel=ddp", "data.batch_size=null", "data.batch_size_per_device=10").parallel.devices == 6
+    assert (
+        resolved(
+            "parallel=ddp", "data.batch_size=null", "data.batch_size_per_device=10"
+        ).parallel.devices
+        == 6
+    )
     with pytest.raises(ValueError, match=r"batch_size=32: .* 3 devices"):
         resolved("parallel=ddp", "parallel.device_ids=[0,2,4]")
     with pytest.raises(ValueError, match=r"batch_size=32: .* 5 devices"):
@@ -188,7 +238,9 @@ def test_device_counts_of_a_scaling_sweep_end_with_the_count_chosen_by_auto(
 ) -> None:
     machine_of(monkeypatch, count)
     resolved_counts = device_counts(OmegaConf.create({"data": {"batch_size": batch}}))
-    assert resolved_counts == (counts or device_counts(OmegaConf.create({"data": {"batch_size": None}})))
+    assert resolved_counts == (
+        counts or device_counts(OmegaConf.create({"data": {"batch_size": None}}))
+    )
 
 
 def test_dp_replica_count_is_not_changed_by_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,7 +248,11 @@ def test_dp_replica_count_is_not_changed_by_torchrun(monkeypatch: pytest.MonkeyP
     machine_of(monkeypatch, 0)
     monkeypatch.setattr(hardware, "cores", lambda: 8)
     config = composed("parallel=dp", "parallel.devices=2")
-    assert resolve(config, 1, 1).parallel.threads_per_device == resolve(config).parallel.threads_per_device == 4
+    assert (
+        resolve(config, 1, 1).parallel.threads_per_device
+        == resolve(config).parallel.threads_per_device
+        == 4
+    )
     machine_of(monkeypatch, 1)
     for ranks in ((), (1, 1)):
         with pytest.raises(ValueError, match="1 CUDA device here, and dp "):
@@ -242,13 +298,21 @@ class FakeDriver:
         return 0
 
 
-MIXED = (("NVIDIA H100", 80 * 2**30, bytes(range(16))), ("NVIDIA A100 MIG 1g.5gb", None, bytes(range(16, 32))))
+MIXED = (
+    ("NVIDIA H100", 80 * 2**30, bytes(range(16))),
+    ("NVIDIA A100 MIG 1g.5gb", None, bytes(range(16, 32))),
+)
 
 
 def ask(
-    monkeypatch: pytest.MonkeyPatch, driver: FakeDriver | None, shown: bool = True, visible: str | None = None
+    monkeypatch: pytest.MonkeyPatch,
+    driver: FakeDriver | None,
+    shown: bool = True,
+    visible: str | None = None,
 ) -> Driver:
-    """Query a fake driver as if torch were built for CUDA 13; None means that libcuda is missing."""
+    """Query a fake driver as if torch were built for CUDA 13;
+    None means that libcuda is missing.
+    """
 
     def load() -> Any:
         if driver is None:
@@ -263,7 +327,9 @@ def ask(
     return Driver.ask("13.0")
 
 
-def test_cuda_devices_have_index_name_memory_and_uuid_from_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_devices_have_index_name_memory_and_uuid_from_the_driver(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     driver = ask(monkeypatch, FakeDriver(MIXED))
     assert driver.problem is None
     assert driver.devices == (
@@ -279,7 +345,11 @@ def test_cuda_devices_have_index_name_memory_and_uuid_from_the_driver(monkeypatc
         (FakeDriver(init=100), None, "no CUDA-capable device is detected (100)"),
         (FakeDriver(init=804), None, "forward compatibility was attempted (804)"),
         (FakeDriver(init=3), None, "initialization error (3): this process was forked"),
-        (FakeDriver(), "0,0", "no CUDA-capable device is detected (100) (CUDA_VISIBLE_DEVICES=0,0)"),
+        (
+            FakeDriver(),
+            "0,0",
+            "no CUDA-capable device is detected (100) (CUDA_VISIBLE_DEVICES=0,0)",
+        ),
         (
             FakeDriver(MIXED, version=12040),
             None,
@@ -325,7 +395,10 @@ def test_notice_names_gpus_that_torch_is_built_for_when_auto_chooses_the_cpu(
     monkeypatch.setattr(hardware, "other_gpus", lambda: kind)
     [line] = notices(composed(), resolve(composed()))
     assert line.startswith("parallel.accelerator=auto: ") and kind in line
-    assert notices(composed("parallel.accelerator=cpu"), resolve(composed("parallel.accelerator=cpu"))) == []
+    assert (
+        notices(composed("parallel.accelerator=cpu"), resolve(composed("parallel.accelerator=cpu")))
+        == []
+    )
 
 
 def test_no_driver_problem_is_reported_when_gpus_are_absent_or_hidden(
@@ -342,7 +415,10 @@ def test_nvidia_device_files_are_found_in_dev_and_proc(tmp_path: Path) -> None:
     for name in ("nvidiactl", "nvidia-uvm", "nvidia3"):
         (tmp_path / "dev" / name).touch()
     (tmp_path / "proc/driver/nvidia/gpus/0000:01:00.0").mkdir(parents=True)
-    assert [Path(sign).name for sign in nvidia.nvidia_device_files(tmp_path)] == ["nvidia3", "0000:01:00.0"]
+    assert [Path(sign).name for sign in nvidia.nvidia_device_files(tmp_path)] == [
+        "nvidia3",
+        "0000:01:00.0",
+    ]
 
 
 LIBCUDA = r"""
@@ -357,14 +433,20 @@ int cuDeviceGetUuid_v2(char *uuid, int device) { memset(uuid, device, 16); retur
 """
 
 
-@pytest.mark.skipif(shutil.which("cc") is None or sys.platform != "linux", reason="needs a C compiler")
+@pytest.mark.skipif(
+    shutil.which("cc") is None or sys.platform != "linux", reason="needs a C compiler"
+)
 def test_cuda_driver_calls_match_the_c_signatures_of_a_compiled_library(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """ctypes does not check calls against the signatures in cuda.h, so the test compiles a C library."""
+    """ctypes does not check calls against the signatures in cuda.h, so the test compiles a C
+    library.
+    """
     (tmp_path / "driver.c").write_text(LIBCUDA)
     library = tmp_path / "libcuda.so.1"
-    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, tmp_path / "driver.c"], check=True, timeout=300)
+    subprocess.run(
+        ["cc", "-shared", "-fPIC", "-o", library, tmp_path / "driver.c"], check=True, timeout=300
+    )
     monkeypatch.setattr(nvidia, "_open_driver", lambda: ctypes.CDLL(str(library)))
     assert Driver.ask("13.0").devices == (
         CudaDevice(0, "first", 40 << 32, "GPU-28282828-2828-2828-2828-282828282828"),
@@ -374,7 +456,9 @@ def test_cuda_driver_calls_match_the_c_signatures_of_a_compiled_library(
 
 @pytest.fixture
 def nvml(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Fake NVML with two GPUs in a different order than CUDA, and a MIG slice without utilization."""
+    """Fake NVML with two GPUs in a different order than CUDA,
+    and a MIG slice without utilization.
+    """
     import pynvml
 
     def utilisation(handle: str) -> Any:
@@ -385,7 +469,11 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> Any:
     def refuse(*given: Any) -> Any:
         raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
 
-    for name in ("nvmlDeviceGetTemperature", "nvmlDeviceGetClockInfo", "nvmlDeviceGetCurrentClocksThrottleReasons"):
+    for name in (
+        "nvmlDeviceGetTemperature",
+        "nvmlDeviceGetClockInfo",
+        "nvmlDeviceGetCurrentClocksThrottleReasons",
+    ):
         monkeypatch.setattr(pynvml, name, refuse)
     monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
     monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByUUID", lambda uuid: uuid)
@@ -403,7 +491,9 @@ def test_gpu_utilization_is_read_by_uuid_and_is_none_when_unsupported() -> None:
     assert [gpu.utilisation() for gpu in gpus] == [0.8, None, 0.2, None]
 
 
-def test_gpu_energy_is_read_in_joules_and_is_nan_when_unsupported(nvml: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_energy_is_read_in_joules_and_is_nan_when_unsupported(
+    nvml: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def millijoules(handle: str) -> int:
         if handle.startswith("MIG"):
             raise nvml.NVMLError(nvml.NVML_ERROR_NOT_SUPPORTED)
@@ -414,7 +504,9 @@ def test_gpu_energy_is_read_in_joules_and_is_nan_when_unsupported(nvml: Any, mon
     assert math.isnan(Gpu("MIG-1").joules()) and math.isnan(Gpu(None).joules())
 
 
-def test_gpu_utilization_is_read_when_another_nvml_query_fails(nvml: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_utilization_is_read_when_another_nvml_query_fails(
+    nvml: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*given: Any) -> Any:
         raise nvml.NVMLError(nvml.NVML_ERROR_NO_PERMISSION)
 

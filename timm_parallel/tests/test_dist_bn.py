@@ -33,7 +33,9 @@ COMMON = (
 
 
 def shared_mean(ranks: Ranks, store: Any, dist_bn: str | None) -> float:
-    """Return BatchNorm's running mean after an evaluation begins. Rank 0 has seen zeros and rank 1 ones."""
+    """Return BatchNorm's running mean after an evaluation begins. Rank 0 has seen zeros and rank 1
+    ones.
+    """
     overrides = () if dist_bn is None else (f"parallel.dist_bn={dist_bn}",)
     config = resolved(*COMMON, *STRATEGIES["ddp2"], *overrides)
     strategy = build_strategy(config.parallel, ranks, store)
@@ -47,7 +49,9 @@ def shared_mean(ranks: Ranks, store: Any, dist_bn: str | None) -> float:
 
 @pytest.mark.processes
 @pytest.mark.sample(2)
-@pytest.mark.parametrize(("dist_bn", "expected"), [(None, 0.0), ("broadcast", 0.0), ("reduce", 0.5)])
+@pytest.mark.parametrize(
+    ("dist_bn", "expected"), [(None, 0.0), ("broadcast", 0.0), ("reduce", 0.5)]
+)
 def test_ddp_dist_bn_broadcast_uses_rank_0_and_reduce_averages_batchnorm_statistics(
     dist_bn: str | None, expected: float
 ) -> None:
@@ -55,18 +59,30 @@ def test_ddp_dist_bn_broadcast_uses_rank_0_and_reduce_averages_batchnorm_statist
 
 
 def evaluated_and_own_statistics(ranks: Ranks, store: Any) -> tuple[list[float], list[float]]:
-    """Return BatchNorm's running means after sharing between ranks, and the means from this rank's images alone."""
+    """Return BatchNorm's running means after sharing between ranks, and the means from this rank's
+    images alone.
+    """
     torch.set_num_threads(1)
-    # With this learning rate the weights do not change, so that statistics depend on the images only.
-    overrides = ("model=resnet18", "model.name=test_resnet", "optim.lr=1e-12", "optim.warmup_epochs=0")
-    config = resolved(*COMMON, *STRATEGIES["ddp2"], *overrides, "parallel.dist_bn=reduce", "train.max_steps=null")
+    # With this learning rate the weights do not change, so that statistics depend on the images
+    # only.
+    overrides = (
+        "model=resnet18",
+        "model.name=test_resnet",
+        "optim.lr=1e-12",
+        "optim.warmup_epochs=0",
+    )
+    config = resolved(
+        *COMMON, *STRATEGIES["ddp2"], *overrides, "parallel.dist_bn=reduce", "train.max_steps=null"
+    )
     torch.manual_seed(config.seed)
     strategy = build_strategy(config.parallel, ranks, store)
     run = RunParts(config, strategy)
     alone = copy.deepcopy(run.state.model).train()
     for images, _ in run.train.epoch(0):
         alone(images)
-    for _ in train_epoch(run.state, run.train.epoch(0), config, strategy, run.hooks, run.steps_per_epoch):
+    for _ in train_epoch(
+        run.state, run.train.epoch(0), config, strategy, run.hooks, run.steps_per_epoch
+    ):
         pass
     strategy.buffers.share(run.state.model)
     strategy.close()
@@ -74,13 +90,17 @@ def evaluated_and_own_statistics(ranks: Ranks, store: Any) -> tuple[list[float],
 
 
 def averages(model: nn.Module) -> list[float]:
-    return torch.cat([value.flatten() for name, value in model.named_buffers() if "running" in name]).tolist()
+    return torch.cat(
+        [value.flatten() for name, value in model.named_buffers() if "running" in name]
+    ).tolist()
 
 
 @pytest.mark.processes
 def test_ddp_dist_bn_reduce_averages_batchnorm_statistics_of_ranks_after_an_epoch() -> None:
     (evaluated, own), (evaluated_on_1, own_on_1) = in_ranks(evaluated_and_own_statistics, 2)
     assert evaluated == evaluated_on_1
-    assert own != pytest.approx(own_on_1, rel=0.01), "the ranks must differ, or rank 0's statistics would pass too"
+    assert own != pytest.approx(own_on_1, rel=0.01), (
+        "the ranks must differ, or rank 0's statistics would pass too"
+    )
     mean = [(value + other) / 2 for value, other in zip(own, own_on_1, strict=True)]
     assert evaluated == pytest.approx(mean, rel=1e-4, abs=1e-5)

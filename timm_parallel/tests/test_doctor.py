@@ -95,7 +95,9 @@ def test_doctor_reports_broken_torch_disk_or_shared_memory_with_its_remedy(
     assert ("Training cannot start" in as_text(machine, findings)) is stops
 
 
-@pytest.mark.parametrize(("visible", "remedy"), [(2, "built for CUDA 12.8 or older"), (0, "CUDA_VISIBLE_DEVICES")])
+@pytest.mark.parametrize(
+    ("visible", "remedy"), [(2, "built for CUDA 12.8 or older"), (0, "CUDA_VISIBLE_DEVICES")]
+)
 def test_doctor_suggests_remedy_when_torch_sees_no_gpu(visible: int, remedy: str) -> None:
     machine = facts(2, driver_cuda="12.8", visible=visible)
     machine.torch["devices"] = 0
@@ -116,7 +118,9 @@ def test_doctor_report_ends_with_training_command(
     gpus: int, failed: tuple[str, ...], shm: int | None, command: str
 ) -> None:
     machine = facts(gpus, shm=shm)
-    machine.tries = {name: "rank 1 was killed" if name in failed else "" for name in ("single", "dp", "ddp")}
+    machine.tries = {
+        name: "rank 1 was killed" if name in failed else "" for name in ("single", "dp", "ddp")
+    }
     findings = findings_of(machine)
     assert advice(machine) == f"python train.py {command}"
     assert as_text(machine, findings).endswith(f"Start with:  python train.py {command}")
@@ -128,13 +132,17 @@ def test_doctor_reports_that_training_cannot_start_when_single_fails() -> None:
     assert any(finding.stops for finding in findings_of(machine))
 
 
-@pytest.mark.parametrize("reason", ["rank 0: RuntimeError: no kernel", None], ids=["failed", "refused"])
+@pytest.mark.parametrize(
+    "reason", ["rank 0: RuntimeError: no kernel", None], ids=["failed", "refused"]
+)
 def test_doctor_trial_returns_the_reason_of_the_run_or_its_last_line(
     monkeypatch: pytest.MonkeyPatch, reason: str | None
 ) -> None:
     def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
         if reason is not None:
-            [folder] = [word.partition("=")[2] for word in command if word.startswith("hydra.run.dir=")]
+            [folder] = [
+                word.partition("=")[2] for word in command if word.startswith("hydra.run.dir=")
+            ]
             Path(folder).mkdir()
             write_result(Path(folder), Result("failed", reason))
         return subprocess.CompletedProcess(command, 1, "", "something else\nthe last line\n")
@@ -150,7 +158,9 @@ def test_doctor_reports_when_its_probe_of_torch_fails() -> None:
 @pytest.mark.slow(seconds=25)
 @pytest.mark.processes
 def test_doctor_script_prints_can_train_and_a_command_on_this_machine(train: Train) -> None:
-    done = train.start_command([sys.executable, "scripts/doctor.py", "--json"], train.base, timeout=600).finish()
+    done = train.start_command(
+        [sys.executable, "scripts/doctor.py", "--json"], train.base, timeout=600
+    ).finish()
     assert done.returncode == 0, done.output
     findings = json.loads(done.stdout)
     assert findings["can_train"]

@@ -1,4 +1,6 @@
-"""Weights that differ between ranks at the end: an error on equal device models, only a warning on different models."""
+"""Weights that differ between ranks at the end: an error on equal device models, only a warning on
+different models.
+"""
 
 from __future__ import annotations
 
@@ -38,14 +40,19 @@ def at_end(ranks: Ranks, store: Any, kinds: list[str], apart: float) -> tuple[st
 
 def ends(ranks: Ranks, store: Any) -> list[Any]:
     alike, unlike = ["H100", "H100"], ["H100", "A100"]
-    return [at_end(ranks, store, *case) for case in ((unlike, 0.0), (alike, 1e-5), (unlike, 1e-5), (unlike, 0.3))]
+    return [
+        at_end(ranks, store, *case)
+        for case in ((unlike, 0.0), (alike, 1e-5), (unlike, 1e-5), (unlike, 0.3))
+    ]
 
 
 def test_ddp_weights_may_differ_slightly_at_end_only_on_different_gpu_models() -> None:
     for equal, fault, drifted, unsynchronised in in_ranks(ends, 2):
         assert equal[1] == []
         assert fault == "the ranks end with different parameters: gradients were not synchronized"
-        assert unsynchronised == fault, "expected an error, because rounding cannot explain the difference"
+        assert unsynchronised == fault, (
+            "expected an error, because rounding cannot explain the difference"
+        )
         assert len(drifted[1]) == 1 and drifted[0] == equal[0], (
             "expected the hash of rank 0, whose weights are in the checkpoints"
         )

@@ -1,4 +1,6 @@
-"""Evaluation counts every image exactly once on any number of ranks, and keeps the rows of all images in their order."""
+"""Evaluation counts every image exactly once on any number of ranks, and keeps the rows of all
+images in their order.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,12 @@ from timm_parallel.runtime.evaluation import evaluate
 from timm_parallel.testing.configs import evaluate_batches, plain
 from timm_parallel.testing.ranks import in_ranks
 
-SPLITS = ((37, 7), (10, 6), (2, 4), (1, 6))  # (samples, classes): indivisible by 2 and 3, fewer than ranks, one
+SPLITS = (
+    (37, 7),
+    (10, 6),
+    (2, 4),
+    (1, 6),
+)  # (samples, classes): indivisible by 2 and 3, fewer than ranks, one
 
 
 def split(num_samples: int, num_classes: int) -> InMemory:
@@ -42,7 +49,9 @@ def model(num_classes: int) -> nn.Module:
 
 
 def measured(ranks: Ranks, store: Any, kind: str, devices: int) -> list[dict[str, Any]]:
-    config = ParallelConfig(strategy=kind, devices=devices, accelerator="cpu", threads_per_device=1, backend="gloo")
+    config = ParallelConfig(
+        strategy=kind, devices=devices, accelerator="cpu", threads_per_device=1, backend="gloo"
+    )
     strategy = build_strategy(config, ranks, store)
     actual = []
     for num_samples, num_classes in SPLITS:
@@ -83,13 +92,16 @@ def test_evaluation_metrics_match_a_plain_pytorch_computation(
     hits = logits.argmax(1) == labels
     assert (actual["samples"], actual["correct"]) == (size[0], int(hits.sum()))
     assert actual["acc"] == pytest.approx(hits.double().mean().item())
-    assert actual["loss"] == pytest.approx(functional.cross_entropy(logits, labels).item(), rel=1e-6)
+    assert actual["loss"] == pytest.approx(
+        functional.cross_entropy(logits, labels).item(), rel=1e-6
+    )
     for label, accuracy in enumerate(actual["acc_per_class"]):
         own = hits[labels == label]
         assert accuracy == (pytest.approx(own.double().mean().item()) if len(own) else None)
     for label in range(size[1]):
         assert (
-            actual["confusion"][label] == torch.bincount(logits.argmax(1)[labels == label], minlength=size[1]).tolist()
+            actual["confusion"][label]
+            == torch.bincount(logits.argmax(1)[labels == label], minlength=size[1]).tolist()
         )
 
 
@@ -101,7 +113,9 @@ def test_acc5_is_reported_only_for_more_than_five_classes(
     if size[1] <= 5:
         assert alone[case]["acc5"] is None
     else:
-        within = sum(int(label in row.topk(5).indices) for row, label in zip(logits, labels, strict=True))
+        within = sum(
+            int(label in row.topk(5).indices) for row, label in zip(logits, labels, strict=True)
+        )
         assert alone[case]["acc5"] == pytest.approx(within / size[0])
 
 
@@ -115,7 +129,9 @@ def test_evaluation_gives_same_metrics_on_1_2_and_3_ddp_ranks_as_on_single(
 
 
 @pytest.mark.parametrize("devices", [2, 3])
-def test_evaluation_gives_same_metrics_with_threaded_dp_replicas(alone: list[dict[str, Any]], devices: int) -> None:
+def test_evaluation_gives_same_metrics_with_threaded_dp_replicas(
+    alone: list[dict[str, Any]], devices: int
+) -> None:
     check_equal(measured(Ranks(), None, "dp", devices), alone)
 
 
@@ -127,11 +143,15 @@ def check_equal(actual: list[dict[str, Any]], expected: list[dict[str, Any]]) ->
 
 def test_evaluation_raises_when_a_sample_is_missed_or_counted_twice() -> None:
     strategy = build_strategy(
-        ParallelConfig(strategy="single", devices=1, accelerator="cpu", threads_per_device=1), Ranks(), None
+        ParallelConfig(strategy="single", devices=1, accelerator="cpu", threads_per_device=1),
+        Ranks(),
+        None,
     )
     batch = (torch.zeros(3, 1, 4, 4), torch.zeros(3, dtype=torch.long))
     for num_samples in (2, 4):
-        with pytest.raises(AssertionError, match=f"3 samples evaluated and 0 skipped of {num_samples}"):
+        with pytest.raises(
+            AssertionError, match=f"3 samples evaluated and 0 skipped of {num_samples}"
+        ):
             evaluate_batches(model(2), [batch], strategy, num_samples, 2)
 
 
@@ -163,14 +183,20 @@ ROWS: tuple[tuple[int, set[int]], ...] = ((37, set()), (10, {1, 2, 6}), (2, set(
 def value_of_rows(ranks: Ranks, store: Any) -> list[float | None]:
     kind = "single" if store is None else "ddp"
     config = ParallelConfig(
-        strategy=kind, devices=ranks.world_size, accelerator="cpu", threads_per_device=1, backend="gloo"
+        strategy=kind,
+        devices=ranks.world_size,
+        accelerator="cpu",
+        threads_per_device=1,
+        backend="gloo",
     )
     strategy = build_strategy(config, ranks, store)
     values = []
     for num_samples, unreadable in ROWS:
         data = Damaged(split(num_samples, 4), unreadable)
         sampler = EvalSampler(num_samples, 6, strategy.group.rank, strategy.group.world_size)
-        prefetcher = DevicePrefetcher(torch.device("cpu"), **plain(1, 0.5, 0.25), channels_last=False)
+        prefetcher = DevicePrefetcher(
+            torch.device("cpu"), **plain(1, 0.5, 0.25), channels_last=False
+        )
         loader = Loader(BatchFetcher(data, 4, None, 0, on_error="skip"), sampler, prefetcher, 0)
         metrics = {"acc": METRICS["acc"], "by_row": Metric(from_rows=weighted_by_row)}
         actual = evaluate(model(4), loader, metrics, softmax_losses, strategy.group)
@@ -188,5 +214,7 @@ def test_metric_from_rows_receives_all_scores_and_labels_in_dataset_order(world_
         scores, labels = outputs(num_samples, 4)
         read = [index for index in range(num_samples) if index not in unreadable]
         expected.append(weighted_by_row(scores[read], labels[read]))
-    of_ranks = [value_of_rows(Ranks(), None)] if world_size == 1 else in_ranks(value_of_rows, world_size)
+    of_ranks = (
+        [value_of_rows(Ranks(), None)] if world_size == 1 else in_ranks(value_of_rows, world_size)
+    )
     assert of_ranks == [pytest.approx(expected, rel=1e-6)] * world_size

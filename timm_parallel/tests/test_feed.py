@@ -1,4 +1,6 @@
-"""Batches reach the device complete and in order; on a CPU, only the memory of released batches is reused."""
+"""Batches reach the device complete and in order; on a CPU, only the memory of released batches is
+reused.
+"""
 
 from __future__ import annotations
 
@@ -37,13 +39,17 @@ def test_cpu_batch_memory_is_reused_when_an_earlier_batch_is_released() -> None:
         lambda batch: batch.detach(),
         lambda batch: batch.numpy(),
         lambda batch: memoryview(batch.numpy()),
-        lambda batch: (torch.nn.Conv2d(3, 2, 3)(batch) ** 2).sum(),  # the graph needs it for the backward pass
+        lambda batch: (
+            torch.nn.Conv2d(3, 2, 3)(batch) ** 2
+        ).sum(),  # the graph needs it for the backward pass
         lambda batch: {"nested": [batch.permute(0, 2, 3, 1)]},
         lambda batch: torch.utils.data.TensorDataset(batch),
     ],
     ids=["itself", "view", "detached", "numpy", "buffer", "graph", "nested", "dataset"],
 )
-def test_cpu_batch_memory_is_not_reused_while_the_batch_is_referenced(keep: Callable[[Tensor], Any]) -> None:
+def test_cpu_batch_memory_is_not_reused_while_the_batch_is_referenced(
+    keep: Callable[[Tensor], Any],
+) -> None:
     blocks = BatchMemory()
     batch = blocks.empty(4, 3, 8, 8).fill_(1.0)
     address = batch.data_ptr()
@@ -52,7 +58,9 @@ def test_cpu_batch_memory_is_not_reused_while_the_batch_is_referenced(keep: Call
     others = [blocks.empty(4, 3, 8, 8) for _ in range(3)]
     assert address not in {other.data_ptr() for other in others}
     del held
-    assert blocks.empty(4, 3, 8, 8).data_ptr() == address, "expected the block to be reused after its release"
+    assert blocks.empty(4, 3, 8, 8).data_ptr() == address, (
+        "expected the block to be reused after its release"
+    )
 
 
 def test_prefetcher_accepts_smaller_last_batch() -> None:
@@ -68,7 +76,9 @@ def test_prefetcher_uses_batch_memory_only_for_large_batches(
 ) -> None:
     shapes: list[tuple[int, ...]] = []
     empty = BatchMemory.empty
-    monkeypatch.setattr(BatchMemory, "empty", lambda self, *shape: shapes.append(shape) or empty(self, *shape))
+    monkeypatch.setattr(
+        BatchMemory, "empty", lambda self, *shape: shapes.append(shape) or empty(self, *shape)
+    )
     prefetcher = DevicePrefetcher(torch.device("cpu"), **plain(3), channels_last=False)
     received, _ = prefetcher((torch.zeros(6, 3, size, size, dtype=torch.uint8), torch.zeros(6)))
     assert received.shape == (6, 3, size, size)
@@ -77,7 +87,9 @@ def test_prefetcher_uses_batch_memory_only_for_large_batches(
 
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_prefetcher_normalizes_in_both_memory_formats(channels_last: bool) -> None:
-    prefetcher = DevicePrefetcher(torch.device("cpu"), **plain(3, mean=0.5, std=0.25), channels_last=channels_last)
+    prefetcher = DevicePrefetcher(
+        torch.device("cpu"), **plain(3, mean=0.5, std=0.25), channels_last=channels_last
+    )
     images = torch.randint(0, 256, (4, 3, 8, 8), dtype=torch.uint8)
     received, _ = prefetcher((images, torch.zeros(4)))
     torch.testing.assert_close(received, (images / 255 - 0.5) / 0.25)
@@ -85,11 +97,17 @@ def test_prefetcher_normalizes_in_both_memory_formats(channels_last: bool) -> No
     assert received.is_contiguous(memory_format=expected)
 
 
-def test_loader_yields_a_batch_before_it_asks_for_the_next_one_and_keeps_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loader_yields_a_batch_before_it_asks_for_the_next_one_and_keeps_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A late batch would otherwise delay a step whose images are on the device."""
     prefetcher = DevicePrefetcher(torch.device("cpu"), **plain(3), channels_last=False)
-    split = InMemory(torch.zeros(20, 3, 4, 4, dtype=torch.uint8), torch.zeros(20, dtype=torch.int64))
-    loader = TrainLoader(BatchFetcher(split, 1, None, 0), TrainSampler(20, 4, 0, 1, seed=0), prefetcher, 0)
+    split = InMemory(
+        torch.zeros(20, 3, 4, 4, dtype=torch.uint8), torch.zeros(20, dtype=torch.int64)
+    )
+    loader = TrainLoader(
+        BatchFetcher(split, 1, None, 0), TrainSampler(20, 4, 0, 1, seed=0), prefetcher, 0
+    )
     sent: list[weakref.ref[Tensor]] = []
     to_device = prefetcher.send
 
@@ -105,12 +123,16 @@ def test_loader_yields_a_batch_before_it_asks_for_the_next_one_and_keeps_none(mo
     assert len(sent) == 5
 
 
-def test_train_loader_gathers_batches_into_pinned_memory_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_train_loader_gathers_batches_into_pinned_memory_in_a_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Rows keep their order, and the caller receives an exception raised in the thread."""
     images = torch.randint(0, 256, (40, 3, 4, 4), dtype=torch.uint8)
     split = InMemory(images, torch.arange(40))
     prefetcher = DevicePrefetcher(torch.device("cpu"), **plain(3), channels_last=False)
-    loader = TrainLoader(BatchFetcher(split, 40, None, 0), TrainSampler(len(split), 8, 0, 1, seed=0), prefetcher, 0)
+    loader = TrainLoader(
+        BatchFetcher(split, 40, None, 0), TrainSampler(len(split), 8, 0, 1, seed=0), prefetcher, 0
+    )
     expected = list(loader.epoch(0))
     pinned: list[int] = []
     empty = torch.empty
@@ -138,7 +160,10 @@ def test_loader_workers_do_not_pin_memory() -> None:
     prefetcher.device = torch.device("cuda")  # no GPU is used
     for workers in (0, 2):
         loader = TrainLoader(
-            BatchFetcher(split, 1, None, 0), TrainSampler(len(split), 4, 0, 1, seed=0), prefetcher, workers
+            BatchFetcher(split, 1, None, 0),
+            TrainSampler(len(split), 4, 0, 1, seed=0),
+            prefetcher,
+            workers,
         )
         assert loader.fetcher.pin_memory == (workers == 0)
 
@@ -150,7 +175,11 @@ def test_workers_auto_is_0_for_data_in_memory_unless_a_gpu_waits_for_transforms_
     split = InMemory(torch.zeros(8, 3, 4, 4, dtype=torch.uint8), torch.zeros(8, dtype=torch.int64))
     cuda, cpu = torch.device("cuda"), torch.device("cpu")
     gathers, each = BatchFetcher(split, 1, None, 0), BatchFetcher(split, 1, lambda image: image, 0)
-    workers = [num_workers(DataConfig(), fetcher, device, 2) for fetcher in (gathers, each) for device in (cpu, cuda)]
+    workers = [
+        num_workers(DataConfig(), fetcher, device, 2)
+        for fetcher in (gathers, each)
+        for device in (cpu, cuda)
+    ]
     assert workers == [0, 0, 0, 4]
     assert num_workers(DataConfig(workers="0"), each, cuda, 2) == 0
 
@@ -163,7 +192,10 @@ def test_prefetcher_overlaps_copies_with_gpu_work(pinned: bool) -> None:
     device = torch.device("cuda", 0)
     prefetcher = DevicePrefetcher(device, **plain(3), channels_last=True)
     images = torch.randint(0, 256, (256, 3, 224, 224), dtype=torch.uint8)
-    batches = [(image.pin_memory() if pinned else image, torch.zeros(256)) for image in (images, images + 1) * 4]
+    batches = [
+        (image.pin_memory() if pinned else image, torch.zeros(256))
+        for image in (images, images + 1) * 4
+    ]
     weights = torch.randn(8192, 8192, device=device)
     with torch.profiler.profile() as profile:
         received = []
@@ -175,8 +207,12 @@ def test_prefetcher_overlaps_copies_with_gpu_work(pinned: bool) -> None:
         torch.cuda.synchronize()
     for (sent, _), images in zip(batches, received, strict=True):
         torch.testing.assert_close(images, sent.to(device).float())
-    ours = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    ours = [
+        event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA
+    ]
     copies = [event.time_range for event in ours if "Memcpy HtoD" in event.name]
     kernels = [event.time_range for event in ours if not event.name.startswith("Mem")]
     overlapping = [c for c in copies if any(c.start < p.end and p.start < c.end for p in kernels)]
-    assert len(overlapping) >= 6, f"{len(overlapping)} of {len(copies)} copies overlap with {len(kernels)} kernels"
+    assert len(overlapping) >= 6, (
+        f"{len(overlapping)} of {len(copies)} copies overlap with {len(kernels)} kernels"
+    )

@@ -1,4 +1,6 @@
-"""Training and evaluation with the weights of an earlier run: accepted and refused files, and required data."""
+"""Training and evaluation with the weights of an earlier run: accepted and refused files, and
+required data.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ SMALL = (
 )
 
 
-def images(root: Path, classes: tuple[str, ...], splits: tuple[str, ...] = ("train", "val", "test")) -> Path:
+def images(
+    root: Path, classes: tuple[str, ...], splits: tuple[str, ...] = ("train", "val", "test")
+) -> Path:
     """Write six images of each class to each split."""
     draw = np.random.default_rng(0)
     for split in splits:
@@ -61,7 +65,12 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Path:
     """Train a run with EMA weights and a checkpoint.metric that evaluates them."""
-    overrides = (f"data.root={data}", "model.ema.decay=0.5", "checkpoint.metric=val/acc_ema", "optim.lr=1e-2")
+    overrides = (
+        f"data.root={data}",
+        "model.ema.decay=0.5",
+        "checkpoint.metric=val/acc_ema",
+        "optim.lr=1e-2",
+    )
     return train_warm(resolved(*SMALL, *overrides), tmp_path_factory.mktemp("trained"))
 
 
@@ -75,7 +84,9 @@ def contents(path: Path) -> dict[str, Any]:
 
 
 def is_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+    return one.keys() == other.keys() and all(
+        torch.equal(tensor, other[name]) for name, tensor in one.items()
+    )
 
 
 def fine_tuned(folder: Path, *overrides: str) -> tuple[int, str]:
@@ -120,7 +131,9 @@ def run_of(data: Path, weights: Path, *overrides: str) -> RunParts:
 def test_fine_tuning_adapts_weights_to_different_image_size_or_channels(
     trained: Path, data: Path, words: tuple[str, ...]
 ) -> None:
-    """timm resizes position embeddings and the first convolution; tests/test_weights.py compares them bit for bit."""
+    """timm resizes position embeddings and the first convolution; tests/test_weights.py compares
+    them bit for bit.
+    """
     state = run_of(data, best(trained), *words).state.model.state_dict()
     before = contents(best(trained))["ema"]
     adapted = {"pos_embed", "patch_embed.proj.weight", "head.weight", "head.bias"}
@@ -144,30 +157,44 @@ def test_fine_tuning_refuses_weights_that_lack_layers_other_than_the_head(
 
 
 def test_fine_tuning_keeps_loaded_head_when_classes_are_the_same(trained: Path, data: Path) -> None:
-    assert is_equal(run_of(data, best(trained)).state.model.state_dict(), contents(best(trained))["ema"])
+    assert is_equal(
+        run_of(data, best(trained)).state.model.state_dict(), contents(best(trained))["ema"]
+    )
 
 
-def test_fine_tuning_reinitializes_head_when_class_names_differ(trained: Path, tmp_path: Path) -> None:
+def test_fine_tuning_reinitializes_head_when_class_names_differ(
+    trained: Path, tmp_path: Path
+) -> None:
     root = images(tmp_path / "other", OTHER_CLASSES)
-    code, message = fine_tuned(tmp_path / "run", f"model.weights={best(trained)}", f"data.root={root}", "optim.lr=1e-9")
+    code, message = fine_tuned(
+        tmp_path / "run", f"model.weights={best(trained)}", f"data.root={root}", "optim.lr=1e-9"
+    )
     assert code == 0, message
     (line,) = (line for line in message.splitlines() if "weights  " in line)
     for name in ("head.weight", "head.bias", "circle, square", "cross, flower"):
         assert name in line
     before, after = contents(best(trained))["ema"], contents(best(tmp_path / "run"))["model"]
     for name, tensor in before.items():
-        assert torch.allclose(tensor, after[name], atol=1e-6) == (not name.startswith("head.")), name
+        assert torch.allclose(tensor, after[name], atol=1e-6) == (not name.startswith("head.")), (
+            name
+        )
 
 
-def test_fine_tuning_reinitializes_head_when_number_of_classes_differs(trained: Path, tmp_path: Path) -> None:
+def test_fine_tuning_reinitializes_head_when_number_of_classes_differs(
+    trained: Path, tmp_path: Path
+) -> None:
     root = images(tmp_path / "more", (*CLASSES, "tree"))
     state = run_of(root, best(trained)).state.model.state_dict()
     assert state["head.weight"].shape[0] == 4
     body = contents(best(trained))["ema"]
-    assert all(torch.equal(state[name], body[name]) for name in body if not name.startswith("head."))
+    assert all(
+        torch.equal(state[name], body[name]) for name in body if not name.startswith("head.")
+    )
 
 
-def test_fine_tuning_keeps_loaded_head_when_weights_file_does_not_list_classes(trained: Path, tmp_path: Path) -> None:
+def test_fine_tuning_keeps_loaded_head_when_weights_file_does_not_list_classes(
+    trained: Path, tmp_path: Path
+) -> None:
     root = images(tmp_path / "other", OTHER_CLASSES)
     bare = contents(best(trained))["model"]
     torch.save(bare, tmp_path / "bare.pt")
@@ -206,8 +233,12 @@ def test_evaluation_refuses_weights_file_when_a_tensor_would_stay_random(
     bare = contents(best(trained))["model"]
     del bare["head.bias"]
     torch.save(bare, tmp_path / "bare.pt")
-    overrides = of_file(trained, data, "data.image_size=16", f"model.weights={tmp_path / 'bare.pt'}")
-    code, out, err = evaluated(capfd, *(word for word in overrides if word != f"model.weights={best(trained)}"))
+    overrides = of_file(
+        trained, data, "data.image_size=16", f"model.weights={tmp_path / 'bare.pt'}"
+    )
+    code, out, err = evaluated(
+        capfd, *(word for word in overrides if word != f"model.weights={best(trained)}")
+    )
     assert (code, out) == (2, "") and "head.bias" in err
 
 
@@ -229,7 +260,9 @@ def test_evaluation_refuses_weights_file_when_classes_differ(
 def test_evaluation_of_a_run_on_an_image_folder_needs_no_train_split(
     trained: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], split: str, asked: str
 ) -> None:
-    """The folder has fewer classes than the run, so labels numbered by its folders would be shifted."""
+    """The folder has fewer classes than the run, so labels numbered by its folders would be
+    shifted.
+    """
     root = images(tmp_path / "alone", CLASSES[1:], (split,))
     code, out, err = evaluated(capfd, f"run={trained}", f"data.root={root}", f"split={asked}")
     assert code == 0, err
@@ -243,7 +276,11 @@ def test_evaluation_error_names_missing_split_folder(
 ) -> None:
     root = images(tmp_path / "alone", CLASSES, ("val",))
     code, out, err = evaluated(capfd, f"run={trained}", f"data.root={root}", "split=test")
-    assert (code, out) == (2, "") and str(root / "test") in err and "train" not in err.replace(str(trained), "")
+    assert (
+        (code, out) == (2, "")
+        and str(root / "test") in err
+        and "train" not in err.replace(str(trained), "")
+    )
 
 
 def test_evaluation_error_names_class_folders_that_the_trained_run_lacks(
@@ -313,8 +350,12 @@ def test_limit_train_error_names_the_unreadable_file(data: Path, tmp_path: Path)
     assert str(files[2]) in line
 
 
-def test_failure_message_gives_image_indices_of_the_whole_split_under_limit_train(data: Path, tmp_path: Path) -> None:
-    training = Trainer(resolved(*SMALL, f"data.root={data}", "data.limit_train=12"), tmp_path, Ranks(), None)
+def test_failure_message_gives_image_indices_of_the_whole_split_under_limit_train(
+    data: Path, tmp_path: Path
+) -> None:
+    training = Trainer(
+        resolved(*SMALL, f"data.root={data}", "data.limit_train=12"), tmp_path, Ranks(), None
+    )
     files: Any = training.parts.dataset.train
     message = describe_step(training.parts, tmp_path, 1, 0)
     numbers = [int(number) for number in re.findall(r"\d+", message.partition("…")[0])]

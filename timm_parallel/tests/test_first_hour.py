@@ -1,4 +1,6 @@
-"""First steps of a new user: installation, the printed config, the progress bar and error messages."""
+"""First steps of a new user: installation, the printed config,
+the progress bar and error messages.
+"""
 
 from __future__ import annotations
 
@@ -90,16 +92,25 @@ def test_install_requires_the_hashes_of_a_lock_and_refuses_one_that_is_outdated(
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("uv_works", "asked"), [(True, ["uv==", "uv pip"]), (False, ["uv==", "uv pip", "-r wanted"])])
-def test_install_falls_back_to_pip_when_uv_fails(tmp_path: Path, uv_works: bool, asked: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("uv_works", "asked"), [(True, ["uv==", "uv pip"]), (False, ["uv==", "uv pip", "-r wanted"])]
+)
+def test_install_falls_back_to_pip_when_uv_fails(
+    tmp_path: Path, uv_works: bool, asked: list[str]
+) -> None:
     """Fake pip and uv programs, first on the path, record their arguments."""
     note = tmp_path / "note"
     for name, code in (("pip", 0), ("uv", 0 if uv_works else 2)):
-        text = f"import sys\nopen({str(note)!r}, 'a').write('{name} ' + ' '.join(sys.argv[1:]) + '\\n')\nsys.exit({code})\n"
+        text = (
+            f"import sys\nopen({str(note)!r}, 'a').write('{name} ' + ' '.join(sys.argv[1:]) + "
+            f"'\\n')\nsys.exit({code})\n"
+        )
         (tmp_path / f"{name}.py").write_text(text)
     command = [sys.executable, str(ROOT / "scripts" / "install.py"), "wanted.txt"]
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 0, done.stderr
     lines = [line for line in note.read_text().splitlines() if "config list" not in line]
     assert len(lines) == len(asked)
@@ -115,7 +126,8 @@ def test_install_falls_back_to_pip_when_uv_fails(tmp_path: Path, uv_works: bool,
 
 def test_schema_declares_the_defaults_of_a_plain_run() -> None:
     plain, schema = dict(_values(plain_config())), dict(_values(Config()))
-    # Options that are chosen by default, but not meant by null in other options: digits' size, and the tracker's name.
+    # Options that are chosen by default, but not meant by null in other options: digits' size, and
+    # the tracker's name.
     assert {key for key in plain if plain[key] != schema[key]} == {"data.image_size", "tracker.use"}
 
 
@@ -124,7 +136,9 @@ def _values(config: Config) -> Iterator[tuple[str, Any]]:
 
 
 def printed_values(capsys: pytest.CaptureFixture[str], *overrides: str) -> list[str]:
-    """Return what print_config shows for a command, one dotted `key: value` each, without the header."""
+    """Return what print_config shows for a command, one dotted `key: value` each, without the
+    header.
+    """
     asked = compose_command(parse(*overrides)).config
     capsys.readouterr()
     print_config(asked, resolve(asked))
@@ -145,17 +159,26 @@ AUTO = ["parallel.strategy: single (auto)", "parallel.devices: 1 (auto)"]
     ("overrides", "expected"),
     [
         ("", AUTO),
-        ("parallel=single parallel.devices=1", ["parallel.strategy: single", "parallel.devices: 1"]),
+        (
+            "parallel=single parallel.devices=1",
+            ["parallel.strategy: single", "parallel.devices: 1"],
+        ),
         (
             "data.image_size=32 train.epochs=8 optim.lr=0.25 model.ema.decay=0.5",
             ["model.ema.decay: 0.5", *AUTO, "optim.lr: 0.25"],
         ),
-        ("optim.warmup_epochs=0 tracker=none", [*AUTO, "optim.warmup_epochs: 0.0", "tracker.use: {}"]),
+        (
+            "optim.warmup_epochs=0 tracker=none",
+            [*AUTO, "optim.warmup_epochs: 0.0", "tracker.use: {}"],
+        ),
         ("parallel.threads_per_device=1", [*AUTO, "parallel.threads_per_device: 1"]),
     ],
 )
 def test_print_config_shows_only_what_the_user_or_a_chosen_option_changed(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, overrides: str, expected: list[str]
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    overrides: str,
+    expected: list[str],
 ) -> None:
     monkeypatch.setattr(hardware, "visible_cuda_devices", lambda: ())
     assert printed_values(capsys, *overrides.split()) == expected
@@ -167,8 +190,12 @@ def test_print_config_full_shows_all_resolved_values(capsys: pytest.CaptureFixtu
     assert {"parallel.devices: 1", "parallel.backend: gloo", "optim.weight_decay: 0.05"} <= {*lines}
 
 
-def test_console_prints_brackets_literally_instead_of_as_rich_markup(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "tags: ['a:b:c', '[red]', '[/x]']" in printed_values(capsys, "tags=['a:b:c','[red]','[/x]']")
+def test_console_prints_brackets_literally_instead_of_as_rich_markup(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert "tags: ['a:b:c', '[red]', '[/x]']" in printed_values(
+        capsys, "tags=['a:b:c','[red]','[/x]']"
+    )
     Board(Jobs(Path(), "", [])).say("a:b:c [/x]")
     shown = [
         Point([f"x={text}"], "0", OmegaConf.create(), Config(), reason)
@@ -182,7 +209,8 @@ def test_console_prints_brackets_literally_instead_of_as_rich_markup(capsys: pyt
 
 
 @pytest.mark.parametrize(
-    ("loss", "expected"), [(0.02, "reached: train/loss 0.0200"), (1.5, "not reached: train/loss 1.5000")]
+    ("loss", "expected"),
+    [(0.02, "reached: train/loss 0.0200"), (1.5, "not reached: train/loss 1.5000")],
 )
 def test_overfit_preset_reports_whether_loss_target_is_reached(
     loss: float, expected: str, caplog: pytest.LogCaptureFixture
@@ -191,14 +219,18 @@ def test_overfit_preset_reports_whether_loss_target_is_reached(
     result = Result("done", train={"loss": loss}, val={"acc": 0.5, "acc_best": 0.5})
     with caplog.at_level(logging.INFO):
         show_end(config, Path("outputs/x"), result, [], [])
-    assert any(line.partition(" ")[2].strip().startswith(expected) for line in caplog.messages), caplog.messages
+    assert any(line.partition(" ")[2].strip().startswith(expected) for line in caplog.messages), (
+        caplog.messages
+    )
 
 
 @pytest.mark.parametrize(("epochs", "is_early"), [(3, True), (9, False)])
 def test_console_reports_early_stop_only_when_the_run_ended_before_its_last_epoch(
     epochs: int, is_early: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = resolved("parallel=single", "train.epochs=9", "train.early_stop=2", "checkpoint.metric=val/loss")
+    config = resolved(
+        "parallel=single", "train.epochs=9", "train.early_stop=2", "checkpoint.metric=val/loss"
+    )
     with caplog.at_level(logging.INFO):
         show_end(config, Path("outputs/x"), Result("done", epochs=epochs, steps=30), [], [])
     shown = [line for line in caplog.messages if line.startswith("early stop   ")]
@@ -206,35 +238,53 @@ def test_console_reports_early_stop_only_when_the_run_ended_before_its_last_epoc
     assert all(text in line for line in shown for text in ("val/loss", " 2 ", "train.early_stop"))
 
 
-@pytest.mark.parametrize(("speed", "shown"), [(12345.2, ["12,345 images/s"]), (7.25, ["7.25 images/s"]), (None, [])])
+@pytest.mark.parametrize(
+    ("speed", "shown"), [(12345.2, ["12,345 images/s"]), (7.25, ["7.25 images/s"]), (None, [])]
+)
 def test_console_ends_with_the_speed_of_the_timed_steps_if_any_were_timed(
     speed: float | None, shown: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     result = Result("done", throughput={"images_per_sec": speed, "steps_timed": 30 if speed else 0})
     with caplog.at_level(logging.INFO):
         show_end(resolved("parallel=single"), Path("outputs/x"), result, [], [])
-    lines = [line.removeprefix("speed        ") for line in caplog.messages if line.startswith("speed")]
+    lines = [
+        line.removeprefix("speed        ") for line in caplog.messages if line.startswith("speed")
+    ]
     assert [line.partition(", mean")[0] for line in lines] == shown
 
 
 @pytest.mark.processes
-def test_console_line_of_an_epoch_shows_val_metrics_only_when_it_was_evaluated(tmp_path: Path) -> None:
+def test_console_line_of_an_epoch_shows_val_metrics_only_when_it_was_evaluated(
+    tmp_path: Path,
+) -> None:
     folder = run_warm(
-        tmp_path / "run", "parallel=single", "train.epochs=5", "train.evaluate_every=2", "data.limit_train=64"
+        tmp_path / "run",
+        "parallel=single",
+        "train.epochs=5",
+        "train.evaluate_every=2",
+        "data.limit_train=64",
     )
-    lines = [line for line in (folder / "console.txt").read_text().splitlines() if line.startswith("epoch ")]
+    lines = [
+        line
+        for line in (folder / "console.txt").read_text().splitlines()
+        if line.startswith("epoch ")
+    ]
     assert ["val/" in line for line in lines] == [False, True, False, True, True]
 
 
 @pytest.mark.parametrize("overrides", [("data=folder",), ("experiment=finetune",)])
-def test_overfit_preset_trains_without_augmentation_and_smoothing(overrides: tuple[str, ...]) -> None:
+def test_overfit_preset_trains_without_augmentation_and_smoothing(
+    overrides: tuple[str, ...],
+) -> None:
     config = resolved(*overrides, "data.root=x", "debug=overfit", "parallel=single")
     assert config.data.augment == AugmentConfig()
     assert config.train.smoothing == 0
 
 
 def test_log_lines_are_printed_above_the_progress_bar(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The log handler exists before the bar. A log line that bypassed the bar would end up on the line of the bar."""
+    """The log handler exists before the bar. A log line that bypassed the bar would end up on the
+    line of the bar.
+    """
     terminal = Terminal()
     monkeypatch.setattr(sys, "stdout", terminal)
     monkeypatch.setenv("TERM", "xterm-256color")
@@ -252,7 +302,9 @@ def test_log_lines_are_printed_above_the_progress_bar(monkeypatch: pytest.Monkey
     assert text.endswith("afterwards\n")
 
 
-def test_console_prints_no_progress_bar_when_stdout_is_redirected(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_console_prints_no_progress_bar_when_stdout_is_redirected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     file = io.StringIO()
     monkeypatch.setattr(sys, "stdout", file)
     with Console(True, total_steps=10, first_step=0) as console:
@@ -261,14 +313,18 @@ def test_console_prints_no_progress_bar_when_stdout_is_redirected(monkeypatch: p
     assert file.getvalue() == ""
 
 
-def test_example_of_conf_local_default_yaml_composes_with_changed_output_dir(tmp_path: Path) -> None:
+def test_example_of_conf_local_default_yaml_composes_with_changed_output_dir(
+    tmp_path: Path,
+) -> None:
     from hydra._internal.utils import get_args_parser
 
     from timm_parallel.config.compose import compose_command
 
     (tmp_path / "local").mkdir()
     text = (ROOT / "conf" / "local" / "default.yaml.example").read_text(encoding="utf-8")
-    (tmp_path / "local" / "default.yaml").write_text(text.replace("output_dir: outputs", "output_dir: /elsewhere"))
+    (tmp_path / "local" / "default.yaml").write_text(
+        text.replace("output_dir: outputs", "output_dir: /elsewhere")
+    )
     config = compose_command(get_args_parser().parse_args(["--config-dir", str(tmp_path)])).config
     assert config.paths.output_dir == "/elsewhere"
 
@@ -279,7 +335,9 @@ def test_example_of_conf_local_default_yaml_composes_with_changed_output_dir(tmp
 @pytest.mark.processes
 @pytest.mark.parametrize("word", ["--local-rank=0", "--local_rank=0"])
 def test_error_for_old_torch_launcher_suggests_torchrun(train: Train, word: str) -> None:
-    done = train.start_command([sys.executable, "train.py", word, "parallel=ddp"], train.base).finish()
+    done = train.start_command(
+        [sys.executable, "train.py", word, "parallel=ddp"], train.base
+    ).finish()
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert "torchrun --nproc-per-node N train.py parallel=ddp" in done.stderr
@@ -335,11 +393,14 @@ def test_unrelated_runtime_error_does_not_name_unused_parameters() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "task"), [((), None), (("debug=fast",), "debug"), (("task_name=mine", "debug=fast"), "mine")]
+    ("words", "task"),
+    [((), None), (("debug=fast",), "debug"), (("task_name=mine", "debug=fast"), "mine")],
 )
 def test_task_name_of_debug_preset_overrides_the_default_but_not_the_command_line(
     words: tuple[str, ...], task: str | None
 ) -> None:
-    """The task_name in conf/train.yaml must not override the task_name of a preset or of the command line."""
+    """The task_name in conf/train.yaml must not override the task_name of a preset or of the
+    command line.
+    """
     own = OmegaConf.load(ROOT / "conf" / "train.yaml").task_name
     assert resolved(*words).task_name == (task or own)

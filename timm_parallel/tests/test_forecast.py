@@ -1,4 +1,6 @@
-"""The forecast recovers the model behind the measurements, reports its error, and answers what-if questions."""
+"""The forecast recovers the model behind the measurements, reports its error, and answers what-if
+questions.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +13,28 @@ from typing import Any
 
 import pytest
 
-from timm_parallel.lab.forecast.model import Answer, Link, Measured, Model, fit, forecast, leave_one_out, notes_on
+from timm_parallel.lab.forecast.model import (
+    Answer,
+    Link,
+    Measured,
+    Model,
+    fit,
+    forecast,
+    leave_one_out,
+    notes_on,
+)
 from timm_parallel.lab.forecast.table import as_text, forecast_sweep
 from timm_parallel.record.jobs import Job, Jobs
 from timm_parallel.record.result import Result, write_result
 
-TRUE = Model(fixed=0.004, per_image=0.001, hidden=0.3, link=Link(30e-6, 2e9), gradient_bytes=100_000_000)
+TRUE = Model(
+    fixed=0.004, per_image=0.001, hidden=0.3, link=Link(30e-6, 2e9), gradient_bytes=100_000_000
+)
 
 
-def run(devices: int, per_device: float, model: Model = TRUE, noise: float = 0.0, ring: bool = True) -> Measured:
+def run(
+    devices: int, per_device: float, model: Model = TRUE, noise: float = 0.0, ring: bool = True
+) -> Measured:
     factor = 1 + noise
     return Measured(
         devices,
@@ -68,7 +83,8 @@ def test_forecast_interval_from_noisy_measurements_contains_true_speed() -> None
     for seed in range(3):
         answer = forecast(strong(1, 2, 4, noise=random.Random(seed), repeats=3), counts=(2, 8, 16))
         held += all(
-            (row.low or 0) <= TRUE.speed(row.devices, 256 / row.devices) <= (row.high or 0) for row in answer.strong[1:]
+            (row.low or 0) <= TRUE.speed(row.devices, 256 / row.devices) <= (row.high or 0)
+            for row in answer.strong[1:]
         )
     assert held >= 2
 
@@ -84,7 +100,9 @@ def test_forecast_has_no_error_estimate_with_two_device_counts_and_is_refused_wi
 def test_forecast_notes_name_fitted_costs_at_their_bound_and_count_flagged_runs() -> None:
     assert notes_on(TRUE, strong(1, 2, 4, 8)) == []
     # A step takes the same time for any batch, and the all-reduce takes no time.
-    flat = [Measured(n, 256, 0.02, 1000 if n > 1 else 0, 1e-9 if n > 1 else None) for n in (1, 2, 4)]
+    flat = [
+        Measured(n, 256, 0.02, 1000 if n > 1 else 0, 1e-9 if n > 1 else None) for n in (1, 2, 4)
+    ]
     notes = " ".join(notes_on(fit(flat), flat))
     assert "c1 = 0" in notes and "β without limit" in notes
     assert "c0" not in notes and "h = " not in notes
@@ -101,7 +119,9 @@ def test_forecast_warns_when_its_leave_one_out_error_exceeds_15_percent() -> Non
 
 
 def undescribed() -> list[Measured]:
-    """Return two repeats of three device counts that no such model fits: the largest batch per device is fastest."""
+    """Return two repeats of three device counts that no such model fits: the largest batch per
+    device is fastest.
+    """
     runs = [
         Measured(1, 64, 64 / 2789, 0),
         Measured(2, 64, 64 / 1584, 244_000, 0.005),
@@ -129,15 +149,21 @@ def test_forecast_prints_numbers_without_exponents_and_counts_flagged_runs(tmp_p
     text = "\n".join(as_text(forecast_sweep(folder, counts=(2, 100_000))))
     assert re.search(r"\de[+-]?\d", text) is None, text
     [largest] = [line for line in text.splitlines() if line.split()[:1] == ["100,000"]]
-    assert re.fullmatch(r"100,000 +64 +[\d,]+ +[\d,]+ +[\d,]+ +[\d.]+% +unknown", largest.strip()), largest
+    assert re.fullmatch(
+        r"100,000 +64 +[\d,]+ +[\d,]+ +[\d,]+ +[\d.]+% +unknown", largest.strip()
+    ), largest
     assert "low and high:" in text
     flagged = json.loads((folder / "0" / "result.json").read_text())
-    (folder / "0" / "result.json").write_text(json.dumps(flagged | {"flags": ["a hypervisor took 20 %"]}))
+    (folder / "0" / "result.json").write_text(
+        json.dumps(flagged | {"flags": ["a hypervisor took 20 %"]})
+    )
     assert "1 of 3 runs" in "\n".join(as_text(forecast_sweep(folder)))
 
 
 def test_forecast_error_is_below_5_percent_when_exact_measurements_vary_batch_size() -> None:
-    """In a sweep that also varies data.batch_size, the model that generated all measurements must match all of them."""
+    """In a sweep that also varies data.batch_size, the model that generated all measurements must
+    match all of them.
+    """
     runs = [run(devices, batch / devices) for devices in (1, 2, 4) for batch in (64, 256)]
     answer = forecast(runs)
     assert answer.error is not None and answer.error < 0.05
@@ -148,7 +174,9 @@ def test_forecast_predicts_speed_for_a_different_network_link() -> None:
     slow = forecast(runs, bandwidth=25e6, latency=100e-6)
     truth = Model(TRUE.fixed, TRUE.per_image, TRUE.hidden, Link(100e-6, 25e6), TRUE.gradient_bytes)
     assert slow.strong[1].speed == pytest.approx(truth.speed(2, 128), rel=0.05)
-    assert slow.strong[1].measured is None, "the measured device counts used a different network link"
+    assert slow.strong[1].measured is None, (
+        "the measured device counts used a different network link"
+    )
     within = forecast(runs, bandwidth=25e6, devices_per_node=8)
     assert within.strong[3].speed == pytest.approx(forecast(runs).strong[3].speed)
     assert within.strong[4].speed < 0.5 * forecast(runs).strong[4].speed
@@ -157,23 +185,33 @@ def test_forecast_predicts_speed_for_a_different_network_link() -> None:
 
 def test_forecast_is_limited_by_a_slow_data_loader_at_every_device_count() -> None:
     slow = Model(0.0, 0.001, 0.0, Link(1e-6, 1e12), 1000, data_rate=200.0)
-    runs = [Measured(n, 64 * n, slow.seconds(n, 64), 1000 if n > 1 else 0, None, 0.8) for n in (1, 2, 4)]
+    runs = [
+        Measured(n, 64 * n, slow.seconds(n, 64), 1000 if n > 1 else 0, None, 0.8) for n in (1, 2, 4)
+    ]
     assert fit(runs).data_rate == pytest.approx(200)
     assert forecast(runs).weak[-1].speed == pytest.approx(1024 * 200, rel=0.05)
 
 
-def sweep_folder(folder: Path, neighbours: int = 0, knows_bytes: bool = True, warm_up: int | None = None) -> Path:
-    """Write a sweep. `warm_up`: number of devices of an extra baseline run before all others, ten times as slow."""
+def sweep_folder(
+    folder: Path, neighbours: int = 0, knows_bytes: bool = True, warm_up: int | None = None
+) -> Path:
+    """Write a sweep. `warm_up`: number of devices of an extra baseline run before all others, ten
+    times as slow.
+    """
     jobs = Jobs(folder, "python train.py -m …", [])
     counts = [(devices, 0, 0.0) for devices in (1, 2, 4)]
-    for number, (devices, block, noise) in enumerate([(warm_up, None, 9.0), *counts] if warm_up else counts):
+    for number, (devices, block, noise) in enumerate(
+        [(warm_up, None, 9.0), *counts] if warm_up else counts
+    ):
         measured, name = run(devices, 64, noise=noise), str(number)
         (folder / name).mkdir(parents=True)
         (folder / name / "config.yaml").write_text("train: {accumulate: 1}\n")
         overrides = [f"parallel.devices={devices}", "model=resnet18", "parallel=ddp"]
         jobs.jobs.append(Job(number, name, name, overrides, block, status="done"))
         strategy = "ddp" if devices > 1 else "single"
-        result = Result("done", strategy=strategy, devices=devices, world_size=devices, processes=devices)
+        result = Result(
+            "done", strategy=strategy, devices=devices, world_size=devices, processes=devices
+        )
         result.batch_size, result.neighbours, result.model = measured.images, neighbours, "resnet18"
         result.throughput = {"images_per_sec": measured.images / measured.seconds}
         result.communication = {
@@ -185,12 +223,16 @@ def sweep_folder(folder: Path, neighbours: int = 0, knows_bytes: bool = True, wa
     return folder
 
 
-def test_forecast_of_a_sweep_folder_returns_measured_speeds_per_model_as_text_and_json(tmp_path: Path) -> None:
+def test_forecast_of_a_sweep_folder_returns_measured_speeds_per_model_as_text_and_json(
+    tmp_path: Path,
+) -> None:
     answers = forecast_sweep(sweep_folder(tmp_path), counts=(2, 8))
     assert list(answers) == ["model=resnet18"]
     answer: Answer = answers["model=resnet18"]
     assert answer.weak[1].measured == pytest.approx(TRUE.speed(2, 64))
-    assert json.loads(json.dumps(answers, default=asdict))["model=resnet18"]["weak"][1]["devices"] == 2
+    assert (
+        json.loads(json.dumps(answers, default=asdict))["model=resnet18"]["weak"][1]["devices"] == 2
+    )
     text = "\n".join(as_text(answers))
     assert "Gbit/s" in text and "strong" in text and "weak" in text
 
@@ -200,7 +242,11 @@ def test_forecast_ignores_the_warm_up_run_of_a_sweep(tmp_path: Path) -> None:
     assert answer.weak[0].measured == pytest.approx(TRUE.speed(1, 64))
 
 
-@pytest.mark.parametrize("changes", [{"neighbours": 1}, {"knows_bytes": False}], ids=["concurrent jobs", "fsdp"])
-def test_forecast_is_refused_when_no_run_has_usable_measurements(tmp_path: Path, changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "changes", [{"neighbours": 1}, {"knows_bytes": False}], ids=["concurrent jobs", "fsdp"]
+)
+def test_forecast_is_refused_when_no_run_has_usable_measurements(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
     with pytest.raises(ValueError, match=r"parallel\.devices"):
         forecast_sweep(sweep_folder(tmp_path, **changes))

@@ -1,4 +1,6 @@
-"""train.py as a process: errors, --help, --cfg and shell completion are quick and do not import torch."""
+"""train.py as a process: errors, --help, --cfg and shell completion are quick and do not import
+torch.
+"""
 
 from __future__ import annotations
 
@@ -30,13 +32,19 @@ sys.exit(code)
 """
 
 
-def run_process(*words: str, cwd: Path, spy: bool = True) -> tuple[subprocess.CompletedProcess[str], float]:
-    """Run train.py with these arguments and return the finished process and its duration in seconds."""
+def run_process(
+    *words: str, cwd: Path, spy: bool = True
+) -> tuple[subprocess.CompletedProcess[str], float]:
+    """Run train.py with these arguments and return the finished process and its duration in
+    seconds.
+    """
     environment = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
     environment["PYTHONPATH"] = str(ROOT)
     program = [sys.executable, "-c", SPY, str(TRAIN)] if spy else [sys.executable, str(TRAIN)]
     started = time.monotonic()
-    done = subprocess.run([*program, *words], cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [*program, *words], cwd=cwd, env=environment, capture_output=True, text=True, timeout=300
+    )
     return done, time.monotonic() - started
 
 
@@ -46,18 +54,25 @@ def run_process(*words: str, cwd: Path, spy: bool = True) -> tuple[subprocess.Co
     [
         ("modle=resnet18", "modle=resnet18"),
         ("++hydra.runn.dir=x", "runn"),
-        ("parallel=ddp parallel.devices=2 data.batch_size=63 parallel.accelerator=cpu", "data.batch_size=63"),
+        (
+            "parallel=ddp parallel.devices=2 data.batch_size=63 parallel.accelerator=cpu",
+            "data.batch_size=63",
+        ),
         ("model.name=resnet81", "resnet18"),
     ],
 )
-def test_invalid_command_fails_quickly_without_importing_torch(tmp_path: Path, command: str, named: str) -> None:
+def test_invalid_command_fails_quickly_without_importing_torch(
+    tmp_path: Path, command: str, named: str
+) -> None:
     done, seconds = run_process(*command.split(" "), cwd=tmp_path)
     assert done.returncode == 2, done.stderr
     assert len(done.stderr.splitlines()) == 1, done.stderr
     assert named in done.stderr
     assert done.stdout.split() == ["imported:"]
     assert list(tmp_path.iterdir()) == []
-    assert seconds < 10, "expected about 1 s on an idle machine; more than 10 s suggests an import of torch"
+    assert seconds < 10, (
+        "expected about 1 s on an idle machine; more than 10 s suggests an import of torch"
+    )
 
 
 @pytest.mark.processes
@@ -88,7 +103,11 @@ def test_bash_completion_installs_and_lists_parallel_strategies(tmp_path: Path) 
     done, _ = run_process("--shell-completion", "install=bash", cwd=tmp_path, spy=False)
     assert done.returncode == 0, done.stderr
     assert "COMP_WORDBREAKS" in done.stdout
-    environment = {"COMP_LINE": "python train.py parallel=", "COMP_POINT": "25", "PATH": os.environ["PATH"]}
+    environment = {
+        "COMP_LINE": "python train.py parallel=",
+        "COMP_POINT": "25",
+        "PATH": os.environ["PATH"],
+    }
     done = subprocess.run(
         [sys.executable, str(TRAIN), "--shell-completion", "query=bash"],
         cwd=tmp_path,

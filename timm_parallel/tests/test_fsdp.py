@@ -30,7 +30,13 @@ from timm_parallel.runtime.evaluation import evaluate
 from timm_parallel.testing.configs import resolved
 from timm_parallel.testing.ranks import in_ranks
 
-SETTINGS = ("model=tiny", "data.batch_size=24", "data.limit_train=48", "train.log_every=1", "optim.warmup_epochs=0")
+SETTINGS = (
+    "model=tiny",
+    "data.batch_size=24",
+    "data.limit_train=48",
+    "train.log_every=1",
+    "optim.warmup_epochs=0",
+)
 
 
 def fsdp(devices: int, *overrides: str) -> Any:
@@ -38,19 +44,24 @@ def fsdp(devices: int, *overrides: str) -> Any:
 
 
 def built(ranks: Any, store: Any, name: str, *overrides: str) -> RunParts:
-    """Build a run under fsdp, or under single without a store. Several runs of one process have different names."""
+    """Build a run under fsdp, or under single without a store. Several runs of one process have
+    different names.
+    """
     if store is None:
         config = resolved(*SETTINGS, "parallel=single", *overrides)
         return RunParts(config, build_strategy(config.parallel, ranks, None))
     config = fsdp(ranks.world_size, *overrides)
-    return RunParts(config, build_strategy(config.parallel, ranks, torch.distributed.PrefixStore(name, store)))
+    return RunParts(
+        config, build_strategy(config.parallel, ranks, torch.distributed.PrefixStore(name, store))
+    )
 
 
 def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-# Blocks --------------------------------------------------------------------------------------------------------------
+# Blocks
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -63,7 +74,9 @@ def local(tensor: Tensor) -> Tensor:
         ("mixer_s32_224", "MixerBlock", 8),
     ],
 )
-def test_fsdp_sharded_blocks_of_a_timm_model_are_its_repeated_modules(name: str, kind: str, count: int) -> None:
+def test_fsdp_sharded_blocks_of_a_timm_model_are_its_repeated_modules(
+    name: str, kind: str, count: int
+) -> None:
     with torch.device("meta"):
         model = timm.create_model(name)
     blocks = blocks_of(model, groups_of)
@@ -114,11 +127,14 @@ def test_fsdp_vector_layers_are_layer_norms_and_layer_scales() -> None:
     assert {type(layer).__name__ for layer in vector_layers(model)} == {"LayerNorm", "LayerScale"}
 
 
-# Parts ---------------------------------------------------------------------------------------------------------------
+# Parts
+# --------------------------------------------------------------------------------------------------
 
 
 def sizes_of_parts(ranks: Any, store: Any) -> dict[str, tuple[int, int]]:
-    """Return (number of elements on this rank, in total) for weights, gradients, optimizer state and EMA."""
+    """Return (number of elements on this rank, in total) for weights, gradients, optimizer state
+    and EMA.
+    """
     parts = built(ranks, store, "sizes", "model.ema.decay=0.9")
     state = parts.state
     state.wrapped(*next(parts.train.epoch(0)))[0].backward()
@@ -131,7 +147,10 @@ def sizes_of_parts(ranks: Any, store: Any) -> dict[str, tuple[int, int]]:
         "optimizer": [s["exp_avg"] for s in state.optimizer.state.values()],
         "ema": list(state.ema.module.parameters()),
     }
-    sizes = {name: (sum(local(t).numel() for t in ts), sum(t.numel() for t in ts)) for name, ts in held.items()}
+    sizes = {
+        name: (sum(local(t).numel() for t in ts), sum(t.numel() for t in ts))
+        for name, ts in held.items()
+    }
     parts.strategy.close()
     return sizes
 
@@ -167,26 +186,35 @@ def test_fsdp_gathers_the_contents_of_a_checkpoint_on_rank_0_only() -> None:
     assert first > 4 * sum(parameter.numel() for parameter in blocks.parameters())
 
 
-# Training ------------------------------------------------------------------------------------------------------------
+# Training
+# --------------------------------------------------------------------------------------------------
 
 
 def three_steps_of_each_optimizer(ranks: Any, store: Any) -> dict[str, Any]:
-    """Return the weights after three steps, where the optimizer's state is saved and restored after the second."""
+    """Return the weights after three steps, where the optimizer's state is saved and restored after
+    the second.
+    """
     weights = {}
     for name in OPTIMIZERS_OF_PARTS:
         parts = built(ranks, store, name, "optim=sgd", f"optim.opt={name}")
         state, draw = parts.state, torch.Generator().manual_seed(0)
         for step in range(3):
-            # Random gradients, because some optimizers amplify rounding errors of gradients near zero.
+            # Random gradients, because some optimizers amplify rounding errors of gradients near
+            # zero.
             for parameter in state.model.parameters():
-                parameter.grad = parts.strategy.part(torch.randn(parameter.shape, generator=draw), parameter)
+                parameter.grad = parts.strategy.part(
+                    torch.randn(parameter.shape, generator=draw), parameter
+                )
             nn.utils.clip_grad_norm_(state.model.parameters(), 1)
             state.optimizer.step()
             state.optimizer.zero_grad()
             if step == 1:
                 saved = parts.strategy.group.share_state(checkpoint.snapshot(state, parts.strategy))
                 checkpoint.restore(state, parts.strategy, saved)
-        whole = [parts.strategy.whole(parameter.detach()).flatten() for parameter in state.model.parameters()]
+        whole = [
+            parts.strategy.whole(parameter.detach()).flatten()
+            for parameter in state.model.parameters()
+        ]
         weights[name] = torch.cat(whole).numpy()
         parts.strategy.close()
     return weights
@@ -235,9 +263,17 @@ def test_fsdp_reduces_gradients_once_per_step_when_batches_are_accumulated() -> 
 
 
 def trained(ranks: Any, store: Any, folder: str, *overrides: str) -> dict[str, Any]:
-    """Train under fsdp, or under single on one rank, and return the types seen in the forward pass and the weights."""
+    """Train under fsdp, or under single on one rank, and return the types seen in the forward pass
+    and the weights.
+    """
     strategy, devices = ("fsdp", ranks.world_size) if ranks.world_size > 1 else ("single", 1)
-    config = resolved(*SETTINGS, f"parallel={strategy}", f"parallel.devices={devices}", "train.epochs=1", *overrides)
+    config = resolved(
+        *SETTINGS,
+        f"parallel={strategy}",
+        f"parallel.devices={devices}",
+        "train.epochs=1",
+        *overrides,
+    )
     Path(folder).mkdir(exist_ok=True)
     trainer = Trainer(config, Path(folder), ranks, store if ranks.world_size > 1 else None)
     seen = {}
@@ -257,9 +293,12 @@ def trained(ranks: Any, store: Any, folder: str, *overrides: str) -> dict[str, A
     "overrides",
     [
         ("train.precision=bf16",),
-        pytest.param(("train.precision=fp16", "optim.clip_grad=1"), marks=pytest.mark.slow(seconds=3)),
         pytest.param(
-            ("train.precision=bf16", "model=resnet18", "model.name=resnet10t"), marks=pytest.mark.slow(seconds=3)
+            ("train.precision=fp16", "optim.clip_grad=1"), marks=pytest.mark.slow(seconds=3)
+        ),
+        pytest.param(
+            ("train.precision=bf16", "model=resnet18", "model.name=resnet10t"),
+            marks=pytest.mark.slow(seconds=3),
         ),
     ],
     ids=["bf16", "fp16", "bf16_with_batchnorm"],
@@ -270,7 +309,9 @@ def test_fsdp_gathers_matrices_in_16_bits_and_norm_weights_in_32_bits(
     of_ranks = in_ranks(trained, 2, str(tmp_path), *overrides)
     low = "torch.float16" if "train.precision=fp16" in overrides else "torch.bfloat16"
     assert of_ranks[0]["seen"]["Linear"] == low
-    assert {of_ranks[0]["seen"][kind] for kind in of_ranks[0]["seen"] if "Norm" in kind} == {"torch.float32"}
+    assert {of_ranks[0]["seen"][kind] for kind in of_ranks[0]["seen"] if "Norm" in kind} == {
+        "torch.float32"
+    }
     if "resnet10t" in str(overrides):
         return  # each rank has BatchNorm statistics of its own share
     (tmp_path / "alone").mkdir()
@@ -296,19 +337,27 @@ def test_fsdp_matches_single_with_freeze_grad_checkpointing_or_channels_last(
     (tmp_path / "alone").mkdir()
     [alone] = in_ranks(trained, 1, str(tmp_path / "alone"), *overrides)
     assert of_ranks[0]["loss"] == pytest.approx(alone["loss"], rel=1e-5)
-    ours, theirs = (checkpoint.load(at / "checkpoints/last.pt")["model"] for at in (tmp_path, tmp_path / "alone"))
+    ours, theirs = (
+        checkpoint.load(at / "checkpoints/last.pt")["model"]
+        for at in (tmp_path, tmp_path / "alone")
+    )
     for name, weight in theirs.items():
         assert torch.allclose(ours[name], weight, rtol=1e-4, atol=1e-5), name
 
 
-# Evaluation ----------------------------------------------------------------------------------------------------------
+# Evaluation
+# --------------------------------------------------------------------------------------------------
 
 
 def evaluated(ranks: Any, store: Any, stops: bool) -> list[float | None] | None:
-    """Evaluate 25 images in batches of 8 per rank: with 3 ranks, one has a batch more than the others."""
+    """Evaluate 25 images in batches of 8 per rank: with 3 ranks, one has a batch more than the
+    others.
+    """
     parts = built(ranks, store, f"evaluation{stops}")
     loader = parts.evaluation["val"]
-    loader.sampler.indices = loader.sampler.indices[: {0: 9, 1: 8, 2: 0}[ranks.rank] if store is not None else 540]
+    loader.sampler.indices = loader.sampler.indices[
+        : {0: 9, 1: 8, 2: 0}[ranks.rank] if store is not None else 540
+    ]
     autocast = Autocast(parts.state.model, "cpu", None)
     model = parts.strategy.for_evaluation(autocast)
     assert isinstance(model, Lockstep)
@@ -321,7 +370,9 @@ def evaluated(ranks: Any, store: Any, stops: bool) -> list[float | None] | None:
         parts.strategy.group,
         should_stop=(lambda: ranks.rank == 0 and next(calls) == 1) if stops else None,
     )
-    assert all(isinstance(parameter, DTensor) for parameter in parts.state.model.parameters()), "still gathered"
+    assert all(isinstance(parameter, DTensor) for parameter in parts.state.model.parameters()), (
+        "still gathered"
+    )
     # Training continues after an evaluation.
     parts.state.wrapped.train()(*next(parts.train.epoch(0)))[0].backward()
     parts.strategy.close()
@@ -344,6 +395,7 @@ def test_fsdp_evaluation_stops_on_all_ranks_when_one_rank_requests_a_stop() -> N
 def _evaluated_without_count(ranks: Any, store: Any, stops: bool) -> list[float | None] | None:
     from timm_parallel.runtime import evaluation
 
-    # This test gives the ranks other shares than the sampler does, so the check of the sample count is replaced.
+    # This test gives the ranks other shares than the sampler does, so the check of the sample count
+    # is replaced.
     evaluation._check_count = lambda loader, samples, group: int(group.sum(torch.tensor(samples)))  # type: ignore[assignment]
     return evaluated(ranks, store, stops)

@@ -68,7 +68,9 @@ def refusals_of_fsdp(ranks: Ranks, store: Any) -> list[str]:
     """Return the message of the refusal to build each model or loss; empty if it trains a step."""
     messages = []
     for number, name in enumerate(("ReadsWeight", "Scaled", "Temperature", "NamesNoBlocks")):
-        config = resolved("parallel=fsdp", "parallel.devices=2", "data.image_size=8", "data.batch_size=24")
+        config = resolved(
+            "parallel=fsdp", "parallel.devices=2", "data.image_size=8", "data.batch_size=24"
+        )
         if name == "Temperature":
             config.train.loss = f"{HERE}.{name}"
         else:

@@ -25,9 +25,16 @@ from timm_parallel.testing.commands import Train
 from timm_parallel.testing.configs import resolved
 from timm_parallel.testing.ranks import run_warm
 
-ON_CUDA = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"))
+ON_CUDA = (
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+)
 WITHOUT_TF32 = {"NVIDIA_TF32_OVERRIDE": "0"}  # cuDNN's convolutions use TF32 by default
-TOLERANCE = {"fp32": 2e-3, "bf16": 1e-2, "fp16": 1e-2}  # of a loss near 2.3; bf16 is 4e-4 off on a CPU
+TOLERANCE = {
+    "fp32": 2e-3,
+    "bf16": 1e-2,
+    "fp16": 1e-2,
+}  # of a loss near 2.3; bf16 is 4e-4 off on a CPU
 WAYS = {
     "single": ("parallel=single",),
     "dp": ("parallel=dp", "parallel.devices=1"),
@@ -37,7 +44,12 @@ WAYS = {
 RESNET = ("model=resnet18", "model.name=resnet10t")
 RUNS = [
     *(("single", precision) for precision in ("fp32", "bf16", "fp16")),
-    *(("dp", "bf16"), ("ddp over NCCL", "fp32"), ("ddp over NCCL", "fp16"), ("two gloo ranks on one device", "fp32")),
+    *(
+        ("dp", "bf16"),
+        ("ddp over NCCL", "fp32"),
+        ("ddp over NCCL", "fp16"),
+        ("two gloo ranks on one device", "fp32"),
+    ),
 ]
 
 
@@ -62,7 +74,9 @@ def test_gpu_training_loss_matches_cpu_for_each_strategy_and_precision(
     assert done.returncode == 0, done.output
     assert done.result["accelerator"] == "cuda" and done.result["proof"]["hashes_equal"]
     contents = torch.load(done.folder / "checkpoints" / "last.pt", weights_only=True)
-    assert {leaf.device.type for leaf in tree_leaves(contents) if isinstance(leaf, torch.Tensor)} == {"cpu"}
+    assert {
+        leaf.device.type for leaf in tree_leaves(contents) if isinstance(leaf, torch.Tensor)
+    } == {"cpu"}
     assert done.result["train"]["loss"] == pytest.approx(loss_on_cpu, abs=TOLERANCE[precision])
 
 
@@ -76,7 +90,10 @@ def test_forked_jobs_of_a_sweep_train_on_the_gpu_and_record_it(train: Train) -> 
     assert done.returncode == 0, done.output
     for job in ("0", "1"):
         facts = json.loads((sweep / job / "environment.json").read_text(encoding="utf-8"))
-        assert (read_result(sweep / job).accelerator, len(facts["devices"])) == ("cuda", torch.cuda.device_count())
+        assert (read_result(sweep / job).accelerator, len(facts["devices"])) == (
+            "cuda",
+            torch.cuda.device_count(),
+        )
 
 
 @pytest.mark.gpu
@@ -92,7 +109,9 @@ def test_train_refuses_two_nccl_ranks_on_one_device(train: Train) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.processes
 def test_sync_bn_step_on_gpus_uses_statistics_of_the_whole_batch(tmp_path: Path) -> None:
-    """Two ranks of 8 images with SyncBatchNorm equal one process with 16; without it their statistics would differ."""
+    """Two ranks of 8 images with SyncBatchNorm equal one process with 16; without it their
+    statistics would differ.
+    """
     weights = {}
     common = (*RESNET, "parallel.accelerator=cuda", "data.batch_size=16", "train.max_steps=1")
     ranks = ("parallel=ddp", "parallel.devices=2")
@@ -124,7 +143,9 @@ def losses_and_evaluation(config: ResolvedConfig) -> tuple[list[float], float]:
     strategy = build_strategy(config.parallel, Ranks(), None)
     run = RunParts(config, strategy)
     assert measured_world_size(strategy) == config.parallel.devices
-    steps = train_epoch(run.state, run.train.epoch(0), config, strategy, run.hooks, run.steps_per_epoch, run.mixing)
+    steps = train_epoch(
+        run.state, run.train.epoch(0), config, strategy, run.hooks, run.steps_per_epoch, run.mixing
+    )
     losses = [report.means["loss"] for report in steps]
     autocast = Autocast(run.state.model, strategy.device.type, AUTOCAST[config.train.precision])
     evaluation = evaluate(
@@ -144,8 +165,14 @@ def losses_and_evaluation(config: ResolvedConfig) -> tuple[list[float], float]:
 def test_dp_training_with_two_replicas_on_one_device_matches_single(
     accelerator: str, loss_in_replica: bool | None, precision: str
 ) -> None:
-    """DataParallel accepts one device twice, although train.py does not. On a CPU the replicas are threads."""
-    overrides = (f"parallel.accelerator={accelerator}", f"train.precision={precision}", "train.log_every=1")
+    """DataParallel accepts one device twice, although train.py does not. On a CPU the replicas are
+    threads.
+    """
+    overrides = (
+        f"parallel.accelerator={accelerator}",
+        f"train.precision={precision}",
+        "train.log_every=1",
+    )
     config = resolved("parallel=single", *overrides)
     alone = losses_and_evaluation(config)
     parallel = config.parallel

@@ -1,6 +1,8 @@
-"""Faults during GPU use: the error names the rank, the device becomes free again, and a sweep continues.
+"""Faults during GPU use: the error names the rank, the device becomes free again, and a sweep
+continues.
 
-promises/test_faults.py and test_ends.py test the same faults on a CPU; this file also tests the sweep on a CPU.
+promises/test_faults.py and test_ends.py test the same faults on a CPU; this file also tests the
+sweep on a CPU.
 """
 
 from __future__ import annotations
@@ -21,14 +23,28 @@ gpu = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason
 on_cuda = pytest.mark.parametrize("accelerator", [pytest.param("cuda", marks=gpu)])
 on_both = pytest.mark.parametrize(
     "accelerator",
-    [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=(*gpu, pytest.mark.real_gpu))],
+    [
+        pytest.param("cpu", marks=pytest.mark.slow),
+        pytest.param("cuda", marks=(*gpu, pytest.mark.real_gpu)),
+    ],
 )
 
 
 def overrides(accelerator: str) -> list[str]:
     """Return the overrides of a run with two ranks that share a device."""
-    shared = ["parallel=ddp", "parallel.devices=2", "parallel.backend=gloo", f"parallel.accelerator={accelerator}"]
-    return [*shared, "data=synthetic", "data.kwargs.num_samples=192", "train.epochs=2", "parallel.timeout=4"]
+    shared = [
+        "parallel=ddp",
+        "parallel.devices=2",
+        "parallel.backend=gloo",
+        f"parallel.accelerator={accelerator}",
+    ]
+    return [
+        *shared,
+        "data=synthetic",
+        "data.kwargs.num_samples=192",
+        "train.epochs=2",
+        "parallel.timeout=4",
+    ]
 
 
 def fault_environment(kind: str, mark: Path) -> dict[str, str]:
@@ -51,11 +67,17 @@ def test_error_of_a_gpu_run_names_the_killed_or_stopped_rank(
 
 
 @on_both
-def test_sweep_continues_with_the_next_job_when_a_rank_runs_out_of_memory(train: Train, accelerator: str) -> None:
+def test_sweep_continues_with_the_next_job_when_a_rank_runs_out_of_memory(
+    train: Train, accelerator: str
+) -> None:
     sweep = train.base / "sweep"
     environment = fault_environment("no_memory", train.base / "mark")
     done = train(
-        "-m", *overrides(accelerator), "parallel.devices=2,1", f"hydra.sweep.dir={sweep}", environment=environment
+        "-m",
+        *overrides(accelerator),
+        "parallel.devices=2,1",
+        f"hydra.sweep.dir={sweep}",
+        environment=environment,
     )
     assert done.returncode == 1, done.output
     jobs = json.loads((sweep / "jobs.json").read_text(encoding="utf-8"))["jobs"]
@@ -63,7 +85,9 @@ def test_sweep_continues_with_the_next_job_when_a_rank_runs_out_of_memory(train:
 
 
 @on_cuda
-def test_sigterm_to_a_gpu_run_saves_a_checkpoint_and_exits_143(train: Train, accelerator: str) -> None:
+def test_sigterm_to_a_gpu_run_saves_a_checkpoint_and_exits_143(
+    train: Train, accelerator: str
+) -> None:
     running = train.start(*overrides(accelerator), "train.epochs=500", "train.log_every=1")
     running.wait_for_steps()
     done = running.signal(signal.SIGTERM)

@@ -21,7 +21,9 @@ TWO = ("parallel=ddp", "parallel.devices=2")
 
 
 def by_hand(train: Train, folder: Path, delay: float, *overrides: str) -> list[Running]:
-    """Start rank 1 and, after `delay` seconds, rank 0, as a cluster without a torchrun agent does."""
+    """Start rank 1 and, after `delay` seconds, rank 0,
+    as a cluster without a torchrun agent does.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -54,7 +56,9 @@ def by_torchrun(train_shared: Train) -> Finished:
 
 
 def check(done: Finished) -> None:
-    """Check that the folder contains each record once and that both ranks trained the same model."""
+    """Check that the folder contains each record once and that both ranks trained the
+    same model.
+    """
     folder, result = done.folder, done.result
     assert [path.parent for path in folder.rglob(".hydra")] == [folder]
     writers = {path.name.split(".")[-2] for path in folder.rglob("events.out.tfevents.*")}
@@ -62,7 +66,12 @@ def check(done: Finished) -> None:
     assert {path.name for path in (folder / "logs").iterdir()} == {"rank_0.log", "rank_1.log"}
     assert list(folder.rglob("*.tmp")) == []
     assert result["status"] == "done"
-    assert (result["strategy"], result["devices"], result["world_size"], result["processes"]) == ("ddp", 2, 2, 2)
+    assert (result["strategy"], result["devices"], result["world_size"], result["processes"]) == (
+        "ddp",
+        2,
+        2,
+        2,
+    )
     assert result["backend"] == "gloo"
     assert result["proof"]["hashes_equal"] is True
     assert result["proof"]["parameters_hash_start"] != result["parameters_hash"], (
@@ -74,32 +83,52 @@ def check(done: Finished) -> None:
 def check_equal(done: Finished, other: Finished) -> None:
     assert without_times(done.metrics) == without_times(other.metrics)
     assert done.result["parameters_hash"] == other.result["parameters_hash"]
-    weights = [checkpoint.load(each.folder / "checkpoints" / "last.pt")["model"] for each in (done, other)]
+    weights = [
+        checkpoint.load(each.folder / "checkpoints" / "last.pt")["model"] for each in (done, other)
+    ]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
-def test_torchrun_with_two_ranks_writes_each_record_once_with_equal_parameter_hashes(by_torchrun: Finished) -> None:
+def test_torchrun_with_two_ranks_writes_each_record_once_with_equal_parameter_hashes(
+    by_torchrun: Finished,
+) -> None:
     check(by_torchrun)
 
 
-def test_metrics_and_weights_are_identical_under_torchrun_and_python(by_torchrun: Finished, tmp_path: Path) -> None:
+def test_metrics_and_weights_are_identical_under_torchrun_and_python(
+    by_torchrun: Finished, tmp_path: Path
+) -> None:
     check_equal(by_torchrun, Finished(0, "", "", run_warm(tmp_path / "run", *TWO), 0.0))
 
 
 @pytest.mark.slow
-def test_concurrent_runs_with_same_folder_name_get_separate_folders(by_torchrun: Finished, train: Train) -> None:
-    """train.py starts one run; the second run has separately started ranks, rank 0 three seconds after rank 1."""
+def test_concurrent_runs_with_same_folder_name_get_separate_folders(
+    by_torchrun: Finished, train: Train
+) -> None:
+    """train.py starts one run; the second run has separately started ranks, rank 0 three seconds
+    after rank 1.
+    """
     ranks = by_hand(train, train.base / "run", 3.0, "parallel=ddp")
     runs = [in_its_folder(run.finish()) for run in (train.start(*TWO), ranks[1])]
     assert ranks[0].finish().returncode == 0
-    assert {run.folder.name for run in runs} == {"run", "run_1"} == {path.name for path in train.base.glob("run*")}
+    assert (
+        {run.folder.name for run in runs}
+        == {"run", "run_1"}
+        == {path.name for path in train.base.glob("run*")}
+    )
     for run in runs:
         check(run)
         check_equal(run, by_torchrun)
 
 
-def test_run_leaves_no_files_in_the_temporary_folder(by_torchrun: Finished, train_shared: Train) -> None:
-    left = [path for path in train_shared.temporary.iterdir() if not path.name.startswith("torchelastic_")]
+def test_run_leaves_no_files_in_the_temporary_folder(
+    by_torchrun: Finished, train_shared: Train
+) -> None:
+    left = [
+        path
+        for path in train_shared.temporary.iterdir()
+        if not path.name.startswith("torchelastic_")
+    ]
     assert left == [], "expected no files except the log folder of torchrun"
 
 
@@ -121,7 +150,9 @@ def test_torchrun_fails_without_creating_folder_when_config_is_invalid(train: Tr
 
 
 def test_sweep_is_refused_under_torchrun(train: Train) -> None:
-    ranks = by_hand(train, train.base / "run", 0, "-m", "parallel=ddp", f"hydra.sweep.dir={train.base}/sweep")
+    ranks = by_hand(
+        train, train.base / "run", 0, "-m", "parallel=ddp", f"hydra.sweep.dir={train.base}/sweep"
+    )
     ended = [rank.finish() for rank in ranks]
     assert all(done.returncode == 2 for done in ended), [done.output for done in ended]
     stderr = "".join(done.stderr for done in ended)

@@ -1,4 +1,6 @@
-"""Measurements of a run: throughput, parts of the step time, ranks, communication, disturbances and counts."""
+"""Measurements of a run: throughput, parts of the step time, ranks, communication, disturbances and
+counts.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,13 @@ def trained(ranks: Ranks, store: Any, folder: str, *overrides: str) -> dict[str,
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
     """Train one epoch of 78 steps with ddp on two ranks and return (result, folder)."""
     folder = tmp_path_factory.mktemp("measured") / "run"
-    words = ("parallel=ddp", "parallel.devices=2", "data.limit_train=1256", "data.batch_size=16", "train.epochs=1")
+    words = (
+        "parallel=ddp",
+        "parallel.devices=2",
+        "data.limit_train=1256",
+        "data.batch_size=16",
+        "train.epochs=1",
+    )
     return in_ranks(trained, 2, str(folder), *words)[0], folder
 
 
@@ -69,18 +77,24 @@ def test_result_images_per_sec_matches_time_between_logged_steps_of_a_ddp_run(
     two_ranks: tuple[dict[str, Any], Path],
 ) -> None:
     result, folder = two_ranks
-    assert result["throughput"]["images_per_sec"] == pytest.approx(by_the_clock(folder, 16), rel=0.02)
+    assert result["throughput"]["images_per_sec"] == pytest.approx(
+        by_the_clock(folder, 16), rel=0.02
+    )
     assert result["throughput"]["steps_timed"] == 68
 
 
-def test_result_step_time_parts_add_up_to_the_step_time(two_ranks: tuple[dict[str, Any], Path]) -> None:
+def test_result_step_time_parts_add_up_to_the_step_time(
+    two_ranks: tuple[dict[str, Any], Path],
+) -> None:
     result, _ = two_ranks
     step = 1000 * 16 / result["throughput"]["images_per_sec"]
     assert sum(result["step"].values()) == pytest.approx(step)
     assert min(result["step"].values()) >= 0
 
 
-def test_result_has_data_and_compute_time_for_every_rank(two_ranks: tuple[dict[str, Any], Path]) -> None:
+def test_result_has_data_and_compute_time_for_every_rank(
+    two_ranks: tuple[dict[str, Any], Path],
+) -> None:
     result, _ = two_ranks
     assert [rank["rank"] for rank in result["ranks"]] == [0, 1]
     assert {key for rank in result["ranks"] for key in rank} == {
@@ -100,7 +114,9 @@ def test_result_of_ddp_run_records_start_parameter_hash_hash_equality_and_chunk_
 
 def test_run_with_accumulation_drops_images_that_do_not_fill_the_last_step(tmp_path: Path) -> None:
     """An epoch has six batches, and a step accumulates four."""
-    result = in_ranks(trained, 1, str(tmp_path / "run"), "parallel=single", "train.accumulate=4", "train.epochs=1")[0]
+    result = in_ranks(
+        trained, 1, str(tmp_path / "run"), "parallel=single", "train.accumulate=4", "train.epochs=1"
+    )[0]
     assert (result["steps"], result["samples_seen"], result["dropped_per_epoch"]) == (1, 128, 64)
 
 
@@ -119,27 +135,40 @@ def slow_rank(ranks: Ranks, store: Any, folder: str, slow: int, *overrides: str)
 
 
 @pytest.mark.parametrize("slow", [1, pytest.param(0, marks=pytest.mark.slow)])
-def test_ddp_result_has_longer_compute_time_for_the_slowed_rank_only(tmp_path: Path, slow: int) -> None:
-    """The step time is the same on all ranks, but waiting for the slow rank does not count as compute time."""
+def test_ddp_result_has_longer_compute_time_for_the_slowed_rank_only(
+    tmp_path: Path, slow: int
+) -> None:
+    """The step time is the same on all ranks, but waiting for the slow rank does not count as
+    compute time.
+    """
     words = ("parallel=ddp", "parallel.devices=2", "train.epochs=4")
     ranks = in_ranks(slow_rank, 2, str(tmp_path / "run"), slow, *words)[0]["ranks"]
     assert ranks[slow]["compute_ms"] > ranks[1 - slow]["compute_ms"] + 10
 
 
 def hooked(ranks: Ranks, store: Any, delay: float, blocks: int, norm: bool) -> tuple[float, float]:
-    """Return (total, exposed) communication seconds per step when each bucket takes `delay` longer, after a warm-up."""
+    """Return (total, exposed) communication seconds per step when each bucket takes `delay` longer,
+    after a warm-up.
+    """
     import torch.distributed as dist
 
     strategy = build_strategy(
-        resolved("parallel=ddp", "parallel.devices=2", "parallel.broadcast_buffers=true").parallel, ranks, store
+        resolved("parallel=ddp", "parallel.devices=2", "parallel.broadcast_buffers=true").parallel,
+        ranks,
+        store,
     )
     assert isinstance(strategy, Distributed)
-    layers = [nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8) if norm else nn.Identity()) for _ in range(blocks)]
+    layers = [
+        nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8) if norm else nn.Identity())
+        for _ in range(blocks)
+    ]
     wrapped = strategy.wrap(TrainStep(nn.Sequential(*layers), nn.CrossEntropyLoss()))
     assert isinstance(wrapped, TimedDistributedDataParallel)
 
     def hook(state: Any, bucket: Any) -> Any:
-        """Delay the reduction in a separate thread, because a sleep in the hook would block the backward pass."""
+        """Delay the reduction in a separate thread, because a sleep in the hook would block the
+        backward pass.
+        """
         tensor, done = bucket.buffer(), torch.futures.Future()  # type: ignore[var-annotated]
         work = dist.all_reduce(tensor, async_op=True)
 
@@ -202,19 +231,34 @@ def of_strategy(ranks: Ranks, store: Any, *overrides: str) -> Any:
 def test_communication_of_dp_and_fsdp_is_unknown_and_zero_on_one_device(strategy: str) -> None:
     for devices, expected in ((1, ((0.0, 0.0), 0)), (2, (None, None))):
         ranks = devices if strategy == "fsdp" else 1
-        assert in_ranks(of_strategy, ranks, f"parallel={strategy}", f"parallel.devices={devices}")[0] == expected
+        assert (
+            in_ranks(of_strategy, ranks, f"parallel={strategy}", f"parallel.devices={devices}")[0]
+            == expected
+        )
 
 
 def usage(**changes: float) -> dict[str, Any]:
     """Return the CPU times of a rank that kept one of two processors busy for ten seconds."""
-    quiet = {"wall": 10.0, "own": 10.0, "busy": 10.2, "stolen": 0.0, "all": 20.0, "ran": 9.9, "queued": 0.05}
+    quiet = {
+        "wall": 10.0,
+        "own": 10.0,
+        "busy": 10.2,
+        "stolen": 0.0,
+        "all": 20.0,
+        "ran": 9.9,
+        "queued": 0.05,
+    }
     return quiet | changes | {"host": "here"}
 
 
 def test_measured_load_of_other_programs_excludes_cpu_time_of_the_run() -> None:
     measured = guard({"halves": [100.0, 101.0]}, [usage(), usage()], [])
-    assert measured["load"] == 0.0, "expected zero load by other programs, because both ranks belong to this run"
-    measured = guard({"halves": [100.0, 90.0]}, [usage(busy=20.0, stolen=1.0, ran=4.0, queued=6.0)], [])
+    assert measured["load"] == 0.0, (
+        "expected zero load by other programs, because both ranks belong to this run"
+    )
+    measured = guard(
+        {"halves": [100.0, 90.0]}, [usage(busy=20.0, stolen=1.0, ran=4.0, queued=6.0)], []
+    )
     assert (measured["load"], measured["steal"], measured["cpu_per_thread"]) == (1.0, 0.05, 0.4)
     assert measured["halves_ratio"] == pytest.approx(0.9)
 
@@ -226,9 +270,15 @@ def test_measured_load_of_other_programs_excludes_cpu_time_of_the_run() -> None:
         ({"load": 1.0}, ["other programs kept 1.0 of 2 processors busy"]),
         ({"load": 8.0, "own": 2.0, "cores": 64}, []),
         ({"steal": 0.2}, ["the hypervisor gave 20% of the processors' time to others"]),
-        ({"cpu_per_thread": 0.4}, ["its threads got 40% of the processor time that they were ready to use"]),
+        (
+            {"cpu_per_thread": 0.4},
+            ["its threads got 40% of the processor time that they were ready to use"],
+        ),
         ({"cpu_per_thread": 0.4, "own": 1.99}, []),
-        ({"halves_ratio": 0.8}, ["the second half of its steps ran at 0.80 times the speed of the first"]),
+        (
+            {"halves_ratio": 0.8},
+            ["the second half of its steps ran at 0.80 times the speed of the first"],
+        ),
         ({"clocks": [{"slowed_by": ["power brake"]}]}, ["GPU 0 was slowed down: power brake"]),
         (dict.fromkeys(("load", "own", "steal", "cpu_per_thread", "halves_ratio")), []),
     ],
@@ -240,7 +290,9 @@ def test_result_flags_name_cpu_load_steal_slowdown_or_gpu_throttling_during_a_ru
 
 
 class Nvml:
-    """Fake NVML with one device that supports only some queries; the temperature rises with each query."""
+    """Fake NVML with one device that supports only some queries; the temperature rises with each
+    query.
+    """
 
     NVMLError = type("NVMLError", (Exception,), {})
 
@@ -276,7 +328,12 @@ class Nvml:
                 "nvmlDeviceGetMaxClockInfo": 1980,
                 "nvmlDeviceGetCurrentClocksThrottleReasons": 0x44,
             },
-            {"celsius": 75, "sm_mhz": 1500, "sm_mhz_max": 1980, "slowed_by": ["heat (by the hardware)"]},
+            {
+                "celsius": 75,
+                "sm_mhz": 1500,
+                "sm_mhz_max": 1980,
+                "slowed_by": ["heat (by the hardware)"],
+            },
         ),
     ],
 )
@@ -291,7 +348,9 @@ def test_gpu_state_has_temperature_and_clocks_when_nvml_reports_them(
 
 
 class SteppedGpu:
-    """Fake GPU whose counter rises by 5 J with every training step. Rank 1's lacks a counter if `known` is false."""
+    """Fake GPU whose counter rises by 5 J with every training step. Rank 1's lacks a counter if
+    `known` is false.
+    """
 
     def __init__(self, uuid: str, known: bool = True) -> None:
         self.uuid, self.known = uuid, known
@@ -300,7 +359,9 @@ class SteppedGpu:
         return 1000.0 + 5 * liveness.step if self.known else math.nan
 
 
-def metered(ranks: Ranks, store: Any, folder: str, uuids: list[str], known: bool, *overrides: str) -> dict[str, Any]:
+def metered(
+    ranks: Ranks, store: Any, folder: str, uuids: list[str], known: bool, *overrides: str
+) -> dict[str, Any]:
     """Train like `trained`, with a fake GPU per rank."""
     gpu: Any = SteppedGpu(uuids[ranks.rank], known or ranks.rank == 0)
     telemetry.Energy = lambda gpus: Energy([gpu])  # type: ignore[attr-defined]
@@ -337,14 +398,21 @@ def test_peak_memory_of_child_process_excludes_memory_of_its_parent_process() ->
     held = bytearray(300 * 2**20)
     code = "from timm_parallel.machine.platform import peak_memory; print(peak_memory())"
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300, check=True
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
     )
     assert 2**20 < int(done.stdout) < len(held) // 2
 
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_throughput_on_jpeg_folder_agrees_with_step_timestamps(train: Train, tmp_path: Path) -> None:
+def test_throughput_on_jpeg_folder_agrees_with_step_timestamps(
+    train: Train, tmp_path: Path
+) -> None:
     """Loader workers deliver batches in bursts, so a median step time would be too short."""
     import numpy as np
     from PIL import Image
@@ -355,7 +423,14 @@ def test_throughput_on_jpeg_folder_agrees_with_step_timestamps(train: Train, tmp
             path = tmp_path / "data" / split / f"class_{number % 2}" / f"{number}.jpg"
             path.parent.mkdir(parents=True, exist_ok=True)
             Image.fromarray(draw.integers(0, 256, (160, 160, 3), dtype=np.uint8)).save(path)
-    words = (f"data.root={tmp_path}/data", "data.image_size=32", "data.batch_size=8", "data.workers=8")
+    words = (
+        f"data.root={tmp_path}/data",
+        "data.image_size=32",
+        "data.batch_size=8",
+        "data.workers=8",
+    )
     done = train("data=folder", *words, "data.limit_train=720", "parallel=single", "train.epochs=1")
     assert done.returncode == 0, done.output
-    assert done.result["throughput"]["images_per_sec"] == pytest.approx(by_the_clock(done.folder, 8), rel=0.02)
+    assert done.result["throughput"]["images_per_sec"] == pytest.approx(
+        by_the_clock(done.folder, 8), rel=0.02
+    )

@@ -1,4 +1,6 @@
-"""Throughput is images per second, step parts add up, and intervals on a GPU are weighted by their steps."""
+"""Throughput is images per second, step parts add up, and intervals on a GPU are weighted by their
+steps.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ class Time:
 
 
 class Gpu:
-    """A device that works on steps of `seconds` one after the other, while its process continues."""
+    """A device that works on steps of `seconds` one after the other,
+    while its process continues.
+    """
 
     def __init__(self, time: Time, seconds: float) -> None:
         self.clock, self.seconds, self.done_at, self.waits = time, seconds, time.now, 0
@@ -52,7 +56,12 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Time:
 
 
 def train(
-    meter: Meter, clock: Time, steps: Iterable[float], fetch: float = 0.0, log_every: int = 10, logging: float = 0.0
+    meter: Meter,
+    clock: Time,
+    steps: Iterable[float],
+    fetch: float = 0.0,
+    log_every: int = 10,
+    logging: float = 0.0,
 ) -> None:
     """Run steps that keep this process busy for the given seconds each."""
     steps = list(steps)
@@ -90,7 +99,9 @@ def test_throughput_time_includes_data_and_logging_but_not_evaluation(clock: Tim
     train(meter, clock, [0.1] * 30, fetch=0.05, logging=0.2)
     measured = meter.throughput()
     assert measured["steps_timed"] == 50
-    assert measured["seconds_timed"] == pytest.approx(50 * 0.15 + 5 * 0.2)  # not the logging after the last step
+    assert measured["seconds_timed"] == pytest.approx(
+        50 * 0.15 + 5 * 0.2
+    )  # not the logging after the last step
     assert meter.data_seconds == pytest.approx(50 * 0.05)
     assert meter.other_seconds == pytest.approx(5 * 0.2)
     assert meter.data_wait() == pytest.approx(2.5 / 8.5)
@@ -140,7 +151,9 @@ def test_recent_throughput_is_measured_between_the_last_two_sync_steps(clock: Ti
 
 
 def test_gpu_step_time_quantiles_weight_each_interval_by_its_number_of_steps(clock: Time) -> None:
-    """An epoch of 37 steps: intervals of 10, 10, 10, 1 and 6, because a checkpoint is saved after step 31."""
+    """An epoch of 37 steps: intervals of 10, 10, 10, 1 and 6, because a checkpoint is saved after
+    step 31.
+    """
     meter = Meter(1, 111, Gpu(clock, 0.1))
     for _ in range(3):
         train(meter, clock, [0.0] * 30, logging=0.0)
@@ -148,7 +161,9 @@ def test_gpu_step_time_quantiles_weight_each_interval_by_its_number_of_steps(clo
         train(meter, clock, [0.0] * 6, logging=0.0)
     measured = meter.throughput()
     assert measured["step_ms"] == pytest.approx(100)
-    assert measured["images_per_sec"] == pytest.approx(measured["steps_timed"] / measured["seconds_timed"])
+    assert measured["images_per_sec"] == pytest.approx(
+        measured["steps_timed"] / measured["seconds_timed"]
+    )
     intervals = [1000 * s / n for s, n in zip(meter._seconds, meter._steps, strict=True)]
     assert statistics.quantiles(intervals, n=20)[-1] > 1.5 * measured["step_ms_p95"], (
         "unweighted quantiles would not differ"
@@ -160,7 +175,9 @@ def test_gpu_first_step_time_is_recorded_before_the_first_sync_step(clock: Time)
     meter = Meter(1, 100, gpu)
     train(meter, clock, [0.001] * 100)
     assert meter.first_step_at == pytest.approx(103.001)
-    assert gpu.waits == 2, "the process may wait only after the first step and at the start of the measurement"
+    assert gpu.waits == 2, (
+        "the process may wait only after the first step and at the start of the measurement"
+    )
 
 
 def test_gpu_measurement_starts_after_10_steps_even_between_sync_steps(clock: Time) -> None:
@@ -171,18 +188,24 @@ def test_gpu_measurement_starts_after_10_steps_even_between_sync_steps(clock: Ti
     assert meter.throughput()["steps_timed"] == 90
 
 
-@pytest.mark.parametrize(("fetch", "step", "waited"), [(0.03, 0.1, 0.0), (0.2, 0.1, 0.1), (0.2, 0.0, 0.2)])
+@pytest.mark.parametrize(
+    ("fetch", "step", "waited"), [(0.03, 0.1, 0.0), (0.2, 0.1, 0.1), (0.2, 0.0, 0.2)]
+)
 def test_gpu_data_wait_counts_only_time_in_which_the_device_is_idle(
     clock: Time, fetch: float, step: float, waited: float
 ) -> None:
-    """A wait hidden behind the previous step costs nothing. A wait in which the device became idle counts half."""
+    """A wait hidden behind the previous step costs nothing. A wait in which the device became idle
+    counts half.
+    """
     meter = Meter(1, 50, Gpu(clock, step))
     train(meter, clock, [0.0] * 50, fetch=fetch)
     assert meter.data_seconds / meter.steps_timed == pytest.approx(waited, abs=0.02)
 
 
 def test_step_time_quantiles_of_intervals_match_quantiles_of_single_steps(clock: Time) -> None:
-    """Intervals of 1, 5 and 4 steps: the median is the fifth of ten steps, and the 95 % quantile the tenth."""
+    """Intervals of 1, 5 and 4 steps: the median is the fifth of ten steps, and the 95 % quantile
+    the tenth.
+    """
     meter = Meter(1, 11, Gpu(clock, 0.0), untimed=1)
     for seconds, steps in ((0.0, 1), (3.0, 1), (1.0, 5), (2.0, 4)):
         train(meter, clock, [seconds] * steps, log_every=steps)

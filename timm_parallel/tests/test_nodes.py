@@ -19,7 +19,12 @@ import torch
 import train as entry
 from timm_parallel.config.compose import save_config
 from timm_parallel.launch import node, nodes, torchrun
-from timm_parallel.launch.nodes import NodeInventory, collect_inventories, fit_to_nodes, publish_inventory
+from timm_parallel.launch.nodes import (
+    NodeInventory,
+    collect_inventories,
+    fit_to_nodes,
+    publish_inventory,
+)
 from timm_parallel.launch.rendezvous import listen_towards
 from timm_parallel.launch.supervisor import RankExits
 from timm_parallel.machine.lock import lock_folder
@@ -59,13 +64,18 @@ def test_torchrun_variables_override_srun_variables_when_both_are_set() -> None:
     """srun starts one task per node, and each task is a torchrun agent that starts ranks."""
     place = Ranks(3, 4, 1, 2, 0, node=1, nodes=2)
     assert ranks_from_environment(SRUN | TORCHRUN) == place
-    assert ranks_from_environment(SRUN | TORCHRUN | {"GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2"}) == place
+    assert (
+        ranks_from_environment(SRUN | TORCHRUN | {"GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2"})
+        == place
+    )
 
 
 @pytest.mark.parametrize(
     "environment", [{}, {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"}, {"SLURM_NTASKS": "4"}]
 )
-def test_process_is_not_treated_as_a_rank_when_srun_starts_no_more_than_one_task(environment: dict[str, str]) -> None:
+def test_process_is_not_treated_as_a_rank_when_srun_starts_no_more_than_one_task(
+    environment: dict[str, str],
+) -> None:
     assert ranks_from_environment(environment) is None
 
 
@@ -107,7 +117,9 @@ def test_srun_task_error_names_the_missing_slurm_variable(missing: str) -> None:
         ranks_from_environment({key: value for key, value in SRUN.items() if key != missing})
 
 
-@pytest.mark.parametrize(("text", "counts"), [("1", [1]), ("2(x3),1", [2, 2, 2, 1]), ("", []), ("two", [])])
+@pytest.mark.parametrize(
+    ("text", "counts"), [("1", [1]), ("2(x3),1", [2, 2, 2, 1]), ("", []), ("two", [])]
+)
 def test_tasks_per_node_parses_slurm_notation(text: str, counts: list[int]) -> None:
     assert tasks_per_node(text) == counts
 
@@ -115,7 +127,13 @@ def test_tasks_per_node_parses_slurm_notation(text: str, counts: list[int]) -> N
 def facts(*nodes: tuple[int, int, int]) -> list[NodeInventory]:
     """Return one inventory per node from its (ranks, cores, CUDA devices)."""
     return [
-        NodeInventory(node, f"host{node}", ranks, list(range(cores)), [f"gpu{node}{index}" for index in range(devices)])
+        NodeInventory(
+            node,
+            f"host{node}",
+            ranks,
+            list(range(cores)),
+            [f"gpu{node}{index}" for index in range(devices)],
+        )
         for node, (ranks, cores, devices) in enumerate(nodes)
     ]
 
@@ -135,8 +153,15 @@ def test_threads_per_device_auto_uses_the_node_with_fewest_cores() -> None:
 def test_srun_tasks_on_one_node_add_up_their_cores_and_need_one_gpu_per_rank() -> None:
     config = resolved("parallel=ddp", "parallel.devices=2")
     asked = resolved("parallel=ddp", "parallel.devices=2").parallel
-    asked.threads_per_device, config.parallel.accelerator, config.parallel.backend = "auto", "cuda", "nccl"
-    tasks = [NodeInventory(0, "host", 2, [0, 1, 2], ["gpu0"]), NodeInventory(0, "host", 2, [3, 4, 5], ["gpu1"])]
+    asked.threads_per_device, config.parallel.accelerator, config.parallel.backend = (
+        "auto",
+        "cuda",
+        "nccl",
+    )
+    tasks = [
+        NodeInventory(0, "host", 2, [0, 1, 2], ["gpu0"]),
+        NodeInventory(0, "host", 2, [3, 4, 5], ["gpu1"]),
+    ]
     fit_to_nodes(config, asked, tasks)
     assert config.parallel.threads_per_device == 3
     with pytest.raises(ValueError, match="2 ranks on host, which has 1 CUDA"):
@@ -155,7 +180,9 @@ def test_multi_node_run_error_names_the_host_without_cuda_devices() -> None:
 
 
 def test_rendezvous_listens_on_loopback_interface_only_for_address_127_0_0_1() -> None:
-    """127.0.0.1 is for simulated nodes on one machine; a host name or empty name that resolves to it is not."""
+    """127.0.0.1 is for simulated nodes on one machine; a host name or empty name that resolves to
+    it is not.
+    """
     assert set(listen_towards("127.0.0.1").values()) == {"lo"}
     assert listen_towards("localhost") == listen_towards("") == {}
 
@@ -163,7 +190,9 @@ def test_rendezvous_listens_on_loopback_interface_only_for_address_127_0_0_1() -
 def test_ranks_restarted_by_torchrun_reuse_the_run_folder_of_their_own_job_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two jobs may have the same --rdzv-id, and the first attempt may have failed before it created a folder."""
+    """Two jobs may have the same --rdzv-id, and the first attempt may have failed before it created
+    a folder.
+    """
     from torch.distributed import HashStore, PrefixStore
 
     first, second = Ranks(0, 2, 0, 2), Ranks(0, 2, 0, 2, restart_count=1)
@@ -172,11 +201,16 @@ def test_ranks_restarted_by_torchrun_reuse_the_run_folder_of_their_own_job_only(
     for job in ("first", "second"):
         agent = HashStore()
         monkeypatch.setattr(
-            torchrun, "open_store", lambda ranks, agent=agent: PrefixStore(str(ranks.restart_count), agent)
+            torchrun,
+            "open_store",
+            lambda ranks, agent=agent: PrefixStore(str(ranks.restart_count), agent),
         )
         assert torchrun.remembered_folder(second) is None
         torchrun.run_rank_zero(
-            lambda *given: None, resolved("parallel=ddp", "parallel.devices=2"), tmp_path / job, first
+            lambda *given: None,
+            resolved("parallel=ddp", "parallel.devices=2"),
+            tmp_path / job,
+            first,
         )
         assert torchrun.remembered_folder(second) == (tmp_path / job).resolve()
         assert torchrun.remembered_folder(first) is None
@@ -199,8 +233,16 @@ def test_node_inventory_lists_overrides_library_versions_and_code_files() -> Non
 @pytest.mark.parametrize(
     ("key", "value", "parts"),
     [
-        ("train.epochs", "8", ("train.epochs=4 on node 0 (host0)", "train.epochs=8 on node 2 (host2)")),
-        ("nonsense.key", "3", ("nonsense.key=(none) on node 0", "nonsense.key=3 on node 2 (host2)")),
+        (
+            "train.epochs",
+            "8",
+            ("train.epochs=4 on node 0 (host0)", "train.epochs=8 on node 2 (host2)"),
+        ),
+        (
+            "nonsense.key",
+            "3",
+            ("nonsense.key=(none) on node 0", "nonsense.key=3 on node 2 (host2)"),
+        ),
         ("torch", "1.0", (f"torch={TORCH} on node 0", "torch=1.0 on node 2")),
         ("src/schema.py", "0", ("src/schema.py=", "src/schema.py=0 on node 2 (host2)")),
     ],
@@ -222,7 +264,9 @@ def test_error_names_hosts_whose_overrides_library_versions_or_code_differ(
     assert all(part in str(refusal.value) for part in parts)
 
 
-def test_only_first_rank_of_each_node_reports_overrides_and_library_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_first_rank_of_each_node_reports_overrides_and_library_versions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from torch.distributed import HashStore
 
     monkeypatch.setattr("sys.argv", ["train.py", *ARGUMENTS])
@@ -237,7 +281,9 @@ def test_only_first_rank_of_each_node_reports_overrides_and_library_versions(mon
     )
 
 
-def test_rank_0_fails_when_ranks_are_missing_after_start_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_0_fails_when_ranks_are_missing_after_start_timeout(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from torch.distributed import HashStore
 
     store = HashStore()
@@ -249,9 +295,14 @@ def test_rank_0_fails_when_ranks_are_missing_after_start_timeout(monkeypatch: py
     assert time.monotonic() - since < 10
 
 
-@pytest.mark.parametrize(("place", "is_printed"), [((1, 2, 0, 1, 0, 1, 2), True), ((1, 2, 1, 2), False)])
+@pytest.mark.parametrize(
+    ("place", "is_printed"), [((1, 2, 0, 1, 0, 1, 2), True), ((1, 2, 1, 2), False)]
+)
 def test_config_error_of_a_torchrun_job_is_printed_once_per_node(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], place: tuple[int, ...], is_printed: bool
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    place: tuple[int, ...],
+    is_printed: bool,
 ) -> None:
     """Rank 0 prints the error on node 0, and the first rank of each other node prints it there."""
     from torch.distributed import HashStore
@@ -272,7 +323,10 @@ def _build_other_data(ranks: Ranks, store: Store, change: str) -> str:
 
     config = resolved("parallel=ddp", "parallel.devices=2", "data=synthetic")
     if ranks.rank == 1:
-        config.data.kwargs = {"num_classes": {"num_classes": 9}, "num_samples": {"num_samples": 2047}}.get(change, {})
+        config.data.kwargs = {
+            "num_classes": {"num_classes": 9},
+            "num_samples": {"num_samples": 2047},
+        }.get(change, {})
     if change == "labels":
         shift_synthetic_labels(ranks.rank)
     strategy = build_strategy(config.parallel, ranks, store)
@@ -309,7 +363,9 @@ def shift_synthetic_labels(number: int) -> None:
         ("labels", "train names and labels="),
     ],
 )
-def test_ddp_ranks_refuse_a_dataset_that_differs_from_the_dataset_of_rank_0(change: str, part: str) -> None:
+def test_ddp_ranks_refuse_a_dataset_that_differs_from_the_dataset_of_rank_0(
+    change: str, part: str
+) -> None:
     first, second = in_ranks(_build_other_data, 2, change)
     assert first == second
     assert part in first and bool(first) == bool(change)
@@ -317,8 +373,15 @@ def test_ddp_ranks_refuse_a_dataset_that_differs_from_the_dataset_of_rank_0(chan
 
 
 STATE: dict[str, Any] = {
-    "model": {"weight": torch.arange(6.0).view(2, 3), "empty": torch.empty(0, 3), "half": torch.ones(3).bfloat16()},
-    "optimizer": {"state": {0: {"step": torch.tensor(3.0)}}, "param_groups": [{"betas": (0.9, 0.999), "params": [0]}]},
+    "model": {
+        "weight": torch.arange(6.0).view(2, 3),
+        "empty": torch.empty(0, 3),
+        "half": torch.ones(3).bfloat16(),
+    },
+    "optimizer": {
+        "state": {0: {"step": torch.tensor(3.0)}},
+        "param_groups": [{"betas": (0.9, 0.999), "params": [0]}],
+    },
     "scaler": None,
     "progress": {"step": 3, "best": float("-inf")},
     "flags": torch.tensor([True, False]),
@@ -327,11 +390,15 @@ STATE: dict[str, Any] = {
 
 def same(first: Any, other: Any) -> bool:
     if isinstance(first, torch.Tensor):
-        return first.dtype == other.dtype and first.shape == other.shape and torch.equal(first, other)
+        return (
+            first.dtype == other.dtype and first.shape == other.shape and torch.equal(first, other)
+        )
     if isinstance(first, dict):
         return list(first) == list(other) and all(same(first[key], other[key]) for key in first)
     if isinstance(first, list | tuple):
-        return type(first) is type(other) and all(same(a, b) for a, b in zip(first, other, strict=True))
+        return type(first) is type(other) and all(
+            same(a, b) for a, b in zip(first, other, strict=True)
+        )
     return bool(first == other)
 
 
@@ -349,13 +416,21 @@ def test_share_state_sends_the_checkpoint_state_of_rank_0_unchanged_to_all_ranks
     assert in_ranks(_share, 2) == [True, True]
 
 
-def _train(ranks: Ranks, store: Store, folder: str, overrides: tuple[str, ...]) -> tuple[dict[str, Any], list[int]]:
+def _train(
+    ranks: Ranks, store: Store, folder: str, overrides: tuple[str, ...]
+) -> tuple[dict[str, Any], list[int]]:
     from pathlib import Path
 
     from src.train.run import Trainer
     from timm_parallel.record.result import read_result
 
-    config = resolved("parallel=ddp", "parallel.devices=2", "train.evaluate_every=0", "data.limit_train=64", *overrides)
+    config = resolved(
+        "parallel=ddp",
+        "parallel.devices=2",
+        "train.evaluate_every=0",
+        "data.limit_train=64",
+        *overrides,
+    )
     run = Trainer(config, Path(folder), ranks, store)
     if ranks.rank == 1:
         run.saved_at -= 1e6  # by its clock a save is overdue; only rank 0's clock counts
@@ -378,15 +453,24 @@ def _train(ranks: Ranks, store: Store, folder: str, overrides: tuple[str, ...]) 
 def test_comm_hook_bf16_or_fp16_halves_recorded_communication_bytes(
     tmp_path: Any, hook: str, bytes_per_value: int
 ) -> None:
-    results, _ = in_ranks(_train, 2, str(tmp_path), ("train.epochs=1", f"parallel.comm_hook={hook}"))
+    results, _ = in_ranks(
+        _train, 2, str(tmp_path), ("train.epochs=1", f"parallel.comm_hook={hook}")
+    )
     assert results[0]["bytes_per_step"] == bytes_per_value * results[0]["parameters"]
 
 
 @pytest.mark.processes
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(("minutes", "steps"), [("1e-9", [1, 2, 3, 4]), ("1000", [4])])
-def test_checkpoint_every_minutes_follows_clock_of_rank_0(tmp_path: Any, minutes: str, steps: list[int]) -> None:
-    overrides = ("train.epochs=1", "train.log_every=1", "data.batch_size=16", f"checkpoint.every_minutes={minutes}")
+def test_checkpoint_every_minutes_follows_clock_of_rank_0(
+    tmp_path: Any, minutes: str, steps: list[int]
+) -> None:
+    overrides = (
+        "train.epochs=1",
+        "train.log_every=1",
+        "data.batch_size=16",
+        f"checkpoint.every_minutes={minutes}",
+    )
     (_, first), (_, second) = in_ranks(_train, 2, str(tmp_path), overrides)
     assert first == second == steps
 
@@ -395,9 +479,13 @@ def test_checkpoint_every_minutes_follows_clock_of_rank_0(tmp_path: Any, minutes
 def test_second_node_waits_for_node_0_up_to_start_timeout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_seen: bool, seconds: int
 ) -> None:
-    """The timeout comes from the config of the job; the default applies when the disk is not shared."""
+    """The timeout comes from the config of the job; the default applies when the disk is not
+    shared.
+    """
     if is_seen:
-        save_config(resolved("parallel=ddp", "parallel.devices=2", "parallel.start_timeout=1234"), tmp_path)
+        save_config(
+            resolved("parallel=ddp", "parallel.devices=2", "parallel.start_timeout=1234"), tmp_path
+        )
     waited: list[float] = []
 
     def find_no_node_0(place: NodeAddress, timeout: float) -> None:
@@ -413,7 +501,9 @@ def test_second_node_waits_for_node_0_up_to_start_timeout(
 @pytest.fixture
 def requeued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return the run folder of requeued Slurm job 7, whose node 0 starts no ranks."""
-    save_config(resolved("parallel=ddp", "parallel.devices=2", "parallel.start_timeout=61"), tmp_path)
+    save_config(
+        resolved("parallel=ddp", "parallel.devices=2", "parallel.start_timeout=61"), tmp_path
+    )
     for name, value in {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(node, "find_address", NodeAddress)
@@ -426,7 +516,9 @@ def requeued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_requeued_slurm_job_waits_until_its_previous_attempt_unlocks_the_run_folder(
     requeued: Path, capsys: pytest.CaptureFixture[str], held_for: float, code: int
 ) -> None:
-    """The previous attempt still runs if only its slurmd died. The job requeues itself after start_timeout - 60 s."""
+    """The previous attempt still runs if only its slurmd died. The job requeues itself after
+    start_timeout - 60 s.
+    """
     with ExitStack() as earlier:
         earlier.enter_context(lock_folder(requeued))
         release = threading.Timer(held_for, earlier.close)
@@ -438,7 +530,9 @@ def test_requeued_slurm_job_waits_until_its_previous_attempt_unlocks_the_run_fol
     assert len(lines) == (1 if code == 0 else 2)
 
 
-@pytest.mark.parametrize(("variable", "value"), [("SLURM_JOB_ID", "8"), ("SLURM_RESTART_COUNT", "0")])
+@pytest.mark.parametrize(
+    ("variable", "value"), [("SLURM_JOB_ID", "8"), ("SLURM_RESTART_COUNT", "0")]
+)
 def test_slurm_job_is_refused_when_its_run_folder_is_locked_by_another_job(
     requeued: Path, monkeypatch: pytest.MonkeyPatch, variable: str, value: str
 ) -> None:
@@ -448,12 +542,15 @@ def test_slurm_job_is_refused_when_its_run_folder_is_locked_by_another_job(
 
 
 @pytest.mark.parametrize(
-    ("restarts", "saved", "code"), [("0", "", 138), ("1", "", 1), ("1", "step_4.pt", 138), ("1", "step_2.pt", 1)]
+    ("restarts", "saved", "code"),
+    [("0", "", 138), ("1", "", 1), ("1", "step_4.pt", 138), ("1", "step_2.pt", 1)],
 )
 def test_restarted_slurm_job_fails_at_its_time_limit_when_it_saved_no_later_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restarts: str, saved: str, code: int
 ) -> None:
-    """The first attempt may be warned before its first checkpoint. Saving `step_2.pt` again is not progress."""
+    """The first attempt may be warned before its first checkpoint. Saving `step_2.pt` again is not
+    progress.
+    """
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "step_2.pt").touch()
 
@@ -465,17 +562,24 @@ def test_restarted_slurm_job_fails_at_its_time_limit_when_it_saved_no_later_chec
 
     monkeypatch.setenv("SLURM_RESTART_COUNT", restarts)
     monkeypatch.setattr(node, "run_ranks", run_ranks)
-    assert node.run_node_zero(resolved("parallel=ddp", "parallel.devices=2"), tmp_path, NodeAddress()) == code
+    assert (
+        node.run_node_zero(resolved("parallel=ddp", "parallel.devices=2"), tmp_path, NodeAddress())
+        == code
+    )
     result = read_result(tmp_path)
     assert result.status == ("failed" if code == 1 else "interrupted")
     assert ("cluster.time" in result.reason) == (code == 1)
 
 
-@pytest.mark.parametrize(("restarts", "code", "status"), [("0", 138, "interrupted"), ("1", 1, "failed")])
+@pytest.mark.parametrize(
+    ("restarts", "code", "status"), [("0", 138, "interrupted"), ("1", 1, "failed")]
+)
 def test_slurm_time_limit_signal_before_ranks_start_is_recorded_as_status_in_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restarts: str, code: int, status: str
 ) -> None:
-    """Without a handler, the signal would kill a process that imports torch, and Slurm would requeue it forever."""
+    """Without a handler, the signal would kill a process that imports torch, and Slurm would
+    requeue it forever.
+    """
     save_config(resolved("parallel=single"), tmp_path)
     monkeypatch.setattr(node, "find_address", NodeAddress)
     # A training in this process, by another test, may have left its request.
@@ -504,9 +608,13 @@ def test_slurm_time_limit_signal_before_ranks_start_is_recorded_as_status_in_res
 def test_torchrun_is_refused_when_nnodes_is_a_range(
     monkeypatch: pytest.MonkeyPatch, command: str, variable: str | None, is_refused: bool
 ) -> None:
-    """torchrun would restart the ranks whenever a node joins or leaves, without counting a restart."""
+    """torchrun would restart the ranks whenever a node joins or leaves,
+    without counting a restart.
+    """
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    monkeypatch.setattr(torchrun.psutil, "Process", lambda pid: SimpleNamespace(cmdline=command.split))
+    monkeypatch.setattr(
+        torchrun.psutil, "Process", lambda pid: SimpleNamespace(cmdline=command.split)
+    )
     monkeypatch.delenv("PET_NNODES", raising=False)
     if variable is not None:
         monkeypatch.setenv("PET_NNODES", variable)

@@ -1,4 +1,6 @@
-"""GPU behavior, tested without GPUs: fake tensors on simulated devices, or CPU threads instead of devices."""
+"""GPU behavior, tested without GPUs: fake tensors on simulated devices, or CPU threads instead of
+devices.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 from torch.nn.parallel import comm
 from torch.utils._pytree import tree_leaves
 
@@ -43,7 +49,9 @@ NEEDS_DATA = (DataDependentOutputException, DynamicOutputShapeException)
 
 
 class ThreadInTurn(threading.Thread):
-    """A thread that `start` joins, because fake tensors support one thread at a time; autocast stays thread-local."""
+    """A thread that `start` joins, because fake tensors support one thread at a time; autocast
+    stays thread-local.
+    """
 
     def start(self) -> None:
         super().start()
@@ -52,7 +60,9 @@ class ThreadInTurn(threading.Thread):
 
 @pytest.fixture
 def three_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Simulate three GPUs with fake tensors, which reject mixed devices but have no data and no backward pass."""
+    """Simulate three GPUs with fake tensors, which reject mixed devices but have no data and no
+    backward pass.
+    """
     # FakeTensorMode looks for GPUs when it starts, so it must start before GPUs are simulated.
     with FakeTensorMode():
         _pretend(monkeypatch)
@@ -62,36 +72,56 @@ def three_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def _pretend(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make DataParallel and autocast see three GPUs."""
     # Otherwise torch looks for a driver in every operation.
-    monkeypatch.setattr(FakeTensorMode, "avoid_device_init", not torch.cuda.is_available(), raising=False)
+    monkeypatch.setattr(
+        FakeTensorMode, "avoid_device_init", not torch.cuda.is_available(), raising=False
+    )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: None)  # of Tensor.to in a replica's thread
+    monkeypatch.setattr(
+        torch.cuda, "_lazy_init", lambda: None
+    )  # of Tensor.to in a replica's thread
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *given, **named: True)
-    monkeypatch.setattr(torch.cuda, "default_generators", tuple(torch.Generator() for _ in range(3)))
+    monkeypatch.setattr(
+        torch.cuda, "default_generators", tuple(torch.Generator() for _ in range(3))
+    )
     monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *given: torch.device("cuda"))
+    monkeypatch.setattr(
+        torch.accelerator, "current_accelerator", lambda *given: torch.device("cuda")
+    )
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device=None: nullcontext())
     monkeypatch.setattr(torch.accelerator, "device_index", lambda index: nullcontext())
-    monkeypatch.setattr(sys.modules["torch.nn.parallel.data_parallel"], "_check_balance", lambda devices: None)
+    monkeypatch.setattr(
+        sys.modules["torch.nn.parallel.data_parallel"], "_check_balance", lambda devices: None
+    )
     instead_of_threads = SimpleNamespace(Thread=ThreadInTurn, Lock=threading.Lock)
-    monkeypatch.setattr(sys.modules["torch.nn.parallel.parallel_apply"], "threading", instead_of_threads)
+    monkeypatch.setattr(
+        sys.modules["torch.nn.parallel.parallel_apply"], "threading", instead_of_threads
+    )
     # torch 2.11 makes a real tensor there
-    monkeypatch.setattr("torch._subclasses.fake_tensor.init_gpu_context", lambda device: None, raising=False)
+    monkeypatch.setattr(
+        "torch._subclasses.fake_tensor.init_gpu_context", lambda device: None, raising=False
+    )
     on = torch.device
 
     def broadcast(tensors: Any, devices: Any, *given: Any) -> Any:
         return [[tensor.to(on("cuda", index)) for tensor in tensors] for index in devices]
 
-    def scatter(tensor: Tensor, devices: Any, sizes: Any = None, dim: int = 0, streams: Any = None) -> Any:
+    def scatter(
+        tensor: Tensor, devices: Any, sizes: Any = None, dim: int = 0, streams: Any = None
+    ) -> Any:
         chunks = zip(tensor.chunk(len(devices), dim), devices, strict=False)
         return tuple(chunk.to(on("cuda", index)) for chunk, index in chunks)
 
     def gather(tensors: Any, dim: int = 0, destination: Any = None, *given: Any) -> Tensor:
         return torch.cat([tensor.to(on("cuda", destination)) for tensor in tensors], dim)
 
-    for name, instead in (("broadcast_coalesced", broadcast), ("scatter", scatter), ("gather", gather)):
+    for name, instead in (
+        ("broadcast_coalesced", broadcast),
+        ("scatter", scatter),
+        ("gather", gather),
+    ):
         monkeypatch.setattr(comm, name, instead)
 
 
@@ -111,7 +141,13 @@ class Seen(nn.Module):
 
 def on_gpus(**keys: Any) -> Any:
     """Build the dp strategy on simulated GPUs."""
-    keys = {"strategy": "dp", "accelerator": "cuda", "threads_per_device": 1, "backend": "nccl", **keys}
+    keys = {
+        "strategy": "dp",
+        "accelerator": "cuda",
+        "threads_per_device": 1,
+        "backend": "nccl",
+        **keys,
+    }
     return build_strategy(ParallelConfig(**keys), Ranks(), None)
 
 
@@ -132,7 +168,9 @@ def test_strategy_without_usable_cuda_gives_the_reason_of_the_driver_or_of_torch
 
 
 def batch(size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    return torch.zeros(size, 3, 2, 2, device=device), torch.zeros(size, dtype=torch.int64, device=device)
+    return torch.zeros(size, 3, 2, 2, device=device), torch.zeros(
+        size, dtype=torch.int64, device=device
+    )
 
 
 @pytest.mark.parametrize("device_ids", [None, [2, 0, 1]], ids=str)
@@ -155,14 +193,18 @@ def test_dp_places_the_training_loss_on_the_configured_output_device(
         model: nn.Module = Seen()
     wrapped = strategy.wrap(TrainStep(model, nn.CrossEntropyLoss()))
     schedule: Any = None
-    state = TrainState(model, model, wrapped, torch.optim.SGD(model.parameters(), 0.1), schedule, None, None)
+    state = TrainState(
+        model, model, wrapped, torch.optim.SGD(model.parameters(), 0.1), schedule, None, None
+    )
     hooks = StepHooks(Meter(7, 1), strategy.group.stop)
     losses: list[Tensor] = []
     monkeypatch.setattr(Tensor, "backward", lambda loss: losses.append(loss))
     for accumulate in (1, 2):
         window = MetricWindow(strategy.device)
         for _ in range(accumulate):
-            loop._add_batch(state, iter([batch(7, strategy.device)]), accumulate, window, hooks, None)
+            loop._add_batch(
+                state, iter([batch(7, strategy.device)]), accumulate, window, hooks, None
+            )
         with pytest.raises(NEEDS_DATA):
             window.fetch(strategy.group)
     assert [loss.device for loss in losses] == [strategy.device] * 3
@@ -188,7 +230,9 @@ def test_dp_evaluates_on_every_gpu_in_the_training_precision(dtype: torch.dtype 
 
 
 @pytest.mark.parametrize("spread", ["single", "dp"])
-def test_cpu_evaluation_with_single_and_dp_runs_every_replica_in_training_precision(spread: str) -> None:
+def test_cpu_evaluation_with_single_and_dp_runs_every_replica_in_training_precision(
+    spread: str,
+) -> None:
     """Replicas are CPU threads, each with a separate autocast state."""
     config = ParallelConfig(
         strategy=spread, devices=2 if spread == "dp" else 1, accelerator="cpu", threads_per_device=1
@@ -217,7 +261,11 @@ def test_sync_bn_does_not_change_eval_outputs_of_timm_models(name: str) -> None:
     built = []
     for sync_bn in (False, True):
         torch.manual_seed(0)
-        built.append(build_model(ModelConfig(name=name, sync_bn=sync_bn), 5, 3, None, torch.device("cpu")).eval())
+        built.append(
+            build_model(
+                ModelConfig(name=name, sync_bn=sync_bn), 5, 3, None, torch.device("cpu")
+            ).eval()
+        )
     bare, synchronized = built
     assert any(isinstance(module, nn.SyncBatchNorm) for module in synchronized.modules())
     images = torch.randn(2, 3, 64, 64)
@@ -229,31 +277,52 @@ def test_memory_record_adds_rank_to_device_name_when_ranks_have_equal_device_nam
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     strategy = build_strategy(
-        ParallelConfig(strategy="single", devices=1, accelerator="cpu", threads_per_device=1), Ranks(), None
+        ParallelConfig(strategy="single", devices=1, accelerator="cpu", threads_per_device=1),
+        Ranks(),
+        None,
     )
     of_ranks = [[{"device": name, "peak_bytes": 1}] for name in ("cuda:0", "cuda:0", "cuda:1")]
     monkeypatch.setattr(strategy.group, "gather", lambda own: of_ranks)
-    assert [entry["device"] for entry in strategy.telemetry.memory()] == ["cuda:0_rank_0", "cuda:0_rank_1", "cuda:1"]
+    assert [entry["device"] for entry in strategy.telemetry.memory()] == [
+        "cuda:0_rank_0",
+        "cuda:0_rank_1",
+        "cuda:1",
+    ]
 
 
-def test_resume_loads_checkpoint_into_cpu_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the GPU, weights would need memory twice, and every step would wait for the step counts of the optimizer."""
+def test_resume_loads_checkpoint_into_cpu_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the GPU, weights would need memory twice, and every step would wait for the step counts of
+    the optimizer.
+    """
     (tmp_path / "checkpoints").mkdir()
-    contents = {"format": 2, "model": {"weight": torch.ones(2)}, "optimizer": {"state": {0: {"step": torch.ones(())}}}}
+    contents = {
+        "format": 2,
+        "model": {"weight": torch.ones(2)},
+        "optimizer": {"state": {0: {"step": torch.ones(())}}},
+    }
     torch.save(contents, tmp_path / "checkpoints" / "step_1.pt")
     training: Any = object.__new__(Trainer)
     training.folder, training.parts = tmp_path, None
     training.state = SimpleNamespace(progress=SimpleNamespace(step=1))
-    training.strategy, training.group = SimpleNamespace(device=torch.device("meta")), ProcessGroup(Ranks())
+    training.strategy, training.group = (
+        SimpleNamespace(device=torch.device("meta")),
+        ProcessGroup(Ranks()),
+    )
     restored: list[Any] = []
-    monkeypatch.setattr(segments, "continue_from", lambda run, contents, folder: restored.append(contents))
+    monkeypatch.setattr(
+        segments, "continue_from", lambda run, contents, folder: restored.append(contents)
+    )
     training.resume()
     tensors = [restored[0]["model"]["weight"], restored[0]["optimizer"]["state"][0]["step"]]
     assert [tensor.device.type for tensor in tensors] == ["cpu", "cpu"]
 
 
 @pytest.mark.usefixtures("three_gpus")
-def test_checkpoint_file_has_cpu_tensors_and_tied_weights_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoint_file_has_cpu_tensors_and_tied_weights_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     saved: list[Any] = []
 
     def write(contents: dict[str, Any], path: Path) -> None:
@@ -274,7 +343,9 @@ def test_checkpoint_file_has_cpu_tensors_and_tied_weights_once(tmp_path: Path, m
     assert {tensor.device.type for tensor in leaves} == {"cpu"}
     assert saved[0]["model"]["in"] is saved[0]["model"]["out"]
     assert saved[0]["model"]["part"].shape == (2,)
-    assert saved[0]["optimizer"]["state"]["in"]["mean"] is here, "expected no copy of what is in CPU memory"
+    assert saved[0]["optimizer"]["state"]["in"]["mean"] is here, (
+        "expected no copy of what is in CPU memory"
+    )
 
 
 @pytest.fixture
@@ -289,9 +360,17 @@ def deterministic_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("deterministic_here")
 def test_deterministic_training_uses_only_deterministic_algorithms(tmp_path: Path) -> None:
-    config = resolved("parallel=single", "parallel.accelerator=cpu", "train.deterministic=true", "train.max_steps=1")
+    config = resolved(
+        "parallel=single",
+        "parallel.accelerator=cpu",
+        "train.deterministic=true",
+        "train.max_steps=1",
+    )
     training = Trainer(config, tmp_path, Ranks(), None)
-    assert torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+    assert (
+        torch.are_deterministic_algorithms_enabled()
+        and not torch.is_deterministic_algorithms_warn_only_enabled()
+    )
     assert not torch.backends.cudnn.benchmark and os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     training.train()
     training.close()
@@ -307,7 +386,9 @@ def test_cudnn_benchmark_is_enabled_unless_deterministic(deterministic: bool) ->
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_image_size_check_does_not_benchmark_cudnn_for_one_image(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+def test_image_size_check_does_not_benchmark_cudnn_for_one_image(
+    monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
     seen: list[bool] = []
 
     class Model(torch.nn.Module):
@@ -322,7 +403,9 @@ def test_image_size_check_does_not_benchmark_cudnn_for_one_image(monkeypatch: py
 
 
 @pytest.mark.usefixtures("deterministic_here")
-def test_deterministic_run_error_names_operation_without_deterministic_algorithm(tmp_path: Path) -> None:
+def test_deterministic_run_error_names_operation_without_deterministic_algorithm(
+    tmp_path: Path,
+) -> None:
     use_deterministic_algorithms()
     config = resolved("parallel=single", "parallel.accelerator=cpu", "train.deterministic=true")
     try:

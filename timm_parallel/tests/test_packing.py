@@ -1,4 +1,6 @@
-"""The scheduler never assigns a device twice, does not starve large jobs, and does not leave usable devices idle."""
+"""The scheduler never assigns a device twice, does not starve large jobs, and does not leave usable
+devices idle.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,14 @@ def cuda(count: int, alone: bool = False) -> Requirement:
 
 
 def play(
-    needs: list[Requirement], seconds: list[float], machine: dict[str, list[str]], max_jobs: int | None = None
+    needs: list[Requirement],
+    seconds: list[float],
+    machine: dict[str, list[str]],
+    max_jobs: int | None = None,
 ) -> list[Any]:
-    """Return (start, end, job, devices) of every job on a simulated machine, checked at every change."""
+    """Return (start, end, job, devices) of every job on a simulated machine, checked at every
+    change.
+    """
     scheduler, now, waiting = DeviceScheduler(machine, max_jobs), 0.0, dict(enumerate(needs))
     running: dict[int, tuple[float, list[str]]] = {}
     schedule: list[Any] = []
@@ -37,12 +44,16 @@ def play(
         if idle and waiting and max_jobs is None:
             largest = max(need.count for need in waiting.values())
             assert largest > idle, f"{idle} devices idle at {now} though a job of {largest} waits"
-            first_refused.setdefault(next(job for job, need in waiting.items() if need.count == largest), now)
+            first_refused.setdefault(
+                next(job for job, need in waiting.items() if need.count == largest), now
+            )
         now = min(end for end, _ in running.values())
         for job in [job for job, (end, _) in running.items() if end == now]:
             del running[job]
             scheduler.release(job)
-    assert {kind: scheduler.free(kind) for kind in machine} == {kind: list(names) for kind, names in machine.items()}
+    assert {kind: scheduler.free(kind) for kind in machine} == {
+        kind: list(names) for kind, names in machine.items()
+    }
     # It starts when the jobs that ran at its reservation have ended.
     for job, refused in first_refused.items():
         start = next(entry[0] for entry in schedule if entry[2] == job)
@@ -52,7 +63,9 @@ def play(
     return schedule
 
 
-def test_device_scheduler_keeps_8_gpus_over_80_percent_busy(capsys: pytest.CaptureFixture[str]) -> None:
+def test_device_scheduler_keeps_8_gpus_over_80_percent_busy(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     needs = [cuda(count) for count in (1, 1, 2, 4, 1, 4, 2, 1, 1, 4, 2, 1)]
     seconds = [3.0, 2, 4, 5, 1, 3, 2, 4, 2, 4, 3, 1]
     schedule = play(needs, seconds, EIGHT)
@@ -85,7 +98,10 @@ def test_device_scheduler_reserves_free_gpus_for_a_large_job_before_later_small_
 def test_device_scheduler_separates_cpu_from_gpu_jobs_and_runs_exclusive_job_alone() -> None:
     scheduler = DeviceScheduler({"cuda": ["a", "b"], "cpu": ["0", "1"]})
     assert scheduler.start_next([(0, cuda(1))]) == (0, ["a"])
-    assert scheduler.start_next([(1, cuda(2)), (2, Requirement("cpu", 1)), (3, cuda(1))]) == (2, ["0"])
+    assert scheduler.start_next([(1, cuda(2)), (2, Requirement("cpu", 1)), (3, cuda(1))]) == (
+        2,
+        ["0"],
+    )
     assert scheduler.start_next([(1, cuda(2)), (3, cuda(1))]) is None, (
         "the remaining devices must be reserved for job 1"
     )
@@ -99,12 +115,17 @@ def test_device_scheduler_separates_cpu_from_gpu_jobs_and_runs_exclusive_job_alo
     scheduler.release(1)
     scheduler.release(2)
     assert scheduler.start_next([(4, cuda(1, alone=True))]) == (4, ["a", "b"])
-    assert scheduler.start_next([(2, Requirement("cpu", 1))]) is None, "the running job must be alone"
+    assert scheduler.start_next([(2, Requirement("cpu", 1))]) is None, (
+        "the running job must be alone"
+    )
 
 
 def test_device_scheduler_starts_jobs_in_order_when_max_jobs_is_1() -> None:
     scheduler = DeviceScheduler({"cpu": ["0", "1"]}, max_jobs=1)
-    assert scheduler.start_next([(0, Requirement("cpu", 1)), (1, Requirement("cpu", 4))]) == (0, ["0"])
+    assert scheduler.start_next([(0, Requirement("cpu", 1)), (1, Requirement("cpu", 4))]) == (
+        0,
+        ["0"],
+    )
     assert scheduler.start_next([(1, Requirement("cpu", 4))]) is None
     scheduler.release(0)
     assert scheduler.start_next([(1, Requirement("cpu", 4))]) == (1, ["0", "1"])

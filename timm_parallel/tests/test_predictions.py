@@ -29,21 +29,32 @@ def test_predict_writes_predictions_as_csv_json_or_console_lines(
     write_predictions(FOUND, "csv", tmp_path / "x.csv")
     with open(tmp_path / "x.csv", newline="", encoding="utf-8") as file:
         first, second = csv.DictReader(file)
-    assert first["path"] == "a, b.png" and float(first["probability_2"]) == 0.25 and first["class_1"] == "cat"
+    assert (
+        first["path"] == "a, b.png"
+        and float(first["probability_2"]) == 0.25
+        and first["class_1"] == "cat"
+    )
     assert second["path"] == "torn.png" and second["class_1"] == ""
     write_predictions(FOUND, "json", tmp_path / "x.json")
     assert json.loads((tmp_path / "x.json").read_text())[0]["probabilities"] == [0.75, 0.25]
     write_predictions(FOUND, "console", None)
-    assert capsys.readouterr().out.splitlines() == ["a, b.png  cat 0.7500, dog 0.2500", "torn.png  unreadable"]
+    assert capsys.readouterr().out.splitlines() == [
+        "a, b.png  cat 0.7500, dog 0.2500",
+        "torn.png  unreadable",
+    ]
 
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(1, 200), st.integers(2, 6), st.integers(0, 99))
-def test_calibration_error_matches_scikit_learn_calibration_curve(images: int, classes: int, seed: int) -> None:
+def test_calibration_error_matches_scikit_learn_calibration_curve(
+    images: int, classes: int, seed: int
+) -> None:
     draw = torch.Generator().manual_seed(seed)
     scores = torch.randn(images, classes, generator=draw) * 3
     labels = torch.randint(classes, (images,), generator=draw)
-    sums = count_by_confidence(lambda s: s.softmax(1), scores, labels, torch.zeros(0, dtype=torch.float64))
+    sums = count_by_confidence(
+        lambda s: s.softmax(1), scores, labels, torch.zeros(0, dtype=torch.float64)
+    )
     confidence, predicted = scores.softmax(1).max(1)
     share, mean = calibration_curve(predicted == labels, confidence, n_bins=15)
     counts = np.histogram(confidence, bins=np.linspace(0, 1, 16))[0]
@@ -53,7 +64,9 @@ def test_calibration_error_matches_scikit_learn_calibration_curve(images: int, c
 
 def test_prediction_table_of_one_label_has_the_documented_columns() -> None:
     rows = (torch.arange(2), torch.eye(7)[:2], torch.tensor([0, 2]))
-    table = prediction_table(Evaluation(2, {}, {}, rows), None, list("abcdefg"), lambda scores: scores.softmax(1))
+    table = prediction_table(
+        Evaluation(2, {}, {}, rows), None, list("abcdefg"), lambda scores: scores.softmax(1)
+    )
     places = [f"{column}_{place}" for place in range(1, 6) for column in ("class", "probability")]
     assert list(table.columns) == ["path", "label", *places]
     assert table["probability_1"][0] == "0.311791" and table["class_1"][0] == "a"

@@ -1,4 +1,6 @@
-"""`debug=profile`: the trace names the parts of a step under every strategy, and Perfetto can read it."""
+"""`debug=profile`: the trace names the parts of a step under every strategy, and Perfetto can read
+it.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,13 @@ from timm_parallel.testing.commands import Train
 from timm_parallel.testing.configs import resolved
 from timm_parallel.testing.ranks import in_ranks
 
-OVERRIDES = ("debug=profile", "train.epochs=1000", "train.profile_steps=2", "train.max_steps=25", "train.accumulate=2")
+OVERRIDES = (
+    "debug=profile",
+    "train.epochs=1000",
+    "train.profile_steps=2",
+    "train.max_steps=25",
+    "train.accumulate=2",
+)
 PARTS = {"data", "forward", "backward", "optimizer"}
 
 
@@ -29,7 +37,12 @@ def trained(ranks: Ranks, store: Any, folder: str, *overrides: str) -> dict[str,
     """Train a whole run on this rank and return its result."""
     (Path(folder) / "logs").mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
-    run(resolved(*OVERRIDES, *overrides), Path(folder), ranks, store if ranks.world_size > 1 else None)
+    run(
+        resolved(*OVERRIDES, *overrides),
+        Path(folder),
+        ranks,
+        store if ranks.world_size > 1 else None,
+    )
     return vars(read_result(Path(folder)))
 
 
@@ -38,7 +51,9 @@ def parts_of(entry: dict[str, Any]) -> dict[str, float]:
 
 
 def check(result: dict[str, Any], folder: Path, ranks: int = 1) -> None:
-    assert result["throughput"]["steps_timed"] == 12, "the timed steps include warm-up or profiled steps"
+    assert result["throughput"]["steps_timed"] == 12, (
+        "the timed steps include warm-up or profiled steps"
+    )
     assert [entry["rank"] for entry in result["profile"]] == list(range(ranks))
     for entry in result["profile"]:
         parts = parts_of(entry)
@@ -50,7 +65,8 @@ def check(result: dict[str, Any], folder: Path, ranks: int = 1) -> None:
 
 
 def check_trace(path: Path, parts: dict[str, float]) -> None:
-    """Check Chrome's format, which Perfetto reads: complete events with start, duration, process and thread.
+    """Check Chrome's format, which Perfetto reads: complete events with start, duration, process
+    and thread.
 
     The parts in result.json are the durations of the ranges in the trace, per step.
     """
@@ -62,7 +78,9 @@ def check_trace(path: Path, parts: dict[str, float]) -> None:
     assert {name.removeprefix("step: ") for name in ranges if name.startswith("step: ")} == PARTS
     for part, ms in parts.items():
         microseconds = sum(event["dur"] for event in whole if event["name"] == f"step: {part}")
-        assert microseconds / 1000 / 2 == pytest.approx(ms, rel=0.01, abs=0.01), "train.profile_steps"
+        assert microseconds / 1000 / 2 == pytest.approx(ms, rel=0.01, abs=0.01), (
+            "train.profile_steps"
+        )
     assert ranges.count("step: optimizer") == 2, "train.profile_steps"
     assert ranges.count("step: backward") == 4, "times train.accumulate"
 
@@ -78,7 +96,9 @@ def test_profiled_run_prints_step_parts_on_stdout_and_nothing_on_stderr(train: T
 def test_profiled_single_run_equals_unprofiled_run_bit_for_bit(tmp_path: Path) -> None:
     result = trained(Ranks(), None, str(tmp_path / "run"), "parallel=single")
     check(result, tmp_path / "run")
-    without = trained(Ranks(), None, str(tmp_path / "without"), "parallel=single", "train.profile_steps=null")
+    without = trained(
+        Ranks(), None, str(tmp_path / "without"), "parallel=single", "train.profile_steps=null"
+    )
     assert result["parameters_hash"] == without["parameters_hash"]
     lines = summary_lines(result["profile"][0], tmp_path / "run")
     assert lines[0].startswith("a step") and "backward" in lines[0]
@@ -90,7 +110,11 @@ def test_profile_of_dp_records_the_threads_of_its_replicas(tmp_path: Path) -> No
     result = trained(Ranks(), None, str(tmp_path / "run"), "parallel=dp", "parallel.devices=2")
     check(result, tmp_path / "run")
     with gzip.open(tmp_path / "run" / result["profile"][0]["trace"], "rt") as file:
-        threads = {event["tid"] for event in json.load(file)["traceEvents"] if event.get("name") == "aten::addmm"}
+        threads = {
+            event["tid"]
+            for event in json.load(file)["traceEvents"]
+            if event.get("name") == "aten::addmm"
+        }
     assert len(threads) == 2, "replicas do not run in threads"
 
 
@@ -102,7 +126,9 @@ def test_profile_of_ddp_writes_a_trace_for_every_rank(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_profiled_forward_pass_contains_the_time_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_profiled_forward_pass_contains_the_time_of_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from src.train.step import TrainStep
 
     forward = TrainStep.forward
@@ -112,12 +138,16 @@ def test_profiled_forward_pass_contains_the_time_of_the_model(tmp_path: Path, mo
         return forward(self, *args)
 
     monkeypatch.setattr(TrainStep, "forward", slow)
-    result = trained(Ranks(), None, str(tmp_path / "run"), "parallel=single", "train.evaluate_every=1")
+    result = trained(
+        Ranks(), None, str(tmp_path / "run"), "parallel=single", "train.evaluate_every=1"
+    )
     # Two batches per step.
     assert parts_of(result["profile"][0])["forward"] >= 100
 
 
-def test_run_creates_no_profiler_when_profile_steps_is_null(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_creates_no_profiler_when_profile_steps_is_null(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without a profiler the training loop calls plain step hooks, which name no ranges."""
 
     def refuse(*args: Any, **kwargs: Any) -> None:
@@ -128,18 +158,27 @@ def test_run_creates_no_profiler_when_profile_steps_is_null(tmp_path: Path, monk
     hooks: list[type] = []
     monkeypatch.setattr(StepHooks, "start_update", lambda self: hooks.append(type(self)))
     result = trained(
-        Ranks(), None, str(tmp_path / "run"), "parallel=single", "train.profile_steps=null", "train.max_steps=2"
+        Ranks(),
+        None,
+        str(tmp_path / "run"),
+        "parallel=single",
+        "train.profile_steps=null",
+        "train.max_steps=2",
     )
     assert set(hooks) == {StepHooks}
     assert result["profile"] == []
     assert not (tmp_path / "run" / "profile").exists()
 
 
-@pytest.mark.parametrize("overrides", [("train.max_steps=13",), ("train.max_steps=null", "train.epochs=4")])
+@pytest.mark.parametrize(
+    "overrides", [("train.max_steps=13",), ("train.max_steps=null", "train.epochs=4")]
+)
 def test_profile_steps_is_refused_when_no_step_is_left_to_time_after_profiling(
     tmp_path: Path, overrides: tuple[str, ...]
 ) -> None:
-    """Four epochs have twelve steps. The first case fails before ranks start, the second after the data are loaded."""
+    """Four epochs have twelve steps. The first case fails before ranks start, the second after the
+    data are loaded.
+    """
     # RefusedError is a ValueError.
     with pytest.raises(ValueError, match=r"train\.profile_steps=2") as refusal:
         trained(Ranks(), None, str(tmp_path / "run"), "parallel=single", *overrides)
@@ -149,7 +188,9 @@ def test_profile_steps_is_refused_when_no_step_is_left_to_time_after_profiling(
 
 
 @pytest.mark.slow
-def test_profile_steps_is_accepted_when_one_step_is_left_to_time_after_profiling(tmp_path: Path) -> None:
+def test_profile_steps_is_accepted_when_one_step_is_left_to_time_after_profiling(
+    tmp_path: Path,
+) -> None:
     result = trained(Ranks(), None, str(tmp_path / "run"), "parallel=single", "train.max_steps=14")
     assert result["throughput"]["steps_timed"] == 1
     assert sum(parts_of(result["profile"][0]).values()) > 0

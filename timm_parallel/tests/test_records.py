@@ -1,4 +1,6 @@
-"""Record files of a run are written completely or not at all, belong to one run, and are read back unchanged."""
+"""Record files of a run are written completely or not at all, belong to one run, and are read back
+unchanged.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,15 @@ from timm_parallel.machine.files import claim_folder, write_json, write_text
 from timm_parallel.record import code_diff, environment
 from timm_parallel.record.code_diff import CODE_DIFF, write_code_diff
 from timm_parallel.record.jobs import read_jobs
-from timm_parallel.record.result import FORMAT, STATUSES, MetricsLog, Result, read_metrics, read_result, write_result
+from timm_parallel.record.result import (
+    FORMAT,
+    STATUSES,
+    MetricsLog,
+    Result,
+    read_metrics,
+    read_result,
+    write_result,
+)
 from timm_parallel.testing.configs import resolved
 from train import main
 
@@ -58,7 +68,9 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_saved_code_diff_applied_to_its_commit_restores_the_tracked_code_of_the_run(
     repository: Path, tmp_path: Path
 ) -> None:
-    """It has staged and unstaged changes, and the names of untracked files, but not their contents."""
+    """It has staged and unstaged changes, and the names of untracked files,
+    but not their contents.
+    """
     changed = {"train.py": "first\nchanged\n", "notes.txt": "2\n"}
     for name, text in changed.items():
         (repository / name).write_text(text)
@@ -67,13 +79,18 @@ def test_saved_code_diff_applied_to_its_commit_restores_the_tracked_code_of_the_
     (repository / "mine" / "model.py").write_text("untracked code")
     write_code_diff(tmp_path, True, repository)
     diff = tmp_path / CODE_DIFF
-    assert diff.read_text().startswith("untracked: mine/\n") and "untracked code" not in diff.read_text()
+    assert (
+        diff.read_text().startswith("untracked: mine/\n")
+        and "untracked code" not in diff.read_text()
+    )
     subprocess.run(("git", "-C", repository, "reset", "-q", "--hard"), check=True, timeout=60)
     subprocess.run(("git", "-C", repository, "apply", diff), check=True, timeout=60)
     assert {name: (repository / name).read_text() for name in changed} == changed
 
 
-def test_code_diff_of_an_earlier_attempt_is_removed_when_there_are_no_git_changes(tmp_path: Path) -> None:
+def test_code_diff_of_an_earlier_attempt_is_removed_when_there_are_no_git_changes(
+    tmp_path: Path,
+) -> None:
     (tmp_path / CODE_DIFF).write_text("old")
     write_code_diff(tmp_path, False)
     assert not (tmp_path / CODE_DIFF).exists()
@@ -87,7 +104,9 @@ def test_saved_code_diff_is_truncated_after_a_whole_line_when_it_exceeds_1_mb(
     write_code_diff(tmp_path, True, repository)
     *lines, last = (tmp_path / CODE_DIFF).read_text().splitlines()
     assert last.startswith("cut: ")
-    assert lines[-1] == "+a line of 24 characters" and len(lines) == pytest.approx(1_000_000 / 25, abs=10)
+    assert lines[-1] == "+a line of 24 characters" and len(lines) == pytest.approx(
+        1_000_000 / 25, abs=10
+    )
     monkeypatch.setattr(code_diff, "LARGEST", 3_000_000)
     write_code_diff(tmp_path, True, repository)
     assert len((tmp_path / CODE_DIFF).read_text().splitlines()) > 100_000
@@ -104,7 +123,9 @@ def test_refused_resume_restores_the_previous_code_diff_of_the_run(
     job.prepare(resolved(), tmp_path)
     assert (tmp_path / CODE_DIFF).read_text() != before
     restore_records(tmp_path, records)
-    assert ((tmp_path / CODE_DIFF).read_text() if before else (tmp_path / CODE_DIFF).exists()) == (before or False)
+    assert ((tmp_path / CODE_DIFF).read_text() if before else (tmp_path / CODE_DIFF).exists()) == (
+        before or False
+    )
 
 
 def test_saved_code_diff_starts_with_a_cut_off_notice_when_git_fails(tmp_path: Path) -> None:
@@ -114,11 +135,18 @@ def test_saved_code_diff_starts_with_a_cut_off_notice_when_git_fails(tmp_path: P
 
 def test_command_output_that_is_not_utf8_is_decoded_with_replacement_characters() -> None:
     """git prints a file name that is not UTF-8 without quoting it when core.quotepath is off."""
-    assert environment.output_of(sys.executable, "-c", "import os; os.write(1, b'?? \\xff.py')") == "?? \ufffd.py"
+    assert (
+        environment.output_of(sys.executable, "-c", "import os; os.write(1, b'?? \\xff.py')")
+        == "?? \ufffd.py"
+    )
 
 
-def test_run_folders_created_concurrently_with_one_name_are_different_folders(tmp_path: Path) -> None:
-    """Many threads claim the same name at the same time below a parent folder that does not exist yet."""
+def test_run_folders_created_concurrently_with_one_name_are_different_folders(
+    tmp_path: Path,
+) -> None:
+    """Many threads claim the same name at the same time below a parent folder that does not exist
+    yet.
+    """
     count = 24
     gate, claimed = threading.Barrier(count), []
 
@@ -133,7 +161,10 @@ def test_run_folders_created_concurrently_with_one_name_are_different_folders(tm
         thread.join()
     assert len(claimed) == len(set(claimed)) == count
     assert all(folder.is_dir() for folder in claimed)
-    assert {folder.name for folder in claimed} == {"time", *(f"time_{number}" for number in range(1, count))}
+    assert {folder.name for folder in claimed} == {
+        "time",
+        *(f"time_{number}" for number in range(1, count)),
+    }
 
 
 def test_run_folder_gets_a_numbered_name_when_the_folder_already_exists(tmp_path: Path) -> None:
@@ -200,10 +231,13 @@ def test_train_names_the_file_in_one_line_when_the_disk_is_full_before_the_run_s
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", fsync)
-    monkeypatch.setattr(sys, "argv", ["train.py", "print_config=false", f"hydra.run.dir={tmp_path / 'run'}"])
+    monkeypatch.setattr(
+        sys, "argv", ["train.py", "print_config=false", f"hydra.run.dir={tmp_path / 'run'}"]
+    )
     assert main() == 1
     assert capsys.readouterr().err.splitlines() == [
-        f"train.py: [Errno {errno.ENOSPC}] No space left on device: '{tmp_path}/run/.hydra/config.yaml'"
+        f"train.py: [Errno {errno.ENOSPC}] No space left on device: "
+        f"'{tmp_path}/run/.hydra/config.yaml'"
     ]
 
 
@@ -221,7 +255,9 @@ def test_record_file_is_written_when_the_file_system_cannot_fsync_folders(
     assert (tmp_path / "note").read_text() == "here"
 
 
-def test_json_file_keeps_its_old_content_when_the_new_value_is_not_serializable(tmp_path: Path) -> None:
+def test_json_file_keeps_its_old_content_when_the_new_value_is_not_serializable(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "value.json"
     write_json(path, {"whole": True})
     with pytest.raises(TypeError):
@@ -236,7 +272,10 @@ def reject(constant: str) -> None:
 
 def test_nan_and_infinity_are_written_to_json_files_as_null(tmp_path: Path) -> None:
     nan, inf = float("nan"), float("inf")
-    write_json(tmp_path / "value.json", {"loss": nan, "list": [1.5, -inf, (inf, 2)], "deep": {"er": {"x": nan}}})
+    write_json(
+        tmp_path / "value.json",
+        {"loss": nan, "list": [1.5, -inf, (inf, 2)], "deep": {"er": {"x": nan}}},
+    )
     text = (tmp_path / "value.json").read_text()
     expected = {"loss": None, "list": [1.5, None, [None, 2]], "deep": {"er": {"x": None}}}
     assert json.loads(text, parse_constant=reject) == expected
@@ -282,16 +321,24 @@ def test_error_names_result_json_when_the_file_is_not_utf8(tmp_path: Path) -> No
         read_result(tmp_path)
 
 
-@pytest.mark.parametrize("contents", [b"\xff\xfe\x00{", b'{"format": 1, "jobs": ["x"]}', b'{"format": "x"}', b"{}"])
-def test_error_names_jobs_json_of_a_sweep_when_the_file_is_invalid(tmp_path: Path, contents: bytes) -> None:
+@pytest.mark.parametrize(
+    "contents", [b"\xff\xfe\x00{", b'{"format": 1, "jobs": ["x"]}', b'{"format": "x"}', b"{}"]
+)
+def test_error_names_jobs_json_of_a_sweep_when_the_file_is_invalid(
+    tmp_path: Path, contents: bytes
+) -> None:
     (tmp_path / "jobs.json").write_bytes(contents)
     with pytest.raises(ValueError, match=r"jobs\.json: (damaged|.*not of this project)"):
         read_jobs(tmp_path)
 
 
-def test_result_json_of_an_older_version_is_read_with_defaults_for_new_fields(tmp_path: Path) -> None:
+def test_result_json_of_an_older_version_is_read_with_defaults_for_new_fields(
+    tmp_path: Path,
+) -> None:
     """Keys added since that version get their defaults; keys removed since then are ignored."""
-    (tmp_path / "result.json").write_text('{"format": 0, "status": "done", "val": {"acc": 0.5}, "of_old": 1}')
+    (tmp_path / "result.json").write_text(
+        '{"format": 0, "status": "done", "val": {"acc": 0.5}, "of_old": 1}'
+    )
     result = read_result(tmp_path)
     assert result.val == {"acc": 0.5}
     assert (result.memory, result.objective, result.reason) == ([], None, "")
@@ -351,7 +398,9 @@ def test_metrics_log_drops_lines_after_the_resumed_step(tmp_path: Path) -> None:
     assert logged(path) == [(1, 0.1), (2, 0.2), (3, 0.9)]
 
 
-def test_metrics_log_creates_a_missing_file_and_appends_without_a_resume_step(tmp_path: Path) -> None:
+def test_metrics_log_creates_a_missing_file_and_appends_without_a_resume_step(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "metrics.jsonl"
     for resume_step in (None, 0, 5):
         path.unlink(missing_ok=True)
@@ -365,7 +414,9 @@ def test_metrics_log_creates_a_missing_file_and_appends_without_a_resume_step(tm
 
 
 @pytest.mark.parametrize("cut", range(1, 25))
-def test_metrics_log_drops_a_truncated_last_line_before_it_appends(tmp_path: Path, cut: int) -> None:
+def test_metrics_log_drops_a_truncated_last_line_before_it_appends(
+    tmp_path: Path, cut: int
+) -> None:
     path = tmp_path / "metrics.jsonl"
     log = MetricsLog(path)
     for step in (1, 2):
@@ -391,17 +442,31 @@ def test_metrics_log_flushes_each_line_immediately(tmp_path: Path) -> None:
 
 DAMAGE = st.one_of(
     st.binary(min_size=1, max_size=40).map(lambda noise: noise.replace(b"\n", b"") or b"\0"),
-    st.sampled_from([b"\0" * 300, b"\xff\xfe", b"[" * 100_000, b"[1]", b'{"loss": 1}', b'{"step": null}', b"NaN"]),
+    st.sampled_from(
+        [
+            b"\0" * 300,
+            b"\xff\xfe",
+            b"[" * 100_000,
+            b"[1]",
+            b'{"loss": 1}',
+            b'{"step": null}',
+            b"NaN",
+        ]
+    ),
 )
 
 
 @settings(max_examples=60, deadline=None)
 @given(damage=DAMAGE, position=st.integers(0, 4))
-def test_metrics_log_keeps_all_lines_around_a_damaged_line_when_a_run_resumes(damage: bytes, position: int) -> None:
+def test_metrics_log_keeps_all_lines_around_a_damaged_line_when_a_run_resumes(
+    damage: bytes, position: int
+) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "metrics.jsonl"
         lines = [json.dumps({"step": step, "loss": step / 10}).encode() for step in (1, 2, 3, 4)]
-        path.write_bytes(b"".join(line + b"\n" for line in [*lines[:position], damage, *lines[position:]]))
+        path.write_bytes(
+            b"".join(line + b"\n" for line in [*lines[:position], damage, *lines[position:]])
+        )
         expected = [(step, step / 10) for step in (1, 2, 3, 4)]
         assert logged(path) == expected
         MetricsLog(path, resume_step=3).close()
@@ -412,7 +477,9 @@ def test_reading_damaged_metrics_logs_the_number_of_skipped_lines_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_bytes(b'{"step": 1, "loss": 0.5}\n\0\0\n\xff\n{"step": 2, "loss": 0.5}\n{"step": 3, "lo')
+    path.write_bytes(
+        b'{"step": 1, "loss": 0.5}\n\0\0\n\xff\n{"step": 2, "loss": 0.5}\n{"step": 3, "lo'
+    )
     for _ in range(2):
         assert logged(path) == [(1, 0.5), (2, 0.5)]
     [record] = caplog.records

@@ -24,7 +24,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(autouse=True)
 def plots_where_asked(request: pytest.FixtureRequest) -> None:
-    """Draw plots only in tests that request `plots`, because drawing takes most of a report's time."""
+    """Draw plots only in tests that request `plots`,
+    because drawing takes most of a report's time.
+    """
     if "plots" not in request.fixturenames:
         request.getfixturevalue("without_plots")
 
@@ -50,7 +52,9 @@ def test_report_marks_dp_on_cpu_and_omits_its_speed(tmp_path: Path) -> None:
     html, markdown, _ = read(sweep.write())
     assert "threads on CPU" in html
     row = next(line for line in markdown.splitlines() if line.startswith("| dp × 2"))
-    assert row.count("n/a") == 5  # images/s, its ratio, ms per step and its p95, exposed communication
+    assert (
+        row.count("n/a") == 5
+    )  # images/s, its ratio, ms per step and its p95, exposed communication
 
 
 def test_report_marks_configurations_with_more_threads_than_cores(tmp_path: Path) -> None:
@@ -61,17 +65,27 @@ def test_report_marks_configurations_with_more_threads_than_cores(tmp_path: Path
 
 
 def test_report_does_not_mark_four_threads_on_two_nodes_with_two_cores_each(tmp_path: Path) -> None:
-    """On two nodes with two cores each, four devices with one thread each have one core per thread."""
+    """On two nodes with two cores each,
+    four devices with one thread each have one core per thread.
+    """
     sweep = full_sweep(tmp_path / "s", {("single", 1): 1000}, accelerator="cpu", cores=2)
     sweep.repeat("ddp", 4, [3600, 3610, 3590], nodes=2)
     html, _, plain = read(sweep.write())
-    assert [point["needless_threads"] for point in plain["points"]] == [None, None] and "†" not in html
+    assert [point["needless_threads"] for point in plain["points"]] == [
+        None,
+        None,
+    ] and "†" not in html
 
 
 def test_report_puts_strong_and_weak_scaling_runs_into_separate_groups(tmp_path: Path) -> None:
     sweep = full_sweep(tmp_path / "s")
     for devices, speed in ((1, 1000), (2, 1980)):
-        sweep.repeat("single" if devices == 1 else "ddp", devices, [speed, speed + 1, speed - 1], per_device=64)
+        sweep.repeat(
+            "single" if devices == 1 else "ddp",
+            devices,
+            [speed, speed + 1, speed - 1],
+            per_device=64,
+        )
     html, markdown, plain = read(sweep.write())
     assert [(g["kind"], g["batch"]) for g in plain["groups"]] == [("strong", 64), ("weak", 64)]
     assert [len(g["points"]) for g in plain["groups"]] == [5, 2]
@@ -80,10 +94,15 @@ def test_report_puts_strong_and_weak_scaling_runs_into_separate_groups(tmp_path:
         assert "weak scaling, batch 64 per device" in text
 
 
-def test_report_groups_runs_by_machine_and_evaluates_dp_and_ddp_claims_for_each_machine(tmp_path: Path) -> None:
+def test_report_groups_runs_by_machine_and_evaluates_dp_and_ddp_claims_for_each_machine(
+    tmp_path: Path,
+) -> None:
     first, second = full_sweep(tmp_path / "a"), full_sweep(tmp_path / "b", accelerator="cpu")
     html, _, plain = read(first.write(), second.write())
-    assert {g["hardware"].split(";")[0] for g in plain["groups"]} == {"CPU: EPYC 9554, 16 cores", "NVIDIA H200"}
+    assert {g["hardware"].split(";")[0] for g in plain["groups"]} == {
+        "CPU: EPYC 9554, 16 cores",
+        "NVIDIA H200",
+    }
     numbers = [claim["number"] for claim in plain["claims"]]
     assert numbers == 2 * numbers[: len(numbers) // 2] and len(set(numbers)) > 1
     assert all(len(g["points"]) == 5 for g in plain["groups"])
@@ -91,18 +110,27 @@ def test_report_groups_runs_by_machine_and_evaluates_dp_and_ddp_claims_for_each_
 
 
 @pytest.mark.usefixtures("plots")
-def test_report_groups_runs_by_training_settings_and_compares_parallel_options_in_a_group(tmp_path: Path) -> None:
+def test_report_groups_runs_by_training_settings_and_compares_parallel_options_in_a_group(
+    tmp_path: Path,
+) -> None:
     sweep = Sweep(tmp_path / "s")
     sweep.add("single", 1, 1000)
     for bucket in (1, 25):
         sweep.add("ddp", 2, 1900, options={"bucket_cap_mb": bucket})
-    sweep.add("ddp", 2, 1000, config={"train": {"precision": "bf16"}}, options={"bucket_cap_mb": 25})
+    sweep.add(
+        "ddp", 2, 1000, config={"train": {"precision": "bf16"}}, options={"bucket_cap_mb": 25}
+    )
     _, _, plain = read(sweep.write())
     assert [g["points"] for g in plain["groups"]] == [
         ["single × 1", "ddp × 2 (bucket_cap_mb=1)", "ddp × 2 (bucket_cap_mb=25)"],
         ["ddp × 2"],
     ]
-    assert [p["options"] for p in plain["points"]] == ["", "bucket_cap_mb=1", "bucket_cap_mb=25", ""]
+    assert [p["options"] for p in plain["points"]] == [
+        "",
+        "bucket_cap_mb=1",
+        "bucket_cap_mb=25",
+        "",
+    ]
     assert plain["groups"][1]["settings"] == "train.precision=bf16"
 
 
@@ -119,7 +147,9 @@ def test_report_counts_jobs_by_status_when_sweep_is_unfinished(tmp_path: Path) -
     sweep.repeat("single", 1, [1000, 1001, 999])
     sweep.add("ddp", 2, status="out_of_memory", reason="CUDA out of memory on rank 1 <b>&")
     sweep.row("parallel=ddp", "parallel.devices=4", status="running")
-    sweep.row("parallel=single", "parallel.devices=2", status="skipped", reason="single has 1 device")
+    sweep.row(
+        "parallel=single", "parallel.devices=2", status="skipped", reason="single has 1 device"
+    )
     sweep.row("parallel=ddp", "parallel.devices=8", status="waiting")
     html, markdown, plain = read(sweep.write("running"))
     assert plain["counts"] == "3 of 7 jobs done, 1 out of memory, 1 running, 1 skipped, 1 waiting"
@@ -158,17 +188,57 @@ def test_report_shows_a_dash_when_a_finished_run_has_no_throughput(tmp_path: Pat
 @pytest.mark.parametrize(
     "values",
     [
-        {"throughput": None, "memory": None, "communication": None, "seconds": None, "cpu": None, "val": None},
-        {"throughput": {"images_per_sec": "fast"}, "memory": [{"device": 0}], "proof": None, "data_wait": None},
-        {"throughput": [], "step": "x", "ranks": [1, {"rank": 0}, {"data_ms": "a"}], "flags": "busy", "hosts": "a"},
-        {"throughput": None, "step": {"data_ms": -1}, "nodes": "two", "neighbours": "no", "guard": 3, "seconds": []},
-        {"throughput": None, "reason": ["x"], "ranks": [{"rank": [0], "host": {}, "data_ms": 1.0, "compute_ms": 2.0}]},
+        {
+            "throughput": None,
+            "memory": None,
+            "communication": None,
+            "seconds": None,
+            "cpu": None,
+            "val": None,
+        },
+        {
+            "throughput": {"images_per_sec": "fast"},
+            "memory": [{"device": 0}],
+            "proof": None,
+            "data_wait": None,
+        },
+        {
+            "throughput": [],
+            "step": "x",
+            "ranks": [1, {"rank": 0}, {"data_ms": "a"}],
+            "flags": "busy",
+            "hosts": "a",
+        },
+        {
+            "throughput": None,
+            "step": {"data_ms": -1},
+            "nodes": "two",
+            "neighbours": "no",
+            "guard": 3,
+            "seconds": [],
+        },
+        {
+            "throughput": None,
+            "reason": ["x"],
+            "ranks": [{"rank": [0], "host": {}, "data_ms": 1.0, "compute_ms": 2.0}],
+        },
         {"throughput": None, "proof": {"chunk_sizes": [[1], "x"]}, "memory": [{"device": []}]},
-        {"throughput": None, "proof": {"chunk_sizes": 3, "hashes_equal": "x", "parameters_hash_start": []}},
-        {"throughput": None, "world_size": "two", "batch_size": "64", "threads_per_device": [], "flags": [1]},
+        {
+            "throughput": None,
+            "proof": {"chunk_sizes": 3, "hashes_equal": "x", "parameters_hash_start": []},
+        },
+        {
+            "throughput": None,
+            "world_size": "two",
+            "batch_size": "64",
+            "threads_per_device": [],
+            "flags": [1],
+        },
     ],
 )
-def test_report_ignores_result_json_fields_of_wrong_type(tmp_path: Path, values: dict[str, Any]) -> None:
+def test_report_ignores_result_json_fields_of_wrong_type(
+    tmp_path: Path, values: dict[str, Any]
+) -> None:
     sweep = Sweep(tmp_path / "s")
     path = sweep.add("ddp", 2) / "result.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
@@ -188,7 +258,9 @@ def test_report_excludes_run_when_its_world_size_differs_from_its_devices(tmp_pa
 def test_report_excludes_run_when_devices_in_its_result_is_not_a_number(tmp_path: Path) -> None:
     sweep = full_sweep(tmp_path / "s")
     path = sweep.add("ddp", 2, 9999) / "result.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"devices": "two", "world_size": None}))
+    path.write_text(
+        json.dumps(json.loads(path.read_text()) | {"devices": "two", "world_size": None})
+    )
     html, _, plain = read(sweep.write())
     assert "devices is &#39;two&#39;" in html
     assert plain["runs"][-1]["compared"] is False
@@ -229,12 +301,24 @@ def _newer(name: str) -> Any:
     ("damage", "named", "words"),
     [
         (lambda folder: (folder / "jobs.json").unlink(), "", "no jobs.json and no result.json"),
-        (lambda folder: (folder / "jobs.json").write_text("[]"), "jobs.json", "not of this project"),
-        (lambda folder: (folder / "jobs.json").write_text('{"jobs": 3}'), "jobs.json", "not of this project"),
+        (
+            lambda folder: (folder / "jobs.json").write_text("[]"),
+            "jobs.json",
+            "not of this project",
+        ),
+        (
+            lambda folder: (folder / "jobs.json").write_text('{"jobs": 3}'),
+            "jobs.json",
+            "not of this project",
+        ),
         (_no_jobs, "jobs.json", "has no jobs"),
         (_cut_off, "jobs.json", "damaged"),
         (_half_result, "0/result.json", "cannot be read as JSON"),
-        (lambda folder: (folder / "0" / "config.yaml").write_text("a: [1"), "0/config.yaml", "as YAML"),
+        (
+            lambda folder: (folder / "0" / "config.yaml").write_text("a: [1"),
+            "0/config.yaml",
+            "as YAML",
+        ),
         (_newer("jobs.json"), "jobs.json", "newer than this code reads"),
         (_newer("0/result.json"), "0/result.json", "newer than this code reads"),
     ],
@@ -255,7 +339,9 @@ def test_report_error_names_the_invalid_sweep_file_in_one_line(
 def test_report_accepts_result_json_of_an_older_version(tmp_path: Path) -> None:
     sweep = Sweep(tmp_path / "s")
     path = sweep.add("single", 1) / "result.json"
-    path.write_text(json.dumps({"status": "done", "format": 0, "strategy": "single", "devices": 1, "gone": 1}))
+    path.write_text(
+        json.dumps({"status": "done", "format": 0, "strategy": "single", "devices": 1, "gone": 1})
+    )
     assert read(sweep.write())[2]["counts"] == "1 of 1 jobs done"
 
 
@@ -265,7 +351,9 @@ def test_report_html_loads_no_external_files_and_has_unique_element_ids(tmp_path
     assert html.count("<svg") == 4
     assert "currentColor" in html and "#010101" not in html  # readable in dark mode
     assert not re.search(r"<script|<link|@import|url\((?!#)", html)
-    outside = {address for address in re.findall(r'(?:href|src)="([^"#]+)"', html) if "//" in address}
+    outside = {
+        address for address in re.findall(r'(?:href|src)="([^"#]+)"', html) if "//" in address
+    }
     assert not outside
     ids = re.findall(r'\bid="([^"]+)"', html)
     assert ids and len(ids) == len(set(ids))
@@ -275,7 +363,9 @@ def test_every_link_in_report_points_to_an_existing_file(tmp_path: Path) -> None
     sweep = full_sweep(tmp_path / "a sweep")
     html, markdown, plain = read(sweep.write())
     links = set(re.findall(r'<a href="([^"]+)"', html))
-    assert {link for link in links if "dp_and_ddp" not in link} == {f"{n}/result.json" for n in range(15)}
+    assert {link for link in links if "dp_and_ddp" not in link} == {
+        f"{n}/result.json" for n in range(15)
+    }
     assert all((sweep.folder / link).is_file() for link in links)
     assert "[0](0/result.json)" in markdown
     assert all(p["runs"] for p in plain["points"])
@@ -287,12 +377,22 @@ def test_every_link_in_report_points_to_an_existing_file(tmp_path: Path) -> None
 def test_report_csv_has_one_row_per_run(tmp_path: Path) -> None:
     sweep = full_sweep(tmp_path / "s")
     sweep.row("parallel=single", "parallel.devices=2", status="skipped", reason="one, two\nthree")
-    rows = list(csv.DictReader(write_report([sweep.write()]).with_suffix(".csv").open(encoding="utf-8")))
+    rows = list(
+        csv.DictReader(write_report([sweep.write()]).with_suffix(".csv").open(encoding="utf-8"))
+    )
     assert len(rows) == 16
     assert float(rows[0]["images_per_sec"]) == 990
     assert rows[-1]["images_per_sec"] == "" and rows[-1]["reason"] == "one, two three"
-    assert (rows[0]["host"], rows[0]["commit"], rows[0]["steps_timed"]) == ("node1", "0123abc", "250.0")
-    assert (rows[0]["seed"], rows[0]["block"], rows[0]["batch_size"]) == ("42", "0", "64")  # counts are whole
+    assert (rows[0]["host"], rows[0]["commit"], rows[0]["steps_timed"]) == (
+        "node1",
+        "0123abc",
+        "250.0",
+    )
+    assert (rows[0]["seed"], rows[0]["block"], rows[0]["batch_size"]) == (
+        "42",
+        "0",
+        "64",
+    )  # counts are whole
     assert {"precision", "flags", "started", "workers", "block", "seed"} <= set(rows[0])
 
 
@@ -345,7 +445,9 @@ def test_every_report_plot_shows_the_fastest_configuration_when_there_are_many(
 @pytest.mark.usefixtures("plots")
 def test_report_draws_no_plot_for_a_single_cpu_run_without_step_times(tmp_path: Path) -> None:
     sweep = Sweep(tmp_path / "s", accelerator="cpu")
-    sweep.add("single", 1, step=None)  # one run: nothing to compare, no parts of a step, no device's memory
+    sweep.add(
+        "single", 1, step=None
+    )  # one run: nothing to compare, no parts of a step, no device's memory
     assert "<svg" not in read(sweep.write())[0]
 
 
@@ -366,24 +468,35 @@ def test_report_shows_val_acc_except_for_timed_or_unevaluated_benchmark_runs(
     sweep.repeat("single", 1, [1000, 1010], config=config)
     html, _, plain = read(sweep.write())
     metrics = {"val/acc": {"median": 0.957, "low": 0.957, "high": 0.957, "count": 2}}
-    assert (">val/acc<" in html, plain["points"][0]["metrics"]) == ((True, metrics) if is_shown else (False, {}))
+    assert (">val/acc<" in html, plain["points"][0]["metrics"]) == (
+        (True, metrics) if is_shown else (False, {})
+    )
 
 
-def test_report_shows_for_each_run_the_metric_named_by_its_checkpoint_metric(tmp_path: Path) -> None:
+def test_report_shows_for_each_run_the_metric_named_by_its_checkpoint_metric(
+    tmp_path: Path,
+) -> None:
     sweep = Sweep(tmp_path / "s")
     by_loss = {"checkpoint": {"metric": "val/loss"}}
     sweep.repeat("single", 1, [1000, 1010], config=by_loss, val={"loss": 0.25, "acc": 0.5})
     sweep.repeat(
-        "ddp", 2, [1900, 1910], config={"checkpoint": {"metric": "val/f1_ema"}}, val={"loss": 1, "f1_ema": 0.75}
+        "ddp",
+        2,
+        [1900, 1910],
+        config={"checkpoint": {"metric": "val/f1_ema"}},
+        val={"loss": 1, "f1_ema": 0.75},
     )
     html, markdown, plain = read(sweep.write())
-    assert [{name: value["median"] for name, value in point["metrics"].items()} for point in plain["points"]] == [
+    assert [
+        {name: value["median"] for name, value in point["metrics"].items()}
+        for point in plain["points"]
+    ] == [
         {"val/loss": 0.25},
         {"val/f1_ema": 0.75},
     ]
-    assert [(run["metric"], run["metric_value"]) for run in plain["runs"]] == [("val/loss", 0.25)] * 2 + [
-        ("val/f1_ema", 0.75)
-    ] * 2
+    assert [(run["metric"], run["metric_value"]) for run in plain["runs"]] == [
+        ("val/loss", 0.25)
+    ] * 2 + [("val/f1_ema", 0.75)] * 2
     assert ">val/loss (lower is better)<" in html and ">val/f1_ema<" in html
     [header] = [line for line in markdown.splitlines() if line.startswith("| point | runs")]
     assert "val/loss" in header and "val/acc" not in header
@@ -394,7 +507,9 @@ def test_report_is_written_to_out_folder(tmp_path: Path) -> None:
     html = write_report([sweep.write()], tmp_path / "elsewhere")
     assert html == tmp_path / "elsewhere" / "report.html"
     assert "../s/0/result.json" in html.read_text()
-    assert {path.name for path in html.parent.iterdir()} == {f"report.{kind}" for kind in ("html", "md", "csv", "json")}
+    assert {path.name for path in html.parent.iterdir()} == {
+        f"report.{kind}" for kind in ("html", "md", "csv", "json")
+    }
 
 
 @pytest.mark.usefixtures("plots")
@@ -405,7 +520,9 @@ def test_report_has_identical_contents_when_written_twice(tmp_path: Path) -> Non
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("plots")
-def test_report_on_150_different_settings_needs_less_than_12_cpu_seconds_and_2_mb(tmp_path: Path) -> None:
+def test_report_on_150_different_settings_needs_less_than_12_cpu_seconds_and_2_mb(
+    tmp_path: Path,
+) -> None:
     sweep = Sweep(tmp_path / "s")
     # Every run has other settings, as in a search.
     for number in range(150):
@@ -432,4 +549,6 @@ def test_report_py_prints_the_report_path_or_exits_2_when_folder_has_no_results(
 def test_run_record_of_a_job_without_result_file_has_no_measurements(tmp_path: Path) -> None:
     run = RunRecord("0", tmp_path, "waiting", overrides=("parallel=ddp", "parallel.devices=2"))
     assert (run.strategy, run.devices, run.comparable) == ("ddp", 2, False)
-    assert run.measure("images_per_sec") is None and run.metric_value is None and run.peak_bytes == []
+    assert (
+        run.measure("images_per_sec") is None and run.metric_value is None and run.peak_bytes == []
+    )

@@ -1,4 +1,6 @@
-"""Verdict of each claim in the report, computed from run files. Each claim is shown to be able to fail."""
+"""Verdict of each claim in the report, computed from run files. Each claim is shown to be able to
+fail.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,12 @@ from typing import Any
 import pytest
 
 from timm_parallel.errors import ONE_PROCESS, ReplicasDifferError
-from timm_parallel.lab.analysis.statistics import INCONCLUSIVE, NOT_MEASURABLE, NOT_SUPPORTED, SUPPORTED
+from timm_parallel.lab.analysis.statistics import (
+    INCONCLUSIVE,
+    NOT_MEASURABLE,
+    NOT_SUPPORTED,
+    SUPPORTED,
+)
 from timm_parallel.testing.commands import ROOT
 from timm_parallel.testing.report_sweeps import GIB, SPEEDS, Sweep, full_sweep, read, verdicts
 
@@ -22,12 +29,19 @@ NUMBERS = [1, 2, 3, 4, 5, 6, 7, 8, 11, 16]
 def test_report_lists_each_claim_about_dp_and_ddp_once_in_order(tmp_path: Path) -> None:
     claims = read(full_sweep(tmp_path / "s").write())[2]["claims"]
     assert [claim["number"] for claim in claims] == NUMBERS
-    assert {claim["verdict"] for claim in claims} <= {SUPPORTED, NOT_SUPPORTED, INCONCLUSIVE, NOT_MEASURABLE}
+    assert {claim["verdict"] for claim in claims} <= {
+        SUPPORTED,
+        NOT_SUPPORTED,
+        INCONCLUSIVE,
+        NOT_MEASURABLE,
+    }
     assert all(claim["runs"] for claim in claims if claim["verdict"] != NOT_MEASURABLE)
     assert all(claim["reason"] for claim in claims if claim["verdict"] == NOT_MEASURABLE)
 
 
-def test_report_claims_about_dp_and_ddp_are_supported_when_measurements_agree(tmp_path: Path) -> None:
+def test_report_claims_about_dp_and_ddp_are_supported_when_measurements_agree(
+    tmp_path: Path,
+) -> None:
     expected = dict.fromkeys(NUMBERS, SUPPORTED) | {6: NOT_MEASURABLE}
     assert verdicts(full_sweep(tmp_path / "s").write()) == expected
 
@@ -55,7 +69,9 @@ def test_report_lists_claims_about_dp_and_ddp_only_when_both_ran_on_two_devices(
         assert ("docs/dp_and_ddp.md" in text) == has_claims
 
 
-def test_report_lists_no_claims_about_dp_and_ddp_when_all_dp_jobs_were_skipped(tmp_path: Path) -> None:
+def test_report_lists_no_claims_about_dp_and_ddp_when_all_dp_jobs_were_skipped(
+    tmp_path: Path,
+) -> None:
     sweep = Sweep(tmp_path / "s")
     sweep.add("ddp", 2)
     sweep.row("parallel=dp", "parallel.devices=2", status="skipped", code=ONE_PROCESS)
@@ -73,24 +89,43 @@ def test_report_links_to_the_documentation_page_on_dp_and_ddp(tmp_path: Path) ->
 
 LESS_SPEED = {("ddp", 2): 1200, ("ddp", 4): 1300}
 BUSY_PARTS = {"data_ms": 1, "compute_ms": 2, "communication_ms": 16, "other_ms": 1}
-# Name -> (number of the claim, strategy, changes to the records of its runs). The changed records contradict the claim.
+# Name -> (number of the claim, strategy, changes to the records of its runs). The changed records
+# contradict the claim.
 FLIPS: dict[str, tuple[int, str, dict[str, Any]]] = {
-    "dp fills device 0": (3, "dp", {"memory": [{"device": n, "peak_bytes": GIB} for n in range(2)]}),
-    "uneven ddp": (4, "ddp", {"memory": [{"device": n, "peak_bytes": (n + 1) * GIB} for n in range(2)]}),
+    "dp fills device 0": (
+        3,
+        "dp",
+        {"memory": [{"device": n, "peak_bytes": GIB} for n in range(2)]},
+    ),
+    "uneven ddp": (
+        4,
+        "ddp",
+        {"memory": [{"device": n, "peak_bytes": (n + 1) * GIB} for n in range(2)]},
+    ),
     "other replicas": (4, "ddp", {"proof": {"hashes_equal": False}}),
     "idle cores": (5, "ddp", {"cpu": {"seconds_per_second": 0.5}}),
     "nothing hidden": (7, "ddp", {"communication": {"ms_per_step": 2, "exposed_ms_per_step": 2}}),
     "hashes differ": (8, "ddp", {"proof": {"hashes_equal": False}}),
-    "drifted": (8, "ddp", {"status": "failed", "failure": {"exception": ReplicasDifferError.__name__}}),
+    "drifted": (
+        8,
+        "ddp",
+        {"status": "failed", "failure": {"exception": ReplicasDifferError.__name__}},
+    ),
     "quick start": (11, "ddp", {"seconds": {"start_to_first_step": 0.1}}),
-    "idle ddp": (16, "ddp", {"memory": [{"device": n, "peak_bytes": GIB, "utilisation": 0.1} for n in range(2)]}),
+    "idle ddp": (
+        16,
+        "ddp",
+        {"memory": [{"device": n, "peak_bytes": GIB, "utilisation": 0.1} for n in range(2)]},
+    ),
     "busy waiting": (16, "ddp", {"step": BUSY_PARTS}),
 }
 
 
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("name", FLIPS)
-def test_claim_about_dp_and_ddp_is_not_supported_when_its_measurement_contradicts_it(tmp_path: Path, name: str) -> None:
+def test_claim_about_dp_and_ddp_is_not_supported_when_its_measurement_contradicts_it(
+    tmp_path: Path, name: str
+) -> None:
     number, changed, changes = FLIPS[name]
     results = []
     for altered in ({}, changes):
@@ -118,11 +153,18 @@ def test_claim_that_fsdp_needs_less_memory_than_ddp_is_judged_by_peak_bytes_per_
 ) -> None:
     sweep = Sweep(tmp_path / "s")
     sweep.repeat("ddp", 2, [1910, 1900, 1890])
-    sweep.repeat("fsdp", 2, [1810, 1800, 1790], memory=[{"device": n, "peak_bytes": p} for n, p in enumerate(peaks)])
+    sweep.repeat(
+        "fsdp",
+        2,
+        [1810, 1800, 1790],
+        memory=[{"device": n, "peak_bytes": p} for n, p in enumerate(peaks)],
+    )
     assert verdicts(sweep.write()) == {18: expected}
 
 
-def test_claim_on_fsdp_memory_is_not_measurable_when_fsdp_and_ddp_device_counts_differ(tmp_path: Path) -> None:
+def test_claim_on_fsdp_memory_is_not_measurable_when_fsdp_and_ddp_device_counts_differ(
+    tmp_path: Path,
+) -> None:
     sweep = Sweep(tmp_path / "s")
     sweep.repeat("ddp", 2, [1910, 1900, 1890])
     sweep.repeat("fsdp", 4, [3610, 3600, 3590])
@@ -134,7 +176,11 @@ def test_claim_on_fsdp_memory_is_not_measurable_when_fsdp_and_ddp_device_counts_
     [
         ({("ddp", 2): 1400, ("ddp", 4): 1600}, 1, NOT_SUPPORTED),
         ({("ddp", 4): 1800}, 1, NOT_SUPPORTED),  # faster on 4 devices, but its lead has shrunk
-        (LESS_SPEED, 5, NOT_SUPPORTED),  # more processor time without more images is waiting in a loop
+        (
+            LESS_SPEED,
+            5,
+            NOT_SUPPORTED,
+        ),  # more processor time without more images is waiting in a loop
         ({("ddp", 4): 2000}, 2, NOT_SUPPORTED),
         ({("ddp", 2): 1900, ("ddp", 4): 3600}, 2, SUPPORTED),
     ],
@@ -145,15 +191,21 @@ def test_verdicts_of_speed_claims_about_dp_and_ddp_follow_the_measured_speed_of_
     assert verdicts(full_sweep(tmp_path / "s", SPEEDS | speeds).write())[number] == expected
 
 
-def test_claim_that_ddp_gains_with_more_devices_ignores_bucket_sizes_on_equal_devices(tmp_path: Path) -> None:
-    """Both bucket sizes beat dp, the second by less. This is no evidence about the advantage on more devices."""
+def test_claim_that_ddp_gains_with_more_devices_ignores_bucket_sizes_on_equal_devices(
+    tmp_path: Path,
+) -> None:
+    """Both bucket sizes beat dp, the second by less. This is no evidence about the advantage on
+    more devices.
+    """
     sweep = full_sweep(tmp_path / "s", {("single", 1): 1000, ("dp", 2): 1500})
     for bucket, speeds in ((1, [2500, 2510, 2490]), (25, [1900, 1910, 1890])):
         sweep.repeat("ddp", 2, speeds, options={"bucket_cap_mb": bucket})
     assert verdicts(sweep.write())[1] == SUPPORTED
 
 
-def test_speed_claim_is_inconclusive_and_states_needed_repeats_when_runs_are_noisy(tmp_path: Path) -> None:
+def test_speed_claim_is_inconclusive_and_states_needed_repeats_when_runs_are_noisy(
+    tmp_path: Path,
+) -> None:
     sweep = Sweep(tmp_path / "s")
     sweep.repeat("single", 1, [1000, 1300, 800])
     sweep.repeat("dp", 2, [1500, 1400, 1700])
@@ -163,7 +215,9 @@ def test_speed_claim_is_inconclusive_and_states_needed_repeats_when_runs_are_noi
     assert re.search(r"[\d.]+ %; .* \d+ repeats", claims[1]["reason"])
 
 
-def test_claim_that_dp_is_slow_with_small_layers_compares_deep_and_shallow_models(tmp_path: Path) -> None:
+def test_claim_that_dp_is_slow_with_small_layers_compares_deep_and_shallow_models(
+    tmp_path: Path,
+) -> None:
     def deep(depth: int) -> dict[str, Any]:
         return {"model": {"name": "vit", "kwargs": {"depth": depth}}}
 
@@ -178,12 +232,20 @@ def test_claim_that_dp_is_slow_with_small_layers_compares_deep_and_shallow_model
     assert results == [SUPPORTED, NOT_SUPPORTED, INCONCLUSIVE]
 
 
-def test_claim_that_dp_is_slow_with_small_layers_compares_an_rnn_only_with_shallow_model(tmp_path: Path) -> None:
-    """The RNN's depth is between the two transformers. Compared with the deeper transformer, the claim could not fail."""
+def test_claim_that_dp_is_slow_with_small_layers_compares_an_rnn_only_with_shallow_model(
+    tmp_path: Path,
+) -> None:
+    """The RNN's depth is between the two transformers. Compared with the deeper transformer, the
+    claim could not fail.
+    """
     results = []
     for rnn in (1400, 1990):
         sweep = Sweep(tmp_path / f"s{rnn}")
-        for kwargs, speed in (({"depth": 32}, 1200), ({"layers": [4, 4]}, rnn), ({"depth": 2}, 1800)):
+        for kwargs, speed in (
+            ({"depth": 32}, 1200),
+            ({"layers": [4, 4]}, rnn),
+            ({"depth": 2}, 1800),
+        ):
             config = {"model": {"name": "model", "kwargs": kwargs}}
             sweep.repeat("single", 1, [1000, 1004, 997], config=config)
             sweep.repeat("dp", 2, [speed, speed - 4, speed + 5], config=config)
@@ -196,12 +258,22 @@ def test_claim_that_dp_is_slow_with_small_layers_compares_an_rnn_only_with_shall
 
 def test_report_claims_that_need_gpus_are_not_measurable_on_cpu(tmp_path: Path) -> None:
     results = verdicts(full_sweep(tmp_path / "s", accelerator="cpu").write())
-    assert [n for n, verdict in results.items() if verdict == NOT_MEASURABLE] == [1, 3, 4, 5, 6, 7, 16]
+    assert [n for n, verdict in results.items() if verdict == NOT_MEASURABLE] == [
+        1,
+        3,
+        4,
+        5,
+        6,
+        7,
+        16,
+    ]
     # ddp on CPU runs in processes, so its speed is real.
     assert results[2] == SUPPORTED
 
 
-def test_claim_on_idle_devices_is_not_measurable_when_ddp_runs_have_no_step_times(tmp_path: Path) -> None:
+def test_claim_on_idle_devices_is_not_measurable_when_ddp_runs_have_no_step_times(
+    tmp_path: Path,
+) -> None:
     sweep = Sweep(tmp_path / "s")
     sweep.repeat("dp", 2, [1500, 1490, 1510])
     sweep.repeat("ddp", 2, [1910, 1900, 1890], step=None)

@@ -1,4 +1,6 @@
-"""Decisions of the report: the recommendation, the comparisons, and the runs that are pooled, marked or excluded."""
+"""Decisions of the report: the recommendation, the comparisons, and the runs that are pooled,
+marked or excluded.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,12 @@ from typing import Any
 import pytest
 
 from timm_parallel.lab.analysis.groups import Group, group_runs
-from timm_parallel.lab.analysis.statistics import INCONCLUSIVE, NOT_MEASURABLE, NOT_SUPPORTED, SUPPORTED
+from timm_parallel.lab.analysis.statistics import (
+    INCONCLUSIVE,
+    NOT_MEASURABLE,
+    NOT_SUPPORTED,
+    SUPPORTED,
+)
 from timm_parallel.lab.report.collect import collect
 from timm_parallel.lab.report.tables import disturbed_table
 from timm_parallel.testing.report_sweeps import SPEEDS, Sweep, full_sweep, read
@@ -21,7 +28,9 @@ def group_of(folder: Path) -> Group:
     return group
 
 
-def contrasts(plain: dict[str, Any], measure: str = "images_per_sec") -> dict[tuple[str, str], dict[str, Any]]:
+def contrasts(
+    plain: dict[str, Any], measure: str = "images_per_sec"
+) -> dict[tuple[str, str], dict[str, Any]]:
     return {(c["a"], c["b"]): c for c in plain["contrasts"] if c["measure"] == measure}
 
 
@@ -31,14 +40,18 @@ def test_report_recommendation_has_speed_ratio_interval_and_command(tmp_path: Pa
     contrast = lead["contrast"]
     ratio, low, high = (f"{contrast[key]:.2f}" for key in ("ratio", "low", "high"))
     first, _, second = lead["sentence"].partition(" A second")
-    assert first == f"ddp on 4 devices is {ratio} × as fast as single (95 % interval {low} to {high})."
+    assert (
+        first == f"ddp on 4 devices is {ratio} × as fast as single (95 % interval {low} to {high})."
+    )
     assert second.startswith(" device pays: ddp on 2 devices runs at 1.9")
     assert lead["command"] == "python train.py parallel=ddp parallel.devices=4"
     assert lead["contrast"]["verdict"] == SUPPORTED
     assert lead["sentence"] in html and lead["command"] in html and lead["command"] in markdown
 
 
-def test_report_recommendation_states_no_gain_from_more_devices_when_single_is_fastest(tmp_path: Path) -> None:
+def test_report_recommendation_states_no_gain_from_more_devices_when_single_is_fastest(
+    tmp_path: Path,
+) -> None:
     speeds = SPEEDS | {("ddp", 4): 500.0, ("ddp", 2): 600.0, ("dp", 2): 700.0, ("dp", 4): 800.0}
     lead = read(full_sweep(tmp_path / "s", speeds).write())[2]["lead"]
     assert lead["point"] == "single × 1"
@@ -49,15 +62,29 @@ def test_report_recommendation_states_no_gain_from_more_devices_when_single_is_f
 
 def test_report_command_drops_max_steps_and_sweep_keys_of_a_benchmark(tmp_path: Path) -> None:
     sweep = Sweep(tmp_path / "s")
-    sweep.repeat("single", 1, [1000, 1010], config={"train": {"max_steps": 40, "epochs": 3, "evaluate_every": 0}})
+    sweep.repeat(
+        "single",
+        1,
+        [1000, 1010],
+        config={"train": {"max_steps": 40, "epochs": 3, "evaluate_every": 0}},
+    )
     for job in sweep.jobs:
-        job["overrides"] = ["experiment=compare", "model=vit_tiny", "train.max_steps=40", "sweep.repeats=2"]
+        job["overrides"] = [
+            "experiment=compare",
+            "model=vit_tiny",
+            "train.max_steps=40",
+            "sweep.repeats=2",
+        ]
     command = read(sweep.write())[2]["lead"]["command"]
-    assert command.startswith("python train.py experiment=compare model=vit_tiny train.max_steps=null train.epochs=")
+    assert command.startswith(
+        "python train.py experiment=compare model=vit_tiny train.max_steps=null train.epochs="
+    )
     assert "=40" not in command and "sweep." not in command
 
 
-def test_report_recommendation_is_unchanged_by_one_slow_repeat_listed_as_outlier(tmp_path: Path) -> None:
+def test_report_recommendation_is_unchanged_by_one_slow_repeat_listed_as_outlier(
+    tmp_path: Path,
+) -> None:
     sweep = Sweep(tmp_path / "s")
     sweep.repeat("single", 1, [1000, 1010, 990])
     sweep.repeat("dp", 2, [1500, 1510, 1490])
@@ -67,7 +94,9 @@ def test_report_recommendation_is_unchanged_by_one_slow_repeat_listed_as_outlier
     assert "Outlier, kept: run 8 (ddp × 2) at 980 images/s" in html
 
 
-def test_report_recommends_dp_over_ddp_only_when_shown_to_be_at_most_3_percent_slower(tmp_path: Path) -> None:
+def test_report_recommends_dp_over_ddp_only_when_shown_to_be_at_most_3_percent_slower(
+    tmp_path: Path,
+) -> None:
     results = []
     for name, noise in (("quiet", 0.001), ("noisy", 0.05)):
         sweep = Sweep(tmp_path / name)
@@ -78,19 +107,28 @@ def test_report_recommends_dp_over_ddp_only_when_shown_to_be_at_most_3_percent_s
     assert "at most 3 % slower" in results[0]["sentence"]
 
 
-def test_report_compares_each_strategy_with_single_and_ddp_with_dp_but_no_other_pairs(tmp_path: Path) -> None:
+def test_report_compares_each_strategy_with_single_and_ddp_with_dp_but_no_other_pairs(
+    tmp_path: Path,
+) -> None:
     results = contrasts(read(full_sweep(tmp_path / "s").write())[2])
     single = {(f"{s} × {n}", "single × 1") for s in ("dp", "ddp") for n in (2, 4)}
     assert set(results) == single | {("ddp × 2", "dp × 2"), ("ddp × 4", "dp × 4")}
     assert all(c["n"] == 3 and c["low"] < c["ratio"] < c["high"] for c in results.values())
 
 
-def test_speedup_of_10_percent_is_supported_only_when_sweep_smallest_difference_is_below_it(tmp_path: Path) -> None:
+def test_speedup_of_10_percent_is_supported_only_when_sweep_smallest_difference_is_below_it(
+    tmp_path: Path,
+) -> None:
     results = []
     for smallest in (0.03, 0.2):
         sweep = Sweep(tmp_path / f"s{smallest}")
-        for strategy, devices, speeds in (("single", 1, [1000, 1001, 999]), ("ddp", 2, [1101, 1099, 1100])):
-            sweep.repeat(strategy, devices, speeds, config={"sweep": {"smallest_difference": smallest}})
+        for strategy, devices, speeds in (
+            ("single", 1, [1000, 1001, 999]),
+            ("ddp", 2, [1101, 1099, 1100]),
+        ):
+            sweep.repeat(
+                strategy, devices, speeds, config={"sweep": {"smallest_difference": smallest}}
+            )
         results.append(contrasts(read(sweep.write())[2])["ddp × 2", "single × 1"]["verdict"])
     assert results == [SUPPORTED, NOT_SUPPORTED]
 
@@ -101,7 +139,10 @@ def test_report_speed_verdicts_are_inconclusive_when_a_sweep_has_one_repeat(tmp_
         sweep.add(strategy, devices, speed)
     _, _, plain = read(sweep.write())
     assert {c["verdict"] for c in plain["contrasts"]} == {INCONCLUSIVE}
-    assert "inconclusive" in plain["lead"]["sentence"] and "sweep.repeats=" in plain["lead"]["sentence"]
+    assert (
+        "inconclusive" in plain["lead"]["sentence"]
+        and "sweep.repeats=" in plain["lead"]["sentence"]
+    )
 
 
 def test_report_text_never_calls_a_configuration_fastest(tmp_path: Path) -> None:
@@ -110,13 +151,17 @@ def test_report_text_never_calls_a_configuration_fastest(tmp_path: Path) -> None
         assert word not in html and word not in markdown
 
 
-def test_report_gives_no_verdict_when_most_runs_were_disturbed_by_other_programs(tmp_path: Path) -> None:
+def test_report_gives_no_verdict_when_most_runs_were_disturbed_by_other_programs(
+    tmp_path: Path,
+) -> None:
     sweep = full_sweep(tmp_path / "s")
     flags = ["another program used 0.9 of a core"]
     for place, (strategy, devices) in enumerate(SPEEDS):
         sweep.repeat(strategy, devices, [1000 * devices + place] * 4, flags=flags)
     html, _, plain = read(sweep.write())
-    assert plain["lead"]["sentence"].startswith("No verdict: 20 of 35 runs were disturbed (another program used 0.9")
+    assert plain["lead"]["sentence"].startswith(
+        "No verdict: 20 of 35 runs were disturbed (another program used 0.9"
+    )
     assert plain["lead"]["command"] == ""
     assert {c["verdict"] for c in plain["contrasts"]} == {NOT_MEASURABLE}
     claims = {c["number"]: c["verdict"] for c in plain["claims"]}
@@ -131,11 +176,17 @@ def test_report_compares_a_disturbed_run_and_lists_its_disturbance(tmp_path: Pat
     html, _, plain = read(sweep.write())
     assert contrasts(plain)["ddp × 2", "single × 1"]["n"] == 4
     [row] = disturbed_table(group_of(sweep.folder)).rows
-    assert row == {"disturbed run": "15", "point": "ddp × 2", "why": "the second half ran 20 % slower"}
+    assert row == {
+        "disturbed run": "15",
+        "point": "ddp × 2",
+        "why": "the second half ran 20 % slower",
+    }
     assert row["why"] in html.replace("\u00a0", " ") and "4, 1 flagged" in html
 
 
-def test_report_shows_but_does_not_compare_speed_of_a_run_with_concurrent_jobs(tmp_path: Path) -> None:
+def test_report_shows_but_does_not_compare_speed_of_a_run_with_concurrent_jobs(
+    tmp_path: Path,
+) -> None:
     sweep = full_sweep(tmp_path / "s")
     sweep.add("ddp", 2, 400, block=3, neighbours=2)
     html, _, plain = read(sweep.write())
@@ -143,7 +194,9 @@ def test_report_shows_but_does_not_compare_speed_of_a_run_with_concurrent_jobs(t
     assert "2 other jobs" in html
 
 
-def test_report_recommendation_asks_to_run_strategy_single_when_no_run_of_it_is_comparable(tmp_path: Path) -> None:
+def test_report_recommendation_asks_to_run_strategy_single_when_no_run_of_it_is_comparable(
+    tmp_path: Path,
+) -> None:
     for name, changes in (("none", None), ("concurrent", {"neighbours": 1})):
         sweep = Sweep(tmp_path / name)
         sweep.repeat("ddp", 2, [1900, 1910, 1890])
@@ -154,13 +207,19 @@ def test_report_recommendation_asks_to_run_strategy_single_when_no_run_of_it_is_
         assert "parallel=single parallel.devices=1" in lead["sentence"] and lead["contrast"] is None
 
 
-def test_report_warns_with_rank_and_host_when_one_rank_is_slower_than_the_median(tmp_path: Path) -> None:
+def test_report_warns_with_rank_and_host_when_one_rank_is_slower_than_the_median(
+    tmp_path: Path,
+) -> None:
     sweep = Sweep(tmp_path / "s")
-    ranks = [{"rank": r, "host": f"node{r}", "data_ms": 1.0, "compute_ms": 12.0 if r == 3 else 9.0} for r in range(4)]
+    ranks = [
+        {"rank": r, "host": f"node{r}", "data_ms": 1.0, "compute_ms": 12.0 if r == 3 else 9.0}
+        for r in range(4)
+    ]
     sweep.repeat("ddp", 4, [3600, 3610, 3590], ranks=ranks)
     html, _, plain = read(sweep.write())
     assert plain["groups"][0]["warnings"] == [
-        "ddp × 4: rank 3 on node3 needs 30 % longer for its part of a step (data and computing) than the median rank."
+        "ddp × 4: rank 3 on node3 needs 30 % longer for its part of a step (data and computing) "
+        "than the median rank."
     ]
     assert "rank 3 on node3" in html
 
@@ -173,7 +232,10 @@ UNLIKE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "commit": ({"environment": {"commit": "aaa"}}, {"environment": {"commit": "bbb"}}),
     "changes": ({"environment": {"dirty": False}}, {"environment": {"dirty": True}}),
     "driver": ({"environment": {"driver": "1"}}, {"environment": {"driver": "2"}}),
-    "precision": ({"config": {"train": {"precision": "fp32"}}}, {"config": {"train": {"precision": "bf16"}}}),
+    "precision": (
+        {"config": {"train": {"precision": "fp32"}}},
+        {"config": {"train": {"precision": "bf16"}}},
+    ),
     "nodes": ({"world_size": 4}, {"world_size": 4, "nodes": 2}),
 }
 
@@ -189,14 +251,18 @@ def test_report_does_not_pool_runs_of_different_workers_commit_driver_precision_
     assert [len(point["runs"]) for point in points] == [2, 2]
 
 
-def test_report_groups_single_and_ddp_runs_whose_loader_worker_counts_differ(tmp_path: Path) -> None:
+def test_report_groups_single_and_ddp_runs_whose_loader_worker_counts_differ(
+    tmp_path: Path,
+) -> None:
     sweep = Sweep(tmp_path / "s")
     sweep.repeat("single", 1, [1000, 1010], config={"data": {"workers": 4, "batch_size": 64}})
     sweep.repeat("ddp", 2, [1900, 1910], config={"data": {"workers": 2, "batch_size": 64}})
     assert [len(group["points"]) for group in read(sweep.write())[2]["groups"]] == [2]
 
 
-def test_report_compares_runs_within_each_host_and_names_hosts_of_different_speed(tmp_path: Path) -> None:
+def test_report_compares_runs_within_each_host_and_names_hosts_of_different_speed(
+    tmp_path: Path,
+) -> None:
     """The second host is half as fast. On each host, ddp is 1.9 times as fast as single."""
     sweep = Sweep(tmp_path / "s")
     for host, factor in (("node1", 1.0), ("node2", 0.5)):
@@ -209,20 +275,29 @@ def test_report_compares_runs_within_each_host_and_names_hosts_of_different_spee
     assert "Runs on 2 hosts (node1, node2)" in html
 
 
-def test_report_recommendation_excludes_configurations_that_ran_on_different_hosts(tmp_path: Path) -> None:
+def test_report_recommendation_excludes_configurations_that_ran_on_different_hosts(
+    tmp_path: Path,
+) -> None:
     results = {}
     for hosts in (("node1", "node2", "node3"), ("node1", "node1", "node2")):
         sweep = Sweep(tmp_path / "".join(hosts))
         for (strategy, devices, speed), host in zip(
             (("single", 1, 1000), ("dp", 2, 1500), ("ddp", 2, 1900)), hosts, strict=True
         ):
-            sweep.repeat(strategy, devices, [speed, speed + 5, speed - 5], environment={"host": host})
+            sweep.repeat(
+                strategy, devices, [speed, speed + 5, speed - 5], environment={"host": host}
+            )
         results[len(set(hosts))] = read(sweep.write())[2]["lead"]
     assert results[3]["sentence"].startswith("No verdict:")
     assert "dp × 2; ddp × 2" in results[3]["sentence"]
     assert results[3]["command"] == "" and results[3]["point"] is None
-    assert results[2]["sentence"].startswith("dp on 2 devices is 1.50 ×") and results[2]["point"] == "dp × 2"
-    assert results[2]["sentence"].endswith("Not compared, because no repeat ran them on the same host: ddp × 2.")
+    assert (
+        results[2]["sentence"].startswith("dp on 2 devices is 1.50 ×")
+        and results[2]["point"] == "dp × 2"
+    )
+    assert results[2]["sentence"].endswith(
+        "Not compared, because no repeat ran them on the same host: ddp × 2."
+    )
 
 
 def test_report_counts_a_run_once_when_given_together_with_its_sweep(tmp_path: Path) -> None:
@@ -233,11 +308,21 @@ def test_report_counts_a_run_once_when_given_together_with_its_sweep(tmp_path: P
     assert len(plain["runs"]) == 15
 
 
-def test_report_names_the_first_disturbance_when_20_runs_have_different_ones(tmp_path: Path) -> None:
-    """The choice must be deterministic, although the iteration order of a set differs between processes."""
+def test_report_names_the_first_disturbance_when_20_runs_have_different_ones(
+    tmp_path: Path,
+) -> None:
+    """The choice must be deterministic, although the iteration order of a set differs between
+    processes.
+    """
     sweep = Sweep(tmp_path / "s")
     for number in range(20):
-        sweep.add("single", 1, 1000 + number, block=number, flags=[f"other programs kept {number} processors busy"])
+        sweep.add(
+            "single",
+            1,
+            1000 + number,
+            block=number,
+            flags=[f"other programs kept {number} processors busy"],
+        )
     html, _, plain = read(sweep.write())
     assert "(other programs kept 0 processors busy)" in plain["lead"]["sentence"]
     table = disturbed_table(group_of(sweep.folder))

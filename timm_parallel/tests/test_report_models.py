@@ -1,4 +1,6 @@
-"""The report describes a model with changed arguments by its option file, its size and its image size."""
+"""The report describes a model with changed arguments by its option file, its size and its image
+size.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,16 @@ from timm_parallel.testing.report_sweeps import Sweep, read
 pytestmark = pytest.mark.usefixtures("without_plots")
 CHANGED = {"name": "vit_tiny_patch16_224", "kwargs": {"depth": 2}}
 CHOICES = (
-    "hydra:\n  runtime:\n    version: 1.3.8\n    choices:\n      data: digits\n      model: {}\n  verbose: false\n"
+    "hydra:\n  runtime:\n    version: 1.3.8\n    choices:\n      data: digits\n      "
+    "model: "
+    "{}\n  verbose: false\n"
 )
 
 
 def titles(report: tuple[str, str, dict[str, Any]]) -> list[str]:
-    """Return the titles of the groups. Each title is a heading in the HTML and the Markdown page."""
+    """Return the titles of the groups.
+    Each title is a heading in the HTML and the Markdown page.
+    """
     html, markdown, values = report
     results = [group["title"].partition(", strong scaling")[0] for group in values["groups"]]
     assert all(title in html and title.replace("_", "\\_") in markdown for title in results)
@@ -45,11 +51,22 @@ def sweep_of(folder: Path, option: str | None, model: dict[str, Any], **changes:
         # A run of an older version: no image size, no record of its options.
         (None, CHANGED, 999, None, "vit_tiny_patch16_224 (999 parameters)"),
         ("resnet18", {"name": "resnet18", "kwargs": {}}, 11_000_000, 32, "resnet18"),
-        ("vit_tiny", {"name": "vit_tiny_patch16_224", "kwargs": {}}, 5_717_416, 224, "vit_tiny_patch16_224"),
+        (
+            "vit_tiny",
+            {"name": "vit_tiny_patch16_224", "kwargs": {}},
+            5_717_416,
+            224,
+            "vit_tiny_patch16_224",
+        ),
     ],
 )
 def test_report_title_names_option_file_parameters_and_image_size_of_a_changed_model(
-    tmp_path: Path, option: str | None, model: dict[str, Any], parameters: int, pixels: int | None, title: str
+    tmp_path: Path,
+    option: str | None,
+    model: dict[str, Any],
+    parameters: int,
+    pixels: int | None,
+    title: str,
 ) -> None:
     folder = sweep_of(tmp_path / "sweep", option, model, parameters=parameters, image_size=pixels)
     report = read(folder)
@@ -62,4 +79,6 @@ def test_report_title_of_a_finished_run_names_its_model_parameters_and_image_siz
 ) -> None:
     folder = Path(shutil.copytree(finished_run.folder, tmp_path / "run"))
     parameters = json.loads((folder / "result.json").read_text())["parameters"]
-    assert titles(read(folder)) == [f"tiny (vit_tiny_patch16_224, {parameters / 1000:.0f} k parameters, 32 px)"]
+    assert titles(read(folder)) == [
+        f"tiny (vit_tiny_patch16_224, {parameters / 1000:.0f} k parameters, 32 px)"
+    ]

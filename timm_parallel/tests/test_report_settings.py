@@ -1,4 +1,6 @@
-"""The report on a sweep over settings: kind of page, configurations, baseline, first sentence, table and plots."""
+"""The report on a sweep over settings: kind of page, configurations, baseline, first sentence,
+table and plots.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,13 @@ import pytest
 from timm_parallel.lab.analysis.scales import level_scale, proportion_scale
 from timm_parallel.lab.analysis.selection import corrected_values
 from timm_parallel.lab.analysis.settings import check_baseline
-from timm_parallel.lab.analysis.statistics import INCONCLUSIVE, NOT_SUPPORTED, SUPPORTED, decide, estimate
+from timm_parallel.lab.analysis.statistics import (
+    INCONCLUSIVE,
+    NOT_SUPPORTED,
+    SUPPORTED,
+    decide,
+    estimate,
+)
 from timm_parallel.lab.sweep.headline import show_headline
 from timm_parallel.testing.report_sweeps import Sweep, full_sweep, read
 
@@ -23,7 +31,9 @@ RATES = {"0.001": 0.70, "0.003": 0.80, "0.01": 0.60}
 
 @pytest.fixture(autouse=True)
 def plots_where_asked(request: pytest.FixtureRequest) -> None:
-    """Draw plots only in tests that request `plots`, because drawing takes most of a report's time."""
+    """Draw plots only in tests that request `plots`,
+    because drawing takes most of a report's time.
+    """
     if "plots" not in request.fixturenames:
         request.getfixturevalue("without_plots")
 
@@ -42,12 +52,18 @@ def sweep_over_rates(
     config: dict[str, Any] | None = None,
     **changes: Any,
 ) -> Sweep:
-    """Build a sweep over optim.lr with the mean of the metric of each rate, and small noise that differs by run."""
+    """Build a sweep over optim.lr with the mean of the metric of each rate, and small noise that
+    differs by run.
+    """
     sweep = Sweep(folder)
     for seed in range(seeds):
         for place, (rate, mean) in enumerate((RATES if rates is None else rates).items()):
             value = mean + 0.01 * seed + noise * ((place + seed * 2) % 3 - 1)
-            changed = {"optim": {"lr": float(rate)}, "checkpoint": {"metric": metric}, "seed": seed} | (config or {})
+            changed = {
+                "optim": {"lr": float(rate)},
+                "checkpoint": {"metric": metric},
+                "seed": seed,
+            } | (config or {})
             val = {metric.partition("/")[2]: value}
             add(sweep, [f"optim.lr={rate}"], changed, block=seed, val=val, **changes)
     return sweep
@@ -62,7 +78,9 @@ def add(sweep: Sweep, overrides: list[str], config: dict[str, Any], **changes: A
 def compared(plain: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the contrasts of the first metric by the label of the compared setting."""
     metric = plain["settings"][0]["metric"]
-    return {contrast["a"]: contrast for contrast in plain["contrasts"] if contrast["measure"] == metric}
+    return {
+        contrast["a"]: contrast for contrast in plain["contrasts"] if contrast["measure"] == metric
+    }
 
 
 def test_report_recommends_by_speed_when_only_strategies_and_devices_vary(tmp_path: Path) -> None:
@@ -78,9 +96,21 @@ def test_report_recommends_by_speed_when_only_strategies_and_devices_vary(tmp_pa
         ([{"data": {"batch_size": 64}}, {"data": {"batch_size": 128}}], "metric"),
         ([{"data": {"fold": 0}}, {"data": {"fold": 1}}], "metric"),
         ([{"seed": 1}, {"seed": 2}], "metric"),
-        ([{"data": {"batch_size": None, "batch_size_per_device": size}} for size in (32, 64)], "speed"),
-        ([{"parallel": {"strategy": "single", "bucket_cap_mb": size}} for size in (1, 25)], "speed"),
-        ([{"optim": {"lr": lr}, "sweep": {"timed": True}, "train": {"max_steps": 9}} for lr in (0.1, 0.2)], "speed"),
+        (
+            [{"data": {"batch_size": None, "batch_size_per_device": size}} for size in (32, 64)],
+            "speed",
+        ),
+        (
+            [{"parallel": {"strategy": "single", "bucket_cap_mb": size}} for size in (1, 25)],
+            "speed",
+        ),
+        (
+            [
+                {"optim": {"lr": lr}, "sweep": {"timed": True}, "train": {"max_steps": 9}}
+                for lr in (0.1, 0.2)
+            ],
+            "speed",
+        ),
         ([{"optim": {"lr": lr}, "train": {"max_steps": 9}} for lr in (0.1, 0.2)], "metric"),
     ],
 )
@@ -93,40 +123,67 @@ def test_report_compares_speed_or_metric_depending_on_the_swept_keys(
     assert read(sweep.write())[2]["question"] == question
 
 
-def test_report_recommends_the_best_learning_rate_with_accuracy_difference_and_command(tmp_path: Path) -> None:
+def test_report_recommends_the_best_learning_rate_with_accuracy_difference_and_command(
+    tmp_path: Path,
+) -> None:
     html, markdown, plain = read(sweep_over_rates(tmp_path / "s").write())
     lead, contrast = plain["lead"], plain["lead"]["contrast"]
-    assert (lead["point"], contrast["a"], contrast["b"]) == ("optim.lr=0.003", "optim.lr=0.003", "optim.lr=0.001")
+    assert (lead["point"], contrast["a"], contrast["b"]) == (
+        "optim.lr=0.003",
+        "optim.lr=0.003",
+        "optim.lr=0.001",
+    )
     assert lead["command"] == "python train.py optim.lr=0.003"
     assert contrast["difference"] == pytest.approx(0.1, abs=0.01)
-    assert contrast["low"] < contrast["difference"] < contrast["high"] and contrast["verdict"] == SUPPORTED
+    assert (
+        contrast["low"] < contrast["difference"] < contrast["high"]
+        and contrast["verdict"] == SUPPORTED
+    )
     first = "optim.lr=0.003 is better than optim.lr=0.001: val/acc is "
-    points = f"{100 * lead['difference']:.1f} points higher (95 % interval {100 * contrast['low']:.1f} to "
+    points = (
+        f"{100 * lead['difference']:.1f} points higher (95 % interval "
+        f"{100 * contrast['low']:.1f} to "
+    )
     assert lead["sentence"].startswith(first + points)
     low, high = lead["value_interval"]
     ends = f"(95 % interval {100 * low:.1f} % to {100 * high:.1f} %)"
     assert low < lead["value"] < high
-    assert f"Expect {100 * lead['value']:.1f} % {ends}, corrected for choosing among 3 settings" in lead["sentence"]
-    assert [setting["may_be_best"] for setting in plain["settings"][0]["settings"]] == [False, True, False]
+    assert (
+        f"Expect {100 * lead['value']:.1f} % {ends}, corrected for choosing among 3 settings"
+        in lead["sentence"]
+    )
+    assert [setting["may_be_best"] for setting in plain["settings"][0]["settings"]] == [
+        False,
+        True,
+        False,
+    ]
     assert first in html and "optim.lr=0.003 is better" in markdown
     assert compared(plain)["optim.lr=0.01"]["verdict"] == NOT_SUPPORTED
 
 
-def test_report_states_the_detectable_difference_when_no_setting_is_shown_to_be_better(tmp_path: Path) -> None:
+def test_report_states_the_detectable_difference_when_no_setting_is_shown_to_be_better(
+    tmp_path: Path,
+) -> None:
     rates = {"0.001": 0.70, "0.003": 0.702, "0.01": 0.69}
     plain = read(sweep_over_rates(tmp_path / "s", rates, noise=0.03).write())[2]
     lead, contrasts = plain["lead"], compared(plain)
     assert (lead["point"], lead["command"], lead["contrast"]) == (None, "", None)
     assert {contrast["verdict"] for contrast in contrasts.values()} == {INCONCLUSIVE}
     detectable = np.median([contrast["detectable"] for contrast in contrasts.values()])
-    expected = "No setting is shown to be better than optim.lr=0.001; this sweep could detect a difference of "
+    expected = (
+        "No setting is shown to be better than optim.lr=0.001; this sweep could detect a "
+        "difference of "
+    )
     assert lead["sentence"].startswith(f"{expected}{100 * detectable:.1f} points.")
 
 
 @pytest.mark.parametrize(
     ("rates", "labels"),
     [
-        (("0.0012345678", "0.003", "123456789.0"), ["optim.lr=0.001235", "optim.lr=0.003", "optim.lr=123456789.0"]),
+        (
+            ("0.0012345678", "0.003", "123456789.0"),
+            ["optim.lr=0.001235", "optim.lr=0.003", "optim.lr=123456789.0"],
+        ),
         (("0.0012345678", "0.0012345679"), ["optim.lr=0.0012345678", "optim.lr=0.0012345679"]),
     ],
 )
@@ -142,13 +199,17 @@ def test_report_rounds_swept_values_in_labels_only_when_they_stay_distinct(
     assert plain["lead"]["command"] == f"python train.py optim.lr={rates[1]}"
 
 
-@pytest.mark.parametrize(("metric", "winner"), [("val/loss", "optim.lr=0.003"), ("val/f1_ema", "optim.lr=0.01")])
+@pytest.mark.parametrize(
+    ("metric", "winner"), [("val/loss", "optim.lr=0.003"), ("val/f1_ema", "optim.lr=0.01")]
+)
 def test_report_recommends_the_setting_with_lower_val_loss_or_higher_val_f1(
     tmp_path: Path, metric: str, winner: str
 ) -> None:
     # Two settings are better than the first, whatever the direction.
     rates = (
-        {"0.001": 1.0, "0.003": 0.8, "0.01": 0.9} if metric == "val/loss" else {"0.001": 1.0, "0.003": 1.1, "0.01": 1.3}
+        {"0.001": 1.0, "0.003": 0.8, "0.01": 0.9}
+        if metric == "val/loss"
+        else {"0.001": 1.0, "0.003": 1.1, "0.01": 1.3}
     )
     lead = read(sweep_over_rates(tmp_path / "s", rates, metric=metric).write())[2]["lead"]
     direction, sign = ("lower", -1) if metric == "val/loss" else ("higher", 1)
@@ -164,14 +225,20 @@ def test_report_compares_accuracy_of_settings_although_runs_were_disturbed(tmp_p
     assert all(group["disturbed"] for group in plain["groups"])
 
 
-def test_report_on_settings_with_one_seed_gives_no_interval_and_suggests_sweep_repeats(tmp_path: Path) -> None:
+def test_report_on_settings_with_one_seed_gives_no_interval_and_suggests_sweep_repeats(
+    tmp_path: Path,
+) -> None:
     plain = read(sweep_over_rates(tmp_path / "s", seeds=1).write())[2]
-    assert plain["lead"]["sentence"].startswith("No setting is shown to be better than optim.lr=0.001: with 1 seed,")
+    assert plain["lead"]["sentence"].startswith(
+        "No setting is shown to be better than optim.lr=0.001: with 1 seed,"
+    )
     assert "sweep.repeats=5" in plain["lead"]["sentence"] and plain["lead"]["point"] is None
     assert all(contrast["low"] is None for contrast in compared(plain).values())
 
 
-def test_report_baseline_is_the_first_swept_value_when_jobs_ran_in_another_order(tmp_path: Path) -> None:
+def test_report_baseline_is_the_first_swept_value_when_jobs_ran_in_another_order(
+    tmp_path: Path,
+) -> None:
     sweep = sweep_over_rates(tmp_path / "s")
     sweep.jobs.reverse()
     for position, job in enumerate(sweep.jobs):
@@ -180,22 +247,36 @@ def test_report_baseline_is_the_first_swept_value_when_jobs_ran_in_another_order
 
 
 @pytest.mark.parametrize("baseline", ["optim.lr=1e-2", "optim.lr=0.01"])
-def test_report_compares_settings_with_the_one_named_by_sweep_baseline(tmp_path: Path, baseline: str) -> None:
-    plain = read(sweep_over_rates(tmp_path / "s", config={"sweep": {"baseline": baseline}}).write())[2]
+def test_report_compares_settings_with_the_one_named_by_sweep_baseline(
+    tmp_path: Path, baseline: str
+) -> None:
+    plain = read(
+        sweep_over_rates(tmp_path / "s", config={"sweep": {"baseline": baseline}}).write()
+    )[2]
     assert {contrast["b"] for contrast in compared(plain).values()} == {"optim.lr=0.01"}
 
 
-def test_report_notes_another_baseline_when_sweep_baseline_has_no_finished_run(tmp_path: Path) -> None:
-    html, _, plain = read(sweep_over_rates(tmp_path / "s", config={"sweep": {"baseline": "optim.lr=9"}}).write())
+def test_report_notes_another_baseline_when_sweep_baseline_has_no_finished_run(
+    tmp_path: Path,
+) -> None:
+    html, _, plain = read(
+        sweep_over_rates(tmp_path / "s", config={"sweep": {"baseline": "optim.lr=9"}}).write()
+    )
     [group] = plain["settings"]
-    assert group["baseline"] == "optim.lr=0.001" and "optim.lr=9" in group["note"] and group["note"] in html
+    assert (
+        group["baseline"] == "optim.lr=0.001"
+        and "optim.lr=9" in group["note"]
+        and group["note"] in html
+    )
 
 
 def test_sweep_baseline_is_refused_when_no_job_of_the_sweep_has_it() -> None:
     given = [["model=tiny", "optim.lr=0.001"], ["model=tiny", "optim.lr=0.003"]]
     configs = [{"optim.lr": 0.001}, {"optim.lr": 0.003}]
     check_baseline("optim.lr=3e-3, model=tiny", given, configs)
-    with pytest.raises(ValueError, match=r"^sweep.baseline=optim.lr=9: .*optim.lr=0.001; optim.lr=0.003$"):
+    with pytest.raises(
+        ValueError, match=r"^sweep.baseline=optim.lr=9: .*optim.lr=0.001; optim.lr=0.003$"
+    ):
         check_baseline("optim.lr=9", given, configs)
 
 
@@ -204,21 +285,32 @@ def test_report_treats_swept_seeds_and_folds_as_repeats_of_one_setting(tmp_path:
     for fold in range(2):
         for seed in range(3):
             config = {"seed": seed, "data": {"fold": fold}, "checkpoint": {"metric": "val/acc"}}
-            add(sweep, [f"seed={seed}", f"data.fold={fold}"], config, val={"acc": 0.8 + 0.01 * seed + 0.02 * fold})
+            add(
+                sweep,
+                [f"seed={seed}", f"data.fold={fold}"],
+                config,
+                val={"acc": 0.8 + 0.01 * seed + 0.02 * fold},
+            )
     plain = read(sweep.write())[2]
     [group] = plain["settings"]
     assert (group["blocks"], group["unit_of_repeats"], len(group["settings"])) == (2, "fold", 1)
-    assert group["settings"][0]["values"] == pytest.approx([0.81, 0.83]), "seeds of one fold share its images"
+    assert group["settings"][0]["values"] == pytest.approx([0.81, 0.83]), (
+        "seeds of one fold share its images"
+    )
     assert plain["lead"]["value"] == pytest.approx(0.82)
 
 
-def test_report_intervals_are_unchanged_when_runs_with_equal_seeds_are_given_twice(tmp_path: Path) -> None:
+def test_report_intervals_are_unchanged_when_runs_with_equal_seeds_are_given_twice(
+    tmp_path: Path,
+) -> None:
     """A deterministic run that is repeated exactly says nothing about chance."""
     sweep = sweep_over_rates(tmp_path / "s")
     once = compared(read(sweep.write())[2])
     twice = sweep_over_rates(tmp_path / "again")
     both = compared(read(sweep.folder, twice.write())[2])
-    assert {a: c["low"] for a, c in both.items()} == {a: pytest.approx(c["low"]) for a, c in once.items()}
+    assert {a: c["low"] for a, c in both.items()} == {
+        a: pytest.approx(c["low"]) for a, c in once.items()
+    }
 
 
 def test_report_does_not_compare_settings_trained_on_different_images(tmp_path: Path) -> None:
@@ -226,7 +318,10 @@ def test_report_does_not_compare_settings_trained_on_different_images(tmp_path: 
     path = sweep.folder / "0" / "result.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"data": {"all": "other"}}))
     groups = read(sweep.write())[2]["settings"]
-    assert [(group["group"], len(group["settings"])) for group in groups] == [("data unknown", 3), ("data other", 1)]
+    assert [(group["group"], len(group["settings"])) for group in groups] == [
+        ("data unknown", 3),
+        ("data other", 1),
+    ]
 
 
 def lose(sweep: Sweep, status: str, *jobs: int) -> None:
@@ -240,53 +335,80 @@ def test_report_table_has_the_number_of_lost_runs_of_each_setting(tmp_path: Path
     sweep = sweep_over_rates(tmp_path / "s")
     lose(sweep, "failed", 2)
     html, _, plain = read(sweep.write())
-    assert [(row["seeds"], row["runs lost"]) for row in plain["table"]] == [("4", "—"), ("4", "—"), ("3", "1 of 4")]
+    assert [(row["seeds"], row["runs lost"]) for row in plain["table"]] == [
+        ("4", "—"),
+        ("4", "—"),
+        ("3", "1 of 4"),
+    ]
     assert [setting["lost"] for setting in plain["settings"][0]["settings"]] == [[], [], ["2"]]
     assert "may be too good" in html
 
 
 @pytest.mark.parametrize("status", ["not_finite", "out_of_memory"])
-def test_report_never_recommends_a_setting_whose_own_values_ended_runs(tmp_path: Path, status: str) -> None:
+def test_report_never_recommends_a_setting_whose_own_values_ended_runs(
+    tmp_path: Path, status: str
+) -> None:
     """The best setting survives in one of four seeds."""
     sweep = sweep_over_rates(tmp_path / "s", {"0.001": 0.70, "0.003": 0.72, "0.01": 0.95})
     lose(sweep, status, 2, 5, 8)
     plain = read(sweep.write())[2]
-    assert plain["lead"]["point"] != "optim.lr=0.01" and "optim.lr=0.01 is better" not in plain["lead"]["sentence"]
+    assert (
+        plain["lead"]["point"] != "optim.lr=0.01"
+        and "optim.lr=0.01 is better" not in plain["lead"]["sentence"]
+    )
     assert compared(plain)["optim.lr=0.01"]["verdict"] != SUPPORTED
     assert any("optim.lr=0.01 (3 of 4 runs" in note for note in plain["lead"]["notes"])
 
 
 def test_report_names_a_setting_that_lost_a_run_together_with_this_fact(tmp_path: Path) -> None:
-    """A failure says nothing about the setting, so the interval allows for any value of the lost run."""
-    whole = read(sweep_over_rates(tmp_path / "whole", {"0.001": 0.70, "0.003": 0.95}).write())[2]["lead"]
+    """A failure says nothing about the setting, so the interval allows for any value of the lost
+    run.
+    """
+    whole = read(sweep_over_rates(tmp_path / "whole", {"0.001": 0.70, "0.003": 0.95}).write())[2][
+        "lead"
+    ]
     sweep = sweep_over_rates(tmp_path / "s", {"0.001": 0.70, "0.003": 0.95})
     lose(sweep, "failed", 1)
     lead = read(sweep.write())[2]["lead"]
-    assert lead["sentence"].startswith("optim.lr=0.003 (1 of 4 runs failed) is better than optim.lr=0.001")
+    assert lead["sentence"].startswith(
+        "optim.lr=0.003 (1 of 4 runs failed) is better than optim.lr=0.001"
+    )
     assert lead["contrast"]["n"] == 3 and "from 3 seeds" in lead["sentence"]
     assert lead["contrast"]["low"] < whole["contrast"]["low"] - 0.05
 
 
-def test_report_compares_with_another_setting_and_says_so_when_all_baseline_runs_failed(tmp_path: Path) -> None:
+def test_report_compares_with_another_setting_and_says_so_when_all_baseline_runs_failed(
+    tmp_path: Path,
+) -> None:
     sweep = sweep_over_rates(tmp_path / "s")
     lose(sweep, "failed", 0, 3, 6, 9)
     plain = read(sweep.write())[2]
     [group] = plain["settings"]
     assert (group["baseline"], len(group["settings"])) == ("optim.lr=0.003", 3)
     assert group["settings"][0] | {"mean": None, "values": []} == group["settings"][0]
-    assert "optim.lr=0.001" in plain["lead"]["notes"][0] and "among 3 settings" in plain["lead"]["sentence"]
+    assert (
+        "optim.lr=0.001" in plain["lead"]["notes"][0]
+        and "among 3 settings" in plain["lead"]["sentence"]
+    )
 
 
 def test_report_keeps_the_swept_key_when_all_other_settings_diverged(tmp_path: Path) -> None:
     sweep = sweep_over_rates(tmp_path / "s")
     lose(sweep, "not_finite", *(job for job in range(12) if job % 3))
     html, _, plain = read(sweep.write())
-    assert plain["lead"]["sentence"].startswith("optim.lr=0.001 reaches val/acc") and "Sweep over optim.lr" in html
+    assert (
+        plain["lead"]["sentence"].startswith("optim.lr=0.001 reaches val/acc")
+        and "Sweep over optim.lr" in html
+    )
     assert [row["runs lost"] for row in plain["table"]] == ["—", "4 of 4", "4 of 4"]
 
 
-def test_report_names_a_diverged_run_and_still_decides_between_the_other_settings(tmp_path: Path) -> None:
-    sweep = sweep_over_rates(tmp_path / "s", {"0.001": 0.40, "0.003": 0.30, "0.01": 0.41}, metric="val/loss", seeds=5)
+def test_report_names_a_diverged_run_and_still_decides_between_the_other_settings(
+    tmp_path: Path,
+) -> None:
+    sweep = sweep_over_rates(
+        tmp_path / "s", {"0.001": 0.40, "0.003": 0.30, "0.01": 0.41}, metric="val/loss", seeds=5
+    )
     path = sweep.folder / "5" / "result.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"val": {"loss": 2.3}}))
     lead = read(sweep.write())[2]["lead"]
@@ -295,14 +417,22 @@ def test_report_names_a_diverged_run_and_still_decides_between_the_other_setting
 
 
 def test_report_says_that_the_baseline_is_the_best_setting(tmp_path: Path) -> None:
-    lead = read(sweep_over_rates(tmp_path / "s", {"0.001": 0.95, "0.003": 0.80, "0.01": 0.85}).write())[2]["lead"]
-    assert lead["point"] == "optim.lr=0.001" and lead["command"] == "python train.py optim.lr=0.001"
+    lead = read(
+        sweep_over_rates(tmp_path / "s", {"0.001": 0.95, "0.003": 0.80, "0.01": 0.85}).write()
+    )[2]["lead"]
+    assert lead["point"] == "optim.lr=0.001" and lead["command"] == (
+        "python train.py optim.lr=0.001"
+    )
     assert (lead["contrast"]["a"], lead["contrast"]["high"] < 0) == ("optim.lr=0.01", True)
-    assert lead["sentence"].startswith("optim.lr=0.001, the baseline, is shown to be the best of 3 settings")
+    assert lead["sentence"].startswith(
+        "optim.lr=0.001, the baseline, is shown to be the best of 3 settings"
+    )
 
 
 @pytest.mark.parametrize(("images", "verdict"), [(270, INCONCLUSIVE), (10_000, SUPPORTED)])
-def test_report_states_no_accuracy_difference_below_one_image(tmp_path: Path, images: int, verdict: str) -> None:
+def test_report_states_no_accuracy_difference_below_one_image(
+    tmp_path: Path, images: int, verdict: str
+) -> None:
     """The difference is 0.3 points in each of five seeds; one of 270 images is 0.37."""
     sweep = Sweep(tmp_path / "s")
     for seed in range(5):
@@ -319,7 +449,9 @@ def test_report_states_no_accuracy_difference_below_one_image(tmp_path: Path, im
     assert contrast["high"] - contrast["low"] >= 2 / images - 1e-9
 
 
-def test_report_compares_settings_of_a_stopped_sweep_with_one_finished_job_by_the_metric(tmp_path: Path) -> None:
+def test_report_compares_settings_of_a_stopped_sweep_with_one_finished_job_by_the_metric(
+    tmp_path: Path,
+) -> None:
     sweep = sweep_over_rates(tmp_path / "s")
     for job in sweep.jobs[1:]:
         (sweep.folder / job["folder"] / "result.json").unlink()
@@ -345,23 +477,37 @@ def test_report_counts_two_states_of_uncommitted_changes_as_two_codes(tmp_path: 
         (sweep.folder / str(job) / "code.diff").write_text("+ one" if job < 9 else "+ two")
     plain = read(sweep.write())[2]
     assert [group["blocks"] for group in plain["settings"]] == [3, 1]
-    assert len(plain["notes"]) == 1 and plain["notes"][0].startswith("The code changed during the sweep")
+    assert len(plain["notes"]) == 1 and plain["notes"][0].startswith(
+        "The code changed during the sweep"
+    )
 
 
 @pytest.mark.parametrize(
     "metrics",
-    [{"optimized_metric": "val/acc_best"}, {"checkpoint": {"metric": "val/acc_ema"}, "optimized_metric": None}],
+    [
+        {"optimized_metric": "val/acc_best"},
+        {"checkpoint": {"metric": "val/acc_ema"}, "optimized_metric": None},
+    ],
 )
-@pytest.mark.parametrize(("group", "overrides"), [("optuna", []), ("null", ["search.sampler=null"])])
+@pytest.mark.parametrize(
+    ("group", "overrides"), [("optuna", []), ("null", ["search.sampler=null"])]
+)
 def test_report_compares_search_trials_by_the_metric_that_the_search_optimized(
     tmp_path: Path, group: str, overrides: list[str], metrics: dict[str, Any]
 ) -> None:
     sweep = Sweep(tmp_path / "s")
     for place, value in enumerate((0.5, 0.7)):
         config = {"optim": {"lr": place}, **metrics}
-        folder = add(sweep, [*overrides, f"optim.lr={place}"], config, val={"acc": 1 - value, "acc_best": value})
+        folder = add(
+            sweep,
+            [*overrides, f"optim.lr={place}"],
+            config,
+            val={"acc": 1 - value, "acc_best": value},
+        )
         (folder / ".hydra").mkdir()
-        (folder / ".hydra" / "hydra.yaml").write_text(f"hydra:\n  runtime:\n    choices:\n      search: {group}\n")
+        (folder / ".hydra" / "hydra.yaml").write_text(
+            f"hydra:\n  runtime:\n    choices:\n      search: {group}\n"
+        )
     plain = read(sweep.write())[2]
     assert plain["settings"][0]["metric"] == "val/acc_best"
     assert "optim.lr=1, 70.0 %" in plain["lead"]["sentence"]
@@ -371,7 +517,10 @@ def test_report_command_keeps_max_steps_when_runs_are_not_a_benchmark(tmp_path: 
     sweep = sweep_over_rates(tmp_path / "s", config={"train": {"max_steps": 60}})
     for job in sweep.jobs:
         job["overrides"].append("train.max_steps=60")
-    assert read(sweep.write())[2]["lead"]["command"] == "python train.py optim.lr=0.003 train.max_steps=60"
+    assert (
+        read(sweep.write())[2]["lead"]["command"]
+        == "python train.py optim.lr=0.003 train.max_steps=60"
+    )
 
 
 @pytest.mark.parametrize("energy", [None, {"joules_per_image": 0.25, "kwh": 0.1}])
@@ -379,10 +528,13 @@ def test_report_has_an_energy_column_only_when_energy_was_measured(
     tmp_path: Path, energy: dict[str, float] | None
 ) -> None:
     _, _, plain = read(sweep_over_rates(tmp_path / "s", energy=energy).write())
-    assert [row.get("J per image") for row in plain["table"]] == ([None] if energy is None else ["0.250"]) * len(RATES)
-    assert {point["joules_per_image"] and point["joules_per_image"]["median"] for point in plain["points"]} == {
-        energy and energy["joules_per_image"]
-    }
+    assert [row.get("J per image") for row in plain["table"]] == (
+        [None] if energy is None else ["0.250"]
+    ) * len(RATES)
+    assert {
+        point["joules_per_image"] and point["joules_per_image"]["median"]
+        for point in plain["points"]
+    } == {energy and energy["joules_per_image"]}
 
 
 def test_sweep_prints_settings_table_recommendation_and_command_of_its_report(
@@ -408,14 +560,21 @@ def test_report_offers_the_settings_table_as_markdown_and_latex(tmp_path: Path) 
 def test_report_html_on_settings_puts_speed_into_a_collapsed_section_below(tmp_path: Path) -> None:
     html, _, _ = read(sweep_over_rates(tmp_path / "s").write())
     start, end = html.index('<details class="fold">'), html.index("Jobs without figures")
-    assert html.index("is better than") < start < html.index("strong scaling, global batch 64") < end
+    assert (
+        html.index("is better than") < start < html.index("strong scaling, global batch 64") < end
+    )
 
 
 @pytest.mark.usefixtures("plots")
-def test_report_draws_plots_of_metric_values_curves_swept_key_and_speed_tradeoff(tmp_path: Path) -> None:
+def test_report_draws_plots_of_metric_values_curves_swept_key_and_speed_tradeoff(
+    tmp_path: Path,
+) -> None:
     sweep = sweep_over_rates(tmp_path / "s")
     for job in sweep.jobs:
-        lines = [{"step": step, "val/acc": 0.5 + step / 1000 + job["id"] / 1000} for step in range(1, 301)]
+        lines = [
+            {"step": step, "val/acc": 0.5 + step / 1000 + job["id"] / 1000}
+            for step in range(1, 301)
+        ]
         text = "".join(json.dumps(line) + "\n" for line in lines)
         (sweep.folder / job["folder"] / "metrics.jsonl").write_text(text)
     html, _, _ = read(sweep.write())
@@ -445,8 +604,12 @@ def test_report_draws_a_heat_map_of_two_swept_keys(tmp_path: Path) -> None:
                     val={"acc": lr * decay},
                 )
     read(sweep.write())
-    cells = list(csv.DictReader((sweep.folder / "report_plots" / "1_keys.csv").open(encoding="utf-8")))
-    assert [(cell["optim.lr"], cell["optim.weight_decay"], float(cell["mean"])) for cell in cells] == [
+    cells = list(
+        csv.DictReader((sweep.folder / "report_plots" / "1_keys.csv").open(encoding="utf-8"))
+    )
+    assert [
+        (cell["optim.lr"], cell["optim.weight_decay"], float(cell["mean"])) for cell in cells
+    ] == [
         ("0.1", "1", 10.0),
         ("0.1", "2", 20.0),
         ("0.2", "1", 20.0),
@@ -459,7 +622,9 @@ def test_accuracy_difference_and_its_interval_are_computed_on_the_arcsine_scale(
     rows = [("a", block, value) for block, value in enumerate((0.90, 0.92, 0.94))]
     rows += [("b", block, value) for block, value in enumerate((0.80, 0.83, 0.86))]
     [contrast] = decide(estimate(rows, [("a", "b")], scale))
-    angles = {name: np.arcsin(np.sqrt([value for of, _, value in rows if of == name])) for name in "ab"}
+    angles = {
+        name: np.arcsin(np.sqrt([value for of, _, value in rows if of == name])) for name in "ab"
+    }
     level = angles["b"].mean()
     expected = np.sin(angles["a"].mean()) ** 2 - np.sin(level) ** 2
     assert contrast.effect == pytest.approx(expected)
@@ -479,7 +644,15 @@ def test_smallest_difference_scales_with_error_rate_for_accuracy_and_with_value_
 
 
 def test_corrected_accuracy_scores_each_seed_with_the_setting_chosen_on_the_other_seeds() -> None:
-    rows = [("a", 0, 0.9), ("b", 0, 0.5), ("a", 1, 0.4), ("b", 1, 0.6), ("a", 2, 0.5), ("b", 2, 0.7)]
-    # Without block 0, b is chosen and scores 0.5; without 1, a (0.70 to 0.60) scores 0.4; without 2, a scores 0.5.
+    rows = [
+        ("a", 0, 0.9),
+        ("b", 0, 0.5),
+        ("a", 1, 0.4),
+        ("b", 1, 0.6),
+        ("a", 2, 0.5),
+        ("b", 2, 0.7),
+    ]
+    # Without block 0, b is chosen and scores 0.5; without 1, a (0.70 to 0.60) scores 0.4; without
+    # 2, a scores 0.5.
     assert corrected_values(rows, proportion_scale()) == {0: 0.5, 1: 0.4, 2: 0.5}
     assert corrected_values(rows[:2], proportion_scale()) == {}

@@ -1,4 +1,5 @@
-"""Error rate and power of the report's decisions on sweeps with known speeds. Settings: scripts/maintain/simulate_sweeps.py.
+"""Error rate and power of the report's decisions on sweeps with known speeds. Settings:
+scripts/maintain/simulate_sweeps.py.
 
 `python timm_parallel/tests/test_report_simulation.py` prints the table of docs/report.md.
 """
@@ -25,9 +26,12 @@ THREE: tuple[Key, ...] = (("single", 1), ("dp", 2), ("ddp", 2))
 SEVEN: tuple[Key, ...] = (("single", 1), *((s, n) for s in ("dp", "ddp") for n in (2, 4, 8)))
 AGAINST_SINGLE = {points: [(p, points[0]) for p in points[1:]] for points in (THREE, SEVEN)}
 # 2 and 9 contrasts; with 3 points, ddp over dp would be a third
-PAIRS = {THREE: AGAINST_SINGLE[THREE], SEVEN: AGAINST_SINGLE[SEVEN] + [(("ddp", n), ("dp", n)) for n in (2, 4, 8)]}
-# Expected power of the analysis (blocks, pooled variance, t quantiles, Holm correction). Of seven configurations, all but
-# single are 10 % faster; of three, only ddp is.
+PAIRS = {
+    THREE: AGAINST_SINGLE[THREE],
+    SEVEN: AGAINST_SINGLE[SEVEN] + [(("ddp", n), ("dp", n)) for n in (2, 4, 8)],
+}
+# Expected power of the analysis (blocks, pooled variance, t quantiles, Holm correction). Of seven
+# configurations, all but single are 10 % faster; of three, only ddp is.
 EXPECTED = {
     THREE: {3: 0.28, 5: 0.62, 8: 0.89, 10: 0.96, 20: 1.0},
     SEVEN: {3: 0.24, 5: 0.56, 8: 0.87, 10: 0.94, 20: 1.0},
@@ -37,14 +41,18 @@ EXPECTED = {
 def sweep_of(
     speeds: dict[Key, float], blocks: int, drift: float, draw: np.random.Generator, slow: float = 0
 ) -> Iterator[tuple[Key, int, float]]:
-    """Return (configuration, block, images/s) in random order per block; `slow`: share of runs at half speed."""
+    """Return (configuration, block, images/s) in random order per block; `slow`: share of runs at
+    half speed.
+    """
     points = list(speeds)
     noise = draw.standard_normal((blocks, len(points))) * NOISE
     halved = draw.random((blocks, len(points))) < slow
     total, position = blocks * len(points), 0
     for block in range(blocks):
         for place in draw.permutation(len(points)):
-            change = noise[block, place] - drift * position / total - halved[block, place] * np.log(2)
+            change = (
+                noise[block, place] - drift * position / total - halved[block, place] * np.log(2)
+            )
             yield points[place], block, speeds[points[place]] * float(np.exp(change))
             position += 1
 
@@ -58,17 +66,27 @@ def names(pairs: list[tuple[Key, Key]]) -> list[tuple[str, str]]:
 
 
 @cache
-def stated_wrongly(points: tuple[Key, ...], blocks: int, drift: float, sweeps: int = SWEEPS) -> float:
-    """Return the share of sweeps without any true difference in which the report states a difference."""
+def stated_wrongly(
+    points: tuple[Key, ...], blocks: int, drift: float, sweeps: int = SWEEPS
+) -> float:
+    """Return the share of sweeps without any true difference in which the report states a
+    difference.
+    """
     draw, pairs, wrong = np.random.default_rng([1, len(points), blocks]), names(PAIRS[points]), 0
     for _ in range(sweeps):
-        results = decide(estimate(named(sweep_of(dict.fromkeys(points, 1000.0), blocks, drift, draw)), pairs))
-        wrong += any(c.low is not None and c.high is not None and not c.low <= 1 <= c.high for c in results)
+        results = decide(
+            estimate(named(sweep_of(dict.fromkeys(points, 1000.0), blocks, drift, draw)), pairs)
+        )
+        wrong += any(
+            c.low is not None and c.high is not None and not c.low <= 1 <= c.high for c in results
+        )
     return wrong / sweeps
 
 
 @cache
-def found_of_a_tenth(points: tuple[Key, ...], blocks: int, drift: float, sweeps: int = SWEEPS) -> float:
+def found_of_a_tenth(
+    points: tuple[Key, ...], blocks: int, drift: float, sweeps: int = SWEEPS
+) -> float:
     """Return the share of true differences of 10 % that the report states."""
     draw, pairs = np.random.default_rng([2, len(points), blocks]), names(PAIRS[points])
     faster = points[1:] if points == SEVEN else points[2:]
@@ -83,17 +101,24 @@ def found_of_a_tenth(points: tuple[Key, ...], blocks: int, drift: float, sweeps:
 
 @cache
 def badly_led(blocks: int, drift: float, sweeps: int = SWEEPS) -> float:
-    """Return the share of sweeps that do not recommend the fastest configuration, with 5 % of runs at half speed."""
+    """Return the share of sweeps that do not recommend the fastest configuration, with 5 % of runs
+    at half speed.
+    """
     draw, wrong = np.random.default_rng([3, blocks]), 0
     speeds: dict[Key, float] = dict(zip(THREE, (1000.0, 1250.0, 1900.0), strict=True))
     for _ in range(sweeps):
-        led = choose(named(sweep_of(speeds, blocks, drift, draw, SLOW_SHARE)), ["single × 1", "dp × 2", "ddp × 2"])
+        led = choose(
+            named(sweep_of(speeds, blocks, drift, draw, SLOW_SHARE)),
+            ["single × 1", "dp × 2", "ddp × 2"],
+        )
         wrong += led is None or led[0] != "ddp × 2"
     return wrong / sweeps
 
 
 @pytest.mark.parametrize("points", [THREE, SEVEN], ids=["3 points", "7 points"])
-def test_speed_verdicts_have_expected_error_rate_and_power_in_a_small_simulation(points: tuple[Key, ...]) -> None:
+def test_speed_verdicts_have_expected_error_rate_and_power_in_a_small_simulation(
+    points: tuple[Key, ...],
+) -> None:
     assert stated_wrongly(points, 5, DRIFT, 200) <= 0.1
     assert found_of_a_tenth(points, 5, DRIFT, 200) > 0.4
     assert found_of_a_tenth(points, 10, DRIFT, 200) > 0.85
@@ -103,7 +128,9 @@ def test_speed_verdicts_have_expected_error_rate_and_power_in_a_small_simulation
 @pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("drift", [0.0, DRIFT], ids=["steady", "drifting"])
-def test_speed_verdicts_have_expected_error_rate_and_power_in_the_full_simulation(drift: float) -> None:
+def test_speed_verdicts_have_expected_error_rate_and_power_in_the_full_simulation(
+    drift: float,
+) -> None:
     for points in (THREE, SEVEN):
         results = [found_of_a_tenth(points, blocks, drift) for blocks in BLOCKS]
         assert results == sorted(results)
@@ -115,25 +142,38 @@ def test_speed_verdicts_have_expected_error_rate_and_power_in_the_full_simulatio
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("without_plots")
-def test_reports_on_20_simulated_sweeps_state_true_speed_differences_and_at_most_one_false(tmp_path: Path) -> None:
-    """At least 19 of 20 reports state no false difference, and all of them state a true difference of 30 %."""
+def test_reports_on_20_simulated_sweeps_state_true_speed_differences_and_at_most_one_false(
+    tmp_path: Path,
+) -> None:
+    """At least 19 of 20 reports state no false difference, and all of them state a true difference
+    of 30 %.
+    """
     draw, wrong = np.random.default_rng(4), 0
     for number in range(20):
         drift = DRIFT * (number % 2)
         equal = _report(tmp_path / f"equal{number}", dict.fromkeys(THREE, 1000.0), drift, draw)
         wrong += any(not c["low"] <= 1 <= c["high"] for c in equal if c["ratio"] is not None)
         speeds: dict[Key, float] = dict(zip(THREE, (1000.0, 1000.0, 1300.0), strict=True))
-        differing = {(c["a"], c["b"]): c for c in _report(tmp_path / f"other{number}", speeds, drift, draw)}
+        differing = {
+            (c["a"], c["b"]): c for c in _report(tmp_path / f"other{number}", speeds, drift, draw)
+        }
         assert differing["ddp × 2", "single × 1"]["verdict"] == SUPPORTED
     assert wrong <= 1
 
 
-def _report(folder: Path, speeds: dict[Key, float], drift: float, draw: np.random.Generator) -> list[dict[str, float]]:
-    """Return `contrasts` of report.json for five blocks; start-up, CPU time and utilization differ only by noise."""
+def _report(
+    folder: Path, speeds: dict[Key, float], drift: float, draw: np.random.Generator
+) -> list[dict[str, float]]:
+    """Return `contrasts` of report.json for five blocks; start-up, CPU time and utilization differ
+    only by noise.
+    """
     sweep = Sweep(folder)
     for (strategy, devices), block, speed in sweep_of(speeds, 5, drift, draw):
         noise = np.exp(NOISE * draw.standard_normal(3))
-        memory = [{"device": n, "peak_bytes": 2**30, "utilisation": 0.6 * noise[2]} for n in range(devices)]
+        memory = [
+            {"device": n, "peak_bytes": 2**30, "utilisation": 0.6 * noise[2]}
+            for n in range(devices)
+        ]
         sweep.add(
             strategy,
             devices,
@@ -160,6 +200,10 @@ if __name__ == "__main__":
         cells = []
         for points in (THREE, SEVEN):
             for measure in (stated_wrongly, found_of_a_tenth):
-                cells.append(" / ".join(f"{100 * measure(points, blocks, drift):.1f}" for drift in (0.0, DRIFT)))
+                cells.append(
+                    " / ".join(
+                        f"{100 * measure(points, blocks, drift):.1f}" for drift in (0.0, DRIFT)
+                    )
+                )
         cells.append(" / ".join(f"{100 * badly_led(blocks, drift):.1f}" for drift in (0.0, DRIFT)))
         print(f"| {blocks} | " + " | ".join(cells) + " |", flush=True)

@@ -38,19 +38,33 @@ from timm_parallel.testing.ranks import RANK_VARIABLES, warm_ranks
 
 STEPS_PER_EPOCH = 4
 SETTINGS = (
-    *("data=folder", "data.image_size=16", "data.workers=0", "data.batch_size=6", "data.limit_train=null"),
+    *(
+        "data=folder",
+        "data.image_size=16",
+        "data.workers=0",
+        "data.batch_size=6",
+        "data.limit_train=null",
+    ),
     *(
         "data.augment.scale=null",
         "data.augment.hflip=0",
         "model.kwargs={embed_dim:16,depth:2,num_heads:2,patch_size:8}",
     ),
-    *("train.epochs=4", "train.log_every=1", "parallel=single", "parallel.accelerator=cpu", "optim.warmup_epochs=0.5"),
+    *(
+        "train.epochs=4",
+        "train.log_every=1",
+        "parallel=single",
+        "parallel.accelerator=cpu",
+        "optim.warmup_epochs=0.5",
+    ),
     *("optim.lr=0.01", "optim.min_lr=1e-4", "checkpoint.keep=50", "print_config=false"),
 )
 
 
 def images(root: Path, classes: dict[str, int]) -> Path:
-    """Create an image folder from class -> number of training images, with one validation image per class."""
+    """Create an image folder from class -> number of training images, with one validation image per
+    class.
+    """
     draw = np.random.default_rng(0)
     for name, count in classes.items():
         for split, number in (("train", count), ("val", 1)):
@@ -92,7 +106,13 @@ def step(training: Trainer, count: int = 1) -> None:
         first = state.progress.step_in_epoch * training.config.train.accumulate
         batches = run.train.epoch(state.progress.epoch, first)
         for _ in train_epoch(
-            state, batches, training.config, training.strategy, run.hooks, run.steps_per_epoch, run.mixing
+            state,
+            batches,
+            training.config,
+            training.strategy,
+            run.hooks,
+            run.steps_per_epoch,
+            run.mixing,
         ):
             if state.progress.step == until:
                 break
@@ -129,7 +149,9 @@ def contents_of(folder: Path) -> dict[str, Any]:
 
 
 def reference(config: ResolvedConfig, contents: dict[str, Any], tmp_path: Path) -> Trainer:
-    """Build a fresh run of `config`, and set the checkpoint's weights, optimizer state and progress directly."""
+    """Build a fresh run of `config`, and set the checkpoint's weights, optimizer state and progress
+    directly.
+    """
     training = attempt(config, tmp_path, resume=False)
     state, run = training.state, training.parts
     state.model.load_state_dict(contents["model"])
@@ -144,7 +166,9 @@ def reference(config: ResolvedConfig, contents: dict[str, Any], tmp_path: Path) 
             for group in optimizer.param_groups:
                 group["step"] = copy.deepcopy(saved["param_groups"][0]["step"])
     if state.schedule is not None:
-        state.schedule.step_update(state.progress.epoch * run.steps_per_epoch + state.progress.step_in_epoch)
+        state.schedule.step_update(
+            state.progress.epoch * run.steps_per_epoch + state.progress.step_in_epoch
+        )
     if run.mixing is not None:
         run.mixing.batch = state.progress.step * config.train.accumulate
     return training
@@ -172,7 +196,8 @@ def assert_trains_as(training: Trainer, expected: Trainer, steps: int = 2) -> No
         assert torch.equal(training.state.model.state_dict()[name], tensor), name
 
 
-# Settings of the optimizer -------------------------------------------------------------------------------------------
+# Settings of the optimizer
+# -------------------------------------------------------------------------------------------
 
 OPTIM: dict[str, tuple[str, ...]] = {
     "opt": ("optim.opt=lamb",),
@@ -203,9 +228,13 @@ OPTIM: dict[str, tuple[str, ...]] = {
 def test_resume_with_changed_optim_key_trains_like_a_new_run_given_the_checkpoint_state(
     stopped: Folders, data: Path, tmp_path: Path
 ) -> None:
-    names = {key.removeprefix("optim.") for key, _, _ in leaves(Config()) if key.startswith("optim.")}
+    names = {
+        key.removeprefix("optim.") for key, _, _ in leaves(Config()) if key.startswith("optim.")
+    }
     assert names == set(OPTIM), "a key of OptimConfig has no row in the table"
-    unchanged: dict[tuple[str, ...], list[Any]] = {}  # weights after a step with the previous settings
+    unchanged: dict[
+        tuple[str, ...], list[Any]
+    ] = {}  # weights after a step with the previous settings
     for name, overrides in OPTIM.items():
         base: tuple[str, ...] = ("optim=sgd",) if name == "momentum" else ()
         folder = stopped(5, *base)
@@ -246,7 +275,9 @@ def test_resume_with_a_different_optimizer_discards_the_saved_state_and_logs_it(
     assert_trains_as(training, reference(config, contents_of(folder), tmp_path))
 
 
-def test_resume_refuses_amsgrad_when_the_checkpoint_has_no_state_for_it(stopped: Folders, data: Path) -> None:
+def test_resume_refuses_amsgrad_when_the_checkpoint_has_no_state_for_it(
+    stopped: Folders, data: Path
+) -> None:
     with pytest.raises(ValueError, match="max_exp_avg_sq"):
         attempt(config_of(data, "+optim.kwargs.amsgrad=true"), stopped(5))
 
@@ -271,7 +302,8 @@ def test_resume_refuses_train_epochs_or_max_steps_that_the_checkpoint_has_passed
         assert attempt(config, stopped(5)).parts.total_steps in (5, 8)
 
 
-# The data ------------------------------------------------------------------------------------------------------------
+# The data
+# --------------------------------------------------------------------------------------------------
 
 
 def changed_data(data: Path, to: Path, change: str) -> Path:
@@ -331,7 +363,9 @@ def test_resume_accepts_changed_data_only_at_the_start_of_an_epoch(
 def test_resume_with_fewer_images_trains_all_epochs_of_the_schedule(
     stopped: Folders, data: Path, tmp_path: Path
 ) -> None:
-    """With 2 steps per epoch, the 12 steps already trained exceed the 8 steps of the whole schedule."""
+    """With 2 steps per epoch, the 12 steps already trained exceed the 8 steps of the whole
+    schedule.
+    """
     config = config_of(changed_data(data, tmp_path / "other", "remove"))
     folder = tmp_path / "run"
     shutil.copytree(stopped(12), folder)
@@ -341,10 +375,14 @@ def test_resume_with_fewer_images_trains_all_epochs_of_the_schedule(
     result = read_result(folder)
     assert (result.status, result.steps, result.epochs) == ("done", 14, 4.0)
     lines = [line for line in read_lines(folder / "metrics.jsonl") if "lr" in line]
-    assert [line["step"] for line in lines] == [13, 14] and lines[0]["lr"] > lines[1]["lr"] > config.optim.min_lr
+    assert [line["step"] for line in lines] == [13, 14] and lines[0]["lr"] > lines[1][
+        "lr"
+    ] > config.optim.min_lr
 
 
-def test_trainer_raises_when_step_in_epoch_exceeds_the_steps_of_an_epoch(stopped: Folders, data: Path) -> None:
+def test_trainer_raises_when_step_in_epoch_exceeds_the_steps_of_an_epoch(
+    stopped: Folders, data: Path
+) -> None:
     training = attempt(config_of(data), stopped(5))
     training.progress.step_in_epoch = 9
     with pytest.raises(RuntimeError, match=r"step 9 of .* 4 steps"):
@@ -355,7 +393,13 @@ def test_trainer_raises_when_step_in_epoch_exceeds_the_steps_of_an_epoch(stopped
 def test_resume_mid_epoch_refuses_changed_batches_even_when_resume_strict_is_false(
     stopped: Folders, data: Path
 ) -> None:
-    for override in ("data.batch_size=12", "seed=7", "data.limit_train=18", "train.accumulate=2", "data.balance=1"):
+    for override in (
+        "data.batch_size=12",
+        "seed=7",
+        "data.limit_train=18",
+        "train.accumulate=2",
+        "data.balance=1",
+    ):
         with pytest.raises(ValueError, match="mid-epoch"):
             attempt(config_of(data, override, "resume_strict=false"), stopped(5))
     attempt(config_of(data, "data.batch_size=3", "train.accumulate=2"), stopped(5))
@@ -378,7 +422,8 @@ def test_older_checkpoint_without_a_record_of_balance_resumes_mid_epoch(
         attempt(config_of(data, "data.balance=1", "resume_strict=false"), folder)
 
 
-# checkpoint.metric ---------------------------------------------------------------------------------------------------
+# checkpoint.metric
+# --------------------------------------------------------------------------------------------------
 
 
 def test_resume_with_a_different_checkpoint_metric_resets_the_best_value(
@@ -393,23 +438,35 @@ def test_resume_with_a_different_checkpoint_metric_resets_the_best_value(
     same = attempt(config_of(data), folder).progress
     assert (same.best, same.best_metric, same.evaluations_since_best) == (0.5, "acc", 1)
     with caplog.at_level("INFO", logger="timm_parallel"):
-        other = attempt(config_of(data, "checkpoint.metric=val/loss", "train.early_stop=2"), folder).progress
+        other = attempt(
+            config_of(data, "checkpoint.metric=val/loss", "train.early_stop=2"), folder
+        ).progress
     assert (other.best, other.evaluations_since_best, other.best_values["acc"]) == (None, 0, 0.5)
     assert sum("best.pt" in line for line in caplog.messages) == 1
-    assert [other.add_evaluation({"loss": loss, "acc": 0.4}, "loss", METRICS) for loss in (1.4, 1.3, 1.5)] == [
+    assert [
+        other.add_evaluation({"loss": loss, "acc": 0.4}, "loss", METRICS)
+        for loss in (1.4, 1.3, 1.5)
+    ] == [
         True,
         True,
         False,
     ]
 
 
-# History -------------------------------------------------------------------------------------------------------------
+# History
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.processes
-def test_result_records_first_step_and_changed_keys_of_every_resume(data: Path, tmp_path: Path) -> None:
+def test_result_records_first_step_and_changed_keys_of_every_resume(
+    data: Path, tmp_path: Path
+) -> None:
     folder = tmp_path / "run"
-    steps = [(3, ()), (6, ("optim.weight_decay=0.5",)), (9, ("optim.lr=0.02", "optim.clip_grad=1.5"))]
+    steps = [
+        (3, ()),
+        (6, ("optim.weight_decay=0.5",)),
+        (9, ("optim.lr=0.02", "optim.clip_grad=1.5")),
+    ]
     started = []
     folder.mkdir()
     for last, overrides in steps:
@@ -436,7 +493,9 @@ def test_result_records_first_step_and_changed_keys_of_every_resume(data: Path, 
         assert place.count("resume: optim.weight_decay: 0.05 -> 0.5") == 1
         assert place.count("resume: optim.lr: 0.01 -> 0.02") == 1
         assert place.count("resume: optim.clip_grad: null -> 1.5") == 1
-    header = [line for line in (folder / "config.yaml").read_text().splitlines() if line.startswith("#")]
+    header = [
+        line for line in (folder / "config.yaml").read_text().splitlines() if line.startswith("#")
+    ]
     assert [line.split(":")[0] for line in header[1:]] == [f"# step {first}" for first in (0, 3, 6)]
     assert load_config(folder).optim.lr == 0.02
     record_end(load_config(folder), folder, "interrupted", "stopped")
@@ -465,9 +524,19 @@ def test_train_py_resumes_and_records_allowed_changes_or_exits_2_without_changin
         return entry.main()
 
     def records() -> dict[Path, bytes]:
-        return {path: path.read_bytes() for path in folder.rglob("*") if path.suffix in (".yaml", ".pt", ".json")}
+        return {
+            path: path.read_bytes()
+            for path in folder.rglob("*")
+            if path.suffix in (".yaml", ".pt", ".json")
+        }
 
-    overrides = (*SETTINGS, "model=tiny", f"data.root={root}", "parallel.threads_per_device=1", *spread)
+    overrides = (
+        *SETTINGS,
+        "model=tiny",
+        f"data.root={root}",
+        "parallel.threads_per_device=1",
+        *spread,
+    )
     overrides = tuple({text.partition("=")[0]: text for text in overrides}.values())
     assert main(*overrides, f"hydra.run.dir={folder}", "train.max_steps=4") == 0
     before, more = records(), "train.max_steps=6"
@@ -479,24 +548,37 @@ def test_train_py_resumes_and_records_allowed_changes_or_exits_2_without_changin
     failures = [path for path in records() if path.name.startswith("failure_")]
     assert {path: text for path, text in records().items() if path not in failures} == before
     assert main(f"resume={folder}", more, "optim.layer_decay=0.5") == 0
-    assert len({group["lr_scale"] for group in contents_of(folder)["optimizer"]["param_groups"]}) == 4
+    assert (
+        len({group["lr_scale"] for group in contents_of(folder)["optimizer"]["param_groups"]}) == 4
+    )
     assert read_result(folder).segments[-1]["changed"]["optim.layer_decay"] == [None, 0.5]
     assert (
-        main(f"resume={folder}", "train.max_steps=8", "optim=sgd", "optim.layer_decay=null", "resume_strict=false") == 0
+        main(
+            f"resume={folder}",
+            "train.max_steps=8",
+            "optim=sgd",
+            "optim.layer_decay=null",
+            "resume_strict=false",
+        )
+        == 0
     )
     assert contents_of(folder)["optimizer"]["kind"] == "SGD"
     assert "AdamW -> SGD" in (folder / "logs" / "rank_0.log").read_text()
     assert (read_result(folder).steps, len(read_result(folder).segments)) == (8, 3)
 
 
-# Any change ----------------------------------------------------------------------------------------------------------
+# Any change
+# --------------------------------------------------------------------------------------------------
 
 VALUES: dict[str, tuple[Any, ...]] = {
     "seed": (7,),
     "resume_strict": (True, False),
     "model.ema.decay": (0.9,),
     "model.ema.warmup": (False,),
-    "model.kwargs": ({"embed_dim": 16, "depth": 2, "num_heads": 2, "patch_size": 8, "drop_rate": 0.5}, {"depth": 1}),
+    "model.kwargs": (
+        {"embed_dim": 16, "depth": 2, "num_heads": 2, "patch_size": 8, "drop_rate": 0.5},
+        {"depth": 1},
+    ),
     "model.grad_checkpointing": (True,),
     "model.channels_last": (True,),
     "data.batch_size": (3, 12),
@@ -544,12 +626,20 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "checkpoint.metric": ("val/loss", "val/acc_ema"),
     "checkpoint.every_steps": (2,),
 }
-# Keys that the random resume test does not change: keys of model and data that a resume ignores or refuses; keys of
-# duration, evaluation and records; keys of devices (timm_parallel/tests/promises/test_resume.py).
+# Keys that the random resume test does not change: keys of model and data that a resume ignores or
+# refuses; keys of duration, evaluation and records; keys of devices
+# (timm_parallel/tests/promises/test_resume.py).
 NOT_DRAWN = (
     # No built-in loss takes any.
     "train.loss_kwargs",
-    *("model.name", "model.pretrained", "model.weights", "model.num_classes", "model.in_chans", "model.compile"),
+    *(
+        "model.name",
+        "model.pretrained",
+        "model.weights",
+        "model.num_classes",
+        "model.in_chans",
+        "model.compile",
+    ),
     *(
         "model.weights_strict",
         "train.task",
@@ -567,9 +657,25 @@ NOT_DRAWN = (
         "data.eval_image_size",
         "data.crop_pct",
     ),
-    *("data.interpolation", "data.workers", "data.kwargs", "data.augment.ratio", "data.augment.interpolation"),
-    *("data.augment.color_jitter", "data.augment.reprob", "data.augment.remode", "data.augment.recount"),
-    *("data.augment.cutmix", "data.augment.mixup_", "data.augment.vflip", "data.augment.train_crop_mode"),
+    *(
+        "data.interpolation",
+        "data.workers",
+        "data.kwargs",
+        "data.augment.ratio",
+        "data.augment.interpolation",
+    ),
+    *(
+        "data.augment.color_jitter",
+        "data.augment.reprob",
+        "data.augment.remode",
+        "data.augment.recount",
+    ),
+    *(
+        "data.augment.cutmix",
+        "data.augment.mixup_",
+        "data.augment.vflip",
+        "data.augment.train_crop_mode",
+    ),
     *(
         "data.augment.grayscale_prob",
         "data.augment.gaussian_blur_prob",
@@ -583,7 +689,14 @@ NOT_DRAWN = (
         "train.target_loss",
         "train.bce_target_thresh",
     ),
-    *("train.profile_steps", "checkpoint.every_minutes", "checkpoint.keep", "checkpoint.top", "cluster.", "sweep."),
+    *(
+        "train.profile_steps",
+        "checkpoint.every_minutes",
+        "checkpoint.keep",
+        "checkpoint.top",
+        "cluster.",
+        "sweep.",
+    ),
     *("search.", "paths."),
     *("task_name", "tags", "resume", "optimized_metric", "print_config"),
 )
@@ -596,9 +709,15 @@ def test_every_config_key_is_changed_by_the_random_resume_test_or_listed_as_excl
 
 
 # Mostly keys that a resume may change, because a refused key ends the example early.
-OFTEN = sorted(key for key in VALUES if key.startswith(("optim.", "checkpoint.")) and key != "optim.opt")
-CHANGES = st.dictionaries(st.sampled_from([*sorted(VALUES), *OFTEN, *OFTEN, *OFTEN]), st.integers(0, 6), max_size=4)
-DATA = st.sampled_from(["none", "none", "none", "move", "move", "remove", "replace", "add", "rename"])
+OFTEN = sorted(
+    key for key in VALUES if key.startswith(("optim.", "checkpoint.")) and key != "optim.opt"
+)
+CHANGES = st.dictionaries(
+    st.sampled_from([*sorted(VALUES), *OFTEN, *OFTEN, *OFTEN]), st.integers(0, 6), max_size=4
+)
+DATA = st.sampled_from(
+    ["none", "none", "none", "move", "move", "remove", "replace", "add", "rename"]
+)
 
 
 @pytest.fixture(scope="module")
@@ -606,14 +725,22 @@ def roots(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pat
     """Return the data and changed copies."""
     base = tmp_path_factory.mktemp("changed")
     return {"none": data} | {
-        change: changed_data(data, base / change, change) for change in ("remove", "replace", "add", "rename", "move")
+        change: changed_data(data, base / change, change)
+        for change in ("remove", "replace", "add", "rename", "move")
     }
 
 
 def check_any_change(
-    stopped: Folders, roots: dict[str, Path], scratch: Path, at_step: int, changes: dict[str, int], change: str
+    stopped: Folders,
+    roots: dict[str, Path],
+    scratch: Path,
+    at_step: int,
+    changes: dict[str, int],
+    change: str,
 ) -> None:
-    """Check that a resumed run is refused, or trains as a fresh run with the announced config and the checkpoint's state."""
+    """Check that a resumed run is refused, or trains as a fresh run with the announced config and
+    the checkpoint's state.
+    """
     folder = stopped(at_step)
     config = config_of(roots["none"])
     config.data.root = str(roots[change])
@@ -639,13 +766,22 @@ def check_any_change(
     announced = training.parts.segments[-1]["changed"]
     before, now = contents_of(folder)["config"], {key: value for key, value, _ in leaves(config)}
     ignored = ("resume", "print_config")
-    assert set(announced) == {key for key in now if before[key] != now[key] and not key.startswith(ignored)}
+    assert set(announced) == {
+        key for key in now if before[key] != now[key] and not key.startswith(ignored)
+    }
 
 
 def check_many_changes(examples: int, derandomize: bool) -> Callable[..., None]:
-    """Return a test that calls `check_any_change` with the given number of randomly drawn changes."""
+    """Return a test that calls `check_any_change` with the given number of randomly
+    drawn changes.
+    """
 
-    @settings(max_examples=examples, deadline=None, derandomize=derandomize, suppress_health_check=list(HealthCheck))
+    @settings(
+        max_examples=examples,
+        deadline=None,
+        derandomize=derandomize,
+        suppress_health_check=list(HealthCheck),
+    )
     @given(at_step=st.sampled_from([4, 5]), changes=CHANGES, change=DATA)
     def test(
         stopped: Folders,
@@ -656,14 +792,19 @@ def check_many_changes(examples: int, derandomize: bool) -> Callable[..., None]:
         change: str,
     ) -> None:
         check_any_change(
-            stopped, roots, tmp_path_factory.getbasetemp() / f"changes_{examples}", at_step, changes, change
+            stopped,
+            roots,
+            tmp_path_factory.getbasetemp() / f"changes_{examples}",
+            at_step,
+            changes,
+            change,
         )
 
     return test
 
 
-test_resume_with_random_config_and_data_changes_trains_as_recorded_or_is_refused = check_many_changes(
-    12, derandomize=True
+test_resume_with_random_config_and_data_changes_trains_as_recorded_or_is_refused = (
+    check_many_changes(12, derandomize=True)
 )
 test_resume_with_300_random_changes_trains_as_recorded_or_is_refused = pytest.mark.nightly(
     check_many_changes(300, derandomize=False)

@@ -1,4 +1,6 @@
-"""Rules of `resume`: choice of the run, settings, error messages. main of train.py runs up to the start of ranks."""
+"""Rules of `resume`: choice of the run, settings, error messages. main of train.py runs up to the
+start of ranks.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +27,20 @@ from timm_parallel.machine.ranks import NEEDED
 from timm_parallel.record.result import Result, read_result, write_result
 from timm_parallel.testing.configs import conf
 
-OVERRIDES = ("model=tiny", "parallel=single", "parallel.accelerator=cpu", "data.batch_size=32", "print_config=false")
+OVERRIDES = (
+    "model=tiny",
+    "parallel=single",
+    "parallel.accelerator=cpu",
+    "data.batch_size=32",
+    "print_config=false",
+)
 
 
 @dataclass
 class Main:
-    """Call main of train.py and return (exit code, stderr). Instead of running ranks, save a checkpoint and `status`."""
+    """Call main of train.py and return (exit code, stderr). Instead of running ranks, save a
+    checkpoint and `status`.
+    """
 
     command: Callable[[tuple[str, ...]], tuple[int, str]]
     status: str = "interrupted"
@@ -51,7 +61,9 @@ class Main:
         write_result(folder, Result(status=self.status))
         return self.code
 
-    def start(self, name: str, *overrides: str, status: str = "interrupted", saves: bool = True) -> Path:
+    def start(
+        self, name: str, *overrides: str, status: str = "interrupted", saves: bool = True
+    ) -> Path:
         """Start a new run in outputs/train/<name> and return its folder."""
         self.status, self.saves = status, saves
         code, err = self(*OVERRIDES, f"hydra.run.dir=outputs/train/{name}", *overrides)
@@ -60,7 +72,9 @@ class Main:
 
 
 @pytest.fixture
-def main(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Main:
+def main(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Main:
     monkeypatch.chdir(tmp_path)
     for name in NEEDED:
         monkeypatch.delenv(name, raising=False)
@@ -99,15 +113,23 @@ def test_resume_continues_in_the_same_folder_with_the_saved_config(main: Main) -
 
 
 def test_last_resume_override_wins_when_several_are_given(main: Main) -> None:
-    """The last value wins, as for any key given twice. The folder in the first `resume` is not used."""
+    """The last value wins, as for any key given twice. The folder in the first `resume` is not
+    used.
+    """
     folder = main.start("day/1", "optim.lr=0.25")
-    code, err = main(f"resume={folder}", *OVERRIDES, "resume=null", "hydra.run.dir=outputs/train/day/2")
+    code, err = main(
+        f"resume={folder}", *OVERRIDES, "resume=null", "hydra.run.dir=outputs/train/day/2"
+    )
     assert (code, err) == (0, "")
-    assert main.ran[-1].resolve() != folder and load_config(main.ran[-1]).optim.lr == Config().optim.lr
+    assert (
+        main.ran[-1].resolve() != folder and load_config(main.ran[-1]).optim.lr == Config().optim.lr
+    )
 
 
 def test_refused_resume_restores_all_files_in_the_run_folder(main: Main) -> None:
-    """Ranks reject the change after the new config was written. The next resume must not read this config."""
+    """Ranks reject the change after the new config was written. The next resume must not read this
+    config.
+    """
     folder = main.start("day/1")
     before = contents(folder)
     main.code, main.status = 2, "failed"
@@ -145,7 +167,9 @@ def test_resume_is_refused_with_the_key_that_would_change_the_training(main: Mai
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize(("override", "key"), [ANOTHER_TRAINING[index] for index in (0, 3, 4)])
-def test_resume_strict_false_allows_keys_that_change_the_training(main: Main, override: str, key: str) -> None:
+def test_resume_strict_false_allows_keys_that_change_the_training(
+    main: Main, override: str, key: str
+) -> None:
     folder = main.start("day/1")
     before = value_of(load_config(folder), key)
     code, err = main(f"resume={folder}", override, "resume_strict=false")
@@ -180,11 +204,15 @@ def test_resume_accepts_keys_that_do_not_change_the_training(
     assert value_of(load_config(folder), key) == value != value_of(before, key)
 
 
-def test_resume_accepts_a_new_data_root_when_the_image_folder_was_moved(main: Main, tmp_path: Path) -> None:
+def test_resume_accepts_a_new_data_root_when_the_image_folder_was_moved(
+    main: Main, tmp_path: Path
+) -> None:
     for split in ("train", "val"):
         for name in ("a", "b"):
             (tmp_path / "here" / split / name).mkdir(parents=True)
-            Image.fromarray(np.zeros((4, 4, 3), np.uint8)).save(tmp_path / "here" / split / name / "1.png")
+            Image.fromarray(np.zeros((4, 4, 3), np.uint8)).save(
+                tmp_path / "here" / split / name / "1.png"
+            )
     folder = main.start("day/1", "data=folder", "data.root=here", "data.batch_size=1")
     (tmp_path / "here").rename(tmp_path / "there")
     code, err = main(f"resume={folder}")
@@ -196,12 +224,21 @@ def test_resume_accepts_a_new_data_root_when_the_image_folder_was_moved(main: Ma
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("devices", [1, 4])
-def test_resume_is_refused_when_a_new_device_count_changes_the_global_batch(main: Main, devices: int) -> None:
-    per_device = ("data.batch_size=null", "data.batch_size_per_device=16", "parallel=ddp", "parallel.devices=2")
+def test_resume_is_refused_when_a_new_device_count_changes_the_global_batch(
+    main: Main, devices: int
+) -> None:
+    per_device = (
+        "data.batch_size=null",
+        "data.batch_size_per_device=16",
+        "parallel=ddp",
+        "parallel.devices=2",
+    )
     folder = main.start("day/1", *per_device)
     code, err = main(f"resume={folder}", f"parallel.devices={devices}")
     assert code == 2, err
-    assert err.startswith(f"train.py: parallel.devices={devices}: ") and "resume_strict=false" in err
+    assert (
+        err.startswith(f"train.py: parallel.devices={devices}: ") and "resume_strict=false" in err
+    )
     assert "data.batch_size_per_device" in err and f"global batch {devices * 16} (was 32)" in err
     half = f"data.batch_size_per_device={32 // devices}"
     code, err = main(f"resume={folder}", f"parallel.devices={devices}", half)
@@ -214,7 +251,9 @@ def test_resume_auto_continues_the_newest_unfinished_run(main: Main) -> None:
     main.start("2026-01-02/09-00-00", status="done")
     main.start("2026-01-03/09-00-00", "seed=7")
     main.start("2026-01-03/10-00-00", saves=False)
-    main.start("2026-01-03/11-00-00", "task_name=other", "hydra.run.dir=outputs/other/2026-01-03/11-00-00")
+    main.start(
+        "2026-01-03/11-00-00", "task_name=other", "hydra.run.dir=outputs/other/2026-01-03/11-00-00"
+    )
     code, err = main(*OVERRIDES, "resume=auto")
     assert code == 0, err
     assert main.ran[-1].resolve() == newest
@@ -229,18 +268,25 @@ def test_resume_auto_continues_only_a_run_with_exactly_the_given_config(main: Ma
         assert main.ran[-1].resolve() == folder
     code, err = main(*OVERRIDES, "resume=auto", "optim.lr=0.3")
     assert code == 2 and len(main.ran) == 4
-    assert f"resume={fast.relative_to(Path.cwd())}" in err and "optim.lr=0.2" in err and "0.3" in err
+    assert (
+        f"resume={fast.relative_to(Path.cwd())}" in err and "optim.lr=0.2" in err and "0.3" in err
+    )
     code, err = main(*OVERRIDES, "resume=auto_or_new", "optim.lr=0.3")
     assert code == 0 and main.ran[-1].resolve() not in (slow, fast)
     assert "optim.lr=0.2" in err and "starting a new run" in err
 
 
-def test_resume_auto_without_overrides_keeps_the_config_of_the_newest_unfinished_run(main: Main) -> None:
+def test_resume_auto_without_overrides_keeps_the_config_of_the_newest_unfinished_run(
+    main: Main,
+) -> None:
     main.start("2026-01-01/09-00-00")
     newest = main.start("2026-01-02/09-00-00", "optim.lr=0.25", "data=synthetic")
     main.start("2026-01-03/09-00-00", "optim.lr=0.5", status="done")
     before, main.status = load_config(newest), "interrupted"
-    for overrides in (("resume=auto",), ("print_config=false", "cluster=local", "resume=auto_or_new")):
+    for overrides in (
+        ("resume=auto",),
+        ("print_config=false", "cluster=local", "resume=auto_or_new"),
+    ):
         code, err = main(*overrides)
         assert (code, err) == (0, "")
         assert main.ran[-1].resolve() == newest
@@ -250,10 +296,16 @@ def test_resume_auto_without_overrides_keeps_the_config_of_the_newest_unfinished
         assert after == before
 
 
-def test_resume_auto_takes_the_newest_unfinished_run_of_all_tasks_or_of_the_given_task(main: Main) -> None:
+def test_resume_auto_takes_the_newest_unfinished_run_of_all_tasks_or_of_the_given_task(
+    main: Main,
+) -> None:
     digits = main.start("2026-01-01/09-00-00")
-    flowers = main.start("x", "task_name=flowers", "hydra.run.dir=outputs/flowers/2026-01-02/09-00-00")
-    main.start("x", "task_name=done", "hydra.run.dir=outputs/done/2026-01-03/09-00-00", status="done")
+    flowers = main.start(
+        "x", "task_name=flowers", "hydra.run.dir=outputs/flowers/2026-01-02/09-00-00"
+    )
+    main.start(
+        "x", "task_name=done", "hydra.run.dir=outputs/done/2026-01-03/09-00-00", status="done"
+    )
     # A job of a sweep is continued by its sweep.
     job_of_sweep = main.start("x", "hydra.run.dir=outputs/my/sweep/0")
     (job_of_sweep.parent / "jobs.json").write_text("{}")
@@ -277,7 +329,11 @@ def test_resume_auto_is_refused_and_suggests_an_unfinished_run_of_another_task(m
     other = main.start("day/1", "task_name=k", "hydra.run.dir=outputs/k/2026-01-01/09-00-00")
     code, err = main("resume=auto", "task_name=train")
     assert code == 2 and len(err.splitlines()) == 1
-    assert f"resume={other.relative_to(Path.cwd())}" in err and "task_name=k" in err and "auto_or_new" in err
+    assert (
+        f"resume={other.relative_to(Path.cwd())}" in err
+        and "task_name=k" in err
+        and "auto_or_new" in err
+    )
     assert main("resume=auto", "task_name=k")[0] == 0
     assert main.ran[-1].resolve() == other
     code, err = main("resume=auto_or_new", "hydra.run.dir=outputs/train/new")
@@ -286,7 +342,9 @@ def test_resume_auto_is_refused_and_suggests_an_unfinished_run_of_another_task(m
 
 
 @pytest.mark.parametrize("group", ["debug=fast", "experiment=digits_vit", "optim=sgd"])
-def test_resume_auto_is_refused_when_no_run_has_the_given_config_group_option(main: Main, group: str) -> None:
+def test_resume_auto_is_refused_when_no_run_has_the_given_config_group_option(
+    main: Main, group: str
+) -> None:
     main.start("2026-01-01/09-00-00")
     code, err = main("resume=auto", group, "task_name=train", "parallel.accelerator=cpu")
     assert code == 2 and "with exactly this config" in err
@@ -300,17 +358,25 @@ def test_resume_applies_a_config_group_option_on_top_of_the_saved_config(main: M
     assert (optim.opt, optim.lr, optim.momentum) == ("momentum", 0.1, 0.5), (
         "expected values from the group's file and from the command line"
     )
-    assert optim.clip_grad == 0.5 and load_config(folder).train.epochs == 3, "expected the value from the saved config"
+    assert optim.clip_grad == 0.5 and load_config(folder).train.epochs == 3, (
+        "expected the value from the saved config"
+    )
 
 
 def test_resume_ignores_later_edits_of_config_group_files(main: Main, tmp_path: Path) -> None:
-    folder = main.start("day/1", f"--config-dir={conf(tmp_path / 'own', model__mine='name: test_vit')}", "model=mine")
+    folder = main.start(
+        "day/1",
+        f"--config-dir={conf(tmp_path / 'own', model__mine='name: test_vit')}",
+        "model=mine",
+    )
     (tmp_path / "own" / "model" / "mine.yaml").write_text("name: resnet18")
     assert main(f"resume={folder}") == (0, "")
     assert load_config(folder).model.name == "test_vit"
 
 
-@pytest.mark.parametrize(("strategy", "options"), [("ddp", ("parallel.bucket_cap_mb=1",)), ("dp", ("parallel.dim=0",))])
+@pytest.mark.parametrize(
+    ("strategy", "options"), [("ddp", ("parallel.bucket_cap_mb=1",)), ("dp", ("parallel.dim=0",))]
+)
 def test_resume_with_single_drops_options_of_the_previous_dp_or_ddp_strategy(
     main: Main, strategy: str, options: tuple[str, ...]
 ) -> None:
@@ -318,7 +384,9 @@ def test_resume_with_single_drops_options_of_the_previous_dp_or_ddp_strategy(
     code, err = main(f"resume={folder}", "parallel=single")
     assert code == 0, err
     assert load_config(folder).parallel.devices == 1
-    assert main(f"resume={folder}", "parallel=single", "parallel.devices=2")[0] == 2, "an explicit value is not dropped"
+    assert main(f"resume={folder}", "parallel=single", "parallel.devices=2")[0] == 2, (
+        "an explicit value is not dropped"
+    )
 
 
 def test_resume_auto_continues_a_killed_run_without_result(main: Main) -> None:
@@ -344,7 +412,9 @@ def test_resume_auto_skips_a_run_with_an_unreadable_config(main: Main, text: str
     code, err = main(*OVERRIDES, "resume=auto")
     assert code == 0, err
     assert main.ran[-1].resolve() == older
-    assert "2026-01-02/09-00-00" in err or text == "", "an empty config only differs in its settings"
+    assert "2026-01-02/09-00-00" in err or text == "", (
+        "an empty config only differs in its settings"
+    )
 
 
 def test_resume_auto_or_new_starts_a_new_run_when_all_runs_are_done(main: Main) -> None:
@@ -367,18 +437,35 @@ def test_resume_auto_or_new_starts_a_new_run_when_all_runs_are_done(main: Main) 
         (("train.max_steps=7",), 7, 0.5, ("train.max_steps=null",), None),
         (("train.epochs=3",), 30, 3, (), "train.epochs=3"),
         (("train.epochs=3",), 30, 3, ("train.max_steps=90",), "train.epochs=3"),
-        (("train.epochs=3",), 30, 3, ("train.epochs=4", "train.max_steps=30"), "train.max_steps=30"),
+        (
+            ("train.epochs=3",),
+            30,
+            3,
+            ("train.epochs=4", "train.max_steps=30"),
+            "train.max_steps=30",
+        ),
         (("train.epochs=3", "train.early_stop=2"), 30, 3, ("train.epochs=4",), None),
         (("train.epochs=3",), 30, 3, ("train.epochs=4", "train.early_stop=2"), None),
         (("train.epochs=9", "train.early_stop=1"), 10, 1, (), "train.early_stop=1"),
-        (("train.epochs=9", "train.early_stop=1"), 10, 1, ("train.epochs=20",), "train.early_stop=1"),
+        (
+            ("train.epochs=9", "train.early_stop=1"),
+            10,
+            1,
+            ("train.epochs=20",),
+            "train.early_stop=1",
+        ),
         (("train.epochs=9", "train.early_stop=1"), 10, 1, ("train.early_stop=2",), None),
         (("train.epochs=9", "train.early_stop=1"), 10, 1, ("train.early_stop=null",), None),
         (("train.epochs=9", "train.early_stop=1"), 10, 1, ("checkpoint.metric=val/loss",), None),
     ],
 )
 def test_resume_of_a_finished_run_is_refused_with_the_limit_that_it_reached(
-    main: Main, settings: tuple[str, ...], steps: int, epochs: float, overrides: tuple[str, ...], reached: str | None
+    main: Main,
+    settings: tuple[str, ...],
+    steps: int,
+    epochs: float,
+    overrides: tuple[str, ...],
+    reached: str | None,
 ) -> None:
     folder = main.start("day/1", *settings, status="done")
     write_result(folder, Result(status="done", steps=steps, epochs=epochs))
@@ -428,7 +515,9 @@ def test_resume_is_refused_when_the_run_has_no_checkpoint(main: Main) -> None:
 
 
 @pytest.mark.parametrize("name", ["nowhere", "empty", "a_file", "half_written", "not_yaml"])
-def test_resume_is_refused_when_the_path_is_not_a_run_folder(main: Main, tmp_path: Path, name: str) -> None:
+def test_resume_is_refused_when_the_path_is_not_a_run_folder(
+    main: Main, tmp_path: Path, name: str
+) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "a_file").write_text("text")
     for broken, text in (("half_written", ""), ("not_yaml", "- [1")):
@@ -443,11 +532,15 @@ def test_resume_is_refused_when_the_path_is_not_a_run_folder(main: Main, tmp_pat
 
 
 @pytest.mark.parametrize("name", ["outputs", "outputs/train", "outputs/train/2026-01-02"])
-def test_resume_error_suggests_the_newest_run_when_the_path_is_a_folder_of_runs(main: Main, name: str) -> None:
+def test_resume_error_suggests_the_newest_run_when_the_path_is_a_folder_of_runs(
+    main: Main, name: str
+) -> None:
     newest = main.start("2026-01-02/09-00-00")
     main.start("2026-01-02/10-00-00", saves=False)
     older = main.start("2026-01-01/09-00-00")
     os.utime(older / "checkpoints" / "last.pt", (0, 0))
     code, err = main(f"resume={name}")
     assert code == 2
-    assert f"resume={newest.relative_to(Path.cwd())}," in err and err.startswith(f"train.py: resume={name}: ")
+    assert f"resume={newest.relative_to(Path.cwd())}," in err and err.startswith(
+        f"train.py: resume={name}: "
+    )

@@ -1,4 +1,6 @@
-"""Rules on combinations of keys are methods of config classes. The engine calls the rules of every config group."""
+"""Rules on combinations of keys are methods of config classes. The engine calls the rules of every
+config group.
+"""
 
 from __future__ import annotations
 
@@ -41,18 +43,24 @@ def test_option_of_dp_ddp_or_fsdp_is_refused_when_a_different_strategy_is_chosen
     assert set(strategy_options()) <= {entry.name for entry in fields(ParallelConfig)}
     for key, owner in strategy_options().items():
         for strategy in ("auto", "single", "dp", "ddp", "fsdp", "src.parallel.single.Single"):
-            parallel = ParallelConfig(strategy=strategy, process_per_device=False if "." in strategy else None)
+            parallel = ParallelConfig(
+                strategy=strategy, process_per_device=False if "." in strategy else None
+            )
             setattr(parallel, key, 1)
             if strategy == owner:
                 check_combination(Config(parallel=parallel))
                 continue
-            with pytest.raises(ValueError, match=rf"parallel\.{key}=1: an option of {owner}, but parallel={strategy}"):
+            with pytest.raises(
+                ValueError,
+                match=rf"parallel\.{key}=1: an option of {owner}, but parallel={strategy}",
+            ):
                 check_combination(Config(parallel=parallel))
 
 
 def test_config_validation_imports_no_torch_timm_or_hydra() -> None:
     program = (
-        "import sys\nfrom timm_parallel.config.validate import check_combination\nfrom src.schema import Config\n"
+        "import sys\nfrom timm_parallel.config.validate import check_combination\nfrom src.schema "
+        "import Config\n"
         "check_combination(Config())\nassert not {'torch', 'timm', 'hydra'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=120)

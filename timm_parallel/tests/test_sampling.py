@@ -1,4 +1,6 @@
-"""Samplers: same set of samples for any number of ranks, no sample evaluated twice, augmentation seeded by sample."""
+"""Samplers: same set of samples for any number of ranks, no sample evaluated twice, augmentation
+seeded by sample.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ from timm_parallel.testing.ranks import in_ranks
 pytestmark = pytest.mark.portable
 
 # torch's, Python's and numpy's generators all draw.
-EVERYTHING = AugmentConfig(scale=[0.3, 1.0], hflip=0.5, color_jitter=0.4, aa="rand-m9-mstd0.5-inc1", reprob=0.5)
+EVERYTHING = AugmentConfig(
+    scale=[0.3, 1.0], hflip=0.5, color_jitter=0.4, aa="rand-m9-mstd0.5-inc1", reprob=0.5
+)
 
 
 @st.composite
@@ -36,7 +40,13 @@ def epochs(draw: st.DrawFn) -> tuple[int, int, int, int, int]:
     """Draw (num_samples, global batch, world size, seed, epoch) of a valid training."""
     world = draw(st.integers(1, 9))
     batch = world * draw(st.integers(1, 6))
-    return draw(st.integers(batch, 6 * batch)), batch, world, draw(st.integers(0, 2**40)), draw(st.integers(0, 500))
+    return (
+        draw(st.integers(batch, 6 * batch)),
+        batch,
+        world,
+        draw(st.integers(0, 2**40)),
+        draw(st.integers(0, 500)),
+    )
 
 
 def samplers(num_samples: int, batch: int, world: int, seed: int, epoch: int) -> list[TrainSampler]:
@@ -47,13 +57,19 @@ def samplers(num_samples: int, batch: int, world: int, seed: int, epoch: int) ->
 
 
 @given(epochs())
-def test_train_sampler_shard_matches_torch_distributed_sampler(drawn: tuple[int, int, int, int, int]) -> None:
-    """DistributedSampler adds seed and epoch, so adjacent seeds would share orders. It gets our mixed seed instead."""
+def test_train_sampler_shard_matches_torch_distributed_sampler(
+    drawn: tuple[int, int, int, int, int],
+) -> None:
+    """DistributedSampler adds seed and epoch, so adjacent seeds would share orders. It gets our
+    mixed seed instead.
+    """
     num_samples, batch, world, seed, epoch = drawn
     full = num_samples // batch * batch  # for full batches
     for rank, shard in enumerate(samplers(full, batch, world, seed, epoch)):
         mixed = seed_for(seed, epoch)
-        theirs = DistributedSampler(range(full), world, rank, shuffle=True, seed=mixed, drop_last=True)  # type: ignore[arg-type]
+        theirs = DistributedSampler(
+            range(full), world, rank, shuffle=True, seed=mixed, drop_last=True
+        )  # type: ignore[arg-type]
         assert shard.shard().tolist() == list(theirs)
 
 
@@ -62,14 +78,19 @@ def test_train_sampler_batches_of_all_ranks_together_form_the_global_batch(
     drawn: tuple[int, int, int, int, int],
 ) -> None:
     num_samples, batch, world, seed, epoch = drawn
-    alone = [index_batch.indices.tolist() for index_batch in samplers(num_samples, batch, 1, seed, epoch)[0]]
+    alone = [
+        index_batch.indices.tolist()
+        for index_batch in samplers(num_samples, batch, 1, seed, epoch)[0]
+    ]
     each = [list(sampler) for sampler in samplers(num_samples, batch, world, seed, epoch)]
     assert {len(batches) for batches in each} == {num_samples // batch} == {len(alone)}
     for step, expected in enumerate(alone):
         parts = [batches[step] for batches in each]
         assert {len(part.indices) for part in parts} == {batch // world}
         assert {part.epoch for part in parts} == {epoch}
-        assert sorted(index for part in parts for index in part.indices.tolist()) == sorted(expected)
+        assert sorted(index for part in parts for index in part.indices.tolist()) == sorted(
+            expected
+        )
 
 
 @given(epochs())
@@ -86,7 +107,9 @@ def test_train_sampler_drops_and_counts_images_of_the_incomplete_last_batch(
 
 
 def test_train_sampler_order_differs_between_epochs_and_seeds() -> None:
-    """Repeats in a sweep use seeds s, s + 1, … Epoch 1 with seed s must not have the order of epoch 0 with seed s + 1."""
+    """Repeats in a sweep use seeds s, s + 1, … Epoch 1 with seed s must not have the order of epoch
+    0 with seed s + 1.
+    """
     for copies in (1, 3):
         orders = set()
         for seed in (0, 1, 2, 42):
@@ -118,12 +141,18 @@ def test_train_sampler_yields_the_remaining_batches_when_started_mid_epoch(
 
 
 @given(st.integers(1, 60), st.integers(1, 9), st.integers(1, 8))
-def test_eval_samplers_of_all_ranks_together_read_every_sample_once(num_samples: int, world: int, batch: int) -> None:
+def test_eval_samplers_of_all_ranks_together_read_every_sample_once(
+    num_samples: int, world: int, batch: int
+) -> None:
     each = [EvalSampler(num_samples, batch, rank, world) for rank in range(world)]
     read = [[index_batch.indices.tolist() for index_batch in sampler] for sampler in each]
-    assert sorted(index for batches in read for indices in batches for index in indices) == list(range(num_samples))
+    assert sorted(index for batches in read for indices in batches for index in indices) == list(
+        range(num_samples)
+    )
     assert [len(batches) for batches in read] == [len(sampler) for sampler in each]
-    assert all(0 < len(indices) <= max(1, batch // world) for batches in read for indices in batches)
+    assert all(
+        0 < len(indices) <= max(1, batch // world) for batches in read for indices in batches
+    )
     sizes = [sum(map(len, batches)) for batches in read]
     assert max(sizes) - min(sizes) <= 1
 
@@ -143,7 +172,9 @@ def images_by_index(world: int, epoch: int, num_workers: int, seed: int = 7) -> 
         sampler = TrainSampler(len(split), 6, rank, world, seed)
         prefetcher = DevicePrefetcher(torch.device("cpu"), **plain(3), channels_last=False)
         loader = TrainLoader(fetcher, sampler, prefetcher, num_workers)
-        for indices, (images, labels) in zip(_indices(sampler, epoch), loader.epoch(epoch), strict=True):
+        for indices, (images, labels) in zip(
+            _indices(sampler, epoch), loader.epoch(epoch), strict=True
+        ):
             assert torch.equal(labels, split.labels[indices])
             images_of.update(zip(indices, images, strict=True))
     return images_of
@@ -188,9 +219,15 @@ def test_augmentation_of_an_image_does_not_depend_on_earlier_random_draws() -> N
     assert torch.equal(fetcher.read(IndexBatch(0, np.array([4, 5])))[0][1], first)
 
 
-@pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.processes])])
-def test_random_erasing_differs_between_copies_of_an_image_but_not_between_rank_counts(num_workers: int) -> None:
-    """Without a transform, a batch is rows of one tensor. Each copy of an image (aug_repeats) gets different boxes."""
+@pytest.mark.parametrize(
+    "num_workers", [0, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.processes])]
+)
+def test_random_erasing_differs_between_copies_of_an_image_but_not_between_rank_counts(
+    num_workers: int,
+) -> None:
+    """Without a transform, a batch is rows of one tensor. Each copy of an image (aug_repeats) gets
+    different boxes.
+    """
     split = Synthetic(DataConfig(image_size=16), num_samples=12).train
     erased: list[dict[int, Tensor]] = []
     for world, epoch in ((1, 0), (3, 0), (1, 1)):
@@ -208,14 +245,20 @@ def test_random_erasing_differs_between_copies_of_an_image_but_not_between_rank_
     assert len(first) == 12 and first.keys() == spread.keys()
     assert all(torch.equal(spread[index], image) for index, image in first.items())
     assert all(not torch.equal(first[index], first[index + 12]) for index in first if index < 12)
-    assert any(index in later and not torch.equal(later[index], image) for index, image in first.items())
+    assert any(
+        index in later and not torch.equal(later[index], image) for index, image in first.items()
+    )
 
 
 def test_batch_fetcher_restores_torch_random_state_after_augmentation() -> None:
-    """Augmentation seeds the global random generator for every image. Dropout uses the same generator."""
+    """Augmentation seeds the global random generator for every image. Dropout uses the same
+    generator.
+    """
     split = Synthetic(DataConfig(image_size=16), num_samples=12).train
     before = torch.get_rng_state()
-    BatchFetcher(split, 10, train_transform(EVERYTHING, 16, resize=False), 7).read(IndexBatch(0, np.arange(4)))
+    BatchFetcher(split, 10, train_transform(EVERYTHING, 16, resize=False), 7).read(
+        IndexBatch(0, np.arange(4))
+    )
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -243,11 +286,16 @@ def test_batch_fetcher_refuses_a_label_outside_the_number_of_classes(label: int)
 def test_aug_repeats_puts_all_copies_of_an_image_into_one_global_batch(
     num_images: int, copies: int, world_size: int, batch: int, seed: int
 ) -> None:
-    """An epoch has the same number of samples from fewer images. Each copy of an image has a separate index."""
+    """An epoch has the same number of samples from fewer images. Each copy of an image has a
+    separate index.
+    """
     global_batch = batch * world_size * copies
     if num_images < global_batch:
         return
-    shards = [TrainSampler(num_images, global_batch, rank, world_size, seed, copies) for rank in range(world_size)]
+    shards = [
+        TrainSampler(num_images, global_batch, rank, world_size, seed, copies)
+        for rank in range(world_size)
+    ]
     own = [shard.shard().split(global_batch // world_size) for shard in shards]
     assert all(len(batches) == num_images // global_batch for batches in own)
     for step in zip(*own, strict=True):
@@ -257,8 +305,12 @@ def test_aug_repeats_puts_all_copies_of_an_image_into_one_global_batch(
         assert all(images.count(image) == copies for image in images)
         # As in timm's RepeatAugSampler, the copies are spread over as many ranks as there are.
         ranks = [{index % num_images for index in part.tolist()} for part in step]
-        assert all(sum(image in rank for rank in ranks) == min(copies, world_size) for image in images)
-    assert sorted(shards[0].global_batches(0, 1)) == sorted(index % num_images for b in own for index in b[0].tolist())
+        assert all(
+            sum(image in rank for rank in ranks) == min(copies, world_size) for image in images
+        )
+    assert sorted(shards[0].global_batches(0, 1)) == sorted(
+        index % num_images for b in own for index in b[0].tolist()
+    )
 
 
 LONG_TAIL = torch.tensor([0] * 900 + [1] * 90 + [2] * 10)
@@ -270,7 +322,8 @@ def sampler(rank: int, world_size: int, balance: float) -> TrainSampler:
 
 
 @pytest.mark.parametrize(
-    ("balance", "shares"), [(0.0, (0.9, 0.09, 0.01)), (0.5, (0.7063, 0.2234, 0.0745)), (1.0, (1 / 3,) * 3)]
+    ("balance", "shares"),
+    [(0.0, (0.9, 0.09, 0.01)), (0.5, (0.7063, 0.2234, 0.0745)), (1.0, (1 / 3,) * 3)],
 )
 def test_data_balance_draws_classes_in_proportion_to_a_power_of_class_size(
     balance: float, shares: tuple[float, ...]

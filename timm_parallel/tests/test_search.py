@@ -1,4 +1,6 @@
-"""Hyper-parameter search: search space, error messages, pruning, failed trials, and resuming after kill -9."""
+"""Hyper-parameter search: search space, error messages, pruning, failed trials, and resuming after
+kill -9.
+"""
 
 from __future__ import annotations
 
@@ -33,12 +35,20 @@ from timm_parallel.record.jobs import Job, Jobs, read_jobs
 from timm_parallel.record.result import read_result
 
 ROOT = Path(__file__).parents[2]
-SMALL = ("model=tiny", "print_config=false", "optim.warmup_epochs=0", "data.limit_train=64", "train.epochs=2")
+SMALL = (
+    "model=tiny",
+    "print_config=false",
+    "optim.warmup_epochs=0",
+    "data.limit_train=64",
+    "train.epochs=2",
+)
 
 
 def space_of(*overrides: str) -> dict[str, Any]:
     """Return the checked space of a command line."""
-    command, points = expand(get_args_parser().parse_args(["-m", "search=optuna", *SMALL, *overrides]))
+    command, points = expand(
+        get_args_parser().parse_args(["-m", "search=optuna", *SMALL, *overrides])
+    )
     space = read_space(command)
     check_space(command.config, points[0].tree, space)
     return {dimension.name: dimension for dimension in space}
@@ -50,7 +60,9 @@ def search(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
         command.append(f"sweep.resume={folder}")
     else:
         command += ["search=optuna", *SMALL, f"hydra.sweep.dir={folder}"]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+    )
 
 
 def test_search_space_is_parsed_from_hydra_sweep_syntax() -> None:
@@ -70,7 +82,9 @@ def test_search_space_is_parsed_from_hydra_sweep_syntax() -> None:
     }
     assert (space["a"].low, space["a"].high, space["a"].log, space["a"].step) == (0, 1, False, None)
     assert (space["b"].low, space["b"].high, space["b"].log) == (1e-4, 1e-1, True)
-    assert (space["c"].low, space["c"].high, space["c"].step) == (1, 3, 1), "the end of a range is excluded"
+    assert (space["c"].low, space["c"].high, space["c"].step) == (1, 3, 1), (
+        "the end of a range is excluded"
+    )
     assert list(space["d"].options) == ["x", "y"]
     assert list(space["e"].options) == ["p", "q"]
     assert (space["f"].low, space["f"].high, space["f"].step) == (1, 8, 1)
@@ -79,7 +93,10 @@ def test_search_space_is_parsed_from_hydra_sweep_syntax() -> None:
 
 def test_search_overrides_add_replace_and_remove_searched_keys() -> None:
     assert set(space_of()) == {"optim.lr", "optim.weight_decay"}
-    assert set(space_of("optim.weight_decay=0.1", "train.smoothing=interval(0,0.2)")) == {"optim.lr", "train.smoothing"}
+    assert set(space_of("optim.weight_decay=0.1", "train.smoothing=interval(0,0.2)")) == {
+        "optim.lr",
+        "train.smoothing",
+    }
     assert space_of("optim.lr=interval(0.1,0.2)")["optim.lr"].low == 0.1
 
 
@@ -121,7 +138,9 @@ def test_search_is_refused_when_a_setting_is_invalid(override: str, named: str) 
 def test_search_objective_and_direction_follow_checkpoint_metric_or_optimized_metric(
     tmp_path: Path, overrides: tuple[str, ...], objective: str, direction: str
 ) -> None:
-    command, points = expand(get_args_parser().parse_args(["-m", "search=optuna", *SMALL, *overrides]))
+    command, points = expand(
+        get_args_parser().parse_args(["-m", "search=optuna", *SMALL, *overrides])
+    )
     space = read_space(command)
     assert command.config.objective == objective
     assert natural_direction(command.config.objective) == direction
@@ -135,7 +154,9 @@ def test_search_is_refused_without_multirun() -> None:
 
 
 @pytest.mark.parametrize("text", ["search: [", "- 1", None])
-def test_error_names_search_yaml_when_it_is_damaged_or_missing(tmp_path: Path, text: str | None) -> None:
+def test_error_names_search_yaml_when_it_is_damaged_or_missing(
+    tmp_path: Path, text: str | None
+) -> None:
     if text is not None:
         (tmp_path / FROZEN).write_text(text)
     with pytest.raises(ValueError, match=r"search\.yaml: "):
@@ -155,12 +176,16 @@ class Trial:
         return self.reported[max(self.reported)] < self.bar
 
 
-def test_search_reports_each_evaluation_to_optuna_once_and_returns_the_prune_reason(tmp_path: Path) -> None:
+def test_search_reports_each_evaluation_to_optuna_once_and_returns_the_prune_reason(
+    tmp_path: Path,
+) -> None:
     path, trial = tmp_path / "metrics.jsonl", Trial(bar=0.5)
     follow = Follower(trial, path, "val/acc")  # type: ignore[arg-type]
     assert follow() == ""
     with open(path, "a") as file:
-        file.write('{"step": 7, "train/loss": 2.0}\n{"step": 9, "val/acc": 0.6}\n{"step": 18, "val/a')
+        file.write(
+            '{"step": 7, "train/loss": 2.0}\n{"step": 9, "val/acc": 0.6}\n{"step": 18, "val/a'
+        )
     assert follow() == ""
     assert trial.reported == {1: 0.6}, "an incomplete line is not a value"
     with open(path, "a") as file:
@@ -182,7 +207,9 @@ def test_resumed_search_trial_is_not_pruned_before_its_next_evaluation(tmp_path:
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_search_records_a_failed_trial_and_does_not_run_it_again_when_resumed(tmp_path: Path) -> None:
+def test_search_records_a_failed_trial_and_does_not_run_it_again_when_resumed(
+    tmp_path: Path,
+) -> None:
     folder = tmp_path / "search"
     done = search(
         folder,
@@ -200,13 +227,18 @@ def test_search_records_a_failed_trial_and_does_not_run_it_again_when_resumed(tm
     statuses = [job.status for job in jobs]
     assert statuses == ["done", "not_finite"], "seed 2 draws both rates"
     trials = study(folder).get_trials()
-    assert [trial.state.name for trial in trials] == [{"done": "COMPLETE"}.get(status, "FAIL") for status in statuses]
+    assert [trial.state.name for trial in trials] == [
+        {"done": "COMPLETE"}.get(status, "FAIL") for status in statuses
+    ]
     done_at = statuses.index("done")
     result = json.loads((folder / jobs[done_at].folder / "result.json").read_text())
     assert trials[done_at].value == result["objective"]
     assert "search.html" in done.stdout
     shown = [line.split("  ")[:2] for line in done.stdout.splitlines() if line.startswith("trial ")]
-    assert sorted(shown) == [["trial 0", f"val/acc_best {result['objective']:.4f}"], ["trial 1", "not_finite"]]
+    assert sorted(shown) == [
+        ["trial 0", f"val/acc_best {result['objective']:.4f}"],
+        ["trial 1", "not_finite"],
+    ]
     again = search(folder)
     assert [job.status for job in read_jobs(folder).jobs] == statuses, again.stderr
 
@@ -222,7 +254,15 @@ def study(folder: Path) -> Any:
 def test_killed_ddp_search_continues_to_its_last_trial_when_resumed(tmp_path: Path) -> None:
     folder = tmp_path / "search"
     words = ("search.n_trials=3", "search.n_startup_trials=1", "parallel=ddp", "parallel.devices=2")
-    command = [sys.executable, "train.py", "-m", "search=optuna", *SMALL, *words, f"hydra.sweep.dir={folder}"]
+    command = [
+        sys.executable,
+        "train.py",
+        "-m",
+        "search=optuna",
+        *SMALL,
+        *words,
+        f"hydra.sweep.dir={folder}",
+    ]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, start_new_session=True)
     try:
         until = time.monotonic() + 300
@@ -253,13 +293,31 @@ def test_killed_ddp_search_continues_to_its_last_trial_when_resumed(tmp_path: Pa
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_killed_search_with_concurrent_trials_keeps_their_values_when_resumed(tmp_path: Path) -> None:
+def test_killed_search_with_concurrent_trials_keeps_their_values_when_resumed(
+    tmp_path: Path,
+) -> None:
     folder = tmp_path / "search"
-    words = ("search.n_trials=4", "search.n_jobs=2", "parallel=single", "parallel.threads_per_device=1")
-    command = [sys.executable, "train.py", "-m", "search=optuna", *SMALL, *words, f"hydra.sweep.dir={folder}"]
+    words = (
+        "search.n_trials=4",
+        "search.n_jobs=2",
+        "parallel=single",
+        "parallel.threads_per_device=1",
+    )
+    command = [
+        sys.executable,
+        "train.py",
+        "-m",
+        "search=optuna",
+        *SMALL,
+        *words,
+        f"hydra.sweep.dir={folder}",
+    ]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, start_new_session=True)
     until = time.monotonic() + 300
-    while not all((folder / job / "metrics.jsonl").exists() for job in "12") and time.monotonic() < until:
+    while (
+        not all((folder / job / "metrics.jsonl").exists() for job in "12")
+        and time.monotonic() < until
+    ):
         time.sleep(0.02)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
@@ -283,7 +341,11 @@ def searched_page(folder: Path, ends: list[tuple[str, float | None, str]]) -> st
 
     from timm_parallel.lab.search.page import write_search_page
 
-    jobs, searched, state = Jobs(folder, "", []), optuna.create_study(direction="maximize"), optuna.trial.TrialState
+    jobs, searched, state = (
+        Jobs(folder, "", []),
+        optuna.create_study(direction="maximize"),
+        optuna.trial.TrialState,
+    )
     for number, (status, value, reason) in enumerate(ends):
         trial = searched.ask()
         trial.suggest_float("optim.lr", 1e-4, 1e-2, log=True)
@@ -291,20 +353,42 @@ def searched_page(folder: Path, ends: list[tuple[str, float | None, str]]) -> st
         pruned = state.PRUNED if status == "pruned" else state.FAIL
         searched.tell(trial, value) if value else searched.tell(trial, state=pruned)
         jobs.jobs.append(
-            Job(number, "", str(number), [f"optim.lr={number}"], status=status, reason=reason, seconds=1.0)
+            Job(
+                number,
+                "",
+                str(number),
+                [f"optim.lr={number}"],
+                status=status,
+                reason=reason,
+                seconds=1.0,
+            )
         )
-    config = Config(search=SearchConfig(params={"optim.lr": ""}, direction="maximize", sampler="tpe"))
+    config = Config(
+        search=SearchConfig(params={"optim.lr": ""}, direction="maximize", sampler="tpe")
+    )
     return write_search_page(jobs, searched, config).read_text()
 
 
 def test_search_html_shows_best_trial_plots_and_trial_table(tmp_path: Path) -> None:
-    ends = [("done", 0.5, ""), ("pruned", None, "worse than the median"), ("done", 0.9, ""), ("failed", None, "<b>|")]
+    ends = [
+        ("done", 0.5, ""),
+        ("pruned", None, "worse than the median"),
+        ("done", 0.9, ""),
+        ("failed", None, "<b>|"),
+    ]
     html = searched_page(tmp_path, ends)
     assert 'Best: val/acc_best 0.9000 in trial <a href="2/">2</a>' in html
     assert "python train.py optim.lr=2" in html
-    cells = [re.findall(r"<td>(.*?)</td>", row) for row in re.findall(r"<tr.*?</tr>", html, re.DOTALL)]
+    cells = [
+        re.findall(r"<td>(.*?)</td>", row) for row in re.findall(r"<tr.*?</tr>", html, re.DOTALL)
+    ]
     assert [row[0] for row in cells if row][:2] == ["2", "0"], "the best trial is first"
-    assert {row[0]: row[2] for row in cells if row} == {"0": "done", "1": "pruned", "2": "done", "3": "failed"}
+    assert {row[0]: row[2] for row in cells if row} == {
+        "0": "done",
+        "1": "pruned",
+        "2": "done",
+        "3": "failed",
+    }
     assert "worse than the median" in html
     assert "&lt;b&gt;|" in html
     figures = re.findall(r'<img alt="plot_(\w+)" src="data:image/svg\+xml;base64,', html)
@@ -319,10 +403,14 @@ def test_search_html_says_that_its_best_value_is_too_good_and_shows_the_confirma
     folder = tmp_path / "confirm_1"
     if is_confirmed:
         folder.mkdir()
-        (folder / "report.json").write_text(json.dumps({"lead": {"sentence": "optim.lr=1 is <better>."}}))
+        (folder / "report.json").write_text(
+            json.dumps({"lead": {"sentence": "optim.lr=1 is <better>."}})
+        )
     html = searched_page(tmp_path, ends)
     assert "best of 2 trials, so it is too good" in html
-    assert ('href="confirm_1/report.html"' in html, "optim.lr=1 is &lt;better&gt;." in html) == (is_confirmed,) * 2
+    assert ('href="confirm_1/report.html"' in html, "optim.lr=1 is &lt;better&gt;." in html) == (
+        is_confirmed,
+    ) * 2
     assert ("search.confirm=5" in html) == (not is_confirmed)
 
 
@@ -334,16 +422,26 @@ def test_search_html_shows_parameter_importances_when_20_trials_have_values(
 
     from timm_parallel.lab.search import page as search_page
 
-    for name in ("optimization_history", "slice", "intermediate_values", "timeline", "param_importances"):
+    for name in (
+        "optimization_history",
+        "slice",
+        "intermediate_values",
+        "timeline",
+        "param_importances",
+    ):
         draw = lambda study, **options: pyplot.subplots(figsize=(1, 1))  # noqa: E731
         draw.__name__ = f"plot_{name}"
         monkeypatch.setattr(search_page.plots, draw.__name__, draw)
     for count in (19, 20):
-        html = searched_page(tmp_path, [("done", 0.1 + number / 100, "") for number in range(count)])
+        html = searched_page(
+            tmp_path, [("done", 0.1 + number / 100, "") for number in range(count)]
+        )
         assert ("plot_param_importances" in html) == (count == 20)
 
 
-def test_search_html_shows_failure_reason_and_no_best_trial_when_all_trials_failed(tmp_path: Path) -> None:
+def test_search_html_shows_failure_reason_and_no_best_trial_when_all_trials_failed(
+    tmp_path: Path,
+) -> None:
     html = searched_page(tmp_path, [("failed", None, "out of memory")])
     assert "Best:" not in html
     assert "out of memory" in html

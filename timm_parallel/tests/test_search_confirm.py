@@ -1,4 +1,6 @@
-"""Confirmation of a search (search.confirm): its jobs and seeds, its refusals, its report, and its resume after kill -9."""
+"""Confirmation of a search (search.confirm): its jobs and seeds, its refusals, its report, and its
+resume after kill -9.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,14 @@ def frozen_search(folder: Path, *overrides: str) -> Jobs:
     """Return the jobs of a search of one trial, whose files are in `folder`."""
     command, points = expand(parse("-m", "search=optuna", *tiny("parallel=single", *overrides)))
     folder.mkdir()
-    freeze_search(folder, points[0].tree, read_space(command), seed=0, direction="maximize", study_name="s")
-    return Jobs(folder, "python train.py -m search=optuna", [Job(0, "optim.lr=0.0123,optim.weight_decay=0.2", "0", [])])
+    freeze_search(
+        folder, points[0].tree, read_space(command), seed=0, direction="maximize", study_name="s"
+    )
+    return Jobs(
+        folder,
+        "python train.py -m search=optuna",
+        [Job(0, "optim.lr=0.0123,optim.weight_decay=0.2", "0", [])],
+    )
 
 
 @pytest.fixture
@@ -67,7 +75,9 @@ def test_search_confirm_trains_best_trial_and_default_settings_with_new_seeds(
         assert f"seed={config.seed}" in OmegaConf.load(folder / ".hydra" / "overrides.yaml")
         is_best = job.name == trials.jobs[0].name
         assert (config.optim.lr == 0.0123, config.optim.weight_decay == 0.2) == (is_best, is_best)
-        assert job.seed == config.seed and job.overrides[-2:] == (BEST if is_best else job.overrides[-2:])
+        assert job.seed == config.seed and job.overrides[-2:] == (
+            BEST if is_best else job.overrides[-2:]
+        )
     assert {name: sorted(of_name) for name, of_name in seeds.items()} == {
         "default settings": [8, 9, 10],
         trials.jobs[0].name: [8, 9, 10],
@@ -80,7 +90,13 @@ def test_search_confirm_trains_default_settings_only_when_the_best_trial_equals_
 ) -> None:
     trials = frozen_search(tmp_path / "search")
     optim = read_search(trials.folder)[0].optim
-    confirm_best(trials, 0, [f"optim.lr={optim.lr}", f"optim.weight_decay={optim.weight_decay}"], 2, max_jobs=1)
+    confirm_best(
+        trials,
+        0,
+        [f"optim.lr={optim.lr}", f"optim.weight_decay={optim.weight_decay}"],
+        2,
+        max_jobs=1,
+    )
     assert [job.name for job in confirmations[0].jobs.jobs] == ["default settings"] * 2
 
 
@@ -97,7 +113,9 @@ def test_search_confirm_keeps_finished_jobs_and_adds_seeds_when_resumed_with_mor
     confirm_best(trials, 0, BEST, 3, max_jobs=1)
     after = read_jobs(folder)
     assert [job.status for job in after.jobs] == ["done", *["waiting"] * 5]
-    assert [(job.folder, job.seed) for job in after.jobs[:4]] == [(job.folder, job.seed) for job in before.jobs]
+    assert [(job.folder, job.seed) for job in after.jobs[:4]] == [
+        (job.folder, job.seed) for job in before.jobs
+    ]
     seeds = [load_config(write_job_folder(folder, job)).seed for job in after.jobs]
     assert seeds == [job.seed for job in after.jobs]
     assert seeds[4:] == [max(seeds[:4]) + 1] * 2
@@ -113,7 +131,9 @@ def test_search_confirm_starts_again_when_it_was_killed_while_writing_its_config
     (folder / "jobs.json").unlink()
     confirm_best(trials, 0, BEST, 2, max_jobs=1)
     jobs = read_jobs(folder).jobs
-    assert [load_config(write_job_folder(folder, job)).seed for job in jobs] == [job.seed for job in jobs]
+    assert [load_config(write_job_folder(folder, job)).seed for job in jobs] == [
+        job.seed for job in jobs
+    ]
     assert len({job.folder for job in jobs}) == len(jobs) == 4
 
 
@@ -123,7 +143,9 @@ def test_stopped_search_confirm_prints_a_resume_command_with_the_search_folder(
     trials = frozen_search(tmp_path / "search")
     confirm_best(trials, 0, BEST, 2, max_jobs=1)
     assert confirmations[0]._say_stopped(signal.SIGTERM) == 128 + signal.SIGTERM
-    assert capsys.readouterr().err.strip().endswith(f"sweep.resume={trials.folder} search.confirm=2")
+    assert (
+        capsys.readouterr().err.strip().endswith(f"sweep.resume={trials.folder} search.confirm=2")
+    )
 
 
 @pytest.mark.sample(4)
@@ -133,9 +155,18 @@ def test_stopped_search_confirm_prints_a_resume_command_with_the_search_folder(
         (("search.confirm=1",), "search.confirm=1"),
         (("search.confirm=0",), "search.confirm=0"),
         (("search.confirm=2", "seed=1,2"), "search.confirm=2: .* seed is searched"),
-        (("search.confirm=2", "sweep.baseline='optim.lr=0.1'"), "search.confirm=2: .* sweep.baseline"),
-        (("search.confirm=2", "search.pruner=none", "optimized_metric=images_per_sec"), "search.confirm=2: .* speed"),
-        (("search.confirm=2", "train.max_steps=5", "train.evaluate_every=0"), "search.confirm=2: .* speed"),
+        (
+            ("search.confirm=2", "sweep.baseline='optim.lr=0.1'"),
+            "search.confirm=2: .* sweep.baseline",
+        ),
+        (
+            ("search.confirm=2", "search.pruner=none", "optimized_metric=images_per_sec"),
+            "search.confirm=2: .* speed",
+        ),
+        (
+            ("search.confirm=2", "train.max_steps=5", "train.evaluate_every=0"),
+            "search.confirm=2: .* speed",
+        ),
         (
             ("search.confirm=2", "parallel=ddp", "parallel.devices=3", "data.batch_size=6,9"),
             "search.confirm=2: .*data.batch_size",
@@ -175,9 +206,17 @@ def test_search_confirm_does_not_start_when_not_requested_or_when_the_search_fai
 
 @pytest.mark.slow(40)
 @pytest.mark.processes
-def test_killed_search_confirm_finishes_and_reports_on_new_seeds_when_resumed(tmp_path: Path, train: Train) -> None:
+def test_killed_search_confirm_finishes_and_reports_on_new_seeds_when_resumed(
+    tmp_path: Path, train: Train
+) -> None:
     folder = tmp_path / "search"
-    words = ("search=optuna", "search.n_trials=2", "search.confirm=2", "parallel=single", f"hydra.sweep.dir={folder}")
+    words = (
+        "search=optuna",
+        "search.n_trials=2",
+        "search.confirm=2",
+        "parallel=single",
+        f"hydra.sweep.dir={folder}",
+    )
     running = train.start("-m", *words, folder=folder)
     ended = running.wait_for(lambda: next(folder.glob("confirm_*/*/result.json"), None))
     os.kill(running.process.pid, signal.SIGKILL)
@@ -202,4 +241,6 @@ def test_killed_search_confirm_finishes_and_reports_on_new_seeds_when_resumed(tm
     assert group["baseline"] == f"optim.lr={default.lr}, optim.weight_decay={default.weight_decay}"
     assert report["lead"]["sentence"] in done.stdout
     best = read_jobs(folder).jobs[int(jobs.folder.name.partition("_")[2])]
-    assert load_config(jobs.folder / "1_best_block_0").optim == load_config(folder / best.folder).optim
+    assert (
+        load_config(jobs.folder / "1_best_block_0").optim == load_config(folder / best.folder).optim
+    )

@@ -1,4 +1,6 @@
-"""Concurrent jobs do not share devices or cores, and match results of jobs run alone (see test_packing.py)."""
+"""Concurrent jobs do not share devices or cores, and match results of jobs run alone (see
+test_packing.py).
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,13 @@ from timm_parallel.testing.ranks import train_warm
 
 ROOT = Path(__file__).parents[2]
 GIB = 2**30
-SMALL = ("model=tiny", "print_config=false", "optim.warmup_epochs=0", "data.limit_train=64", "parallel=single")
+SMALL = (
+    "model=tiny",
+    "print_config=false",
+    "optim.warmup_epochs=0",
+    "data.limit_train=64",
+    "parallel=single",
+)
 
 
 def points(*overrides: str) -> list[Point]:
@@ -44,13 +52,19 @@ def config_of(*overrides: str) -> Config:
     return points(*overrides)[0].config
 
 
-def test_sweep_job_gets_its_gpus_as_uuids_in_cuda_visible_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sweep_job_gets_its_gpus_as_uuids_in_cuda_visible_devices(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     gpus = tuple(CudaDevice(number, "H", 80 * GIB, f"GPU-{number}") for number in range(4))
     monkeypatch.setattr(hardware, "visible_cuda_devices", lambda: gpus)
     config = config_of("parallel=ddp", "parallel.devices=2")
     assert need_of(config) == Requirement("cuda", 2)
-    assert share_of(need_of(config), ["GPU-1", "GPU-3"])[0] == {"CUDA_VISIBLE_DEVICES": "GPU-1,GPU-3"}
-    assert need_of(config_of("parallel=ddp", "parallel.devices=2", "parallel.device_ids=[2,3]")).alone
+    assert share_of(need_of(config), ["GPU-1", "GPU-3"])[0] == {
+        "CUDA_VISIBLE_DEVICES": "GPU-1,GPU-3"
+    }
+    assert need_of(
+        config_of("parallel=ddp", "parallel.devices=2", "parallel.device_ids=[2,3]")
+    ).alone
     assert devices_here()["cuda"] == ["GPU-0", "GPU-1", "GPU-2", "GPU-3"]
 
 
@@ -88,7 +102,8 @@ def test_sweep_jobs_auto_runs_as_many_jobs_as_the_cores_allow() -> None:
     assert scheduler.concurrent_jobs(need_of(config)) == 4
 
 
-# A fake job: records its cores and when it ran; the first time it runs out of memory if JOB_SHORT names its folder.
+# A fake job: records its cores and when it ran; the first time it runs out of memory if JOB_SHORT
+# names its folder.
 JOB = """
 import json, os, pathlib, sys, time
 folder = pathlib.Path(sys.argv[1])
@@ -106,7 +121,9 @@ sys.exit(int(short))
 
 @pytest.fixture
 def fake_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(child, "job_command", lambda folder: [sys.executable, "-c", JOB, str(folder)])
+    monkeypatch.setattr(
+        child, "job_command", lambda folder: [sys.executable, "-c", JOB, str(folder)]
+    )
     monkeypatch.setattr(WarmServer, "takes", lambda server, config: False)
     monkeypatch.setenv("JOB_SECONDS", "0.3")
     monkeypatch.setattr(Sweep, "_close", lambda sweep: 0)
@@ -129,16 +146,22 @@ def test_concurrent_sweep_jobs_do_not_share_cores(tmp_path: Path, fake_jobs: Non
     times = [ran(jobs, job) for job in jobs.jobs]
     assert all(len(time["cores"]) == 1 for time in times)
     for started in times:
-        running = [other["cores"] for other in times if other["began"] <= started["began"] < other["ended"]]
+        running = [
+            other["cores"] for other in times if other["began"] <= started["began"] < other["ended"]
+        ]
         assert len(running) <= 2
-        assert len({core for cores in running for core in cores}) == len(running), "two jobs share a core"
+        assert len({core for cores in running for core in cores}) == len(running), (
+            "two jobs share a core"
+        )
     assert [read_result(tmp_path / job.folder).neighbours for job in jobs.jobs] == [1, 1, 1, 1]
     assert [job.status for job in read_jobs(tmp_path).jobs] == ["done"] * 4
 
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_sweep_runs_jobs_one_at_a_time_when_each_needs_all_cores(tmp_path: Path, fake_jobs: None) -> None:
+def test_sweep_runs_jobs_one_at_a_time_when_each_needs_all_cores(
+    tmp_path: Path, fake_jobs: None
+) -> None:
     jobs = frozen(tmp_path, "seed=1,2", f"parallel.threads_per_device={hardware.cores()}")
     Sweep(jobs, max_jobs=2).run()
     first, second = (ran(jobs, job) for job in jobs.jobs)
@@ -177,7 +200,9 @@ def test_sweep_runs_a_job_only_twice_when_it_is_always_out_of_memory(
     tmp_path: Path, fake_jobs: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        child, "job_command", lambda folder: [sys.executable, "-c", JOB.replace("not again", "True"), str(folder)]
+        child,
+        "job_command",
+        lambda folder: [sys.executable, "-c", JOB.replace("not again", "True"), str(folder)],
     )
     monkeypatch.setenv("JOB_SHORT", "0")
     jobs = frozen(tmp_path, "seed=1,2", "parallel.threads_per_device=1")
@@ -186,7 +211,12 @@ def test_sweep_runs_a_job_only_twice_when_it_is_always_out_of_memory(
 
 
 def sweep(folder: Path, *more: str) -> list[str]:
-    words = ("train.epochs=2", "parallel.threads_per_device=1", "sweep.jobs=2", f"hydra.sweep.dir={folder}")
+    words = (
+        "train.epochs=2",
+        "parallel.threads_per_device=1",
+        "sweep.jobs=2",
+        f"hydra.sweep.dir={folder}",
+    )
     return [sys.executable, "train.py", "-m", *SMALL, *words, *more]
 
 
@@ -195,20 +225,31 @@ def sweep(folder: Path, *more: str) -> list[str]:
 @pytest.mark.skipif(hardware.cores() < 2, reason="needs two cores")
 def test_metrics_and_weights_of_concurrent_sweep_jobs_match_jobs_run_alone(tmp_path: Path) -> None:
     command = sweep(tmp_path / "two", "seed=1,2")
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     for job in read_jobs(tmp_path / "two").jobs:
         folder = tmp_path / "two" / job.folder
-        one, two = read_result(train_warm(load_config(folder), tmp_path / f"one_{job.id}")), read_result(folder)
+        one, two = (
+            read_result(train_warm(load_config(folder), tmp_path / f"one_{job.id}")),
+            read_result(folder),
+        )
         assert (one.neighbours, two.neighbours) == (0, 1)
-        assert (one.parameters_hash, one.val, one.train) == (two.parameters_hash, two.val, two.train)
+        assert (one.parameters_hash, one.val, one.train) == (
+            two.parameters_hash,
+            two.val,
+            two.train,
+        )
 
 
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.skipif(hardware.cores() < 2, reason="needs two cores")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_running_jobs_end_when_their_sweep_process_gets_sigint_or_sigkill(tmp_path: Path, number: int) -> None:
+def test_running_jobs_end_when_their_sweep_process_gets_sigint_or_sigkill(
+    tmp_path: Path, number: int
+) -> None:
     """A resumed sweep runs the missing jobs. After a stop: test_sweep.py."""
     folder = tmp_path / "sweep"
     running = subprocess.Popen(
@@ -230,7 +271,11 @@ def test_running_jobs_end_when_their_sweep_process_gets_sigint_or_sigkill(tmp_pa
         time.sleep(0.1)
     assert not left
     if number == signal.SIGINT:
-        assert [job.status for job in read_jobs(folder).jobs] == ["interrupted", "interrupted", "waiting"]
+        assert [job.status for job in read_jobs(folder).jobs] == [
+            "interrupted",
+            "interrupted",
+            "waiting",
+        ]
         return
     again = subprocess.run(
         [sys.executable, "train.py", "-m", f"sweep.resume={folder}"],
@@ -242,4 +287,6 @@ def test_running_jobs_end_when_their_sweep_process_gets_sigint_or_sigkill(tmp_pa
     )
     assert again.returncode == 0, again.stdout + again.stderr
     assert [job.status for job in read_jobs(folder).jobs] == ["done"] * 3
-    assert read_result(folder / "0").neighbours == 1, "resumed with two jobs at a time, as at the start"
+    assert read_result(folder / "0").neighbours == 1, (
+        "resumed with two jobs at a time, as at the start"
+    )

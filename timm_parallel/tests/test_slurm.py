@@ -17,7 +17,18 @@ from timm_parallel.testing.cluster_commands import SRUN
 from timm_parallel.testing.commands import Train
 from timm_parallel.testing.configs import read_lines, tiny
 from timm_parallel.testing.ranks import run_warm
-from timm_parallel.testing.slurm_cluster import LONG, MARKS, SLURM, Jobs, cluster_of_two_nodes, jobs_on_the_cluster  # noqa: F401
+from timm_parallel.testing.slurm_cluster import (
+    LONG,
+    MARKS,
+    SLURM,
+    Jobs,
+)
+from timm_parallel.testing.slurm_cluster import (
+    cluster_of_two_nodes as cluster_of_two_nodes,
+)
+from timm_parallel.testing.slurm_cluster import (
+    jobs_on_the_cluster as jobs_on_the_cluster,
+)
 
 pytestmark = MARKS
 TWO_RANKS = ("parallel=ddp", "parallel.devices=2")  # the same on one machine
@@ -25,26 +36,38 @@ TWO_RANKS = ("parallel=ddp", "parallel.devices=2")  # the same on one machine
 
 def numbers(folder: Path) -> tuple[Any, ...]:
     lines = [
-        (line["step"], line.get("train/loss")) for line in read_lines(folder / "metrics.jsonl") if "train/loss" in line
+        (line["step"], line.get("train/loss"))
+        for line in read_lines(folder / "metrics.jsonl")
+        if "train/loss" in line
     ]
     return read_result(folder).parameters_hash, lines
 
 
-def test_slurm_job_on_two_nodes_has_the_losses_and_weights_of_a_run_on_one_machine(jobs: Jobs, train: Train) -> None:
+def test_slurm_job_on_two_nodes_has_the_losses_and_weights_of_a_run_on_one_machine(
+    jobs: Jobs, train: Train
+) -> None:
     done = train.start(*SLURM, "cluster.wait=true", environment=jobs.environment).finish()
     assert done.returncode == 0, done.output
-    assert (done.result["nodes"], done.result["hosts"], done.result["world_size"]) == (2, ["n1", "n2"], 2)
+    assert (done.result["nodes"], done.result["hosts"], done.result["world_size"]) == (
+        2,
+        ["n1", "n2"],
+        2,
+    )
     here = numbers(run_warm(train.base / "here", *TWO_RANKS))
     assert numbers(done.folder) == here
     tasks = SRUN.replace("python", sys.executable).split()
     plain = train.start_command(
-        [*tasks, *tiny(f"hydra.run.dir={train.base / 'plain'}")], train.base / "plain", jobs.environment
+        [*tasks, *tiny(f"hydra.run.dir={train.base / 'plain'}")],
+        train.base / "plain",
+        jobs.environment,
     ).finish()
     assert plain.returncode == 0, plain.output
     assert (plain.result["hosts"], numbers(plain.folder)) == (["n1", "n2"], here)
 
 
-def test_requeued_slurm_jobs_match_an_undisturbed_run_after_sigusr1_and_a_lost_node(jobs: Jobs, train: Train) -> None:
+def test_requeued_slurm_jobs_match_an_undisturbed_run_after_sigusr1_and_a_lost_node(
+    jobs: Jobs, train: Train
+) -> None:
     """Both jobs get a warning signal at the same time, and then lose a node."""
     # Long enough that the first job still trains when the second one has started.
     long = (*LONG, "train.epochs=120")
@@ -72,21 +95,34 @@ def test_requeued_slurm_jobs_match_an_undisturbed_run_after_sigusr1_and_a_lost_n
 
 
 @pytest.mark.nightly
-def test_restarted_slurm_job_waits_until_its_first_attempt_ends_when_slurmd_was_killed(jobs: Jobs) -> None:
-    """slurmd is killed while the job's processes survive, so Slurm starts the job again on the other node."""
+def test_restarted_slurm_job_waits_until_its_first_attempt_ends_when_slurmd_was_killed(
+    jobs: Jobs,
+) -> None:
+    """slurmd is killed while the job's processes survive, so Slurm starts the job again on the
+    other node.
+    """
     overrides = ("cluster.nodes=1", "parallel=single", *LONG, "train.epochs=400")
     folder = jobs.submit("orphan", *overrides)
     jobs.wait_for_steps(folder)
-    lost = jobs.slurm("squeue", "--noheader", "--format=%N", f"--jobs={(folder / 'job.id').read_text().strip()}")
+    lost = jobs.slurm(
+        "squeue", "--noheader", "--format=%N", f"--jobs={(folder / 'job.id').read_text().strip()}"
+    )
     daemon = Path(jobs.environment["DEV_CLUSTER"]) / f"{lost}.pid"
     os.kill(int(daemon.read_text()), signal.SIGKILL)
-    # Slurm itself marks the node only after SlurmdTimeout; a fast machine would finish the run by then.
+    # Slurm itself marks the node only after SlurmdTimeout; a fast machine would finish the run by
+    # then.
     jobs.slurm("scontrol", "update", f"NodeName={lost}", "State=DOWN", "Reason=test")
     log = folder / "logs" / "slurm.log"
     jobs.wait(lambda: "an earlier start of this job; waiting up to" in log.read_text(), 300, folder)
     before = jobs.steps(folder)
-    jobs.wait_for_steps(folder, before)  # the first start still trains, and no other process writes here
-    subprocess.run(["slurmd", "-N", lost, "-f", jobs.environment["SLURM_CONF"]], env=jobs.environment, check=True)
+    jobs.wait_for_steps(
+        folder, before
+    )  # the first start still trains, and no other process writes here
+    subprocess.run(
+        ["slurmd", "-N", lost, "-f", jobs.environment["SLURM_CONF"]],
+        env=jobs.environment,
+        check=True,
+    )
     jobs.wait(lambda: jobs.state(folder) == "", 600, folder)
     assert read_result(folder).status == "done", log.read_text()
     steps = [line["step"] for line in read_lines(folder / "metrics.jsonl") if "train/loss" in line]
@@ -94,12 +130,17 @@ def test_restarted_slurm_job_waits_until_its_first_attempt_ends_when_slurmd_was_
     assert log.read_text().count("resumed from") == 1
 
 
-def test_scancel_ends_all_processes_of_a_slurm_job_and_refused_job_creates_no_folder(jobs: Jobs, train: Train) -> None:
+def test_scancel_ends_all_processes_of_a_slurm_job_and_refused_job_creates_no_folder(
+    jobs: Jobs, train: Train
+) -> None:
     folder = jobs.submit("long", *LONG, "train.epochs=100000")
     jobs.wait_for_steps(folder)
     refused = train.start(f"resume={folder}", defaults=False, environment=jobs.environment).finish()
-    # On one machine the running job holds the lock; from another host, or while it waits, only the queue shows it.
-    assert refused.returncode == 2 and re.search("Slurm job .* queue|in use by process", refused.stderr), refused.output
+    # On one machine the running job holds the lock; from another host, or while it waits, only the
+    # queue shows it.
+    assert refused.returncode == 2 and re.search(
+        "Slurm job .* queue|in use by process", refused.stderr
+    ), refused.output
     jobs.slurm("scancel", (folder / "job.id").read_text().strip())
     jobs.wait(lambda: jobs.state(folder) == "", 150, folder)
     jobs.wait(lambda: not jobs.left(folder), 60, folder)

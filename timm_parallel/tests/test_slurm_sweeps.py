@@ -11,7 +11,17 @@ from timm_parallel.record.jobs import read_jobs
 from timm_parallel.record.result import read_result
 from timm_parallel.testing.cluster_commands import ARRAY, SEARCH
 from timm_parallel.testing.commands import Train
-from timm_parallel.testing.slurm_cluster import LONG, MARKS, Jobs, cluster_of_two_nodes, jobs_on_the_cluster  # noqa: F401
+from timm_parallel.testing.slurm_cluster import (
+    LONG,
+    MARKS,
+    Jobs,
+)
+from timm_parallel.testing.slurm_cluster import (
+    cluster_of_two_nodes as cluster_of_two_nodes,
+)
+from timm_parallel.testing.slurm_cluster import (
+    jobs_on_the_cluster as jobs_on_the_cluster,
+)
 
 pytestmark = MARKS
 
@@ -32,12 +42,17 @@ def test_sweep_run_as_slurm_array_completes_when_a_node_is_lost(jobs: Jobs, trai
 
 
 @pytest.mark.nightly
-def test_killed_slurm_search_does_not_resubmit_its_running_trials_when_resumed(jobs: Jobs, train: Train) -> None:
+def test_killed_slurm_search_does_not_resubmit_its_running_trials_when_resumed(
+    jobs: Jobs, train: Train
+) -> None:
     folder = train.base / "search"
     words = (*SEARCH.split()[2:], "search.n_trials=4", "train.epochs=60", "train.log_every=5")
     running = train.start(f"hydra.sweep.dir={folder}", *words, environment=jobs.environment)
     resume = ("-m", f"sweep.resume={folder}")
-    for first in (0, 2):  # killed twice: both trials still run when they are found; then one has ended meanwhile
+    for first in (
+        0,
+        2,
+    ):  # killed twice: both trials still run when they are found; then one has ended meanwhile
         for trial in (first, first + 1):
             running.wait_for(lambda trial=trial: jobs.steps(folder / str(trial)))
         assert len(jobs.slurm("squeue", "--noheader").splitlines()) == 2, "two at a time"

@@ -55,7 +55,9 @@ DRAWN = (
 
 
 class ValueReads(TorchDispatchMode):
-    """Counts operations that make the CPU wait for a GPU: reads of tensor values and copies to the host."""
+    """Counts operations that make the CPU wait for a GPU: reads of tensor values and copies to the
+    host.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,15 +88,21 @@ def count_reads(steps: int, *overrides: str) -> int:
     strategy = build_strategy(config.parallel, Ranks(), None)
     run = RunParts(config, strategy)
     with ValueReads() as reads:
-        for _ in train_epoch(run.state, run.train.epoch(0), config, strategy, run.hooks, steps, run.mixing):
+        for _ in train_epoch(
+            run.state, run.train.epoch(0), config, strategy, run.hooks, steps, run.mixing
+        ):
             pass
     return reads.count
 
 
 @pytest.mark.parametrize(
-    "overrides", [(), BUSY, DRAWN, ("train.precision=bf16",)], ids=["plain", "busy", "drawn", "bf16"]
+    "overrides",
+    [(), BUSY, DRAWN, ("train.precision=bf16",)],
+    ids=["plain", "busy", "drawn", "bf16"],
 )
-def test_training_steps_between_log_steps_read_no_tensor_values_from_the_device(overrides: tuple[str, ...]) -> None:
+def test_training_steps_between_log_steps_read_no_tensor_values_from_the_device(
+    overrides: tuple[str, ...],
+) -> None:
     few, many = count_reads(5, *overrides), count_reads(25, *overrides)
     assert 1 <= few <= 10, "the sync step fetches its losses"
     assert many == few
@@ -102,11 +110,16 @@ def test_training_steps_between_log_steps_read_no_tensor_values_from_the_device(
 
 def test_evaluation_reads_no_more_tensor_values_from_the_device_with_more_batches() -> None:
     """torch.bincount and indexing with a mask, for example, would read values earlier."""
-    strategy = build_strategy(resolved("parallel=single", "parallel.accelerator=cpu").parallel, Ranks(), None)
+    strategy = build_strategy(
+        resolved("parallel=single", "parallel.accelerator=cpu").parallel, Ranks(), None
+    )
     model = nn.Sequential(nn.Flatten(), nn.Linear(12, 10))
 
     def reads_of(batches: int) -> int:
-        images, labels = torch.zeros(batches, 4, 3, 2, 2), torch.zeros(batches, 4, dtype=torch.int64)
+        images, labels = (
+            torch.zeros(batches, 4, 3, 2, 2),
+            torch.zeros(batches, 4, dtype=torch.int64),
+        )
         with ValueReads() as reads:
             evaluate_batches(model, zip(images, labels, strict=True), strategy, 4 * batches, 10)
         return reads.count
@@ -159,21 +172,28 @@ def test_training_steps_between_log_steps_write_no_logs_or_metrics(
 ) -> None:
     (tmp_path / "few").mkdir()
     (tmp_path / "many").mkdir()
-    few, many = count_writes(5, tmp_path / "few", monkeypatch), count_writes(45, tmp_path / "many", monkeypatch)
+    few, many = (
+        count_writes(5, tmp_path / "few", monkeypatch),
+        count_writes(45, tmp_path / "many", monkeypatch),
+    )
     assert few["SummaryWriter.add_scalar"] > 3 and few["MetricsLog.write"] > 2
     for name, count in many.items():
         assert count <= few[name] + 3, f"{name}: {few[name]} calls in 5 steps, {count} in 45"
 
 
 def buffers_and_bits(ranks: Ranks, store: Any, broadcast: str) -> tuple[bool, list[float]]:
-    """Return (True if DDP sends buffers in every step, sums of the weights and buffers after five steps)."""
+    """Return (True if DDP sends buffers in every step, sums of the weights and buffers after five
+    steps).
+    """
     config = resolved(
         "parallel=ddp", "parallel.devices=2", "parallel.accelerator=cpu", "data.batch_size=8", "model.name=resnet10t",
         f"parallel.broadcast_buffers={broadcast}",
     )  # fmt: skip
     strategy = build_strategy(config.parallel, ranks, store)
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4 * 36, 10))
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4 * 36, 10)
+    )
     wrapped = strategy.wrap(TrainStep(model, nn.CrossEntropyLoss()))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     torch.manual_seed(ranks.rank)
@@ -182,7 +202,11 @@ def buffers_and_bits(ranks: Ranks, store: Any, broadcast: str) -> tuple[bool, li
         optimizer.step()
         optimizer.zero_grad()
     strategy.buffers.share(model)
-    sends = bool(wrapped.broadcast_buffers if hasattr(wrapped, "broadcast_buffers") else wrapped.forward_sync_buffers)
+    sends = bool(
+        wrapped.broadcast_buffers
+        if hasattr(wrapped, "broadcast_buffers")
+        else wrapped.forward_sync_buffers
+    )
     bits = [float(tensor.double().sum()) for tensor in model.state_dict().values()]
     strategy.close()
     return sends, bits
@@ -230,13 +254,20 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) // 30)
 @pytest.mark.processes
 def test_keep_freed_memory_limits_page_faults_to_600_per_training_step() -> None:
     """Without keep_freed_memory, each of these steps causes 2,500 to 9,000 page faults."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")
+    }
     command = [sys.executable, "-c", FAULTS]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True, env=environment)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, check=True, env=environment
+    )
     assert int(done.stdout) < 600
 
 
-ON_CUDA = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"))
+ON_CUDA = (
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+)
 
 
 @pytest.mark.parametrize("accelerator", ["cpu", pytest.param("cuda", marks=ON_CUDA)])
@@ -245,7 +276,12 @@ ON_CUDA = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), re
     [
         (*BUSY, "train.precision=bf16"),
         (*DRAWN, "train.precision=fp16"),
-        ("data.augment.reprob=0.5", "data.augment.remode=const", "optim.clip_grad=1.0", "optim.clip_mode=value"),
+        (
+            "data.augment.reprob=0.5",
+            "data.augment.remode=const",
+            "optim.clip_grad=1.0",
+            "optim.clip_mode=value",
+        ),
         ("data.augment.mixup=0.8", "data.augment.cutmix=1.0", "data.augment.mixup_mode=pair"),
     ],
     ids=["busy_bf16", "drawn_fp16", "const_value", "pair"],
@@ -262,7 +298,11 @@ def test_training_step_between_log_steps_does_not_synchronize_with_the_gpu(
     def train(sync_step: int, progress: Progress) -> None:
         """Train up to and including the sync step."""
         run.state.progress, config.train.log_every = progress, sync_step
-        next(train_epoch(run.state, run.train.epoch(0), config, strategy, run.hooks, 10**9, run.mixing))
+        next(
+            train_epoch(
+                run.state, run.train.epoch(0), config, strategy, run.hooks, 10**9, run.mixing
+            )
+        )
 
     # Past the first step and the warm-up, where the meter waits.
     train(7, Progress())

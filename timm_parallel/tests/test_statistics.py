@@ -1,4 +1,6 @@
-"""Ratios, intervals and verdicts, checked against textbook formulas, manual calculations and simulations."""
+"""Ratios, intervals and verdicts, checked against textbook formulas, manual calculations and
+simulations.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,11 @@ Row = tuple[str, object, float]
 
 def table(values: dict[str, list[float]]) -> list[Row]:
     """Return rows of complete blocks: the n-th value of every configuration belongs to block n."""
-    return [(name, block, value) for name, column in values.items() for block, value in enumerate(column)]
+    return [
+        (name, block, value)
+        for name, column in values.items()
+        for block, value in enumerate(column)
+    ]
 
 
 def noisy(points: dict[str, float], blocks: int, seed: int, noise: float = 0.05) -> list[Row]:
@@ -49,7 +55,9 @@ def test_speed_ratio_interval_of_measurements_in_blocks_equals_paired_t_test() -
     a, b = ([math.log(row[2]) for row in rows if row[0] == name] for name in "ab")
     expected = stats.ttest_rel(a, b).confidence_interval(1 - LEVEL)
     [result] = decide(estimate(rows, [("a", "b")]))
-    assert (result.low, result.high) == pytest.approx((math.exp(expected.low), math.exp(expected.high)))
+    assert (result.low, result.high) == pytest.approx(
+        (math.exp(expected.low), math.exp(expected.high))
+    )
     assert result.ratio == pytest.approx(math.exp(np.mean(a) - np.mean(b)))
 
 
@@ -58,7 +66,9 @@ def test_speed_ratio_interval_of_measurements_without_blocks_equals_unpaired_t_t
     a, b = ([math.log(row[2]) for row in rows if row[0] == name] for name in "ab")
     expected = stats.ttest_ind(a, b).confidence_interval(1 - LEVEL)
     [result] = decide(estimate(rows, [("a", "b")]))
-    assert (result.low, result.high) == pytest.approx((math.exp(expected.low), math.exp(expected.high)))
+    assert (result.low, result.high) == pytest.approx(
+        (math.exp(expected.low), math.exp(expected.high))
+    )
 
 
 @given(st.integers(0, 10_000))
@@ -67,7 +77,9 @@ def test_log_speed_difference_from_incomplete_blocks_matches_least_squares(seed:
     full = noisy({"a": 110, "b": 100, "c": 90}, 5, seed)
     rows = [row for row in full for _ in range(draw.choice([0, 1, 1, 2]))]
     rows = [(name, block, value * draw.uniform(0.9, 1.1)) for name, block, value in rows]
-    design = np.array([[r[0] == p for p in "abc"] + [r[1] == b for b in range(5)] for r in rows], dtype=float)
+    design = np.array(
+        [[r[0] == p for p in "abc"] + [r[1] == b for b in range(5)] for r in rows], dtype=float
+    )
     if len(rows) < 9 or np.linalg.matrix_rank(design) < 7:
         return
     y = np.log([row[2] for row in rows])
@@ -78,11 +90,16 @@ def test_log_speed_difference_from_incomplete_blocks_matches_least_squares(seed:
     [result] = estimate(rows, [("a", "c")])
     assert result.freedom == freedom
     assert result.difference == pytest.approx(fitted[0] - fitted[2])
-    assert result.error == pytest.approx(noise * math.sqrt(weights @ np.linalg.pinv(design.T @ design) @ weights))
+    assert result.error == pytest.approx(
+        noise * math.sqrt(weights @ np.linalg.pinv(design.T @ design) @ weights)
+    )
 
 
 def test_speed_ratio_is_supported_when_block_speeds_differ_fourfold_but_ratio_does_not() -> None:
-    speeds = {"a": [110, 55, 221], "b": [100, 50.4, 200]}  # blocks differ fourfold, the ratio hardly
+    speeds = {
+        "a": [110, 55, 221],
+        "b": [100, 50.4, 200],
+    }  # blocks differ fourfold, the ratio hardly
     [result] = decide(estimate(table(speeds), [("a", "b")]))
     assert result.verdict == SUPPORTED and result.low is not None and result.low > 1.08
 
@@ -92,12 +109,17 @@ def test_speed_ratio_of_a_reversed_pair_has_the_reciprocal_interval(seed: int) -
     rows = noisy({"a": 103, "b": 100, "c": 99}, 3, seed)
     [one], [other] = decide(estimate(rows, [("a", "b")])), decide(estimate(rows, [("b", "a")]))
     assert one.low and one.high and one.ratio
-    assert (other.low, other.ratio, other.high) == pytest.approx((1 / one.high, 1 / one.ratio, 1 / one.low))
+    assert (other.low, other.ratio, other.high) == pytest.approx(
+        (1 / one.high, 1 / one.ratio, 1 / one.low)
+    )
 
 
 def test_speed_ratio_verdict_is_supported_not_supported_inconclusive_or_not_measurable() -> None:
     steady = table({"a": [110, 111, 109], "b": [100, 101, 99.5], "c": [100.2, 100.6, 99.8]})
-    verdicts = [c.verdict for c in decide(estimate(steady, [("a", "b"), ("b", "a"), ("c", "b"), ("a", "d")]))]
+    verdicts = [
+        c.verdict
+        for c in decide(estimate(steady, [("a", "b"), ("b", "a"), ("c", "b"), ("a", "d")]))
+    ]
     assert verdicts == [SUPPORTED, NOT_SUPPORTED, NOT_SUPPORTED, NOT_MEASURABLE]
     shaky = table({"a": [110, 90, 115], "b": [100, 105, 85]})
     [result] = decide(estimate(shaky, [("a", "b")]))
@@ -107,7 +129,9 @@ def test_speed_ratio_verdict_is_supported_not_supported_inconclusive_or_not_meas
 
 
 def test_speed_ratio_is_not_supported_when_it_is_significant_but_too_small() -> None:
-    small = estimate(table({"a": [101.0, 101.01, 101.0], "b": [100.0, 100.01, 100.01]}), [("a", "b")])
+    small = estimate(
+        table({"a": [101.0, 101.01, 101.0], "b": [100.0, 100.01, 100.01]}), [("a", "b")]
+    )
     [result] = decide(small)
     assert result.low and result.low > 1 and result.verdict == NOT_SUPPORTED
     [result] = decide(small, 0.001)
@@ -121,14 +145,20 @@ def test_speed_ratio_is_inconclusive_when_each_configuration_has_one_measurement
 
 
 def test_speed_ratio_is_inconclusive_when_its_confidence_interval_overflows() -> None:
-    """With two blocks and many comparisons, the t quantile is in the thousands and its exponential overflows."""
-    [result] = decide(estimate(table({"a": [100.0, 150.0], "b": [100.0, 80.0]}), [("a", "b")]), level=1e-5)
+    """With two blocks and many comparisons, the t quantile is in the thousands and its exponential
+    overflows.
+    """
+    [result] = decide(
+        estimate(table({"a": [100.0, 150.0], "b": [100.0, 80.0]}), [("a", "b")]), level=1e-5
+    )
     assert (result.low, result.high, result.detectable) == (0.0, math.inf, math.inf)
     assert result.verdict == INCONCLUSIVE
     assert "0.00 to inf" not in times(result) and "inf %" not in verdict_text(result)
 
 
-@pytest.mark.parametrize(("value", "text"), [(99.96, "100"), (99.94, "99.9"), (0.05, "0.0500"), (1234.5, "1,234")])
+@pytest.mark.parametrize(
+    ("value", "text"), [(99.96, "100"), (99.94, "99.9"), (0.05, "0.0500"), (1234.5, "1,234")]
+)
 def test_report_formats_a_number_with_three_significant_digits(value: float, text: str) -> None:
     assert figure(value) == text
 
@@ -147,8 +177,14 @@ def test_holm_correction_of_several_comparisons_matches_manual_calculation() -> 
         return [c.low is not None and c.low > 1 for c in decide([one(p) for p in ps])]
 
     assert excluded(0.04) == [True]
-    assert excluded(0.04, 0.03) == [False, False]  # Bonferroni's first step fails: nothing is stated
-    assert excluded(0.04, 0.024) == [True, True]  # it passes: the next is held against the whole level
+    assert excluded(0.04, 0.03) == [
+        False,
+        False,
+    ]  # Bonferroni's first step fails: nothing is stated
+    assert excluded(0.04, 0.024) == [
+        True,
+        True,
+    ]  # it passes: the next is held against the whole level
     assert excluded(0.03, 0.016, 0.2) == [False, True, False]
 
 
@@ -160,12 +196,18 @@ def test_speed_ratio_estimate_ignores_nan_zero_and_negative_speeds(values: list[
 
 
 def test_recommended_number_of_repeats_reaches_a_verdict_in_60_of_100_simulations() -> None:
-    """About 80 % of sweeps with the recommended number of blocks reach a verdict. The test requires 60 of 100."""
+    """About 80 % of sweeps with the recommended number of blocks reach a verdict. The test requires
+    60 of 100.
+    """
     [first] = decide(estimate(noisy({"a": 105, "b": 100, "c": 100}, 4, seed=5), [("a", "b")]))
     needed = first.blocks_needed
     assert first.verdict == INCONCLUSIVE and needed is not None and first.ratio is not None
     result = [
-        decide(estimate(noisy({"a": 100 * first.ratio, "b": 100, "c": 100}, needed, seed), [("a", "b")]))[0].verdict
+        decide(
+            estimate(
+                noisy({"a": 100 * first.ratio, "b": 100, "c": 100}, needed, seed), [("a", "b")]
+            )
+        )[0].verdict
         for seed in range(100)
     ]
     assert sum(verdict != INCONCLUSIVE for verdict in result) >= 60
@@ -178,9 +220,14 @@ def test_fastest_strategy_is_recommended_unless_a_simpler_strategy_is_as_fast() 
         return result[0]
 
     assert lead(single=[1000, 1010, 990], dp=[1500, 1500, 1490], ddp=[1900, 1910, 1920]) == "ddp"
-    assert lead(single=[1000, 1000.5, 999], dp=[1001, 1001, 1000.5], ddp=[1004, 1004, 1003.5]) == "single"
+    assert (
+        lead(single=[1000, 1000.5, 999], dp=[1001, 1001, 1000.5], ddp=[1004, 1004, 1003.5])
+        == "single"
+    )
     assert lead(single=[1000, 800, 1200], dp=[1500, 1200, 1800], ddp=[1506, 1203, 1807]) == "dp"
-    assert lead(single=[1000, 1000, 1000], dp=[1500, 1500, 1500], ddp=[1900, 1910, 980]) == "ddp"  # one slow repeat
+    assert (
+        lead(single=[1000, 1000, 1000], dp=[1500, 1500, 1500], ddp=[1900, 1910, 980]) == "ddp"
+    )  # one slow repeat
     assert (
         lead(single=[1000, 1010, 990], dp=[800, 806, 799], ddp=[500, 505, 499]) == "single"
     )  # the simplest is highest
@@ -190,4 +237,9 @@ def test_fastest_strategy_is_recommended_unless_a_simpler_strategy_is_as_fast() 
 def test_summary_of_repeated_values_is_none_without_finite_values_and_keeps_a_zero() -> None:
     assert summarize([None, math.nan, math.inf]) is None
     result = summarize([0.0, None])
-    assert result is not None and (result.median, result.low, result.high, result.count) == (0.0, 0.0, 0.0, 1)
+    assert result is not None and (result.median, result.low, result.high, result.count) == (
+        0.0,
+        0.0,
+        0.0,
+        1,
+    )

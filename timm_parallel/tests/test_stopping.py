@@ -1,4 +1,6 @@
-"""A signal stops all ranks after the same step and ends a stuck rank. promises/test_resume.py tests the checkpoint."""
+"""A signal stops all ranks after the same step and ends a stuck rank. promises/test_resume.py tests
+the checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def test_stop_request_stops_a_single_process_after_the_current_step() -> None:
 
 
 def test_stop_request_stops_ranks_after_last_step_announced_by_fastest_rank() -> None:
-    """A rank may spend minutes between two steps. No rank may stop before the step that it announced."""
+    """A rank may spend minutes between two steps. No rank may stop before the step that it
+    announced.
+    """
     store = HashStore()
     early, late = [StopCoordinator(rank, 2, store) for rank in range(2)]
     assert not early.should_stop()
@@ -44,8 +48,12 @@ def test_stop_request_stops_ranks_after_last_step_announced_by_fastest_rank() ->
 
 
 @pytest.mark.parametrize("requested_by", [[0], [2], [0, 1, 2]])
-def test_all_ranks_stop_after_the_same_step_when_any_rank_requests_a_stop(requested_by: list[int]) -> None:
-    """Three threads simulate ranks at different speeds that stay within one step of each other, as in ddp."""
+def test_all_ranks_stop_after_the_same_step_when_any_rank_requests_a_stop(
+    requested_by: list[int],
+) -> None:
+    """Three threads simulate ranks at different speeds that stay within one step of each other, as
+    in ddp.
+    """
     store = HashStore()
     ranks = [StopCoordinator(rank, 3, store) for rank in range(3)]
     barrier = threading.Barrier(3)
@@ -73,7 +81,9 @@ def test_all_ranks_stop_after_the_same_step_when_any_rank_requests_a_stop(reques
 
 @contextmanager
 def own_stop_handler() -> Iterator[list[int]]:
-    """Install `stop_handler` as in training and yield the list of signals that the handler forwards."""
+    """Install `stop_handler` as in training and yield the list of signals that the handler
+    forwards.
+    """
     heard: list[int] = []
     stop_handler.request, stop_handler.heard_at = heard.append, None
     signal.signal(signal.SIGTERM, stop_handler)
@@ -81,7 +91,9 @@ def own_stop_handler() -> Iterator[list[int]]:
 
 
 def in_a_long_call(ranks: Ranks, store: Any, is_stuck: bool) -> list[int]:
-    """Send a signal during a 2 s call outside Python with a limit of 0.5 s, and return the signals that were handled."""
+    """Send a signal during a 2 s call outside Python with a limit of 0.5 s, and return the signals
+    that were handled.
+    """
     with own_stop_handler() as heard:
         exit_after_stop_signal(0.5, lambda: is_stuck)
         threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()

@@ -1,4 +1,6 @@
-"""A search whose trials are Slurm jobs. Each trial is submitted once, and a resumed search finds its job."""
+"""A search whose trials are Slurm jobs. Each trial is submitted once, and a resumed search finds
+its job.
+"""
 
 from __future__ import annotations
 
@@ -58,12 +60,16 @@ def slurm(monkeypatch: pytest.MonkeyPatch) -> Slurm:
     for name in ("LOOK_SECONDS", "PATIENCE_SECONDS"):
         monkeypatch.setattr(submitted, name, 0.0)
     monkeypatch.setattr(submitted, "FILES_SECONDS", 0.2)
-    monkeypatch.setattr("timm_parallel.cluster.slurm.shutil.which", lambda program: f"/usr/bin/{program}")
+    monkeypatch.setattr(
+        "timm_parallel.cluster.slurm.shutil.which", lambda program: f"/usr/bin/{program}"
+    )
     return made
 
 
 def trial(folder: Path, config: object = None) -> SlurmJob:
-    """Return a trial as a search creates it when the trial starts, and save `config` in its folder."""
+    """Return a trial as a search creates it when the trial starts,
+    and save `config` in its folder.
+    """
     if config is not None:
         folder.mkdir()
         run_job(config, folder)  # type: ignore[arg-type]
@@ -76,7 +82,9 @@ def started(folder: Path, config: object = None) -> SlurmJob:
     return child
 
 
-def test_slurm_trial_is_submitted_once_when_its_search_is_resumed(slurm: Slurm, tmp_path: Path) -> None:
+def test_slurm_trial_is_submitted_once_when_its_search_is_resumed(
+    slurm: Slurm, tmp_path: Path
+) -> None:
     folder = tmp_path / "0"
     child = started(folder, resolved("cluster=slurm", "cluster.submit=false", "parallel=single"))
     assert not child.has_ended()
@@ -84,7 +92,9 @@ def test_slurm_trial_is_submitted_once_when_its_search_is_resumed(slurm: Slurm, 
     again = started(folder)
     assert (folder / "job.id").read_text() == "1\n" and not again.has_ended()
     write_result(folder, Result("failed", "lost a node"))
-    assert not started(folder).has_ended(), "a failed attempt that Slurm requeued must not end the trial"
+    assert not started(folder).has_ended(), (
+        "a failed attempt that Slurm requeued must not end the trial"
+    )
     write_result(folder, Result("done", seconds={"total": 7.0}))
     last = started(folder)
     assert last.has_ended() and last.conclude(None) is not None
@@ -92,7 +102,9 @@ def test_slurm_trial_is_submitted_once_when_its_search_is_resumed(slurm: Slurm, 
     assert len(slurm.scripts) == 1
 
 
-def test_slurm_trial_is_submitted_again_when_it_was_interrupted(slurm: Slurm, tmp_path: Path) -> None:
+def test_slurm_trial_is_submitted_again_when_it_was_interrupted(
+    slurm: Slurm, tmp_path: Path
+) -> None:
     folder = tmp_path / "0"
     child = started(folder, resolved("cluster=slurm", "cluster.submit=false", "parallel=single"))
     child.send(15)
@@ -103,7 +115,9 @@ def test_slurm_trial_is_submitted_again_when_it_was_interrupted(slurm: Slurm, tm
     assert len(slurm.scripts) == 2
 
 
-def test_slurm_trial_records_its_duration_when_it_is_cancelled(slurm: Slurm, tmp_path: Path) -> None:
+def test_slurm_trial_records_its_duration_when_it_is_cancelled(
+    slurm: Slurm, tmp_path: Path
+) -> None:
     config = resolved("cluster=slurm", "cluster.submit=false", "parallel=single")
     child = started(tmp_path / "0", config)
     child.send(15)
@@ -113,21 +127,31 @@ def test_slurm_trial_records_its_duration_when_it_is_cancelled(slurm: Slurm, tmp
     assert child.job.seconds is not None and child.job.seconds > 0
 
 
-def test_slurm_trial_fails_when_its_job_leaves_the_queue_without_a_result(slurm: Slurm, tmp_path: Path) -> None:
-    child = started(tmp_path / "0", resolved("cluster=slurm", "cluster.submit=false", "parallel=single"))
+def test_slurm_trial_fails_when_its_job_leaves_the_queue_without_a_result(
+    slurm: Slurm, tmp_path: Path
+) -> None:
+    child = started(
+        tmp_path / "0", resolved("cluster=slurm", "cluster.submit=false", "parallel=single")
+    )
     slurm.answers = False
-    assert not child.has_ended(), "a failed query while Slurm's controller restarts must not fail the trial"
+    assert not child.has_ended(), (
+        "a failed query while Slurm's controller restarts must not fail the trial"
+    )
     with pytest.raises(ValueError, match="squeue"):
         started(tmp_path / "0")
     slurm.answers, slurm.queue = True, {}
-    assert not child.has_ended(), "the trial must not fail yet, because its files may become visible later"
+    assert not child.has_ended(), (
+        "the trial must not fail yet, because its files may become visible later"
+    )
     time.sleep(0.2)
     assert child.has_ended() and child.conclude(None) is None
     assert child.job.status == "out_of_memory" and "job 1" in child.job.reason
 
 
 def search(folder: Path, *words: str) -> int:
-    arguments = get_args_parser().parse_args(["-m", *tiny(f"hydra.sweep.dir={folder}", *WORDS, *words)])
+    arguments = get_args_parser().parse_args(
+        ["-m", *tiny(f"hydra.sweep.dir={folder}", *WORDS, *words)]
+    )
     return run_multirun(arguments, lambda data: None, lambda data: None)
 
 
@@ -146,7 +170,9 @@ def test_search_submits_every_trial_as_a_slurm_job(
     assert "module load cuda" in Path(slurm.scripts[2]).read_text()
     local.write_text("module load rocm\n")
     more = ["-m", f"sweep.resume={folder}", "search.n_trials=4"]
-    assert run_multirun(get_args_parser().parse_args(more), lambda data: None, lambda data: None) == 0
+    assert (
+        run_multirun(get_args_parser().parse_args(more), lambda data: None, lambda data: None) == 0
+    )
     assert "module load rocm" in Path(slurm.scripts[3]).read_text(), (
         "expected the setup lines of the machine that resumes the search"
     )

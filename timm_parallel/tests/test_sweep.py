@@ -1,4 +1,6 @@
-"""Sweeps over strategies and device counts. Each job has the right world size and matches the same config run alone."""
+"""Sweeps over strategies and device counts. Each job has the right world size and matches the same
+config run alone.
+"""
 
 from __future__ import annotations
 
@@ -31,17 +33,29 @@ from timm_parallel.testing.commands import processes_of
 from timm_parallel.testing.ranks import train_warm
 
 ROOT = Path(__file__).parents[2]
-SMALL = ("model=tiny", "print_config=false", "train.epochs=1", "optim.warmup_epochs=0", "data.limit_train=128")
+SMALL = (
+    "model=tiny",
+    "print_config=false",
+    "train.epochs=1",
+    "optim.warmup_epochs=0",
+    "data.limit_train=128",
+)
 
 
 def sweep(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "train.py", "-m", *SMALL, *overrides, f"hydra.sweep.dir={folder}"]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+    )
 
 
 def results(folder: Path) -> list[dict[str, Any]]:
     jobs = json.loads((folder / "jobs.json").read_text())["jobs"]
-    return [json.loads((folder / job["folder"] / "result.json").read_text()) for job in jobs if job["status"] == "done"]
+    return [
+        json.loads((folder / job["folder"] / "result.json").read_text())
+        for job in jobs
+        if job["status"] == "done"
+    ]
 
 
 def statuses(folder: Path) -> list[str]:
@@ -60,7 +74,9 @@ def test_sweep_skips_a_job_with_a_reason_when_devices_do_not_fit_strategy_or_bat
 
 
 def test_skipped_job_of_dp_has_a_code_when_batch_is_too_small_or_nodes_are_several() -> None:
-    small = points("parallel=dp", "parallel.devices=4", "data.batch_size=2,64", "parallel.accelerator=cpu")
+    small = points(
+        "parallel=dp", "parallel.devices=4", "data.batch_size=2,64", "parallel.accelerator=cpu"
+    )
     assert [point.code for point in small] == [BATCH_TOO_SMALL, ""]
     on_slurm = ("cluster=slurm", "cluster.nodes=2", "cluster.gpus=2", "cluster.submit=false")
     nodes = points("parallel=dp,ddp", "parallel.devices=4", *on_slurm)
@@ -71,9 +87,13 @@ def test_skipped_job_of_dp_has_a_code_when_batch_is_too_small_or_nodes_are_sever
 def test_sweep_prints_progress_when_composing_its_configs_takes_long(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], seconds: float, lines: int
 ) -> None:
-    """Not in a terminal: a line after 2 s, then every 10 s. `seconds`: that each of four configurations takes."""
+    """Not in a terminal: a line after 2 s, then every 10 s. `seconds`: that each of four
+    configurations takes.
+    """
     clock = iter(seconds * number for number in range(100))
-    monkeypatch.setattr("timm_parallel.lab.sweep.board.time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(
+        "timm_parallel.lab.sweep.board.time", SimpleNamespace(monotonic=lambda: next(clock))
+    )
     assert len(points("seed=1,2,3,4")) == 4
     output = capsys.readouterr()
     assert output.out == ""
@@ -114,7 +134,9 @@ def test_sweep_dry_run_counts_the_runs_of_all_repeats(tmp_path: Path) -> None:
 
 
 @pytest.mark.cpu_only
-def test_sweep_dry_run_lists_only_overrides_that_vary_between_jobs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_sweep_dry_run_lists_only_overrides_that_vary_between_jobs(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     sizes: list[object] = []
 
     def training_size(data: DataConfig) -> int:
@@ -125,7 +147,11 @@ def test_sweep_dry_run_lists_only_overrides_that_vary_between_jobs(capsys: pytes
     table, _, last = capsys.readouterr().out.rstrip().rpartition("\n")
     assert len(sizes) == 1
     assert "optim.lr=0.2" in table
-    assert not [text for text in ("model=tiny", "print_config", "per device", "steps", "can run here") if text in table]
+    assert not [
+        text
+        for text in ("model=tiny", "print_config", "per device", "steps", "can run here")
+        if text in table
+    ]
     assert last == "2 runs, global batch 64, per device 64, steps 20"
     show_points(points("parallel=single", "parallel.devices=2,3"), SweepConfig(), training_size)
     assert "can run here" in capsys.readouterr().out
@@ -134,10 +160,15 @@ def test_sweep_dry_run_lists_only_overrides_that_vary_between_jobs(capsys: pytes
 @pytest.mark.cpu_only
 def test_cpu_jobs_of_a_sweep_get_equal_thread_counts() -> None:
     expanded = points("parallel=single,dp,ddp", "parallel.devices=1,2")
-    assert len({point.config.parallel.threads_per_device for point in expanded if not point.reason}) == 1
+    assert (
+        len({point.config.parallel.threads_per_device for point in expanded if not point.reason})
+        == 1
+    )
 
 
-def test_cpu_jobs_of_a_sweep_get_equal_thread_counts_when_gpus_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_jobs_of_a_sweep_get_equal_thread_counts_when_gpus_exist(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     gpu = hardware.CudaDevice(0, "a GPU", 2**34, "GPU-0")
     monkeypatch.setattr(hardware, "visible_cuda_devices", lambda: (gpu,))
     monkeypatch.setattr(hardware, "cores", lambda: 8)
@@ -146,7 +177,8 @@ def test_cpu_jobs_of_a_sweep_get_equal_thread_counts_when_gpus_exist(monkeypatch
 
 
 @pytest.mark.parametrize(
-    "overrides", [["modle=a,b"], ["parallel=single,dpp"], ["optim.lr=1e-3,abc"], ["train.epochs=0,1"]]
+    "overrides",
+    [["modle=a,b"], ["parallel=single,dpp"], ["optim.lr=1e-3,abc"], ["train.epochs=0,1"]],
 )
 def test_sweep_is_refused_when_a_swept_value_is_invalid(overrides: list[str]) -> None:
     with pytest.raises(ValueError, match=overrides[0].partition("=")[0]):
@@ -165,19 +197,33 @@ def test_sweep_writes_each_configuration_before_any_job_runs(tmp_path: Path) -> 
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("strategies", ["single,ddp", pytest.param("single,dp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "strategies", ["single,ddp", pytest.param("single,dp", marks=pytest.mark.slow)]
+)
 def test_sweep_over_strategies_and_devices_records_strategy_and_world_size_of_each_job(
     tmp_path: Path, strategies: str
 ) -> None:
-    """single on two devices is skipped. A job run alone equals the same job in the sweep, bit for bit."""
+    """single on two devices is skipped. A job run alone equals the same job in the sweep, bit for
+    bit.
+    """
     folder = tmp_path / "sweep"
-    done = sweep(folder, f"parallel={strategies}", "parallel.devices=2,1", "parallel.threads_per_device=1")
+    done = sweep(
+        folder, f"parallel={strategies}", "parallel.devices=2,1", "parallel.threads_per_device=1"
+    )
     assert done.returncode == 0, done.stderr
     done_results = results(folder)
-    wanted = [("single", 1, 1, 1), ("dp", 2, 2, 1), ("dp", 1, 1, 1), ("ddp", 2, 2, 2), ("ddp", 1, 1, 1)]
+    wanted = [
+        ("single", 1, 1, 1),
+        ("dp", 2, 2, 1),
+        ("dp", 1, 1, 1),
+        ("ddp", 2, 2, 2),
+        ("ddp", 1, 1, 1),
+    ]
     wanted = [row for row in wanted if row[0] in strategies.split(",")]
     assert statuses(folder) == ["skipped", *["done"] * len(wanted)]
-    assert [(r["strategy"], r["world_size"], r["devices"], r["processes"]) for r in done_results] == wanted
+    assert [
+        (r["strategy"], r["world_size"], r["devices"], r["processes"]) for r in done_results
+    ] == wanted
     for result in done_results:
         assert result["val"]["loss"] == pytest.approx(done_results[0]["val"]["loss"], abs=1e-5)
         assert result["val"]["samples"] == 270
@@ -185,7 +231,10 @@ def test_sweep_over_strategies_and_devices_records_strategy_and_world_size_of_ea
     assert "single uses one device" in (folder / "report.md").read_text()
     on_two_devices = load_config(folder / read_jobs(folder).jobs[2].folder)
     alone = read_result(train_warm(on_two_devices, tmp_path / "alone"))
-    assert (alone.val, alone.parameters_hash) == (done_results[1]["val"], done_results[1]["parameters_hash"])
+    assert (alone.val, alone.parameters_hash) == (
+        done_results[1]["val"],
+        done_results[1]["parameters_hash"],
+    )
 
 
 @pytest.mark.slow
@@ -214,7 +263,11 @@ def test_interrupted_sweep_runs_only_its_unfinished_jobs_when_resumed(tmp_path: 
         "parallel.threads_per_device=1",
     ]
     running = subprocess.Popen(
-        [*command, f"hydra.sweep.dir={folder}"], cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        [*command, f"hydra.sweep.dir={folder}"],
+        cwd=ROOT,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
     )
     log = folder / "1" / "metrics.jsonl"
     while not (log.exists() and log.stat().st_size):  # the second job trains

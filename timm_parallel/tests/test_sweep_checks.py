@@ -1,4 +1,6 @@
-"""Checks before the first job of a sweep: the data, the values of each job, and the folders to resume."""
+"""Checks before the first job of a sweep: the data, the values of each job, and the folders to
+resume.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,13 @@ from timm_parallel.record.result import Result, write_result
 from timm_parallel.testing.commands import Refuse
 from timm_parallel.testing.configs import parse, tiny
 
-SMALL = ("-m", "model=tiny", "print_config=false", "parallel=single", "parallel.threads_per_device=1")
+SMALL = (
+    "-m",
+    "model=tiny",
+    "print_config=false",
+    "parallel=single",
+    "parallel.threads_per_device=1",
+)
 
 
 # --- command lines
@@ -43,7 +51,9 @@ def test_sweep_is_refused_before_its_first_job_when_one_swept_data_root_is_missi
     assert f"{gone}/train" in line
 
 
-def test_search_is_refused_when_one_searched_data_root_is_missing(refuse: Refuse, tmp_path: Path) -> None:
+def test_search_is_refused_when_one_searched_data_root_is_missing(
+    refuse: Refuse, tmp_path: Path
+) -> None:
     images = image_folder(tmp_path / "images")
     gone = tmp_path / "gone"
     line = refuse(*SMALL, "search=optuna", "data=folder", f"data.root={images},{gone}")
@@ -95,7 +105,10 @@ def test_error_suggests_the_intended_override_when_a_key_or_option_is_unknown(
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_sweep_leaves_no_folder_when_interrupted_while_writing_job_configs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], number: signal.Signals
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    number: signal.Signals,
 ) -> None:
     """The signal arrives while the config of the second job is being written."""
     from timm_parallel.lab.sweep import blocks
@@ -113,7 +126,9 @@ def test_sweep_leaves_no_folder_when_interrupted_while_writing_job_configs(
     # A busy machine would print progress.
     monkeypatch.setattr("timm_parallel.lab.sweep.board.SILENT_SECONDS", 1000.0)
     folder = tmp_path / "sweep"
-    monkeypatch.setattr(sys, "argv", ["train.py", *SMALL, "seed=1,2,3", f"hydra.sweep.dir={folder}"])
+    monkeypatch.setattr(
+        sys, "argv", ["train.py", *SMALL, "seed=1,2,3", f"hydra.sweep.dir={folder}"]
+    )
     before = signal.getsignal(number)
     assert entry.main() == 128 + number
     assert signal.getsignal(number) == before
@@ -128,7 +143,9 @@ def test_sweep_leaves_no_folder_when_interrupted_while_writing_job_configs(
 
 @pytest.fixture
 def no_jobs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Stop sweeps before their first job, write the folders of the jobs that would run, and return their names."""
+    """Stop sweeps before their first job, write the folders of the jobs that would run, and return
+    their names.
+    """
     waiting: list[str] = []
 
     def run(sweep: Sweep) -> int:
@@ -149,10 +166,15 @@ def start(folder: Path, *words: str, check: Callable[[Config], None] = check_dat
 
 
 def test_sweep_prints_the_reason_of_a_skipped_job(
-    tmp_path: Path, no_jobs: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    no_jobs: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     jobs = start(tmp_path / "sweep", "parallel.devices=1,2")
-    monkeypatch.setattr("timm_parallel.lab.report.report.write_report", lambda folders: "report.html")
+    monkeypatch.setattr(
+        "timm_parallel.lab.report.report.write_report", lambda folders: "report.html"
+    )
     monkeypatch.setattr("timm_parallel.lab.sweep.sweep.show_headline", lambda folder: None)
     capsys.readouterr()
     Sweep(jobs)._close()
@@ -181,7 +203,9 @@ def test_sweep_checks_each_distinct_data_config_once(tmp_path: Path, no_jobs: li
     assert checked == [64, 128]
 
 
-def test_edited_config_of_a_job_has_no_effect_when_its_sweep_is_resumed(tmp_path: Path, no_jobs: list[str]) -> None:
+def test_edited_config_of_a_job_has_no_effect_when_its_sweep_is_resumed(
+    tmp_path: Path, no_jobs: list[str]
+) -> None:
     folder = tmp_path / "sweep"
     start(folder, "optim.lr=1e-3,1e-4", "sweep.repeats=2")
     edited = folder / "0_block_1" / "config.yaml"
@@ -192,8 +216,12 @@ def test_edited_config_of_a_job_has_no_effect_when_its_sweep_is_resumed(tmp_path
     assert edited.read_text() == text
 
 
-def test_sweep_resume_writes_deleted_job_folders_as_they_were(tmp_path: Path, no_jobs: list[str]) -> None:
-    """One deleted job was done, the other waiting. The command of the sweep would compose other jobs today."""
+def test_sweep_resume_writes_deleted_job_folders_as_they_were(
+    tmp_path: Path, no_jobs: list[str]
+) -> None:
+    """One deleted job was done, the other waiting. The command of the sweep would compose other
+    jobs today.
+    """
     folder = tmp_path / "sweep"
     jobs = start(folder, "optim.lr=1e-3,1e-4", "sweep.repeats=2")
     for job in jobs.jobs:
@@ -211,8 +239,12 @@ def test_sweep_resume_writes_deleted_job_folders_as_they_were(tmp_path: Path, no
     assert {name: files_of(folder / name) for name in wanted} == wanted
 
 
-def test_sweep_of_older_code_resumes_from_the_configs_in_its_job_folders(tmp_path: Path, no_jobs: list[str]) -> None:
-    """Such a sweep has no configs/, and its jobs.json lists two runs of the baseline outside the repeats."""
+def test_sweep_of_older_code_resumes_from_the_configs_in_its_job_folders(
+    tmp_path: Path, no_jobs: list[str]
+) -> None:
+    """Such a sweep has no configs/, and its jobs.json lists two runs of the baseline outside the
+    repeats.
+    """
     folder = tmp_path / "sweep"
     jobs = start(folder, "optim.lr=1e-3,1e-4", "seed=1,2")
     shutil.rmtree(folder / "configs")
@@ -223,7 +255,9 @@ def test_sweep_of_older_code_resumes_from_the_configs_in_its_job_folders(tmp_pat
     written["jobs"][0]["block"] = written["jobs"][3]["block"] = None
     (folder / "jobs.json").write_text(json.dumps(written))
     config = folder / "1" / "config.yaml"
-    text = config.read_text().replace("sweep:\n  repeats: 1\n", "sweep:\n  repeats: auto\n  precision: 0.05\n")
+    text = config.read_text().replace(
+        "sweep:\n  repeats: 1\n", "sweep:\n  repeats: auto\n  precision: 0.05\n"
+    )
     config.write_text(text)
     assert "precision: 0.05" in text
     write_result(folder / "2", Result("done"))
@@ -245,7 +279,9 @@ def test_sweep_resume_error_has_a_working_report_command_when_jobs_json_is_trunc
     with pytest.raises(ValueError, match="damaged") as refused:
         resume(folder)
     command = str(refused.value).partition("python scripts/report.py ")[2]
-    words = subprocess.run(["bash", "-c", f"echo {command}"], capture_output=True, text=True, check=True).stdout.split()
+    words = subprocess.run(
+        ["bash", "-c", f"echo {command}"], capture_output=True, text=True, check=True
+    ).stdout.split()
     assert report.main(words) == 0
     assert (folder / "report.html").exists()
 

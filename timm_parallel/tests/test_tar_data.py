@@ -46,16 +46,24 @@ def folders(count: int, start: int = 0) -> dict[str, bytes]:
 def pairs(count: int, start: int = 0) -> dict[str, bytes]:
     members: dict[str, bytes] = {}
     for n in range(start, start + count):
-        members |= {f"{n:06d}.png": png(n), f"{n:06d}.cls": str(n % 2).encode(), f"{n:06d}.json": b"{}"}
+        members |= {
+            f"{n:06d}.png": png(n),
+            f"{n:06d}.cls": str(n % 2).encode(),
+            f"{n:06d}.json": b"{}",
+        }
     return members
 
 
 def config_of(name: str, root: Path, *overrides: str) -> Config:
-    return resolved("data=timm", f"data.name={name}", f"data.root={root}", "data.batch_size=4", *overrides)
+    return resolved(
+        "data=timm", f"data.name={name}", f"data.root={root}", "data.batch_size=4", *overrides
+    )
 
 
 def values_and_labels(split: Any) -> list[tuple[int, int]]:
-    """Return (red value, label) of every sample. In these data the label is the red value modulo 2."""
+    """Return (red value, label) of every sample.
+    In these data the label is the red value modulo 2.
+    """
     return [(int(image[0, 0, 0]), label) for image, label in (split[n] for n in range(len(split)))]
 
 
@@ -98,7 +106,9 @@ def test_train_split_pattern_selects_tar_files_and_names_a_missing_one(tmp_path:
         write_tar(tmp_path / f"shard-{number:04d}.tar", pairs(2, 2 * number))
     write_tar(tmp_path / "val.tar", pairs(2))
     config = config_of("wds", tmp_path, "+data.kwargs.train_split='shard-{0009..0011}.tar'")
-    assert [value for value, _ in values_and_labels(build_dataset(config.data).train)] == list(range(18, 24))
+    assert [value for value, _ in values_and_labels(build_dataset(config.data).train)] == list(
+        range(18, 24)
+    )
     (tmp_path / "shard-0010.tar").unlink()
     with pytest.raises(ValueError, match=r"shard-0010\.tar of .* is not there"):
         build_dataset(config.data)
@@ -106,7 +116,9 @@ def test_train_split_pattern_selects_tar_files_and_names_a_missing_one(tmp_path:
 
 @given(first=st.integers(0, 99), more=st.integers(0, 30))
 @settings(max_examples=30, deadline=None)
-def test_brace_range_in_a_split_pattern_expands_to_zero_padded_file_names(first: int, more: int) -> None:
+def test_brace_range_in_a_split_pattern_expands_to_zero_padded_file_names(
+    first: int, more: int
+) -> None:
     names = tars._expand_braces(f"a-{{{first:03d}..{first + more:03d}}}.tar")
     assert names == [f"a-{n:03d}.tar" for n in range(first, first + more + 1)]
 
@@ -116,9 +128,21 @@ def test_brace_range_in_a_split_pattern_expands_to_zero_padded_file_names(first:
     [
         ("tar", {"002/a.png": png(0), "010/a.png": png(1)}, ["002", "010"]),
         ("tar", {"cat/a.png": png(0), "cat/._a.png": b"", "./dog/a.png": png(1)}, ["cat", "dog"]),
-        ("wds", {"./a.png": png(0), "./a.cls": b"0", "./b.png": png(1), "./b.cls": b"01"}, ["0", "1"]),
-        ("wds", {"v1.0/a.png": png(0), "v1.0/a.cls": b"0", "v1.0/b.png": png(1), "v1.0/b.cls": b"1"}, ["0", "1"]),
-        ("wds", {"a.png": png(0), "a.cls": b"0", "._a.png": b"", "b.x.png": png(1), "b.cls": b"1"}, ["0", "1"]),
+        (
+            "wds",
+            {"./a.png": png(0), "./a.cls": b"0", "./b.png": png(1), "./b.cls": b"01"},
+            ["0", "1"],
+        ),
+        (
+            "wds",
+            {"v1.0/a.png": png(0), "v1.0/a.cls": b"0", "v1.0/b.png": png(1), "v1.0/b.cls": b"1"},
+            ["0", "1"],
+        ),
+        (
+            "wds",
+            {"a.png": png(0), "a.cls": b"0", "._a.png": b"", "b.x.png": png(1), "b.cls": b"1"},
+            ["0", "1"],
+        ),
     ],
     ids=["numbers as names", "hidden files", "tar of .", "dots in folders", "two dots"],
 )
@@ -148,13 +172,33 @@ def cut_off(root: Path) -> None:
     [
         ("tar", lambda root: None, r"no tar of the split train; expected .*train\.tar"),
         ("tar", compressed, "not readable as an uncompressed tar"),
-        ("tar", lambda root: (root / "train.tar").write_bytes(b"x" * 3000), "not readable as an uncompressed tar"),
+        (
+            "tar",
+            lambda root: (root / "train.tar").write_bytes(b"x" * 3000),
+            "not readable as an uncompressed tar",
+        ),
         ("tar", cut_off, "not readable as an uncompressed tar|no images"),
-        ("tar", lambda root: write_tar(root / "train.tar", {"readme.txt": b"hello"}), "no images in it"),
+        (
+            "tar",
+            lambda root: write_tar(root / "train.tar", {"readme.txt": b"hello"}),
+            "no images in it",
+        ),
         ("wds", lambda root: write_tar(root / "train.tar", folders(2)), "has no label"),
-        ("wds", lambda root: write_tar(root / "train.tar", {"a.png": png(0), "a.cls": b"cat"}), "must hold a number"),
+        (
+            "wds",
+            lambda root: write_tar(root / "train.tar", {"a.png": png(0), "a.cls": b"cat"}),
+            "must hold a number",
+        ),
     ],
-    ids=["none", "compressed", "rubbish", "cut off", "no images", "no labels", "label is no number"],
+    ids=[
+        "none",
+        "compressed",
+        "rubbish",
+        "cut off",
+        "no images",
+        "no labels",
+        "label is no number",
+    ],
 )
 def test_tar_dataset_error_names_path_and_reason_when_a_tar_is_unusable(
     tmp_path: Path, name: str, prepare: Any, reason: str
@@ -166,19 +210,31 @@ def test_tar_dataset_error_names_path_and_reason_when_a_tar_is_unusable(
     assert str(tmp_path) in str(refusal.value) and "\n" not in str(refusal.value)
 
 
-@pytest.mark.parametrize("names", [("carnival-train", "carnival-test"), ("constrained-train", "constrained-val")])
-def test_tar_file_is_refused_when_its_name_matches_two_splits(tmp_path: Path, names: tuple[str, str]) -> None:
+@pytest.mark.parametrize(
+    "names", [("carnival-train", "carnival-test"), ("constrained-train", "constrained-val")]
+)
+def test_tar_file_is_refused_when_its_name_matches_two_splits(
+    tmp_path: Path, names: tuple[str, str]
+) -> None:
     """`carnival` contains `val`, and `constrained` contains `train`."""
     for name in names:
         write_tar(tmp_path / f"{name}.tar", folders(2))
-    with pytest.raises(ValueError, match=r"\.tar matches the splits train and validation; .*data\.kwargs\.train_split"):
+    with pytest.raises(
+        ValueError,
+        match=r"\.tar matches the splits train and validation; .*data\.kwargs\.train_split",
+    ):
         build_dataset(config_of("tar", tmp_path).data)
-    overrides = [f"+data.kwargs.{part}_split='{name}'" for part, name in zip(("train", "val"), names, strict=True)]
+    overrides = [
+        f"+data.kwargs.{part}_split='{name}'"
+        for part, name in zip(("train", "val"), names, strict=True)
+    ]
     images = build_dataset(config_of("tar", tmp_path, *overrides).data)
     assert len(images.train) == len(images.val) == 2
 
 
-def test_tar_dataset_is_refused_when_a_validation_class_has_no_training_images(tmp_path: Path) -> None:
+def test_tar_dataset_is_refused_when_a_validation_class_has_no_training_images(
+    tmp_path: Path,
+) -> None:
     write_tar(tmp_path / "train.tar", {"cat/1.png": png(0), "dog/1.png": png(1)})
     write_tar(tmp_path / "val.tar", {"cow/1.png": png(0)})
     with pytest.raises(ValueError, match="'cow'"):

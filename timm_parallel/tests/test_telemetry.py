@@ -1,4 +1,6 @@
-"""Outputs of a run: one TensorBoard writer, equal numbers in metrics.jsonl, plain text when stdout is redirected."""
+"""Outputs of a run: one TensorBoard writer, equal numbers in metrics.jsonl, plain text when stdout
+is redirected.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ def events(finished_run: Finished) -> EventAccumulator:
 
 
 @pytest.mark.processes
-def test_tensorboard_has_curves_of_loss_accuracy_lr_speed_and_memory(events: EventAccumulator) -> None:
+def test_tensorboard_has_curves_of_loss_accuracy_lr_speed_and_memory(
+    events: EventAccumulator,
+) -> None:
     tags = set(events.Tags()["scalars"])
     assert tags >= CURVES
     assert any(tag.startswith("memory/") for tag in tags)
@@ -52,9 +56,15 @@ def test_tensorboard_event_file_has_images_confusion_matrix_config_and_hparams(
     assert any("train" in tag for tag in tags["images"]), tags["images"]
     assert any("confusion" in tag for tag in tags["images"]), tags["images"]
     assert any("config" in tag for tag in tags["tensors"]), tags["tensors"]
-    plugins = {data.plugin_name for data in events.summary_metadata.values() if hasattr(data, "plugin_name")}
+    plugins = {
+        data.plugin_name
+        for data in events.summary_metadata.values()
+        if hasattr(data, "plugin_name")
+    }
     plugins |= {
-        data.plugin_data.plugin_name for data in events.summary_metadata.values() if hasattr(data, "plugin_data")
+        data.plugin_data.plugin_name
+        for data in events.summary_metadata.values()
+        if hasattr(data, "plugin_data")
     }
     assert "hparams" in plugins
     assert len(list((finished_run.folder / "tensorboard").rglob("events.out.tfevents.*"))) == 1
@@ -83,7 +93,9 @@ def test_result_has_the_last_logged_val_and_test_accuracy(finished_run: Finished
 
 
 @pytest.mark.processes
-def test_redirected_stdout_has_one_line_per_epoch_without_control_codes(finished_run: Finished) -> None:
+def test_redirected_stdout_has_one_line_per_epoch_without_control_codes(
+    finished_run: Finished,
+) -> None:
     assert not re.search(r"[\r\x1b]", finished_run.stdout + finished_run.stderr)
     epochs = [line for line in finished_run.stdout.splitlines() if line.startswith("epoch ")]
     assert [line.split()[1] for line in epochs] == ["1/2", "2/2"]

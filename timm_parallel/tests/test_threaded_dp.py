@@ -1,4 +1,6 @@
-"""Threaded replicas of dp on a CPU: gradients, statistics, exceptions and chunks as with torch's DataParallel."""
+"""Threaded replicas of dp on a CPU: gradients, statistics, exceptions and chunks as with torch's
+DataParallel.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ class Small(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """A model with torch.nn.LSTM, which keeps a second list of its weights that replicas must not share."""
+    """A model with torch.nn.LSTM, which keeps a second list of its weights that replicas must not
+    share.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,13 +46,19 @@ class Recurrent(nn.Module):
 
 def strategy(devices: int, loss_in_replica: bool | None = None) -> DataParallelStrategy:
     config = ParallelConfig(
-        strategy="dp", devices=devices, accelerator="cpu", threads_per_device=1, loss_in_replica=loss_in_replica
+        strategy="dp",
+        devices=devices,
+        accelerator="cpu",
+        threads_per_device=1,
+        loss_in_replica=loss_in_replica,
     )
     return DataParallelStrategy(config, Ranks())
 
 
 @pytest.mark.parametrize("loss_in_replica", [False, True])
-@pytest.mark.parametrize(("batch", "devices"), [(8, 2), (9, 3), (7, 3), (4, 3), (2, 3), (1, 2), (5, 1)])
+@pytest.mark.parametrize(
+    ("batch", "devices"), [(8, 2), (9, 3), (7, 3), (4, 3), (2, 3), (1, 2), (5, 1)]
+)
 @pytest.mark.parametrize("model", [Small, Recurrent])
 def test_gradients_of_threaded_dp_replicas_match_the_unwrapped_model(
     model: type[nn.Module], batch: int, devices: int, loss_in_replica: bool
@@ -80,7 +90,9 @@ def test_threaded_dp_replicas_run_concurrently_when_model_draws_random_numbers()
             return chunk
 
     spread = ThreadedDataParallel(Meeting(), 3, 1, 0)
-    assert torch.equal(spread(torch.arange(8)), torch.arange(8)), "expected outputs in the order of the chunks"
+    assert torch.equal(spread(torch.arange(8)), torch.arange(8)), (
+        "expected outputs in the order of the chunks"
+    )
     assert len({thread for thread, _, _ in seen} - {threading.get_ident()}) == 3
     assert sorted(size for _, size, _ in seen) == [2, 3, 3]
     assert {threads for _, _, threads in seen} == {1}
@@ -111,7 +123,9 @@ def test_exception_in_a_threaded_dp_replica_reaches_the_caller() -> None:
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_evaluation_with_threaded_dp_replicas_does_not_build_an_autograd_graph(mode: Callable[[], Any]) -> None:
+def test_evaluation_with_threaded_dp_replicas_does_not_build_an_autograd_graph(
+    mode: Callable[[], Any],
+) -> None:
     torch.manual_seed(0)
     model = Small().eval()
     images = torch.randn(7, 6)
@@ -121,7 +135,9 @@ def test_evaluation_with_threaded_dp_replicas_does_not_build_an_autograd_graph(m
     assert not outputs.requires_grad
 
 
-@pytest.mark.parametrize(("batch", "devices", "chunks"), [(8, 2, [4, 4]), (7, 3, [3, 3, 1]), (4, 3, [2, 2])])
+@pytest.mark.parametrize(
+    ("batch", "devices", "chunks"), [(8, 2, [4, 4]), (7, 3, [3, 3, 1]), (4, 3, [2, 2])]
+)
 def test_dp_chunk_sizes_match_torch_chunk(batch: int, devices: int, chunks: list[int]) -> None:
     assert strategy(devices).chunk_sizes(batch) == chunks
 

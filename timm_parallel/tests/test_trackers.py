@@ -1,6 +1,8 @@
-"""Trackers: the tools hold what the run recorded, and a tool that fails or hangs changes neither the run nor its end.
+"""Trackers: the tools hold what the run recorded, and a tool that fails or hangs changes neither
+the run nor its end.
 
-Tests of wandb and MLflow run offline and are skipped without them: pip install -r requirements-trackers.txt.
+Tests of wandb and MLflow run offline and are skipped without them: pip install -r
+requirements-trackers.txt.
 """
 
 from __future__ import annotations
@@ -35,7 +37,13 @@ from timm_parallel.trackers import tracker as trackers
 from timm_parallel.trackers.tracker import Channel, Tracker
 
 SHORT = (
-    *("parallel=single", "parallel.accelerator=cpu", "train.log_every=1", "train.epochs=1", "train.max_steps=4"),
+    *(
+        "parallel=single",
+        "parallel.accelerator=cpu",
+        "train.log_every=1",
+        "train.epochs=1",
+        "train.max_steps=4",
+    ),
     *("data.limit_train=64", "data.batch_size=16", "print_config=false"),
 )
 ALL = "tracker=[tensorboard,wandb,mlflow]"
@@ -44,7 +52,9 @@ SECRET = "0123456789abcdef0123456789abcdef01234567"
 
 @pytest.fixture(autouse=True)
 def no_failure_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A failed tracker makes the process exit without exit handlers, which must not happen to pytest."""
+    """A failed tracker makes the process exit without exit handlers, which must not happen to
+    pytest.
+    """
     monkeypatch.setattr(process, "exit_handlers_may_block", False)
 
 
@@ -113,10 +123,15 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 def test_tracker_receives_start_all_logged_metrics_images_and_final_status(tmp_path: Path) -> None:
     lifecycle.run(config_with(kept=Kept), tmp_path, Ranks(), None)
-    numbers = [(step, values) for kind, step, values in (call for call in Kept.calls if call[0] == "numbers")]
+    numbers = [
+        (step, values)
+        for kind, step, values in (call for call in Kept.calls if call[0] == "numbers")
+    ]
     lines = read_lines(tmp_path / "metrics.jsonl")
     others = ("step", "epoch", "time")
-    assert numbers == [(line["step"], {k: v for k, v in line.items() if k not in others}) for line in lines]
+    assert numbers == [
+        (line["step"], {k: v for k, v in line.items() if k not in others}) for line in lines
+    ]
     images = [call[1:] for call in Kept.calls if call[0] == "image"]
     assert [name for name, _, _ in images] == ["train/images", "val/confusion", "test/confusion"]
     assert {(shape[2], kind) for _, shape, kind in images} == {(3, "uint8")}
@@ -145,12 +160,16 @@ def test_picture_that_cannot_be_drawn_is_a_warning_and_the_tracker_still_ends(
 
 @given(
     st.lists(
-        st.text(max_size=30) | st.sampled_from(["red\nrose", "\x1b[31m", "\r\n", "\udce4", ""]), min_size=1, max_size=4
+        st.text(max_size=30) | st.sampled_from(["red\nrose", "\x1b[31m", "\r\n", "\udce4", ""]),
+        min_size=1,
+        max_size=4,
     )
 )
 @settings(max_examples=60, deadline=None)
 def test_confusion_matrix_is_drawn_for_any_class_names(names: list[str]) -> None:
-    """A folder or a CSV file may name a class with line breaks, control characters or bytes that are not UTF-8."""
+    """A folder or a CSV file may name a class with line breaks, control characters or bytes that
+    are not UTF-8.
+    """
     pixels = draw_confusion(np.eye(len(names), dtype=np.int64), names)
     assert pixels.dtype == np.uint8 and pixels.shape[2] == 3
 
@@ -158,7 +177,10 @@ def test_confusion_matrix_is_drawn_for_any_class_names(names: list[str]) -> None
 def test_tracker_end_status_is_failed_or_interrupted_when_the_run_raises(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for error, status in ((RuntimeError("the accident"), "failed"), (lifecycle.Stopped(15), "interrupted")):
+    for error, status in (
+        (RuntimeError("the accident"), "failed"),
+        (lifecycle.Stopped(15), "interrupted"),
+    ):
 
         def end_epoch(self: lifecycle.Trainer, error: BaseException = error) -> None:
             raise error
@@ -210,15 +232,21 @@ def test_tracker_is_dropped_with_one_warning_when_its_call_queue_is_full(
     for step in range(50):
         channel.put("numbers", step, 0.0, 0.0, {"train/loss": 1.0})
     assert len(channel._calls) <= 5
-    assert warnings(caplog) == ["tracker first: is too slow: 5 calls are waiting; the run continues without it"]
+    assert warnings(caplog) == [
+        "tracker first: is too slow: 5 calls are waiting; the run continues without it"
+    ]
 
 
 def test_tracker_run_id_is_stored_in_the_run_folder_and_reused(tmp_path: Path) -> None:
-    first, second = (Tracker(ResolvedConfig(), tmp_path, 0).run_id(lambda id=id: id) for id in ("a1", "b2"))
+    first, second = (
+        Tracker(ResolvedConfig(), tmp_path, 0).run_id(lambda id=id: id) for id in ("a1", "b2")
+    )
     assert first == second == (tmp_path / "trackers" / "tracker.txt").read_text() == "a1"
 
 
-def test_tracker_names_a_sweep_by_task_name_and_the_folder_that_has_jobs_json(tmp_path: Path) -> None:
+def test_tracker_names_a_sweep_by_task_name_and_the_folder_that_has_jobs_json(
+    tmp_path: Path,
+) -> None:
     sweep = tmp_path / "2026-01-01" / "12-00-00"
     (sweep / "0").mkdir(parents=True)
     job = Tracker(ResolvedConfig(task_name="flowers"), sweep / "0", 0)
@@ -228,7 +256,9 @@ def test_tracker_names_a_sweep_by_task_name_and_the_folder_that_has_jobs_json(tm
 
 
 def set_installed(monkeypatch: pytest.MonkeyPatch, *installed: str) -> None:
-    """Make wandb and mlflow look installed or missing. A missing one has a spec without origin, like the folder wandb/."""
+    """Make wandb and mlflow look installed or missing. A missing one has a spec without origin,
+    like the folder wandb/.
+    """
     actual = importlib.util.find_spec
 
     def find_spec(name: str) -> object:
@@ -256,7 +286,9 @@ def test_tracker_override_selects_the_trackers_in_use(
 
 
 def test_default_tracker_config_selects_tensorboard_only() -> None:
-    assert TrackerConfig().classes() == {"tensorboard": "timm_parallel.trackers.tensorboard.TensorBoard"}
+    assert TrackerConfig().classes() == {
+        "tensorboard": "timm_parallel.trackers.tensorboard.TensorBoard"
+    }
 
 
 def test_wandb_or_mlflow_tracker_is_refused_with_a_pip_command_when_not_installed(
@@ -278,7 +310,9 @@ def test_wandb_or_mlflow_tracker_is_refused_with_a_pip_command_when_not_installe
         ("tracker.uri=http://me:pass1234@localhost:5000", "tracker.uri"),
     ],
 )
-def test_tracker_option_is_refused_when_no_selected_tracker_uses_it(refuse: Refuse, override: str, key: str) -> None:
+def test_tracker_option_is_refused_when_no_selected_tracker_uses_it(
+    refuse: Refuse, override: str, key: str
+) -> None:
     line = refuse(override)
     assert line.startswith(f"train.py: {key}: ") and "pass1234" not in line
 
@@ -288,7 +322,9 @@ def test_tracker_use_is_refused_when_it_names_a_class_that_does_not_exist() -> N
 
     config = Config()
     config.tracker.use = {"csv": "src.train.csv_tracker.CsvTracker"}
-    with pytest.raises(ValueError, match=r"tracker\.use\.csv=src\.train\.csv_tracker\.CsvTracker: no such class"):
+    with pytest.raises(
+        ValueError, match=r"tracker\.use\.csv=src\.train\.csv_tracker\.CsvTracker: no such class"
+    ):
         check_values(config)
 
 
@@ -302,11 +338,14 @@ def test_evaluation_config_of_an_mlflow_run_has_the_default_tracker(tmp_path: Pa
     assert evaluation_config(tmp_path, [], None).tracker == TrackerConfig()
 
 
-# The real packages, offline -------------------------------------------------------------------------------------------
+# The real packages, offline
+# -------------------------------------------------------------------------------------------
 
 
 def wandb_records(folder: Path) -> list[Any]:
-    """Return the records in all .wandb files of a run folder, in the order of attempts (LevelDB's log format)."""
+    """Return the records in all .wandb files of a run folder, in the order of attempts (LevelDB's
+    log format).
+    """
     from wandb.proto.wandb_internal_pb2 import Record
 
     records = []
@@ -337,14 +376,22 @@ def curve_of_wandb(folder: Path, name: str) -> list[tuple[int, float]]:
 
 @pytest.mark.slow(seconds=60)
 @pytest.mark.processes
-def test_wandb_and_mlflow_hold_the_whole_run_and_no_api_key_after_a_resume(train: Train, tmp_path: Path) -> None:
+def test_wandb_and_mlflow_hold_the_whole_run_and_no_api_key_after_a_resume(
+    train: Train, tmp_path: Path
+) -> None:
     pytest.importorskip("wandb")
     mlflow = pytest.importorskip("mlflow")
-    environment = {"WANDB_MODE": "offline", "WANDB_API_KEY": SECRET, "MLFLOW_TRACKING_PASSWORD": f"{SECRET}1"}
+    environment = {
+        "WANDB_MODE": "offline",
+        "WANDB_API_KEY": SECRET,
+        "MLFLOW_TRACKING_PASSWORD": f"{SECRET}1",
+    }
     output = f"paths.output_dir={tmp_path / 'out'}"
     first = train(*SHORT[:-3], ALL, output, "tracker.project=flowers", environment=environment)
     assert first.returncode == 0, first.output
-    second = train(f"resume={first.folder}", "train.max_steps=6", environment=environment, defaults=False)
+    second = train(
+        f"resume={first.folder}", "train.max_steps=6", environment=environment, defaults=False
+    )
     assert second.returncode == 0, second.output
     lines = [(line["step"], line["train/loss"]) for line in first.metrics if "train/loss" in line]
     assert [step for step, _ in lines] == [1, 2, 3, 4, 5, 6]
@@ -352,15 +399,23 @@ def test_wandb_and_mlflow_hold_the_whole_run_and_no_api_key_after_a_resume(train
     assert curve_of_wandb(first.folder, "train/loss") == lines
     runs = [record.run for record in wandb_records(first.folder) if record.HasField("run")]
     assert len({run.run_id for run in runs}) == 1 and {run.project for run in runs} == {"flowers"}
-    # A tracker whose end takes longer than its limit, on a busy machine, shows no command for its curves.
-    assert "wandb sync" in first.stdout + second.stdout and "mlflow ui" in first.stdout + second.stdout
+    # A tracker whose end takes longer than its limit, on a busy machine, shows no command for its
+    # curves.
+    assert (
+        "wandb sync" in first.stdout + second.stdout and "mlflow ui" in first.stdout + second.stdout
+    )
     # MLflow
     client = mlflow.MlflowClient(f"sqlite:///{tmp_path / 'out' / 'mlflow.db'}")
     (run,) = client.search_runs([client.get_experiment_by_name("flowers").experiment_id])
-    assert run.info.status == "FINISHED" and run.data.params["optim.lr"] == str(first_value(first.folder, "lr"))
+    assert run.info.status == "FINISHED" and run.data.params["optim.lr"] == str(
+        first_value(first.folder, "lr")
+    )
     history = client.get_metric_history(run.info.run_id, "train/loss")
     assert sorted((point.step, point.value) for point in history) == lines
-    pictures = {Path(item.path).name.split("+")[0] for item in client.list_artifacts(run.info.run_id, "images")}
+    pictures = {
+        Path(item.path).name.split("+")[0]
+        for item in client.list_artifacts(run.info.run_id, "images")
+    }
     assert pictures == {"train~images", "val~confusion", "test~confusion"}
     # Files of both tools
     written = [path for path in tmp_path.rglob("*") if path.is_file()]
@@ -375,17 +430,30 @@ def first_value(folder: Path, key: str) -> float:
 
 @pytest.mark.slow(seconds=60)
 @pytest.mark.processes
-def test_sweep_jobs_share_one_wandb_group_and_one_mlflow_experiment(train: Train, tmp_path: Path) -> None:
+def test_sweep_jobs_share_one_wandb_group_and_one_mlflow_experiment(
+    train: Train, tmp_path: Path
+) -> None:
     pytest.importorskip("wandb")
     mlflow = pytest.importorskip("mlflow")
     folder = tmp_path / "sweeps" / "12-00-00"
-    words = (*SHORT, ALL, "seed=1,2", "model=tiny", f"hydra.sweep.dir={folder}", f"paths.output_dir={tmp_path / 'out'}")
+    words = (
+        *SHORT,
+        ALL,
+        "seed=1,2",
+        "model=tiny",
+        f"hydra.sweep.dir={folder}",
+        f"paths.output_dir={tmp_path / 'out'}",
+    )
     done = train("-m", *words, defaults=False, environment={"WANDB_MODE": "offline"})
     assert done.returncode == 0, done.output
-    groups = [r.run.run_group for job in "01" for r in wandb_records(folder / job) if r.HasField("run")]
+    groups = [
+        r.run.run_group for job in "01" for r in wandb_records(folder / job) if r.HasField("run")
+    ]
     assert groups and set(groups) == {"train sweeps 12-00-00"}
     client = mlflow.MlflowClient(f"sqlite:///{tmp_path / 'out' / 'mlflow.db'}")
-    runs = client.search_runs([client.get_experiment_by_name("train sweeps 12-00-00").experiment_id])
+    runs = client.search_runs(
+        [client.get_experiment_by_name("train sweeps 12-00-00").experiment_id]
+    )
     assert sorted(run.data.params["seed"] for run in runs) == ["1", "2"]
 
 
@@ -421,7 +489,9 @@ def test_tracker_server_that_never_answers_delays_the_end_of_a_run_by_at_most_15
     pytest.importorskip("wandb")
     pytest.importorskip("mlflow")
     environment = {"WANDB_BASE_URL": silent_server, "WANDB_API_KEY": SECRET}
-    running = train.start(*SHORT, ALL, f"tracker.uri={silent_server}", environment=environment, timeout=120)
+    running = train.start(
+        *SHORT, ALL, f"tracker.uri={silent_server}", environment=environment, timeout=120
+    )
     running.wait_for(lambda: (running.folder / "result.json").exists())
     until = time.monotonic() + 10 + 5  # the end of the process on a busy machine
     done = running.finish()

@@ -1,4 +1,6 @@
-"""Tuning (`sweep.tune`): the settings to measure again, the first sentence of the report, refusals, and a whole tuning."""
+"""Tuning (`sweep.tune`): the settings to measure again, the first sentence of the report, refusals,
+and a whole tuning.
+"""
 
 from __future__ import annotations
 
@@ -25,15 +27,33 @@ from timm_parallel.record.jobs import read_jobs
 from timm_parallel.testing.commands import ROOT
 from timm_parallel.testing.report_sweeps import Sweep, read
 
-BF16, LAST, COMPILED = ("train.precision=bf16",), ("model.channels_last=true",), ("model.compile=true",)
-SETTINGS = [BF16, ("train.precision=fp16",), LAST, COMPILED, ("data.batch_size=null", "data.batch_size_per_device=128")]
-SHORT = ("experiment=tune", "model=tiny", "parallel=single", "parallel.accelerator=cpu", "train.max_steps=4")
+BF16, LAST, COMPILED = (
+    ("train.precision=bf16",),
+    ("model.channels_last=true",),
+    ("model.compile=true",),
+)
+SETTINGS = [
+    BF16,
+    ("train.precision=fp16",),
+    LAST,
+    COMPILED,
+    ("data.batch_size=null", "data.batch_size_per_device=128"),
+]
+SHORT = (
+    "experiment=tune",
+    "model=tiny",
+    "parallel=single",
+    "parallel.accelerator=cpu",
+    "train.max_steps=4",
+)
 
 
 # --- the settings to measure again
 
 
-@given(st.dictionaries(st.sampled_from(SETTINGS), st.floats(0.2, 3), min_size=1), st.floats(0.01, 0.2))
+@given(
+    st.dictionaries(st.sampled_from(SETTINGS), st.floats(0.2, 3), min_size=1), st.floats(0.01, 0.2)
+)
 def test_tuning_finalists_combine_faster_settings_without_setting_a_key_twice(
     gains: dict[tuple[str, ...], float], smallest: float
 ) -> None:
@@ -41,7 +61,9 @@ def test_tuning_finalists_combine_faster_settings_without_setting_a_key_twice(
     best = max(gains, key=lambda setting: gains[setting])
     assert 1 <= len(chosen) <= 3 and len(set(chosen)) == len(chosen)
     assert best in chosen
-    assert [len(overrides) for overrides in chosen] == sorted(len(overrides) for overrides in chosen)
+    assert [len(overrides) for overrides in chosen] == sorted(
+        len(overrides) for overrides in chosen
+    )
     for overrides in chosen:
         keys = [override.partition("=")[0] for override in overrides]
         assert len(set(keys)) == len(keys)
@@ -61,20 +83,35 @@ def test_speed_tuning_also_measures_the_combination_without_reduced_precision() 
 # --- the first sentence
 
 
-def tuned(folder: Path, speeds: dict[str, list[float]], flags: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Return the lead of the report on a tuning. `speeds`: overrides, separated by spaces -> images/s by block."""
+def tuned(
+    folder: Path, speeds: dict[str, list[float]], flags: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    """Return the lead of the report on a tuning. `speeds`: overrides, separated by spaces ->
+    images/s by block.
+    """
     sweep = Sweep(folder)
     for text, values in speeds.items():
         overrides = dict(word.partition("=")[::2] for word in text.split())
         config: dict[str, Any] = {
             "train": {"precision": "fp32", "max_steps": 40, "evaluate_every": 0},
-            "model": {"name": "resnet18", "kwargs": {}, "channels_last": "model.channels_last" in overrides},
+            "model": {
+                "name": "resnet18",
+                "kwargs": {},
+                "channels_last": "model.channels_last" in overrides,
+            },
             "sweep": {"tune": ["train.precision=bf16"], "smallest_difference": 0.03},
         }
         config["train"]["precision"] = overrides.get("train.precision", "fp32")
         for block, speed in enumerate(values):
-            sweep.add("single", 1, speed, block=block, config={**config, "seed": block}, flags=list(flags))
-            sweep.jobs[-1]["overrides"] = ["experiment=tune", "data.workers=0", "train.max_steps=40", *text.split()]
+            sweep.add(
+                "single", 1, speed, block=block, config={**config, "seed": block}, flags=list(flags)
+            )
+            sweep.jobs[-1]["overrides"] = [
+                "experiment=tune",
+                "data.workers=0",
+                "train.max_steps=40",
+                *text.split(),
+            ]
     report = read(sweep.write())[2]
     lead: dict[str, Any] = report["lead"]
     return lead
@@ -83,9 +120,16 @@ def tuned(folder: Path, speeds: dict[str, list[float]], flags: tuple[str, ...] =
 @pytest.mark.usefixtures("without_plots")
 def test_tuning_report_recommends_the_fastest_settings_with_their_command(tmp_path: Path) -> None:
     both = "train.precision=bf16 model.channels_last=true"
-    speeds = {"": [100, 102, 101], "model.channels_last=true": [111, 113, 110], both: [150, 152, 153]}
+    speeds = {
+        "": [100, 102, 101],
+        "model.channels_last=true": [111, 113, 110],
+        both: [150, 152, 153],
+    }
     lead = tuned(tmp_path / "sweep", speeds)
-    assert lead["command"] == "python train.py data.workers=0 train.precision=bf16 model.channels_last=true"
+    assert (
+        lead["command"]
+        == "python train.py data.workers=0 train.precision=bf16 model.channels_last=true"
+    )
     assert lead["contrast"]["ratio"] == pytest.approx(1.502, abs=0.005)
     assert lead["contrast"]["low"] < 1.5 < lead["contrast"]["high"]
     # bf16 changes more than speed, so the sentence also has the fastest setting without it.
@@ -96,10 +140,16 @@ def test_tuning_report_recommends_the_fastest_settings_with_their_command(tmp_pa
 
 
 @pytest.mark.usefixtures("without_plots")
-def test_tuning_report_recommends_fewer_changes_when_more_are_not_shown_to_be_faster(tmp_path: Path) -> None:
+def test_tuning_report_recommends_fewer_changes_when_more_are_not_shown_to_be_faster(
+    tmp_path: Path,
+) -> None:
     both = "train.precision=bf16 model.channels_last=true"
     # The difference between the two is inconclusive.
-    speeds = {"": [100, 108, 95], "model.channels_last=true": [150, 145, 155], both: [149, 160, 158]}
+    speeds = {
+        "": [100, 108, 95],
+        "model.channels_last=true": [150, 145, 155],
+        both: [149, 160, 158],
+    }
     winner = tuned(tmp_path / "sweep", speeds)["contrast"]["a"]
     assert "train.precision=fp32" in winner and "model.channels_last=true" in winner
 
@@ -110,7 +160,10 @@ def test_tuning_report_recommends_fewer_changes_when_more_are_not_shown_to_be_fa
     [
         ({"": [100, 120, 90], "train.precision=bf16": [110, 100, 130]}, ()),  # inconclusive
         ({"": [100, 101, 100], "train.precision=bf16": [90, 91, 90]}, ()),
-        ({"": [100, 100.1, 100], "train.precision=bf16": [101, 101.1, 101]}, ()),  # a gain too small to matter
+        (
+            {"": [100, 100.1, 100], "train.precision=bf16": [101, 101.1, 101]},
+            (),
+        ),  # a gain too small to matter
         ({"": [100], "train.precision=bf16": [150]}, ()),
         (
             {"": [100, 101, 100], "train.precision=bf16": [150, 151, 150]},
@@ -129,7 +182,9 @@ def test_tuning_report_recommends_nothing_when_no_setting_is_shown_to_be_faster(
 
 
 def tune(*overrides: str) -> int:
-    return run_multirun(get_args_parser().parse_args(["-m", *SHORT, *overrides]), training_size, check_data)
+    return run_multirun(
+        get_args_parser().parse_args(["-m", *SHORT, *overrides]), training_size, check_data
+    )
 
 
 @pytest.mark.parametrize(
@@ -157,7 +212,11 @@ def test_speed_tuning_tries_each_setting_once_and_skips_thread_counts_above_the_
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(hardware, "cores", lambda: 2)
-    tried = ["train.precision=bf16"] * 2 + ["train.precision=fp32", "parallel.threads_per_device=4", "data.workers=0"]
+    tried = ["train.precision=bf16"] * 2 + [
+        "train.precision=fp32",
+        "parallel.threads_per_device=4",
+        "data.workers=0",
+    ]
     assert tune(f"sweep.tune={tried}", "sweep.dry_run=true", "data.workers=1") == 0
     output = capsys.readouterr().out
     assert output.count("train.precision=bf16") == 1 and output.count("data.workers=0") == 1
@@ -171,12 +230,21 @@ def test_speed_tuning_tries_each_setting_once_and_skips_thread_counts_above_the_
 @pytest.mark.nightly
 @pytest.mark.slow(seconds=60)
 @pytest.mark.processes
-def test_stopped_tuning_finishes_screening_and_measures_finalists_when_resumed(tmp_path: Path) -> None:
+def test_stopped_tuning_finishes_screening_and_measures_finalists_when_resumed(
+    tmp_path: Path,
+) -> None:
     folder = tmp_path / "sweep"
     command = [sys.executable, "train.py", "-m"]
-    settings = ["sweep.tune=['train.precision=bf16','data.workers=0']", "data.workers=1", "sweep.repeats=2"]
+    settings = [
+        "sweep.tune=['train.precision=bf16','data.workers=0']",
+        "data.workers=1",
+        "sweep.repeats=2",
+    ]
     first = subprocess.Popen(
-        [*command, *SHORT, *settings, f"hydra.sweep.dir={folder}"], cwd=ROOT, start_new_session=True, text=True
+        [*command, *SHORT, *settings, f"hydra.sweep.dir={folder}"],
+        cwd=ROOT,
+        start_new_session=True,
+        text=True,
     )
     try:
         limit = time.monotonic() + 120
@@ -190,14 +258,22 @@ def test_stopped_tuning_finishes_screening_and_measures_finalists_when_resumed(t
             os.killpg(first.pid, signal.SIGKILL)
     assert not (folder / "jobs.json").exists()
     again = subprocess.run(
-        [*command, f"sweep.resume={folder}"], cwd=ROOT, capture_output=True, text=True, timeout=240, check=False
+        [*command, f"sweep.resume={folder}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
     )
     assert again.returncode == 0, again.stderr
     screened, measured = read_jobs(folder / "screening").jobs, read_jobs(folder).jobs
     assert {job.status for job in [*screened, *measured]} == {"done"}
-    # A deleted folder of the second sweep is written again from the saved settings, not from the command.
+    # A deleted folder of the second sweep is written again from the saved settings, not from the
+    # command.
     shutil.rmtree(folder / measured[1].folder)
-    once_more = subprocess.run(again.args, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    once_more = subprocess.run(
+        again.args, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False
+    )
     assert once_more.returncode == 0, once_more.stderr
     assert {job.status for job in read_jobs(folder).jobs} == {"done"}
     assert (folder / measured[1].folder / "result.json").is_file()

@@ -1,4 +1,6 @@
-"""Typical mistakes of users of Lightning, timm and Hydra: refused in one line that names the right key or command first."""
+"""Typical mistakes of users of Lightning, timm and Hydra: refused in one line that names the right
+key or command first.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,14 @@ from timm_parallel.testing.commands import Refuse
 
 ROOT = Path(__file__).resolve().parents[2]
 KEYS = {key for key, _, _ in leaves(Config())}
-GROUPS = {path.name: {file.stem for file in path.glob("*.yaml")} for path in (ROOT / "conf").iterdir() if path.is_dir()}
+GROUPS = {
+    path.name: {file.stem for file in path.glob("*.yaml")}
+    for path in (ROOT / "conf").iterdir()
+    if path.is_dir()
+}
 
-# Arguments of train.py -> the suggestion that must come first in the message, before the name of any other key.
+# Arguments of train.py -> the suggestion that must come first in the message, before the name of
+# any other key.
 MISTAKES = {
     # Words with dashes
     "--lr 0.1": "optim.lr",
@@ -188,7 +195,9 @@ OF_EVALUATE = {
 
 
 def first_in(message: str, command: str, expected: str) -> bool:
-    """Return True if `message` has `expected`, and before it no name of a key that `command` does not have."""
+    """Return True if `message` has `expected`, and before it no name of a key that `command` does
+    not have.
+    """
     found = re.search(rf"(?<![\w.]){re.escape(expected)}(?!\w|\.\w)", message) or re.search(
         re.escape(expected), message
     )
@@ -200,7 +209,9 @@ def first_in(message: str, command: str, expected: str) -> bool:
 
 @pytest.mark.sample(6)
 @pytest.mark.parametrize("command", MISTAKES)
-def test_train_names_the_right_key_first_for_a_typical_mistake(refuse: Refuse, command: str) -> None:
+def test_train_names_the_right_key_first_for_a_typical_mistake(
+    refuse: Refuse, command: str
+) -> None:
     line = refuse(*shlex.split(command))
     # Without the part of the message that repeats the mistake.
     message = line.removeprefix("train.py: ").removeprefix(shlex.split(command)[0])
@@ -213,7 +224,9 @@ def test_evaluate_names_the_right_key_first_for_a_typical_mistake(
 ) -> None:
     assert evaluate([command]) == 2
     [line] = capsys.readouterr().err.splitlines()
-    assert first_in(line.removeprefix(f"evaluate.py: {command}"), command, OF_EVALUATE[command]), line
+    assert first_in(line.removeprefix(f"evaluate.py: {command}"), command, OF_EVALUATE[command]), (
+        line
+    )
 
 
 def test_predict_names_the_option_for_images(capsys: pytest.CaptureFixture[str]) -> None:
@@ -233,7 +246,12 @@ def test_predict_names_the_option_for_images(capsys: pytest.CaptureFixture[str])
 )
 def test_program_ends_a_typical_command_in_one_line(command: str, code: int, expected: str) -> None:
     done = subprocess.run(
-        [sys.executable, *command.split()], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, *command.split()],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     [line] = (done.stdout + done.stderr).splitlines()
     assert (done.returncode, expected in line) == (code, True), line
@@ -258,22 +276,30 @@ def test_other_names_point_to_keys_and_options_that_exist() -> None:
         (name, word)
         for name, suggestions in (tables()["names"] | tables()["evaluate"]).items()
         for word in re.split(
-            r",? ", suggestions.replace("<name in conf/experiment>", "tune").replace("<run folder>", "x")
+            r",? ",
+            suggestions.replace("<name in conf/experiment>", "tune").replace("<run folder>", "x"),
         )
     }
     no_keys = {"python", "evaluate.py", "with"}
-    assert [(name, word) for name, word in sorted(named) if word not in no_keys and not exists(word)] == []
+    assert [
+        (name, word) for name, word in sorted(named) if word not in no_keys and not exists(word)
+    ] == []
 
 
 def test_other_names_do_not_hide_keys() -> None:
     """A name that is a key itself is never looked up, so that its entry would be dead."""
     assert [
-        name for table in tables().values() for name in table if "=" not in name and name in KEYS - {"resume"}
+        name
+        for table in tables().values()
+        for name in table
+        if "=" not in name and name in KEYS - {"resume"}
     ] == []
 
 
 def suggestions_for(word: str) -> tuple[list[str], bool]:
-    """Return what a message suggests for a word such as `gpus=2`, and whether it says that there is no key."""
+    """Return what a message suggests for a word such as `gpus=2`, and whether it says that there is
+    no key.
+    """
     key, _, value = word.lstrip("+").partition("=")
     text = key_hint(key, GROUPS, value)
     found = re.search(r"did you mean (.*)\?", text)
@@ -285,6 +311,14 @@ def test_arguments_of_timm_are_suggested_as_from_timm_converts_them() -> None:
     names = {name: entry[1] for name, entry in same.items() if not is_declared(name)}
     assert len(names) > 45
     # A batch of timm is one device's; data.batch_size is the key that most want.
-    wrong = {name: suggestions_for(name)[0][:1] for name in names if suggestions_for(name)[0][:1] != [names[name]]}
-    wrong = {name: found for name, found in wrong.items() if [word.lstrip("+") for word in found] != [names[name]]}
+    wrong = {
+        name: suggestions_for(name)[0][:1]
+        for name in names
+        if suggestions_for(name)[0][:1] != [names[name]]
+    }
+    wrong = {
+        name: found
+        for name, found in wrong.items()
+        if [word.lstrip("+") for word in found] != [names[name]]
+    }
     assert wrong == {"batch_size": ["data.batch_size"]}

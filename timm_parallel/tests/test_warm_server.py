@@ -1,4 +1,6 @@
-"""Jobs forked from a server: the same processes, results and ends as jobs that start as commands."""
+"""Jobs forked from a server: the same processes,
+results and ends as jobs that start as commands.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,12 @@ pytestmark = [
     pytest.mark.processes,
     pytest.mark.skipif(sys.platform != "linux", reason="jobs are forked on Linux only"),
 ]
-FOREVER = ("train.epochs=100000", "train.evaluate_every=0", "checkpoint.every_steps=5", "train.log_every=1")
+FOREVER = (
+    "train.epochs=100000",
+    "train.evaluate_every=0",
+    "checkpoint.every_steps=5",
+    "train.log_every=1",
+)
 
 
 @pytest.fixture(name="server")
@@ -54,7 +61,9 @@ def server_of_jobs() -> Iterator[WarmServer]:
 def frozen(folder: Path, *overrides: str) -> Path:
     """Write the files of one job and return its run folder."""
     folder.mkdir()
-    [job] = freeze_jobs(folder, expand(parse("-m", *tiny("parallel=single", *overrides)))[1], SweepConfig()).jobs
+    [job] = freeze_jobs(
+        folder, expand(parse("-m", *tiny("parallel=single", *overrides)))[1], SweepConfig()
+    ).jobs
     (folder / job.folder / "logs").mkdir()
     return write_job_folder(folder, job)
 
@@ -80,7 +89,9 @@ def test_job_forked_by_warm_server_has_results_and_environment_of_a_new_process(
     tmp_path: Path, server: WarmServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLURMD_NODENAME", "of-the-server")  # a run takes its host's name from it
-    first, second = (frozen(tmp_path / str(seed), f"seed={seed}", "train.epochs=2") for seed in (1, 2))
+    first, second = (
+        frozen(tmp_path / str(seed), f"seed={seed}", "train.epochs=2") for seed in (1, 2)
+    )
     assert start(server, first, SLURMD_NODENAME="of-the-job").wait() == 0
     monkeypatch.delenv("SLURMD_NODENAME")
     assert start(server, second).wait() == 0
@@ -99,7 +110,10 @@ def test_forked_job_has_a_separate_session_and_cores_and_saves_a_checkpoint_on_s
     tmp_path: Path, server: WarmServer
 ) -> None:
     assert start(server, frozen(tmp_path / "refused", "+model.kwargs.no_such_option=1")).wait() == 2
-    folder, core = frozen(tmp_path / "job", *FOREVER, "parallel.threads_per_device=1"), min(os.sched_getaffinity(0))
+    folder, core = (
+        frozen(tmp_path / "job", *FOREVER, "parallel.threads_per_device=1"),
+        min(os.sched_getaffinity(0)),
+    )
     before = time.time()
     job = server.start(folder, with_project_on_path(os.environ), [core])
     wait_until(lambda: trains(folder), server)
@@ -128,22 +142,42 @@ def test_killing_the_warm_server_kills_its_forked_jobs_and_marks_them_lost(
     assert job.poll() == -signal.SIGKILL
     assert "jobs now start as new processes" in capfd.readouterr().err
     wait_until(lambda: not processes_of(folder), server, 10)
-    assert (folder / "metrics.jsonl").read_bytes() == log, "a lost job could still finish, and would then run again"
+    assert (folder / "metrics.jsonl").read_bytes() == log, (
+        "a lost job could still finish, and would then run again"
+    )
     assert not is_locked(folder)
     assert not server.takes(frozen_config(folder))
 
 
 @pytest.mark.slow
-def test_sweep_resumes_its_jobs_as_new_processes_when_the_warm_server_is_killed(tmp_path: Path) -> None:
+def test_sweep_resumes_its_jobs_as_new_processes_when_the_warm_server_is_killed(
+    tmp_path: Path,
+) -> None:
     folder = tmp_path / "sweep"
-    words = ("parallel=single", "train.epochs=40", "train.evaluate_every=0", "checkpoint.every_steps=5")
-    command = [sys.executable, "train.py", "-m", *tiny(*words), "seed=1,2", f"hydra.sweep.dir={folder}"]
-    running = subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    words = (
+        "parallel=single",
+        "train.epochs=40",
+        "train.evaluate_every=0",
+        "checkpoint.every_steps=5",
+    )
+    command = [
+        sys.executable,
+        "train.py",
+        "-m",
+        *tiny(*words),
+        "seed=1,2",
+        f"hydra.sweep.dir={folder}",
+    ]
+    running = subprocess.Popen(
+        command, cwd=ROOT, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    )
     until = time.monotonic() + 120
     while not (folder / "0" / "checkpoints" / "last.pt").exists():
         assert running.poll() is None and time.monotonic() < until
         time.sleep(0.02)
-    [server] = [child for child in psutil.Process(running.pid).children() if "--serve" in child.cmdline()]
+    [server] = [
+        child for child in psutil.Process(running.pid).children() if "--serve" in child.cmdline()
+    ]
     server.kill()
     _, error = running.communicate(timeout=300)
     assert running.returncode == 0, error
@@ -206,7 +240,9 @@ def test_warm_server_forks_no_job_when_an_openmp_environment_variable_has_change
 def test_warm_server_forks_no_job_when_the_code_has_changed(
     tmp_path: Path, server: WarmServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A command would run the new code, and the job's environment.json and code.diff would describe it."""
+    """A command would run the new code, and the job's environment.json and code.diff would describe
+    it.
+    """
     code = tmp_path / "copy" / "src" / "model.py"
     code.parent.mkdir(parents=True)
     code.write_text("WIDTH = 1\n")
@@ -294,7 +330,8 @@ def test_rank_that_is_never_started_ends_with_its_launcher(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("ending", "code"), [("0", 0), ("3", 3), ("sys.exit(4)", 4), ("sys.exit('text')", 1), ("1 / 0", 1)]
+    ("ending", "code"),
+    [("0", 0), ("3", 3), ("sys.exit(4)", 4), ("sys.exit('text')", 1), ("1 / 0", 1)],
 )
 def test_forked_process_exits_with_the_exit_code_of_its_function(ending: str, code: int) -> None:
     pid = os.fork()
@@ -305,12 +342,19 @@ def test_forked_process_exits_with_the_exit_code_of_its_function(ending: str, co
 
 @pytest.mark.slow(seconds=4)
 def test_warm_server_prints_the_error_and_marks_its_job_lost_when_an_import_fails(
-    tmp_path: Path, server: WarmServer, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    server: WarmServer,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     broken = tmp_path / "broken"
     broken.mkdir()
     (broken / "timm.py").write_text("raise ImportError('no timm here')\n")
-    monkeypatch.setattr(warm_server, "with_project_on_path", lambda given: {**given, "PYTHONPATH": f"{broken}:{ROOT}"})
+    monkeypatch.setattr(
+        warm_server,
+        "with_project_on_path",
+        lambda given: {**given, "PYTHONPATH": f"{broken}:{ROOT}"},
+    )
     job = start(server, frozen(tmp_path / "job"))
     job.wait()
     assert job.is_lost

@@ -20,7 +20,9 @@ STATUSES = {"done": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
 
 
 class Mlflow(Tracker):
-    """Tracker for MLflow. A resumed run continues its MLflow run; the jobs of a sweep share an experiment."""
+    """Tracker for MLflow. A resumed run continues its MLflow run; the jobs of a sweep share an
+    experiment.
+    """
 
     def __init__(self, config: ResolvedConfig, folder: Path, resume_step: int) -> None:
         super().__init__(config, folder, resume_step)
@@ -38,7 +40,9 @@ class Mlflow(Tracker):
         # Creates a local database. A server is first called in `start`.
         self._mlflow, self._client = mlflow, mlflow.MlflowClient(tracking_uri=uri)
         self._metrics: list[Any] = []
-        self.view = uri if uri.startswith("http") else f"mlflow ui --backend-store-uri {shlex.quote(uri)}"
+        self.view = (
+            uri if uri.startswith("http") else f"mlflow ui --backend-store-uri {shlex.quote(uri)}"
+        )
 
     def start(self) -> None:
         self._id = self.run_id(self._create)
@@ -46,14 +50,16 @@ class Mlflow(Tracker):
 
     def _create(self) -> str:
         name = self.config.tracker.project or self.sweep or self.config.task_name
-        # Create first, then read: jobs that start together would all find that there is no such experiment.
+        # Create first, then read: jobs that start together would all find that there is no such
+        # experiment.
         try:
             experiment = self._client.create_experiment(name, artifact_location=self._images)
         except self._mlflow.MlflowException:
             experiment = self._client.get_experiment_by_name(name).experiment_id
         tags = {"sweep": self.sweep or "", **dict.fromkeys(self.config.tags, "")}
         run_id: str = self._client.create_run(experiment, tags=tags, run_name=self.name).info.run_id
-        # MLflow refuses to change a parameter, so these stay as in the first attempt. A request takes at most 100.
+        # MLflow refuses to change a parameter, so these stay as in the first attempt. A request
+        # takes at most 100.
         values = {key: yaml_text(hide_in(value, key)) for key, value, _ in leaves(self.config)}
         params = [self._mlflow.entities.Param(key, value) for key, value in values.items()]
         for first in range(0, len(params), 100):

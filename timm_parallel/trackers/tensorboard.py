@@ -42,7 +42,9 @@ class TensorBoard(Tracker):
         self._writer.close()
 
     def _show_hparams(self) -> None:
-        """Write the main settings as hparams, without `add_hparams`, which would add a second run to TensorBoard."""
+        """Write the main settings as hparams, without `add_hparams`, which would add a second run
+        to TensorBoard.
+        """
         from torch.utils.tensorboard.summary import hparams
 
         config, metric = self.config, self.config.headline_metric

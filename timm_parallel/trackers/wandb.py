@@ -1,4 +1,6 @@
-"""Weights & Biases. Offline, the files are in `wandb/` of the run folder, and `wandb sync` uploads them."""
+"""Weights & Biases. Offline, the files are in `wandb/` of the run folder, and `wandb sync` uploads
+them.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from src.schema import ResolvedConfig
 from timm_parallel.machine.secrets import hide_in
 from timm_parallel.trackers.tracker import Tracker
 
-# What wandb collects by itself may hold secrets: console output, command line, git remote. environment.json has the rest.
+# What wandb collects by itself may hold secrets: console output, command line, git remote.
+# environment.json has the rest.
 PRIVATE = {
     "console": "off",
     "disable_git": True,
@@ -25,11 +28,14 @@ PRIVATE = {
 
 
 class Wandb(Tracker):
-    """Tracker for Weights & Biases. A resumed run continues its wandb run; the jobs of a sweep are a group."""
+    """Tracker for Weights & Biases. A resumed run continues its wandb run; the jobs of a sweep are
+    a group.
+    """
 
     def __init__(self, config: ResolvedConfig, folder: Path, resume_step: int) -> None:
         super().__init__(config, folder, resume_step)
-        # Error reports to the makers of wandb and its console output are off unless the user sets these variables.
+        # Error reports to the makers of wandb and its console output are off unless the user sets
+        # these variables.
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         os.environ.setdefault("WANDB_SILENT", "true")
         import wandb
@@ -52,10 +58,13 @@ class Wandb(Tracker):
             # Without an answer of the server, wandb's exit handler waits again for as many seconds.
             settings=self._wandb.Settings(finish_timeout=6, **PRIVATE),
         )
-        # Steps repeat after a resume from an older checkpoint. wandb's own step does not allow that.
+        # Steps repeat after a resume from an older checkpoint. wandb's own step does not allow
+        # that.
         self._run.define_metric("*", step_metric="step")
         folder = shlex.quote(str(self.folder))
-        self.view = f"wandb sync {folder}/wandb/offline-run-*" if self._run.offline else str(self._run.url)
+        self.view = (
+            f"wandb sync {folder}/wandb/offline-run-*" if self._run.offline else str(self._run.url)
+        )
 
     def numbers(self, step: int, epoch: float, time: float, values: dict[str, float]) -> None:
         self._run.log({"step": step, "epoch": epoch, **values})

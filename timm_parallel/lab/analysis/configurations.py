@@ -1,4 +1,6 @@
-"""Configuration: the runs of a sweep that have the same settings, with statistics over these repeats."""
+"""Configuration: the runs of a sweep that have the same settings, with statistics over these
+repeats.
+"""
 
 from __future__ import annotations
 
@@ -33,15 +35,21 @@ class Configuration:
 
     @property
     def speed(self) -> Summary | None:
-        """Median and range of images/s over the repeats; None for dp over CPU threads, which says nothing about GPUs."""
+        """Median and range of images/s over the repeats; None for dp over CPU threads, which says
+        nothing about GPUs.
+        """
         return None if self.is_simulated else self.measure("images_per_sec")
 
     @cached_property
     def peak_bytes(self) -> list[Summary]:
-        """Median and range of peak memory in bytes, per device. Ignores repeats that recorded fewer devices than others."""
+        """Median and range of peak memory in bytes, per device. Ignores repeats that recorded fewer
+        devices than others.
+        """
         peaks = [dict(enumerate(run.peak_bytes)) for run in self.runs]
         devices = max(map(len, peaks), default=0)
-        return list(summarize_columns(of_run for of_run in peaks if len(of_run) == devices).values())
+        return list(
+            summarize_columns(of_run for of_run in peaks if len(of_run) == devices).values()
+        )
 
 
 def summarize_columns(rows: Iterable[Mapping[Any, float | None]]) -> dict[str, Summary]:
@@ -54,12 +62,18 @@ def summarize_columns(rows: Iterable[Mapping[Any, float | None]]) -> dict[str, S
 
 
 def varied(runs: Iterable[RunRecord]) -> dict[str, list[Any]]:
-    """Return the config keys that differ between the runs, with their values; a missing key counts as null."""
+    """Return the config keys that differ between the runs, with their values; a missing key counts
+    as null.
+    """
     return {key: seen for key, seen in values(run.config for run in runs).items() if len(seen) > 1}
 
 
 def values(trees: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Return the distinct values of each dotted key in several configs. A missing key counts as None; empty configs are ignored."""
+    """Return the distinct values of each dotted key in several configs. A missing key counts as
+    None; empty configs are ignored.
+    """
     known = [tree for tree in trees if tree]
     keys = dict.fromkeys(key for tree in known for key in tree)
-    return {key: list({repr(tree.get(key)): tree.get(key) for tree in known}.values()) for key in keys}
+    return {
+        key: list({repr(tree.get(key)): tree.get(key) for tree in known}.values()) for key in keys
+    }

@@ -1,4 +1,6 @@
-"""Group runs with the same hardware, code, model and batch, whose speeds can be compared, by strategy and devices."""
+"""Group runs with the same hardware, code, model and batch, whose speeds can be compared, by
+strategy and devices.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,12 @@ from typing import Any
 
 import pandas as pd
 
-from timm_parallel.lab.analysis.configurations import NOT_A_SETTING, Configuration, summarize_columns, varied
+from timm_parallel.lab.analysis.configurations import (
+    NOT_A_SETTING,
+    Configuration,
+    summarize_columns,
+    varied,
+)
 from timm_parallel.lab.analysis.runs import RunRecord
 from timm_parallel.lab.analysis.statistics import SMALLEST_DIFFERENCE, Contrast, Summary
 from timm_parallel.lab.analysis.wording import describe_settings, model_name, percent
@@ -29,7 +36,8 @@ class MeasuredPoint(Configuration):
     strategy: str
     devices: int
     nodes: int
-    options: str  # parallel options that differ from other configurations with this strategy and device count
+    # Parallel options that differ from other configurations with this strategy and device count.
+    options: str
 
     @property
     def label(self) -> str:
@@ -46,7 +54,9 @@ class MeasuredPoint(Configuration):
 
     @cached_property
     def metrics(self) -> dict[str, Summary]:
-        """Median and range of the headline metric (`checkpoint.metric`) over the repeats, by its name."""
+        """Median and range of the headline metric (`checkpoint.metric`) over the repeats, by its
+        name.
+        """
         return summarize_columns({run.metric: run.metric_value} for run in self.runs)
 
     @property
@@ -56,7 +66,9 @@ class MeasuredPoint(Configuration):
 
 @dataclass(frozen=True)
 class Group:
-    """Configurations whose speeds one table compares: same hardware, model, batch and other settings."""
+    """Configurations whose speeds one table compares: same hardware, model, batch and other
+    settings.
+    """
 
     hardware: str
     accelerator: str
@@ -66,7 +78,9 @@ class Group:
     settings: str  # other settings that differ between the groups of the report
     model_name: str  # `model`; if model.kwargs changes it, with its option and size
     points: tuple[MeasuredPoint, ...] = ()
-    contrasts: Mapping[str, Sequence[Contrast]] = field(default_factory=dict, compare=False)  # by measure
+    contrasts: Mapping[str, Sequence[Contrast]] = field(
+        default_factory=dict, compare=False
+    )  # by measure
     smallest_difference: float = SMALLEST_DIFFERENCE  # of the contrasts' verdicts
 
     @property
@@ -86,7 +100,9 @@ class Group:
 
     @cached_property
     def speeds(self) -> pd.DataFrame:
-        """Table of all runs with their images/s, in run order. `relative`: images/s over the configuration's median."""
+        """Table of all runs with their images/s, in run order. `relative`: images/s over the
+        configuration's median.
+        """
         columns = ["point", "run", "sweep", "position", "block", "strategy", "devices", "series"]
         columns += ["images_per_sec", "relative", "flagged"]
         rows = []
@@ -98,15 +114,30 @@ class Group:
                 value = run.measure("images_per_sec")
                 if value is not None:
                     rows.append(
-                        [point.label, run.name, run.sweep, run.position, run.block, point.strategy, point.devices]
-                        + [point.strategy + point.suffix, value, value / speed.median, bool(run.flags)]
+                        [
+                            point.label,
+                            run.name,
+                            run.sweep,
+                            run.position,
+                            run.block,
+                            point.strategy,
+                            point.devices,
+                        ]
+                        + [
+                            point.strategy + point.suffix,
+                            value,
+                            value / speed.median,
+                            bool(run.flags),
+                        ]
                     )
         frame = pd.DataFrame(rows, columns=columns).astype({"position": "Int64", "block": "Int64"})
         return frame.sort_values(["sweep", "position"], ignore_index=True)
 
     @property
     def disturbed(self) -> bool:
-        """True if most runs were disturbed, see RunRecord.flags. The report then gives no verdict."""
+        """True if most runs were disturbed, see RunRecord.flags.
+        The report then gives no verdict.
+        """
         return 2 * sum(bool(run.flags) for run in self.runs) > len(self.runs)
 
     @property
@@ -123,23 +154,37 @@ class Group:
             options_set = point.options.count("=") - point.options.count("=null")
             return point.nodes, options_set, point.options
 
-        points = [point for point in self.points if (point.strategy, point.devices) == (strategy, devices)]
+        points = [
+            point for point in self.points if (point.strategy, point.devices) == (strategy, devices)
+        ]
         return min(points, key=simplicity, default=None)
 
     def over_single(self, point: MeasuredPoint) -> Contrast | None:
         pair = (point.label, self.single.label if self.single else None)
-        return next((c for c in self.contrasts.get("images_per_sec", ()) if (c.a, c.b) == pair), None)
+        return next(
+            (c for c in self.contrasts.get("images_per_sec", ()) if (c.a, c.b) == pair), None
+        )
 
     def efficiency(self, point: MeasuredPoint) -> float | None:
-        """Return the scaling efficiency: images/s per device, divided by the images/s of strategy single. 1 is ideal."""
+        """Return the scaling efficiency: images/s per device, divided by the images/s of strategy
+        single. 1 is ideal.
+        """
         contrast = self.over_single(point)
-        return contrast.ratio / point.devices if contrast and contrast.ratio and point.devices else None
+        return (
+            contrast.ratio / point.devices
+            if contrast and contrast.ratio and point.devices
+            else None
+        )
 
     def same_threads(self, point: MeasuredPoint) -> bool:
-        """Return False if `point` and strategy single ran on a CPU with different numbers of threads per device."""
+        """Return False if `point` and strategy single ran on a CPU with different numbers of
+        threads per device.
+        """
         if self.accelerator != "cpu" or self.single is None:
             return True
-        threads, of_single = ({run.integer("threads_per_device") for run in p.runs} for p in (point, self.single))
+        threads, of_single = (
+            {run.integer("threads_per_device") for run in p.runs} for p in (point, self.single)
+        )
         return threads == of_single
 
     @property
@@ -148,22 +193,33 @@ class Group:
         warnings = []
         hosts = sorted({run.hosts[0] for run in self.runs if run.hosts})
         if len(hosts) > 1:
-            warnings.append(f"Runs on {len(hosts)} hosts ({', '.join(hosts[:4])}): each host is a separate block.")
+            warnings.append(
+                f"Runs on {len(hosts)} hosts ({', '.join(hosts[:4])}): each host is a separate "
+                "block."
+            )
         for point in self.points:
             for rank, share in summarize_columns(run.rank_shares for run in point.runs).items():
                 if share.median >= SLOW_RANK:
-                    longer = f"{percent(share.median - 1)} longer for its part of a step (data and computing)"
+                    longer = (
+                        f"{percent(share.median - 1)} longer for its part of a step (data "
+                        "and computing)"
+                    )
                     warnings.append(f"{point.label}: {rank} needs {longer} than the median rank.")
         return warnings
 
 
 def group_runs(runs: Iterable[RunRecord]) -> list[Group]:
-    """Group the finished runs, largest group first; sort each group by strategy and devices. Computes no contrasts."""
+    """Group the finished runs, largest group first; sort each group by strategy and devices.
+    Computes no contrasts.
+    """
     comparable = [run for run in runs if run.comparable]
     settings = [key for key in varied(comparable) if not key.startswith(_NOT_OF_A_GROUP)]
-    # `data.workers=auto` may give strategies different numbers, which does not count as a difference in settings.
+    # `data.workers=auto` may give strategies different numbers, which does not count as a
+    # difference in settings.
     workers = {(run.strategy, run.devices, run.config.get("data.workers")) for run in comparable}
-    if "data.workers" in settings and len(workers) == len({(strategy, devices) for strategy, devices, _ in workers}):
+    if "data.workers" in settings and len(workers) == len(
+        {(strategy, devices) for strategy, devices, _ in workers}
+    ):
         settings.remove("data.workers")
     commits = {run.commit for run in comparable if run.commit}
     data = {run.data for run in comparable if run.data}
@@ -180,7 +236,9 @@ def group_runs(runs: Iterable[RunRecord]) -> list[Group]:
             model=str(run.result.get("model") or "—"),
             kind=kind,
             batch=batch,
-            settings=", ".join(filter(None, (differing, code, f"data {run.data}" if len(data) > 1 else ""))),
+            settings=", ".join(
+                filter(None, (differing, code, f"data {run.data}" if len(data) > 1 else ""))
+            ),
             model_name=model_name(run),
         )
         groups[key].append(run)
@@ -194,7 +252,9 @@ def _points(runs: list[RunRecord]) -> tuple[MeasuredPoint, ...]:
         members = list(alike)
         options = [key for key in varied(members) if key.startswith("parallel.")]
         members.sort(key=lambda run: [_natural(run.config.get(key)) for key in options])
-        for text, repeats in groupby(members, key=lambda run: describe_settings(run, options, "parallel.")):
+        for text, repeats in groupby(
+            members, key=lambda run: describe_settings(run, options, "parallel.")
+        ):
             points.append(MeasuredPoint(tuple(repeats), strategy, devices, nodes, text))
     return tuple(points)
 

@@ -1,4 +1,6 @@
-"""RunRecord: result.json, config.yaml and environment.json of one run as typed values; None if not recorded."""
+"""RunRecord: result.json, config.yaml and environment.json of one run as typed values; None if not
+recorded.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,8 @@ MEASURES = (*_RECORDED, "imbalance", "busy")
 class RunRecord:
     """Recorded data of one run, which may be a job of a sweep.
 
-    `result`, `config` and `environment` have dotted keys, such as `{"data.batch_size": 64}`; empty if the file is missing.
+    `result`, `config` and `environment` have dotted keys, such as `{"data.batch_size": 64}`; empty
+    if the file is missing.
     """
 
     name: str  # folder, relative to the common parent of all folders of the report
@@ -57,11 +60,18 @@ class RunRecord:
     @property
     def strategy(self) -> str:
         given = parse_overrides(self.overrides)
-        return str(self.result.get("strategy") or given.get("parallel") or given.get("parallel.strategy") or "")
+        return str(
+            self.result.get("strategy")
+            or given.get("parallel")
+            or given.get("parallel.strategy")
+            or ""
+        )
 
     @property
     def devices(self) -> int:
-        """Number of devices, 0 if unknown; for ddp and fsdp, the measured world size, which counts all nodes."""
+        """Number of devices, 0 if unknown; for ddp and fsdp, the measured world size, which counts
+        all nodes.
+        """
         if not self.result:
             requested = parse_overrides(self.overrides).get("parallel.devices", "")
             return int(requested) if requested.isdigit() else 0
@@ -80,22 +90,33 @@ class RunRecord:
 
     @property
     def hardware(self) -> str:
-        """Devices, processor, driver, torch and CUDA as text. Speeds are compared only between runs with equal text."""
+        """Devices, processor, driver, torch and CUDA as text. Speeds are compared only between runs
+        with equal text.
+        """
         has = self.environment.get
         processor = f"{has('cpu.model') or 'unknown processor'}, {has('cpu.cores') or '?'} cores"
         torch = f"torch {has('libraries.torch') or '—'}"
         if self.accelerator != "cuda":
             return f"{'Apple GPU' if self.accelerator == 'mps' else 'CPU'}: {processor}; {torch}"
-        # Names without a count: CUDA_VISIBLE_DEVICES may hide some of the machine's devices from a run.
+        # Names without a count: CUDA_VISIBLE_DEVICES may hide some of the machine's devices from a
+        # run.
         names = sorted({str(device.get("name") or "") for device in has("devices") or ()})
-        versions = [f"{name} {has(name.lower())}" for name in ("CUDA", "driver") if has(name.lower())]
+        versions = [
+            f"{name} {has(name.lower())}" for name in ("CUDA", "driver") if has(name.lower())
+        ]
         return "; ".join([" + ".join(names) or "unknown GPU", processor, torch, *versions])
 
     @cached_property
     def commit(self) -> str:
-        """Commit of the code, e.g. `0123abc` or `0123abc with changes 4f2a`; other uncommitted changes are other code."""
+        """Commit of the code, e.g. `0123abc` or `0123abc with changes 4f2a`; other uncommitted
+        changes are other code.
+        """
         commit = str(self.result.get("commit") or self.environment.get("commit") or "")[:10]
-        return f"{commit} with changes {self.changes}".rstrip() if commit and self.environment.get("dirty") else commit
+        return (
+            f"{commit} with changes {self.changes}".rstrip()
+            if commit and self.environment.get("dirty")
+            else commit
+        )
 
     @property
     def data(self) -> str:
@@ -108,20 +129,28 @@ class RunRecord:
 
     @property
     def is_simulated(self) -> bool:
-        """True for dp over CPU threads: it trains like dp, but its speed and memory say nothing about GPUs."""
+        """True for dp over CPU threads: it trains like dp, but its speed and memory say nothing
+        about GPUs.
+        """
         return self.strategy == "dp" and self.accelerator == "cpu"
 
     @cached_property
     def doubt(self) -> str:
         """Return the reason not to compare this finished run; empty if it can be compared."""
-        requested, world, devices = self.result.get("devices"), self.integer("world_size"), self.integer("devices")
+        requested, world, devices = (
+            self.result.get("devices"),
+            self.integer("world_size"),
+            self.integer("devices"),
+        )
         if requested is not None and devices is None:
             return f"not compared: devices is {requested!r}, expected an integer"
         # On several nodes, the world size is a multiple of the devices.
         if world and devices and world % devices:
             return f"not compared: {devices} devices requested, world size {world} measured"
         if self.is_edited:
-            return f"not compared: jobs.json says seed {self.seed}, config.yaml {self.config['seed']}"
+            return (
+                f"not compared: jobs.json says seed {self.seed}, config.yaml {self.config['seed']}"
+            )
         return ""
 
     @property
@@ -135,7 +164,9 @@ class RunRecord:
 
     @property
     def neighbours(self) -> int:
-        """Number of concurrent jobs on the machine. If there are any, the report never compares the run's speed."""
+        """Number of concurrent jobs on the machine. If there are any, the report never compares the
+        run's speed.
+        """
         return self.integer("neighbours") or 0
 
     @property
@@ -148,30 +179,40 @@ class RunRecord:
 
     @property
     def step_parts(self) -> dict[str, float] | None:
-        """Mean milliseconds of rank 0 per step for data, computing, communication and others; None unless all are known."""
+        """Mean milliseconds of rank 0 per step for data, computing, communication and others; None
+        unless all are known.
+        """
         parts = {name: self.number(f"step.{name}") for name in STEP_PARTS}
         known = {name: value for name, value in parts.items() if value is not None}
         return known if len(known) == len(STEP_PARTS) and sum(known.values()) > 0 else None
 
     @property
     def rank_shares(self) -> dict[str, float]:
-        """Time of each rank for data and computing in a step, divided by the ranks' median; empty if not recorded."""
+        """Time of each rank for data and computing in a step, divided by the ranks' median; empty
+        if not recorded.
+        """
         times = {}
         for entry in self.entries(dict, "ranks"):
             data, compute = as_number(entry.get("data_ms")), as_number(entry.get("compute_ms"))
             if data is not None and compute is not None:
-                times[f"rank {entry.get('rank')} on {entry.get('host') or 'an unknown host'}"] = data + compute
+                times[f"rank {entry.get('rank')} on {entry.get('host') or 'an unknown host'}"] = (
+                    data + compute
+                )
         middle = median(times.values()) if times else 0
         return {rank: time / middle for rank, time in times.items()} if middle > 0 else {}
 
     @cached_property
     def is_of_tuning(self) -> bool:
-        """True if the run is a job of a tuning (`sweep.tune`), which compares settings by their speed."""
+        """True if the run is a job of a tuning (`sweep.tune`), which compares settings by their
+        speed.
+        """
         return bool(self.config.get("sweep.tune")) and self.is_benchmark
 
     @cached_property
     def metric(self) -> str:
-        """Name of the headline metric, e.g. `val/loss`: `optimized_metric` in a search, else `checkpoint.metric`."""
+        """Name of the headline metric, e.g. `val/loss`: `optimized_metric` in a search, else
+        `checkpoint.metric`.
+        """
         if self.is_of_tuning:
             return IMAGES_PER_SECOND
         metric = str(self.config.get("checkpoint.metric") or CheckpointConfig.metric)
@@ -180,13 +221,17 @@ class RunRecord:
 
     @cached_property
     def is_benchmark(self) -> bool:
-        """True if the run measures speed in a few steps: `train.max_steps` is set, and `sweep.timed` or no evaluation."""
+        """True if the run measures speed in a few steps: `train.max_steps` is set, and
+        `sweep.timed` or no evaluation.
+        """
         is_timed = self.config.get("sweep.timed") or self.config.get("train.evaluate_every") == 0
         return bool(is_timed) and self.config.get("train.max_steps") is not None
 
     @cached_property
     def metric_value(self) -> float | None:
-        """Value of the headline metric; None for a benchmark of a few steps, unless the metric is its speed."""
+        """Value of the headline metric; None for a benchmark of a few steps, unless the metric is
+        its speed.
+        """
         if self.is_of_tuning:
             return None if self.neighbours else self.measure("images_per_sec")
         if not self.config or self.is_benchmark:
@@ -195,7 +240,9 @@ class RunRecord:
 
     @cached_property
     def is_lost(self) -> bool:
-        """True if the run has ended without a value of the metric: it failed, or the value is not finite."""
+        """True if the run has ended without a value of the metric: it failed, or the value is not
+        finite.
+        """
         return self.status in FAILED or self._has_no_finite_value
 
     @property
@@ -210,7 +257,11 @@ class RunRecord:
 
     @property
     def memory(self) -> list[dict[str, Any]]:
-        return [entry for entry in self.entries(dict, "memory") if as_number(entry.get("peak_bytes")) is not None]
+        return [
+            entry
+            for entry in self.entries(dict, "memory")
+            if as_number(entry.get("peak_bytes")) is not None
+        ]
 
     @property
     def shared_memory(self) -> bool:
@@ -219,37 +270,59 @@ class RunRecord:
 
     @property
     def peak_bytes(self) -> list[float]:
-        """Peak memory in bytes per device; one value for the whole process if the devices are threads."""
+        """Peak memory in bytes per device; one value for the whole process if the devices are
+        threads.
+        """
         peaks = [float(entry["peak_bytes"]) for entry in self.memory]
         return [max(peaks)] if self.shared_memory else peaks
 
     @property
     def imbalance(self) -> float | None:
-        """Largest peak memory of a device, divided by the mean over devices. None if the devices share memory."""
+        """Largest peak memory of a device, divided by the mean over devices. None if the devices
+        share memory.
+        """
         peaks = self.peak_bytes
-        return max(peaks) * len(peaks) / sum(peaks) if sum(peaks) > 0 and not self.shared_memory else None
+        return (
+            max(peaks) * len(peaks) / sum(peaks)
+            if sum(peaks) > 0 and not self.shared_memory
+            else None
+        )
 
     @property
     def busy(self) -> float | None:
-        """Utilization of the least busy device, 0 to 1, without its time waiting for other ranks; None if unknown."""
-        known = [use for entry in self.memory if (use := as_number(entry.get("utilisation"))) is not None]
+        """Utilization of the least busy device, 0 to 1, without its time waiting for other ranks;
+        None if unknown.
+        """
+        known = [
+            use for entry in self.memory if (use := as_number(entry.get("utilisation"))) is not None
+        ]
         if not known or len(known) < len(self.memory):
             return None
         if self.strategy != "ddp":
             return min(known)
         # NVML counts NCCL's waiting as use.
         parts = self.step_parts
-        return max(0.0, min(known) - parts["communication_ms"] / sum(parts.values())) if parts else None
+        return (
+            max(0.0, min(known) - parts["communication_ms"] / sum(parts.values()))
+            if parts
+            else None
+        )
 
     @property
     def needless_threads(self) -> tuple[int, int] | None:
         """(threads, cores) per node if a CPU run has more threads than cores, else None."""
         cores = as_number(self.environment.get("cpu.cores"))
         threads = self.devices // self.nodes * (self.integer("threads_per_device") or 1)
-        return (threads, int(cores)) if self.accelerator == "cpu" and cores and threads > cores else None
+        return (
+            (threads, int(cores))
+            if self.accelerator == "cpu" and cores and threads > cores
+            else None
+        )
 
     def measure(self, name: str) -> float | None:
-        value: float | None = self.number(_RECORDED[name]) if name in _RECORDED else getattr(self, name)
+        value: float | None = (
+            self.number(_RECORDED[name]) if name in _RECORDED else getattr(self, name)
+        )
         return value
 
     def integer(self, key: str) -> int | None:
@@ -260,9 +333,15 @@ class RunRecord:
         return as_number(self.result.get(key))
 
     def entries(self, kind: type, key: str) -> list[Any]:
-        """Return the entries of type `kind` in the list `key` of result.json; empty if there is no list."""
+        """Return the entries of type `kind` in the list `key` of result.json; empty if there is no
+        list.
+        """
         entries = self.result.get(key)
-        return [entry for entry in entries if isinstance(entry, kind)] if isinstance(entries, list) else []
+        return (
+            [entry for entry in entries if isinstance(entry, kind)]
+            if isinstance(entries, list)
+            else []
+        )
 
 
 def parse_overrides(overrides: Iterable[str]) -> dict[str, str]:

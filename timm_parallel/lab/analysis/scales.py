@@ -1,9 +1,12 @@
-"""Scales (transformations of a measure) on which its noise is about equal for all configurations, for statistical tests.
+"""Scales (transformations of a measure) on which its noise is about equal for all configurations,
+for statistical tests.
 
 - Ratio: logarithm; the result is a ratio. For images/s, seconds and counts.
-- Proportion: arcsine of the square root, which makes the variance of a binomial proportion equal near 0, 1/2 and 1
+- Proportion: arcsine of the square root, which makes the variance of a binomial proportion equal
+  near 0, 1/2 and 1
   (Bartlett, 1947). The result is a difference of proportions.
-- Level: logarithm for a positive measure whose spread grows with its level, such as a loss, else the value itself. The
+- Level: logarithm for a positive measure whose spread grows with its level, such as a loss, else
+  the value itself. The
   result is a difference in the unit of the measure.
 """
 
@@ -16,7 +19,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Scale:
-    """Transformation of a measure, such as a logarithm. `level`: transformed value; `shift`: difference of two of them."""
+    """Transformation of a measure, such as a logarithm. `level`: transformed value; `shift`:
+    difference of two of them.
+    """
 
     name: str
     to: Callable[[float], float]  # NaN for a value outside the domain
@@ -35,19 +40,24 @@ class Scale:
         return 1.0 if self.is_ratio else 0.0
 
     def effect(self, level: float, shift: float) -> float:
-        """Convert `shift`, a difference of logarithms or such, to a ratio, or to a difference in the unit of the measure."""
+        """Convert `shift`, a difference of logarithms or such, to a ratio, or to a difference in
+        the unit of the measure.
+        """
         return self.back(shift) if self.is_ratio else self.back(level + shift) - self.back(level)
 
     def step(self, value: float, size: float) -> float:
-        """Return the difference of transformed values, as a positive number, of a change of `value` by `size`."""
+        """Return the difference of transformed values, as a positive number, of a change of `value`
+        by `size`.
+        """
         shifts = (abs(self.to(value + change) - self.to(value)) for change in (size, -size))
         return next((shift for shift in shifts if math.isfinite(shift)), 0.0)
 
     def smallest_shift(self, level: float, share: float) -> float:
-        """Return the difference of transformed values, as a positive number, that is an improvement by `share`.
+        """Return the difference of transformed values, as a positive number, that is an improvement
+        by `share`.
 
-        `share` is relative to the value, or for an accuracy to the errors: with 0.03, an accuracy of 0.90 must reach
-        0.903, which is 3 % fewer errors.
+        `share` is relative to the value, or for an accuracy to the errors: with 0.03, an accuracy
+        of 0.90 must reach 0.903, which is 3 % fewer errors.
         """
         if self.is_ratio:
             return math.log1p(share)

@@ -1,4 +1,6 @@
-"""Choose the best configuration, and estimate its value without the bias of choosing the best. Pure functions."""
+"""Choose the best configuration, and estimate its value without the bias of choosing the best. Pure
+functions.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +20,18 @@ from timm_parallel.lab.analysis.statistics import (
 
 
 def choose(
-    rows: Iterable[Row], simplest_first: Sequence[str], smallest_difference: float = SMALLEST_DIFFERENCE
+    rows: Iterable[Row],
+    simplest_first: Sequence[str],
+    smallest_difference: float = SMALLEST_DIFFERENCE,
 ) -> tuple[str, Contrast | None, list[str]] | None:
-    """Return the simplest configuration whose interval shows it at most `smallest_difference` slower than the fastest.
+    """Return the simplest configuration whose interval shows it at most `smallest_difference`
+    slower than the fastest.
 
-    Returns the label, the contrast with the fastest (None if it is the fastest), and the labels that cannot be compared
-    with the fastest, because no repeat ran both; None without rows.
+    Returns the label, the contrast with the fastest (None if it is the fastest), and the labels
+    that cannot be compared with the fastest, because no repeat ran both; None without rows.
     """
-    # The rule "the simplest that is not shown to be slower" would choose too simple a configuration when one disturbed run
-    # widens all intervals.
+    # The rule "the simplest that is not shown to be slower" would choose too simple a configuration
+    # when one disturbed run widens all intervals.
     rows = list(rows)
     measured = {name for name, _, value in rows if value > 0}
     names = [name for name in simplest_first if name in measured]
@@ -44,7 +49,9 @@ def choose(
 
 
 def best(rows: Iterable[Row], scale: Scale) -> str | None:
-    """Return the configuration with the best mean, adjusted for differences between repeats; None without rows."""
+    """Return the configuration with the best mean, adjusted for differences between repeats; None
+    without rows.
+    """
     rows = list(rows)
     values: dict[str, dict[object, float]] = {}
     for name, block, value in rows:
@@ -59,10 +66,11 @@ def best(rows: Iterable[Row], scale: Scale) -> str | None:
 
 
 def corrected_values(rows: Iterable[Row], scale: Scale) -> dict[object, float]:
-    """Return by repeat the value of the configuration that is best on all other repeats; empty with one repeat.
+    """Return by repeat the value of the configuration that is best on all other repeats; empty with
+    one repeat.
 
-    Their mean estimates the value of the best configuration in new runs. The mean over the repeats that made the choice is
-    too good, because chance helped (Stone, 1974).
+    Their mean estimates the value of the best configuration in new runs. The mean over the repeats
+    that made the choice is too good, because chance helped (Stone, 1974).
     """
     rows = list(rows)
     scores = {}
@@ -75,11 +83,13 @@ def corrected_values(rows: Iterable[Row], scale: Scale) -> dict[object, float]:
 
 
 def may_be_best(estimates: Sequence[Estimate]) -> set[str]:
-    """Return the configurations that may be the best, given `estimates` of the one with the best mean over each other one.
+    """Return the configurations that may be the best, given `estimates` of the one with the best
+    mean over each other one.
 
-    Leaves out those that are shown to be worse, with Bonferroni's correction for their number: subset selection (Gupta,
-    1965), which Hsu (1984) bases on multiple comparisons with the best. The truly best one stays in 97.5 of 100 cases. The
-    tests are one-sided at half the level, so that they agree with the two-sided ones against the baseline.
+    Leaves out those that are shown to be worse, with Bonferroni's correction for their number:
+    subset selection (Gupta, 1965), which Hsu (1984) bases on multiple comparisons with the best.
+    The truly best one stays in 97.5 of 100 cases. The tests are one-sided at half the level, so
+    that they agree with the two-sided ones against the baseline.
     """
     worse = {e.b for e in estimates if e.freedom and e.is_shown_better(LEVEL / 2 / len(estimates))}
     return {name for e in estimates for name in (e.a, e.b)} - worse

@@ -1,4 +1,6 @@
-"""Group the runs of a sweep over settings by the swept values, with one value of the metric per seed and fold."""
+"""Group the runs of a sweep over settings by the swept values, with one value of the metric per
+seed and fold.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ class Setting(Configuration):
 
     @cached_property
     def values(self) -> dict[object, float]:
-        """Headline metric by repeat: by seed, or by fold if there are several. Runs of one repeat count as their mean."""
+        """Headline metric by repeat: by seed, or by fold if there are several. Runs of one repeat
+        count as their mean.
+        """
         # Seeds of one fold share its images, so they do not count as independent.
         blocks: dict[object, list[float]] = defaultdict(list)
         for run in self.runs:
@@ -80,8 +84,12 @@ class SettingGroup:
     baseline: Setting
     note: str = ""  # why the baseline is not the requested one
     contrasts: Sequence[Contrast] = field(default=())  # of all other settings with the baseline
-    highest: str = ""  # label of the setting with the best mean, of those without lost runs if there are any
-    may_be_best: frozenset[str] = frozenset()  # labels of the settings that cannot be told from the best
+    highest: str = (
+        ""  # label of the setting with the best mean, of those without lost runs if there are any
+    )
+    may_be_best: frozenset[str] = (
+        frozenset()
+    )  # labels of the settings that cannot be told from the best
 
     @property
     def keys(self) -> list[str]:
@@ -115,9 +123,16 @@ class SettingGroup:
 
     @property
     def rounding(self) -> float:
-        """Share of one image in those evaluated: no smaller difference of a proportion means anything. 0 if unknown."""
+        """Share of one image in those evaluated: no smaller difference of a proportion means
+        anything. 0 if unknown.
+        """
         key = f"{self.metric.partition('/')[0]}.samples"
-        counts = [count for setting in self.settings for run in setting.runs if (count := run.integer(key))]
+        counts = [
+            count
+            for setting in self.settings
+            for run in setting.runs
+            if (count := run.integer(key))
+        ]
         if not counts or not self.scale.is_proportion:
             return 0.0
         # Folds have different images.
@@ -125,23 +140,32 @@ class SettingGroup:
 
     @property
     def is_on_fixed_images(self) -> bool:
-        """True if all runs were evaluated on the same images, so that the noise is that of training."""
+        """True if all runs were evaluated on the same images, so that the noise is that of
+        training.
+        """
         key = f"data.{self.metric.partition('/')[0]}"
         return len({run.result.get(key) for setting in self.settings for run in setting.runs}) == 1
 
     @property
     def hardware(self) -> str:
-        return " and ".join(dict.fromkeys(run.hardware for setting in self.settings for run in setting.runs))
+        return " and ".join(
+            dict.fromkeys(run.hardware for setting in self.settings for run in setting.runs)
+        )
 
     def named(self, label: str) -> Setting:
         return next(setting for setting in self.settings if setting.label == label)
 
     def best(self, count: int) -> list[Setting]:
-        """Return the baseline and the settings with the best means, `count` in all, in the order of the sweep."""
+        """Return the baseline and the settings with the best means, `count` in all, in the order of
+        the sweep.
+        """
         worst = -math.inf
         ranked = sorted(
             self.settings,
-            key=lambda s: (s is self.baseline, worst if s.mean is None else self.scale.sign * s.mean),
+            key=lambda s: (
+                s is self.baseline,
+                worst if s.mean is None else self.scale.sign * s.mean,
+            ),
             reverse=True,
         )
         return [setting for setting in self.settings if setting in ranked[:count]]
@@ -150,20 +174,33 @@ class SettingGroup:
         return next((contrast for contrast in self.contrasts if contrast.a == setting.label), None)
 
 
-def setting_groups(runs: Iterable[RunRecord], smallest_difference: float = SMALLEST_DIFFERENCE) -> list[SettingGroup]:
-    """Return the groups of a sweep over settings, compared with a baseline; [] for a sweep over strategies and devices."""
+def setting_groups(
+    runs: Iterable[RunRecord], smallest_difference: float = SMALLEST_DIFFERENCE
+) -> list[SettingGroup]:
+    """Return the groups of a sweep over settings, compared with a baseline; [] for a sweep over
+    strategies and devices.
+    """
     # What varies shows in the configs of all jobs, also of those that failed or wait.
-    known = [run for run in runs if run.config and not run.doubt and (run.is_of_tuning or not run.is_benchmark)]
+    known = [
+        run
+        for run in runs
+        if run.config and not run.doubt and (run.is_of_tuning or not run.is_benchmark)
+    ]
     with_metric = [run for run in known if run.comparable and run.metric_value is not None]
-    keys = [key for key in varied(known) if not key.startswith(NOT_A_SETTING) and key != "data.fold"]
+    keys = [
+        key for key in varied(known) if not key.startswith(NOT_A_SETTING) and key != "data.fold"
+    ]
     if not with_metric or not _is_about_settings(known, keys):
         return []
     members: dict[tuple[str, str, str], list[RunRecord]] = defaultdict(list)
     for run in with_metric:
-        members[run.metric, f"data {run.data or 'unknown'}", f"code {run.commit or 'unknown'}"].append(run)
+        members[
+            run.metric, f"data {run.data or 'unknown'}", f"code {run.commit or 'unknown'}"
+        ].append(run)
     differing = [len(set(column)) > 1 for column in zip(*members, strict=True)]
     for run in (run for run in known if run.is_lost):
-        # A failed run has no fingerprint of its data. It counts for the largest group with its code.
+        # A failed run has no fingerprint of its data. It counts for the largest group with its
+        # code.
         alike = [names for names in members if names[2] == f"code {run.commit}"] or list(members)
         members[max(alike, key=lambda names: len(members[names]))].append(run)
     groups = []
@@ -172,16 +209,26 @@ def setting_groups(runs: Iterable[RunRecord], smallest_difference: float = SMALL
         settings = _settings(of_group, keys)
         if any(setting.values for setting in settings):
             baseline, note = _baseline(settings)
-            groups.append(SettingGroup(names[0], _scale(names[0], settings), title, settings, baseline, note))
+            groups.append(
+                SettingGroup(names[0], _scale(names[0], settings), title, settings, baseline, note)
+            )
     groups.sort(key=lambda group: -len(group.rows))
     return _compared(groups, smallest_difference)
 
 
 def _compared(groups: Sequence[SettingGroup], smallest_difference: float) -> list[SettingGroup]:
-    """Return the groups with contrasts of all settings with the baseline, and the settings that may be the best."""
-    models = [Model(group.rows, group.scale, group.is_about_speed, group.rounding) for group in groups]
+    """Return the groups with contrasts of all settings with the baseline, and the settings that may
+    be the best.
+    """
+    models = [
+        Model(group.rows, group.scale, group.is_about_speed, group.rounding) for group in groups
+    ]
     estimates = [
-        [_bounded(group, model.compare(s.label, group.baseline.label)) for s in group.alive if s is not group.baseline]
+        [
+            _bounded(group, model.compare(s.label, group.baseline.label))
+            for s in group.alive
+            if s is not group.baseline
+        ]
         for group, model in zip(groups, models, strict=True)
     ]
     # In one call, because Holm's rule corrects for the number of contrasts in all groups.
@@ -193,18 +240,26 @@ def _compared(groups: Sequence[SettingGroup], smallest_difference: float) -> lis
             # The values that are left say nothing about the runs that the setting itself ended.
             is_cut = contrast.verdict == SUPPORTED and not group.named(contrast.a).is_sound
             contrasts.append(replace(contrast, verdict=NOT_MEASURABLE) if is_cut else contrast)
-        better = {e.a: e.better for e in of_group if e.difference is not None} | {group.baseline.label: 0.0}
-        candidates = [s.label for s in group.complete if s.label in better] or [group.baseline.label]
+        better = {e.a: e.better for e in of_group if e.difference is not None} | {
+            group.baseline.label: 0.0
+        }
+        candidates = [s.label for s in group.complete if s.label in better] or [
+            group.baseline.label
+        ]
         highest = max(candidates, key=lambda label: better[label])
         others = [s.label for s in group.alive if s.label != highest] if model.total else []
         over = [_bounded(group, model.compare(highest, label)) for label in others]
         labels = may_be_best(over) if over else {s.label for s in group.alive}
-        compared.append(replace(group, contrasts=contrasts, highest=highest, may_be_best=frozenset(labels)))
+        compared.append(
+            replace(group, contrasts=contrasts, highest=highest, may_be_best=frozenset(labels))
+        )
     return compared
 
 
 def _bounded(group: SettingGroup, e: Estimate) -> Estimate:
-    """Return an estimate that allows for any value of lost runs between the extremes of all values of the group."""
+    """Return an estimate that allows for any value of lost runs between the extremes of all values
+    of the group.
+    """
     a, b = group.named(e.a), group.named(e.b)
     if not a.lost and not b.lost:
         return e
@@ -216,14 +271,22 @@ def _bounded(group: SettingGroup, e: Estimate) -> Estimate:
 
 
 def _lost_shift(setting: Setting, end: float, scale: Scale) -> float:
-    """Return by how much the mean of a setting on the scale would change if its lost runs had the value `end`."""
+    """Return by how much the mean of a setting on the scale would change if its lost runs had the
+    value `end`.
+    """
     share = len(setting.lost) / (len(setting.lost) + len(setting.runs)) if setting.lost else 0.0
-    shift = abs(scale.to(end) - fmean(scale.to(value) for value in setting.values.values())) if share else 0.0
+    shift = (
+        abs(scale.to(end) - fmean(scale.to(value) for value in setting.values.values()))
+        if share
+        else 0.0
+    )
     return share * shift if math.isfinite(shift) else math.inf
 
 
 def _is_about_settings(runs: Sequence[RunRecord], keys: Sequence[str]) -> bool:
-    """Return True if settings of the training vary, or only seeds or folds, or if the sweep tunes settings for speed."""
+    """Return True if settings of the training vary, or only seeds or folds, or if the sweep tunes
+    settings for speed.
+    """
     if any(run.is_of_tuning for run in runs):
         return True
     batches = {run.config.get("data.batch_size") for run in runs} - {None}
@@ -236,7 +299,9 @@ def _is_about_settings(runs: Sequence[RunRecord], keys: Sequence[str]) -> bool:
 
 
 def _settings(runs: Sequence[RunRecord], keys: Sequence[str]) -> tuple[Setting, ...]:
-    """Return the compared configurations in the order of the sweep, each labelled with its values of the keys that differ."""
+    """Return the compared configurations in the order of the sweep, each labelled with its values
+    of the keys that differ.
+    """
     alike: dict[tuple[str, ...], list[RunRecord]] = defaultdict(list)
     for run in sorted(runs, key=_sweep_order):
         alike[tuple(repr(run.config.get(key)) for key in keys)].append(run)
@@ -246,7 +311,9 @@ def _settings(runs: Sequence[RunRecord], keys: Sequence[str]) -> tuple[Setting, 
         texts = [{key: _default(members[0], key) for key in keys}]
     else:
         texts = _swept_values([members[0] for members in alike.values()], keys)
-    labels = [", ".join(f"{key}={value}" for key, value in of_setting.items()) for of_setting in texts]
+    labels = [
+        ", ".join(f"{key}={value}" for key, value in of_setting.items()) for of_setting in texts
+    ]
     if not labels[0]:
         [members] = alike.values()
         labels = [model_name(next((run for run in members if run.result), members[0]))]
@@ -255,16 +322,29 @@ def _settings(runs: Sequence[RunRecord], keys: Sequence[str]) -> tuple[Setting, 
     settings = []
     for members, of_setting, label in zip(alike.values(), texts, labels, strict=True):
         lost = tuple(run for run in members if run.is_lost)
-        settings.append(Setting(tuple(run for run in members if run not in lost), of_setting, label, lost, block))
+        settings.append(
+            Setting(
+                tuple(run for run in members if run not in lost), of_setting, label, lost, block
+            )
+        )
     return tuple(settings)
 
 
 def _swept_values(first: Sequence[RunRecord], keys: Sequence[str]) -> list[dict[str, str]]:
-    """Return the values of the keys that differ, as given on the command line, of the first run of each configuration."""
+    """Return the values of the keys that differ, as given on the command line, of the first run of
+    each configuration.
+    """
     given = [parse_overrides(run.overrides) for run in first]
-    swept = [key for key in dict.fromkeys(key for texts in given for key in texts) if not key.startswith(_NOT_SWEPT)]
+    swept = [
+        key
+        for key in dict.fromkeys(key for texts in given for key in texts)
+        if not key.startswith(_NOT_SWEPT)
+    ]
     by_override = _differing(
-        [{key: texts.get(key, _default(run, key)) for key in swept} for texts, run in zip(given, first, strict=True)]
+        [
+            {key: texts.get(key, _default(run, key)) for key in swept}
+            for texts, run in zip(given, first, strict=True)
+        ]
     )
     # Single runs and runs of an edited config may have equal overrides.
     if len({tuple(texts.values()) for texts in by_override}) < len(first):
@@ -273,7 +353,9 @@ def _swept_values(first: Sequence[RunRecord], keys: Sequence[str]) -> list[dict[
 
 
 def _differing(texts: list[dict[str, str]]) -> list[dict[str, str]]:
-    """Return each configuration's values of the keys that differ. Rounds long numbers of a search if they stay distinct."""
+    """Return each configuration's values of the keys that differ. Rounds long numbers of a search
+    if they stay distinct.
+    """
     kept: list[dict[str, str]] = [{} for _ in texts]
     for key in texts[0]:
         short = {text[key]: _round(text[key]) for text in texts}
@@ -293,7 +375,9 @@ def _default(run: RunRecord, key: str) -> str:
 
 
 def _sweep_order(run: RunRecord) -> tuple[str, float, int]:
-    """Return a key that sorts jobs in the order of the command, which the number in the folder's name gives."""
+    """Return a key that sorts jobs in the order of the command, which the number in the folder's
+    name gives.
+    """
     number = re.match(r"\d+", run.folder.name)
     return run.sweep, int(number[0]) if number else math.inf, run.position or 0
 
@@ -309,7 +393,9 @@ def _scale(metric: str, settings: Sequence[Setting]) -> Scale:
 
 
 def _baseline(settings: Sequence[Setting]) -> tuple[Setting, str]:
-    """Return the configuration that sweep.baseline names, else the first, and a note if the named one has no run."""
+    """Return the configuration that sweep.baseline names, else the first, and a note if the named
+    one has no run.
+    """
     first = [(*setting.runs, *setting.lost)[0] for setting in settings]
     wanted = next((text for run in first if (text := run.config.get("sweep.baseline"))), None)
     index: int | None = 0
@@ -323,12 +409,19 @@ def _baseline(settings: Sequence[Setting]) -> tuple[Setting, str]:
         return settings[index], ""
     instead = next(setting for setting in settings if setting.values)
     name = f"sweep.baseline={wanted}" if index is None else settings[index].label
-    return instead, f"No run of the baseline {name} is done, so settings are compared with {instead.label}."
+    return (
+        instead,
+        f"No run of the baseline {name} is done, so settings are compared with {instead.label}.",
+    )
 
 
 def find_baseline(baseline: str, configurations: Sequence[Mapping[str, object]]) -> int | None:
-    """Return the index of the first configuration that has all values of `baseline`, such as `a=1, b=2`; else None."""
-    wanted = [part.partition("=")[::2] for part in re.split(r"[,\s]+(?=[\w./]+=)", baseline.strip())]
+    """Return the index of the first configuration that has all values of `baseline`, such as `a=1,
+    b=2`; else None.
+    """
+    wanted = [
+        part.partition("=")[::2] for part in re.split(r"[,\s]+(?=[\w./]+=)", baseline.strip())
+    ]
     for index, values in enumerate(configurations):
         if all(key in values and _same(value, yaml_text(values[key])) for key, value in wanted):
             return index
@@ -343,10 +436,20 @@ def _same(a: str, b: str) -> bool:
         return a == b
 
 
-def check_baseline(baseline: str, given: Sequence[Sequence[str]], configs: Sequence[Mapping[str, object]]) -> None:
-    """Raise ValueError if `baseline` matches no configuration. `given`: overrides of each; `configs`: key values of each."""
-    configurations = [{**config, **parse_overrides(words)} for config, words in zip(configs, given, strict=True)]
+def check_baseline(
+    baseline: str, given: Sequence[Sequence[str]], configs: Sequence[Mapping[str, object]]
+) -> None:
+    """Raise ValueError if `baseline` matches no configuration. `given`: overrides of each;
+    `configs`: key values of each.
+    """
+    configurations = [
+        {**config, **parse_overrides(words)} for config, words in zip(configs, given, strict=True)
+    ]
     if find_baseline(baseline, configurations) is None:
         common = set.intersection(*map(set, given))
-        known = join_short((",".join(word for word in words if word not in common) for words in given), 12)
-        raise ValueError(f"sweep.baseline={baseline}: expected settings of this sweep, one of: {known}")
+        known = join_short(
+            (",".join(word for word in words if word not in common) for words in given), 12
+        )
+        raise ValueError(
+            f"sweep.baseline={baseline}: expected settings of this sweep, one of: {known}"
+        )

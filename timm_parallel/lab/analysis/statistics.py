@@ -1,14 +1,17 @@
-"""Confidence intervals and verdicts for ratios and differences of repeated measurements. Pure functions.
+"""Confidence intervals and verdicts for ratios and differences of repeated measurements. Pure
+functions.
 
-The model is that of randomized complete blocks; a block is one repeat of all configurations. On a scale (for speed the
-logarithm, see scales.py), value = configuration + block + noise. The intra-block analysis (Cochran and Cox, Experimental
-Designs, 1957, chapter 9) allows blocks in which a configuration is missing or occurs twice. Holm's rule (1979) keeps the
-chance that any verdict is wrong at `level`.
+The model is that of randomized complete blocks; a block is one repeat of all configurations. On a
+scale (for speed the logarithm, see scales.py), value = configuration + block + noise. The
+intra-block analysis (Cochran and Cox, Experimental Designs, 1957, chapter 9) allows blocks in which
+a configuration is missing or occurs twice. Holm's rule (1979) keeps the chance that any verdict is
+wrong at `level`.
 
-The noise is equal for all configurations, or each has its own. A variance from few repeats is itself noisy, so the own
-variances are moderated: drawn toward their common value, the more the less they differ among each other (Smyth, 2004). A
-configuration that is noisier than the others is drawn less, as in the robust form of that method (Phipson et al., 2016),
-because too small a variance would make a verdict wrong. With two configurations this is the paired t test.
+The noise is equal for all configurations, or each has its own. A variance from few repeats is
+itself noisy, so the own variances are moderated: drawn toward their common value, the more the less
+they differ among each other (Smyth, 2004). A configuration that is noisier than the others is drawn
+less, as in the robust form of that method (Phipson et al., 2016), because too small a variance
+would make a verdict wrong. With two configurations this is the paired t test.
 """
 
 from __future__ import annotations
@@ -22,7 +25,13 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-from scipy.special import digamma, fdtrc, polygamma, stdtr, stdtrit  # scipy.stats takes a second to import
+from scipy.special import (
+    digamma,
+    fdtrc,
+    polygamma,
+    stdtr,
+    stdtrit,
+)  # scipy.stats takes a second to import
 
 from timm_parallel.lab.analysis.scales import RATIO, Scale
 
@@ -33,8 +42,9 @@ LEVEL = 0.05  # chance that any verdict of a report is wrong
 POWER = 0.8  # share of sweeps in which a detectable difference is found
 MOST_BLOCKS = 1000  # the report never advises more
 # A configuration counts as noisier than the others if chance would make it so in less than
-# (SUSPECT[0] + SUSPECT[1] / configurations) / degrees of freedom of the cases. Chosen by simulation, see docs/report.md: larger
-# values find fewer differences where noise is equal, smaller ones state false ones where it is not.
+# (SUSPECT[0] + SUSPECT[1] / configurations) / degrees of freedom of the cases. Chosen by
+# simulation, see docs/report.md: larger values find fewer differences where noise is equal, smaller
+# ones state false ones where it is not.
 SUSPECT = (0.25, 3.5)
 ROUNDS = 2  # of weighting by the noise; more change little
 
@@ -45,7 +55,9 @@ Row = tuple[str, object, float]  # label of a configuration, block, measured val
 
 @dataclass(frozen=True)
 class Estimate:
-    """Estimated difference of configurations a and b on `scale`: for speed log(a / b). The difference is None if unknown."""
+    """Estimated difference of configurations a and b on `scale`: for speed log(a / b). The
+    difference is None if unknown.
+    """
 
     a: str
     b: str
@@ -56,8 +68,11 @@ class Estimate:
     noise: float = 0.0  # residual standard deviation of one measurement
     scale: Scale = RATIO
     level: float = 0.0  # of b on the scale, a mean over the blocks
-    rounding: float = 0.0  # smallest difference that the measure can have, such as one image of those evaluated
-    # How much lower and higher the difference may be because runs were lost, which may have been the worst or the best.
+    rounding: float = (
+        0.0  # smallest difference that the measure can have, such as one image of those evaluated
+    )
+    # How much lower and higher the difference may be because runs were lost, which may have been
+    # the worst or the best.
     slack: tuple[float, float] = (0.0, 0.0)
 
     @property
@@ -76,7 +91,9 @@ class Estimate:
         return float(2 * stdtr(self.freedom, -certain / self.error))
 
     def is_shown_better(self, level: float) -> bool:
-        """Return True if a is better than b by at least `rounding`, in a one-sided test at `level`."""
+        """Return True if a is better than b by at least `rounding`,
+        in a one-sided test at `level`.
+        """
         if self.difference is None:
             return False
         effect = self.scale.effect(self.level, self.difference) - self.scale.none
@@ -85,17 +102,25 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Contrast:
-    """Ratio or difference of configurations a and b, its confidence interval, and the verdict on "a is better than b"."""
+    """Ratio or difference of configurations a and b, its confidence interval, and the verdict on "a
+    is better than b".
+    """
 
     a: str
     b: str
     effect: float | None  # a ratio or a difference, see `scale`
-    low: float | None  # of the interval at the level that Holm's rule leaves to this contrast; None: noise unknown
+    low: (
+        float | None
+    )  # of the interval at the level that Holm's rule leaves to this contrast; None: noise unknown
     high: float | None
     n: int
     verdict: str
-    detectable: float | None = None  # smallest difference (of a ratio 0.1: 10 %) that POWER of such sweeps show
-    blocks_needed: int | None = None  # if inconclusive: repeats for a verdict, if the estimate stays; None: unknown
+    detectable: float | None = (
+        None  # smallest difference (of a ratio 0.1: 10 %) that POWER of such sweeps show
+    )
+    blocks_needed: int | None = (
+        None  # if inconclusive: repeats for a verdict, if the estimate stays; None: unknown
+    )
     scale: Scale = RATIO
 
     @property
@@ -104,14 +129,20 @@ class Contrast:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """Return the contrast as an entry of report.json, with the effect as `ratio` or `difference`."""
+        """Return the contrast as an entry of report.json, with the effect as `ratio` or
+        `difference`.
+        """
         names = {"effect": "ratio" if self.scale.is_ratio else "difference"}
         return {names.get(key, key): value for key, value in vars(self).items() if key != "scale"}
 
     @property
     def interval(self) -> tuple[float, float]:
         """Confidence interval (low, high) of the effect; (-inf, inf) if the noise is unknown."""
-        return (-math.inf, math.inf) if self.low is None or self.high is None else (self.low, self.high)
+        return (
+            (-math.inf, math.inf)
+            if self.low is None or self.high is None
+            else (self.low, self.high)
+        )
 
     def exceeds(self, limit: float) -> str:
         """Return the verdict on "a is at least `limit` times b"."""
@@ -135,17 +166,29 @@ class _Fit:
 
 
 class Model:
-    """Measured values on `scale` as configuration + block + noise, from which pairs of configurations are compared.
+    """Measured values on `scale` as configuration + block + noise, from which pairs of
+    configurations are compared.
 
     `equal_noise`: of all configurations. `rounding`: smallest difference that two values can have.
     """
 
-    def __init__(self, rows: Iterable[Row], scale: Scale, equal_noise: bool = True, rounding: float = 0.0) -> None:
+    def __init__(
+        self, rows: Iterable[Row], scale: Scale, equal_noise: bool = True, rounding: float = 0.0
+    ) -> None:
         self.scale, self.rounding, self.total = scale, rounding, 0
         # Values outside the domain of the scale, such as values <= 0 for a ratio, are ignored.
-        known = [(name, block, shift) for name, block, value in rows if math.isfinite(shift := scale.to(value))]
-        self.points = {name: column for column, name in enumerate(dict.fromkeys(name for name, *_ in known))}
-        blocks = {block: column for column, block in enumerate(dict.fromkeys(block for _, block, _ in known))}
+        known = [
+            (name, block, shift)
+            for name, block, value in rows
+            if math.isfinite(shift := scale.to(value))
+        ]
+        self.points = {
+            name: column for column, name in enumerate(dict.fromkeys(name for name, *_ in known))
+        }
+        blocks = {
+            block: column
+            for column, block in enumerate(dict.fromkeys(block for _, block, _ in known))
+        }
         self.counts: dict[str, Counter[object]] = {name: Counter() for name in self.points}
         for name, block, _ in known:
             self.counts[name][block] += 1
@@ -166,13 +209,17 @@ class Model:
         self.variances, self.freedoms = _moderated(self.fit, self.total, smallest, equal_noise)
         for _ in range(0 if equal_noise or not self.variances.any() else ROUNDS):
             # A noisy configuration says little about the blocks.
-            self.weights = self.of_point @ (1 / np.maximum(self.variances, self.variances.max() * 1e-6))
+            self.weights = self.of_point @ (
+                1 / np.maximum(self.variances, self.variances.max() * 1e-6)
+            )
             self.weights /= self.weights.max()
             self.fit = _fit(self.design, values, self.of_point, self.weights)
             self.variances, self.freedoms = _moderated(self.fit, self.total, smallest, equal_noise)
 
     def compare(self, a: str, b: str) -> Estimate:
-        """Estimate the difference of configurations a and b on the scale, without differences between blocks."""
+        """Estimate the difference of configurations a and b on the scale, without differences
+        between blocks.
+        """
         if a not in self.points or b not in self.points:
             return Estimate(a, b, 0)
         n = (self.counts[a] & self.counts[b]).total()
@@ -181,7 +228,8 @@ class Model:
         # a and b are the same column if a configuration is compared with itself.
         contrast[self.points[b]] -= 1
         solution = fit.inverse @ contrast
-        # No block ran both a and b, and no chain of blocks connects them through other configurations.
+        # No block ran both a and b, and no chain of blocks connects them through other
+        # configurations.
         if np.abs(fit.information @ solution - contrast).max() > 1e-6:
             return Estimate(a, b, n)
         of_row = (self.design @ solution) * self.weights
@@ -189,15 +237,25 @@ class Model:
         variance, freedom = float(parts.sum()), float(self.total)
         if variance and self.total:
             # Satterthwaite (1946): a sum of variances with unlike degrees of freedom.
-            freedom = min(freedom, variance**2 / float((parts**2 / np.maximum(self.freedoms, 1e-9)).sum()))
+            freedom = min(
+                freedom, variance**2 / float((parts**2 / np.maximum(self.freedoms, 1e-9)).sum())
+            )
         noise = math.sqrt(variance / float(of_row @ of_row)) if variance else 0.0
-        level = self.middle + float(fit.effects[self.points[b]] + fit.effects[len(self.points) :].mean())
+        level = self.middle + float(
+            fit.effects[self.points[b]] + fit.effects[len(self.points) :].mean()
+        )
         difference, error = float(contrast @ fit.effects), math.sqrt(variance)
-        return Estimate(a, b, n, difference, error, freedom, noise, self.scale, level, self.rounding)
+        return Estimate(
+            a, b, n, difference, error, freedom, noise, self.scale, level, self.rounding
+        )
 
 
-def estimate(rows: Iterable[Row], pairs: Sequence[tuple[str, str]], scale: Scale = RATIO) -> list[Estimate]:
-    """Estimate the difference on `scale` for each pair of configurations (a, b), with equal noise of all configurations."""
+def estimate(
+    rows: Iterable[Row], pairs: Sequence[tuple[str, str]], scale: Scale = RATIO
+) -> list[Estimate]:
+    """Estimate the difference on `scale` for each pair of configurations (a, b), with equal noise
+    of all configurations.
+    """
     model = Model(rows, scale)
     return [model.compare(a, b) for a, b in pairs]
 
@@ -217,7 +275,9 @@ def _fit(design: Array, values: Array, of_point: Array, weights: Array) -> _Fit:
 
 
 def _moderated(fit: _Fit, total: int, smallest: float, equal_noise: bool) -> tuple[Array, Array]:
-    """Return the variance of each configuration's noise, and its degrees of freedom. No variance is below `smallest`."""
+    """Return the variance of each configuration's noise, and its degrees of freedom. No variance is
+    below `smallest`.
+    """
     freedoms, shown = fit.freedoms, fit.freedoms > 0
     if not total:
         return np.full(len(freedoms), smallest), freedoms
@@ -230,15 +290,22 @@ def _moderated(fit: _Fit, total: int, smallest: float, equal_noise: bool) -> tup
     rest = np.maximum(total - freedoms, 1e-9)
     others = np.maximum((total * pooled - freedoms * variances) / rest, smallest)
     tail = fdtrc(np.maximum(freedoms, 1e-9), rest, variances / np.minimum(others, common))
-    # With few repeats or few others, a noisy configuration is less conspicuous, so it takes less to count as one.
+    # With few repeats or few others, a noisy configuration is less conspicuous, so it takes less to
+    # count as one.
     suspect = SUSPECT[0] + SUSPECT[1] / len(freedoms)
-    drawn = np.minimum(prior, rest) * np.where(shown, np.minimum(1.0, tail * freedoms / suspect), 1.0)
+    drawn = np.minimum(prior, rest) * np.where(
+        shown, np.minimum(1.0, tail * freedoms / suspect), 1.0
+    )
     both = drawn + freedoms
     return (drawn * common + freedoms * variances) / both, both
 
 
-def _common_variance(variances: Array, freedoms: Array, pooled: float, total: int) -> tuple[float, float]:
-    """Return the value toward which variances are drawn, and its degrees of freedom: `total` if they differ by chance only."""
+def _common_variance(
+    variances: Array, freedoms: Array, pooled: float, total: int
+) -> tuple[float, float]:
+    """Return the value toward which variances are drawn, and its degrees of freedom: `total` if
+    they differ by chance only.
+    """
     logs = np.log(variances) - digamma(freedoms / 2) + np.log(freedoms / 2)
     excess = float(logs.var(ddof=1) - polygamma(1, freedoms / 2).mean()) if len(logs) > 1 else 0.0
     if excess <= 0:
@@ -253,12 +320,16 @@ def _common_variance(variances: Array, freedoms: Array, pooled: float, total: in
 
 
 def decide(
-    estimates: Sequence[Estimate], smallest_difference: float = SMALLEST_DIFFERENCE, level: float = LEVEL
+    estimates: Sequence[Estimate],
+    smallest_difference: float = SMALLEST_DIFFERENCE,
+    level: float = LEVEL,
 ) -> list[Contrast]:
-    """Return a contrast (effect, interval and verdict) for each estimate. The chance that any verdict is wrong is at most `level`.
+    """Return a contrast (effect, interval and verdict) for each estimate. The chance that any
+    verdict is wrong is at most `level`.
 
-    Holm's rule: compare the smallest of m p-values with level / m, the next with level / (m - 1), and so on, until one
-    fails; test the rest at that level. Each interval has the level of its test, so that interval and verdict agree.
+    Holm's rule: compare the smallest of m p-values with level / m, the next with level / (m - 1),
+    and so on, until one fails; test the rest at that level. Each interval has the level of its
+    test, so that interval and verdict agree.
     """
     tested = sorted((e for e in estimates if e.freedom), key=lambda e: e.p)
     levels: dict[int, float] = {}
@@ -286,7 +357,9 @@ def _contrast(e: Estimate, level: float, share: float) -> Contrast:
     low, high = min(low, effect - e.rounding), max(high, effect + e.rounding)
     # Near 100 %, only a difference downward is large enough.
     signs = (-1, 1) if e.scale.is_proportion else (e.scale.sign,)
-    detectable = max(abs(e.scale.effect(e.level, sign * (reach + power)) - e.scale.none) for sign in signs)
+    detectable = max(
+        abs(e.scale.effect(e.level, sign * (reach + power)) - e.scale.none) for sign in signs
+    )
     smallest = e.scale.smallest_shift(e.level, share)
     of_interest = abs(e.scale.effect(e.level, e.scale.sign * smallest) - e.scale.none)
     least, most = sorted(e.scale.sign * (end - e.scale.none) for end in (low, high))
@@ -297,11 +370,15 @@ def _contrast(e: Estimate, level: float, share: float) -> Contrast:
     else:
         verdict = INCONCLUSIVE
     needed = _blocks_needed(e, level, smallest) if verdict == INCONCLUSIVE else None
-    return Contrast(e.a, e.b, effect, low, high, e.n, verdict, max(detectable, e.rounding), needed, e.scale)
+    return Contrast(
+        e.a, e.b, effect, low, high, e.n, verdict, max(detectable, e.rounding), needed, e.scale
+    )
 
 
 def _blocks_needed(e: Estimate, level: float, smallest: float) -> int | None:
-    """Return the number of repeats that would give a verdict if the estimate stayed the same; None if more than MOST_BLOCKS."""
+    """Return the number of repeats that would give a verdict if the estimate stayed the same; None
+    if more than MOST_BLOCKS.
+    """
     margin = max(e.better, smallest - e.better)
     if margin <= 0:
         return None
@@ -317,8 +394,11 @@ def _blocks_needed(e: Estimate, level: float, smallest: float) -> int | None:
     return candidates[index] if index < len(candidates) else None
 
 
-def mean_interval(values: Iterable[float], scale: Scale, rounding: float = 0.0) -> tuple[float, float] | None:
-    """Return the 95 % confidence interval (Student's t on `scale`) of the mean of values; None for fewer than two.
+def mean_interval(
+    values: Iterable[float], scale: Scale, rounding: float = 0.0
+) -> tuple[float, float] | None:
+    """Return the 95 % confidence interval (Student's t on `scale`) of the mean of values; None for
+    fewer than two.
 
     It reaches at least `rounding` to both sides.
     """
@@ -326,14 +406,20 @@ def mean_interval(values: Iterable[float], scale: Scale, rounding: float = 0.0) 
     if len(shifts) < 2:
         return None
     middle = float(shifts.mean())
-    reach = float(stdtrit(len(shifts) - 1, 1 - LEVEL / 2) * shifts.std(ddof=1)) / math.sqrt(len(shifts))
+    reach = float(stdtrit(len(shifts) - 1, 1 - LEVEL / 2) * shifts.std(ddof=1)) / math.sqrt(
+        len(shifts)
+    )
     mean = scale.back(middle)
-    return min(scale.back(middle - reach), mean - rounding), max(scale.back(middle + reach), mean + rounding)
+    return min(scale.back(middle - reach), mean - rounding), max(
+        scale.back(middle + reach), mean + rounding
+    )
 
 
 @dataclass(frozen=True)
 class Summary:
-    """Median, smallest and largest value, and number of repeated measurements. Serves display; verdicts do not use it."""
+    """Median, smallest and largest value, and number of repeated measurements. Serves display;
+    verdicts do not use it.
+    """
 
     median: float
     low: float

@@ -1,4 +1,6 @@
-"""Choose the settings that train fastest: those to measure again after a screening, and the ones to recommend."""
+"""Choose the settings that train fastest: those to measure again after a screening, and the ones to
+recommend.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +9,18 @@ from collections.abc import Mapping
 from timm_parallel.lab.analysis.recommendation import Recommendation, command, disturbed_sentence
 from timm_parallel.lab.analysis.runs import parse_overrides
 from timm_parallel.lab.analysis.settings import Setting, SettingGroup
-from timm_parallel.lab.analysis.statistics import SMALLEST_DIFFERENCE, SUPPORTED, Contrast, decide, estimate
+from timm_parallel.lab.analysis.statistics import (
+    SMALLEST_DIFFERENCE,
+    SUPPORTED,
+    Contrast,
+    decide,
+    estimate,
+)
 from timm_parallel.lab.analysis.wording import figure, interval_text, percent, times
 from timm_parallel.machine.text import plural
 
-# Settings that change more than speed and memory, with the advice that a recommendation of them adds.
+# Settings that change more than speed and memory, with the advice that a recommendation of them
+# adds.
 CHANGES_TRAINING = {
     "train.precision": "rounds differently: compare the accuracy of both before you rely on it",
     "data.batch_size": "trains differently: choose the learning rate again",
@@ -19,12 +28,15 @@ CHANGES_TRAINING = {
 }
 
 
-def finalists(gains: Mapping[tuple[str, ...], float], smallest_difference: float) -> list[tuple[str, ...]]:
+def finalists(
+    gains: Mapping[tuple[str, ...], float], smallest_difference: float
+) -> list[tuple[str, ...]]:
     """Return the combinations of settings to measure again, given the gain of each setting alone.
 
-    `gains`: the overrides of a setting -> speed with it, divided by speed without it. The combinations are the fastest
-    setting alone; all settings that gain at least `smallest_difference`; and those of them that change nothing but speed
-    and memory. Of two settings that set one key, only the faster counts. If none gains that much, only the fastest is
+    `gains`: the overrides of a setting -> speed with it, divided by speed without it. The
+    combinations are the fastest setting alone; all settings that gain at least
+    `smallest_difference`; and those of them that change nothing but speed and memory. Of two
+    settings that set one key, only the faster counts. If none gains that much, only the fastest is
     measured again. Combinations with fewer overrides come first; none appears twice.
     """
     ranked = sorted(gains, key=lambda setting: -gains[setting])
@@ -35,7 +47,9 @@ def finalists(gains: Mapping[tuple[str, ...], float], smallest_difference: float
         if gains[setting] >= 1 + smallest_difference and not taken & keys:
             kept.append(setting)
             taken |= keys
-    harmless = [setting for setting in kept if not CHANGES_TRAINING.keys() & parse_overrides(setting).keys()]
+    harmless = [
+        setting for setting in kept if not CHANGES_TRAINING.keys() & parse_overrides(setting).keys()
+    ]
     chosen = {
         tuple(override for setting in settings for override in setting)
         for settings in (ranked[:1], harmless, kept)
@@ -45,9 +59,11 @@ def finalists(gains: Mapping[tuple[str, ...], float], smallest_difference: float
 
 
 def recommend_fastest(group: SettingGroup) -> Recommendation:
-    """Recommend settings that are shown to train faster than the current ones; if none is, state the detectable gain.
+    """Recommend settings that are shown to train faster than the current ones; if none is, state
+    the detectable gain.
 
-    Settings with more changes are recommended only if they are also shown to be faster than those with fewer.
+    Settings with more changes are recommended only if they are also shown to be faster than those
+    with fewer.
     """
     runs = [run for setting in group.settings for run in setting.runs]
     if 2 * sum(bool(run.flags) for run in runs) > len(runs):
@@ -68,18 +84,24 @@ def recommend_fastest(group: SettingGroup) -> Recommendation:
             label = other
     contrast, winner = shown[label], group.named(label)
     sentences = [
-        f"{_changes(winner, baseline)} trains {times(contrast)} as fast as the current settings{interval_text(contrast)}, "
-        f"from {repeats}.",
+        f"{_changes(winner, baseline)} trains {times(contrast)} as fast as the current "
+        f"settings{interval_text(contrast)}, from {repeats}.",
         *_memory(winner, baseline),
         *_advice(winner, baseline),
         *_without_changes(group, winner, shown),
     ]
-    return Recommendation(group, " ".join(sentences), command(winner.runs[0]), winner.label, contrast)
+    return Recommendation(
+        group, " ".join(sentences), command(winner.runs[0]), winner.label, contrast
+    )
 
 
 def _no_gain(group: SettingGroup, smallest: float) -> str:
-    sentence = f"No setting is shown to train more than {percent(smallest)} faster than the current ones"
-    detectable = [contrast.detectable for contrast in group.contrasts if contrast.detectable is not None]
+    sentence = (
+        f"No setting is shown to train more than {percent(smallest)} faster than the current ones"
+    )
+    detectable = [
+        contrast.detectable for contrast in group.contrasts if contrast.detectable is not None
+    ]
     if detectable:
         return f"{sentence}; this sweep could detect a gain of {percent(max(detectable), 1)}."
     return f"{sentence}: without repeats the noise is unknown; use sweep.repeats=5."
@@ -94,9 +116,15 @@ def _memory(winner: Setting, baseline: Setting) -> list[str]:
 
 
 def _advice(winner: Setting, baseline: Setting) -> list[str]:
-    """Return a warning for each changed setting that changes more than speed, and the time that compiling takes."""
+    """Return a warning for each changed setting that changes more than speed, and the time that
+    compiling takes.
+    """
     changed = _changed(winner, baseline)
-    advised = {CHANGES_TRAINING[key]: f"{key}={value}" for key, value in changed.items() if key in CHANGES_TRAINING}
+    advised = {
+        CHANGES_TRAINING[key]: f"{key}={value}"
+        for key, value in changed.items()
+        if key in CHANGES_TRAINING
+    }
     lines = [f"{text} {advice}." for advice, text in advised.items()]
     if "model.compile" in changed:
         starts = [_start_seconds(setting) for setting in (winner, baseline)]
@@ -105,7 +133,9 @@ def _advice(winner: Setting, baseline: Setting) -> list[str]:
 
 
 def _changed(setting: Setting, baseline: Setting) -> dict[str, str]:
-    return {key: value for key, value in setting.settings.items() if value != baseline.settings.get(key)}
+    return {
+        key: value for key, value in setting.settings.items() if value != baseline.settings.get(key)
+    }
 
 
 def _changes(setting: Setting, baseline: Setting) -> str:
@@ -117,8 +147,12 @@ def _start_seconds(setting: Setting) -> str:
     return figure(seconds.median) if seconds else "an unknown number of"
 
 
-def _without_changes(group: SettingGroup, winner: Setting, shown: Mapping[str, Contrast]) -> list[str]:
-    """Return a sentence on the fastest setting that changes only speed and memory, in a list that is empty without one."""
+def _without_changes(
+    group: SettingGroup, winner: Setting, shown: Mapping[str, Contrast]
+) -> list[str]:
+    """Return a sentence on the fastest setting that changes only speed and memory, in a list that
+    is empty without one.
+    """
 
     def only_speed(setting: Setting) -> bool:
         return not CHANGES_TRAINING.keys() & _changed(setting, group.baseline).keys()
@@ -129,5 +163,6 @@ def _without_changes(group: SettingGroup, winner: Setting, shown: Mapping[str, C
     best = max(others, key=lambda contrast: contrast.ratio or 0)
     text = _changes(group.named(best.a), group.baseline)
     return [
-        f"Of the settings that change only speed and memory, {text} is the fastest: {times(best)}{interval_text(best)}."
+        f"Of the settings that change only speed and memory, {text} is the fastest: "
+        f"{times(best)}{interval_text(best)}."
     ]

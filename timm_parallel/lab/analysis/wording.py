@@ -16,7 +16,9 @@ MOST_SHOWN = 1000  # times; a larger end of an interval is not shown
 
 
 def verdict_text(contrast: Contrast) -> str:
-    """Format the verdict and its reason, e.g. `inconclusive: without repeats the noise is unknown`."""
+    """Format the verdict and its reason, e.g. `inconclusive:
+    without repeats the noise is unknown`.
+    """
     if contrast.effect is None:
         return f"{contrast.verdict}: no repeat measured both configurations"
     if contrast.verdict != INCONCLUSIVE:
@@ -25,7 +27,10 @@ def verdict_text(contrast: Contrast) -> str:
         return f"{contrast.verdict}: without repeats the noise is unknown; use sweep.repeats=5"
     needed = f"about {contrast.blocks_needed}" if contrast.blocks_needed else "more than 1,000"
     smallest = size_text(contrast.scale, contrast.detectable)
-    return f"{contrast.verdict}: this sweep can detect a difference of {smallest}; a verdict needs {needed} repeats"
+    return (
+        f"{contrast.verdict}: this sweep can detect a difference of {smallest}; a verdict "
+        f"needs {needed} repeats"
+    )
 
 
 def times(contrast: Contrast) -> str:
@@ -33,7 +38,9 @@ def times(contrast: Contrast) -> str:
 
 
 def interval_text(contrast: Contrast, level: str = "95 % interval ") -> str:
-    """Format the confidence interval, e.g. ` (95 % interval 1.80 to 2.00)`; empty if the noise is unknown."""
+    """Format the confidence interval, e.g. ` (95 % interval 1.80 to 2.00)`; empty if the noise is
+    unknown.
+    """
     if contrast.low is None or contrast.high is None:
         return ""
     high = f"{contrast.high:.2f}" if contrast.high < MOST_SHOWN else f"more than {MOST_SHOWN:,}"
@@ -41,28 +48,38 @@ def interval_text(contrast: Contrast, level: str = "95 % interval ") -> str:
 
 
 def effect_text(contrast: Contrast | None) -> str:
-    """Format a ratio or difference with its interval, e.g. `1.90 × (1.80 to 2.00)` or `+7.9 (+1.4 to +14.4)`."""
+    """Format a ratio or difference with its interval, e.g. `1.90 × (1.80 to 2.00)` or `+7.9 (+1.4
+    to +14.4)`.
+    """
     if contrast is None or contrast.effect is None:
         return DASH
     if contrast.scale.is_ratio:
         return times(contrast) + interval_text(contrast, "")
-    ends = [_signed(contrast.scale, end) for end in (contrast.low, contrast.high) if end is not None]
+    ends = [
+        _signed(contrast.scale, end) for end in (contrast.low, contrast.high) if end is not None
+    ]
     return _signed(contrast.scale, contrast.effect) + (f" ({' to '.join(ends)})" if ends else "")
 
 
 def _signed(scale: Scale, difference: float) -> str:
-    return ("+" if difference > 0 else "") + (points(difference) if scale.is_proportion else figure(difference))
+    return ("+" if difference > 0 else "") + (
+        points(difference) if scale.is_proportion else figure(difference)
+    )
 
 
 def size_text(scale: Scale, size: float) -> str:
-    """Format the size of an effect without its sign: `12.0 %` of a ratio, `7.9 points` of a proportion, else a number."""
+    """Format the size of an effect without its sign: `12.0 %` of a ratio, `7.9 points` of a
+    proportion, else a number.
+    """
     if scale.is_ratio:
         return percent(size, 1)
     return f"{points(size)} points" if scale.is_proportion else figure(size)
 
 
 def points(share: float, limit: float = 0.001) -> str:
-    """Format a share in percent with one decimal place, or with two significant digits if it is below `limit`."""
+    """Format a share in percent with one decimal place, or with two significant digits if it is
+    below `limit`.
+    """
     return f"{100 * share:.{_decimals(share, limit)}f}"
 
 
@@ -87,7 +104,9 @@ def range_text(scale: Scale, ends: tuple[float, float]) -> str:
 
 
 def difference_text(contrast: Contrast, corrected: float | None = None) -> str:
-    """Format a difference, e.g. `7.9 points higher (95 % interval 1.4 to 14.4)`. `corrected` for the choice of the setting."""
+    """Format a difference, e.g. `7.9 points higher (95 % interval 1.4 to 14.4)`. `corrected` for
+    the choice of the setting.
+    """
     assert contrast.effect is not None
     low, high = contrast.interval
     # The correction comes from fewer repeats than the interval, and may be outside.
@@ -97,16 +116,22 @@ def difference_text(contrast: Contrast, corrected: float | None = None) -> str:
     if contrast.low is None or contrast.high is None:
         return text
     low, high = sorted((sign * low, sign * high))
-    low_text, high_text = (size_text(contrast.scale, end).removesuffix(" points") for end in (low, high))
+    low_text, high_text = (
+        size_text(contrast.scale, end).removesuffix(" points") for end in (low, high)
+    )
     return f"{text} (95 % interval {low_text} to {high_text})"
 
 
 def percent(share: float, digits: int = 0) -> str:
-    return f"{100 * share:.{digits}f} %" if share < MOST_SHOWN else f"more than {100 * MOST_SHOWN:,} %"
+    return (
+        f"{100 * share:.{digits}f} %" if share < MOST_SHOWN else f"more than {100 * MOST_SHOWN:,} %"
+    )
 
 
 def figure(value: float) -> str:
-    """Format a number with three significant digits, or with all digits before the decimal point."""
+    """Format a number with three significant digits,
+    or with all digits before the decimal point.
+    """
     if value == 0 or abs(value) >= 99.95:
         return f"{value:,.0f}"
     text = f"{value:#.3g}"
@@ -126,7 +151,9 @@ def join_short(items: Iterable[str], limit: int = 4) -> str:
 
 
 def model_name(run: RunRecord) -> str:
-    """Format the model name: `resnet18`, or with model.kwargs `tiny (vit_tiny_patch16_224, 61 k parameters, 32 px)`."""
+    """Format the model name: `resnet18`, or with model.kwargs `tiny (vit_tiny_patch16_224, 61 k
+    parameters, 32 px)`.
+    """
     name = str(run.result.get("model") or DASH)
     parameters, pixels = run.integer("parameters"), run.integer("image_size")
     if not any(key.startswith("model.kwargs.") for key in run.config):
@@ -144,7 +171,11 @@ def rounded(count: int) -> str:
     """Format a count as `999`, `61 k` or `5.7 M`."""
     for factor, unit in ((1e6, " M"), (1e3, " k")):
         if count >= factor:
-            return f"{count / factor:.2g}{unit}" if count < 10 * factor else f"{count / factor:.0f}{unit}"
+            return (
+                f"{count / factor:.2g}{unit}"
+                if count < 10 * factor
+                else f"{count / factor:.0f}{unit}"
+            )
     return str(count)
 
 

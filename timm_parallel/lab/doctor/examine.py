@@ -1,4 +1,6 @@
-"""Check of this machine: list its hardware and versions, problems with their fixes, and a command to start with."""
+"""Check of this machine: list its hardware and versions, problems with their fixes, and a command
+to start with.
+"""
 
 from __future__ import annotations
 
@@ -25,21 +27,36 @@ from timm_parallel.record.result import read_result
 REINSTALL = "pip install --force-reinstall -r requirements.txt"
 GIB = 2**30
 # Data that need no file and no download.
-TRY = ("debug=fast", "model=tiny", f"data={MADE_IN_MEMORY[-1]}", "data.batch_size=32", "print_config=false")
+TRY = (
+    "debug=fast",
+    "model=tiny",
+    f"data={MADE_IN_MEMORY[-1]}",
+    "data.batch_size=32",
+    "print_config=false",
+)
 TIMEOUT = 180.0  # seconds
 OUTPUTS = ROOT / "outputs" if (ROOT / "outputs").exists() else ROOT
 
 
 def probe(module: str) -> dict[str, Any]:
-    """Run a Python module in a separate process. Return the JSON that it prints; {"error": its last line} if it fails."""
+    """Run a Python module in a separate process. Return the JSON that it prints; {"error": its last
+    line} if it fails.
+    """
     error, output = _run([sys.executable, *SAFE_PATH, "-m", module])
     return {"error": error} if error else dict(json.loads(output.splitlines()[-1]))
 
 
 def try_strategy(strategy: str, devices: int) -> str:
-    """Train a tiny model for two steps with train.py, and evaluate it. Return the error; "" if it works."""
+    """Train a tiny model for two steps with train.py, and evaluate it. Return the error; "" if it
+    works.
+    """
     with tempfile.TemporaryDirectory(prefix="doctor_") as folder:
-        arguments = [f"parallel={strategy}", f"parallel.devices={devices}", f"hydra.run.dir={folder}/run", *TRY]
+        arguments = [
+            f"parallel={strategy}",
+            f"parallel.devices={devices}",
+            f"hydra.run.dir={folder}/run",
+            *TRY,
+        ]
         error, _ = _run([sys.executable, str(ROOT / "train.py"), *arguments])
         # A run that was refused before its start has no result; its last line is the reason.
         with suppress(ValueError):
@@ -48,15 +65,21 @@ def try_strategy(strategy: str, devices: int) -> str:
 
 
 def _run(command: list[str]) -> tuple[str, str]:
-    """Run the command and return (its last line on stderr, output); the first is empty on success."""
+    """Run the command and return (its last line on stderr, output);
+    the first is empty on success.
+    """
     environment = with_project_on_path(os.environ)
     try:
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT)
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT
+        )
     except subprocess.TimeoutExpired:
         return f"no answer within {TIMEOUT:.0f} s", ""
     if done.returncode == 0:
         return "", done.stdout
-    lines = [line.strip() for line in done.stderr.splitlines() if line.strip()] or [f"exit code {done.returncode}"]
+    lines = [line.strip() for line in done.stderr.splitlines() if line.strip()] or [
+        f"exit code {done.returncode}"
+    ]
     return lines[-1], ""
 
 
@@ -67,16 +90,22 @@ class MachineReport:
     devices: list[dict[str, Any]] = field(default_factory=nvidia.listed)  # as NVML lists them
     visible: int = field(default_factory=lambda: len(hardware.visible_cuda_devices()))
     driver: str | None = field(default_factory=nvidia.driver_version)
-    driver_cuda: str | None = field(default_factory=nvidia.driver_cuda)  # the newest CUDA that the driver runs
+    driver_cuda: str | None = field(
+        default_factory=nvidia.driver_cuda
+    )  # the newest CUDA that the driver runs
     torch: dict[str, Any] = field(default_factory=lambda: probe("timm_parallel.lab.doctor.probe"))
     cores: int = field(default_factory=hardware.cores)
     # Free in /dev/shm; None without /dev/shm.
     shm: int | None = field(
-        default_factory=lambda: shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else None
+        default_factory=lambda: (
+            shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else None
+        )
     )
     disk: int = field(default_factory=lambda: shutil.disk_usage(OUTPUTS).free)
     can_write: bool = field(default_factory=lambda: os.access(OUTPUTS, os.W_OK))
-    tries: dict[str, str] = field(default_factory=dict)  # strategy -> error of its trial run, "" if none
+    tries: dict[str, str] = field(
+        default_factory=dict
+    )  # strategy -> error of its trial run, "" if none
 
 
 @dataclass
@@ -88,11 +117,17 @@ class Finding:
 
 
 def examine(as_json: bool) -> int:
-    """Check this machine and print the findings, as text or JSON. Return 1 if training cannot start, else 0."""
+    """Check this machine and print the findings, as text or JSON. Return 1 if training cannot
+    start, else 0.
+    """
     print("querying torch and timm …", file=sys.stderr, flush=True)
     facts = MachineReport()
     for strategy, devices in strategies_to_try(facts).items():
-        print(f"trying a step with parallel={strategy} on {devices} device(s) …", file=sys.stderr, flush=True)
+        print(
+            f"trying a step with parallel={strategy} on {devices} device(s) …",
+            file=sys.stderr,
+            flush=True,
+        )
         facts.tries[strategy] = try_strategy(strategy, devices)
     findings = findings_of(facts)
     can_train = not any(finding.stops for finding in findings)
@@ -110,7 +145,9 @@ def examine(as_json: bool) -> int:
 
 
 def as_text(facts: MachineReport, findings: list[Finding]) -> str:
-    """Format the findings, one per line, then the fixes in order and, if training can start, a command to start with."""
+    """Format the findings, one per line, then the fixes in order and, if training can start, a
+    command to start with.
+    """
     width = max(len(finding.name) for finding in findings)
     lines = []
     for finding in findings:
@@ -119,17 +156,28 @@ def as_text(facts: MachineReport, findings: list[Finding]) -> str:
     stops = [finding for finding in findings if finding.stops]
     fixes = stops or [finding for finding in findings if finding.remedy]
     if fixes:
-        lines += ["", "Training cannot start. Fix, in this order:" if stops else "Recommended fixes:"]
-        lines += [f"  {number}. {finding.name}: {finding.remedy}" for number, finding in enumerate(fixes, 1)]
+        lines += [
+            "",
+            "Training cannot start. Fix, in this order:" if stops else "Recommended fixes:",
+        ]
+        lines += [
+            f"  {number}. {finding.name}: {finding.remedy}"
+            for number, finding in enumerate(fixes, 1)
+        ]
     if not stops:
         lines += ["", f"Start with:  {advice(facts)}"]
     return "\n".join(lines)
 
 
 def findings_of(facts: MachineReport) -> list[Finding]:
-    """Return a finding for the system, torch, the GPUs, storage and each strategy, in the order in which to fix them."""
+    """Return a finding for the system, torch, the GPUs, storage and each strategy, in the order in
+    which to fix them.
+    """
     return [
-        Finding("system", f"{platform.platform()}, Python {platform.python_version()}, {facts.cores} cores"),
+        Finding(
+            "system",
+            f"{platform.platform()}, Python {platform.python_version()}, {facts.cores} cores",
+        ),
         _torch(facts),
         _devices(facts),
         *_storage(facts),
@@ -138,7 +186,9 @@ def findings_of(facts: MachineReport) -> list[Finding]:
 
 
 def strategies_to_try(facts: MachineReport) -> dict[str, int]:
-    """Return strategy -> number of devices of each trial run; empty if a finding prevents training."""
+    """Return strategy -> number of devices of each trial run;
+    empty if a finding prevents training.
+    """
     if any(finding.stops for finding in findings_of(facts)):
         return {}
     several = facts.visible or min(2, facts.cores)
@@ -148,7 +198,9 @@ def strategies_to_try(facts: MachineReport) -> dict[str, int]:
 
 
 def advice(facts: MachineReport) -> str:
-    """Return the train.py command that suits this machine: on all its GPUs if that strategy ran, else on one device."""
+    """Return the train.py command that suits this machine: on all its GPUs if that strategy ran,
+    else on one device.
+    """
     parallel = ParallelConfig()
     parallel.choose_strategy(several=facts.visible > 1)
     if facts.tries.get(parallel.strategy, "not tried"):
@@ -156,32 +208,49 @@ def advice(facts: MachineReport) -> str:
         parallel.choose_strategy(several=False)
     devices = 1 if parallel.has_one_device else facts.visible
     without_workers = " data.workers=0" if facts.shm is not None and facts.shm < GIB else ""
-    return f"python train.py parallel={parallel.strategy} parallel.devices={devices}{without_workers}"
+    return (
+        f"python train.py parallel={parallel.strategy} parallel.devices={devices}{without_workers}"
+    )
 
 
 def _try(name: str, error: str) -> Finding:
     if not error:
         return Finding(name, "runs")
     remedy = f"python train.py {' '.join(TRY[:3])} parallel={name}   # shows all of it"
-    return Finding(name, f"does not run: {error}", remedy, stops=ParallelConfig(name).has_one_device)
+    return Finding(
+        name, f"does not run: {error}", remedy, stops=ParallelConfig(name).has_one_device
+    )
 
 
 def _torch(facts: MachineReport) -> Finding:
     if "error" in facts.torch:
-        return Finding("torch", f"torch or timm cannot be imported: {facts.torch['error']}", REINSTALL, stops=True)
+        return Finding(
+            "torch",
+            f"torch or timm cannot be imported: {facts.torch['error']}",
+            REINSTALL,
+            stops=True,
+        )
     target = f"CUDA {facts.torch['cuda']}" if facts.torch["cuda"] else "CPU"
-    return Finding("torch", f"{facts.torch['version']}, built for {target}; timm {facts.torch['timm']}")
+    return Finding(
+        "torch", f"{facts.torch['version']}, built for {target}; timm {facts.torch['timm']}"
+    )
 
 
 def _devices(facts: MachineReport) -> Finding:
     if not facts.devices:
-        return Finding("GPUs", "an Apple GPU" if facts.torch.get("mps") else "none; training uses CPU devices")
+        return Finding(
+            "GPUs", "an Apple GPU" if facts.torch.get("mps") else "none; training uses CPU devices"
+        )
     names = ", ".join(f"{d['name']} ({(d['memory'] or 0) / GIB:.0f} GiB)" for d in facts.devices)
     seen = facts.torch.get("devices", 0)
-    text = f"{len(facts.devices)}: {names}; driver {facts.driver} for CUDA {facts.driver_cuda}; torch sees {seen}"
+    text = (
+        f"{len(facts.devices)}: {names}; driver {facts.driver} for CUDA {facts.driver_cuda}; "
+        f"torch sees {seen}"
+    )
     remedy = (
-        f"install a torch built for CUDA {facts.driver_cuda} or older, or a newer driver; in a container, give it "
-        f"--gpus all; unset CUDA_VISIBLE_DEVICES, with which {facts.visible} GPUs are visible"
+        f"install a torch built for CUDA {facts.driver_cuda} or older, or a newer driver; in a "
+        f"container, give it --gpus all; unset CUDA_VISIBLE_DEVICES, with which {facts.visible} "
+        "GPUs are visible"
     )
     is_fine = seen > 0 or "error" in facts.torch
     return Finding("GPUs", text, None if is_fine else remedy)
@@ -192,8 +261,16 @@ def _storage(facts: MachineReport) -> list[Finding]:
     if facts.shm is not None:
         memory.text = f"{facts.shm / GIB:.1f} GiB free"
         if facts.shm < GIB:
-            memory.remedy = "loader workers pass batches through it: docker run --shm-size 8g, or data.workers=0"
-    disk = Finding("disk", f"{facts.disk / GIB:.0f} GiB free in {OUTPUTS}", stops=not facts.can_write)
+            memory.remedy = (
+                "loader workers pass batches through it: docker run --shm-size 8g, or "
+                "data.workers=0"
+            )
+    disk = Finding(
+        "disk", f"{facts.disk / GIB:.0f} GiB free in {OUTPUTS}", stops=not facts.can_write
+    )
     if disk.stops or facts.disk < 2 * GIB:
-        disk.remedy = f"free space in {OUTPUTS} and make it writable, or choose another folder: paths.output_dir=…"
+        disk.remedy = (
+            f"free space in {OUTPUTS} and make it writable, or choose another folder: "
+            "paths.output_dir=…"
+        )
     return [memory, disk]

@@ -1,4 +1,6 @@
-"""Print versions and devices of torch as one line of JSON. Run in its own process, because a broken torch may crash."""
+"""Print versions and devices of torch as one line of JSON. Run in its own process, because a broken
+torch may crash.
+"""
 
 from __future__ import annotations
 

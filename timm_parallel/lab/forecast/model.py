@@ -1,14 +1,16 @@
-"""Model of the step time, fitted to the device counts of a sweep, to forecast the speed on more devices.
+"""Model of the step time, fitted to the device counts of a sweep, to forecast the speed on more
+devices.
 
 A step on n devices, each with b images, that all-reduce S bytes of gradients:
 
-    compute   C = c0 + c1 b
-    reduce    A = 2 (n - 1) alpha + 2 (n - 1) / n  S / beta      latency alpha, bandwidth beta; 0 for n = 1
-    step      t = max(C + max(0, A - h C), b / data rate)        h C of A is hidden behind the backward pass
+    compute   C = c0 + c1 b reduce    A = 2 (n - 1) alpha + 2 (n - 1) / n  S / beta      latency
+    alpha, bandwidth beta; 0 for n = 1 step      t = max(C + max(0, A - h C), b / data rate)
+    h C of A is hidden behind the backward pass
 
-The ring all-reduce's cost: Thakur, Rabenseifner, Gropp 2005 (doi:10.1177/1094342005051521) and Patarasuk, Yuan 2009
-(doi:10.1016/j.jpdc.2008.09.002), bandwidth-optimal. The overlap: Li et al. 2020, arXiv:2006.15704; h is at most 2/3, the
-backward pass's share of forward and backward. A loader that cannot keep up bounds a device at its data rate.
+The ring all-reduce's cost: Thakur, Rabenseifner, Gropp 2005 (doi:10.1177/1094342005051521) and
+Patarasuk, Yuan 2009 (doi:10.1016/j.jpdc.2008.09.002), bandwidth-optimal. The overlap: Li et al.
+2020, arXiv:2006.15704; h is at most 2/3, the backward pass's share of forward and backward. A
+loader that cannot keep up bounds a device at its data rate.
 """
 
 from __future__ import annotations
@@ -21,15 +23,20 @@ import numpy as np
 
 MOST_HIDDEN = 2 / 3
 LATENCY = 20e-6  # seconds, if too few counts were measured to fit it: typical of TCP within a rack
-UNRELIABLE = 0.15  # relative error, for a device count left out of the fit, above which the forecast is unreliable
-MISSED = 0.05  # relative error on a measured count above which the model does not describe the sweep
+# Relative error, for a device count left out of the fit, above which the forecast is unreliable.
+UNRELIABLE = 0.15
+MISSED = (
+    0.05  # relative error on a measured count above which the model does not describe the sweep
+)
 NEGLIGIBLE = 1e-3  # share of a step, or of h, below which a fitted cost is at its bound
 COUNTS = tuple(2**power for power in range(1, 11))
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Mean step time and sizes of one run. `ring`: seconds of the ring all-reduce, hidden or exposed, if recorded."""
+    """Mean step time and sizes of one run. `ring`: seconds of the ring all-reduce, hidden or
+    exposed, if recorded.
+    """
 
     devices: int
     images: int  # global batch
@@ -52,14 +59,18 @@ class Link:
 
 @dataclass(frozen=True)
 class Model:
-    """Fitted step-time model. `across`: a different link between nodes, as in a what-if forecast; `link` is then within a node."""
+    """Fitted step-time model. `across`: a different link between nodes, as in a what-if forecast;
+    `link` is then within a node.
+    """
 
     fixed: float  # c0, seconds
     per_image: float  # c1, seconds
     hidden: float  # h
     link: Link
     gradient_bytes: int
-    data_rate: float | None = None  # images per second and device; None: the loader never bounds the step
+    data_rate: float | None = (
+        None  # images per second and device; None: the loader never bounds the step
+    )
     across: Link | None = None
     devices_per_node: int = 1
 
@@ -79,7 +90,9 @@ class Model:
 
 @dataclass(frozen=True)
 class Forecast:
-    """Forecast for one device count: images per second with an interval, and efficiency relative to one device."""
+    """Forecast for one device count: images per second with an interval, and efficiency relative to
+    one device.
+    """
 
     devices: int
     per_device: float
@@ -94,8 +107,8 @@ class Forecast:
 class Answer:
     """Forecasts for several device counts, with the errors of the fitted model.
 
-    `error`: largest relative error of a count that was forecast from the others; None with two counts.
-    `residual`: largest relative error on a measured count. `notes`: further doubts.
+    `error`: largest relative error of a count that was forecast from the others; None with two
+    counts. `residual`: largest relative error on a measured count. `notes`: further doubts.
     """
 
     model: Model
@@ -107,11 +120,14 @@ class Answer:
     notes: list[str]
 
 
-def forecast(runs: Sequence[Measured], counts: Sequence[int] = COUNTS, **what_if: float | None) -> Answer:
-    """Fit the model and apply it to `counts`. `what_if`: bandwidth (bytes/s), latency (s), devices_per_node, or None.
+def forecast(
+    runs: Sequence[Measured], counts: Sequence[int] = COUNTS, **what_if: float | None
+) -> Answer:
+    """Fit the model and apply it to `counts`. `what_if`: bandwidth (bytes/s), latency (s),
+    devices_per_node, or None.
 
-    Strong: all counts use the largest count's global batch. Weak: all use the smallest count's batch per device.
-    `runs` must have two or more device counts.
+    Strong: all counts use the largest count's global batch. Weak: all use the smallest count's
+    batch per device. `runs` must have two or more device counts.
     """
     assert len({run.devices for run in runs}) > 1
     fitted = fit(runs)
@@ -122,15 +138,29 @@ def forecast(runs: Sequence[Measured], counts: Sequence[int] = COUNTS, **what_if
     variants = [with_link(variant, **what_if) for variant in (fitted, *fits)]
 
     def row(devices: int, per_device: float, alone: float) -> Forecast:
-        """Forecast one device count. Efficiency is relative to one device with a batch of `alone` images."""
+        """Forecast one device count. Efficiency is relative to one device with a batch of `alone`
+        images.
+        """
         speed = model.speed(devices, per_device)
         low = high = None
         if error is not None:
             speeds = [variant.speed(devices, per_device) for variant in variants]
             low, high = min(speeds) / (1 + margin), max(speeds) / (1 - margin)
-        same = [r.images / r.seconds for r in runs if r.devices == devices and math.isclose(r.per_device, per_device)]
+        same = [
+            r.images / r.seconds
+            for r in runs
+            if r.devices == devices and math.isclose(r.per_device, per_device)
+        ]
         measured = float(np.median(same)) if same and model.across is None else None
-        return Forecast(devices, per_device, speed, low, high, speed / (devices * model.speed(1, alone)), measured)
+        return Forecast(
+            devices,
+            per_device,
+            speed,
+            low,
+            high,
+            speed / (devices * model.speed(1, alone)),
+            measured,
+        )
 
     images = max(runs, key=lambda run: run.devices).images
     per_device = min(runs, key=lambda run: run.devices).per_device
@@ -147,9 +177,11 @@ def forecast(runs: Sequence[Measured], counts: Sequence[int] = COUNTS, **what_if
 
 
 def fit(runs: Sequence[Measured]) -> Model:
-    """Fit the model to the logarithms of step and all-reduce times by least squares, with no more unknowns than counts.
+    """Fit the model to the logarithms of step and all-reduce times by least squares, with no more
+    unknowns than counts.
 
-    The unknowns, in this order: c1, beta, h if all-reduce time was recorded, c0 if batches per device differ, alpha.
+    The unknowns, in this order: c1, beta, h if all-reduce time was recorded, c0 if batches per
+    device differ, alpha.
     """
     from scipy.optimize import least_squares
 
@@ -177,7 +209,8 @@ def fit(runs: Sequence[Measured]) -> Model:
         steps = [math.log(model.seconds(run.devices, run.per_device) / run.seconds) for run in runs]
         return steps + [math.log(model.ring(run.devices) / run.ring) for run in ringed if run.ring]
 
-    # Initial bandwidths in bytes/s. From a single one, the fit can end with a completely hidden all-reduce.
+    # Initial bandwidths in bytes/s. From a single one, the fit can end with a completely hidden
+    # all-reduce.
     starts = [start | {"bandwidth": bandwidth} for bandwidth in (1e8, 1e9, 1e10, 1e11)]
     solutions = [least_squares(residuals, np.log(list(values.values()))) for values in starts]
     best = min(solutions, key=lambda solution: solution.cost)
@@ -186,19 +219,28 @@ def fit(runs: Sequence[Measured]) -> Model:
 
 
 def with_link(
-    model: Model, bandwidth: float | None = None, latency: float | None = None, devices_per_node: float | None = None
+    model: Model,
+    bandwidth: float | None = None,
+    latency: float | None = None,
+    devices_per_node: float | None = None,
 ) -> Model:
-    """Return `model` with a different link between nodes of `devices_per_node` devices, by default 1."""
+    """Return `model` with a different link between nodes of `devices_per_node` devices, by default
+    1.
+    """
     if bandwidth is None and latency is None:
         return model
-    across = Link(model.link.latency if latency is None else latency, bandwidth or model.link.bandwidth)
+    across = Link(
+        model.link.latency if latency is None else latency, bandwidth or model.link.bandwidth
+    )
     return replace(model, across=across, devices_per_node=int(devices_per_node or 1))
 
 
 def leave_one_out(runs: Sequence[Measured]) -> tuple[float | None, list[Model]]:
-    """Refit without each device count in turn. Return the largest relative error for the count left out, and the fits.
+    """Refit without each device count in turn. Return the largest relative error for the count left
+    out, and the fits.
 
-    The smallest count is never left out: it separates compute from hidden communication. The error is None with two counts.
+    The smallest count is never left out: it separates compute from hidden communication. The error
+    is None with two counts.
     """
     _, *larger = sorted({run.devices for run in runs})
     if len(larger) < 2:
@@ -206,7 +248,11 @@ def leave_one_out(runs: Sequence[Measured]) -> tuple[float | None, list[Model]]:
     errors, fits = [], []
     for count in larger:
         model = fit([run for run in runs if run.devices != count])
-        ratios = [run.seconds / model.seconds(count, run.per_device) for run in runs if run.devices == count]
+        ratios = [
+            run.seconds / model.seconds(count, run.per_device)
+            for run in runs
+            if run.devices == count
+        ]
         errors.append(abs(float(np.median(ratios)) - 1))
         fits.append(model)
     return max(errors), fits
@@ -217,7 +263,10 @@ def largest_residual(model: Model, runs: Sequence[Measured]) -> float:
     speeds: dict[tuple[int, float], list[float]] = {}
     for run in runs:
         speeds.setdefault((run.devices, run.per_device), []).append(run.images / run.seconds)
-    return max(abs(model.speed(*point) / float(np.median(of_point)) - 1) for point, of_point in speeds.items())
+    return max(
+        abs(model.speed(*point) / float(np.median(of_point)) - 1)
+        for point, of_point in speeds.items()
+    )
 
 
 def _verdict(error: float | None, residual: float, is_what_if: bool) -> str:
@@ -228,7 +277,10 @@ def _verdict(error: float | None, residual: float, is_what_if: bool) -> str:
     else:
         parts = [f"a count left out was missed by {error:.0%} at most"]
     if residual > MISSED:
-        parts.insert(0, f"the model does not describe this sweep: it misses a measured count by {residual:.0%}")
+        parts.insert(
+            0,
+            f"the model does not describe this sweep: it misses a measured count by {residual:.0%}",
+        )
     else:
         parts.append(f"measured counts are met within {residual:.0%}")
     if is_what_if:
@@ -241,13 +293,19 @@ def notes_on(model: Model, runs: Sequence[Measured]) -> list[str]:
     devices, images = max(run.devices for run in runs), max(run.per_device for run in runs)
     step = model.seconds(devices, images)
     at_bound = {
-        "c1 = 0: a step takes the same time for any batch": model.per_image * images < NEGLIGIBLE * step,
+        "c1 = 0: a step takes the same time for any batch": model.per_image * images
+        < NEGLIGIBLE * step,
         "c0 = 0: a step has no fixed cost": 0 < model.fixed < NEGLIGIBLE * step,
-        "β without limit: the all-reduce takes almost no time": model.ring(devices) < NEGLIGIBLE * step,
+        "β without limit: the all-reduce takes almost no time": model.ring(devices)
+        < NEGLIGIBLE * step,
         "h = 0: computing hides nothing of the all-reduce": 0 < model.hidden < NEGLIGIBLE,
-        "h = 2/3: the whole backward pass hides the all-reduce": model.hidden > (1 - NEGLIGIBLE) * MOST_HIDDEN,
+        "h = 2/3: the whole backward pass hides the all-reduce": model.hidden
+        > (1 - NEGLIGIBLE) * MOST_HIDDEN,
     }
     notes = [f"at its bound: {cost}" for cost, is_at_bound in at_bound.items() if is_at_bound]
     if flagged := sum(run.flagged for run in runs):
-        notes.append(f"{flagged} of {len(runs)} runs are flagged as disturbed; the sweep's report.html has the reasons")
+        notes.append(
+            f"{flagged} of {len(runs)} runs are flagged as disturbed; the sweep's report.html has "
+            "the reasons"
+        )
     return notes

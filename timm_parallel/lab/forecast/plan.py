@@ -1,4 +1,6 @@
-"""Sizes, steps and memory that a run would have on a number of devices, as records and as a printed table."""
+"""Sizes, steps and memory that a run would have on a number of devices, as records and as a printed
+table.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +9,26 @@ from dataclasses import dataclass, field
 from rich.console import Console
 from rich.table import Table
 
-COLUMNS = ("devices", "batch", "per device", "images/device", "dropped", "steps", "lr", "GFLOP/step", "gradients")
+COLUMNS = (
+    "devices",
+    "batch",
+    "per device",
+    "images/device",
+    "dropped",
+    "steps",
+    "lr",
+    "GFLOP/step",
+    "gradients",
+)
 
 
 @dataclass
 class Bytes:
-    """Bytes of tensors on one device at the end of the forward pass, their peak; under dp, on device 0, which has the most.
+    """Bytes of tensors on one device at the end of the forward pass, their peak; under dp, on
+    device 0, which has the most.
 
-    `buckets`: ddp's copies of gradients; `gathered`: whole parameters that fsdp holds next to its shards.
+    `buckets`: ddp's copies of gradients; `gathered`: whole parameters that fsdp holds next to its
+    shards.
     """
 
     weights: int
@@ -55,17 +69,34 @@ class Plan:
 def show(plans: list[Plan]) -> None:
     """Print a table of plans, a row per device count, with the warnings below it."""
     console = Console(width=None if Console().is_terminal else 200, markup=False, emoji=False)
-    table = Table(*COLUMNS, "held per device: weights + gradients + optimizer + EMA + activations + rest")
+    table = Table(
+        *COLUMNS, "held per device: weights + gradients + optimizer + EMA + activations + rest"
+    )
     for row in plans:
         if row.bytes is None:
             table.add_row(str(row.devices), *[""] * (len(COLUMNS) - 1), f"cannot run: {row.reason}")
             continue
         memory = row.bytes
         rest = memory.batch + memory.buckets + memory.gathered
-        parts = (memory.weights, memory.gradients, memory.optimizer, memory.ema, memory.activations, rest)
+        parts = (
+            memory.weights,
+            memory.gradients,
+            memory.optimizer,
+            memory.ema,
+            memory.activations,
+            rest,
+        )
         table.add_row(
             f"{row.devices} {row.strategy}",
-            *map(str, (row.batch_size, row.batch_size_per_device, row.images_per_device, row.dropped_per_epoch)),
+            *map(
+                str,
+                (
+                    row.batch_size,
+                    row.batch_size_per_device,
+                    row.images_per_device,
+                    row.dropped_per_epoch,
+                ),
+            ),
             f"{row.steps} = {row.steps / row.steps_per_epoch:g} x {row.steps_per_epoch}",
             f"{row.learning_rate:g}",
             f"{row.flops_per_step / 1e9:.4g}",

@@ -1,4 +1,6 @@
-"""Read the runs of a sweep folder, forecast the speed on more devices, and format the forecast as text."""
+"""Read the runs of a sweep folder, forecast the speed on more devices, and format the forecast as
+text.
+"""
 
 from __future__ import annotations
 
@@ -17,23 +19,34 @@ from timm_parallel.lab.report.collect import collect
 
 
 def forecast_sweep(folder: Path, **options: Any) -> dict[str, Answer]:
-    """Forecast each set of runs that differ only in devices, batch and repeat. `options`: see `forecast`."""
+    """Forecast each set of runs that differ only in devices, batch and repeat. `options`: see
+    `forecast`.
+    """
     measured: dict[str, list[Measured]] = defaultdict(list)
     for run in collect([folder]):
         if (step := read_measured(run)) is not None:
             measured[setting_of(run)].append(step)
-    enough = {name: runs for name, runs in measured.items() if len({run.devices for run in runs}) > 1}
+    enough = {
+        name: runs for name, runs in measured.items() if len({run.devices for run in runs}) > 1
+    }
     if not enough:
         raise ValueError(
-            f"{folder}: expected finished, timed runs of single or ddp on two or more device counts, with otherwise equal "
-            "settings and no concurrent jobs; sweep over parallel.devices"
+            f"{folder}: expected finished, timed runs of single or ddp on two or more device "
+            "counts, with otherwise equal settings and no concurrent jobs; sweep over "
+            "parallel.devices"
         )
     return {name: forecast(runs, **options) for name, runs in enough.items()}
 
 
 def read_measured(run: RunRecord) -> Measured | None:
-    """Return the step time and sizes of a run; None if it is of dp or fsdp, unfinished, untimed, or next to others."""
-    speed, batch, sent = run.measure("images_per_sec"), run.integer("batch_size"), run.measure("bytes_per_step")
+    """Return the step time and sizes of a run; None if it is of dp or fsdp, unfinished, untimed, or
+    next to others.
+    """
+    speed, batch, sent = (
+        run.measure("images_per_sec"),
+        run.integer("batch_size"),
+        run.measure("bytes_per_step"),
+    )
     alone = run.comparable and run.integer("processes") == run.devices and not run.neighbours
     if not (alone and speed and batch and run.devices) or sent is None:
         return None
@@ -51,33 +64,57 @@ def read_measured(run: RunRecord) -> Measured | None:
 
 
 def setting_of(run: RunRecord) -> str:
-    """Return the run's overrides other than parallel, batch, seed and sweep keys; if none, the model's name."""
-    covered = ("parallel=", "parallel.devices=", "data.batch_size", "sweep.", "seed=", "experiment=", "hydra.")
+    """Return the run's overrides other than parallel, batch, seed and sweep keys; if none, the
+    model's name.
+    """
+    covered = (
+        "parallel=",
+        "parallel.devices=",
+        "data.batch_size",
+        "sweep.",
+        "seed=",
+        "experiment=",
+        "hydra.",
+    )
     others = [override for override in run.overrides if not override.startswith(covered)]
     return " ".join(others) or str(run.result.get("model") or "")
 
 
 def as_text(answers: dict[str, Answer]) -> Iterator[str]:
-    """Yield the lines of the printed forecast: fitted costs, doubts, and a table each for strong and weak scaling."""
+    """Yield the lines of the printed forecast: fitted costs, doubts, and a table each for strong
+    and weak scaling.
+    """
     for name, answer in answers.items():
         model = answer.model
         link = model.across or model.link
         yield f"{name}: {answer.verdict}"
         yield (
-            f"  step = {figure(1000 * model.fixed)} ms + {figure(1000 * model.per_image)} ms per image; "
-            f"ring of {figure(model.gradient_bytes / 2**20)} MiB over {figure(8 * link.bandwidth / 1e9)} Gbit/s, "
-            f"{figure(1e6 * link.latency)} us per message, hidden behind up to {model.hidden:.0%} of the compute time"
+            f"  step = {figure(1000 * model.fixed)} ms + {figure(1000 * model.per_image)} ms per "
+            f"image; ring of {figure(model.gradient_bytes / 2**20)} MiB over "
+            f"{figure(8 * link.bandwidth / 1e9)} Gbit/s, {figure(1e6 * link.latency)} us per "
+            f"message, hidden behind up to {model.hidden:.0%} of the compute time"
         )
         if model.data_rate is not None:
-            yield f"  the loader delivers {figure(model.data_rate)} images/s per device, which bounds the step"
+            yield (
+                f"  the loader delivers {figure(model.data_rate)} images/s per device, which "
+                "bounds the step"
+            )
         yield from (f"  {note}" for note in answer.notes)
         if answer.error is None:
             yield "  low and high: unknown, because two counts leave none to check"
         else:
-            yield "  low and high: over the fits without one count, widened by the model's largest error"
-        kinds = {"strong, the same global batch": answer.strong, "weak, the same batch per device": answer.weak}
+            yield (
+                "  low and high: over the fits without one count, widened by the model's "
+                "largest error"
+            )
+        kinds = {
+            "strong, the same global batch": answer.strong,
+            "weak, the same batch per device": answer.weak,
+        }
         for title, rows in kinds.items():
-            table = pd.DataFrame(rows).rename(columns={"per_device": "per device", "speed": "images/s"})
+            table = pd.DataFrame(rows).rename(
+                columns={"per_device": "per device", "speed": "images/s"}
+            )
             table["efficiency"] = table["efficiency"].map("{:.1%}".format)
             numbers = table.columns.drop("efficiency")
             table[numbers] = table[numbers].astype(float).map(figure)
@@ -86,7 +123,9 @@ def as_text(answers: dict[str, Answer]) -> Iterator[str]:
 
 
 def figure(value: float) -> str:
-    """Format a number: three significant digits, from 100 on an integer with separators; never with an exponent."""
+    """Format a number: three significant digits, from 100 on an integer with separators; never with
+    an exponent.
+    """
     if math.isnan(value):
         return "unknown"
     return f"{value:.3g}" if 0.001 <= value < 100 else f"{value:,.0f}"

@@ -1,6 +1,7 @@
 """Run folders of the jobs of a sweep or search, and the saved configs from which these are made.
 
-A configuration is saved once, in `<sweep>/configs/<number>`, before the first job starts. Its jobs differ in their seeds.
+A configuration is saved once, in `<sweep>/configs/<number>`, before the first job starts. Its jobs
+differ in their seeds.
 """
 
 from __future__ import annotations
@@ -17,13 +18,21 @@ CONFIGS = "configs"  # in the sweep folder
 
 
 def claim_job_folder(folder: Path, job: Job) -> None:
-    """Create the empty run folder of a job, under another name if hydra.sweep.subdir gives two jobs the same."""
+    """Create the empty run folder of a job, under another name if hydra.sweep.subdir gives two jobs
+    the same.
+    """
     job.folder = str(claim_folder(folder / job.folder).relative_to(folder))
 
 
 def config_folder(folder: Path, job: Job) -> Path:
-    """Return the folder with the saved config of a job: that of its configuration, or its run folder if it has none."""
-    return folder / job.folder if job.configuration is None else folder / CONFIGS / str(job.configuration)
+    """Return the folder with the saved config of a job: that of its configuration, or its run
+    folder if it has none.
+    """
+    return (
+        folder / job.folder
+        if job.configuration is None
+        else folder / CONFIGS / str(job.configuration)
+    )
 
 
 @cache
@@ -33,7 +42,9 @@ def frozen_config(folder: Path) -> ResolvedConfig:
 
 
 def write_job_folder(folder: Path, job: Job) -> Path:
-    """Write the run folder of a job that starts: the config of its configuration, with the job's seed. Return the folder."""
+    """Write the run folder of a job that starts: the config of its configuration, with the job's
+    seed. Return the folder.
+    """
     run_folder, source = folder / job.folder, config_folder(folder, job)
     if source != run_folder:
         assert job.seed is not None

@@ -1,4 +1,6 @@
-"""Job of a sweep or search on this machine: starts, monitors and stops its process, and records how it ended."""
+"""Job of a sweep or search on this machine: starts, monitors and stops its process, and records how
+it ended.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +26,19 @@ Watch = Callable[[], str]  # returns the reason to prune the running job, empty 
 
 
 def sync_from_result(job: Job, folder: Path) -> None:
-    """Update an unfinished job from its result.json, because a killed sweep has not recorded how the job ended."""
+    """Update an unfinished job from its result.json, because a killed sweep has not recorded how
+    the job ended.
+    """
     try:
         result = read_result(folder)
     except ValueError:
         return
     if job.status in UNFINISHED and result.status != "interrupted":
-        job.status, job.reason, job.seconds = result.status, result.reason, result.seconds.get("total")
+        job.status, job.reason, job.seconds = (
+            result.status,
+            result.reason,
+            result.seconds.get("total"),
+        )
         if result.neighbours < job.neighbours:
             result.neighbours = job.neighbours
             write_result(folder, result)
@@ -39,8 +47,12 @@ def sync_from_result(job: Job, folder: Path) -> None:
 class LocalJob:
     """Job of a sweep that runs in its own processes, on some or all devices of this machine."""
 
-    def __init__(self, job: Job, folder: Path, watch: Watch | None, server: WarmServer | None = None) -> None:
-        """`watch`: returns a reason to stop the job early. `server`: forks the job; None: the job starts as a command."""
+    def __init__(
+        self, job: Job, folder: Path, watch: Watch | None, server: WarmServer | None = None
+    ) -> None:
+        """`watch`: returns a reason to stop the job early. `server`: forks the job; None: the job
+        starts as a command.
+        """
         self.job, self.folder, self._watch, self._server = job, folder, watch, server
         self._prune_reason = ""
         self._began = time.monotonic()
@@ -49,7 +61,9 @@ class LocalJob:
         self._process: subprocess.Popen[bytes] | ForkedJob | None = None
 
     def start(self, need: Requirement, names: Sequence[str]) -> None:
-        """Start the job on the devices `names`; if empty, on all devices that this process may use."""
+        """Start the job on the devices `names`; if empty,
+        on all devices that this process may use.
+        """
         variables, self._cores = share_of(need, names)
         self._environment = {**with_project_on_path(os.environ), **variables}
         (self.folder / "logs").mkdir(exist_ok=True)
@@ -66,17 +80,25 @@ class LocalJob:
                 stdin=subprocess.DEVNULL,
                 stdout=console,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # a Ctrl-C reaches only the sweep, which sends it to the job once
-                # Called before any code of the job, because the sweep may be killed before that code runs.
+                # A Ctrl-C reaches only the sweep, which sends it to the job once.
+                start_new_session=True,
+                # Called before any code of the job, because the sweep may be killed before that
+                # code runs.
                 preexec_fn=partial(limit_job, os.getpid(), self._cores),
             )
 
     def has_left(self) -> bool:
-        """Return True if the process has exited. A job whose fork server was killed starts again, as a command."""
+        """Return True if the process has exited. A job whose fork server was killed starts again,
+        as a command.
+        """
         assert self._process is not None
         has_left = self._process.poll() is not None
         # It continues from its checkpoint.
-        if isinstance(self._process, ForkedJob) and self._process.is_lost and read_status(self.folder) != "done":
+        if (
+            isinstance(self._process, ForkedJob)
+            and self._process.is_lost
+            and read_status(self.folder) != "done"
+        ):
             self._start_command()
             return False
         return has_left
@@ -93,26 +115,38 @@ class LocalJob:
 
     def exit_code(self) -> int:
         """Return the exit code of the job's process; 0 if no process was started."""
-        return 0 if self._process is None or self._process.returncode is None else self._process.returncode
+        return (
+            0
+            if self._process is None or self._process.returncode is None
+            else self._process.returncode
+        )
 
     def without_result(self, error: str) -> tuple[str, str]:
-        """Return (status, reason) for a job that exited without a result.json. `error`: the text from reading that file."""
+        """Return (status, reason) for a job that exited without a result.json. `error`: the text
+        from reading that file.
+        """
         if self.exit_code() == -signal.SIGKILL and hardware.oom_kills() > self._oom_kills:
             return "out_of_memory", "the kernel killed the launcher of the job for lack of memory"
         if not self.folder.is_dir():
             return "failed", f"{self.folder}: this run folder was deleted or moved"
         if self.exit_code() == -signal.SIGKILL:
-            reason = "the job was killed by SIGKILL, usually for lack of memory; use a smaller batch or fewer workers"
+            reason = (
+                "the job was killed by SIGKILL, usually for lack of memory; use a smaller "
+                "batch or fewer workers"
+            )
             return "failed", f"{reason}, or sweep.jobs=1"
         if self.exit_code() < 0:
             return "failed", f"the job was killed by {signal.Signals(-self.exit_code()).name}"
         return "failed", f"exit code {self.exit_code()}, and {error}"
 
     def has_ended(self) -> bool:
-        """Return True if the job has exited. Otherwise stop the job if its `watch` function returns a reason to."""
+        """Return True if the job has exited. Otherwise stop the job if its `watch` function returns
+        a reason to.
+        """
         if self.has_left():
             if self._watch is not None:
-                self._watch()  # reports the last values of the trial, with which Optuna compares other trials
+                # Reports the last values of the trial, with which Optuna compares other trials.
+                self._watch()
             return True
         if self._watch is not None and not self._prune_reason and (reason := self._watch()):
             self._prune_reason = reason
@@ -120,7 +154,9 @@ class LocalJob:
         return False
 
     def conclude(self, stopped_by: int | None) -> Result | None:
-        """Record how the job ended, after signal `stopped_by` if that stopped the sweep. Return its result, None if it has none."""
+        """Record how the job ended, after signal `stopped_by` if that stopped the sweep. Return its
+        result, None if it has none.
+        """
         job = self.job
         job.ended, job.seconds = now(), time.monotonic() - self._began
         try:
@@ -140,7 +176,10 @@ class LocalJob:
         # The kernel kills a job with its fork server, perhaps while the job exits.
         is_lost = isinstance(self._process, ForkedJob) and self._process.is_lost
         if self.exit_code() != 0 and result.status == "done" and not was_signaled and not is_lost:
-            job.status, job.reason = "failed", f"exit code {self.exit_code()} after its result was written"
+            job.status, job.reason = (
+                "failed",
+                f"exit code {self.exit_code()} after its result was written",
+            )
             return result
         if self._prune_reason and result.status == "interrupted":
             result.status, result.reason = "pruned", self._prune_reason

@@ -1,7 +1,8 @@
 """Sweep as a Slurm job array: one array task per job, at most `sweep.jobs` tasks at a time.
 
-No process waits for the array. Each task updates jobs.json when its job ends, and the last task writes the report:
-`python -m timm_parallel.lab.jobs.slurm_array <sweep folder> [<task> <exit code of its job>]`.
+No process waits for the array. Each task updates jobs.json when its job ends, and the last task
+writes the report: `python -m timm_parallel.lab.jobs.slurm_array <sweep folder> [<task> <exit code
+of its job>]`.
 """
 
 from __future__ import annotations
@@ -25,15 +26,25 @@ LOCK_SECONDS = 60.0  # to wait while another task updates jobs.json
 
 
 def submit_array(jobs: Jobs, max_jobs: int | None, config: Config, is_new: bool) -> int:
-    """Submit the waiting jobs of a sweep as one Slurm array. Return the exit code. A rejected new sweep leaves no folder."""
+    """Submit the waiting jobs of a sweep as one Slurm array. Return the exit code. A rejected new
+    sweep leaves no folder.
+    """
     waiting = [job for job in jobs.jobs if job.status == "waiting"]
     script = jobs.folder.resolve() / SCRIPT
-    if not is_new and config.cluster.submit and (queued := jobs_in_queue().get(str(script))) is not None:
-        raise ValueError(f"sweep.resume={jobs.folder}: job {queued} of this sweep is in the queue; wait, or scancel it")
+    if (
+        not is_new
+        and config.cluster.submit
+        and (queued := jobs_in_queue().get(str(script))) is not None
+    ):
+        raise ValueError(
+            f"sweep.resume={jobs.folder}: job {queued} of this sweep is in the queue; wait, or "
+            "scancel it"
+        )
     for job in waiting:
         (write_job_folder(jobs.folder, job) / "logs").mkdir(exist_ok=True)
     write_text(
-        jobs.folder / FOLDERS, "".join(f"{job.id} {(jobs.folder / job.folder).resolve()}\n" for job in jobs.jobs)
+        jobs.folder / FOLDERS,
+        "".join(f"{job.id} {(jobs.folder / job.folder).resolve()}\n" for job in jobs.jobs),
     )
     tasks = ",".join(str(job.id) for job in waiting) + ("" if max_jobs is None else f"%{max_jobs}")
     write_text(script, _array_script(config, jobs.folder.resolve(), tasks))
@@ -49,9 +60,15 @@ def submit_array(jobs: Jobs, max_jobs: int | None, config: Config, is_new: bool)
         raise
     for job in waiting:
         write_text(jobs.folder / job.folder / JOB_ID, f"{array}_{job.id}\n")
-    print(f"array        {array}: {len(waiting)} tasks" + ("" if max_jobs is None else f", {max_jobs} at a time"))
+    print(
+        f"array        {array}: {len(waiting)} tasks"
+        + ("" if max_jobs is None else f", {max_jobs} at a time")
+    )
     print(f"sweep        {jobs.folder}")
-    print(f"report       after the last task; before that: python scripts/report.py {jobs.folder}", flush=True)
+    print(
+        f"report       after the last task; before that: python scripts/report.py {jobs.folder}",
+        flush=True,
+    )
     if not config.cluster.wait:
         return 0
     wait_for(array)
@@ -59,22 +76,29 @@ def submit_array(jobs: Jobs, max_jobs: int | None, config: Config, is_new: bool)
 
 
 def _array_script(config: Config, folder: Path, tasks: str) -> str:
-    """Return the text of the batch script of a sweep's array. `tasks`: value of sbatch's --array, such as `0,1,2%2`."""
+    """Return the text of the batch script of a sweep's array. `tasks`: value of sbatch's --array,
+    such as `0,1,2%2`.
+    """
     return script_of(
         config,
         what=f"the jobs of {folder}, a task each",
         log=folder / "task_%a.log",
         array=tasks,
-        before=f'folder=$(sed -n "s/^$SLURM_ARRAY_TASK_ID //p" {shlex.quote(str(folder / FOLDERS))})',
+        before='folder=$(sed -n "s/^$SLURM_ARRAY_TASK_ID //p" '
+        f"{shlex.quote(str(folder / FOLDERS))})",
         folder='"$folder"',
         job='"${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}"',
-        after=shlex.join([sys.executable, *SAFE_PATH, "-m", "timm_parallel.lab.jobs.slurm_array", str(folder)])
+        after=shlex.join(
+            [sys.executable, *SAFE_PATH, "-m", "timm_parallel.lab.jobs.slurm_array", str(folder)]
+        )
         + ' "$SLURM_ARRAY_TASK_ID" "$code"',
     )
 
 
 def update(folder: Path, task: int | None = None, code: int = 0) -> None:
-    """Update jobs.json after array task `task` has ended with exit code `code`. After the last task, write the report."""
+    """Update jobs.json after array task `task` has ended with exit code `code`. After the last
+    task, write the report.
+    """
     with lock_folder(folder, patience=LOCK_SECONDS):
         jobs = read_jobs(folder)
         for job in jobs.jobs:
@@ -83,7 +107,10 @@ def update(folder: Path, task: int | None = None, code: int = 0) -> None:
             sync_from_result(job, folder / job.folder)
             # A code above 128 means a signal; Slurm starts the task again.
             if job.id == task and job.status in UNFINISHED and 0 < code < 128:
-                job.status, job.reason = "failed", f"exit code {code}, and no result; see task_{task}.log"
+                job.status, job.reason = (
+                    "failed",
+                    f"exit code {code}, and no result; see task_{task}.log",
+                )
         if jobs.have_ended:
             jobs.status = "done"
         jobs.write()

@@ -1,4 +1,6 @@
-"""Trial of a search as a Slurm job. The job survives a killed search; a resumed search finds it by its script's path."""
+"""Trial of a search as a Slurm job. The job survives a killed search; a resumed search finds it by
+its script's path.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,15 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from timm_parallel.cluster.slurm import JOB_ID, SCRIPT, cancel, jobs_in_queue, sbatch, state_of, write_script
+from timm_parallel.cluster.slurm import (
+    JOB_ID,
+    SCRIPT,
+    cancel,
+    jobs_in_queue,
+    sbatch,
+    state_of,
+    write_script,
+)
 from timm_parallel.config.compose import load_config
 from timm_parallel.lab.jobs.local_job import LocalJob, Watch
 from timm_parallel.lab.jobs.scheduler import Requirement
@@ -17,19 +27,26 @@ from timm_parallel.record.result import Result, read_status
 
 LOOK_SECONDS = 3.0  # between two queries of Slurm's queue, which all users share
 PATIENCE_SECONDS = 60.0  # without an answer of the controller, before a search gives up
-CONTINUES = (None, "interrupted")  # statuses of a trial that Slurm has not started, or has stopped to start it again
+CONTINUES = (
+    None,
+    "interrupted",
+)  # statuses of a trial that Slurm has not started, or has stopped to start it again
 FILES_SECONDS = 10.0  # until a network file system shows what a node has written
 
 
 class SlurmQueue:
-    """Cached list of this user's jobs in Slurm's queue, so that all trials together send one query every few seconds."""
+    """Cached list of this user's jobs in Slurm's queue, so that all trials together send one query
+    every few seconds.
+    """
 
     def __init__(self) -> None:
         self._jobs: dict[str, str] = {}
         self._looked = -LOOK_SECONDS
 
     def job_of(self, script: Path) -> str | None:
-        """Return the id of the queued or running job with this script, or None, as known up to three seconds ago."""
+        """Return the id of the queued or running job with this script, or None, as known up to
+        three seconds ago.
+        """
         if time.monotonic() - self._looked > LOOK_SECONDS:
             # If the controller is busy or restarts, assume that nothing has changed.
             with suppress(ValueError):
@@ -37,7 +54,9 @@ class SlurmQueue:
         return self._jobs.get(str(script))
 
     def job_now(self, script: Path) -> str | None:
-        """Query the queue now, for up to a minute, and return the id of the job with this script; None if it is not queued."""
+        """Query the queue now, for up to a minute, and return the id of the job with this script;
+        None if it is not queued.
+        """
         until = time.monotonic() + PATIENCE_SECONDS
         while True:
             try:
@@ -102,4 +121,7 @@ class SlurmJob(LocalJob):
     def without_result(self, error: str) -> tuple[str, str]:
         state = state_of(str(self._number))
         status = "out_of_memory" if state == "OUT_OF_MEMORY" else "failed"
-        return status, f"job {self._number} left Slurm's queue{f' as {state}' if state else ''}, and {error}"
+        return (
+            status,
+            f"job {self._number} left Slurm's queue{f' as {state}' if state else ''}, and {error}",
+        )

@@ -1,4 +1,6 @@
-"""Client, in the process of a sweep or search, of the server that forks its jobs (engine/launch/fork_server.py)."""
+"""Client, in the process of a sweep or search, of the server that forks its jobs
+(engine/launch/fork_server.py).
+"""
 
 from __future__ import annotations
 
@@ -21,14 +23,17 @@ from timm_parallel.machine.platform import STOP_SIGNALS
 from timm_parallel.machine.process import SAFE_PATH, limit_job
 from timm_parallel.project import CODE, ROOT
 
-# Environment variables that a library reads when it is loaded, so a forked job has the values of the server.
+# Environment variables that a library reads when it is loaded, so a forked job has the values of
+# the server.
 READ_AT_LOAD = ("OMP_", "GOMP_", "KMP_", "MKL_", "MALLOC_", "LD_")
 END_SECONDS = 5.0
 WAIT_SECONDS = 0.1
 
 
 class WarmServer:
-    """Client of a server process that imports torch once and then forks jobs. Without the server, jobs start as commands."""
+    """Client of a server process that imports torch once and then forks jobs. Without the server,
+    jobs start as commands.
+    """
 
     def __init__(self) -> None:
         self.is_ready = False
@@ -39,21 +44,36 @@ class WarmServer:
         self._ids = itertools.count(1)
 
     def takes(self, config: Config) -> bool:
-        """Return True if the server can fork a job with this config: one rank, on Linux, and no code changed since.
+        """Return True if the server can fork a job with this config: one rank, on Linux, and no
+        code changed since.
 
-        Return False for the jobs of a timed sweep, whose measured times include the imports of a new process.
+        Return False for the jobs of a timed sweep, whose measured times include the imports of a
+        new process.
         """
         if sys.platform != "linux" or config.parallel.has_ranks or config.sweep.timed:
             return False
-        return self._process is None or (self._connection is not None and self._loaded == _files_and_variables())
+        return self._process is None or (
+            self._connection is not None and self._loaded == _files_and_variables()
+        )
 
-    def start(self, folder: Path, environment: Mapping[str, str], cores: Sequence[int]) -> ForkedJob:
-        """Fork the job with run folder `folder` from the server, which the first call starts. Return its process."""
+    def start(
+        self, folder: Path, environment: Mapping[str, str], cores: Sequence[int]
+    ) -> ForkedJob:
+        """Fork the job with run folder `folder` from the server, which the first call starts.
+        Return its process.
+        """
         if self._process is None:
             self._start_server()
         job = ForkedJob(self, next(self._ids))
         self.jobs[job.id] = job
-        self.send({"id": job.id, "folder": folder.resolve(), "environment": dict(environment), "cores": list(cores)})
+        self.send(
+            {
+                "id": job.id,
+                "folder": folder.resolve(),
+                "environment": dict(environment),
+                "cores": list(cores),
+            }
+        )
         return job
 
     def close(self) -> None:
@@ -80,12 +100,15 @@ class WarmServer:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def update(self, seconds: float = 0.0) -> None:
-        """Read messages of the server, which contain the exit codes of jobs. `seconds`: time to wait for one."""
+        """Read messages of the server, which contain the exit codes of jobs. `seconds`: time to
+        wait for one.
+        """
         if self._process is None or self._connection is None:
             return
         has_ended = self._process.poll() is not None
         try:
-            # The jobs of a killed server keep the connection open until they have died; what they have forked may not die.
+            # The jobs of a killed server keep the connection open until they have died; what they
+            # have forked may not die.
             while self._connection.poll(END_SECONDS if has_ended else seconds):
                 message = self._connection.recv()
                 if "ready" in message:
@@ -102,7 +125,8 @@ class WarmServer:
         environment = with_project_on_path(os.environ) | {
             # Else numpy's OpenBLAS starts threads when it is loaded; they do not survive a fork.
             "OPENBLAS_NUM_THREADS": "1",
-            # torch.cuda.is_available() in an imported module must not initialize CUDA, which a fork cannot use.
+            # torch.cuda.is_available() in an imported module must not initialize CUDA, which a fork
+            # cannot use.
             "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
         }
         self._loaded = _files_and_variables()
@@ -119,13 +143,18 @@ class WarmServer:
         self._connection = ours
 
     def _lose_jobs(self) -> None:
-        """Mark all running jobs as lost after the server has ended: the kernel has killed them and their ranks with it."""
+        """Mark all running jobs as lost after the server has ended: the kernel has killed them and
+        their ranks with it.
+        """
         assert self._process is not None and self._connection is not None
         self._connection.close()
         self._connection = None
         code = self._process.wait()
         if any(job.signaled is None for job in self.jobs.values()):
-            print(f"The server that forks jobs exited with {code}; jobs now start as new processes", file=sys.stderr)
+            print(
+                f"The server that forks jobs exited with {code}; jobs now start as new processes",
+                file=sys.stderr,
+            )
         for job in self.jobs.values():
             job.is_lost = job.signaled is None
             job.returncode = -(job.signaled or signal.SIGKILL)
@@ -133,7 +162,9 @@ class WarmServer:
 
 
 class ForkedJob:
-    """Process of a job that the server has forked, with the methods of `subprocess.Popen` that LocalJob calls."""
+    """Process of a job that the server has forked, with the methods of `subprocess.Popen` that
+    LocalJob calls.
+    """
 
     def __init__(self, server: WarmServer, id: int) -> None:
         self.server, self.id = server, id
@@ -160,8 +191,12 @@ class ForkedJob:
 
 
 def _files_and_variables() -> dict[str, str]:
-    """Return what a process reads only at its start: variables in READ_AT_LOAD, and (the times of) our code files."""
+    """Return what a process reads only at its start: variables in READ_AT_LOAD, and (the times of)
+    our code files.
+    """
     variables = {name: value for name, value in os.environ.items() if name.startswith(READ_AT_LOAD)}
     return variables | {
-        str(path): str(path.stat().st_mtime_ns) for name in CODE for path in (ROOT / name).rglob("*.py")
+        str(path): str(path.stat().st_mtime_ns)
+        for name in CODE
+        for path in (ROOT / name).rglob("*.py")
     }

@@ -1,6 +1,8 @@
-"""Claims of articles about DataParallel (DP) and DistributedDataParallel (DDP), evaluated on one machine's runs.
+"""Claims of articles about DataParallel (DP) and DistributedDataParallel (DDP), evaluated on one
+machine's runs.
 
-Claims 9, 10, 12 to 15 and 17 of the articles cannot fail in this project; docs/dp_and_ddp.md has them.
+Claims 9, 10, 12 to 15 and 17 of the articles cannot fail in this project; docs/dp_and_ddp.md has
+them.
 """
 
 from __future__ import annotations
@@ -11,9 +13,21 @@ from timm_parallel.errors import ReplicasDifferError
 from timm_parallel.lab.analysis.contrasts import SPEED
 from timm_parallel.lab.analysis.groups import Group, MeasuredPoint
 from timm_parallel.lab.analysis.runs import RunRecord
-from timm_parallel.lab.analysis.statistics import INCONCLUSIVE, NOT_MEASURABLE, NOT_SUPPORTED, SUPPORTED, Contrast
+from timm_parallel.lab.analysis.statistics import (
+    INCONCLUSIVE,
+    NOT_MEASURABLE,
+    NOT_SUPPORTED,
+    SUPPORTED,
+    Contrast,
+)
 from timm_parallel.lab.analysis.wording import figure, join_short, percent, with_range
-from timm_parallel.lab.report.evidence import ClaimResult, Comparison, Evidence, evaluate_claim, missing
+from timm_parallel.lab.report.evidence import (
+    ClaimResult,
+    Comparison,
+    Evidence,
+    evaluate_claim,
+    missing,
+)
 
 CLOSE_TO_LINEAR = 0.8  # efficiency; the articles call 3.2 × on 4 devices close to linear
 EVEN = 1.1  # largest peak over the mean of the devices
@@ -28,19 +42,30 @@ def ddp_is_faster(e: Evidence) -> ClaimResult:
         return result
     growth = set()
     for group in e.groups:
-        # In ascending order of devices. Of several options on the same devices, the one with fewest options counts.
-        plain = [c.contrast for c in comparisons if c.group is group and c.a is group.at("ddp", c.a.devices)]
+        # In ascending order of devices. Of several options on the same devices, the one with fewest
+        # options counts.
+        plain = [
+            c.contrast
+            for c in comparisons
+            if c.group is group and c.a is group.at("ddp", c.a.devices)
+        ]
         if len(plain) > 1:
             growth.add(_is_below(plain[0], plain[-1]))
     if NOT_SUPPORTED in growth:
-        return replace(result, verdict=NOT_SUPPORTED, reason="faster, but its lead shrinks with more devices")
+        return replace(
+            result, verdict=NOT_SUPPORTED, reason="faster, but its lead shrinks with more devices"
+        )
     if growth != {SUPPORTED}:
-        return replace(result, reason="faster; the figures do not show that its lead grows with the devices")
+        return replace(
+            result, reason="faster; the figures do not show that its lead grows with the devices"
+        )
     return result
 
 
 def _is_below(a: Contrast, b: Contrast) -> str:
-    """Return the verdict on "ratio a is below ratio b", which needs intervals that do not overlap."""
+    """Return the verdict on "ratio a is below ratio b",
+    which needs intervals that do not overlap.
+    """
     if NOT_MEASURABLE in (a.verdict, b.verdict):
         return NOT_MEASURABLE
     if a.interval[1] < b.interval[0]:
@@ -53,9 +78,17 @@ def ddp_is_close_to_linear(e: Evidence) -> ClaimResult:
     for c in e.comparisons(SPEED, "ddp", "single"):
         if not c.a.needless_threads and c.group.same_threads(c.a):
             results.append(replace(c, verdict=c.contrast.exceeds(CLOSE_TO_LINEAR * c.a.devices)))
-            efficiencies.append(f"{figure(c.group.efficiency(c.a) or 0)} for {c.label}, {c.group.kind} scaling")
-    rule = f"close to linear is an efficiency of {CLOSE_TO_LINEAR} or more; here {join_short(efficiencies)}"
-    otherwise = missing("ddp and single with the same threads per device", "parallel=single,ddp parallel.devices=1,2")
+            efficiencies.append(
+                f"{figure(c.group.efficiency(c.a) or 0)} for {c.label}, {c.group.kind} scaling"
+            )
+    rule = (
+        f"close to linear is an efficiency of {CLOSE_TO_LINEAR} or more; here "
+        f"{join_short(efficiencies)}"
+    )
+    otherwise = missing(
+        "ddp and single with the same threads per device",
+        "parallel=single,ddp parallel.devices=1,2",
+    )
     return evaluate_claim(results, "the images/s of single", rule, otherwise)
 
 
@@ -96,15 +129,21 @@ def _gib(point: MeasuredPoint) -> str:
 
 def ddp_uses_the_cores(e: Evidence) -> ClaimResult:
     rule = "it must use more processor time and be faster, because waiting in a loop counts as use"
-    used = evaluate_claim(e.comparisons("cpu_seconds", "ddp", "dp"), "the CPU seconds per second of dp", rule)
+    used = evaluate_claim(
+        e.comparisons("cpu_seconds", "ddp", "dp"), "the CPU seconds per second of dp", rule
+    )
     faster = ddp_is_faster(e).verdict
     if used.verdict == SUPPORTED and faster != SUPPORTED:
-        return replace(used, verdict=faster, reason=f"{used.reason}; more images/s (claim 1): {faster}")
+        return replace(
+            used, verdict=faster, reason=f"{used.reason}; more images/s (claim 1): {faster}"
+        )
     return used
 
 
 def lock_hurts_small_layers(e: Evidence) -> ClaimResult:
-    """Check that dp's speed relative to single is lower for deeper models than for the shallowest model."""
+    """Check that dp's speed relative to single is lower for deeper models than for the shallowest
+    model.
+    """
     with_depth = [c for c in e.comparisons(SPEED, "dp", "single") if _depth(c.group)]
     shallowest: dict[tuple[int, str], Comparison] = {}
     results, references = [], []
@@ -112,14 +151,20 @@ def lock_hurts_small_layers(e: Evidence) -> ClaimResult:
         shallow = shallowest.setdefault((deep.a.devices, deep.group.scaling), deep)
         if _depth(deep.group) > _depth(shallow.group):
             results.append(replace(deep, verdict=_is_below(deep.contrast, shallow.contrast)))
-            references.append(f"{figure(shallow.contrast.ratio or 0)} × at depth {_depth(shallow.group)}")
+            references.append(
+                f"{figure(shallow.contrast.ratio or 0)} × at depth {_depth(shallow.group)}"
+            )
     rule = f"compared with {join_short(references)}; the two intervals must not overlap"
-    otherwise = missing("dp on a model of many small layers and on one of few large ones", "experiment=small_layers")
+    otherwise = missing(
+        "dp on a model of many small layers and on one of few large ones", "experiment=small_layers"
+    )
     return evaluate_claim(results, "the images/s of single", rule, otherwise)
 
 
 def _depth(group: Group) -> int:
-    """Return the number of layers in model.kwargs: `depth`, or the sum of `layers` over the stages; 0 if unknown."""
+    """Return the number of layers in model.kwargs: `depth`, or the sum of `layers` over the stages;
+    0 if unknown.
+    """
     config = group.points[0].runs[0].config
     depth, layers = config.get("model.kwargs.depth"), config.get("model.kwargs.layers")
     if isinstance(layers, list) and all(isinstance(count, int) for count in layers):
@@ -133,37 +178,57 @@ def ddp_hides_communication(e: Evidence) -> ClaimResult:
     for group, point in e.points("ddp"):
         total, exposed = point.measure("communication_ms"), point.measure("exposed_ms")
         if total and exposed:
-            figures.append(f"{e.label(group, point)}: {with_range(exposed)} of {with_range(total)} ms exposed")
+            figures.append(
+                f"{e.label(group, point)}: {with_range(exposed)} of {with_range(total)} ms exposed"
+            )
 
     def is_hidden(run: RunRecord) -> bool | None:
         total, exposed = run.measure("communication_ms"), run.measure("exposed_ms")
         return None if total is None or exposed is None else exposed < total
 
-    return e.in_every_run("ddp", "part of the communication time hidden", is_hidden, figures=join_short(figures))
+    return e.in_every_run(
+        "ddp", "part of the communication time hidden", is_hidden, figures=join_short(figures)
+    )
 
 
 def replicas_stay_equal(e: Evidence) -> ClaimResult:
-    """Check that all ranks keep equal parameters. Runs that failed because of unequal parameters are evidence too."""
+    """Check that all ranks keep equal parameters. Runs that failed because of unequal parameters
+    are evidence too.
+    """
     name = ReplicasDifferError.__name__
     failed = [run for run in e.runs if run.strategy == "ddp" and run.status == "failed"]
     drifted = [run for run in failed if run.result.get("failure.exception") == name]
     statement = "equal hashes of all parameters over the ranks, at the start and at the end"
-    return e.in_every_run("ddp", statement, lambda run: run.result.get("proof.hashes_equal"), failed=drifted)
+    return e.in_every_run(
+        "ddp", statement, lambda run: run.result.get("proof.hashes_equal"), failed=drifted
+    )
 
 
 def dp_starts_sooner(e: Evidence) -> ClaimResult:
-    rule = "here both are one key, parallel=…, so the measure is the time from the command to the first step"
-    return evaluate_claim(e.comparisons("first_step_seconds", "ddp", "dp"), "the time of dp to the first step", rule)
+    rule = (
+        "here both are one key, parallel=…, so the measure is the time from the command to the "
+        "first step"
+    )
+    return evaluate_claim(
+        e.comparisons("first_step_seconds", "ddp", "dp"), "the time of dp to the first step", rule
+    )
 
 
 def devices_idle_under_dp(e: Evidence) -> ClaimResult:
-    rule = "utilization of the idlest device, minus ddp's share of waiting in a step, which NVML counts as use"
-    otherwise = missing("dp and ddp on the same devices with their utilization and the parts of ddp's step")
+    rule = (
+        "utilization of the idlest device, minus ddp's share of waiting in a step, which NVML "
+        "counts as use"
+    )
+    otherwise = missing(
+        "dp and ddp on the same devices with their utilization and the parts of ddp's step"
+    )
     return evaluate_claim(e.comparisons("busy", "ddp", "dp"), "as busy as dp", rule, otherwise)
 
 
 def fsdp_needs_less_memory(e: Evidence) -> ClaimResult:
-    """Check that each device's peak memory under fsdp is below that of each device under ddp, on equally many devices."""
+    """Check that each device's peak memory under fsdp is below that of each device under ddp, on
+    equally many devices.
+    """
     of_ddp: dict[RunRecord, float] = {}
     figures = []
     for group, point in e.points("fsdp"):
@@ -176,22 +241,57 @@ def fsdp_needs_less_memory(e: Evidence) -> ClaimResult:
         return max(run.peak_bytes) < of_ddp[run] if run in of_ddp and run.peak_bytes else None
 
     if not figures:
-        return missing("ddp and fsdp on the same devices with their memory", "parallel=ddp,fsdp parallel.devices=2")
-    return e.in_every_run("fsdp", "the largest peak below those of ddp", is_less, figures=join_short(figures))
+        return missing(
+            "ddp and fsdp on the same devices with their memory",
+            "parallel=ddp,fsdp parallel.devices=2",
+        )
+    return e.in_every_run(
+        "fsdp", "the largest peak below those of ddp", is_less, figures=join_short(figures)
+    )
 
 
-_THREADS = "dp on CPU is threads of one process: its speed, CPU use and memory say nothing about GPUs"
-_ONE_MEMORY = "devices on CPU share one memory: the share of each, and the traffic between them, cannot be measured"
+_THREADS = (
+    "dp on CPU is threads of one process: its speed, CPU use and memory say nothing about GPUs"
+)
+_ONE_MEMORY = (
+    "devices on CPU share one memory: the share of each, and the traffic between them, "
+    "cannot be measured"
+)
 _NVIDIA_ONLY = "utilization comes from NVML, which knows NVIDIA devices only"
 # Number, claim, rule, and the reason if a CPU cannot measure it.
 _CLAIMS = (
-    (1, "DDP is faster than DP on the same devices, more so with more of them", ddp_is_faster, _THREADS),
+    (
+        1,
+        "DDP is faster than DP on the same devices, more so with more of them",
+        ddp_is_faster,
+        _THREADS,
+    ),
     (2, "DDP's speed-up is close to linear", ddp_is_close_to_linear, ""),
     (3, "DP loads device 0 most; the others hold little", dp_fills_device_0, _THREADS),
-    (4, "Under DDP every device holds a full replica; memory is even", ddp_holds_full_replicas, _ONE_MEMORY),
-    (5, "DDP uses the CPU cores better; DP is one process under the GIL", ddp_uses_the_cores, _THREADS),
-    (6, "The GIL hurts DP most if a model consists of many small operations", lock_hurts_small_layers, _THREADS),
-    (7, "DDP hides part of its communication behind the backward pass", ddp_hides_communication, _ONE_MEMORY),
+    (
+        4,
+        "Under DDP every device holds a full replica; memory is even",
+        ddp_holds_full_replicas,
+        _ONE_MEMORY,
+    ),
+    (
+        5,
+        "DDP uses the CPU cores better; DP is one process under the GIL",
+        ddp_uses_the_cores,
+        _THREADS,
+    ),
+    (
+        6,
+        "The GIL hurts DP most if a model consists of many small operations",
+        lock_hurts_small_layers,
+        _THREADS,
+    ),
+    (
+        7,
+        "DDP hides part of its communication behind the backward pass",
+        ddp_hides_communication,
+        _ONE_MEMORY,
+    ),
     (8, "Replicas under DDP start equal and stay equal", replicas_stay_equal, ""),
     (11, "DP is one line and starts easily; DDP needs set-up", dp_starts_sooner, ""),
     (16, "Devices idle under DP", devices_idle_under_dp, _NVIDIA_ONLY),
@@ -200,7 +300,9 @@ _CLAIMS = (
 
 
 def evaluate_claims(e: Evidence) -> list[ClaimResult]:
-    """Evaluate every claim about strategies that ran: claim 18 is about ddp and fsdp, all others about dp and ddp."""
+    """Evaluate every claim about strategies that ran: claim 18 is about ddp and fsdp, all others
+    about dp and ddp.
+    """
     results = []
     for number, text, rule, not_on_cpu in _CLAIMS:
         if not e.ran("ddp", "fsdp" if number == 18 else "dp"):

@@ -1,4 +1,6 @@
-"""Read sweep and run folders into RunRecords. No other file of the report knows the folder layout."""
+"""Read sweep and run folders into RunRecords.
+No other file of the report knows the folder layout.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ SafeLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def collect(folders: list[Path]) -> list[RunRecord]:
-    """Return the RunRecords of run folders and of all jobs in sweep folders. Raises ValueError for unreadable ones."""
+    """Return the RunRecords of run folders and of all jobs in sweep folders. Raises ValueError for
+    unreadable ones.
+    """
     unique = list(dict.fromkeys(folder.resolve() for folder in folders))
     root = Path(os.path.commonpath(unique))
     runs: dict[Path, RunRecord] = {}
@@ -33,7 +37,9 @@ def collect(folders: list[Path]) -> list[RunRecord]:
             for run in _read_folder(folder, root):
                 runs.setdefault(run.folder.resolve(), run)
         except ValueError as error:
-            raise ValueError(f"{error}; restore the file, or leave the folder out of the report") from None
+            raise ValueError(
+                f"{error}; restore the file, or leave the folder out of the report"
+            ) from None
     return list(runs.values())
 
 
@@ -42,10 +48,14 @@ def _read_folder(folder: Path, root: Path) -> list[RunRecord]:
         jobs = read_jobs(folder).jobs
         if not jobs:
             raise ValueError(f"{folder / 'jobs.json'}: has no jobs")
-        return [_read_run(folder / job.folder, root, job, os.path.relpath(folder, root)) for job in jobs]
+        return [
+            _read_run(folder / job.folder, root, job, os.path.relpath(folder, root)) for job in jobs
+        ]
     if (folder / "result.json").is_file():
         return [_read_run(folder, root, None)]
-    raise ValueError(f"{folder}: has no jobs.json and no result.json; expected a sweep, or a run that has ended")
+    raise ValueError(
+        f"{folder}: has no jobs.json and no result.json; expected a sweep, or a run that has ended"
+    )
 
 
 def _read_run(folder: Path, root: Path, job: Job | None, sweep: str = "") -> RunRecord:
@@ -74,7 +84,11 @@ def _read_run(folder: Path, root: Path, job: Job | None, sweep: str = "") -> Run
         seed=_seed(job) if job else None,
         changes=_hash(folder / CODE_DIFF),
         result=result,
-        config={key: value for key, value in config.items() if key.partition(".")[0] not in ("defaults", "hydra")},
+        config={
+            key: value
+            for key, value in config.items()
+            if key.partition(".")[0] not in ("defaults", "hydra")
+        },
         environment=_read(folder / "environment.json", "JSON", json.loads),
     )
 
@@ -83,11 +97,15 @@ def read_curve(folder: Path, metric: str) -> dict[int, float]:
     """Return the values of a metric of a run by step; empty if it was not logged."""
     path = folder / "metrics.jsonl"
     lines = read_metrics(path) if path.is_file() else ()
-    return {line["step"]: value for line in lines if (value := as_number(line.get(metric))) is not None}
+    return {
+        line["step"]: value for line in lines if (value := as_number(line.get(metric))) is not None
+    }
 
 
 def _seed(job: Job) -> int | None:
-    """Return the seed of a job, from its overrides if they set another one: repeats add their number to it."""
+    """Return the seed of a job, from its overrides if they set another one: repeats add their
+    number to it.
+    """
     given = parse_overrides(job.overrides).get("seed", "")
     if given.isdigit() and job.seed not in (int(given), int(given) + (job.block or 0)):
         return int(given)
@@ -99,7 +117,9 @@ def _hash(path: Path) -> str:
 
 
 def _option(folder: Path, group: str) -> str:
-    """Return the chosen option of a config group (`tiny` of `model`) from .hydra/hydra.yaml; empty if unknown."""
+    """Return the chosen option of a config group (`tiny` of `model`) from .hydra/hydra.yaml; empty
+    if unknown.
+    """
     # Searching the text is quick; parsing it takes 10 ms.
     path = folder / ".hydra" / "hydra.yaml"
     text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
@@ -123,5 +143,9 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Flatten `{"data": {"root": 1}}` to `{"data.root": 1}`."""
     values: dict[str, Any] = {}
     for key, value in tree.items():
-        values |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
+        values |= (
+            flat(value, f"{prefix}{key}.")
+            if isinstance(value, dict) and value
+            else {f"{prefix}{key}": value}
+        )
     return values

@@ -1,4 +1,6 @@
-"""Evidence for claims: the runs on one kind of hardware, and the rules that turn measurements into a verdict."""
+"""Evidence for claims: the runs on one kind of hardware, and the rules that turn measurements into
+a verdict.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +9,21 @@ from dataclasses import dataclass
 
 from timm_parallel.lab.analysis.groups import Group, MeasuredPoint
 from timm_parallel.lab.analysis.runs import RunRecord
-from timm_parallel.lab.analysis.statistics import INCONCLUSIVE, NOT_MEASURABLE, NOT_SUPPORTED, SUPPORTED, Contrast
+from timm_parallel.lab.analysis.statistics import (
+    INCONCLUSIVE,
+    NOT_MEASURABLE,
+    NOT_SUPPORTED,
+    SUPPORTED,
+    Contrast,
+)
 from timm_parallel.lab.analysis.wording import interval_text, join_short, times, verdict_text
 
 
 @dataclass(frozen=True)
 class ClaimResult:
-    """Verdict on a claim. `number` and `text` identify the claim; `runs` are the runs that were measured."""
+    """Verdict on a claim. `number` and `text` identify the claim; `runs` are the runs that were
+    measured.
+    """
 
     verdict: str
     figure: str = ""
@@ -43,12 +53,16 @@ class Comparison:
         if self.contrast.verdict == INCONCLUSIVE:
             return f"{self.label}: {verdict_text(self.contrast)}"
         # The ratio differs from 1, but this claim has another limit.
-        return f"{self.label}: the interval contains the limit of the claim; more repeats would decide"
+        return (
+            f"{self.label}: the interval contains the limit of the claim; more repeats would decide"
+        )
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """All runs on one kind of hardware, and their groups, in which configurations are compared by speed ratios."""
+    """All runs on one kind of hardware, and their groups, in which configurations are compared by
+    speed ratios.
+    """
 
     groups: Sequence[Group]
     runs: Sequence[RunRecord]
@@ -58,30 +72,54 @@ class Evidence:
         return any(group.accelerator == "cpu" for group in self.groups)
 
     def ran(self, *strategies: str) -> bool:
-        """Return True if all `strategies` have a result on 2 devices or more. A skipped job has none."""
-        ran = {run.strategy for run in self.runs if run.result and run.status != "skipped" and run.devices > 1}
+        """Return True if all `strategies` have a result on 2 devices or more. A skipped job has
+        none.
+        """
+        ran = {
+            run.strategy
+            for run in self.runs
+            if run.result and run.status != "skipped" and run.devices > 1
+        }
         return ran.issuperset(strategies)
 
     def finished(self, strategy: str) -> list[RunRecord]:
         """Return the comparable runs of a strategy on 2 devices or more."""
-        return [run for run in self.runs if run.comparable and run.strategy == strategy and run.devices > 1]
+        return [
+            run
+            for run in self.runs
+            if run.comparable and run.strategy == strategy and run.devices > 1
+        ]
 
     def points(self, strategy: str) -> list[tuple[Group, MeasuredPoint]]:
         points = [(group, point) for group in self.groups for point in group.points]
-        return [(group, point) for group, point in points if point.strategy == strategy and point.devices > 1]
+        return [
+            (group, point)
+            for group, point in points
+            if point.strategy == strategy and point.devices > 1
+        ]
 
     def comparisons(self, measure: str, strategy: str, other: str) -> list[Comparison]:
-        """Return comparisons of `measure` between `strategy`, on 2 devices or more, and strategy `other`."""
+        """Return comparisons of `measure` between `strategy`, on 2 devices or more, and strategy
+        `other`.
+        """
         comparisons = []
         for group in self.groups:
             for contrast in group.contrasts.get(measure, ()):
                 a, b = group.named(contrast.a), group.named(contrast.b)
-                if (a.strategy, b.strategy) == (strategy, other) and a.devices > 1 and contrast.ratio is not None:
-                    comparisons.append(Comparison(self.label(group, a), group, a, b, contrast, contrast.verdict))
+                if (
+                    (a.strategy, b.strategy) == (strategy, other)
+                    and a.devices > 1
+                    and contrast.ratio is not None
+                ):
+                    comparisons.append(
+                        Comparison(self.label(group, a), group, a, b, contrast, contrast.verdict)
+                    )
         return comparisons
 
     def label(self, group: Group, point: MeasuredPoint) -> str:
-        """Return the label of a configuration, with the title of its group if there are several groups."""
+        """Return the label of a configuration, with the title of its group if there are several
+        groups.
+        """
         return point.label if len(self.groups) == 1 else f"{point.label} ({group.title})"
 
     def in_every_run(
@@ -92,11 +130,15 @@ class Evidence:
         failed: Sequence[RunRecord] = (),
         figures: str = "",
     ) -> ClaimResult:
-        """Check a statement (claim) on each run of `strategy`. Return its result: supported unless `is_true` is False for a run.
+        """Check a statement (claim) on each run of `strategy`. Return its result: supported unless
+        `is_true` is False for a run.
 
-        `is_true` returns None for a run without the needed record. `failed`: runs whose failure contradicts the claim.
+        `is_true` returns None for a run without the needed record. `failed`: runs whose failure
+        contradicts the claim.
         """
-        answers = {run: is_true(run) for run in self.finished(strategy)} | dict.fromkeys(failed, False)
+        answers = {run: is_true(run) for run in self.finished(strategy)} | dict.fromkeys(
+            failed, False
+        )
         known = {run: answer for run, answer in answers.items() if answer is not None}
         if not known:
             needed = f"{strategy} on 2 or more devices with these records"
@@ -105,7 +147,9 @@ class Evidence:
         count = f"{statement}: {len(known) - len(false_in)} of {len(known)} runs"
         figure = "; ".join(filter(None, (figures, count)))
         if false_in:
-            return ClaimResult(NOT_SUPPORTED, figure, f"not in run {join_short(false_in, 6)}", tuple(known))
+            return ClaimResult(
+                NOT_SUPPORTED, figure, f"not in run {join_short(false_in, 6)}", tuple(known)
+            )
         return ClaimResult(SUPPORTED, figure, "", tuple(known))
 
 
@@ -114,16 +158,22 @@ def missing(runs: str, remedy: str = "parallel=dp,ddp parallel.devices=2") -> Cl
 
 
 def evaluate_claim(
-    comparisons: Sequence[Comparison], unit: str, rule: str = "", otherwise: ClaimResult | None = None
+    comparisons: Sequence[Comparison],
+    unit: str,
+    rule: str = "",
+    otherwise: ClaimResult | None = None,
 ) -> ClaimResult:
-    """Combine comparisons to a claim's result: not supported if any is, else inconclusive if any is, else supported.
+    """Combine comparisons to a claim's result: not supported if any is, else inconclusive if any
+    is, else supported.
 
     Returns `otherwise` if there are no comparisons.
     """
     if not comparisons:
         return otherwise or missing("dp and ddp on the same devices in one repeat")
     verdicts = {comparison.verdict for comparison in comparisons}
-    verdict = next((v for v in (NOT_SUPPORTED, INCONCLUSIVE, SUPPORTED) if v in verdicts), NOT_MEASURABLE)
+    verdict = next(
+        (v for v in (NOT_SUPPORTED, INCONCLUSIVE, SUPPORTED) if v in verdicts), NOT_MEASURABLE
+    )
     deciding = [comparison for comparison in comparisons if comparison.verdict == verdict]
     reason = ""
     if verdict == NOT_MEASURABLE:
@@ -132,6 +182,8 @@ def evaluate_claim(
         reason = f"not for {join_short(comparison.label for comparison in deciding)}"
     elif verdict == INCONCLUSIVE:
         reason = join_short(comparison.doubt for comparison in deciding)
-    figure = join_short(f"{c.label}: {times(c.contrast)} {unit}{interval_text(c.contrast)}" for c in comparisons)
+    figure = join_short(
+        f"{c.label}: {times(c.contrast)} {unit}{interval_text(c.contrast)}" for c in comparisons
+    )
     runs = tuple(dict.fromkeys(run for c in comparisons for run in (*c.a.runs, *c.b.runs)))
     return ClaimResult(verdict, figure, "; ".join(filter(None, (rule, reason))), runs)

@@ -1,4 +1,6 @@
-"""SVG plots of one group of configurations. Okabe and Ito's colors suit color-blind readers; marks survive gray print."""
+"""SVG plots of one group of configurations. Okabe and Ito's colors suit color-blind readers; marks
+survive gray print.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,10 @@ from timm_parallel.lab.analysis.runs import STEP_PARTS
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-INK, QUIET = "#010101", "#808080"  # INK becomes the reader's text color: dark on paper, light in dark mode
+INK, QUIET = (
+    "#010101",
+    "#808080",
+)  # INK becomes the reader's text color: dark on paper, light in dark mode
 LOOKS = {"single": ("o", INK), "dp": ("s", "#d55e00"), "ddp": ("^", "#0080c8")}  # mark and color
 OTHER = ("D", QUIET)
 # Parts of a step: name, color, hatch.
@@ -34,7 +39,10 @@ DASHES = ("-", "--", "-.", ":")
 HEIGHT = 3.2  # inches
 LONGEST_LABEL = 44  # characters
 RATIO_TICKS = (0.1, 0.2, 0.5, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 2, 3, 4, 6, 8, 12, 16, 32, 64)
-MOST_POINTS, MOST_LINES = 24, 8  # in one plot, the fastest ones; the tables and the data files have all
+MOST_POINTS, MOST_LINES = (
+    24,
+    8,
+)  # in one plot, the fastest ones; the tables and the data files have all
 
 
 @dataclass(frozen=True)
@@ -46,7 +54,9 @@ class Plot:
 
 def draw(group: Group) -> list[Plot]:
     """Draw the plots of speed, step time and memory for which this group has measurements."""
-    fastest = sorted(group.points, key=lambda point: point.speed.median if point.speed else 0, reverse=True)
+    fastest = sorted(
+        group.points, key=lambda point: point.speed.median if point.speed else 0, reverse=True
+    )
     shown = [point.label for point in fastest[:MOST_POINTS]]
     runs = group.speeds
     scales = len(runs[["strategy", "devices"]].drop_duplicates()) > 1
@@ -65,8 +75,15 @@ def draw(group: Group) -> list[Plot]:
     return drawn
 
 
-def svg(paint: Callable[[Axes, pd.DataFrame], None], frame: pd.DataFrame, salt: str, height: float = HEIGHT) -> str:
-    """Return what `paint(axes, frame)` draws as SVG text. `salt` makes its ids unique; `height` is in inches."""
+def svg(
+    paint: Callable[[Axes, pd.DataFrame], None],
+    frame: pd.DataFrame,
+    salt: str,
+    height: float = HEIGHT,
+) -> str:
+    """Return what `paint(axes, frame)` draws as SVG text. `salt` makes its ids unique; `height` is
+    in inches.
+    """
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -80,7 +97,9 @@ def svg(paint: Callable[[Axes, pd.DataFrame], None], frame: pd.DataFrame, salt: 
             columns = 2 if max(map(len, labels)) > 14 else 4
             figure.legend(handles, labels, loc="outside lower center", ncols=columns)
         text = io.StringIO()
-        figure.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+        figure.savefig(
+            text, format="svg", transparent=True, metadata={"Date": None, "Creator": None}
+        )
     drawn = text.getvalue()
     drawn = drawn[drawn.index("<svg") :].rstrip()
     drawn = re.sub(r"<metadata>.*?</metadata>\s*", "", drawn, flags=re.DOTALL)
@@ -100,15 +119,27 @@ def height_of(labels: Iterable[str]) -> float:
     return 1.4 + 0.24 * sum(whole(label).count("\n") + 1 for label in labels)
 
 
-def paint_intervals(axes: Axes, frame: pd.DataFrame, looks: Callable[[str], tuple[str, str]]) -> None:
-    """Draw the columns `middle`, `low` and `high` of each row as a mark with an interval, next to its `label`.
+def paint_intervals(
+    axes: Axes, frame: pd.DataFrame, looks: Callable[[str], tuple[str, str]]
+) -> None:
+    """Draw the columns `middle`, `low` and `high` of each row as a mark with an interval, next to
+    its `label`.
 
     `looks` returns mark and color of a label. A row without an interval is a mark.
     """
     for y, row in enumerate(frame.itertuples()):
         marker, color = looks(str(row.label))
         reach = None if pd.isna(row.low) else [[row.middle - row.low], [row.high - row.middle]]
-        axes.errorbar(row.middle, y, xerr=reach, fmt=marker, color=color, capsize=3, markersize=5, linewidth=1.2)
+        axes.errorbar(
+            row.middle,
+            y,
+            xerr=reach,
+            fmt=marker,
+            color=color,
+            capsize=3,
+            markersize=5,
+            linewidth=1.2,
+        )
     axes.set_yticks(range(len(frame)), [whole(label) for label in frame["label"]])
     axes.invert_yaxis()
     axes.margins(y=0.6 / len(frame))
@@ -124,7 +155,9 @@ def paint_xy(
     color: str,
     label: str | None = None,
 ) -> None:
-    """Draw the columns `x` and `y` as marks, and a line through the `middle` (mean or median) of each x."""
+    """Draw the columns `x` and `y` as marks, and a line through the `middle` (mean or median) of
+    each x.
+    """
     middles = points.groupby("x")["y"].agg(middle)
     axes.plot(middles.index, middles, dash, color=line, linewidth=1.2, label=label)
     axes.plot(points["x"], points["y"], marker, color=color, markersize=4.5, alpha=0.75)
@@ -137,7 +170,9 @@ def short(label: str) -> str:
 
 def _ratios(group: Group) -> pd.DataFrame:
     columns = ["a", "b", "ratio", "low", "high", "n", "detectable", "verdict"]
-    known = [contrast.fields for contrast in group.contrasts.get(SPEED, ()) if contrast.low is not None]
+    known = [
+        contrast.fields for contrast in group.contrasts.get(SPEED, ()) if contrast.low is not None
+    ]
     return pd.DataFrame(known, columns=columns).assign(of_interest=group.smallest_difference)
 
 
@@ -148,9 +183,18 @@ def _paint_ratios(axes: Axes, frame: pd.DataFrame) -> None:
     end = 4 * max(1, frame["ratio"].max())
     axes.set_xscale("log")
     for y, detectable in enumerate(frame["detectable"].clip(upper=end)):
-        axes.plot([1 / (1 + detectable), 1 + detectable], [y, y], color=QUIET, alpha=0.45, linewidth=6, zorder=1)
+        axes.plot(
+            [1 / (1 + detectable), 1 + detectable],
+            [y, y],
+            color=QUIET,
+            alpha=0.45,
+            linewidth=6,
+            zorder=1,
+        )
     cut = frame.assign(
-        middle=frame["ratio"], low=frame["low"].clip(lower=1 / end / end), high=frame["high"].clip(upper=end)
+        middle=frame["ratio"],
+        low=frame["low"].clip(lower=1 / end / end),
+        high=frame["high"].clip(upper=end),
     )
     cut["label"] = frame["a"] + " over " + frame["b"]
     paint_intervals(axes, cut, lambda label: LOOKS.get(label.split(" ")[0], OTHER))
@@ -169,7 +213,13 @@ def _paint_speeds(axes: Axes, frame: pd.DataFrame) -> None:
     devices = int(frame["devices"].max())
     single = frame[(frame["strategy"] == "single") & (frame["devices"] == 1)][SPEED]
     if len(single) and devices > 1:
-        axes.plot([1, devices], [single.median(), single.median() * devices], ":", color=QUIET, label="ideal")
+        axes.plot(
+            [1, devices],
+            [single.median(), single.median() * devices],
+            ":",
+            color=QUIET,
+            label="ideal",
+        )
     best = frame.groupby("series")[SPEED].median().nlargest(MOST_LINES - 1).index
     kept = frame[frame["series"].isin(["single", *best])]
     for number, (name, runs) in enumerate(kept.groupby("series", sort=False)):
@@ -186,22 +236,42 @@ def _paint_speeds(axes: Axes, frame: pd.DataFrame) -> None:
 
 
 def _steps(group: Group) -> pd.DataFrame:
-    runs = [(point, run.step_parts) for point in group.points for run in point.runs if not point.is_simulated]
+    runs = [
+        (point, run.step_parts)
+        for point in group.points
+        for run in point.runs
+        if not point.is_simulated
+    ]
     rows = [{"point": point.label, **parts} for point, parts in runs if parts]
-    return pd.DataFrame(rows, columns=["point", *STEP_PARTS]).groupby("point", sort=False, as_index=False).mean()
+    return (
+        pd.DataFrame(rows, columns=["point", *STEP_PARTS])
+        .groupby("point", sort=False, as_index=False)
+        .mean()
+    )
 
 
 def _paint_steps(axes: Axes, frame: pd.DataFrame) -> None:
     bottom = pd.Series(0.0, index=frame.index)
     for part, (name, color, hatch) in PARTS.items():
         if frame[part].sum() > 0:
-            axes.bar(frame.index, frame[part], 0.6, bottom, color=color, hatch=hatch, edgecolor="white", label=name)
+            axes.bar(
+                frame.index,
+                frame[part],
+                0.6,
+                bottom,
+                color=color,
+                hatch=hatch,
+                edgecolor="white",
+                label=name,
+            )
             bottom += frame[part]
     _name_bars(axes, list(frame["point"]), "ms per step")
 
 
 def _memory(group: Group) -> pd.DataFrame:
-    """Return the peak memory of each device as a table; empty on a CPU, where devices share memory."""
+    """Return the peak memory of each device as a table; empty on a CPU,
+    where devices share memory.
+    """
     rows = []
     for point in group.points if group.accelerator != "cpu" else ():
         for device, peak in enumerate(point.peak_bytes):
@@ -211,7 +281,11 @@ def _memory(group: Group) -> pd.DataFrame:
 
 
 def _paint_memory(axes: Axes, frame: pd.DataFrame) -> None:
-    looks: dict[str, Any] = {"edgecolor": "white", "alpha": 0.85, "error_kw": {"elinewidth": 0.8, "ecolor": QUIET}}
+    looks: dict[str, Any] = {
+        "edgecolor": "white",
+        "alpha": 0.85,
+        "error_kw": {"elinewidth": 0.8, "ecolor": QUIET},
+    }
     for x, (_, peaks) in enumerate(frame.groupby("point", sort=False)):
         _, color = LOOKS.get(peaks["strategy"].iloc[0], OTHER)
         width = 0.8 / len(peaks)
@@ -225,6 +299,9 @@ def _paint_memory(axes: Axes, frame: pd.DataFrame) -> None:
 def _name_bars(axes: Axes, names: list[str], height: str) -> None:
     is_long = sum(map(len, names)) > 50
     axes.set_xticks(
-        range(len(names)), [*map(short, names)], rotation=40 if is_long else 0, ha="right" if is_long else "center"
+        range(len(names)),
+        [*map(short, names)],
+        rotation=40 if is_long else 0,
+        ha="right" if is_long else "center",
     )
     axes.set_ylabel(height)

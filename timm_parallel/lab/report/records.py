@@ -17,9 +17,29 @@ if TYPE_CHECKING:
     from timm_parallel.lab.report.report import Report
 
 FORMAT = 4  # of report.json, see docs/report.md
-_OF_A_RUN = ("status", "commit", "accelerator", "strategy", "devices", "nodes", "block", "position", "neighbours")
+_OF_A_RUN = (
+    "status",
+    "commit",
+    "accelerator",
+    "strategy",
+    "devices",
+    "nodes",
+    "block",
+    "position",
+    "neighbours",
+)
 _SETTINGS_OF_A_RUN = ("train.precision", "data.batch_size_per_device", "data.workers", "seed")
-_OF_A_GROUP = ("title", "hardware", "accelerator", "model", "kind", "batch", "settings", "disturbed", "warnings")
+_OF_A_GROUP = (
+    "title",
+    "hardware",
+    "accelerator",
+    "model",
+    "kind",
+    "batch",
+    "settings",
+    "disturbed",
+    "warnings",
+)
 
 
 def plain(report: Report, out: Path) -> dict[str, Any]:
@@ -27,7 +47,16 @@ def plain(report: Report, out: Path) -> dict[str, Any]:
     leads = [
         {
             **_place(lead.group),
-            **_pick(lead, "sentence", "command", "point", "value", "value_interval", "difference", "notes"),
+            **_pick(
+                lead,
+                "sentence",
+                "command",
+                "point",
+                "value",
+                "value_interval",
+                "difference",
+                "notes",
+            ),
             "contrast": _fields(lead.contrast),
         }
         for lead in report.recommendations
@@ -45,7 +74,8 @@ def plain(report: Report, out: Path) -> dict[str, Any]:
         "lead": leads[0] if leads else None,
         "leads": leads,
         "groups": [
-            {**_pick(group, *_OF_A_GROUP), "points": [point.label for point in group.points]} for group in report.groups
+            {**_pick(group, *_OF_A_GROUP), "points": [point.label for point in group.points]}
+            for group in report.groups
         ],
         "points": [_plain_point(group, point) for group in report.groups for point in group.points],
         "contrasts": [
@@ -68,7 +98,11 @@ def plain(report: Report, out: Path) -> dict[str, Any]:
             for claim in claims
         ],
         "flags": [{"run": run.name, "flags": run.flags} for run in report.runs if run.flags],
-        "shared": {key: seen[0] for key, seen in values(run.config for run in report.runs).items() if len(seen) == 1},
+        "shared": {
+            key: seen[0]
+            for key, seen in values(run.config for run in report.runs).items()
+            if len(seen) == 1
+        },
         "varied": varied(report.runs),
         "runs": [row(run, out) for run in report.runs],
     }
@@ -108,7 +142,9 @@ def row(run: RunRecord, out: Path) -> dict[str, Any]:
 def _plain_point(group: Group, point: MeasuredPoint) -> dict[str, Any]:
     return {
         **_place(group),
-        **_pick(point, "label", "strategy", "devices", "nodes", "options", "needless_threads", "flagged"),
+        **_pick(
+            point, "label", "strategy", "devices", "nodes", "options", "needless_threads", "flagged"
+        ),
         "stand_in": point.is_simulated,
         "runs": [run.name for run in point.runs],
         "over_single": _fields(group.over_single(point)),
@@ -133,7 +169,13 @@ def _plain_settings(group: SettingGroup) -> dict[str, Any]:
         for setting in group.settings
     ]
     names = _pick(group, "metric", "unit_of_repeats", "blocks", "keys", "note")
-    return {**_place(group), **names, "scale": group.scale.name, "baseline": group.baseline.label, "settings": settings}
+    return {
+        **_place(group),
+        **names,
+        "scale": group.scale.name,
+        "baseline": group.baseline.label,
+        "settings": settings,
+    }
 
 
 def _place(group: Group | SettingGroup) -> dict[str, Any]:

@@ -1,4 +1,6 @@
-"""Comparison report of one or more sweeps: report.html, report.md, report.csv, report.json, and the plots as files."""
+"""Comparison report of one or more sweeps: report.html, report.md, report.csv, report.json, and the
+plots as files.
+"""
 
 from __future__ import annotations
 
@@ -66,18 +68,27 @@ class Report:
             left = sum(job.status in UNFINISHED for job in sweep.jobs)
             if left:
                 state = "runs" if sweep.status == "running" else "was stopped"
-                notes.append(f"The sweep {state}: {left} of {len(sweep.jobs)} jobs have not ended, so this may change.")
+                notes.append(
+                    f"The sweep {state}: {left} of {len(sweep.jobs)} jobs have not ended, so this "
+                    "may change."
+                )
         edited = [run.name for run in self.runs if run.is_edited]
         if edited:
-            notes.append(f"Not compared, because jobs.json has another seed than config.yaml: {join_short(edited)}.")
+            notes.append(
+                "Not compared, because jobs.json has another seed than config.yaml: "
+                f"{join_short(edited)}."
+            )
         for sweep in self.sweeps:
             folder = sweep.folder.resolve()
             code = dict.fromkeys(
-                run.commit for run in self.runs if run.commit and folder in run.folder.resolve().parents
+                run.commit
+                for run in self.runs
+                if run.commit and folder in run.folder.resolve().parents
             )
             if len(code) > 1:
                 notes.append(
-                    f"The code changed during the sweep: {join_short(code)}. Runs of unlike code are not compared."
+                    f"The code changed during the sweep: {join_short(code)}. Runs of unlike code "
+                    "are not compared."
                 )
         return notes
 
@@ -90,18 +101,29 @@ class Report:
 
 
 def compare(runs: list[RunRecord], folders: Sequence[Path]) -> Report:
-    """Group and compare the runs, and return the report. Reads jobs.json of the sweep folders among `folders`."""
+    """Group and compare the runs, and return the report. Reads jobs.json of the sweep folders among
+    `folders`.
+    """
     # If sweeps have different limits, the largest counts.
     limits = [run.config.get("sweep.smallest_difference") for run in runs]
-    smallest = max((limit for limit in limits if isinstance(limit, float) and limit > 0), default=SMALLEST_DIFFERENCE)
+    smallest = max(
+        (limit for limit in limits if isinstance(limit, float) and limit > 0),
+        default=SMALLEST_DIFFERENCE,
+    )
     groups, settings = with_contrasts(group_runs(runs), smallest), setting_groups(runs, smallest)
-    leads = [recommend_fastest(group) if group.is_about_speed else recommend_setting(group) for group in settings]
+    leads = [
+        recommend_fastest(group) if group.is_about_speed else recommend_setting(group)
+        for group in settings
+    ]
     leads = leads or [recommend(group) for group in groups]
     claims = {}
     for hardware in dict.fromkeys(group.hardware for group in groups):
-        # A job that never started has no hardware record. It counts as evidence for each kind of hardware.
+        # A job that never started has no hardware record. It counts as evidence for each kind of
+        # hardware.
         known = [run for run in runs if not run.accelerator or run.hardware == hardware]
-        claims[hardware] = evaluate_claims(Evidence([group for group in groups if group.hardware == hardware], known))
+        claims[hardware] = evaluate_claims(
+            Evidence([group for group in groups if group.hardware == hardware], known)
+        )
     statuses = Counter(run.status.replace("_", " ") for run in runs)
     counts = [f"{statuses.pop('done', 0)} of {len(runs)} jobs done"]
     counts += [f"{count} {status}" for status, count in sorted(statuses.items())]
@@ -110,7 +132,8 @@ def compare(runs: list[RunRecord], folders: Sequence[Path]) -> Report:
 
 
 def write_report(sweep_folders: list[Path], out: Path | None = None) -> Path:
-    """Write report.html, .md, .csv, .json and plots into `out`, by default the first folder. Return report.html's path.
+    """Write report.html, .md, .csv, .json and plots into `out`, by default the first folder. Return
+    report.html's path.
 
     Takes finished and unfinished sweeps and single run folders, of any number of machines.
     Raises ValueError for any other folder or one that cannot be read.
@@ -144,13 +167,19 @@ def _render(kind: str, report: Report, drawn: Drawn, out: Path) -> str:
     )
     environment.filters["markdown"] = _markdown
     environment.globals.update(setting_tables=setting_tables)
-    environment.globals.update(tables=tables, href=href, page_href=page_href, report=report, plots=drawn)
-    environment.globals.update(groups=report.groups[:MOST_GROUPS_SHOWN], smallest=percent(report.smallest_difference))
+    environment.globals.update(
+        tables=tables, href=href, page_href=page_href, report=report, plots=drawn
+    )
+    environment.globals.update(
+        groups=report.groups[:MOST_GROUPS_SHOWN], smallest=percent(report.smallest_difference)
+    )
     return environment.get_template(f"report.{kind}.j2").render()
 
 
 def _draw(report: Report, folder: Path) -> Drawn:
-    """Draw the plots of the first groups of runs (all would make the page too large). Write each plot and its data to files."""
+    """Draw the plots of the first groups of runs (all would make the page too large). Write each
+    plot and its data to files.
+    """
     for stale in folder.glob("[0-9]*_*.*"):
         stale.unlink()
     # Below a comparison of settings, the speed of a group with one configuration is in the table.
@@ -166,7 +195,10 @@ def _draw(report: Report, folder: Path) -> Drawn:
         drawn[group] = of_group
         for plot in of_group:
             write_text(folder / f"{number}_{plot.name}.svg", plot.svg + "\n")
-            write_text(folder / f"{number}_{plot.name}.csv", plot.data.to_csv(index=False, lineterminator="\n"))
+            write_text(
+                folder / f"{number}_{plot.name}.csv",
+                plot.data.to_csv(index=False, lineterminator="\n"),
+            )
     return drawn
 
 

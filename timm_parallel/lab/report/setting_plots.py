@@ -1,4 +1,6 @@
-"""Plots of a sweep over settings: the metric by seed, over the steps, by swept key and against speed."""
+"""Plots of a sweep over settings: the metric by seed, over the steps, by swept key and against
+speed.
+"""
 
 from __future__ import annotations
 
@@ -37,20 +39,32 @@ DECADES = 10  # values that span this factor have a logarithmic axis
 
 
 def draw_settings(group: SettingGroup) -> list[Plot]:
-    """Draw the plots for which this group has measurements. Of many settings, shows the best ones and the baseline."""
+    """Draw the plots for which this group has measurements. Of many settings, shows the best ones
+    and the baseline.
+    """
     factor = 100 if group.scale.is_proportion else 1
     name = f"{group.metric}, %" if group.scale.is_proportion else group.metric
     shown = [setting for setting in group.best(MOST_SETTINGS) if setting.values]
     if len(group.alive) > MOST_SETTINGS:
         shown.sort(key=lambda setting: -group.scale.sign * (setting.mean or 0.0))
     runs = pd.DataFrame(
-        [[s.label, str(block), value * factor] for s in group.alive for block, value in s.values.items()],
+        [
+            [s.label, str(block), value * factor]
+            for s in group.alive
+            for block, value in s.values.items()
+        ],
         columns=["setting", "block", "value"],
     )
     plots = []
 
     def add(plot: str, paint: Callable[..., None], frame: pd.DataFrame, **options: str) -> None:
-        plots.append(Plot(plot, svg(partial(paint, name=name, **options), frame, f"{group.title}{plot}"), frame))
+        plots.append(
+            Plot(
+                plot,
+                svg(partial(paint, name=name, **options), frame, f"{group.title}{plot}"),
+                frame,
+            )
+        )
 
     if len(shown) > 1:
         means = _means(group, shown, factor)
@@ -60,17 +74,35 @@ def draw_settings(group: SettingGroup) -> list[Plot]:
     curves = _curves([s for s in group.best(MOST_LINES) if s.values], group.metric, factor)
     if len(curves) > curves["setting"].nunique():
         add("curves", _paint_curves, curves)
-    table = pd.DataFrame([{**s.settings, "mean": s.mean * factor} for s in group.alive if s.mean is not None])
+    table = pd.DataFrame(
+        [{**s.settings, "mean": s.mean * factor} for s in group.alive if s.mean is not None]
+    )
     keys = group.keys
-    numbers = pd.to_numeric(table[keys[0]], errors="coerce").astype(float) if len(keys) == 1 else pd.Series(dtype=float)
+    numbers = (
+        pd.to_numeric(table[keys[0]], errors="coerce").astype(float)
+        if len(keys) == 1
+        else pd.Series(dtype=float)
+    )
     if len(numbers) > 2 and numbers.abs().lt(math.inf).all():
-        line = runs.assign(x=runs["setting"].map(dict(zip((s.label for s in group.alive), numbers, strict=True))))
+        line = runs.assign(
+            x=runs["setting"].map(dict(zip((s.label for s in group.alive), numbers, strict=True)))
+        )
         add("key", _paint_line, line, key=keys[0])
-    elif len(keys) == 2 and all(table[key].nunique() > 1 for key in keys) and len(table) <= MOST_CELLS:
+    elif (
+        len(keys) == 2
+        and all(table[key].nunique() > 1 for key in keys)
+        and len(table) <= MOST_CELLS
+    ):
         # Light is good, whatever the direction of the metric.
-        add("keys", _paint_heat, table, colors="Blues" if group.scale.lower_is_better else "Blues_r")
+        add(
+            "keys", _paint_heat, table, colors="Blues" if group.scale.lower_is_better else "Blues_r"
+        )
     speeds = pd.DataFrame(
-        [[s.label, s.speed.median, s.mean * factor] for s in shown if s.speed and s.mean is not None],
+        [
+            [s.label, s.speed.median, s.mean * factor]
+            for s in shown
+            if s.speed and s.mean is not None
+        ],
         columns=["setting", "images_per_sec", "mean"],
     )
     if len(speeds) > 1 and not group.is_about_speed:
@@ -79,12 +111,18 @@ def draw_settings(group: SettingGroup) -> list[Plot]:
 
 
 def _means(group: SettingGroup, settings: list[Setting], factor: int) -> pd.DataFrame:
-    """Return a table of the mean of each setting with its 95 % interval, which is empty for a single value."""
+    """Return a table of the mean of each setting with its 95 % interval, which is empty for a
+    single value.
+    """
     rows = []
     for setting in settings:
-        ends = mean_interval(setting.values.values(), group.scale, group.rounding) or (math.nan, math.nan)
+        ends = mean_interval(setting.values.values(), group.scale, group.rounding) or (
+            math.nan,
+            math.nan,
+        )
         assert setting.mean is not None
-        # On a scale, the interval is not symmetric, and with few values it may not hold the plain mean.
+        # On a scale, the interval is not symmetric, and with few values it may not hold the plain
+        # mean.
         low, high = min(ends[0], setting.mean), max(ends[1], setting.mean)
         interval = [low, high] if ends[0] == ends[0] else list(ends)
         rows.append([setting.label, *(value * factor for value in (setting.mean, *interval))])
@@ -93,7 +131,9 @@ def _means(group: SettingGroup, settings: list[Setting], factor: int) -> pd.Data
 
 def _paint_values(axes: Axes, frame: pd.DataFrame, runs: pd.DataFrame, name: str) -> None:
     labels = list(frame["label"])
-    picked = runs[runs["setting"].isin(labels)].assign(y=lambda table: table["setting"].map(labels.index))
+    picked = runs[runs["setting"].isin(labels)].assign(
+        y=lambda table: table["setting"].map(labels.index)
+    )
     for _, block in picked.sort_values("y").groupby("block"):
         axes.plot(block["value"], block["y"], "-", color=QUIET, alpha=0.35, linewidth=0.7, zorder=1)
     axes.plot(picked["value"], picked["y"], "o", color=COLORS[0], alpha=0.6, markersize=4)
@@ -102,7 +142,9 @@ def _paint_values(axes: Axes, frame: pd.DataFrame, runs: pd.DataFrame, name: str
 
 
 def _curves(settings: list[Setting], metric: str, factor: int) -> pd.DataFrame:
-    """Return a table of mean, smallest and largest value over the seeds, for each step that all runs evaluated."""
+    """Return a table of mean, smallest and largest value over the seeds, for each step that all
+    runs evaluated.
+    """
     rows = []
     for setting in settings:
         steps: dict[int, list[float]] = defaultdict(list)
@@ -110,7 +152,9 @@ def _curves(settings: list[Setting], metric: str, factor: int) -> pd.DataFrame:
         for curve in runs:
             for step, value in curve.items():
                 steps[step].append(value * factor)
-        known = [(step, values) for step, values in sorted(steps.items()) if len(values) == len(runs)]
+        known = [
+            (step, values) for step, values in sorted(steps.items()) if len(values) == len(runs)
+        ]
         stride = math.ceil(len(known) / MOST_STEPS)
         # The last evaluation is always kept.
         for step, values in reversed(known[:: -stride or None]):
@@ -121,8 +165,12 @@ def _curves(settings: list[Setting], metric: str, factor: int) -> pd.DataFrame:
 def _paint_curves(axes: Axes, frame: pd.DataFrame, name: str) -> None:
     for number, (label, curve) in enumerate(frame.groupby("setting", sort=False)):
         color, dash = COLORS[number % len(COLORS)], DASHES[number % len(DASHES)]
-        axes.fill_between(curve["step"], curve["low"], curve["high"], color=color, alpha=0.15, linewidth=0)
-        axes.plot(curve["step"], curve["mean"], dash, color=color, linewidth=1.4, label=short(label))
+        axes.fill_between(
+            curve["step"], curve["low"], curve["high"], color=color, alpha=0.15, linewidth=0
+        )
+        axes.plot(
+            curve["step"], curve["mean"], dash, color=color, linewidth=1.4, label=short(label)
+        )
     axes.set(xlabel="step", ylabel=name)
 
 
@@ -140,14 +188,23 @@ def _paint_line(axes: Axes, frame: pd.DataFrame, name: str, key: str) -> None:
 def _paint_heat(axes: Axes, frame: pd.DataFrame, name: str, colors: str) -> None:
     x, y = frame.columns[:2]
     columns, rows = list(dict.fromkeys(frame[x])), list(dict.fromkeys(frame[y]))
-    cells = frame.pivot_table(index=y, columns=x, values="mean").reindex(index=rows, columns=columns)
+    cells = frame.pivot_table(index=y, columns=x, values="mean").reindex(
+        index=rows, columns=columns
+    )
     mesh = axes.pcolormesh(cells.to_numpy(), cmap=colors, edgecolors="white", linewidth=1)
     axes.figure.colorbar(mesh, ax=axes, label=name)
     for row, of_row in enumerate(cells.to_numpy()):
         for column, value in enumerate(of_row):
             is_dark = sum(mesh.cmap(mesh.norm(value))[:3]) < 1.6
             color = "white" if is_dark else "black"
-            axes.text(column + 0.5, row + 0.5, f"{value:#.4g}".rstrip("."), ha="center", va="center", color=color)
+            axes.text(
+                column + 0.5,
+                row + 0.5,
+                f"{value:#.4g}".rstrip("."),
+                ha="center",
+                va="center",
+                color=color,
+            )
     axes.set_xticks([place + 0.5 for place in range(len(columns))], columns)
     axes.set_yticks([place + 0.5 for place in range(len(rows))], rows)
     axes.set(xlabel=x, ylabel=y)

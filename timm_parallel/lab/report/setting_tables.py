@@ -26,15 +26,23 @@ def settings_table(group: SettingGroup) -> Table:
     """Return a table with a row per setting in the order of the sweep, without empty columns."""
     shown = group.best(MOST_ROWS)
     rows = [_row(group, setting) for setting in shown]
-    filled = {name for row in rows for name, text in row.items() if text not in (DASH, "")} | set(group.keys)
+    filled = {name for row in rows for name, text in row.items() if text not in (DASH, "")} | set(
+        group.keys
+    )
     rows = [{name: text for name, text in row.items() if name in filled} for row in rows]
     notes = [group.note] if group.note else []
     if any(setting.lost for setting in group.settings):
-        notes.append("The mean of a setting that lost runs is that of the runs that are left, and may be too good.")
-    if not group.is_about_speed and any(_differs_from_means(group, contrast) for contrast in group.contrasts):
         notes.append(
-            f"A difference comes from means on the {group.scale.name} scale in the {group.unit_of_repeats}s that both "
-            "settings have, so it is not exactly the difference of two means of this table."
+            "The mean of a setting that lost runs is that of the runs that are left, and may be "
+            "too good."
+        )
+    if not group.is_about_speed and any(
+        _differs_from_means(group, contrast) for contrast in group.contrasts
+    ):
+        notes.append(
+            f"A difference comes from means on the {group.scale.name} scale in the "
+            f"{group.unit_of_repeats}s that both settings have, so it is not exactly the "
+            "difference of two means of this table."
         )
     if len(shown) < len(group.settings):
         notes.append(f"{len(group.settings) - len(shown)} more settings, in report.json.")
@@ -61,7 +69,9 @@ def _row(group: SettingGroup, setting: Setting) -> dict[str, str]:
     return {
         **(setting.settings or {"setting": setting.label}),
         f"{group.unit_of_repeats}s": str(len(setting.values)),
-        "runs lost": f"{len(setting.lost)} of {len(setting.lost) + len(setting.runs)}" if setting.lost else DASH,
+        "runs lost": f"{len(setting.lost)} of {len(setting.lost) + len(setting.runs)}"
+        if setting.lost
+        else DASH,
         f"{group.metric}{lower}": value_text(group.scale, setting.mean),
         "sd": _deviation(group, setting),
         f"{'ratio' if group.is_about_speed else 'difference'}{unit} (95 %)": "baseline"
@@ -82,12 +92,16 @@ def _deviation(group: SettingGroup, setting: Setting) -> str:
 
 
 def for_article(table: Table, kind: str) -> str:
-    """Return the table as Markdown (`markdown`) or LaTeX with booktabs (`latex`), without verdicts and links."""
+    """Return the table as Markdown (`markdown`) or LaTeX with booktabs (`latex`), without verdicts
+    and links.
+    """
     frame = pd.DataFrame(table.rows).drop(columns=[VERDICT, DETECTABLE], errors="ignore")
     if kind == "markdown":
         rule = ["---" if name in table.text_columns else "---:" for name in frame]
         lines = [list(frame), rule, *frame.to_numpy().tolist()]
-        return "\n".join(f"| {' | '.join(text.replace('|', '/') for text in line)} |" for line in lines)
+        return "\n".join(
+            f"| {' | '.join(text.replace('|', '/') for text in line)} |" for line in lines
+        )
     align = "".join("l" if name in table.text_columns else "r" for name in frame)
     latex = frame.to_latex(index=False, escape=True, column_format=align).rstrip()
     # Older versions of LaTeX know these characters only with a package.

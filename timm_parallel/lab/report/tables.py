@@ -1,4 +1,6 @@
-"""Convert groups and runs to tables of text for HTML and Markdown. A missing value is a dash, never 0."""
+"""Convert groups and runs to tables of text for HTML and Markdown. A missing value is a dash, never
+0.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,15 @@ from timm_parallel.lab.analysis.configurations import values
 from timm_parallel.lab.analysis.groups import Group, MeasuredPoint
 from timm_parallel.lab.analysis.runs import RunRecord
 from timm_parallel.lab.analysis.statistics import Summary
-from timm_parallel.lab.analysis.wording import DASH, effect_text, figure, join_short, percent, verdict_text, with_range
+from timm_parallel.lab.analysis.wording import (
+    DASH,
+    effect_text,
+    figure,
+    join_short,
+    percent,
+    verdict_text,
+    with_range,
+)
 from timm_parallel.machine.text import yaml_text
 
 NOT_HERE = "n/a"
@@ -21,7 +31,14 @@ MOST_DEVICES = 8
 MOST_UNFINISHED = 300  # rows: report.html stays small; report.csv has all
 LONGEST_REASON = 240  # characters
 # Columns that say nothing about GPUs if the devices are threads on CPU.
-_OF_GPUS = ("images/s", "over single (95 %)", "ms per step", "p95", "exposed comm., ms", "J per image")
+_OF_GPUS = (
+    "images/s",
+    "over single (95 %)",
+    "ms per step",
+    "p95",
+    "exposed comm., ms",
+    "J per image",
+)
 _OF_ONE_RUN = ("format", "time", "command", "topology")  # keys of an environment record
 
 
@@ -31,11 +48,15 @@ class Table:
     caption: str = ""
     notes: Sequence[str] = ()
     text_columns: Sequence[str] = ()  # all other columns hold numbers
-    runs: Sequence[Sequence[RunRecord]] = ()  # of each row; a last column links to the first MOST_LINKS of them
+    runs: Sequence[
+        Sequence[RunRecord]
+    ] = ()  # of each row; a last column links to the first MOST_LINKS of them
 
 
 def points_table(group: Group) -> Table:
-    """Return a table of speed, memory and metrics with a row per configuration, without empty columns."""
+    """Return a table of speed, memory and metrics with a row per configuration, without empty
+    columns.
+    """
     metrics = list(dict.fromkeys(name for point in group.points for name in point.metrics))
     largest = max((peak.high for point in group.points for peak in point.peak_bytes), default=0)
     unit, factor = ("GiB", 2**-30) if largest >= 2**30 else ("MiB", 2**-20)
@@ -47,7 +68,9 @@ def points_table(group: Group) -> Table:
             title = f"{name} (lower is better)" if is_lower_better(name) else name
             row[title] = _summary(point.metrics.get(name))
         rows.append(row | {memory: _peaks(point, factor)})
-    filled = {name for row in rows for name, text in row.items() if text not in (DASH, NOT_HERE)} | {"images/s"}
+    filled = {
+        name for row in rows for name, text in row.items() if text not in (DASH, NOT_HERE)
+    } | {"images/s"}
     shown = [{name: text for name, text in row.items() if name in filled} for row in rows]
     caption = f"{group.scaling.capitalize()}: medians (smallest–largest) of the repeats"
     return Table(shown, caption, _notes(group), ["point"], [point.runs for point in group.points])
@@ -55,7 +78,11 @@ def points_table(group: Group) -> Table:
 
 def _point_row(group: Group, point: MeasuredPoint) -> dict[str, str]:
     efficiency, steps = group.efficiency(point), point.measure("steps_timed")
-    marks = {" *": point.is_simulated, " †": point.needless_threads, " ‡": not group.same_threads(point)}
+    marks = {
+        " *": point.is_simulated,
+        " †": point.needless_threads,
+        " ‡": not group.same_threads(point),
+    }
     flagged = f", {point.flagged} flagged" if point.flagged else ""
     row = {
         "point": point.label + "".join(mark for mark, is_set in marks.items() if is_set),
@@ -76,13 +103,19 @@ def _point_row(group: Group, point: MeasuredPoint) -> dict[str, str]:
 
 
 def contrasts_table(group: Group) -> Table:
-    """Return a table of the compared pairs of configurations: ratio of images/s, interval and verdict."""
+    """Return a table of the compared pairs of configurations: ratio of images/s, interval and
+    verdict.
+    """
     rows = [
         {
             "A over B, images/s": f"{contrast.a} over {contrast.b}",
             "ratio (95 %)": effect_text(contrast),
-            "A faster than B?": "disturbed: no verdict" if group.disturbed else verdict_text(contrast),
-            "min. detectable difference": DASH if contrast.detectable is None else percent(contrast.detectable, 1),
+            "A faster than B?": "disturbed: no verdict"
+            if group.disturbed
+            else verdict_text(contrast),
+            "min. detectable difference": DASH
+            if contrast.detectable is None
+            else percent(contrast.detectable, 1),
             "runs of each": str(contrast.n),
         }
         for contrast in group.contrasts.get("images_per_sec", ())
@@ -91,15 +124,26 @@ def contrasts_table(group: Group) -> Table:
 
 
 def disturbed_table(group: Group) -> Table:
-    """Return a table of runs, at most MOST_NAMED, whose speed was disturbed by other programs or heat, with reasons."""
+    """Return a table of runs, at most MOST_NAMED, whose speed was disturbed by other programs or
+    heat, with reasons.
+    """
     flagged = [(run, point) for point in group.points for run in point.runs if run.flags]
-    rows = [{"disturbed run": r.name, "point": p.label, "why": "; ".join(r.flags)} for r, p in flagged[:MOST_NAMED]]
-    notes = [f"{len(flagged) - MOST_NAMED} more disturbed runs, in report.csv."] if len(flagged) > MOST_NAMED else []
+    rows = [
+        {"disturbed run": r.name, "point": p.label, "why": "; ".join(r.flags)}
+        for r, p in flagged[:MOST_NAMED]
+    ]
+    notes = (
+        [f"{len(flagged) - MOST_NAMED} more disturbed runs, in report.csv."]
+        if len(flagged) > MOST_NAMED
+        else []
+    )
     return Table(rows, "Disturbed runs, which are kept", notes, ["disturbed run", "point", "why"])
 
 
 def settings_tables(runs: Sequence[RunRecord]) -> list[Table]:
-    """Return tables of keys and values: config keys that differ between the runs, equal ones, hardware and versions."""
+    """Return tables of keys and values: config keys that differ between the runs, equal ones,
+    hardware and versions.
+    """
     config = values(run.config for run in runs)
     environment = {}
     for key, seen in values(run.environment for run in runs).items():
@@ -112,7 +156,10 @@ def settings_tables(runs: Sequence[RunRecord]) -> list[Table]:
         ("What all points share", {key: seen for key, seen in config.items() if len(seen) == 1}),
         ("Hardware and versions", environment),
     ):
-        rows = [{"key": key, "values": join_short(map(yaml_text, seen), 12)} for key, seen in sorted(settings.items())]
+        rows = [
+            {"key": key, "values": join_short(map(yaml_text, seen), 12)}
+            for key, seen in sorted(settings.items())
+        ]
         tables.append(Table(rows, caption, text_columns=["key", "values"]))
     return tables
 
@@ -130,7 +177,11 @@ def unfinished_table(runs: Sequence[RunRecord]) -> Table:
         }
         for run in shown
     ]
-    notes = [f"and {len(unfinished) - len(shown)} more, in report.csv"] if len(unfinished) > len(shown) else []
+    notes = (
+        [f"and {len(unfinished) - len(shown)} more, in report.csv"]
+        if len(unfinished) > len(shown)
+        else []
+    )
     folders = [[run] if run.folder.is_dir() else [] for run in shown]
     return Table(rows, "", notes, ["point", "overrides", "status", "reason"], folders)
 
@@ -138,16 +189,30 @@ def unfinished_table(runs: Sequence[RunRecord]) -> Table:
 def _notes(group: Group) -> list[str]:
     notes = []
     if group.single is None:
-        notes.append("No run of single on 1 device is done here, so there is no ratio to it and no efficiency.")
+        notes.append(
+            "No run of single on 1 device is done here, so there is no ratio to it and no "
+            "efficiency."
+        )
     if any(point.is_simulated for point in group.points):
-        notes.append("* Its devices are threads on CPU: its speed says nothing about GPUs and is not compared.")
-    for threads, cores in sorted({point.needless_threads for point in group.points if point.needless_threads}):
+        notes.append(
+            "* Its devices are threads on CPU: its speed says nothing about GPUs and is not "
+            "compared."
+        )
+    for threads, cores in sorted(
+        {point.needless_threads for point in group.points if point.needless_threads}
+    ):
         notes.append(f"† {threads} threads on {cores} cores.")
     if not all(map(group.same_threads, group.points)):
-        notes.append("‡ Its devices have another number of threads than single's: the ratio mixes both effects.")
+        notes.append(
+            "‡ Its devices have another number of threads than single's: the ratio mixes both "
+            "effects."
+        )
     speeds = group.speeds
     outliers = speeds[speeds["relative"] < OUTLIER]
-    slow = [f"run {run.run} ({run.point}) at {figure(run.images_per_sec)} images/s." for run in outliers.itertuples()]
+    slow = [
+        f"run {run.run} ({run.point}) at {figure(run.images_per_sec)} images/s."
+        for run in outliers.itertuples()
+    ]
     notes += [f"Outlier, kept: {text}" for text in slow[:MOST_NAMED]]
     if len(slow) > MOST_NAMED:
         notes.append(f"Outlier, kept: {len(slow) - MOST_NAMED} more, in report.csv.")
@@ -159,7 +224,9 @@ def _summary(summary: Summary | None) -> str:
 
 
 def _median(summary: Summary | None, factor: float = 1) -> str:
-    """Format the median without its range, for a table of many columns. report.json has the range."""
+    """Format the median without its range, for a table of many columns.
+    report.json has the range.
+    """
     return figure(summary.median * factor) if summary else DASH
 
 

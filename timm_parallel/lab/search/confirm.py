@@ -1,7 +1,8 @@
-"""Confirmation of a search (`search.confirm`): its best trial and the default settings train again, with new seeds.
+"""Confirmation of a search (`search.confirm`): its best trial and the default settings train again,
+with new seeds.
 
-The default settings are the search's command without the searched keys. Chance helped to choose the best trial, so its
-value is too good. The new seeds took no part in the choice.
+The default settings are the search's command without the searched keys. Chance helped to choose the
+best trial, so its value is too good. The new seeds took no part in the choice.
 """
 
 from __future__ import annotations
@@ -19,42 +20,61 @@ from timm_parallel.lab.sweep.points import Point, task_overrides
 from timm_parallel.lab.sweep.sweep import Sweep, reset_unfinished
 from timm_parallel.record.jobs import Jobs, read_jobs
 
-# Beginnings of the folders of the jobs. The report's baseline is the configuration with the lowest number.
+# Beginnings of the folders of the jobs. The report's baseline is the configuration with the lowest
+# number.
 DEFAULT, BEST = "0_default", "1_best"
 
 
 def check_confirmation(config: Config, base: DictConfig, space: list[Dimension]) -> list[Config]:
-    """Refuse a search.confirm that could not decide. Return the default settings, whose data may differ."""
-    settings, train, written = config.search, config.train, f"search.confirm={config.search.confirm}"
+    """Refuse a search.confirm that could not decide. Return the default settings, whose data may
+    differ.
+    """
+    settings, train, written = (
+        config.search,
+        config.train,
+        f"search.confirm={config.search.confirm}",
+    )
     if settings.confirm is None:
         return []
     if any(dimension.name == "seed" for dimension in space):
-        raise ValueError(f"{written}: trains with new seeds, but seed is searched; drop one of them")
+        raise ValueError(
+            f"{written}: trains with new seeds, but seed is searched; drop one of them"
+        )
     if config.sweep.baseline is not None:
         raise ValueError(f"{written}: compares with the default settings; leave sweep.baseline out")
     is_timed = config.sweep.timed or train.evaluate_every == 0
     if config.objective == "images_per_sec" or (is_timed and train.max_steps is not None):
-        raise ValueError(f"{written}: compares accuracy or loss, but this search measures speed; leave it out")
+        raise ValueError(
+            f"{written}: compares accuracy or loss, but this search measures speed; leave it out"
+        )
     default = trial_point(base, [], 0)
     if default.reason:
         raise ValueError(f"{written}: also trains the default settings, but {default.reason}")
     return [default.config]
 
 
-def confirm_best(trials: Jobs, number: int, overrides: list[str], num_seeds: int, max_jobs: int | None) -> int:
-    """Train trial `number`, its values as `overrides`, and the default settings. Return the exit code.
+def confirm_best(
+    trials: Jobs, number: int, overrides: list[str], num_seeds: int, max_jobs: int | None
+) -> int:
+    """Train trial `number`, its values as `overrides`, and the default settings. Return the exit
+    code.
 
-    The jobs and their report are in `confirm_<number>` below the search's folder, so a search that continues to another
-    best trial confirms that one, too.
+    The jobs and their report are in `confirm_<number>` below the search's folder, so a search that
+    continues to another best trial confirms that one, too.
     """
     config, base, _ = read_search(trials.folder)
     points = _points(base, overrides, first_seed=config.seed + 1)
     folder = trials.folder / f"confirm_{number}"
     if points[0].config == points[1].config:
-        print(f"confirm      trial {number} equals the default settings; training it alone, with {num_seeds} new seeds")
+        print(
+            f"confirm      trial {number} equals the default settings; training it alone, with "
+            f"{num_seeds} new seeds"
+        )
         del points[1]
     else:
-        print(f"confirm      trial {number} against the default settings, {num_seeds} new seeds each")
+        print(
+            f"confirm      trial {number} against the default settings, {num_seeds} new seeds each"
+        )
     if (folder / "jobs.json").is_file():
         jobs = read_jobs(folder)
         reset_unfinished(jobs)
@@ -66,19 +86,27 @@ def confirm_best(trials: Jobs, number: int, overrides: list[str], num_seeds: int
         jobs = freeze_jobs(folder, points, settings)
     jobs.command = trials.command
     for job in jobs.jobs:
-        job.name = "default settings" if job.folder.startswith(DEFAULT) else trials.jobs[number].name
-    return Confirmation(jobs, max_jobs, SlurmQueue() if config.cluster.scheduler == "slurm" else None).run()
+        job.name = (
+            "default settings" if job.folder.startswith(DEFAULT) else trials.jobs[number].name
+        )
+    return Confirmation(
+        jobs, max_jobs, SlurmQueue() if config.cluster.scheduler == "slurm" else None
+    ).run()
 
 
 class Confirmation(Sweep):
     """Runner of the jobs of a confirmation, which continues with the search."""
 
     def _say_stopped(self, number: int, folder: Path | None = None, *keys: str) -> int:
-        return super()._say_stopped(number, self.jobs.folder.parent, f"search.confirm={self.jobs.num_blocks}")
+        return super()._say_stopped(
+            number, self.jobs.folder.parent, f"search.confirm={self.jobs.num_blocks}"
+        )
 
 
 def _points(base: DictConfig, overrides: list[str], first_seed: int) -> list[Point]:
-    """Return the default settings, which are the report's baseline, and the trial, with the seed of the first repeat."""
+    """Return the default settings, which are the report's baseline, and the trial, with the seed of
+    the first repeat.
+    """
     settings: dict[str, list[str]] = {DEFAULT: [], BEST: overrides}
     points = []
     for number, (subdir, values) in enumerate(settings.items()):

@@ -1,4 +1,6 @@
-"""Write `search.html` of a search: the best trial and its command, Optuna's plots, and a table of the trials."""
+"""Write `search.html` of a search: the best trial and its command, Optuna's plots, and a table of
+the trials.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ from timm_parallel.record.jobs import Job, Jobs
 
 MIN_FOR_IMPORTANCES = 20  # trials with a value; a ranking from fewer is noise
 PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>Search: {metric}</title><style>{style} img {{max-width: 100%}}</style></head>
+<html lang="en"><head><meta charset="utf-8"><title>Search: {metric}</title>
+<style>{style} img {{max-width: 100%}}</style></head>
 <body><h1>Search: {metric}</h1><p class="quiet">{counts}</p><p class="lead">{lead}</p>
 {figures}<div class="wide" tabindex="0">{table}</div></body></html>
 """
@@ -39,37 +42,60 @@ def write_search_page(jobs: Jobs, study: optuna.Study, config: Config) -> Path:
         row = {"trial": job.id, metric: value, "status": job.status, "seconds": job.seconds}
         rows.append({**row, **params, "reason": job.reason})
     table = pd.DataFrame(rows).sort_values(metric, ascending=config.search.direction == "minimize")
-    lead, job, value = "No trial has a value yet.", jobs.jobs[table["trial"].iloc[0]], table[metric].iloc[0]
+    lead, job, value = (
+        "No trial has a value yet.",
+        jobs.jobs[table["trial"].iloc[0]],
+        table[metric].iloc[0],
+    )
     if pd.notna(value):
         command = escape(shlex.join(["python", "train.py", *job.overrides]))
-        lead = f'Best: {metric} {value:.4f} in trial <a href="{job.folder}/">{job.id}</a>.<br><code>{command}</code>'
+        lead = (
+            f"Best: {metric} {value:.4f} in trial <a "
+            f'href="{job.folder}/">{job.id}</a>.<br><code>{command}</code>'
+        )
         lead += f"</p>\n<p>{_confirmation(jobs.folder, job, int(table[metric].count()))}"
     path = jobs.folder / "search.html"
     style = (Path(__file__).parents[1] / "report" / "page.css").read_text(encoding="utf-8")
     figures = "\n".join(draw_study(study, metric))
-    html = table.to_html(index=False, na_rep="", float_format="{:.4g}".format, border=0, classes="figures")
-    page = PAGE.format(metric=metric, style=style, counts=jobs.counts(), lead=lead, figures=figures, table=html)
+    html = table.to_html(
+        index=False, na_rep="", float_format="{:.4g}".format, border=0, classes="figures"
+    )
+    page = PAGE.format(
+        metric=metric, style=style, counts=jobs.counts(), lead=lead, figures=figures, table=html
+    )
     write_text(path, page)
     return path
 
 
 def _confirmation(folder: Path, best: Job, count: int) -> str:
-    """Return HTML on the confirmation of the best of `count` trials, or on why its value is not to be published."""
-    biased = f"Chance helped to choose this value as the best of {plural(count, 'trial')}, so it is too good."
+    """Return HTML on the confirmation of the best of `count` trials, or on why its value is not to
+    be published.
+    """
+    biased = (
+        f"Chance helped to choose this value as the best of {plural(count, 'trial')}, so it "
+        "is too good."
+    )
     report = folder / f"confirm_{best.id}" / "report.json"
     if not report.is_file():
         return f"{biased} For a value to publish, train again with new seeds: search.confirm=5."
     lead = json.loads(report.read_text(encoding="utf-8"))["lead"]
     sentence = escape(lead["sentence"]) if lead else "No job of it is done yet."
-    return f'{biased} Its <a href="{report.parent.name}/report.html">confirmation with new seeds</a>: {sentence}'
+    return (
+        f'{biased} Its <a href="{report.parent.name}/report.html">confirmation with new '
+        f"seeds</a>: {sentence}"
+    )
 
 
 def draw_study(study: optuna.Study, metric: str) -> list[str]:
-    """Draw Optuna's plots of a study, those for which it has enough trials, and return them as HTML images."""
+    """Draw Optuna's plots of a study, those for which it has enough trials, and return them as HTML
+    images.
+    """
     from matplotlib import pyplot
 
     pyplot.switch_backend("Agg")
-    values = [trial.value for trial in study.get_trials(deepcopy=False) if trial.state.name == "COMPLETE"]
+    values = [
+        trial.value for trial in study.get_trials(deepcopy=False) if trial.state.name == "COMPLETE"
+    ]
     # These plot functions have a parameter `target_name`.
     of_values: list[Any] = [plots.plot_optimization_history, plots.plot_slice] if values else []
     if len(values) >= MIN_FOR_IMPORTANCES and len(set(values)) > 1:

@@ -1,7 +1,9 @@
-"""A hyper-parameter search: Optuna proposes each next trial, and a trial is a job like those of a sweep.
+"""A hyper-parameter search: Optuna proposes each next trial, and a trial is a job like those of a
+sweep.
 
-Only this process accesses the study. A trial's value is the objective in its result.json; its metrics.jsonl is used for
-pruning. Trials start from search.yaml, so YAML edits do not affect them. A search and its trials continue after a stop.
+Only this process accesses the study. A trial's value is the objective in its result.json; its
+metrics.jsonl is used for pruning. Trials start from search.yaml, so YAML edits do not affect them.
+A search and its trials continue after a stop.
 """
 
 from __future__ import annotations
@@ -45,10 +47,16 @@ def start_search(command: Command, base: Point, check_data: Callable[[Config], N
     """Create and run a new search. Return the exit code."""
     config, settings = command.config, command.config.search
     if config.cluster.scheduler == "slurm" and not config.cluster.submit:
-        raise ValueError("cluster.submit=false: a search submits its trials one after another; use cluster.submit=true")
+        raise ValueError(
+            "cluster.submit=false: a search submits its trials one after another; use "
+            "cluster.submit=true"
+        )
     check_scheduler(config.cluster)
     space = read_space(command)
-    check_jobs_data([*check_space(config, base.tree, space), *check_confirmation(config, base.tree, space)], check_data)
+    check_jobs_data(
+        [*check_space(config, base.tree, space), *check_confirmation(config, base.tree, space)],
+        check_data,
+    )
     max_jobs = jobs_at_a_time("search.n_jobs", settings.n_jobs, config)
     folder = claim_folder(Path(str(command.tree.hydra.sweep.dir)))
     freeze_search(
@@ -67,7 +75,8 @@ def start_search(command: Command, base: Point, check_data: Callable[[Config], N
     try:
         code = search.run()
     except ValueError:
-        # Slurm has refused the first trial and would refuse all. Remove the study too, so that its name is free.
+        # Slurm has refused the first trial and would refuse all. Remove the study too, so that its
+        # name is free.
         if search.slurm is not None and not any(folder.glob(f"*/{JOB_ID}")):
             import optuna
 
@@ -81,12 +90,16 @@ def resume_search(folder: Path, command: Command, check_data: Callable[[Config],
     """Continue the search in `folder` until it has n_trials trials. Return the exit code."""
     config, base, space = read_search(folder)
     check_scheduler(config.cluster)
-    keys = keys_that_may_change(command, folder, "search", "search.n_trials", "search.n_jobs", "search.confirm")
+    keys = keys_that_may_change(
+        command, folder, "search", "search.n_trials", "search.n_jobs", "search.confirm"
+    )
     for key in ("n_trials", "n_jobs", "confirm"):
         if f"search.{key}" in keys:
             setattr(config.search, key, getattr(command.config.search, key))
     # Without this check, all trials would be skipped on a machine that cannot run them.
-    check_jobs_data([*check_space(config, base, space), *check_confirmation(config, base, space)], check_data)
+    check_jobs_data(
+        [*check_space(config, base, space), *check_confirmation(config, base, space)], check_data
+    )
     max_jobs = jobs_at_a_time("search.n_jobs", config.search.n_jobs, config)
     jobs = read_jobs(folder)
     jobs.status = "running"
@@ -95,7 +108,9 @@ def resume_search(folder: Path, command: Command, check_data: Callable[[Config],
 
 
 def _confirm(search: Search, num_seeds: int | None, code: int) -> int:
-    """Confirm the best trial of a search that has ended with exit code `code`. Return the new exit code."""
+    """Confirm the best trial of a search that has ended with exit code `code`. Return the new exit
+    code.
+    """
     if num_seeds is None or search.stopped_by is not None:
         return code
     if code:
@@ -109,19 +124,29 @@ def _confirm(search: Search, num_seeds: int | None, code: int) -> int:
 
 
 class Search(Runner):
-    """Runner of a search: asks the study for the next trial when a job may start. A trial's number is its job id."""
+    """Runner of a search: asks the study for the next trial when a job may start. A trial's number
+    is its job id.
+    """
 
     needed_at_end = ("timm_parallel.lab.search.page",)
 
     def __init__(self, jobs: Jobs, n_trials: int, max_jobs: int | None, *, is_new: bool) -> None:
-        """Open the study and list the trials to run. `max_jobs`: concurrent trials; None: as many as devices allow."""
+        """Open the study and list the trials to run. `max_jobs`: concurrent trials; None: as many
+        as devices allow.
+        """
         self.config, self.base, self.space = read_search(jobs.folder)
-        super().__init__(jobs, max_jobs, SlurmQueue() if self.config.cluster.scheduler == "slurm" else None)
+        super().__init__(
+            jobs, max_jobs, SlurmQueue() if self.config.cluster.scheduler == "slurm" else None
+        )
         self.study = open_study(jobs.folder, self.config, is_new)
         self.n_trials = n_trials
         self.failed = 0  # since this process started
         # If the search was killed before it wrote jobs.json, the study has later results.
-        attributes = {trial.number: trial.user_attrs for trial in self.study.get_trials() if trial.state.is_finished()}
+        attributes = {
+            trial.number: trial.user_attrs
+            for trial in self.study.get_trials()
+            if trial.state.is_finished()
+        }
         for job in jobs.jobs:
             if job.status in UNFINISHED and job.id in attributes:
                 job.status, job.reason = attributes[job.id]["status"], attributes[job.id]["reason"]
@@ -137,11 +162,15 @@ class Search(Runner):
             if job.status in UNFINISHED:
                 job.reset()
         self._next: Job | None = None  # the study has chosen it, but it has not started
-        self._trials: dict[int, optuna.Trial] = {}  # the study has chosen them, but does not have their results
+        self._trials: dict[
+            int, optuna.Trial
+        ] = {}  # the study has chosen them, but does not have their results
         self._values: dict[int, float] = {}  # of the trials that ended since this process started
 
     def waiting(self) -> list[Job]:
-        """Return a list with the next trial, if any. The study chooses it as late as possible, to use earlier results."""
+        """Return a list with the next trial, if any. The study chooses it as late as possible, to
+        use earlier results.
+        """
         if self._next is None and not self._scheduler.is_full and not self._has_failed_too_often():
             self._next = self._ask()
         return [] if self._next is None else [self._next]
@@ -162,7 +191,9 @@ class Search(Runner):
         return f"trial {job.id}  {self.config.objective} {self._values[job.id]:.4f}"
 
     def _ask(self) -> Job | None:
-        """Choose the next trial that can run here, save its config and return its job; None if no trial is left."""
+        """Choose the next trial that can run here, save its config and return its job; None if no
+        trial is left.
+        """
         while self._to_come:
             job = self._to_come.pop(0)
             trial = ask(self.study, self.config.search, self.space, job.id, self.max_jobs)
@@ -178,19 +209,28 @@ class Search(Runner):
 
     def _freeze(self, job: Job, trial: optuna.Trial) -> None:
         values = {dimension: trial.params[dimension.name] for dimension in self.space}
-        job.name = ",".join(f"{d.name}={v:.4g}" if isinstance(v, float) else d.override(v) for d, v in values.items())
+        job.name = ",".join(
+            f"{d.name}={v:.4g}" if isinstance(v, float) else d.override(v)
+            for d, v in values.items()
+        )
         try:
-            point = trial_point(self.base, [d.override(value) for d, value in values.items()], job.id)
+            point = trial_point(
+                self.base, [d.override(value) for d, value in values.items()], job.id
+            )
             job.overrides, job.folder = point.overrides, point.subdir
             freeze_job(self.jobs.folder, job, point)
         except ValueError as error:  # each value is possible, but not their combination
             job.status, job.reason = "skipped", hide(str(error))
 
     def _tell(self, job: Job, trial: optuna.Trial) -> None:
-        """Record in the study how a trial ended, unless it was interrupted: such a trial continues later."""
+        """Record in the study how a trial ended, unless it was interrupted: such a trial continues
+        later.
+        """
         from optuna.trial import TrialState
 
-        value = read_result(self.jobs.folder / job.folder).objective if job.status == "done" else None
+        value = (
+            read_result(self.jobs.folder / job.folder).objective if job.status == "done" else None
+        )
         if job.status == "done" and (value is None or not math.isfinite(value)):
             job.status, job.reason = "not_finite", f"{self.config.objective} is {value}"
         trial.set_user_attr("status", job.status)
@@ -200,10 +240,14 @@ class Search(Runner):
             self._values[job.id] = value
             self.study.tell(trial, value)
         elif job.status != "interrupted":
-            self.study.tell(trial, state=TrialState.PRUNED if job.status == "pruned" else TrialState.FAIL)
+            self.study.tell(
+                trial, state=TrialState.PRUNED if job.status == "pruned" else TrialState.FAIL
+            )
 
     def _has_failed_too_often(self) -> bool:
-        """Return True if so many trials have failed that the search should not start more; print this once."""
+        """Return True if so many trials have failed that the search should not start more; print
+        this once.
+        """
         limit = self.config.search.max_failure_rate
         if self.failed <= limit * self.n_trials:
             return False
@@ -220,7 +264,9 @@ class Search(Runner):
         return write_search_page(self.jobs, self.study, self.config)
 
     def _close(self) -> int:
-        """Write search.html, print the summary, and return the exit code: 0 if any trial has a value."""
+        """Write search.html, print the summary, and return the exit code: 0 if any trial has a
+        value.
+        """
         print(f"search       {self.jobs.counts()}")
         has_value = any(job.status == "done" for job in self.jobs.jobs)
         if has_value:

@@ -1,6 +1,8 @@
-"""Search space: keys with values in Hydra's sweep syntax, and the config of a trial with given values.
+"""Search space: keys with values in Hydra's sweep syntax, and the config of a trial with given
+values.
 
-Groups (`model=tiny,resnet18`) cannot be searched: later trials would read conf/, which may have been edited since.
+Groups (`model=tiny,resnet18`) cannot be searched: later trials would read conf/, which may have
+been edited since.
 """
 
 from __future__ import annotations
@@ -29,12 +31,24 @@ FROZEN = "search.yaml"  # in the sweep folder
 MAX_CORNERS = 32  # combinations of ends to try before a search is refused
 SWEPT = "interval(a,b), range(a,b) or choice(a,b)"
 TAGS = ("log", "int", "float")
-NOT_SEARCHED = ("hydra", "search", "sweep", "paths", "cluster", "resume", "optimized_metric", "task_name", "tags")
+NOT_SEARCHED = (
+    "hydra",
+    "search",
+    "sweep",
+    "paths",
+    "cluster",
+    "resume",
+    "optimized_metric",
+    "task_name",
+    "tags",
+)
 
 
 @dataclass(frozen=True)
 class Dimension:
-    """A searched key and its values: options, as texts in Hydra's syntax, or numbers from `low` to `high` inclusive."""
+    """A searched key and its values: options, as texts in Hydra's syntax, or numbers from `low` to
+    `high` inclusive.
+    """
 
     name: str  # dotted
     key: str  # as in an override: with + or ++ if the config does not have it yet
@@ -59,13 +73,17 @@ class Dimension:
 
 
 def read_space(command: Command) -> list[Dimension]:
-    """Read the search space from config and overrides. An override with a single value removes its key."""
+    """Read the search space from config and overrides. An override with a single value removes its
+    key.
+    """
     from hydra.core.object_type import ObjectType
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
     in_files = {**(command.tree.hydra.sweeper.get("params") or {}), **command.config.search.params}
     space = {dimension.name: dimension for dimension in parse_space(in_files)}
-    for override in OverridesParser.create(config_loader=command.loader).parse_overrides(task_overrides(command.tree)):
+    for override in OverridesParser.create(config_loader=command.loader).parse_overrides(
+        task_overrides(command.tree)
+    ):
         if override.is_sweep_override():
             space[override.key_or_group] = _dimension(override)
         else:
@@ -73,7 +91,10 @@ def read_space(command: Command) -> list[Dimension]:
     for name, dimension in space.items():
         written = f"{name}={dimension.text}"
         if command.loader.get_group_options(name, ObjectType.CONFIG):
-            raise ValueError(f"{written}: {name} is a group; search {name}.<key>, or sweep over it without search=…")
+            raise ValueError(
+                f"{written}: {name} is a group; search {name}.<key>, or sweep over it without "
+                "search=…"
+            )
         if name.split(".")[0] in NOT_SEARCHED:
             raise ValueError(f"{written}: {name} cannot be searched; set a single value")
         if not is_known(name):
@@ -92,9 +113,13 @@ def parse_space(params: dict[str, Any]) -> list[Dimension]:
         try:
             override = OverridesParser.create().parse_override(f"{key}={text}")
         except HydraException as error:
-            raise ValueError(f"{written}: cannot be parsed: {str(error).splitlines()[0]}") from error
+            raise ValueError(
+                f"{written}: cannot be parsed: {str(error).splitlines()[0]}"
+            ) from error
         if not override.is_sweep_override():
-            raise ValueError(f"{written}: expected {SWEPT}; to set a single value, set {key} itself")
+            raise ValueError(
+                f"{written}: expected {SWEPT}; to set a single value, set {key} itself"
+            )
         space.append(_dimension(override))
     return space
 
@@ -107,17 +132,27 @@ def _dimension(override: Any) -> Dimension:
     tags = set(getattr(sweep, "tags", ()))
     if override.is_interval_sweep():
         if unknown := tags.difference(TAGS):
-            raise ValueError(f"{written}: unknown tag {', '.join(sorted(unknown))}; allowed: {', '.join(TAGS)}")
-        low, high = (int(sweep.start), int(sweep.end)) if "int" in tags else (sweep.start, sweep.end)
+            raise ValueError(
+                f"{written}: unknown tag {', '.join(sorted(unknown))}; allowed: {', '.join(TAGS)}"
+            )
+        low, high = (
+            (int(sweep.start), int(sweep.end)) if "int" in tags else (sweep.start, sweep.end)
+        )
         if not low < high or ("log" in tags and low <= 0):
-            raise ValueError(f"{written}: expected interval(a,b) with a < b, and a > 0 with tag(log)")
-        return Dimension(name, key, text, (), low, high, 1 if isinstance(low, int) else None, "log" in tags)
+            raise ValueError(
+                f"{written}: expected interval(a,b) with a < b, and a > 0 with tag(log)"
+            )
+        return Dimension(
+            name, key, text, (), low, high, 1 if isinstance(low, int) else None, "log" in tags
+        )
     if tags:
         raise ValueError(f"{written}: tag({', '.join(sorted(tags))}) requires interval(a,b)")
     if override.is_range_sweep():
         numbers = sorted(sweep.range()) if sweep.step else []
         if not numbers:
-            raise ValueError(f"{written}: this range is empty; expected range(start,stop) with start < stop")
+            raise ValueError(
+                f"{written}: this range is empty; expected range(start,stop) with start < stop"
+            )
         return Dimension(name, key, text, (), numbers[0], numbers[-1], abs(sweep.step))
     if not override.is_choice_sweep():
         raise ValueError(f"{written}: expected {SWEPT}")
@@ -125,24 +160,40 @@ def _dimension(override: Any) -> Dimension:
 
 
 def check_space(config: Config, base: DictConfig, space: list[Dimension]) -> list[Config]:
-    """Raise ValueError if a search is invalid or cannot run here. Return a config per combination of searched data keys."""
+    """Raise ValueError if a search is invalid or cannot run here. Return a config per combination
+    of searched data keys.
+    """
     settings, metric = config.search, config.objective
     direction = natural_direction(metric)
     if settings.direction not in (None, direction):
-        raise ValueError(f"search.direction={settings.direction}: {metric} requires search.direction={direction}")
+        raise ValueError(
+            f"search.direction={settings.direction}: {metric} requires search.direction={direction}"
+        )
     if settings.pruner != "none" and not metric.startswith("val/"):
         reason = f"{metric} is known only at the end of a trial; use search.pruner=none"
         raise ValueError(f"search.pruner={settings.pruner}: {reason}")
     if config.sweep.dry_run:
-        raise ValueError("sweep.dry_run=true: a search chooses each trial while it runs; leave it out")
+        raise ValueError(
+            "sweep.dry_run=true: a search chooses each trial while it runs; leave it out"
+        )
     if config.sweep.repeats != 1:
-        raise ValueError(f"sweep.repeats={config.sweep.repeats}: a search does not repeat its trials; leave it out")
+        raise ValueError(
+            f"sweep.repeats={config.sweep.repeats}: a search does not repeat its trials; leave it "
+            "out"
+        )
     if not space:
         example = "'optim.lr=tag(log,interval(1e-4,1e-1))'"
-        raise ValueError(f"search.params: no key to search; give a key several values, for example {example}")
+        raise ValueError(
+            f"search.params: no key to search; give a key several values, for example {example}"
+        )
     ends: list[list[str]] = []
     for dimension in space:
-        ends.append([dimension.override(value) for value in dimension.options or (dimension.low, dimension.high)])
+        ends.append(
+            [
+                dimension.override(value)
+                for value in dimension.options or (dimension.low, dimension.high)
+            ]
+        )
         try:
             for override in ends[-1]:
                 trial_point(base, [override], 0)
@@ -155,7 +206,11 @@ def check_space(config: Config, base: DictConfig, space: list[Dimension]) -> lis
             break
     else:
         raise ValueError(f"no trial of this search can run here, for example: {reason}")
-    data_ends = [values for dimension, values in zip(space, ends, strict=True) if dimension.name.startswith("data.")]
+    data_ends = [
+        values
+        for dimension, values in zip(space, ends, strict=True)
+        if dimension.name.startswith("data.")
+    ]
     return [trial_point(base, corner, 0).config for corner in _corners(data_ends)]
 
 
@@ -175,7 +230,9 @@ def natural_direction(metric: str) -> str:
 
 
 def trial_point(base: DictConfig, overrides: list[str], number: int) -> Point:
-    """Return the configuration of trial `number`: a copy of the search's base config, changed by `overrides`."""
+    """Return the configuration of trial `number`: a copy of the search's base config, changed by
+    `overrides`.
+    """
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
     tree = copy.deepcopy(base)
@@ -193,7 +250,9 @@ def trial_point(base: DictConfig, overrides: list[str], number: int) -> Point:
 
 
 def freeze_search(folder: Path, base: DictConfig, space: list[Dimension], **settings: Any) -> None:
-    """Write search.yaml: the base config of all trials, the search space, and the final settings of the search."""
+    """Write search.yaml: the base config of all trials, the search space, and the final settings of
+    the search.
+    """
     tree = copy.deepcopy(base)
     with read_write(tree), open_dict(tree):
         tree.search.params = {dimension.key: dimension.text for dimension in space}
@@ -201,31 +260,47 @@ def freeze_search(folder: Path, base: DictConfig, space: list[Dimension], **sett
         tree.optimized_metric = to_config(tree).objective
         tree.search.update(settings)
         tree.hydra.overrides.task = _of_a_trial(task_overrides(tree))
-    header = "# The search as composed at its start: settings, space, and the base config of all trials.\n"
+    header = (
+        "# The search as composed at its start: settings, space, and the base config of all "
+        "trials.\n"
+    )
     write_text(folder / FROZEN, header + OmegaConf.to_yaml(tree))
 
 
 def read_search(folder: Path) -> tuple[Config, DictConfig, list[Dimension]]:
-    """Read search.yaml of a search. Return its settings, the base config of all trials, and the search space."""
+    """Read search.yaml of a search. Return its settings, the base config of all trials, and the
+    search space.
+    """
     tree = read_frozen(folder / FROZEN)
     config = to_config(tree)
     return config, tree, parse_space(config.search.params)
 
 
 def read_frozen(path: Path) -> DictConfig:
-    """Read a saved config with its `hydra` block. Raises ValueError if the file is missing or damaged."""
+    """Read a saved config with its `hydra` block. Raises ValueError if the file is missing or
+    damaged.
+    """
     try:
         tree = read_saved(path)
         assert isinstance(tree, DictConfig)
     except (OSError, AssertionError, YAMLError):
-        raise ValueError(f"{path}: missing or damaged; restore the file, or start again in a new folder") from None
+        raise ValueError(
+            f"{path}: missing or damaged; restore the file, or start again in a new folder"
+        ) from None
     OmegaConf.set_struct(tree, True)
     return tree
 
 
 def _of_a_trial(overrides: list[str]) -> list[str]:
-    """Return the overrides without those of search and sweep, so that a trial's command runs without -m."""
-    kept = [item for item in overrides if not item.lstrip("+").startswith(("search=", "search.", "sweep."))]
-    # Without search=… on the command line, another override, such as experiment=…, has chosen the search.
+    """Return the overrides without those of search and sweep, so that a trial's command runs
+    without -m.
+    """
+    kept = [
+        item
+        for item in overrides
+        if not item.lstrip("+").startswith(("search=", "search.", "sweep."))
+    ]
+    # Without search=… on the command line, another override, such as experiment=…, has chosen the
+    # search.
     by_command = any(item.lstrip("+").startswith("search=") for item in overrides)
     return kept if by_command else [*kept, "search.sampler=null"]

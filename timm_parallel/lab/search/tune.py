@@ -1,7 +1,8 @@
 """Tuning (`sweep.tune`): find the settings that train one configuration fastest on this machine.
 
-First each setting runs alone, with few repeats: the screening. Then a sweep measures the best setting and combinations
-again, and the report uses this sweep only, because the screening's figures of the settings that it chose are too good.
+First each setting runs alone, with few repeats: the screening. Then a sweep measures the best
+setting and combinations again, and the report uses this sweep only, because the screening's figures
+of the settings that it chose are too good.
 """
 
 from __future__ import annotations
@@ -32,28 +33,47 @@ SCREENING_BLOCKS = 3
 
 
 def start_tuning(command: Command, points: list[Point]) -> int:
-    """Screen the settings of `sweep.tune`, measure the best ones again, and write the report. Return the exit code."""
+    """Screen the settings of `sweep.tune`, measure the best ones again, and write the report.
+    Return the exit code.
+    """
     settings, config = command.config.sweep, points[0].config
     if len(points) > 1:
         raise ValueError(
-            "sweep.tune: tunes one configuration, but the command sweeps over several; set one value per key"
+            "sweep.tune: tunes one configuration, but the command sweeps over several; set one "
+            "value per key"
         )
     if config.cluster.scheduler != "local":
-        raise ValueError("sweep.tune: measures this machine; run it with cluster=local on the node that will train")
+        raise ValueError(
+            "sweep.tune: measures this machine; run it with cluster=local on the node that will "
+            "train"
+        )
     if command.config.search.sampler is not None:
-        raise ValueError("sweep.tune: tries a list of settings, and search=… searches values; use one of the two")
+        raise ValueError(
+            "sweep.tune: tries a list of settings, and search=… searches values; use one of the two"
+        )
     if settings.jobs != 1:
-        raise ValueError(f"sweep.jobs={settings.jobs}: sweep.tune times its jobs, so each runs alone; use sweep.jobs=1")
+        raise ValueError(
+            f"sweep.jobs={settings.jobs}: sweep.tune times its jobs, so each runs alone; use "
+            "sweep.jobs=1"
+        )
     if settings.repeats == 1:
         raise ValueError("sweep.repeats=1: sweep.tune needs 2 or more; use sweep.repeats=5")
     if config.train.max_steps is None or config.train.evaluate_every != 0:
-        raise ValueError("sweep.tune: measures short runs; set train.max_steps, and train.evaluate_every=0")
+        raise ValueError(
+            "sweep.tune: measures short runs; set train.max_steps, and train.evaluate_every=0"
+        )
     if points[0].reason:
         raise ValueError(points[0].reason)
-    alone, screening = _settings_alone(points[0]), dataclasses.replace(settings, repeats=SCREENING_BLOCKS)
+    alone, screening = (
+        _settings_alone(points[0]),
+        dataclasses.replace(settings, repeats=SCREENING_BLOCKS),
+    )
     if settings.dry_run:
         show_points(alone, screening, lambda data: None)
-        print(f"then the current settings and at most 3 of these or their combinations, {settings.repeats} repeats")
+        print(
+            "then the current settings and at most 3 of these or their combinations, "
+            f"{settings.repeats} repeats"
+        )
         return 0
     folder = claim_folder(Path(str(command.tree.hydra.sweep.dir)))
     try:
@@ -105,18 +125,24 @@ def _run(folder: Path, screening: Jobs) -> int:
 
 
 def _freeze_finalists(folder: Path, screening: Jobs) -> Jobs:
-    """Write the configs of the current settings, and of the best settings and combinations of the screening."""
+    """Write the configs of the current settings, and of the best settings and combinations of the
+    screening.
+    """
     tree = read_frozen(folder / FROZEN)
     current = trial_point(tree, [], 0)
     chosen = _finalists(screening, current)
-    points = [trial_point(tree, list(overrides), number) for number, overrides in enumerate(chosen, 1)]
+    points = [
+        trial_point(tree, list(overrides), number) for number, overrides in enumerate(chosen, 1)
+    ]
     # Settings that can run alone may contradict each other.
     points = [current, *(point for point in points if not point.reason)]
     return freeze_jobs(folder, points, current.config.sweep)
 
 
 def _settings_alone(current: Point) -> list[Point]:
-    """Return the current configuration, and a copy with each setting of `sweep.tune` that changes something here."""
+    """Return the current configuration, and a copy with each setting of `sweep.tune` that changes
+    something here.
+    """
     points = [current]
     for number, text in enumerate(current.config.sweep.tune, 1):
         try:
@@ -127,20 +153,28 @@ def _settings_alone(current: Point) -> list[Point]:
             points.append(point)
     if all(point.reason for point in points[1:]):
         raise ValueError(
-            f"sweep.tune={current.config.sweep.tune}: none of these differs from the current settings here"
+            f"sweep.tune={current.config.sweep.tune}: none of these differs from the current "
+            "settings here"
         )
     return points
 
 
 def _fits(point: Point) -> bool:
-    """Return False if a configuration on CPU has more threads than cores, because it is never faster."""
+    """Return False if a configuration on CPU has more threads than cores, because it is never
+    faster.
+    """
     assert isinstance(point.config, ResolvedConfig)
     parallel = point.config.parallel
-    return parallel.accelerator != "cpu" or parallel.threads_per_device * parallel.devices <= hardware.cores()
+    return (
+        parallel.accelerator != "cpu"
+        or parallel.threads_per_device * parallel.devices <= hardware.cores()
+    )
 
 
 def _finalists(screening: Jobs, current: Point) -> list[tuple[str, ...]]:
-    """Return the overrides of the best settings and combinations of a screening, which are to be measured again."""
+    """Return the overrides of the best settings and combinations of a screening, which are to be
+    measured again.
+    """
     from timm_parallel.lab.analysis.tuning import finalists
     from timm_parallel.lab.report.collect import collect  # slow to import
 
@@ -152,11 +186,16 @@ def _finalists(screening: Jobs, current: Point) -> list[tuple[str, ...]]:
     of_current = speeds.pop((), {})
     # The median, because one disturbed run should not decide.
     gains = {
-        setting: median(of_setting[block] / of_current[block] for block in of_setting.keys() & of_current.keys())
+        setting: median(
+            of_setting[block] / of_current[block] for block in of_setting.keys() & of_current.keys()
+        )
         for setting, of_setting in speeds.items()
         if of_setting.keys() & of_current.keys()
     }
     if not gains:
-        reason = "no repeat has finished both a setting and the current settings, so nothing can be compared"
+        reason = (
+            "no repeat has finished both a setting and the current settings, so nothing can "
+            "be compared"
+        )
         raise ValueError(f"{screening.folder}: {reason}; see the logs/ folders of its jobs")
     return finalists(gains, current.config.sweep.smallest_difference)

@@ -1,6 +1,8 @@
-"""Repeats of a sweep. Each repeat (block) runs every configuration once, in a random order and with another seed.
+"""Repeats of a sweep. Each repeat (block) runs every configuration once, in a random order and with
+another seed.
 
-Drift of the machine then favors no configuration, and accuracies are paired (Fisher 1935, The Design of Experiments).
+Drift of the machine then favors no configuration, and accuracies are paired (Fisher 1935, The
+Design of Experiments).
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ from timm_parallel.record.jobs import Job, Jobs, new_jobs
 
 
 def check_blocks(points: list[Point], settings: SweepConfig) -> None:
-    """Raise ValueError if a repeated sweep also varies the seed, or if no configuration matches sweep.baseline."""
+    """Raise ValueError if a repeated sweep also varies the seed, or if no configuration matches
+    sweep.baseline.
+    """
     if settings.repeats != 1 and len({point.config.seed for point in points}) > 1:
         fix = "repeats differ in their seeds, but the sweep also varies seed; drop one of the two"
         raise ValueError(f"sweep.repeats={settings.repeats}: {fix}")
@@ -28,16 +32,24 @@ def check_blocks(points: list[Point], settings: SweepConfig) -> None:
         check_baseline(settings.baseline, [point.overrides for point in points], configs)
 
 
-def freeze_jobs(folder: Path, points: list[Point], settings: SweepConfig, order_seed: int | None = None) -> Jobs:
-    """Write jobs.json and each configuration, so that later edits do not change queued jobs. Tests set `order_seed`."""
+def freeze_jobs(
+    folder: Path, points: list[Point], settings: SweepConfig, order_seed: int | None = None
+) -> Jobs:
+    """Write jobs.json and each configuration, so that later edits do not change queued jobs. Tests
+    set `order_seed`.
+    """
     repeated = settings.repeats != 1
     shuffled = repeated if settings.shuffle is None else settings.shuffle
     jobs = new_jobs(folder)
-    jobs.order_seed = (secrets.randbits(32) if order_seed is None else order_seed) if shuffled else None
+    jobs.order_seed = (
+        (secrets.randbits(32) if order_seed is None else order_seed) if shuffled else None
+    )
     first = []
     for number, (name, point) in enumerate(zip(names_of(points), points, strict=True)):
         subdir = f"{point.subdir}_block_0" if repeated else point.subdir
-        first.append(Job(0, name, subdir, point.overrides, seed=point.config.seed, configuration=number))
+        first.append(
+            Job(0, name, subdir, point.overrides, seed=point.config.seed, configuration=number)
+        )
         freeze_job(folder, first[-1], point)
     _append(jobs, first, block=0)
     for _ in range(1, settings.repeats):
@@ -61,7 +73,9 @@ def append_block(jobs: Jobs) -> None:
 
 
 def _append(jobs: Jobs, more: list[Job], block: int) -> None:
-    """Append `more` jobs as repeat number `block`; if the sweep is shuffled, in the random order of this repeat."""
+    """Append `more` jobs as repeat number `block`; if the sweep is shuffled, in the random order of
+    this repeat.
+    """
     if jobs.order_seed is not None:
         random.Random(f"{jobs.order_seed} {block}").shuffle(more)
     for job in more:

@@ -19,7 +19,9 @@ COLUMNS = (TextColumn("{task.description}", markup=False), BarColumn(), MofNComp
 
 
 class PipeSafeConsole(Console):
-    """Console that ignores a closed pipe: at Ctrl-C `| tee` exits first, but the jobs must still be recorded."""
+    """Console that ignores a closed pipe: at Ctrl-C `| tee` exits first, but the jobs must still be
+    recorded.
+    """
 
     def on_broken_pipe(self) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
@@ -33,7 +35,9 @@ class Board:
         self._console = PipeSafeConsole(soft_wrap=True, markup=False, emoji=False, highlight=False)
         # Without rich's refresh thread, because jobs are forked from this process.
         hide_bar = not self._console.is_terminal
-        self._bar = Progress(*COLUMNS, console=self._console, auto_refresh=False, transient=True, disable=hide_bar)
+        self._bar = Progress(
+            *COLUMNS, console=self._console, auto_refresh=False, transient=True, disable=hide_bar
+        )
         self._task = self._bar.add_task("")
         self._updated = 0.0
         self._began = time.monotonic()
@@ -52,14 +56,18 @@ class Board:
             self._updated = time.monotonic()
             description = ", ".join(filter(None, (self._jobs.counts(), self._time_left())))
             total = len(self._jobs.jobs)
-            self._bar.update(self._task, total=total, completed=self._count_ended(), description=description)
+            self._bar.update(
+                self._task, total=total, completed=self._count_ended(), description=description
+            )
             self._bar.refresh()
 
     def say(self, line: str) -> None:
         self._console.print(line)
 
     def ended(self, job: Job, outcome: str = "") -> None:
-        """Print how a job ended: `1/4 done  18.7 s  seed=1`. `outcome`: text instead of the count and the status."""
+        """Print how a job ended: `1/4 done  18.7 s  seed=1`. `outcome`: text instead of the count
+        and the status.
+        """
         self._ended += 1
         total = str(len(self._jobs.jobs))
         outcome = outcome or f"{self._count_ended():{len(total)}}/{total} {job.status}"
@@ -71,7 +79,9 @@ class Board:
         return sum(job.status not in UNFINISHED for job in self._jobs.jobs)
 
     def _time_left(self) -> str:
-        """Estimate the time left from the jobs that this process has finished; empty before the first."""
+        """Estimate the time left from the jobs that this process has finished; empty before the
+        first.
+        """
         left = sum(job.status in ("waiting", "running") for job in self._jobs.jobs)
         seconds = (time.monotonic() - self._began) * left / max(1, self._ended)
         return f"about {seconds:.0f} s left" if self._ended and left else ""
@@ -79,9 +89,19 @@ class Board:
 
 @contextmanager
 def counted(doing: str, total: int) -> Iterator[Callable[[], None]]:
-    """Show the progress of a slow loop on stderr. Yields a function to call after each of `total` items."""
-    console = PipeSafeConsole(stderr=True, soft_wrap=True, markup=False, emoji=False, highlight=False)
-    bar = Progress(*COLUMNS, console=console, auto_refresh=False, transient=True, disable=not console.is_terminal)
+    """Show the progress of a slow loop on stderr. Yields a function to call after each of `total`
+    items.
+    """
+    console = PipeSafeConsole(
+        stderr=True, soft_wrap=True, markup=False, emoji=False, highlight=False
+    )
+    bar = Progress(
+        *COLUMNS,
+        console=console,
+        auto_refresh=False,
+        transient=True,
+        disable=not console.is_terminal,
+    )
     task = bar.add_task(doing, total=total)
     shown_next = time.monotonic() + SILENT_SECONDS
 

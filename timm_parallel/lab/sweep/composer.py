@@ -1,6 +1,8 @@
-"""Compose the configurations of a sweep quickly: Hydra composes each choice of config groups once, copies get the values.
+"""Compose the configurations of a sweep quickly: Hydra composes each choice of config groups once,
+copies get the values.
 
-Hydra alone takes a tenth of a second for each configuration, because it builds the list of defaults every time.
+Hydra alone takes a tenth of a second for each configuration, because it builds the list of defaults
+every time.
 """
 
 from __future__ import annotations
@@ -21,21 +23,28 @@ from timm_parallel.keys import leaves
 
 @dataclass
 class _Base:
-    """Config composed without overrides of values, pickled: unpickling takes half the time of `copy.deepcopy`."""
+    """Config composed without overrides of values, pickled: unpickling takes half the time of
+    `copy.deepcopy`.
+    """
 
     tree: bytes
-    merged: bytes | None  # into the schema; None if that needs the values, or the main config leaves the schema out
+    merged: (
+        bytes | None
+    )  # into the schema; None if that needs the values, or the main config leaves the schema out
 
 
 class Composer:
-    """Composer of a sweep's configurations with the same results and errors as Hydra, from a few cached configs."""
+    """Composer of a sweep's configurations with the same results and errors as Hydra, from a few
+    cached configs.
+    """
 
     def __init__(self, command: Command) -> None:
         self._command = command
         self._bases: dict[tuple[str, ...], _Base] = {}
 
     def compose(self, overrides: list[str]) -> tuple[DictConfig, DictConfig | None]:
-        """Return the config that Hydra composes from `overrides`, and the same config merged into the schema.
+        """Return the config that Hydra composes from `overrides`, and the same config merged into
+        the schema.
 
         The second is None if the caller has to merge the first, for example after `~key`.
         """
@@ -44,14 +53,21 @@ class Composer:
 
         parsed = OverridesParser.create().parse_overrides(overrides)
         values = [override for override in parsed if not self._selects_files(override)]
-        base = self._base([str(override.input_line) for override in parsed if override not in values])
+        base = self._base(
+            [str(override.input_line) for override in parsed if override not in values]
+        )
         tree: DictConfig = pickle.loads(base.tree)
         # The second half of Hydra's own load_configuration.
         ConfigLoaderImpl._apply_overrides_to_config(values, tree)
-        job, own = tree.hydra.job, [override for override in parsed if not override.is_hydra_override()]
+        job, own = (
+            tree.hydra.job,
+            [override for override in parsed if not override.is_hydra_override()],
+        )
         style = job.config.override_dirname
         tree.hydra.overrides.task = [override.input_line for override in own]
-        job.override_dirname = get_overrides_dirname(own, style.exclude_keys, style.item_sep, style.kv_sep)
+        job.override_dirname = get_overrides_dirname(
+            own, style.exclude_keys, style.item_sep, style.kv_sep
+        )
         if base.merged is None or not all(_sets_a_value(override) for override in values):
             return tree, None
         merged: DictConfig = pickle.loads(base.merged)
@@ -59,12 +75,16 @@ class Composer:
         return tree, merged
 
     def _selects_files(self, override: Any) -> bool:
-        """Return True if Hydra may load other files for this override, which sets a config group or a `hydra` key."""
+        """Return True if Hydra may load other files for this override, which sets a config group or
+        a `hydra` key.
+        """
         is_group = self._command.loader.repository.group_exists(override.key_or_group)
         return override.is_hydra_override() or (is_group and not isinstance(override.value(), dict))
 
     def _base(self, overrides: list[str]) -> _Base:
-        """Compose the config for overrides of config groups (`model=tiny`). Cached, because many configurations share one."""
+        """Compose the config for overrides of config groups (`model=tiny`). Cached, because many
+        configurations share one.
+        """
         if tuple(overrides) not in self._bases:
             tree = self._command.loader.load_sweep_config(self._command.tree, overrides)
             self._bases[tuple(overrides)] = _Base(pickle.dumps(tree), _merged(tree))
@@ -80,7 +100,9 @@ def _merged(tree: DictConfig) -> bytes | None:
 
 
 def _sets_a_value(override: Any) -> bool:
-    """Return True if this override gives the same config before and after the merge into the schema."""
+    """Return True if this override gives the same config before and after the merge into the
+    schema.
+    """
     # The merge gives a deleted or missing value the default of the schema.
     if override.is_delete() or "???" in str(override.value()):
         return False
@@ -90,6 +112,10 @@ def _sets_a_value(override: Any) -> bool:
 
 @cache
 def _keys() -> tuple[frozenset[str], tuple[str, ...]]:
-    """Return the dotted keys of the schema, and the prefixes of keys with free names, such as `model.kwargs.`."""
+    """Return the dotted keys of the schema, and the prefixes of keys with free names, such as
+    `model.kwargs.`.
+    """
     keys = {key: value for key, value, _ in leaves(Config())}
-    return frozenset(keys), tuple(f"{key}." for key, value in keys.items() if isinstance(value, dict))
+    return frozenset(keys), tuple(
+        f"{key}." for key, value in keys.items() if isinstance(value, dict)
+    )

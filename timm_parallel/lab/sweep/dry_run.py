@@ -14,8 +14,12 @@ from timm_parallel.lab.sweep.points import Point, names_of
 HEADINGS = ("overrides", "global batch", "per device", "lr", "steps", "can run here")
 
 
-def show_points(points: list[Point], settings: SweepConfig, training_size: Callable[[DataConfig], int | None]) -> None:
-    """Print a row per configuration with the values that vary. `training_size`: training images, None if unknown."""
+def show_points(
+    points: list[Point], settings: SweepConfig, training_size: Callable[[DataConfig], int | None]
+) -> None:
+    """Print a row per configuration with the values that vary. `training_size`: training images,
+    None if unknown.
+    """
     sizes: dict[str, int | None] = {}
     rows = []
     for point, name in zip(points, names_of(points), strict=True):
@@ -30,8 +34,14 @@ def show_points(points: list[Point], settings: SweepConfig, training_size: Calla
     table = Table("job", *(HEADINGS[column] for column in varying))
     for number, row in enumerate(rows):
         table.add_row(str(number), *(row[column] for column in varying))
-    same = [f"{HEADINGS[column]} {min(values[column])}" for column in range(1, 5) if len(values[column]) == 1]
-    console = Console(width=None if Console().is_terminal else 200, markup=False, emoji=False, highlight=False)
+    same = [
+        f"{HEADINGS[column]} {min(values[column])}"
+        for column in range(1, 5)
+        if len(values[column]) == 1
+    ]
+    console = Console(
+        width=None if Console().is_terminal else 200, markup=False, emoji=False, highlight=False
+    )
     console.print(table)
     console.print(", ".join([count_runs(points, settings), *same]))
 
@@ -41,11 +51,15 @@ def count_runs(points: list[Point], settings: SweepConfig) -> str:
     can_run = sum(not point.reason for point in points)
     if settings.repeats == 1 or not can_run:
         return f"{can_run} runs"
-    return f"{can_run * settings.repeats} runs ({can_run} configurations × {settings.repeats} repeats)"
+    return (
+        f"{can_run * settings.repeats} runs ({can_run} configurations × {settings.repeats} repeats)"
+    )
 
 
 def _derived(point: Point, size: int | None) -> tuple[str, ...]:
-    """Return the table cells of a configuration except its overrides. `size`: training images, None if unknown."""
+    """Return the table cells of a configuration except its overrides. `size`: training images, None
+    if unknown.
+    """
     if point.reason:
         return "", "", "", "", f"skipped: {point.reason}"
     config = point.config
@@ -54,4 +68,10 @@ def _derived(point: Point, size: int | None) -> tuple[str, ...]:
     if size is not None:
         total = config.train.epochs * (size // batch // config.train.accumulate)
         steps = str(min(total, config.train.max_steps or total))
-    return str(batch), f"{batch / config.parallel.devices:g}", f"{config.learning_rate:g}", steps, "yes"
+    return (
+        str(batch),
+        f"{batch / config.parallel.devices:g}",
+        f"{config.learning_rate:g}",
+        steps,
+        "yes",
+    )

@@ -13,12 +13,16 @@ MOST_ROWS = 20
 
 
 def show_headline(folder: Path) -> None:
-    """Print the table and the first sentence of report.json in `folder`, and the command that the report recommends."""
+    """Print the table and the first sentence of report.json in `folder`, and the command that the
+    report recommends.
+    """
     from timm_parallel.lab.report.records import FORMAT  # slow to import
 
     report = read_json(folder / "report.json", FORMAT, "was a report written here?")
     rows = report["table"]
-    console = Console(width=None if Console().is_terminal else 200, markup=False, emoji=False, highlight=False)
+    console = Console(
+        width=None if Console().is_terminal else 200, markup=False, emoji=False, highlight=False
+    )
     if rows:
         table = Table(*rows[0])
         for row in rows[:MOST_ROWS]:

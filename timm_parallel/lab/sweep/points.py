@@ -1,4 +1,6 @@
-"""Compose and check all configurations of a sweep before its first job, so that YAML edits do not change queued jobs."""
+"""Compose and check all configurations of a sweep before its first job, so that YAML edits do not
+change queued jobs.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,13 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from src.schema import Config
-from timm_parallel.config.compose import Command, compose_command, save_config, save_hydra_files, to_config
+from timm_parallel.config.compose import (
+    Command,
+    compose_command,
+    save_config,
+    save_hydra_files,
+    to_config,
+)
 from timm_parallel.config.resolve import notices, resolve
 from timm_parallel.config.suggest import explain
 from timm_parallel.config.validate import check_combination
@@ -39,7 +47,9 @@ class Point:
 
 
 def expand(arguments: Any) -> tuple[Command, list[Point]]:
-    """Return a sweep's command without swept keys, and its configurations; for a search, only the base of all trials."""
+    """Return a sweep's command without swept keys, and its configurations; for a search, only the
+    base of all trials.
+    """
     from hydra.errors import HydraException
 
     command = compose_command(arguments)
@@ -55,10 +65,15 @@ def expand(arguments: Any) -> tuple[Command, list[Point]]:
             count()
     if not points:
         given = " ".join(task_overrides(command.tree))
-        raise ValueError(f"{given}: a swept range is empty; expected range(start,stop) with start < stop")
+        raise ValueError(
+            f"{given}: a swept range is empty; expected range(start,stop) with start < stop"
+        )
     schedulers = {point.config.cluster.scheduler for point in points}
     if "kubernetes" in schedulers or len(schedulers) > 1:
-        raise ValueError("cluster=kubernetes: a sweep runs locally or as a Slurm job array; submit runs one by one")
+        raise ValueError(
+            "cluster=kubernetes: a sweep runs locally or as a Slurm job array; submit runs one by "
+            "one"
+        )
     if schedulers == {"local"}:
         _share_threads([point.config for point in points])
     for point in points:
@@ -67,14 +82,18 @@ def expand(arguments: Any) -> tuple[Command, list[Point]]:
 
 
 def check_jobs_data(configs: Sequence[Config], check_data: Callable[[Config], None]) -> None:
-    """Call `check_data` once per distinct data and task of jobs on this machine. Cluster jobs check when they start."""
+    """Call `check_data` once per distinct data and task of jobs on this machine. Cluster jobs check
+    when they start.
+    """
     local = [config for config in configs if config.cluster.scheduler == "local"]
     for config in {repr((config.data, config.train.task)): config for config in local}.values():
         check_data(config)
 
 
 def settle(point: Point) -> None:
-    """Replace `auto` values in the config for this machine, or record in `point.reason` why the config cannot run here."""
+    """Replace `auto` values in the config for this machine, or record in `point.reason` why the
+    config cannot run here.
+    """
     try:
         check_combination(point.config)
         config, point.config = point.config, resolve(point.config)
@@ -83,8 +102,12 @@ def settle(point: Point) -> None:
         point.reason, point.code = hide(str(error)), getattr(error, "code", "")
 
 
-def make_point(tree: DictConfig, overrides: list[str], number: int, merged: DictConfig | None = None) -> Point:
-    """Return configuration `number` of a sweep from its composed tree. `merged`: the tree merged into the schema, if known."""
+def make_point(
+    tree: DictConfig, overrides: list[str], number: int, merged: DictConfig | None = None
+) -> Point:
+    """Return configuration `number` of a sweep from its composed tree. `merged`: the tree merged
+    into the schema, if known.
+    """
     with read_write(tree.hydra), open_dict(tree.hydra):
         tree.hydra.job.num, tree.hydra.job.id = number, str(number)
     subdir = str(OmegaConf.select(tree, "hydra.sweep.subdir"))
@@ -97,14 +120,24 @@ def make_point(tree: DictConfig, overrides: list[str], number: int, merged: Dict
 
 
 def names_of(points: list[Point]) -> list[str]:
-    """Return a name for each configuration: its overrides, without those that all configurations have."""
+    """Return a name for each configuration: its overrides, without those that all configurations
+    have.
+    """
     common = set.intersection(*(set(point.overrides) for point in points))
-    names = [",".join(override for override in point.overrides if override not in common) for point in points]
-    return [name or ("the only configuration" if len(points) == 1 else "current settings") for name in names]
+    names = [
+        ",".join(override for override in point.overrides if override not in common)
+        for point in points
+    ]
+    return [
+        name or ("the only configuration" if len(points) == 1 else "current settings")
+        for name in names
+    ]
 
 
 def freeze_job(folder: Path, job: Job, point: Point) -> None:
-    """Write a job's config below the sweep's `folder` and create its run folder, unless the job cannot run here."""
+    """Write a job's config below the sweep's `folder` and create its run folder, unless the job
+    cannot run here.
+    """
     if point.reason:
         job.status, job.reason, job.code = "skipped", point.reason, point.code
         return
@@ -122,10 +155,15 @@ def task_overrides(tree: DictConfig) -> list[str]:
 
 
 def keys_that_may_change(command: Command, folder: Path, *keys: str) -> set[str]:
-    """Return the keys that a resumed sweep's command line sets. Raises ValueError for a key that is not in `keys`."""
+    """Return the keys that a resumed sweep's command line sets. Raises ValueError for a key that is
+    not in `keys`.
+    """
     keys_set = {override.lstrip("+").partition("=")[0] for override in task_overrides(command.tree)}
     if changed := sorted(keys_set.difference(("sweep.resume", *keys))):
-        raise ValueError(f"{changed[0]}: a resumed sweep keeps its settings (sweep.resume={folder}); leave it out")
+        raise ValueError(
+            f"{changed[0]}: a resumed sweep keeps its settings (sweep.resume={folder}); leave it "
+            "out"
+        )
     return keys_set
 
 
@@ -134,13 +172,17 @@ def _product(command: Command) -> list[list[str]]:
     from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
-    swept = [f"{key}={value}" for key, value in (command.tree.hydra.sweeper.get("params") or {}).items()]
+    swept = [
+        f"{key}={value}" for key, value in (command.tree.hydra.sweeper.get("params") or {}).items()
+    ]
     overrides = OverridesParser.create(config_loader=command.loader).parse_overrides(
         [*swept, *task_overrides(command.tree)]
     )
     # The swept keys of a search are its space.
     if command.config.search.sampler is not None:
-        return [[str(override.input_line) for override in overrides if not override.is_sweep_override()]]
+        return [
+            [str(override.input_line) for override in overrides if not override.is_sweep_override()]
+        ]
     for override in overrides:
         _check_listed(override)
     points: list[list[str]] = BasicSweeper.split_arguments(overrides, None)[0]
@@ -148,19 +190,28 @@ def _product(command: Command) -> list[list[str]]:
 
 
 def _check_listed(override: Any) -> None:
-    """Raise ValueError if a swept key has an interval, which only a search can use, or the same value twice."""
+    """Raise ValueError if a swept key has an interval, which only a search can use, or the same
+    value twice.
+    """
     if not override.is_sweep_override():
         return
     key, text = override.key_or_group, override.input_line
     if override.is_interval_sweep():
-        raise ValueError(f"{text}: an interval requires a search; add search=optuna, or list values: {key}=a,b")
+        raise ValueError(
+            f"{text}: an interval requires a search; add search=optuna, or list values: {key}=a,b"
+        )
     for value, count in Counter(override.sweep_string_iterator()).items():
         if count > 1:
-            raise ValueError(f"{text}: has {key}={value} twice; to repeat jobs with other seeds use sweep.repeats=N")
+            raise ValueError(
+                f"{text}: has {key}={value} twice; to repeat jobs with other seeds use "
+                "sweep.repeats=N"
+            )
 
 
 def _share_threads(configs: list[Config]) -> None:
-    """Give all configs on CPU the same threads_per_device, because different numbers would bias their comparison."""
+    """Give all configs on CPU the same threads_per_device, because different numbers would bias
+    their comparison.
+    """
     on_cpu: list[Config] = []
     devices = 1
     for config in configs:

@@ -1,4 +1,6 @@
-"""Run the jobs of a sweep or search, one at a time or concurrently, each in its own processes on its own devices."""
+"""Run the jobs of a sweep or search, one at a time or concurrently, each in its own processes on
+its own devices.
+"""
 
 from __future__ import annotations
 
@@ -32,16 +34,25 @@ MIN_JOB_BYTES = 256 * 2**20  # of a process that has imported torch and timm and
 
 
 class Runner(ABC):
-    """Runner of the waiting jobs of a sweep, or of the trials of a search. A stop signal ends the running ones."""
+    """Runner of the waiting jobs of a sweep, or of the trials of a search. A stop signal ends the
+    running ones.
+    """
 
-    # Modules that `_close` needs and that take a second to import: imported while the first job imports torch.
+    # Modules that `_close` needs and that take a second to import: imported while the first job
+    # imports torch.
     needed_at_end: Sequence[str]
 
     def __init__(self, jobs: Jobs, max_jobs: int | None, slurm: SlurmQueue | None = None) -> None:
-        """Find the devices. `max_jobs`: concurrent jobs; None: as many as devices allow. `slurm`: queue of jobs on Slurm."""
+        """Find the devices. `max_jobs`: concurrent jobs; None: as many as devices allow. `slurm`:
+        queue of jobs on Slurm.
+        """
         self.jobs, self.max_jobs, self.slurm = jobs, max_jobs, slurm
         self.stopped_by: int | None = None
-        devices = devices_here() if slurm is None else {"slurm": [str(slot) for slot in range(max_jobs or 1)]}
+        devices = (
+            devices_here()
+            if slurm is None
+            else {"slurm": [str(slot) for slot in range(max_jobs or 1)]}
+        )
         self._scheduler = DeviceScheduler(devices, max_jobs)
         self._running: dict[int, LocalJob] = {}
         self._board = Board(jobs)
@@ -53,14 +64,18 @@ class Runner(ABC):
 
     @abstractmethod
     def waiting(self) -> list[Job]:
-        """Return the jobs, with saved configs, that may start now. `run` ends when no job waits or runs."""
+        """Return the jobs, with saved configs, that may start now. `run` ends when no job waits or
+        runs.
+        """
 
     def config_of(self, job: Job) -> ResolvedConfig:
         """Return the saved config of a job, except for the seed of a repeat."""
         return frozen_config(config_folder(self.jobs.folder, job))
 
     def watch(self, job: Job) -> Watch | None:
-        """Return the function that decides whether to prune (stop early) the starting job; None: never prune."""
+        """Return the function that decides whether to prune (stop early) the starting job; None:
+        never prune.
+        """
         return None
 
     def ended(self, job: Job) -> None:
@@ -69,7 +84,9 @@ class Runner(ABC):
         self._board.ended(job, self.outcome(job))
 
     def outcome(self, job: Job) -> str:
-        """Return what the line of an ended job shows first. Empty: the number of ended jobs and the status."""
+        """Return what the line of an ended job shows first. Empty: the number of ended jobs and the
+        status.
+        """
         return ""
 
     @abstractmethod
@@ -77,7 +94,9 @@ class Runner(ABC):
         """Write the report on all jobs, print the summary, and return the exit code."""
 
     def run(self) -> int:
-        """Run jobs until none waits, or a signal has ended the running ones. Return the exit code."""
+        """Run jobs until none waits, or a signal has ended the running ones.
+        Return the exit code.
+        """
         with signal_handlers(self._stop):
             with lock_folder(self.jobs.folder), self._board.shown():
                 try:
@@ -98,7 +117,9 @@ class Runner(ABC):
                 return self._say_stopped(stop.number)
 
     def _run(self) -> None:
-        if self.max_jobs != 1 and (why := why_alone(self._scheduler, {self._need(job) for job in self.waiting()})):
+        if self.max_jobs != 1 and (
+            why := why_alone(self._scheduler, {self._need(job) for job in self.waiting()})
+        ):
             self._board.say(why)
         # On a single core, an import would slow the job down.
         early = list(self.needed_at_end) if hardware.cores() > 1 else []
@@ -118,7 +139,9 @@ class Runner(ABC):
     def _start_next(self) -> bool:
         again = [job for job in self.jobs.jobs if job.id in self._alone and job.status == "waiting"]
         waiting = {job.id: job for job in [*again, *self.waiting()]}
-        chosen = self._scheduler.start_next([(id, self._need(job)) for id, job in waiting.items()], self._has_memory)
+        chosen = self._scheduler.start_next(
+            [(id, self._need(job)) for id, job in waiting.items()], self._has_memory
+        )
         if chosen is None:
             return False
         job, names = waiting[chosen[0]], chosen[1]
@@ -148,12 +171,18 @@ class Runner(ABC):
         result = ended.conclude(self.stopped_by)
         del self._running[job.id]
         self._scheduler.release(job.id)
-        # A job has its GPU to itself, so running alone would not help if the GPU's memory was too small.
-        on_gpu = result is not None and (result.failure or {}).get("exception") == "OutOfMemoryError"
+        # A job has its GPU to itself, so running alone would not help if the GPU's memory was too
+        # small.
+        on_gpu = (
+            result is not None and (result.failure or {}).get("exception") == "OutOfMemoryError"
+        )
         was_short = job.status == "out_of_memory" and not on_gpu and job.neighbours > 0
         if was_short and job.id not in self._alone and self.stopped_by is None:
             self._alone.add(job.id)
-            self._board.say(f"{job.name}: out of memory next to {job.neighbours} other job(s); it runs again alone")
+            self._board.say(
+                f"{job.name}: out of memory next to {job.neighbours} other job(s); it runs again "
+                "alone"
+            )
             job.reset()
             self.jobs.write()
         else:
@@ -164,7 +193,9 @@ class Runner(ABC):
         return replace(need, alone=True) if job.id in self._alone else need
 
     def _has_memory(self) -> bool:
-        """Return True if one more job fits into memory, if it needs as much as the running jobs on average."""
+        """Return True if one more job fits into memory, if it needs as much as the running jobs on
+        average.
+        """
         if self.slurm is not None:
             return True
         count, taken = len(self._running), self._free_bytes - hardware.available_memory()
@@ -179,7 +210,11 @@ class Runner(ABC):
             running.send(number)
 
     def _say_stopped(self, number: int, folder: Path | None = None, *keys: str) -> int:
-        """Print how to continue after the stop signal `number`. `folder`: of the sweep, if not the folder of the jobs."""
-        again = shlex.join(["python", "train.py", "-m", f"sweep.resume={folder or self.jobs.folder}", *keys])
+        """Print how to continue after the stop signal `number`. `folder`: of the sweep, if not the
+        folder of the jobs.
+        """
+        again = shlex.join(
+            ["python", "train.py", "-m", f"sweep.resume={folder or self.jobs.folder}", *keys]
+        )
         print(f"Stopped by {signal.Signals(number).name}. Continue with: {again}", file=sys.stderr)
         return 128 + number

@@ -1,4 +1,6 @@
-"""Run a sweep: save the config of every job, run the jobs and their repeats, and write the report."""
+"""Run a sweep: save the config of every job, run the jobs and their repeats,
+and write the report.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +29,17 @@ def start_sweep(command: Command, points: list[Point]) -> int:
     settings, cluster = command.config.sweep, command.config.cluster
     configs = [point.config for point in points if not point.reason]
     if not configs:
-        raise ValueError(f"no job of this sweep can run here; reason of the first job: {points[0].reason}")
+        raise ValueError(
+            f"no job of this sweep can run here; reason of the first job: {points[0].reason}"
+        )
     check_blocks(points, settings)
-    if cluster.scheduler != "local" and any(config.cluster != configs[0].cluster for config in configs):
-        raise ValueError("cluster: Slurm gives all jobs of a sweep equal resources; do not sweep over cluster keys")
+    if cluster.scheduler != "local" and any(
+        config.cluster != configs[0].cluster for config in configs
+    ):
+        raise ValueError(
+            "cluster: Slurm gives all jobs of a sweep equal resources; do not sweep over cluster "
+            "keys"
+        )
     max_jobs = jobs_at_a_time("sweep.jobs", settings.jobs, command.config)
     check_scheduler(cluster)
     folder = claim_folder(Path(str(command.tree.hydra.sweep.dir)))
@@ -43,18 +52,24 @@ def start_sweep(command: Command, points: list[Point]) -> int:
 
 
 def resume_sweep(folder: Path, command: Command, check_data: Callable[[Config], None]) -> int:
-    """Run the missing and failed jobs of the sweep in `folder` with their saved configs. Return the exit code."""
+    """Run the missing and failed jobs of the sweep in `folder` with their saved configs. Return the
+    exit code.
+    """
     keys = keys_that_may_change(command, folder, "sweep.jobs")
     jobs = read_jobs(folder)
     configs = reset_unfinished(jobs)
     first = configs[0] if configs else command.config
-    max_jobs = jobs_at_a_time("sweep.jobs", (command.config if "sweep.jobs" in keys else first).sweep.jobs, first)
+    max_jobs = jobs_at_a_time(
+        "sweep.jobs", (command.config if "sweep.jobs" in keys else first).sweep.jobs, first
+    )
     check_jobs_data(configs, check_data)
     return _run(jobs, max_jobs, first, is_new=False)
 
 
 def reset_unfinished(jobs: Jobs) -> list[Config]:
-    """Make the missing and failed jobs of a stopped sweep wait again, also those without a folder. Return their configs."""
+    """Make the missing and failed jobs of a stopped sweep wait again, also those without a folder.
+    Return their configs.
+    """
     configs: list[Config] = []
     for job in jobs.jobs:
         folder = jobs.folder / job.folder
@@ -76,14 +91,20 @@ def _run(jobs: Jobs, max_jobs: int | None, config: Config, is_new: bool) -> int:
 
 
 class Sweep(Runner):
-    """Runner of the waiting jobs of a sweep. A failed job does not end the sweep; a stop signal does."""
+    """Runner of the waiting jobs of a sweep. A failed job does not end the sweep; a stop signal
+    does.
+    """
 
-    def __init__(self, jobs: Jobs, max_jobs: int | None = 1, slurm: SlurmQueue | None = None) -> None:
+    def __init__(
+        self, jobs: Jobs, max_jobs: int | None = 1, slurm: SlurmQueue | None = None
+    ) -> None:
         """Find the devices. `max_jobs`: concurrent jobs; None: as many as devices allow."""
         super().__init__(jobs, max_jobs, slurm)
         config = self.config_of(next(job for job in jobs.jobs if job.status != "skipped"))
         # An import would slow down the start of a timed job.
-        self.needed_at_end = () if config.sweep.timed else ("timm_parallel.lab.report.report", "matplotlib.figure")
+        self.needed_at_end = (
+            () if config.sweep.timed else ("timm_parallel.lab.report.report", "matplotlib.figure")
+        )
 
     def waiting(self) -> list[Job]:
         return [job for job in self.jobs.jobs if job.status == "waiting"]

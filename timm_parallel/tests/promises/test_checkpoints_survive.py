@@ -1,4 +1,6 @@
-"""A checkpoint is written completely or not at all, and verified when read. The newest valid one is loaded."""
+"""A checkpoint is written completely or not at all, and verified when read. The newest valid one is
+loaded.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,9 @@ def _save_forever(folder: Path, first: int) -> None:
 @pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.processes
-def test_last_checkpoint_loads_and_its_step_never_decreases_when_saves_are_killed_20_times(tmp_path: Path) -> None:
+def test_last_checkpoint_loads_and_its_step_never_decreases_when_saves_are_killed_20_times(
+    tmp_path: Path,
+) -> None:
     context = warm_processes()
     draw, reached = random.Random(0), 0
     for _ in range(20):
@@ -73,7 +77,11 @@ def test_last_checkpoint_loads_and_its_step_never_decreases_when_saves_are_kille
     assert reached > 20
     checkpoint.save(tmp_path, contents(reached + 1), reached + 1, keep=1, is_best=False)
     left = {path.name for path in tmp_path.iterdir() if not path.name.startswith(".")}
-    assert left <= {f"{name}.{end}" for name in ("last", "best", f"step_{reached + 1}") for end in ("pt", "json")}
+    assert left <= {
+        f"{name}.{end}"
+        for name in ("last", "best", f"step_{reached + 1}")
+        for end in ("pt", "json")
+    }
 
 
 @pytest.fixture(scope="module")
@@ -83,12 +91,16 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(where=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7), sidecars=st.booleans())
 def test_checkpoint_with_a_flipped_bit_is_refused_by_the_checksum_of_its_json_sidecar(
     good: Path, tmp_path: Path, where: float, bit: int, sidecars: bool
 ) -> None:
-    """A flipped bit is refused. Without a sidecar, the file may load with equal numbers if the byte has no meaning."""
+    """A flipped bit is refused. Without a sidecar, the file may load with equal numbers if the byte
+    has no meaning.
+    """
     data = bytearray((good / "last.pt").read_bytes())
     data[int(where * len(data))] ^= 1 << bit
     folder = tmp_path / f"{where}{bit}{sidecars}"
@@ -104,7 +116,9 @@ def test_checkpoint_with_a_flipped_bit_is_refused_by_the_checksum_of_its_json_si
 
 
 @pytest.mark.parametrize("keep", [0, 1, 100, 0.5, 0.999])
-def test_checkpoint_load_error_names_the_truncated_file(good: Path, tmp_path: Path, keep: float) -> None:
+def test_checkpoint_load_error_names_the_truncated_file(
+    good: Path, tmp_path: Path, keep: float
+) -> None:
     data = (good / "last.pt").read_bytes()
     (tmp_path / "last.pt").write_bytes(data[: int(keep * len(data)) if keep < 1 else int(keep)])
     with pytest.raises(ValueError, match=r"last\.pt: damaged") as refusal:
@@ -112,7 +126,9 @@ def test_checkpoint_load_error_names_the_truncated_file(good: Path, tmp_path: Pa
     assert "\n" not in str(refusal.value)
 
 
-def test_load_newest_checkpoint_skips_and_logs_damaged_files(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_load_newest_checkpoint_skips_and_logs_damaged_files(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     folder = tmp_path / "checkpoints"
     for step in (1, 2, 3):
         checkpoint.save(folder, contents(step), step, keep=3, is_best=step == 1)
@@ -127,8 +143,12 @@ def test_load_newest_checkpoint_skips_and_logs_damaged_files(tmp_path: Path, cap
     assert step_in(folder / "best.pt") == 1
 
 
-def test_checkpoint_save_removes_files_with_later_steps_of_an_abandoned_attempt(tmp_path: Path) -> None:
-    """A run that resumed from step 2, because step 9 was damaged, keeps its new checkpoints and deletes step 9."""
+def test_checkpoint_save_removes_files_with_later_steps_of_an_abandoned_attempt(
+    tmp_path: Path,
+) -> None:
+    """A run that resumed from step 2, because step 9 was damaged, keeps its new checkpoints and
+    deletes step 9.
+    """
     for step in (1, 2, 9):
         checkpoint.save(tmp_path, contents(step), step, keep=3, is_best=False)
     (tmp_path / "step_9.pt").write_bytes(b"damaged")
@@ -139,7 +159,9 @@ def test_checkpoint_save_removes_files_with_later_steps_of_an_abandoned_attempt(
 
 def _save_with_little_room(folder: Path, answers: Any) -> None:
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (SIZE, SIZE))  # bytes a file may have: the second write fails
+    resource.setrlimit(
+        resource.RLIMIT_FSIZE, (SIZE, SIZE)
+    )  # bytes a file may have: the second write fails
     try:
         checkpoint.save(folder, contents(8), 8, keep=1, is_best=True)
         answers.put("saved")
@@ -148,7 +170,9 @@ def _save_with_little_room(folder: Path, answers: Any) -> None:
 
 
 @pytest.mark.processes
-def test_checkpoint_save_keeps_earlier_files_when_a_file_size_limit_stops_the_write(tmp_path: Path) -> None:
+def test_checkpoint_save_keeps_earlier_files_when_a_file_size_limit_stops_the_write(
+    tmp_path: Path,
+) -> None:
     checkpoint.save(tmp_path, contents(7), 7, keep=1, is_best=True)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     context = warm_processes()
@@ -168,7 +192,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     place = tmp_path / "disk"
     place.mkdir()
     made = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(place)], capture_output=True, text=True
+        ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(place)],
+        capture_output=True,
+        text=True,
     )
     if made.returncode:
         pytest.skip(f"no tmpfs can be mounted here: {made.stderr.strip()}")
@@ -199,7 +225,11 @@ def test_full_disk_ends_the_run_with_exit_code_1_and_keeps_the_last_checkpoint(
     assert checkpoint.load(last)["progress"]["step"] >= 2
     assert train.left_after(2) == []
     resumed = train.start(
-        f"resume={done.folder}", "checkpoint.keep=1", "train.epochs=3", defaults=False, folder=done.folder
+        f"resume={done.folder}",
+        "checkpoint.keep=1",
+        "train.epochs=3",
+        defaults=False,
+        folder=done.folder,
     )
     # Free some space, as the message says.
     shutil.rmtree(done.folder / "tensorboard")

@@ -1,4 +1,6 @@
-"""A damaged image ends the run with an error that names it, or is skipped and counted equally by every strategy."""
+"""A damaged image ends the run with an error that names it, or is skipped and counted equally by
+every strategy.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,9 @@ def train(ranks: Ranks, store: Any, root: str, folder: str, overrides: tuple[str
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_on_error_skip_counts_unreadable_images_equally_under_single_dp_and_ddp(tmp_path: Path) -> None:
+def test_on_error_skip_counts_unreadable_images_equally_under_single_dp_and_ddp(
+    tmp_path: Path,
+) -> None:
     root, _ = image_folder(tmp_path / "images", damaged=True)
     spreads = {
         "single": ("parallel=single", "data.workers=0"),
@@ -82,10 +86,14 @@ def test_on_error_skip_counts_unreadable_images_equally_under_single_dp_and_ddp(
     seen = {}
     for name, overrides in spreads.items():
         (tmp_path / name).mkdir()
-        in_ranks(train, 2 if name.startswith("ddp") else 1, str(root), str(tmp_path / name), overrides)
+        in_ranks(
+            train, 2 if name.startswith("ddp") else 1, str(root), str(tmp_path / name), overrides
+        )
         result = read_result(tmp_path / name)
         losses = [
-            line["train/loss"] for line in read_metrics(tmp_path / name / "metrics.jsonl") if "train/loss" in line
+            line["train/loss"]
+            for line in read_metrics(tmp_path / name / "metrics.jsonl")
+            if "train/loss" in line
         ]
         seen[name] = losses
         assert result.skipped == {"train": 4, "val": 2}, name
@@ -105,7 +113,9 @@ def test_unreadable_image_is_replaced_in_training_and_dropped_in_evaluation(tmp_
                 raise UnreadableImageError(f"{index}")
             return torch.full((1, 2, 2), index, dtype=torch.uint8), 10 * index
 
-    training, evaluation = (BatchFetcher(Split(), 99, None, 0, "skip", substitutes) for substitutes in (6, 0))
+    training, evaluation = (
+        BatchFetcher(Split(), 99, None, 0, "skip", substitutes) for substitutes in (6, 0)
+    )
     _, labels, unreadable, _ = training.read(IndexBatch(0, np.arange(6)))
     assert labels.tolist() == [0, 20, 20, 30, 0, 0]
     assert sorted(set(unreadable)) == [1, 4, 5]
@@ -175,9 +185,19 @@ def test_run_fails_and_names_a_damaged_image_when_on_error_is_raise(train: Train
         "data.on_error=raise",
         f"data.root={root}",
     )
-    done = train("data=folder", "data.image_size=16", "data.batch_size=8", "data.limit_train=null", *overrides)
+    done = train(
+        "data=folder",
+        "data.image_size=16",
+        "data.batch_size=8",
+        "data.limit_train=null",
+        *overrides,
+    )
     assert done.returncode == 1, done.output
     lines = done.stderr.strip().splitlines()
     assert len(lines) == 2, done.stderr
-    assert lines[0].startswith("Failed: rank") and "not a readable image" in lines[0] and f"{root}{os.sep}" in lines[0]
+    assert (
+        lines[0].startswith("Failed: rank")
+        and "not a readable image" in lines[0]
+        and f"{root}{os.sep}" in lines[0]
+    )
     assert train.left_after(2) == []

@@ -37,10 +37,17 @@ def encoded(image: Image.Image, kind: str, **options: Any) -> bytes:
 
 
 def turned() -> bytes:
-    """Return an image with an EXIF rotation tag. Displayed upright, the image is red above green."""
+    """Return an image with an EXIF rotation tag. Displayed upright,
+    the image is red above green.
+    """
     exif = Image.Exif()
     exif[0x0112] = 6
-    return encoded(halves().transpose(Image.Transpose.FLIP_LEFT_RIGHT).rotate(180), "JPEG", exif=exif, quality=95)
+    return encoded(
+        halves().transpose(Image.Transpose.FLIP_LEFT_RIGHT).rotate(180),
+        "JPEG",
+        exif=exif,
+        quality=95,
+    )
 
 
 def wide_grey(kind: str) -> bytes:
@@ -51,7 +58,9 @@ def floats() -> bytes:
     return encoded(Image.fromarray(np.full((16, 32), 0.5, dtype=np.float32)), "TIFF")
 
 
-GOOD: dict[str, tuple[Callable[[], bytes], tuple[int, int, int]]] = {  # name -> bytes, color of its left side
+GOOD: dict[
+    str, tuple[Callable[[], bytes], tuple[int, int, int]]
+] = {  # name -> bytes, color of its left side
     "rgb.jpg": (lambda: encoded(halves(), "JPEG", quality=95), RED),
     "rgb.png": (lambda: encoded(halves(), "PNG"), RED),
     "palette.png": (lambda: encoded(halves("P"), "PNG"), RED),
@@ -88,7 +97,9 @@ BAD: dict[str, Callable[[], bytes]] = {
 
 
 @pytest.mark.parametrize("name", GOOD)
-def test_decode_returns_expected_rgb_colors_for_each_image_format(tmp_path: Path, name: str) -> None:
+def test_decode_returns_expected_rgb_colors_for_each_image_format(
+    tmp_path: Path, name: str
+) -> None:
     make, color = GOOD[name]
     (tmp_path / name).write_bytes(make())
     image = decode(tmp_path / name)
@@ -110,7 +121,9 @@ def test_decode_rotates_an_image_by_its_exif_tag(tmp_path: Path, name: str) -> N
 
 
 def scanned(kind: str) -> bytes:
-    """Return a JPEG with the detail of a photograph, of a kind that a decoder may treat separately."""
+    """Return a JPEG with the detail of a photograph,
+    of a kind that a decoder may treat separately.
+    """
     draw = np.random.default_rng(0)
     pixels = draw.integers(0, 256, (12, 17, 3), dtype=np.uint8)
     image = Image.fromarray(pixels).resize((101, 67), Image.Resampling.BICUBIC)
@@ -123,9 +136,13 @@ def scanned(kind: str) -> bytes:
 
 
 @pytest.mark.parametrize("mode", ["RGB", "L"])
-@pytest.mark.parametrize("kind", ["baseline", "progressive", "gray", *(f"exif_{number}" for number in range(1, 9))])
+@pytest.mark.parametrize(
+    "kind", ["baseline", "progressive", "gray", *(f"exif_{number}" for number in range(1, 9))]
+)
 def test_jpeg_decoder_returns_the_same_pixels_as_pil(kind: str, mode: str) -> None:
-    """Metrics of a run must not depend on the decoder. For one channel, both decoders return the luma of the JPEG."""
+    """Metrics of a run must not depend on the decoder. For one channel, both decoders return the
+    luma of the JPEG.
+    """
     data = scanned(kind)
     with Image.open(io.BytesIO(data)) as opened:
         opened.draft(mode, opened.size)
@@ -158,7 +175,9 @@ def test_decoded_cmyk_jpeg_differs_from_pil_by_at_most_2() -> None:
 
 
 def test_jpeg_with_zeroed_bytes_is_decoded_to_full_size_without_an_error() -> None:
-    """Zeros in the scan data are a warning in libjpeg, and no error. PIL accepts such a file too."""
+    """Zeros in the scan data are a warning in libjpeg, and no error.
+    PIL accepts such a file too.
+    """
     data = bytearray(scanned("baseline"))
     middle = len(data) // 2
     data[middle : middle + 50] = bytes(50)
@@ -166,7 +185,9 @@ def test_jpeg_with_zeroed_bytes_is_decoded_to_full_size_without_an_error() -> No
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_decode_error_names_a_file_that_is_empty_truncated_or_not_an_image(tmp_path: Path, name: str) -> None:
+def test_decode_error_names_a_file_that_is_empty_truncated_or_not_an_image(
+    tmp_path: Path, name: str
+) -> None:
     (tmp_path / name).write_bytes(BAD[name]())
     with pytest.raises(UnreadableImageError, match=name) as refusal:
         decode(tmp_path / name)
@@ -197,7 +218,11 @@ def test_image_folder_follows_symlinks_and_decode_error_names_a_broken_link(tmp_
     (tmp_path / "class" / "folder").symlink_to(tmp_path / "real")
     (tmp_path / "class" / "upwards").symlink_to(tmp_path / "class")
     (tmp_path / "class" / "broken.png").symlink_to(tmp_path / "gone.png")
-    assert [path.name for path in image_files(tmp_path / "class")] == ["broken.png", "link.png", "a.png"]
+    assert [path.name for path in image_files(tmp_path / "class")] == [
+        "broken.png",
+        "link.png",
+        "a.png",
+    ]
     assert decode(tmp_path / "class" / "link.png").shape == (3, 16, 32)
     with pytest.raises(UnreadableImageError, match=r"broken\.png"):
         decode(tmp_path / "class" / "broken.png")

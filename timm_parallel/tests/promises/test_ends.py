@@ -1,4 +1,6 @@
-"""A run that fails, is signaled or is killed ends promptly, names the cause, and leaves nothing running."""
+"""A run that fails, is signaled or is killed ends promptly, names the cause, and leaves nothing
+running.
+"""
 
 from __future__ import annotations
 
@@ -29,12 +31,16 @@ ENDLESS = ("train.epochs=10000", "train.evaluate_every=0", "train.log_every=5")
 
 
 def folder_with_a_corrupt_image_for_rank_1(root: Path) -> Path:
-    """Create 16 training images, damage the first image that rank 1 of 2 reads, and return its path."""
+    """Create 16 training images, damage the first image that rank 1 of 2 reads, and return its
+    path.
+    """
     for split, count in (("train", 8), ("val", 2)):
         for name in ("cat", "dog"):
             (root / split / name).mkdir(parents=True)
             for index in range(count):
-                Image.new("RGB", (32, 32), (index * 20, 0, 0)).save(root / split / name / f"{index}.png")
+                Image.new("RGB", (32, 32), (index * 20, 0, 0)).save(
+                    root / split / name / f"{index}.png"
+                )
     files = sorted((root / "train").rglob("*.png"))
     first = int(TrainSampler(16, 4, rank=1, world_size=2, seed=42).shard()[0])
     files[first].write_bytes(files[first].read_bytes()[:40])
@@ -43,12 +49,21 @@ def folder_with_a_corrupt_image_for_rank_1(root: Path) -> Path:
 
 def test_exception_on_one_rank_ends_the_ddp_run_and_error_names_rank_and_log(train: Train) -> None:
     corrupt = folder_with_a_corrupt_image_for_rank_1(train.base / "images")
-    data = ("data=folder", f"data.root={train.base}/images", "data.image_size=32", "data.limit_train=16")
+    data = (
+        "data=folder",
+        f"data.root={train.base}/images",
+        "data.image_size=32",
+        "data.limit_train=16",
+    )
     done = train(*TWO, *data, "data.batch_size=4", "data.workers=0")
     ended = time.time()
     assert done.returncode == 1, done.output
     failure = done.result["failure"]
-    assert (done.result["status"], failure["rank"], failure["exception"]) == ("failed", 1, "UnreadableImageError")
+    assert (done.result["status"], failure["rank"], failure["exception"]) == (
+        "failed",
+        1,
+        "UnreadableImageError",
+    )
     assert ended - failure["time"] < 20
     for part in ("Failed: rank 1: UnreadableImageError", str(corrupt), "rank_1.log"):
         assert part in done.stderr, done.output
@@ -61,8 +76,12 @@ def test_exception_on_one_rank_ends_the_ddp_run_and_error_names_rank_and_log(tra
 STOPS = [
     pytest.param("ddp", signal.SIGINT, 1, id="SIGINT-ddp-with-a-loader-worker"),
     pytest.param("ddp", signal.SIGTERM, 0, id="SIGTERM-ddp", marks=pytest.mark.slow),
-    pytest.param("fsdp", signal.SIGTERM, 1, id="SIGTERM-fsdp-with-a-loader-worker", marks=pytest.mark.slow),
-    pytest.param("single", signal.SIGINT, 1, id="SIGINT-single-with-a-loader-worker", marks=pytest.mark.slow),
+    pytest.param(
+        "fsdp", signal.SIGTERM, 1, id="SIGTERM-fsdp-with-a-loader-worker", marks=pytest.mark.slow
+    ),
+    pytest.param(
+        "single", signal.SIGINT, 1, id="SIGINT-single-with-a-loader-worker", marks=pytest.mark.slow
+    ),
     pytest.param("dp", signal.SIGHUP, 0, id="SIGHUP-dp", marks=pytest.mark.slow),
 ]
 
@@ -72,7 +91,9 @@ def test_signal_to_train_py_stops_all_processes_within_15_seconds(
     train: Train, strategy: str, number: int, workers: int
 ) -> None:
     devices = 1 if strategy == "single" else 2
-    running = train.start(f"parallel={strategy}", f"parallel.devices={devices}", f"data.workers={workers}", *ENDLESS)
+    running = train.start(
+        f"parallel={strategy}", f"parallel.devices={devices}", f"data.workers={workers}", *ENDLESS
+    )
     running.wait_for_steps()
     done = running.signal(number)
     assert done.returncode == 128 + number, done.output
@@ -117,11 +138,14 @@ def test_signal_to_torchrun_ends_all_processes(train: Train, number: int) -> Non
 
 
 @pytest.mark.parametrize(
-    "strategy", ["ddp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("single", "fsdp"))]
+    "strategy",
+    ["ddp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("single", "fsdp"))],
 )
 def test_ranks_and_loader_workers_end_when_train_py_is_killed(train: Train, strategy: str) -> None:
     devices = 1 if strategy == "single" else 2
-    running = train.start(f"parallel={strategy}", f"parallel.devices={devices}", "data.workers=1", *ENDLESS)
+    running = train.start(
+        f"parallel={strategy}", f"parallel.devices={devices}", "data.workers=1", *ENDLESS
+    )
     running.wait_for_steps()
     before = len(psutil.Process(running.process.pid).children(recursive=True))
     assert before >= 2 * devices, "expected ranks and loader workers to be running"
@@ -131,7 +155,8 @@ def test_ranks_and_loader_workers_end_when_train_py_is_killed(train: Train, stra
 
 
 @pytest.mark.parametrize(
-    ("strategy", "command"), [("single", "mv {0} {0}.moved"), pytest.param("ddp", "rm -rf {0}", marks=pytest.mark.slow)]
+    ("strategy", "command"),
+    [("single", "mv {0} {0}.moved"), pytest.param("ddp", "rm -rf {0}", marks=pytest.mark.slow)],
 )
 def test_run_ends_with_exit_code_1_when_its_folder_is_moved_or_deleted(
     train: Train, strategy: str, command: str
@@ -153,7 +178,12 @@ def test_run_ends_with_exit_code_1_when_its_folder_is_moved_or_deleted(
 def _drift(ranks: Ranks, store: torch.distributed.Store, where: str, folder: str) -> str:
     from src.train.run import Trainer
 
-    run = Trainer(resolved("parallel=ddp", "parallel.devices=2", "train.max_steps=2"), Path(folder), ranks, store)
+    run = Trainer(
+        resolved("parallel=ddp", "parallel.devices=2", "train.max_steps=2"),
+        Path(folder),
+        ranks,
+        store,
+    )
 
     def spoil() -> None:
         with torch.no_grad():
@@ -162,7 +192,9 @@ def _drift(ranks: Ranks, store: torch.distributed.Store, where: str, folder: str
     if where == "start":
         spoil()
     else:
-        ordinary: Callable[[], None] = run.end_epoch  # the best weights, for the test split, come from rank 0
+        ordinary: Callable[[], None] = (
+            run.end_epoch
+        )  # the best weights, for the test split, come from rank 0
 
         def then_spoil() -> None:
             ordinary()
@@ -177,7 +209,9 @@ def _drift(ranks: Ranks, store: torch.distributed.Store, where: str, folder: str
 
 
 @pytest.mark.parametrize("where", ["start", "end"])
-def test_ddp_ranks_raise_when_their_parameters_differ_at_start_or_end_of_training(tmp_path: Path, where: str) -> None:
+def test_ddp_ranks_raise_when_their_parameters_differ_at_start_or_end_of_training(
+    tmp_path: Path, where: str
+) -> None:
     assert all(
         f"the ranks {where} with different parameters" in message
         for message in in_ranks(_drift, 2, where, str(tmp_path))
@@ -191,7 +225,9 @@ def test_run_continues_without_errors_when_stdout_is_closed(train: Train, strate
     folder = train.base / "run"
     overrides = tiny(f"hydra.run.dir={folder}", f"parallel={strategy}", "print_config=true")
     command = shlex.join([sys.executable, "train.py", *overrides])
-    started = train.start_command(["bash", "-c", f"{command} | head -n 2; exit ${{PIPESTATUS[0]}}"], folder)
+    started = train.start_command(
+        ["bash", "-c", f"{command} | head -n 2; exit ${{PIPESTATUS[0]}}"], folder
+    )
     done = started.finish()
     assert (done.returncode, done.stderr) == (0, ""), done.output
     assert len(done.stdout.splitlines()) == 2
@@ -201,7 +237,9 @@ def test_run_continues_without_errors_when_stdout_is_closed(train: Train, strate
 
 @pytest.mark.parametrize("write", ["print('x' * 100)", "rich.print('x')", "logging.error('x')"])
 def test_write_to_closed_stdout_does_not_raise(write: str) -> None:
-    """No write after the reader has exited raises, neither the first nor a later one. Output of C++ code is dropped."""
+    """No write after the reader has exited raises, neither the first nor a later one. Output of C++
+    code is dropped.
+    """
     code = (
         "import logging, os, rich, sys\n"
         "from timm_parallel.machine.process import keep_running_without_stdout\n"
@@ -213,7 +251,12 @@ def test_write_to_closed_stdout_does_not_raise(write: str) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, stdout=writing, stderr=subprocess.PIPE, text=True, check=False
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        stdout=writing,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
     )
     os.close(writing)
     assert (done.returncode, done.stderr) == (0, "")

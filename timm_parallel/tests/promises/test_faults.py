@@ -1,7 +1,8 @@
-"""A rank that stops cooperating ends the job promptly with an error that names the rank, and no process remains.
+"""A rank that stops cooperating ends the job promptly with an error that names the rank, and no
+process remains.
 
-COMMANDS is a table of launch form x strategy x world size x fault. WARM lists faults that differ only inside the ranks.
-The faults happen inside real ranks (see `faulty/`).
+COMMANDS is a table of launch form x strategy x world size x fault. WARM lists faults that differ
+only inside the ranks. The faults happen inside real ranks (see `faulty/`).
 """
 
 from __future__ import annotations
@@ -46,13 +47,19 @@ STALLED = "rank {rank} made no progress for 3 s, last seen in {phase} of step {s
 FAULTS = {
     "raises": Fault("raise", "rank {rank}: RuntimeError: the accident of this test"),
     "raises_in_evaluation": Fault("raise", "rank {rank}: RuntimeError", "evaluating", step=12),
-    "raises_before_the_first_step": Fault("raise", "rank {rank}: RuntimeError", "reading a batch", step=1),
-    "no_memory": Fault("no_memory", "rank {rank}: out of memory on cpu with 16 images", status="out_of_memory"),
+    "raises_before_the_first_step": Fault(
+        "raise", "rank {rank}: RuntimeError", "reading a batch", step=1
+    ),
+    "no_memory": Fault(
+        "no_memory", "rank {rank}: out of memory on cpu with 16 images", status="out_of_memory"
+    ),
     "killed": Fault("kill", "rank {rank} was killed by SIGKILL", named=False),
     "crashes": Fault("segv", "rank {rank} was killed by SIGSEGV", named=False),
     "leaves_with_0": Fault("exit0", "rank {rank} exited early with exit code 0", named=False),
     "stalls": Fault("stall", STALLED + "; the others waited for it", needs_watchdog=True),
-    "stalls_reading": Fault("stall", STALLED + "; the others", "reading a batch", needs_watchdog=True),
+    "stalls_reading": Fault(
+        "stall", STALLED + "; the others", "reading a batch", needs_watchdog=True
+    ),
     "stalls_evaluating": Fault("stall", STALLED, "evaluating", step=12, needs_watchdog=True),
     "stalls_saving": Fault("stall", STALLED, "saving", rank="0", step=12, needs_watchdog=True),
     "spins": Fault("spin", STALLED, needs_watchdog=True),
@@ -61,9 +68,15 @@ FAULTS = {
 }
 # Faults that the launcher sees: an exit code, a signal, a rank that does not end.
 COMMANDS = [
-    *(("python", "ddp", 2, name) for name in ("raises", "killed", "leaves_with_0", "stalls", "stopped")),
+    *(
+        ("python", "ddp", 2, name)
+        for name in ("raises", "killed", "leaves_with_0", "stalls", "stopped")
+    ),
     *(("torchrun", "ddp", 2, name) for name in ("raises", "killed", "leaves_with_0", "stalls")),
-    *(("python", "fsdp", 2, name) for name in ("raises", "killed", "leaves_with_0", "stalls", "stopped")),
+    *(
+        ("python", "fsdp", 2, name)
+        for name in ("raises", "killed", "leaves_with_0", "stalls", "stopped")
+    ),
     *(("torchrun", "fsdp", 2, name) for name in ("killed", "stalls")),
     ("python", "ddp", 1, "leaves_with_0"),
     *(("python", "single", 1, name) for name in ("killed", "leaves_with_0", "stalls")),
@@ -71,15 +84,26 @@ COMMANDS = [
 ]
 # Faults that differ only inside the ranks.
 WARM = [
-    *(("ddp", 2, name) for name in ("raises_in_evaluation", "raises_before_the_first_step", "no_memory", "crashes")),
-    *(("ddp", 2, name) for name in ("stalls_reading", "stalls_evaluating", "stalls_saving", "spins", "all_stall")),
-    *(("fsdp", 2, name) for name in ("raises_in_evaluation", "no_memory", "crashes", "stalls_evaluating")),
+    *(
+        ("ddp", 2, name)
+        for name in ("raises_in_evaluation", "raises_before_the_first_step", "no_memory", "crashes")
+    ),
+    *(
+        ("ddp", 2, name)
+        for name in ("stalls_reading", "stalls_evaluating", "stalls_saving", "spins", "all_stall")
+    ),
+    *(
+        ("fsdp", 2, name)
+        for name in ("raises_in_evaluation", "no_memory", "crashes", "stalls_evaluating")
+    ),
     *(("fsdp", 2, name) for name in ("stalls_reading", "stalls_saving", "spins", "all_stall")),
     *(("ddp", 1, name) for name in ("raises", "stalls")),
     ("dp", 2, "stalls"),
     ("single", 1, "no_memory"),
 ]
-QUICK = {("ddp", 2, "stalls_reading")}  # test_ends.py tests a rank that raises, and a command that a signal ends
+QUICK = {
+    ("ddp", 2, "stalls_reading")
+}  # test_ends.py tests a rank that raises, and a command that a signal ends
 
 
 @dataclass
@@ -100,13 +124,19 @@ class FaultyRun:
 def fitted(fault: Fault, strategy: str, devices: int) -> Fault:
     """Return the fault with its rank limited to the world size."""
     processes = devices if strategy in WITH_RANKS else 1
-    return replace(fault, rank="*" if fault.rank == "*" else str(min(int(fault.rank), processes - 1)))
+    return replace(
+        fault, rank="*" if fault.rank == "*" else str(min(int(fault.rank), processes - 1))
+    )
 
 
 def fault_environment(fault: Fault, mark: Path) -> dict[str, str]:
     """Return environment variables that cause the fault (see `faulty/`)."""
     where = f"{fault.kind}:{fault.rank}:{fault.step}:{fault.phase}"
-    return {"FAULT": where, "FAULT_MARK": str(mark), "PYTHONPATH": os.pathsep.join([str(FAULTY), str(ROOT)])}
+    return {
+        "FAULT": where,
+        "FAULT_MARK": str(mark),
+        "PYTHONPATH": os.pathsep.join([str(FAULTY), str(ROOT)]),
+    }
 
 
 def overrides_of(strategy: str, devices: int, form: str = "python") -> tuple[str, ...]:
@@ -114,11 +144,15 @@ def overrides_of(strategy: str, devices: int, form: str = "python") -> tuple[str
     return overrides if form == "torchrun" else (*overrides, f"parallel.devices={devices}")
 
 
-def run_with(train: Train, fault: Fault, form: str, strategy: str, devices: int, *more: str) -> FaultyRun:
+def run_with(
+    train: Train, fault: Fault, form: str, strategy: str, devices: int, *more: str
+) -> FaultyRun:
     fault, mark = fitted(fault, strategy, devices), train.base / "mark"
     overrides = (*overrides_of(strategy, devices, form), *more)
     done = train(*overrides, form=form, ranks=devices, environment=fault_environment(fault, mark))
-    return FaultyRun(done.returncode, done.stderr, done.folder, fault, time.time() - fault_time(mark))
+    return FaultyRun(
+        done.returncode, done.stderr, done.folder, fault, time.time() - fault_time(mark)
+    )
 
 
 def fault_time(mark: Path) -> float:
@@ -138,7 +172,9 @@ def check(run: FaultyRun, strategy: str, devices: int, is_named: bool = True) ->
         assert message in run.result.reason
     log = run.folder / "logs" / f"rank_{fault.rank.replace('*', '0')}.log"
     if fault.needs_watchdog and fault.kind != "stop":
-        assert "sitecustomize.py" in log.read_text(), "expected a stack that shows where the rank stopped"
+        assert "sitecustomize.py" in log.read_text(), (
+            "expected a stack that shows where the rank stopped"
+        )
     if fault.kind == "raise":
         assert "Traceback (most recent call last)" in run.stderr
     assert [path.name for path in run.folder.rglob("*.tmp")] == []
@@ -169,22 +205,36 @@ def test_error_names_rank_phase_and_step_of_a_crash_or_stall_inside_a_rank(
     name: str,
 ) -> None:
     fault, mark = fitted(FAULTS[name], strategy, devices), tmp_path / "mark"
-    ranks = partial(warm_ranks, environment=fault_environment(fault, mark), first=FAULTY / "sitecustomize.py")
+    ranks = partial(
+        warm_ranks, environment=fault_environment(fault, mark), first=FAULTY / "sitecustomize.py"
+    )
     monkeypatch.setattr(job, "run_ranks", ranks)
     code = job.run_job(resolved(*overrides_of(strategy, devices)), tmp_path / "run")
     seconds = time.time() - fault_time(mark)
-    check(FaultyRun(code, capsys.readouterr().err, tmp_path / "run", fault, seconds), strategy, devices)
+    check(
+        FaultyRun(code, capsys.readouterr().err, tmp_path / "run", fault, seconds),
+        strategy,
+        devices,
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("form", "strategy"), [("python", "ddp"), ("python", "fsdp"), ("torchrun", "ddp")])
-def test_run_restarts_from_its_newest_checkpoint_when_a_rank_is_killed(train: Train, form: str, strategy: str) -> None:
+@pytest.mark.parametrize(
+    ("form", "strategy"), [("python", "ddp"), ("python", "fsdp"), ("torchrun", "ddp")]
+)
+def test_run_restarts_from_its_newest_checkpoint_when_a_rank_is_killed(
+    train: Train, form: str, strategy: str
+) -> None:
     restarts = ("parallel.max_restarts=1",) if form == "python" else ()
     if form == "torchrun":
         train.environment["PET_MAX_RESTARTS"] = "1"  # as --max-restarts
-    run = run_with(train, FAULTS["killed"], form, strategy, 2, "checkpoint.every_steps=2", *restarts)
+    run = run_with(
+        train, FAULTS["killed"], form, strategy, 2, "checkpoint.every_steps=2", *restarts
+    )
     assert (run.code, run.result.steps) == (0, 12), run.stderr
-    steps = [line["step"] for line in read_lines(run.folder / "metrics.jsonl") if "train/loss" in line]
+    steps = [
+        line["step"] for line in read_lines(run.folder / "metrics.jsonl") if "train/loss" in line
+    ]
     assert steps == sorted(set(steps)), "each step must be logged once"
     assert "resumed from" in (run.folder / "logs" / "rank_0.log").read_text()
 
@@ -193,7 +243,9 @@ def test_run_restarts_from_its_newest_checkpoint_when_a_rank_is_killed(train: Tr
 def test_error_of_the_last_attempt_is_reported_when_no_restarts_remain(train: Train) -> None:
     fault = Fault("raise", "", step=7)
     train.environment["FAULT_AGAIN"] = "12"  # the second attempt gets to step 12
-    run = run_with(train, fault, "python", "ddp", 1, "checkpoint.every_steps=2", "parallel.max_restarts=1")
+    run = run_with(
+        train, fault, "python", "ddp", 1, "checkpoint.every_steps=2", "parallel.max_restarts=1"
+    )
     assert run.code == 1
     assert run.stderr.count("Failed: rank 0: RuntimeError: the accident of this test") == 1
     record = json.loads((run.folder / "logs" / "failure_rank_0.json").read_text())
@@ -217,6 +269,8 @@ def test_error_of_the_last_attempt_is_reported_when_no_restarts_remain(train: Tr
 def test_first_failure_is_derived_from_exit_codes_when_ranks_wrote_no_failure_record(
     tmp_path: Path, codes: dict[int, int], oom_kills: int, status: str, message: str
 ) -> None:
-    failure = first_failure(tmp_path, RankExits(exit_codes=codes, world_size=2, oom_kills=oom_kills))
+    failure = first_failure(
+        tmp_path, RankExits(exit_codes=codes, world_size=2, oom_kills=oom_kills)
+    )
     assert failure["status"] == status
     assert message in failure["reason"]

@@ -1,4 +1,6 @@
-"""Messages show the first cause of a failure, not errors that it caused on other ranks or in a wait."""
+"""Messages show the first cause of a failure, not errors that it caused on other ranks or in a
+wait.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,19 @@ import torch
 
 from timm_parallel.errors import ConnectError
 from timm_parallel.faults import watchdog
-from timm_parallel.faults.failure import RankExits, failure_record, first_failure, record_of, write_failure
-from timm_parallel.faults.heartbeat import Heartbeat, Heartbeats, publish_failure, published_failures
+from timm_parallel.faults.failure import (
+    RankExits,
+    failure_record,
+    first_failure,
+    record_of,
+    write_failure,
+)
+from timm_parallel.faults.heartbeat import (
+    Heartbeat,
+    Heartbeats,
+    publish_failure,
+    published_failures,
+)
 from timm_parallel.launch import job, node, nodes, supervisor, torchrun
 from timm_parallel.launch.job import conclude, prepare, record_end
 from timm_parallel.machine.ranks import NodeAddress, Ranks
@@ -31,15 +44,23 @@ def recorded(error: Exception, folder: Path, config: Any = None) -> dict[str, An
     try:
         raise error
     except Exception as caught:
-        return failure_record(caught, config or resolved("parallel=single"), Ranks(), folder / "log")
+        return failure_record(
+            caught, config or resolved("parallel=single"), Ranks(), folder / "log"
+        )
 
 
 def test_file_name_containing_gloo_is_not_reported_as_lost_connection(tmp_path: Path) -> None:
-    for error in (FileNotFoundError("/data/igloo/1.png"), RuntimeError("/data/igloo/1.png: an odd image")):
+    for error in (
+        FileNotFoundError("/data/igloo/1.png"),
+        RuntimeError("/data/igloo/1.png: an odd image"),
+    ):
         record = recorded(error, tmp_path)
         assert not record["is_echo"] and "/data/igloo/1.png" in record["reason"]
         assert "lost its connection" not in record["reason"]
-    pair_closed = "[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4242"
+    pair_closed = (
+        "[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer "
+        "[127.0.0.1]:4242"
+    )
     for text in (pair_closed, "Gloo connectFullMesh failed with timeout"):
         record = recorded(RuntimeError(text), tmp_path)
         assert record["is_echo"] and "lost its connection to another rank" in record["reason"]
@@ -53,9 +74,12 @@ def test_nccl_out_of_memory_is_not_reported_as_lost_connection(tmp_path: Path) -
 
 
 IN_REPLICA = (
-    "Caught OutOfMemoryError in replica 1 on device 2.\nOriginal Traceback (most recent call last):\n  File x\n"
+    "Caught OutOfMemoryError in replica 1 on device 2.\nOriginal Traceback (most recent "
+    "call last):\n  File x\n"
 )
-OF_ALLOCATOR = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 3 has a total capacity of 79.11 GiB"
+OF_ALLOCATOR = (
+    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 3 has a total capacity of 79.11 GiB"
+)
 
 
 @pytest.mark.parametrize(
@@ -63,10 +87,23 @@ OF_ALLOCATOR = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 3 has a tota
     [
         (torch.OutOfMemoryError(OF_ALLOCATOR), "cuda:3"),
         (torch.OutOfMemoryError(f"{IN_REPLICA}torch.OutOfMemoryError: out of memory"), "cuda:2"),
-        (RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"), "cuda:5"),
-        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), "cuda:5"),
+        (
+            RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
+            "cuda:5",
+        ),
+        (
+            RuntimeError(
+                "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
+            ),
+            "cuda:5",
+        ),
         (RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED"), "cpu"),
-        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"), "cpu"),
+        (
+            RuntimeError(
+                "DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"
+            ),
+            "cpu",
+        ),
         (MemoryError(), "cpu"),
     ],
 )
@@ -87,7 +124,9 @@ def test_out_of_memory_record_names_the_device_that_is_full(
 def test_backend_that_cannot_connect_is_not_reported_as_an_exit_of_another_rank(
     failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """NCCL connects in its first collective. A rank that was killed meanwhile is still the first failure."""
+    """NCCL connects in its first collective. A rank that was killed meanwhile is still the first
+    failure.
+    """
 
     def fail(*given: Any, **named: Any) -> None:
         raise torch.distributed.DistBackendError("unhandled system error")
@@ -97,7 +136,9 @@ def test_backend_that_cannot_connect_is_not_reported_as_an_exit_of_another_rank(
     monkeypatch.setattr(torch.distributed, failing, fail)
     config = resolved("parallel=ddp", "parallel.devices=2")
     with pytest.raises(ConnectError) as failure:
-        TorchProcessGroup(config.parallel, Ranks(0, 2, 0, 2), torch.distributed.HashStore(), torch.device("cpu"))
+        TorchProcessGroup(
+            config.parallel, Ranks(0, 2, 0, 2), torch.distributed.HashStore(), torch.device("cpu")
+        )
     record = recorded(failure.value, tmp_path)
     assert "exited" not in record["reason"] and "unhandled system error" in record["reason"]
     (tmp_path / "logs").mkdir()
@@ -120,7 +161,9 @@ def test_config_refusal_by_rank_0_does_not_raise_when_another_rank_never_answers
 def test_node_records_the_store_error_when_another_node_never_connects(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The inventory of the other node is missing, so the error of the store is the only known cause."""
+    """The inventory of the other node is missing, so the error of the store is the only known
+    cause.
+    """
     from torch.distributed import DistStoreError
 
     config = resolved("parallel=ddp", "parallel.devices=2")
@@ -134,7 +177,10 @@ def test_node_records_the_store_error_when_another_node_never_connects(
     assert node.main(tmp_path, tmp_path) == 1
     assert capsys.readouterr().err == "node: wait timeout after 300000ms, keys: /facts/1\n"
     result = read_result(tmp_path)
-    assert (result.status, result.reason) == ("failed", "wait timeout after 300000ms, keys: /facts/1")
+    assert (result.status, result.reason) == (
+        "failed",
+        "wait timeout after 300000ms, keys: /facts/1",
+    )
 
 
 FULL = """
@@ -160,7 +206,9 @@ def test_reason_of_the_only_rank_is_printed_and_recorded_when_the_disk_takes_no_
     config = resolved("parallel=single")
     run_child = supervisor._run_child
     command = [sys.executable, "-c", FULL, str(tmp_path)]
-    monkeypatch.setattr(supervisor, "_run_child", lambda *given: run_child(command, config.parallel))
+    monkeypatch.setattr(
+        supervisor, "_run_child", lambda *given: run_child(command, config.parallel)
+    )
     assert job.run_job(config, tmp_path) == 1
     assert read_result(tmp_path).reason == "the disk is full"
     assert capsys.readouterr().err.splitlines()[0] == "Failed: the disk is full"
@@ -173,12 +221,16 @@ def test_reason_is_printed_when_the_disk_takes_no_result_either(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(job, "write_result", full)
-    ended = RankExits(exit_codes={0: 1}, records=[record_of(0, tmp_path, "step_24.pt: could not be written")])
+    ended = RankExits(
+        exit_codes={0: 1}, records=[record_of(0, tmp_path, "step_24.pt: could not be written")]
+    )
     assert conclude(resolved("parallel=single"), tmp_path, ended) == 1
     assert "step_24.pt: could not be written" in capsys.readouterr().err.splitlines()[0]
 
 
-def test_published_failure_is_read_from_the_store_and_not_replaced_by_an_exit_code(tmp_path: Path) -> None:
+def test_published_failure_is_read_from_the_store_and_not_replaced_by_an_exit_code(
+    tmp_path: Path,
+) -> None:
     from torch.distributed import HashStore
 
     store = HashStore()
@@ -188,7 +240,8 @@ def test_published_failure_is_read_from_the_store_and_not_replaced_by_an_exit_co
 
 
 @pytest.mark.parametrize(
-    ("codes", "stopped_by"), [({0: 143, 1: 143}, 15), ({1: 138}, 10), ({0: 143, 1: 1}, None), ({0: 1}, None)]
+    ("codes", "stopped_by"),
+    [({0: 143, 1: 143}, 15), ({1: 138}, 10), ({0: 143, 1: 1}, None), ({0: 1}, None)],
 )
 def test_run_ranks_reports_a_stop_signal_only_when_no_rank_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codes: dict[int, int], stopped_by: int | None
@@ -233,8 +286,12 @@ def test_signal_that_is_ignored_at_the_start_stays_ignored(number: signal.Signal
 
 
 @pytest.mark.processes
-def test_child_process_gets_one_kill_timer_when_two_signals_arrive_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`timeout` signals the process and its group. The second signal arrives while the kill timer of the first starts."""
+def test_child_process_gets_one_kill_timer_when_two_signals_arrive_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`timeout` signals the process and its group. The second signal arrives while the kill timer
+    of the first starts.
+    """
     starts = []
 
     class Timer(threading.Timer):
@@ -248,7 +305,11 @@ def test_child_process_gets_one_kill_timer_when_two_signals_arrive_together(monk
     monkeypatch.setattr(supervisor.threading, "Timer", Timer)
     command = [sys.executable, "-c", DEAF, str(int(signal.SIGTERM))]
     ended = supervisor._run_child(command, resolved("parallel=single").parallel)
-    assert (ended.signal, ended.exit_codes, len(starts)) == (signal.SIGTERM, {0: -signal.SIGKILL}, 1)
+    assert (ended.signal, ended.exit_codes, len(starts)) == (
+        signal.SIGTERM,
+        {0: -signal.SIGKILL},
+        1,
+    )
 
 
 def test_watchdog_exits_its_process_after_a_node_loss_when_the_disk_is_full(
@@ -277,7 +338,9 @@ def test_watchdog_exits_its_process_after_a_node_loss_when_the_disk_is_full(
 
 
 def test_heartbeats_are_read_without_error_while_another_thread_adds_nodes(tmp_path: Path) -> None:
-    """The watchdog reads a dict that the heartbeat thread changes. An exception would end the watchdog silently."""
+    """The watchdog reads a dict that the heartbeat thread changes. An exception would end the
+    watchdog silently.
+    """
     heartbeats = Heartbeats(Ranks(0, 2, 0, 1, node=0, nodes=2), None, tmp_path)
 
     class Store:
@@ -329,7 +392,9 @@ def test_stopped_run_suggests_resume_only_when_it_has_a_checkpoint(
     if checkpoint:
         (tmp_path / "checkpoints").mkdir()
         (tmp_path / "checkpoints" / "last.pt").touch()
-    conclude(resolved("parallel=single"), tmp_path, RankExits(signal=signal.SIGINT, exit_codes={0: 130}))
+    conclude(
+        resolved("parallel=single"), tmp_path, RankExits(signal=signal.SIGINT, exit_codes={0: 130})
+    )
     line = capsys.readouterr().err
     assert line.startswith("Stopped by SIGINT. ") and hint in line
     assert ("resume=" in line) == checkpoint

@@ -1,4 +1,6 @@
-"""No config, checkpoint, image or folder can make this project run code. A hostile input writes a mark file if run."""
+"""No config, checkpoint, image or folder can make this project run code. A hostile input writes a
+mark file if run.
+"""
 
 from __future__ import annotations
 
@@ -39,24 +41,31 @@ from timm_parallel.testing.configs import conf, parse
 
 @pytest.fixture
 def evil(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Create a package that writes a mark file when it is imported or called. The test fails if the file exists."""
+    """Create a package that writes a mark file when it is imported or called. The test fails if the
+    file exists.
+    """
     mark = tmp_path / "mark"
     package = tmp_path / "library" / "evil_package"
     package.mkdir(parents=True)
-    (package / "__init__.py").write_text(f"open({str(mark)!r}, 'w')\nclass Handler: pass\nstream = None\n")
+    (package / "__init__.py").write_text(
+        f"open({str(mark)!r}, 'w')\nclass Handler: pass\nstream = None\n"
+    )
     monkeypatch.syspath_prepend(package.parent)
     yield mark
     assert not mark.exists(), "the hostile package was imported or called"
     assert "evil_package" not in sys.modules
 
 
-FACTORY = "hydra: {job_logging: {handlers: {x: {'()': evil_package.Handler}}, root: {handlers: [x]}}}"
+FACTORY = (
+    "hydra: {job_logging: {handlers: {x: {'()': evil_package.Handler}}, root: {handlers: [x]}}}"
+)
 MODES = (("-m",), ("--help",), ("--cfg", "all"), ("--info", "config"), ("--hydra-help",))
 FILES = [
     FACTORY,
     "hydra: {job_logging: {handlers: {x: {class: evil_package.Handler}}, root: {handlers: [x]}}}",
     "hydra: {hydra_logging: {formatters: {x: {'()': evil_package.Handler}}, root: {level: INFO}}}",
-    "hydra: {job_logging: {handlers: {x: {class: logging.StreamHandler, stream: 'ext://evil_package.stream'}}}}",
+    "hydra: {job_logging: {handlers: {x: {class: logging.StreamHandler, stream: "
+    "'ext://evil_package.stream'}}}}",
     "tags: ['ext://evil_package.stream']\n"
     "hydra: {job_logging: {handlers: {x: {class: logging.StreamHandler, stream: '${tags[0]}'}}}}",
     "hydra: {callbacks: {x: {_target_: evil_package.Handler}}}",
@@ -71,7 +80,9 @@ FILES = [
 ]
 
 
-@pytest.mark.parametrize(("text", "mode"), [*((text, ()) for text in FILES), *((FACTORY, mode) for mode in MODES)])
+@pytest.mark.parametrize(
+    ("text", "mode"), [*((text, ()) for text in FILES), *((FACTORY, mode) for mode in MODES)]
+)
 def test_config_file_cannot_make_hydra_import_a_package(
     refuse: Refuse, evil: Path, tmp_path: Path, text: str, mode: tuple[str, ...]
 ) -> None:
@@ -79,7 +90,8 @@ def test_config_file_cannot_make_hydra_import_a_package(
         tmp_path / "conf",
         experiment__evil=f"# @package _global_\n{text}\n",
         hydra__launcher__evil="_target_: evil_package.Handler\n",
-        hydra__job_logging__evil="version: 1\nhandlers: {x: {class: evil_package.Handler}}\nroot: {handlers: [x]}\n",
+        hydra__job_logging__evil="version: 1\nhandlers: {x: {class: evil_package.Handler}}\nroot: "
+        "{handlers: [x]}\n",
     )
     assert refuse(*mode, "--config-dir", str(folder), "experiment=evil")
 
@@ -89,8 +101,13 @@ def test_hydra_searchpath_with_a_package_is_refused_without_importing_the_packag
     refuse: Refuse, evil: Path, tmp_path: Path, mode: tuple[str, ...]
 ) -> None:
     assert "pkg://evil_package" in refuse(*mode, "hydra.searchpath=[pkg://evil_package]")
-    main = "defaults: [schema, _self_]\nhydra: {searchpath: ['${task_name}']}\ntask_name: pkg://evil_package\n"
-    assert "hydra.searchpath" in refuse(*mode, "--config-dir", str(conf(tmp_path / "conf", train=main)))
+    main = (
+        "defaults: [schema, _self_]\nhydra: {searchpath: ['${task_name}']}\ntask_name: "
+        "pkg://evil_package\n"
+    )
+    assert "hydra.searchpath" in refuse(
+        *mode, "--config-dir", str(conf(tmp_path / "conf", train=main))
+    )
 
 
 @pytest.mark.parametrize(
@@ -119,12 +136,21 @@ def test_hydra_searchpath_with_a_package_is_refused_without_importing_the_packag
         "search.storage=postgresql+evil://host/db",
     ],
 )
-def test_command_line_override_that_could_run_code_or_load_a_file_is_refused(refuse: Refuse, command: str) -> None:
+def test_command_line_override_that_could_run_code_or_load_a_file_is_refused(
+    refuse: Refuse, command: str
+) -> None:
     key = command.lstrip("+").partition("=")[0]
     assert re.split(r"[.]handlers", key)[0] in refuse(*command.split(" "))
 
 
-SETTABLE = ["run.dir=x", "sweep.dir=x", "sweep.subdir=x", "job.name=a", "job.chdir=false", "verbose=[a]"]
+SETTABLE = [
+    "run.dir=x",
+    "sweep.dir=x",
+    "sweep.subdir=x",
+    "job.name=a",
+    "job.chdir=false",
+    "verbose=[a]",
+]
 # With their default values: the keys themselves are refused.
 FIXED = [
     *(
@@ -151,11 +177,19 @@ FIXED = [
         "env={}",
     ),
 ]
-GROUPS = ["hydra/job_logging=default", "hydra/launcher=basic", "hydra/env=default", "hydra=default", "~hydra/help"]
+GROUPS = [
+    "hydra/job_logging=default",
+    "hydra/launcher=basic",
+    "hydra/env=default",
+    "hydra=default",
+    "~hydra/help",
+]
 
 
 @pytest.mark.parametrize("word", [*(f"hydra.{word}" for word in FIXED), *GROUPS])
-def test_hydra_override_is_refused_when_its_key_is_not_on_the_allowlist(refuse: Refuse, word: str) -> None:
+def test_hydra_override_is_refused_when_its_key_is_not_on_the_allowlist(
+    refuse: Refuse, word: str
+) -> None:
     for given in (word,) if word[0] == "~" else (word, f"+{word}", f"++{word}"):
         line = refuse(given)
         assert given in line and "run, sweep, sweeper.params, job.name" in line
@@ -189,8 +223,13 @@ def test_hydra_section_of_a_config_file_is_refused_when_a_key_is_not_on_the_allo
     assert "hydra." in refuse("--config-dir", str(folder), "experiment=odd")
 
 
-def test_hydra_section_of_a_config_file_is_accepted_when_its_keys_are_on_the_allowlist(tmp_path: Path) -> None:
-    text = "hydra: {run: {dir: x}, sweep: {dir: y, subdir: z}, job: {name: a, chdir: false}, verbose: true, "
+def test_hydra_section_of_a_config_file_is_accepted_when_its_keys_are_on_the_allowlist(
+    tmp_path: Path,
+) -> None:
+    text = (
+        "hydra: {run: {dir: x}, sweep: {dir: y, subdir: z}, job: {name: a, chdir: false}, "
+        "verbose: true, "
+    )
     text += "sweeper: {params: {seed: '1,2'}}}"
     folder = conf(tmp_path / "conf", experiment__own=f"# @package _global_\n{text}\n")
     command = compose_command(parse("-m", "--config-dir", str(folder), "experiment=own"))
@@ -236,16 +275,24 @@ class Payload:
 def test_checkpoint_with_pickled_code_is_refused_without_running_the_code(tmp_path: Path) -> None:
     mark = tmp_path / "mark"
     torch.save({"format": 1, "model": Payload(mark)}, tmp_path / "zip.pt")
-    torch.save({"format": 1, "model": Payload(mark)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    torch.save(
+        {"format": 1, "model": Payload(mark)},
+        tmp_path / "old.pt",
+        _use_new_zipfile_serialization=False,
+    )
     (tmp_path / "raw.pt").write_bytes(pickle.dumps(Payload(mark)))
     for name in ("zip", "old", "raw"):
         with pytest.raises(ValueError, match=f"{name}.pt: damaged, or not a checkpoint") as refusal:
             checkpoint.load(tmp_path / f"{name}.pt")
-        assert "weights_only" not in str(refusal.value), "the error must not suggest the unsafe load"
+        assert "weights_only" not in str(refusal.value), (
+            "the error must not suggest the unsafe load"
+        )
     assert not mark.exists()
     with open(tmp_path / "raw.pt", "rb") as file:
         pickle.load(file).close()
-    assert mark.exists(), "the payload must write the mark file when it is unpickled without protection"
+    assert mark.exists(), (
+        "the payload must write the mark file when it is unpickled without protection"
+    )
 
 
 def test_decode_refuses_pickles_and_decompression_bombs_named_like_images(tmp_path: Path) -> None:
@@ -282,10 +329,14 @@ def ghostscript(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pat
 
 def test_image_formats_are_those_of_the_file_names_that_are_read() -> None:
     Image.init()
-    assert {Image.registered_extensions()[suffix] for suffix in IMAGE_SUFFIXES} == set(IMAGE_FORMATS)
+    assert {Image.registered_extensions()[suffix] for suffix in IMAGE_SUFFIXES} == set(
+        IMAGE_FORMATS
+    )
 
 
-def test_postscript_named_like_an_image_is_unreadable_and_starts_no_program(tmp_path: Path, ghostscript: Path) -> None:
+def test_postscript_named_like_an_image_is_unreadable_and_starts_no_program(
+    tmp_path: Path, ghostscript: Path
+) -> None:
     """In training, prediction and check_data, from an image folder and from torchvision's."""
     for name in ("a", "b"):
         (tmp_path / "train" / name).mkdir(parents=True)
@@ -325,38 +376,60 @@ def test_any_error_of_a_decoder_makes_the_image_unreadable(
 
     Image.new("RGB", (4, 4)).save(tmp_path / "0.png")
     monkeypatch.setattr(Image.Image, "getexif", fail)
-    with pytest.raises(UnreadableImageError, match=r"0\.png: not a readable image \(.+\)") as refusal:
+    with pytest.raises(
+        UnreadableImageError, match=r"0\.png: not a readable image \(.+\)"
+    ) as refusal:
         decode(tmp_path / "0.png")
     assert "\n" not in str(refusal.value)
     split = Files([(tmp_path / "0.png", 0)])
     dataset: Any = SimpleNamespace(train=split, class_names=["a"])
     assert ImageReader(dataset)["train", 0].error
-    _, labels, unreadable, _ = BatchFetcher(split, 1, None, 0, "skip").read(IndexBatch(0, np.array([0])))
+    _, labels, unreadable, _ = BatchFetcher(split, 1, None, 0, "skip").read(
+        IndexBatch(0, np.array([0]))
+    )
     assert len(labels) == 0 and unreadable == [0]
 
 
 @pytest.mark.processes
 def test_ranks_do_not_import_files_from_the_current_folder(tmp_path: Path) -> None:
-    """`python -m` searches the current folder first, and a shared data folder may contain a foreign json.py."""
+    """`python -m` searches the current folder first, and a shared data folder may contain a foreign
+    json.py.
+    """
     for name in ("json", "torch", "logging"):
         (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'mark')!r}, 'w')\n")
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = job_command(tmp_path / "nothing")
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode != 0 and "nothing" in done.stderr
     assert not (tmp_path / "mark").exists()
 
 
-OBJECTS = r"(all_gather|gather|broadcast|scatter|send|recv)_object(_list)?"  # unpickle data of other ranks
+# Unpickle data of other ranks.
+OBJECTS = r"(all_gather|gather|broadcast|scatter|send|recv)_object(_list)?"
 
 
 def unsafe_calls(source: str) -> list[str]:
     """Return the calls in a file that may execute code in the data that they read."""
     modules = ("pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib")
-    calls = ("eval", "exec", "compile", "__import__", "os.system", "os.popen", "torch.hub.load", "torch.jit.load")
+    calls = (
+        "eval",
+        "exec",
+        "compile",
+        "__import__",
+        "os.system",
+        "os.popen",
+        "torch.hub.load",
+        "torch.jit.load",
+    )
     unsafe_code = []
     for node in ast.walk(ast.parse(source)):
-        names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+        names = (
+            [alias.name for alias in node.names]
+            if isinstance(node, ast.Import | ast.ImportFrom)
+            else []
+        )
         if isinstance(node, ast.ImportFrom):
             names.append(str(node.module))
         unsafe_code += [name for name in names if name.split(".")[0] in modules]
@@ -364,15 +437,26 @@ def unsafe_calls(source: str) -> list[str]:
             unsafe_code.append(ast.unparse(node))
         if not isinstance(node, ast.Call):
             continue
-        name, given = ast.unparse(node.func), {key.arg: ast.unparse(key.value) for key in node.keywords}
+        name, given = (
+            ast.unparse(node.func),
+            {key.arg: ast.unparse(key.value) for key in node.keywords},
+        )
         is_unsafe = (
             name in calls
             or given.get("shell", "False") != "False"
             or (name == "torch.load" and given.get("weights_only") != "True")
             or (name.endswith("load_state_dict_from_url") and given.get("weights_only") != "True")
             or (name == "np.load" and given.get("allow_pickle") != "False")
-            or (name.startswith("yaml.") and "load" in name and not re.search("safe|SafeLoader", ast.unparse(node)))
-            or (name == "importlib.import_module" and "src" not in source and "timm_parallel" not in source)
+            or (
+                name.startswith("yaml.")
+                and "load" in name
+                and not re.search("safe|SafeLoader", ast.unparse(node))
+            )
+            or (
+                name == "importlib.import_module"
+                and "src" not in source
+                and "timm_parallel" not in source
+            )
         )
         unsafe_code += [ast.unparse(node)] if is_unsafe else []
     return unsafe_code
@@ -393,8 +477,11 @@ SOURCES = sorted(
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_source_file_has_no_pickle_eval_or_shell_calls(path: Path) -> None:
-    # The composer pickles trees that it has composed itself, in memory, because a copy by pickle is fast.
-    expected = ["pickle"] if path == ROOT / "timm_parallel" / "lab" / "sweep" / "composer.py" else []
+    # The composer pickles trees that it has composed itself, in memory, because a copy by pickle is
+    # fast.
+    expected = (
+        ["pickle"] if path == ROOT / "timm_parallel" / "lab" / "sweep" / "composer.py" else []
+    )
     assert unsafe_calls(path.read_text(encoding="utf-8")) == expected
 
 

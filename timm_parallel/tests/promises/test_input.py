@@ -1,4 +1,6 @@
-"""An accepted config runs: a sample of the valid combinations trains for two steps and is evaluated."""
+"""An accepted config runs: a sample of the valid combinations trains for two steps and is
+evaluated.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,12 @@ SPREADS = (
     ("parallel=dp", "parallel.devices=2"),
     ("parallel=dp", "parallel.devices=2", "parallel.loss_in_replica=true"),
     ("parallel=ddp", "parallel.devices=2"),
-    ("parallel=ddp", "parallel.devices=2", "parallel.gradient_as_bucket_view=true", "parallel.bucket_cap_mb=1"),
+    (
+        "parallel=ddp",
+        "parallel.devices=2",
+        "parallel.gradient_as_bucket_view=true",
+        "parallel.bucket_cap_mb=1",
+    ),
     ("parallel=ddp", "parallel.devices=2", "parallel.find_unused_parameters=true"),
     ("parallel=fsdp", "parallel.devices=2"),
 )
@@ -76,7 +83,9 @@ SPREADS = (
 def combinations(count: int, world_size: int) -> list[tuple[str, ...]]:
     """Draw combinations with a fixed seed."""
     draw = random.Random(count * 10 + world_size)
-    spreads = [spread for spread in SPREADS if spread[0].endswith(("ddp", "fsdp")) == (world_size > 1)]
+    spreads = [
+        spread for spread in SPREADS if spread[0].endswith(("ddp", "fsdp")) == (world_size > 1)
+    ]
     chosen = []
     for _ in range(count):
         keys = draw.sample(sorted(VALUES), draw.randint(2, 6))

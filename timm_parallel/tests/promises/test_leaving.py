@@ -27,7 +27,8 @@ from timm_parallel.testing.commands import ROOT
 from timm_parallel.testing.configs import plain, read_lines, resolved
 from timm_parallel.testing.ranks import warm_processes
 
-# A failed rank: a process group that reports BACKEND, and a destructor that waits for BLOCKS seconds.
+# A failed rank: a process group that reports BACKEND, and a destructor that waits for BLOCKS
+# seconds.
 FAILED = """
 import atexit, os, threading
 import torch.distributed as dist
@@ -47,7 +48,9 @@ exit_process(CODE)
 
 
 def left(backend: str, code: int, blocks: float) -> tuple[int, list[str]]:
-    script = FAILED.replace("BACKEND", backend).replace("CODE", str(code)).replace("BLOCKS", str(blocks))
+    script = (
+        FAILED.replace("BACKEND", backend).replace("CODE", str(code)).replace("BLOCKS", str(blocks))
+    )
     command = [sys.executable, "-c", script]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     return done.returncode, done.stdout.split("\n")[:-1]
@@ -88,13 +91,19 @@ raise RuntimeError("the accident of this test")
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_exception_in_main_thread_ends_the_thread_that_waits_in_the_torch_store(tmp_path: Path) -> None:
-    """A thread left in the store would make train.py, evaluate.py or scripts/predict.py abort at interpreter shutdown."""
+def test_exception_in_main_thread_ends_the_thread_that_waits_in_the_torch_store(
+    tmp_path: Path,
+) -> None:
+    """A thread left in the store would make train.py, evaluate.py or scripts/predict.py abort at
+    interpreter shutdown.
+    """
     script = tmp_path / "script.py"
     script.write_text(IN_THE_STORE)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(script)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 1, done.stderr
     assert done.stderr.splitlines()[-1] == "RuntimeError: the accident of this test"
     assert done.stdout == "MainThread\n"
@@ -113,10 +122,14 @@ def _kill_worker_and_exit(temporary: Path) -> None:
     multiprocessing.set_start_method("fork", force=True)
     multiprocessing.process._parent_process = None  # type: ignore[attr-defined]
     multiprocessing.current_process()._config.pop("tempdir", None)  # type: ignore[attr-defined]
-    split = InMemory(torch.zeros(64, 3, 8, 8, dtype=torch.uint8), torch.zeros(64, dtype=torch.int64))
+    split = InMemory(
+        torch.zeros(64, 3, 8, 8, dtype=torch.uint8), torch.zeros(64, dtype=torch.int64)
+    )
     sampler = TrainSampler(64, 4, rank=0, world_size=1, seed=0)
     prefetcher = DevicePrefetcher(torch.device("cpu"), **plain(3), channels_last=False)
-    loader = TrainLoader(BatchFetcher(split, 10, torch.clone, seed=0, substitutes=64), sampler, prefetcher, 1)
+    loader = TrainLoader(
+        BatchFetcher(split, 10, torch.clone, seed=0, substitutes=64), sampler, prefetcher, 1
+    )
     next(loader.epoch(0))
     assert list(temporary.glob("pymp-*"))
     for child in psutil.Process().children():
@@ -128,7 +141,9 @@ def _kill_worker_and_exit(temporary: Path) -> None:
 def test_killed_loader_worker_and_immediate_exit_leave_no_temporary_folder() -> None:
     # Not tmp_path: the path of a socket has at most 107 characters.
     with tempfile.TemporaryDirectory() as folder:
-        process = warm_processes().Process(target=_kill_worker_and_exit, args=(Path(folder),), daemon=False)
+        process = warm_processes().Process(
+            target=_kill_worker_and_exit, args=(Path(folder),), daemon=False
+        )
         process.start()
         process.join(timeout=60)
         process.kill()
@@ -137,8 +152,12 @@ def test_killed_loader_worker_and_immediate_exit_leave_no_temporary_folder() -> 
 
 
 @pytest.mark.processes
-def test_error_names_the_killed_loader_worker_when_its_connection_breaks_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    split = InMemory(torch.zeros(64, 3, 8, 8, dtype=torch.uint8), torch.zeros(64, dtype=torch.int64))
+def test_error_names_the_killed_loader_worker_when_its_connection_breaks_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    split = InMemory(
+        torch.zeros(64, 3, 8, 8, dtype=torch.uint8), torch.zeros(64, dtype=torch.int64)
+    )
     prefetcher = DevicePrefetcher(torch.device("cpu"), **plain(3), channels_last=False)
     fetcher = BatchFetcher(split, 10, torch.clone, seed=0, substitutes=64)
     loader = TrainLoader(fetcher, TrainSampler(64, 4, rank=0, world_size=1, seed=0), prefetcher, 1)
@@ -160,8 +179,12 @@ def test_error_names_the_killed_loader_worker_when_its_connection_breaks_first(m
 def test_failed_run_closes_its_metrics_recorder_and_keeps_logged_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An immediate exit of the process would lose the events queued in TensorBoard's writer thread."""
-    config = resolved("parallel=single", "parallel.accelerator=cpu", "train.log_every=1", "train.epochs=1")
+    """An immediate exit of the process would lose the events queued in TensorBoard's
+    writer thread.
+    """
+    config = resolved(
+        "parallel=single", "parallel.accelerator=cpu", "train.log_every=1", "train.epochs=1"
+    )
     closed: list[int] = []
     close = Recorder.close
 

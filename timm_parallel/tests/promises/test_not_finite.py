@@ -1,4 +1,6 @@
-"""A non-finite loss on one rank stops all ranks at the same step, and non-finite weights are never saved."""
+"""A non-finite loss on one rank stops all ranks at the same step, and non-finite weights are never
+saved.
+"""
 
 from __future__ import annotations
 
@@ -102,13 +104,17 @@ def test_non_finite_weights_are_not_saved_when_loss_is_finite(tmp_path: Path) ->
 
 @pytest.mark.processes
 def test_fp16_overflow_does_not_stop_the_run(tmp_path: Path) -> None:
-    """The gradient scaler halves its scale until gradients are finite. Skipped steps do not count as non-finite."""
+    """The gradient scaler halves its scale until gradients are finite. Skipped steps do not count
+    as non-finite.
+    """
     ended = in_ranks(train, 1, str(tmp_path), ("train.precision=fp16",), set(), 0)
     assert ended[0]["message"] == ""
 
 
 class OverflowingHead(nn.Module):
-    """Classifier head whose weights get one infinite gradient row in one training batch: under fsdp, only one shard has it."""
+    """Classifier head whose weights get one infinite gradient row in one training batch: under
+    fsdp, only one shard has it.
+    """
 
     def __init__(self, head: nn.Module, batch: int | None) -> None:
         super().__init__()
@@ -120,7 +126,9 @@ class OverflowingHead(nn.Module):
         if self.training and self.count == self.batch:
             # Detached, so that the weights before the head have finite gradients.
             again = self.head(features.detach())
-            again.register_hook(lambda gradient: gradient.index_fill(1, torch.tensor([0]), math.inf))
+            again.register_hook(
+                lambda gradient: gradient.index_fill(1, torch.tensor([0]), math.inf)
+            )
             outputs = outputs + again - again.detach()
         return outputs
 
@@ -128,15 +136,22 @@ class OverflowingHead(nn.Module):
 def steps_with_overflow_on_rank_1(
     ranks: Ranks, store: Any, folder: str, overrides: tuple[str, ...]
 ) -> list[tuple[float, bool]]:
-    """Train four steps with an overflow in the second. Return per step the loss scale and whether the weights have changed."""
-    config = resolved(*SETTINGS, *overrides, "train.precision=fp16", "train.max_steps=4", "train.epochs=9")
+    """Train four steps with an overflow in the second. Return per step the loss scale and whether
+    the weights have changed.
+    """
+    config = resolved(
+        *SETTINGS, *overrides, "train.precision=fp16", "train.max_steps=4", "train.epochs=9"
+    )
     training = Trainer(config, Path(folder), ranks, store)
     state, steps = training.state, []
     # Low enough that no other step overflows.
     state.scaler = scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     bad_batch = config.train.accumulate + 1 if ranks.rank == 1 else None
     state.model.head = OverflowingHead(state.model.head, bad_batch)  # type: ignore[arg-type]
-    own = [getattr(weight, "to_local", lambda weight=weight: weight)() for weight in state.model.parameters()]
+    own = [
+        getattr(weight, "to_local", lambda weight=weight: weight)()
+        for weight in state.model.parameters()
+    ]
     before, update = [weight.detach().clone() for weight in own], scaler.update
 
     def update_and_record() -> None:
@@ -186,7 +201,9 @@ def overflow_at(ranks: Ranks, store: Any, folder: str, step: int) -> str:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("step", [3, 6], ids=["inside", "the epoch's last"])
-def test_error_names_the_images_of_the_step_when_weights_are_not_finite(tmp_path: Path, step: int) -> None:
+def test_error_names_the_images_of_the_step_when_weights_are_not_finite(
+    tmp_path: Path, step: int
+) -> None:
     message = in_ranks(overflow_at, 1, str(tmp_path), step)[0]
     assert f"the weights are not finite after step {step}" in message
     assert re.search(r"it read the training images \d+(, \d+){7} …", message), message

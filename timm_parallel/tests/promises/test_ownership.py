@@ -1,4 +1,6 @@
-"""A folder in use is refused with the process and host of its owner; a dead owner does not block it."""
+"""A folder in use is refused with the process and host of its owner; a dead owner does not block
+it.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def _hold(folder: Path, answers: Any) -> None:
 
 
 def _try(folder: Path, answers: Any) -> None:
-    """Answer with the seconds at which this process got and released the lock, or with the error."""
+    """Answer with the seconds at which this process got and released the lock,
+    or with the error.
+    """
     try:
         with lock_folder(folder):
             locked_at = time.monotonic()
@@ -37,7 +41,9 @@ def _try(folder: Path, answers: Any) -> None:
 
 
 @pytest.mark.processes
-def test_folder_lock_error_names_the_owner_and_lock_is_released_when_the_owner_dies(tmp_path: Path) -> None:
+def test_folder_lock_error_names_the_owner_and_lock_is_released_when_the_owner_dies(
+    tmp_path: Path,
+) -> None:
     context = multiprocessing.get_context("fork")
     answers = context.Queue()
     owner = context.Process(target=_hold, args=(tmp_path, answers))
@@ -56,7 +62,9 @@ def test_folder_lock_error_names_the_owner_and_lock_is_released_when_the_owner_d
 
 
 @pytest.mark.processes
-def test_folder_lock_is_held_by_one_process_at_a_time_when_8_processes_request_it(tmp_path: Path) -> None:
+def test_folder_lock_is_held_by_one_process_at_a_time_when_8_processes_request_it(
+    tmp_path: Path,
+) -> None:
     context = multiprocessing.get_context("fork")
     answers = context.Queue()
     processes = [context.Process(target=_try, args=(tmp_path, answers)) for _ in range(8)]
@@ -69,9 +77,9 @@ def test_folder_lock_is_held_by_one_process_at_a_time_when_8_processes_request_i
     assert all("in use by" in error for error in errors)
     held = sorted(answer for answer in received if not isinstance(answer, str))
     assert held
-    assert all(released <= locked_at for (_, released), (locked_at, _) in itertools.pairwise(held)), (
-        "two processes held the lock at the same time"
-    )
+    assert all(
+        released <= locked_at for (_, released), (locked_at, _) in itertools.pairwise(held)
+    ), "two processes held the lock at the same time"
 
 
 def test_folder_lock_is_granted_while_another_thread_queries_it_briefly(tmp_path: Path) -> None:
@@ -93,7 +101,9 @@ def test_folder_lock_is_granted_while_another_thread_queries_it_briefly(tmp_path
 
 
 def test_folder_lock_is_refused_when_the_folder_is_not_writable(tmp_path: Path) -> None:
-    """Root may write everywhere, so a folder at the path of the lock file simulates missing permission."""
+    """Root may write everywhere, so a folder at the path of the lock file simulates missing
+    permission.
+    """
     (tmp_path / ".lock").mkdir()
     with pytest.raises(ValueError, match="cannot be written to"), lock_folder(tmp_path):
         pass
@@ -128,6 +138,8 @@ def test_resume_is_refused_while_the_run_is_active(train: Train) -> None:
     before = {path: path.stat().st_mtime for path in (running.folder / ".hydra").iterdir()}
     second = train(f"resume={running.folder}", defaults=False, folder=running.folder)
     assert second.returncode == 2
-    assert len(second.stderr.splitlines()) == 1 and "in use by process" in second.stderr, second.output
+    assert len(second.stderr.splitlines()) == 1 and "in use by process" in second.stderr, (
+        second.output
+    )
     assert {path: path.stat().st_mtime for path in (running.folder / ".hydra").iterdir()} == before
     assert running.signal(signal.SIGTERM).returncode == 128 + signal.SIGTERM

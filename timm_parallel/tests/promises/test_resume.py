@@ -1,4 +1,6 @@
-"""A run stopped at any step and resumed equals an uninterrupted run; on different devices, samples and losses agree."""
+"""A run stopped at any step and resumed equals an uninterrupted run; on different devices, samples
+and losses agree.
+"""
 
 from __future__ import annotations
 
@@ -70,12 +72,18 @@ class StopsAt(nn.Module):
 
 @cache
 def config_of(overrides: tuple[str, ...]) -> ResolvedConfig:
-    """Compose each config once outside the ranks, because composing takes as long as the training."""
+    """Compose each config once outside the ranks,
+    because composing takes as long as the training.
+    """
     return resolved(*SETTINGS, *overrides)
 
 
-def train(ranks: Ranks, store: Any, folder: str, config: ResolvedConfig, stop_at: int | None) -> list[tuple[int, int]]:
-    """Train from the checkpoint in `folder` to the end or to step `stop_at`, and return the (epoch, index) pairs read."""
+def train(
+    ranks: Ranks, store: Any, folder: str, config: ResolvedConfig, stop_at: int | None
+) -> list[tuple[int, int]]:
+    """Train from the checkpoint in `folder` to the end or to step `stop_at`, and return the (epoch,
+    index) pairs read.
+    """
     torch.set_num_threads(1)
     multiprocessing.set_start_method("fork", force=True)  # as in a rank, for its loader workers
     training = Trainer(config, Path(folder), ranks, store)
@@ -112,7 +120,11 @@ def curves(folder: Path) -> list[dict[str, Any]]:
 
 def training_of(contents: dict[str, Any]) -> dict[str, Any]:
     """Return the contents of a checkpoint without its record of attempts and commands."""
-    return {key: value for key, value in contents.items() if key not in ("made_by", "segments", "config")}
+    return {
+        key: value
+        for key, value in contents.items()
+        if key not in ("made_by", "segments", "config")
+    }
 
 
 def assert_equal_trees(one: Any, other: Any, where: str = "") -> None:
@@ -132,7 +144,9 @@ def assert_equal_trees(one: Any, other: Any, where: str = "") -> None:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Return `(world_size, overrides) -> folder` of an uninterrupted run. Each such run is trained once."""
+    """Return `(world_size, overrides) -> folder` of an uninterrupted run. Each such run is trained
+    once.
+    """
     made: dict[tuple[int, tuple[str, ...]], Path] = {}
 
     def run(world_size: int, overrides: tuple[str, ...]) -> Path:
@@ -146,7 +160,10 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def spread(world_size: int, strategy: str = "") -> tuple[str, ...]:
-    return (f"parallel={strategy or ('ddp' if world_size > 1 else 'single')}", f"parallel.devices={max(world_size, 1)}")
+    return (
+        f"parallel={strategy or ('ddp' if world_size > 1 else 'single')}",
+        f"parallel.devices={max(world_size, 1)}",
+    )
 
 
 def slow(*row: Any) -> Any:
@@ -168,7 +185,9 @@ def slow(*row: Any) -> Any:
 def test_resumed_run_has_weights_and_curves_of_an_uninterrupted_run(
     undisturbed: Any, tmp_path: Path, world_size: int, workers: int, stop_at: int
 ) -> None:
-    assert_resume_changes_nothing(undisturbed, tmp_path, world_size, (*RANDOM, f"data.workers={workers}"), stop_at)
+    assert_resume_changes_nothing(
+        undisturbed, tmp_path, world_size, (*RANDOM, f"data.workers={workers}"), stop_at
+    )
 
 
 @pytest.mark.parametrize(("world_size", "stop_at"), [slow(2, 3), slow(2, EPOCH)])
@@ -195,19 +214,34 @@ def test_resumed_run_with_dist_bn_reduce_has_weights_and_curves_of_an_uninterrup
 
 
 def assert_resume_changes_nothing(
-    undisturbed: Any, tmp_path: Path, world_size: int, more: tuple[str, ...], stop_at: int, strategy: str = ""
+    undisturbed: Any,
+    tmp_path: Path,
+    world_size: int,
+    more: tuple[str, ...],
+    stop_at: int,
+    strategy: str = "",
 ) -> None:
-    """Check that a run stopped at a step and resumed writes the same outputs as an uninterrupted run."""
+    """Check that a run stopped at a step and resumed writes the same outputs as an uninterrupted
+    run.
+    """
     overrides = (*more, *spread(world_size, strategy))
     whole = undisturbed(world_size, overrides)
     for until in (stop_at, None):
         in_ranks(train, world_size, str(tmp_path), config_of(overrides), until)
-    one, other = (checkpoint.load(folder / "checkpoints" / "last.pt") for folder in (whole, tmp_path))
+    one, other = (
+        checkpoint.load(folder / "checkpoints" / "last.pt") for folder in (whole, tmp_path)
+    )
     assert_equal_trees(training_of(one), training_of(other))
     assert curves(tmp_path) == curves(whole)
-    assert any("train/acc" in line for line in curves(whole)), "sums over images since the last logged step"
+    assert any("train/acc" in line for line in curves(whole)), (
+        "sums over images since the last logged step"
+    )
     resumed, expected = read_result(tmp_path), read_result(whole)
-    assert (resumed.train, resumed.val, resumed.test) == (expected.train, expected.val, expected.test)
+    assert (resumed.train, resumed.val, resumed.test) == (
+        expected.train,
+        expected.val,
+        expected.test,
+    )
     events = EventAccumulator(str(tmp_path / "tensorboard"), {"scalars": 0}).Reload()
     for tag in ("train/loss", "val/acc"):
         steps = [event.step for event in events.Scalars(tag)]
@@ -256,8 +290,12 @@ def test_resume_under_another_strategy_reads_each_sample_once_and_keeps_losses(
 
 
 @pytest.mark.slow
-def test_resume_command_printed_by_a_stopped_run_continues_training_bit_for_bit(train: Train) -> None:
-    """Two ranks with one loader worker each get a signal, and the printed command is run without changes."""
+def test_resume_command_printed_by_a_stopped_run_continues_training_bit_for_bit(
+    train: Train,
+) -> None:
+    """Two ranks with one loader worker each get a signal, and the printed command is run without
+    changes.
+    """
     overrides = (
         "parallel=ddp",
         "parallel.devices=2",
@@ -281,7 +319,9 @@ def test_resume_command_printed_by_a_stopped_run_continues_training_bit_for_bit(
     resumed = train(*command[1:], defaults=False, folder=running.folder)
     assert resumed.returncode == 0, resumed.output
     whole = run_warm(train.base / "whole", *overrides)
-    one, other = (checkpoint.load(folder / "checkpoints" / "last.pt") for folder in (whole, running.folder))
+    one, other = (
+        checkpoint.load(folder / "checkpoints" / "last.pt") for folder in (whole, running.folder)
+    )
     assert_equal_trees(training_of(one), training_of(other))
     assert curves(running.folder) == curves(whole)
 
@@ -296,7 +336,9 @@ def train_with_growing_scale(
 
 @pytest.mark.parametrize("world_size", [1, slow(2)])
 def test_resumed_fp16_run_continues_with_its_loss_scale(tmp_path: Path, world_size: int) -> None:
-    """The stop is between two changes of the scale, so that both the scale and its count of good steps matter."""
+    """The stop is between two changes of the scale, so that both the scale and its count of good
+    steps matter.
+    """
     config = config_of((*spread(world_size), "train.precision=fp16", "train.epochs=2"))
     last = {}
     for name, stops in {"whole": (None,), "resumed": (6, None)}.items():
@@ -310,13 +352,17 @@ def test_resumed_fp16_run_continues_with_its_loss_scale(tmp_path: Path, world_si
         assert_equal_trees(last["whole"][part], last["resumed"][part], part)
 
 
-def test_resume_with_larger_max_steps_continues_bit_for_bit_in_mid_epoch(undisturbed: Any, tmp_path: Path) -> None:
+def test_resume_with_larger_max_steps_continues_bit_for_bit_in_mid_epoch(
+    undisturbed: Any, tmp_path: Path
+) -> None:
     overrides = (*spread(1), *RANDOM, "data.workers=0")
     whole = undisturbed(1, overrides)
     first = in_ranks(train, 1, str(tmp_path), config_of((*overrides, "train.max_steps=9")), None)[0]
     second = in_ranks(train, 1, str(tmp_path), config_of(overrides), None)[0]
     assert set(Counter(first + second).values()) == {1} and len(first + second) == STEPS * 24
-    one, other = (checkpoint.load(folder / "checkpoints" / "last.pt") for folder in (whole, tmp_path))
+    one, other = (
+        checkpoint.load(folder / "checkpoints" / "last.pt") for folder in (whole, tmp_path)
+    )
     for part in ("model", "optimizer", "ema"):
         assert_equal_trees(one[part], other[part], part)
     assert one["progress"]["epoch_means"] == other["progress"]["epoch_means"]
@@ -332,7 +378,9 @@ def test_resume_reports_throughput_of_the_few_remaining_steps_of_a_long_run(tmp_
     assert throughput["steps_timed"] == 6 and throughput["images_per_sec"] > 0
 
 
-def test_resume_from_the_final_checkpoint_writes_the_train_metrics_of_the_run(undisturbed: Any, tmp_path: Path) -> None:
+def test_resume_from_the_final_checkpoint_writes_the_train_metrics_of_the_run(
+    undisturbed: Any, tmp_path: Path
+) -> None:
     overrides = (*spread(1), *RANDOM, "data.workers=0")
     whole = undisturbed(1, overrides)
     shutil.copytree(whole / "checkpoints", tmp_path / "checkpoints")

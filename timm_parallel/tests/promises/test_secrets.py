@@ -1,4 +1,6 @@
-"""Protection of secrets: references are not resolved in files, and values are masked in files and on the console."""
+"""Protection of secrets: references are not resolved in files, and values are masked in files and
+on the console.
+"""
 
 from __future__ import annotations
 
@@ -45,12 +47,19 @@ def secret(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def files_with_secret(folder: Path) -> list[str]:
-    """Return the files below `folder` that contain the secret in any notation or have it in their name."""
-    forms = {form.encode() for form in (SECRET, repr(SECRET)[1:-1], SECRET.replace('"', '\\"'), SECRET[:10])}
+    """Return the files below `folder` that contain the secret in any notation or have it in their
+    name.
+    """
+    forms = {
+        form.encode()
+        for form in (SECRET, repr(SECRET)[1:-1], SECRET.replace('"', '\\"'), SECRET[:10])
+    }
     paths = list(folder.rglob("*"))
     assert paths
     wrong = [str(path) for path in paths if SECRET[:10] in path.name]
-    return wrong + [str(p) for p in paths if p.is_file() and any(form in p.read_bytes() for form in forms)]
+    return wrong + [
+        str(p) for p in paths if p.is_file() and any(form in p.read_bytes() for form in forms)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -70,8 +79,14 @@ def files_with_secret(folder: Path) -> list[str]:
         ("+model.kwargs.token=${oc.env:MISSING_TOKEN}", "MISSING_TOKEN"),
         ("task_name=${oc.env:HF_TOKEN}", "task_name"),  # a folder name cannot be masked
         ("hydra.run.dir=x/${oc.env:HF_TOKEN}", "x/${oc.env:HF_TOKEN}"),
-        ("-m hydra.sweep.dir=x/${oc.env:HF_TOKEN} parallel=single seed=1,2", "x/${oc.env:HF_TOKEN}"),
-        ("hydra.job.env_copy=[HF_TOKEN]", "hydra.job.env_"),  # Hydra would write it into .hydra/hydra.yaml
+        (
+            "-m hydra.sweep.dir=x/${oc.env:HF_TOKEN} parallel=single seed=1,2",
+            "x/${oc.env:HF_TOKEN}",
+        ),
+        (
+            "hydra.job.env_copy=[HF_TOKEN]",
+            "hydra.job.env_",
+        ),  # Hydra would write it into .hydra/hydra.yaml
         ("+hydra.job.env_set.MY_TOKEN=s3cretvalue", "hydra.job.env_set.MY_TOKEN"),
     ],
 )
@@ -114,7 +129,9 @@ def save_by_command(folder: Path, *words: str) -> ResolvedConfig:
 def test_environment_reference_stays_unresolved_in_saved_yaml_and_resolves_on_load(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The name of the variable does not matter, because a reference keeps its value out of files."""
+    """The name of the variable does not matter,
+    because a reference keeps its value out of files.
+    """
     for name in ("HARMLESS_NAME", "SHORT_TOKEN"):
         monkeypatch.setenv(name, "s3cret")
     keys = ("+model.kwargs.token=${oc.env:SHORT_TOKEN}", "data.root=/x/${oc.env:HARMLESS_NAME}")
@@ -126,7 +143,9 @@ def test_environment_reference_stays_unresolved_in_saved_yaml_and_resolves_on_lo
     )
     config = save_by_command(tmp_path / "run", *words)
     assert (config.model.kwargs["token"], config.data.root) == ("s3cret", "/x/s3cret")
-    for again in range(2):  # run_job saves the config that it has read, also on a node without .hydra
+    for again in range(
+        2
+    ):  # run_job saves the config that it has read, also on a node without .hydra
         assert not any("s3cret" in path.read_text() for path in (tmp_path / "run").rglob("*.yaml"))
         assert load_config(tmp_path / "run") == config
         if again == 0:
@@ -134,7 +153,10 @@ def test_environment_reference_stays_unresolved_in_saved_yaml_and_resolves_on_lo
             save_config(load_config(tmp_path / "run"), tmp_path / "run")
     monkeypatch.setenv("HARMLESS_NAME", "of another machine")
     there = load_config(tmp_path / "run")
-    assert (there.data.root, there.optim.kwargs["password"]) == ("/x/of another machine", "of another machine")
+    assert (there.data.root, there.optim.kwargs["password"]) == (
+        "/x/of another machine",
+        "of another machine",
+    )
     there.data.root = "/elsewhere"  # a changed value is not the value of the reference
     save_config(there, tmp_path / "run")
     assert load_config(tmp_path / "run").data.root == "/elsewhere"
@@ -143,7 +165,9 @@ def test_environment_reference_stays_unresolved_in_saved_yaml_and_resolves_on_lo
         load_config(tmp_path / "run")
 
 
-def test_evaluation_resolves_secret_references_in_a_run_config(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_evaluation_resolves_secret_references_in_a_run_config(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("HARMLESS_NAME", "s3cret")
     save_by_command(tmp_path / "run", "model=tiny", "+data.kwargs.token=${oc.env:HARMLESS_NAME}")
     assert evaluation_config(tmp_path / "run", [], None).data.kwargs == {"token": "s3cret"}
@@ -179,9 +203,13 @@ def test_optuna_study_name_holds_a_reference_instead_of_a_secret_value(tmp_path:
         ("hydra: {job: {env_set: {API_TOKEN: s3cretvalue}}}", "hydra.job.env_set.API_TOKEN=***"),
     ],
 )
-def test_literal_secret_is_refused_in_a_config_file(refuse: Refuse, tmp_path: Path, text: str, named: str) -> None:
+def test_literal_secret_is_refused_in_a_config_file(
+    refuse: Refuse, tmp_path: Path, text: str, named: str
+) -> None:
     folder = conf(tmp_path / "conf", experiment__wrong=f"# @package _global_\n{text}\n")
-    line = refuse(*(["-m"] if "sweeper" in text else []), "--config-dir", str(folder), "experiment=wrong")
+    line = refuse(
+        *(["-m"] if "sweeper" in text else []), "--config-dir", str(folder), "experiment=wrong"
+    )
     assert named in line and "s3cret" not in line
 
 
@@ -214,7 +242,9 @@ def test_literal_secret_is_refused_in_a_saved_run_config(refuse: Refuse, tmp_pat
 def test_environment_variable_is_secret_when_its_name_looks_secret(name: str) -> None:
     assert is_secret_variable(name, "12345678")
     assert not is_secret_variable(name, "1234567"), "short values occur in ordinary words"
-    assert not is_secret_variable(name, str(ROOT)), "the value of a variable that holds a path is not a secret"
+    assert not is_secret_variable(name, str(ROOT)), (
+        "the value of a variable that holds a path is not a secret"
+    )
 
 
 def test_variables_and_keys_that_only_resemble_secret_names_are_not_secret() -> None:
@@ -232,7 +262,17 @@ def test_variables_and_keys_that_only_resemble_secret_names_are_not_secret() -> 
     ):
         assert not is_secret_variable(name, "12345678"), name
     assert is_secret_variable("DATABASE_URL", "postgresql://me:pw@host/db")
-    for key in ("max_tokens", "key", "keys", "tokens", "num_tokens", "bypass", "token.size", "image_key", "label_key"):
+    for key in (
+        "max_tokens",
+        "key",
+        "keys",
+        "tokens",
+        "num_tokens",
+        "bypass",
+        "token.size",
+        "image_key",
+        "label_key",
+    ):
         assert not is_secret_key(key), key
 
 
@@ -242,7 +282,13 @@ def test_secret_is_hidden_in_quoted_and_url_encoded_text_json_files_and_tracebac
     from urllib.parse import quote_plus
 
     monkeypatch.setenv("SSH_PRIVATE_KEY", "-----BEGIN\nabc\n")
-    for form in (SECRET, repr(SECRET), quote_plus(SECRET), "x-----BEGIN\nabc\n", repr("-----BEGIN\nabc\n")):
+    for form in (
+        SECRET,
+        repr(SECRET),
+        quote_plus(SECRET),
+        "x-----BEGIN\nabc\n",
+        repr("-----BEGIN\nabc\n"),
+    ):
         assert not any(part in hide(form) for part in ("9vX2", "BEGIN")), form
     assert hide_in({SECRET: [(SECRET, 1, None)]}) == {REFERENCE: [[REFERENCE, 1, None]]}
     assert mask("x={'token': 'abc'} mysql://me:pw@h") == "x={'token': ***} mysql://me:***@h"
@@ -268,29 +314,46 @@ def test_secret_is_hidden_in_quoted_and_url_encoded_text_json_files_and_tracebac
         ("+url = mysql://me:s3cretvalue@host/db", "+url = mysql://me:***@host/db"),
         (f"+print('{SECRET}')", f"+print('{REFERENCE}')"),
         ("+  token: ${oc.env:HF_TOKEN}", "+  token: ${oc.env:HF_TOKEN}"),
-        ("+self.cls_token = nn.Parameter(torch.zeros(1))", "+self.cls_token = nn.Parameter(torch.zeros(1))"),
+        (
+            "+self.cls_token = nn.Parameter(torch.zeros(1))",
+            "+self.cls_token = nn.Parameter(torch.zeros(1))",
+        ),
         ("+num_tokens = 5", "+num_tokens = 5"),
     ],
 )
-def test_saved_code_diff_masks_a_value_whose_name_looks_like_a_secret(line: str, masked: str) -> None:
+def test_saved_code_diff_masks_a_value_whose_name_looks_like_a_secret(
+    line: str, masked: str
+) -> None:
     assert mask_code(f"+first\n{line}\n+last\n") == f"+first\n{masked}\n+last\n"
 
 
 def test_saved_config_with_secret_references_loads_with_the_resolved_secrets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("LONG_PASSWORD", "it's: a phrase that YAML quotes, " * 4)  # and breaks into lines
-    words = ("model=tiny", f"tags=['{REFERENCE}','a{REFERENCE}b']", f"+model.kwargs.hf_token={REFERENCE}")
-    config = resolve(compose_command(parse(*words, "+data.kwargs.password=${oc.env:LONG_PASSWORD}")).config)
+    monkeypatch.setenv(
+        "LONG_PASSWORD", "it's: a phrase that YAML quotes, " * 4
+    )  # and breaks into lines
+    words = (
+        "model=tiny",
+        f"tags=['{REFERENCE}','a{REFERENCE}b']",
+        f"+model.kwargs.hf_token={REFERENCE}",
+    )
+    config = resolve(
+        compose_command(parse(*words, "+data.kwargs.password=${oc.env:LONG_PASSWORD}")).config
+    )
     assert config.tags == [SECRET, f"a{SECRET}b"]
     save_config(config, tmp_path)
-    assert files_with_secret(tmp_path) == [] and "phrase" not in (tmp_path / "config.yaml").read_text()
+    assert (
+        files_with_secret(tmp_path) == [] and "phrase" not in (tmp_path / "config.yaml").read_text()
+    )
     assert load_config(tmp_path) == config
     again = compose_command(parse("--config-path", str(tmp_path), "--config-name", "config"))
     assert resolve(again.config) == config
 
 
-def test_sweep_and_search_save_secrets_as_references(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_sweep_and_search_save_secrets_as_references(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     command, points = expand(parse("-m", "model=tiny", f"tags=['{REFERENCE}']", "optim.lr=1,2"))
     for job in freeze_jobs(tmp_path, points, replace(command.config.sweep, repeats=2), 0).jobs:
         write_job_folder(tmp_path, job)
@@ -298,14 +361,23 @@ def test_sweep_and_search_save_secrets_as_references(tmp_path: Path, capfd: pyte
     command, points = expand(parse(*words))
     freeze_search(tmp_path, points[0].tree, read_space(command))
     configs = [path.read_text() for path in tmp_path.rglob("config.yaml")]
-    assert len(configs) == 12, "expected config.yaml and .hydra/config.yaml of two configurations and four jobs"
+    assert len(configs) == 12, (
+        "expected config.yaml and .hydra/config.yaml of two configurations and four jobs"
+    )
     assert all(REFERENCE in text for text in configs)
     assert files_with_secret(tmp_path) == []
 
 
 @pytest.mark.processes
 def test_cfg_job_with_resolve_prints_secrets_as_references() -> None:
-    command = [sys.executable, ROOT / "train.py", "--cfg", "job", "--resolve", f"tags=['{REFERENCE}']"]
+    command = [
+        sys.executable,
+        ROOT / "train.py",
+        "--cfg",
+        "job",
+        "--resolve",
+        f"tags=['{REFERENCE}']",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert f"- {REFERENCE}" in done.stdout and SECRET[:10] not in done.stdout + done.stderr
 
@@ -326,7 +398,12 @@ def test_files_and_console_of_a_run_do_not_contain_secrets(train: Train) -> None
     assert files_with_secret(done.folder) == []
     events = b"".join(path.read_bytes() for path in (done.folder / "tensorboard").iterdir())
     assert REFERENCE.encode() in events and b"${oc.env:HARMLESS_NAME}" in events
-    failed = train(*words, f"+model.kwargs.token={REFERENCE}", environment=variables, folder=train.base / "failed")
+    failed = train(
+        *words,
+        f"+model.kwargs.token={REFERENCE}",
+        environment=variables,
+        folder=train.base / "failed",
+    )
     assert failed.returncode == 2, failed.output
     assert "'token'" in failed.output and SECRET[:10] not in failed.output
     assert files_with_secret(failed.folder) == []

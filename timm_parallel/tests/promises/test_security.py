@@ -1,4 +1,6 @@
-"""Protection of a run against other users and the network. Each row of docs/security.md names its tests."""
+"""Protection of a run against other users and the network. Each row of docs/security.md names its
+tests.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ CONTENTS: dict[str, Any] = {
 }
 
 
-def test_file_and_checkpoint_writes_do_not_follow_a_symlink_at_their_temporary_name(tmp_path: Path) -> None:
+def test_file_and_checkpoint_writes_do_not_follow_a_symlink_at_their_temporary_name(
+    tmp_path: Path,
+) -> None:
     victim = tmp_path / "victim"
     victim.write_text("mine")
     (tmp_path / f".result.json.{os.getpid()}.tmp").symlink_to(victim)
@@ -95,9 +99,13 @@ def test_control_characters_of_file_and_class_names_are_escaped_where_they_are_p
     record = logging.LogRecord("", logging.INFO, "", 1, f"a\n\tb {name}", None, None)
     text = HidingFormatter("%(message)s").format(record)
     assert text.startswith("a\n\tb red\\x1b[2J")
-    failure = failure_text({"reason": name, "traceback": None, "shows_traceback": True, "log": None})
+    failure = failure_text(
+        {"reason": name, "traceback": None, "shows_traceback": True, "log": None}
+    )
     for shown in (capsys.readouterr().out, text, failure, mask(name)):
-        assert "\\x1b[2J" in shown and not any(character in shown for character in "\x1b\x9b\u202e\x07")
+        assert "\\x1b[2J" in shown and not any(
+            character in shown for character in "\x1b\x9b\u202e\x07"
+        )
 
 
 def test_yaml_file_with_few_aliases_is_read(tmp_path: Path) -> None:
@@ -105,7 +113,9 @@ def test_yaml_file_with_few_aliases_is_read(tmp_path: Path) -> None:
     assert read_saved(tmp_path / "a.yaml") == {"a": {"x": 1}, "b": {"x": 1}}
 
 
-def test_torchinductor_cache_moves_from_tmp_to_home_but_other_folders_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchinductor_cache_moves_from_tmp_to_home_but_other_folders_are_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for given in (None, "/tmp/torchinductor_me"):
         monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
         if given is not None:
@@ -130,7 +140,9 @@ def listening(process: psutil.Process) -> set[str]:
 @pytest.mark.slow
 @pytest.mark.processes
 def test_ranks_on_one_machine_listen_only_on_loopback(train: Train) -> None:
-    running = train.start("parallel=ddp", "parallel.devices=2", "train.epochs=500", "train.log_every=1")
+    running = train.start(
+        "parallel=ddp", "parallel.devices=2", "train.epochs=500", "train.log_every=1"
+    )
     running.wait_for_steps()
     assert listening(psutil.Process(running.process.pid)) == {"127.0.0.1"}
     worker = next(iter(running.workers().values()))
@@ -170,15 +182,24 @@ sys.exit(start_as_ranks(ResolvedParallel(strategy="ddp", devices=2), sys.argv[1]
 def test_start_as_ranks_listens_on_loopback_and_returns_the_exit_code_of_a_failed_rank(
     train: Train, tmp_path: Path
 ) -> None:
-    """evaluate.py and scripts/predict.py start ranks this way. Files in the current folder are not imported."""
+    """evaluate.py and scripts/predict.py start ranks this way. Files in the current folder are not
+    imported.
+    """
     (tmp_path / "started.py").write_text(STARTED)
     (tmp_path / "start.py").write_text(START)
     here = tmp_path / "here"
     here.mkdir()
     (here / "json.py").write_text("raise SystemExit('imported from the current folder')")
-    command = [sys.executable, str(tmp_path / "start.py"), str(tmp_path / "started.py"), str(tmp_path / "places")]
+    command = [
+        sys.executable,
+        str(tmp_path / "start.py"),
+        str(tmp_path / "started.py"),
+        str(tmp_path / "places"),
+    ]
     environment = {**train.environment, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=here, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        command, cwd=here, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 2, done.stderr
     assert (tmp_path / "places").read_text() == "127.0.0.1"
     assert list(train.temporary.iterdir()) == []
@@ -186,19 +207,30 @@ def test_start_as_ranks_listens_on_loopback_and_returns_the_exit_code_of_a_faile
 
 @pytest.mark.parametrize(
     ("codes", "code"),
-    [({0: 143, 1: 2}, 2), ({0: -15, 1: -9}, 137), ({0: 1, 1: 143}, 1), ({0: 143, 1: -15}, 143), ({}, 0)],
+    [
+        ({0: 143, 1: 2}, 2),
+        ({0: -15, 1: -9}, 137),
+        ({0: 1, 1: 143}, 1),
+        ({0: 143, 1: -15}, 143),
+        ({}, 0),
+    ],
 )
 def test_start_as_ranks_returns_exit_code_of_the_failed_rank_not_of_stopped_ranks(
     monkeypatch: pytest.MonkeyPatch, codes: dict[int, int], code: int
 ) -> None:
     monkeypatch.setattr(torchrun, "run_agent", lambda *given: RankExits(exit_codes=codes))
-    assert torchrun.start_as_ranks(ResolvedParallel(strategy="ddp", devices=2), "evaluate.py", []) == code
+    assert (
+        torchrun.start_as_ranks(ResolvedParallel(strategy="ddp", devices=2), "evaluate.py", [])
+        == code
+    )
 
 
 def test_tensorboard_listens_on_loopback_with_the_documented_command(tmp_path: Path) -> None:
     from tensorboard import program
 
     board = program.TensorBoard()
-    board.configure(argv=["tensorboard", "--logdir", str(tmp_path), "--port", "0", "--load_fast", "false"])
+    board.configure(
+        argv=["tensorboard", "--logdir", str(tmp_path), "--port", "0", "--load_fast", "false"]
+    )
     board.launch()
     assert listening(psutil.Process()) <= {"127.0.0.1", "::1"}

@@ -1,4 +1,6 @@
-"""A launcher ends all its processes: children, grandchildren outside its group, and those that ignore SIGTERM."""
+"""A launcher ends all its processes: children, grandchildren outside its group, and those that
+ignore SIGTERM.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,12 @@ from timm_parallel.machine.process import terminate_descendants
 from timm_parallel.testing.commands import ROOT
 from timm_parallel.testing.configs import resolved
 
-DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(600)"
-# A child that starts a deaf grandchild in a new session, prints its pid, and exits: the grandchild becomes an orphan.
+DEAF = (
+    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', "
+    "flush=True); time.sleep(600)"
+)
+# A child that starts a deaf grandchild in a new session, prints its pid, and exits: the grandchild
+# becomes an orphan.
 PARENT = f"""
 import subprocess, sys
 child = subprocess.Popen([sys.executable, "-c", {DEAF!r}], start_new_session=True, stdout=subprocess.PIPE)
@@ -31,7 +37,9 @@ print(child.pid, flush=True)
 def _launch(answers: Any) -> None:
     spared = subprocess.Popen(["sleep", "600"])
     with terminate_descendants(seconds=0.3):
-        orphan = int(subprocess.run([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True).stdout)
+        orphan = int(
+            subprocess.run([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True).stdout
+        )
         child = subprocess.Popen(["sleep", "600"]).pid
         answers.put((orphan, child, spared.pid))
     answers.put([psutil.pid_exists(pid) for pid in (orphan, child)] + [spared.poll() is None])
@@ -59,7 +67,9 @@ time.sleep(600)
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux signals the death of a parent")
 def test_rank_dies_when_its_launcher_dies_during_startup() -> None:
     command = [sys.executable, "-c", LAUNCHER, RANK]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=True)
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=True
+    )
     assert done.stderr == "", "the rank must end by the signal, not by an exception"
     rank, until = psutil.Process(int(done.stdout)), time.monotonic() + 60
     try:
@@ -74,7 +84,9 @@ def test_rank_dies_when_its_launcher_dies_during_startup() -> None:
 
 
 def test_environment_of_ranks_contains_the_pid_of_their_launcher() -> None:
-    assert supervisor._environment(resolved("parallel=single").parallel)["RUN_LAUNCHER"] == str(os.getpid())
+    assert supervisor._environment(resolved("parallel=single").parallel)["RUN_LAUNCHER"] == str(
+        os.getpid()
+    )
 
 
 @pytest.mark.processes

@@ -1,4 +1,6 @@
-"""Results of a sweep or search survive a stop, a kill, a rejected submission and a resume on another machine."""
+"""Results of a sweep or search survive a stop, a kill, a rejected submission and a resume on
+another machine.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ from timm_parallel.record.jobs import Job, Jobs, read_jobs
 from timm_parallel.record.result import Result, read_result, write_result
 from timm_parallel.testing.configs import parse, tiny
 
-# A fake job: counts its starts, writes a done result with an objective of 0.5, and runs for JOB_STAYS seconds.
+# A fake job: counts its starts, writes a done result with an objective of 0.5, and runs for
+# JOB_STAYS seconds.
 JOB = """
 import json, os, pathlib, sys, time
 folder = pathlib.Path(sys.argv[1])
@@ -42,7 +45,9 @@ time.sleep(float(os.environ.get("JOB_STAYS", "0")))
 
 @pytest.fixture(autouse=True)
 def fake_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(child, "job_command", lambda folder: [sys.executable, "-c", JOB, str(folder)])
+    monkeypatch.setattr(
+        child, "job_command", lambda folder: [sys.executable, "-c", JOB, str(folder)]
+    )
     monkeypatch.setattr(WarmServer, "takes", lambda server, config: False)
     monkeypatch.setattr(Sweep, "_close", lambda sweep: sweep.jobs.exit_code())
 
@@ -52,12 +57,16 @@ def main(*words: str) -> int:
 
 
 def frozen(folder: Path, *overrides: str) -> Jobs:
-    return freeze_jobs(folder, expand(parse("-m", *tiny("parallel=single", *overrides)))[1], SweepConfig())
+    return freeze_jobs(
+        folder, expand(parse("-m", *tiny("parallel=single", *overrides)))[1], SweepConfig()
+    )
 
 
 def starts(folder: Path) -> list[int]:
     """Return how often each of three jobs was started."""
-    return [len(path.read_text()) if (path := folder / job / "starts").exists() else 0 for job in "012"]
+    return [
+        len(path.read_text()) if (path := folder / job / "starts").exists() else 0 for job in "012"
+    ]
 
 
 def statuses(folder: Path) -> list[str]:
@@ -65,8 +74,12 @@ def statuses(folder: Path) -> list[str]:
 
 
 @pytest.mark.processes
-def test_sweep_job_with_done_result_does_not_run_again_when_killed_sweep_is_resumed(tmp_path: Path) -> None:
-    """The checkpoint of a done job is at the last step, so a second run would have no measured steps."""
+def test_sweep_job_with_done_result_does_not_run_again_when_killed_sweep_is_resumed(
+    tmp_path: Path,
+) -> None:
+    """The checkpoint of a done job is at the last step, so a second run would have no measured
+    steps.
+    """
     jobs = frozen(tmp_path, "seed=1,2,3")
     for job in jobs.jobs[:2]:
         job.status, job.neighbours = "running", 1
@@ -101,7 +114,10 @@ def test_sweep_job_status_is_done_when_sigint_arrives_after_its_result(
 @pytest.mark.processes
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_signal_while_a_sweep_writes_its_report_prints_how_to_continue(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: signal.Signals
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    number: signal.Signals,
 ) -> None:
     monkeypatch.setattr(Sweep, "_close", lambda sweep: os.kill(os.getpid(), number))
     before = signal.getsignal(number)
@@ -116,14 +132,21 @@ def test_sweep_exits_1_with_status_interrupted_when_a_job_was_interrupted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stopped = JOB.replace('"done"', '"interrupted" if folder.name == "1" else "done"')
-    monkeypatch.setattr(child, "job_command", lambda folder: [sys.executable, "-c", stopped, str(folder)])
+    monkeypatch.setattr(
+        child, "job_command", lambda folder: [sys.executable, "-c", stopped, str(folder)]
+    )
     jobs = frozen(tmp_path, "seed=1,2,3")
     assert Sweep(jobs).run() == 1
-    assert (statuses(tmp_path), read_jobs(tmp_path).status) == (["done", "interrupted", "done"], "interrupted")
+    assert (statuses(tmp_path), read_jobs(tmp_path).status) == (
+        ["done", "interrupted", "done"],
+        "interrupted",
+    )
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("number", "part"), [(signal.SIGKILL, "lack of memory"), (signal.SIGSEGV, "SIGSEGV")])
+@pytest.mark.parametrize(
+    ("number", "part"), [(signal.SIGKILL, "lack of memory"), (signal.SIGSEGV, "SIGSEGV")]
+)
 def test_reason_of_a_sweep_job_that_was_killed_names_the_signal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, part: str
 ) -> None:
@@ -136,7 +159,9 @@ def test_reason_of_a_sweep_job_that_was_killed_names_the_signal(
 
 
 @pytest.mark.parametrize(("is_lost", "status"), [(True, "done"), (False, "failed")])
-def test_done_job_stays_done_when_it_is_killed_with_its_fork_server(tmp_path: Path, is_lost: bool, status: str) -> None:
+def test_done_job_stays_done_when_it_is_killed_with_its_fork_server(
+    tmp_path: Path, is_lost: bool, status: str
+) -> None:
     """A job that exits with an error by itself, after its result was written, has failed."""
     [job] = frozen(tmp_path, "seed=1").jobs
     server = WarmServer()
@@ -154,7 +179,9 @@ def test_gpu_jobs_of_a_sweep_are_started_instead_of_skipped_when_gpus_are_missin
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A resume on a machine with GPUs runs failed jobs again, but would not run skipped jobs."""
-    monkeypatch.setattr(hardware, "visible_cuda_devices", lambda: (CudaDevice(0, "a GPU", 2**34, "GPU-0"),))
+    monkeypatch.setattr(
+        hardware, "visible_cuda_devices", lambda: (CudaDevice(0, "a GPU", 2**34, "GPU-0"),)
+    )
     jobs = frozen(tmp_path, "seed=1,2,3", "parallel.accelerator=cuda")
     monkeypatch.setattr(hardware, "visible_cuda_devices", lambda: ())
     Sweep(jobs).run()
@@ -163,12 +190,22 @@ def test_gpu_jobs_of_a_sweep_are_started_instead_of_skipped_when_gpus_are_missin
 
 
 def search(folder: Path, *words: str) -> int:
-    return main(*tiny("search=optuna", "parallel=single", "search.n_trials=3", f"hydra.sweep.dir={folder}", *words))
+    return main(
+        *tiny(
+            "search=optuna",
+            "parallel=single",
+            "search.n_trials=3",
+            f"hydra.sweep.dir={folder}",
+            *words,
+        )
+    )
 
 
 @pytest.fixture
 def page(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("timm_parallel.lab.search.page.write_search_page", lambda jobs, study, config: jobs.folder)
+    monkeypatch.setattr(
+        "timm_parallel.lab.search.page.write_search_page", lambda jobs, study, config: jobs.folder
+    )
 
 
 @pytest.mark.slow
@@ -222,8 +259,12 @@ def test_resumed_search_stops_at_a_reduced_n_trials(tmp_path: Path, page: None) 
 
 
 @pytest.mark.slow
-def test_resumed_search_is_refused_when_no_trial_can_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hardware, "visible_cuda_devices", lambda: (CudaDevice(0, "a GPU", 2**34, "GPU-0"),))
+def test_resumed_search_is_refused_when_no_trial_can_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        hardware, "visible_cuda_devices", lambda: (CudaDevice(0, "a GPU", 2**34, "GPU-0"),)
+    )
     monkeypatch.setattr(Search, "run", lambda search: search.jobs.write() or 0)
     folder = tmp_path / "search"
     search(folder, "parallel.accelerator=cuda")
@@ -233,7 +274,9 @@ def test_resumed_search_is_refused_when_no_trial_can_run(tmp_path: Path, monkeyp
 
 
 def on_slurm(folder: Path, *words: str) -> int:
-    return main(*tiny("parallel=single", "cluster=slurm", "seed=1,2,3", f"hydra.sweep.dir={folder}", *words))
+    return main(
+        *tiny("parallel=single", "cluster=slurm", "seed=1,2,3", f"hydra.sweep.dir={folder}", *words)
+    )
 
 
 def refuse(script: Path) -> str:
@@ -267,7 +310,9 @@ def test_resumed_sweep_keeps_its_folders_when_slurm_rejects_the_submission(
     assert not new.exists()
 
 
-def test_slurm_array_task_is_listed_as_failed_when_it_exits_without_a_result(tmp_path: Path, cluster: None) -> None:
+def test_slurm_array_task_is_listed_as_failed_when_it_exits_without_a_result(
+    tmp_path: Path, cluster: None
+) -> None:
     folder = tmp_path / "sweep"
     on_slurm(folder)
     assert '"$SLURM_ARRAY_TASK_ID" "$code"' in (folder / "job.sbatch").read_text()
@@ -301,8 +346,10 @@ def test_cluster_wait_waits_for_every_slurm_array_task_and_returns_1_when_one_fa
 ) -> None:
     folder = tmp_path / "sweep"
     answers = [
-        "JobId=7 ArrayTaskId=2 JobState=PENDING ExitCode=0:0\nJobId=8 ArrayTaskId=0 JobState=FAILED ExitCode=1:0\n",
-        "JobId=7 ArrayTaskId=2 JobState=RUNNING ExitCode=0:0\nJobId=8 ArrayTaskId=0 JobState=FAILED ExitCode=1:0\n",
+        "JobId=7 ArrayTaskId=2 JobState=PENDING ExitCode=0:0\nJobId=8 ArrayTaskId=0 "
+        "JobState=FAILED ExitCode=1:0\n",
+        "JobId=7 ArrayTaskId=2 JobState=RUNNING ExitCode=0:0\nJobId=8 ArrayTaskId=0 "
+        "JobState=FAILED ExitCode=1:0\n",
         "JobId=7 ArrayTaskId=2 JobState=COMPLETED ExitCode=0:0\n",
     ]
 
@@ -316,20 +363,27 @@ def test_cluster_wait_waits_for_every_slurm_array_task_and_returns_1_when_one_fa
 
     monkeypatch.setattr(slurm, "_output", scontrol)
     monkeypatch.setattr("time.sleep", lambda seconds: None)
-    assert on_slurm(folder, "cluster.wait=true") == 1, "a task that Slurm no longer lists must count as failed"
+    assert on_slurm(folder, "cluster.wait=true") == 1, (
+        "a task that Slurm no longer lists must count as failed"
+    )
     assert not answers
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_sweep_prints_a_line_per_ended_job_and_a_progress_bar_only_in_terminals(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], is_terminal: bool
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    is_terminal: bool,
 ) -> None:
     """Names are printed unchanged, although rich reads brackets as markup."""
     monkeypatch.setenv("TTY_COMPATIBLE", str(int(is_terminal)))
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("COLUMNS", "100")
     names = ("data.kwargs.paths=[/a,/b],tags=[bold]", "seed=2", "seed=3")
-    jobs = Jobs(tmp_path, "", [Job(number, name, str(number), []) for number, name in enumerate(names)])
+    jobs = Jobs(
+        tmp_path, "", [Job(number, name, str(number), []) for number, name in enumerate(names)]
+    )
     board = Board(jobs)
     with board.shown():
         for job in jobs.jobs[:2]:
@@ -338,7 +392,9 @@ def test_sweep_prints_a_line_per_ended_job_and_a_progress_bar_only_in_terminals(
     shown = capsys.readouterr().out
     lines = [line for line in shown.splitlines() if "  2.0 s  " in line]
     assert len(lines) == 2
-    assert all(line.endswith(f"{n}/3 done  2.0 s  {names[n - 1]}") for n, line in enumerate(lines, 1))
+    assert all(
+        line.endswith(f"{n}/3 done  2.0 s  {names[n - 1]}") for n, line in enumerate(lines, 1)
+    )
     # The estimate of the time left is in the bar only.
     assert (" s left" in shown) == is_terminal
 

@@ -1,4 +1,6 @@
-"""Two nodes that share only a link: network namespaces of this machine with separate names, hosts files and disks."""
+"""Two nodes that share only a link: network namespaces of this machine with separate names, hosts
+files and disks.
+"""
 
 from __future__ import annotations
 
@@ -31,14 +33,22 @@ from timm_parallel.testing.ranks import run_warm
 NAMES = ("nodea", "nodeb")
 ADDRESSES = ("10.77.0.1", "10.77.0.2")  # docs/cluster.md uses the first in its command
 PROMPT = 15.0  # seconds from a fault to the end of everything
-LONG = ("train.epochs=60", "train.evaluate_every=0", "train.log_every=5", "checkpoint.every_steps=20")
+LONG = (
+    "train.epochs=60",
+    "train.evaluate_every=0",
+    "train.log_every=5",
+    "checkpoint.every_steps=20",
+)
 
 
 def can_make_namespaces() -> bool:
     if os.geteuid() != 0 or shutil.which("ip") is None:
         return False
     name = f"probe-{os.getpid()}"  # concurrent test processes probe at the same time
-    created = subprocess.run(["ip", "netns", "add", name], capture_output=True, check=False).returncode == 0
+    created = (
+        subprocess.run(["ip", "netns", "add", name], capture_output=True, check=False).returncode
+        == 0
+    )
     subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
     return created
 
@@ -46,17 +56,23 @@ def can_make_namespaces() -> bool:
 pytestmark = [
     pytest.mark.processes,
     pytest.mark.slow(seconds=30),
-    pytest.mark.skipif(not can_make_namespaces(), reason="needs root and iproute2, to make network namespaces"),
+    pytest.mark.skipif(
+        not can_make_namespaces(), reason="needs root and iproute2, to make network namespaces"
+    ),
 ]
 
 
 def ip(*arguments: str) -> str:
-    return subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True, timeout=300).stdout
+    return subprocess.run(
+        ["ip", *arguments], check=True, capture_output=True, text=True, timeout=300
+    ).stdout
 
 
 @dataclass
 class Nodes:
-    """Two namespaces with a link between them. Commands see `disk`, a different folder on each node."""
+    """Two namespaces with a link between them. Commands see `disk`, a different folder on each
+    node.
+    """
 
     base: Path
     train: Train
@@ -70,7 +86,9 @@ class Nodes:
             ip("-n", name, "link", "set", "lo", "up")
             (self.base / name).mkdir()
             self.hosts += f"{address} {name}\n"
-        ip(*f"link add eth0 netns {self.names[0]} type veth peer name eth0 netns {self.names[1]}".split())
+        ip(
+            *f"link add eth0 netns {self.names[0]} type veth peer name eth0 netns {self.names[1]}".split()
+        )
         for name, address in zip(self.names, ADDRESSES, strict=True):
             ip("-n", name, "address", "add", f"{address}/24", "dev", "eth0")
             ip("-n", name, "link", "set", "eth0", "up")
@@ -108,15 +126,22 @@ class Nodes:
         environment: dict[str, str] | None = None,
         mounts: dict[str, Path] | None = None,
     ) -> subprocess.Popen[str]:
-        """Start a command on one node. `mounts`: folders mounted below /mnt for the command, by default the node's disk."""
+        """Start a command on one node. `mounts`: folders mounted below /mnt for the command, by
+        default the node's disk.
+        """
         name = self.names[index]
         etc = Path("/etc/netns") / name  # ip mounts what lies here over /etc
         etc.mkdir(parents=True, exist_ok=True)
         (etc / "hosts").write_text(f"127.0.0.1 localhost\n{self.hosts}")
         places = mounts or {self.disk: self.base / name}
-        binds = "".join(f"mkdir -p {to} && mount --bind {shlex.quote(str(at))} {to} && " for to, at in places.items())
+        binds = "".join(
+            f"mkdir -p {to} && mount --bind {shlex.quote(str(at))} {to} && "
+            for to, at in places.items()
+        )
         host = (environment or {}).get("HOSTNAME", name)
-        inside = f"hostname {host} && mount -t tmpfs none /mnt && {binds} exec {shlex.join(command)}"
+        inside = (
+            f"hostname {host} && mount -t tmpfs none /mnt && {binds} exec {shlex.join(command)}"
+        )
         with open(self.base / f"{name}.out", "a") as out:
             return subprocess.Popen(
                 ["ip", "netns", "exec", name, "unshare", "--uts", "--mount", "sh", "-c", inside],
@@ -137,9 +162,13 @@ class Nodes:
         mounts: dict[str, Path] | None = None,
         environment: dict[str, str] | None = None,
     ) -> list[subprocess.Popen[str]]:
-        """Run the documented command on each node. The second node also gets the overrides `second`, torchrun `options`
-        and the additional `mounts`."""
-        shown = [TORCHRUN.replace("--node-rank 0", f"--node-rank {index}").split()[1:] for index in range(2)]
+        """Run the documented command on each node. The second node also gets the overrides
+        `second`, torchrun `options` and the additional `mounts`.
+        """
+        shown = [
+            TORCHRUN.replace("--node-rank 0", f"--node-rank {index}").split()[1:]
+            for index in range(2)
+        ]
         shown[1] = [*options, *shown[1][len(options) :]] if options else shown[1]
         torchrun = str(Path(sys.executable).parent / "torchrun")
         small = tiny(f"paths.output_dir={self.disk}", *overrides)
@@ -150,7 +179,9 @@ class Nodes:
         ]
 
     def ended(self, started: list[subprocess.Popen[str]]) -> list[int]:
-        """Wait until no process is left on either node and return the exit codes of both commands."""
+        """Wait until no process is left on either node and return the exit codes of both
+        commands.
+        """
         codes = [process.wait(timeout=300) for process in started]
         self.gone_after(time.monotonic())
         return codes
@@ -184,7 +215,9 @@ def lines_in(nodes: Nodes) -> int:
 
 def numbers(folder: Path) -> tuple[Any, ...]:
     lines = [
-        (line["step"], line["train/loss"]) for line in read_lines(folder / "metrics.jsonl") if "train/loss" in line
+        (line["step"], line["train/loss"])
+        for line in read_lines(folder / "metrics.jsonl")
+        if "train/loss" in line
     ]
     return read_result(folder).parameters_hash, lines
 
@@ -194,9 +227,13 @@ def alone(folder: Path, *overrides: str) -> tuple[Any, ...]:
     return numbers(run_warm(folder, "parallel=ddp", "parallel.devices=2", *overrides))
 
 
-def test_run_on_two_nodes_without_shared_disk_matches_one_machine(nodes: Nodes, tmp_path: Path) -> None:
+def test_run_on_two_nodes_without_shared_disk_matches_one_machine(
+    nodes: Nodes, tmp_path: Path
+) -> None:
     started = nodes.torchrun()
-    assert [process.wait(timeout=300) for process in started] == [0, 0], nodes.output(0) + nodes.output(1)
+    assert [process.wait(timeout=300) for process in started] == [0, 0], nodes.output(
+        0
+    ) + nodes.output(1)
     result = read_result(nodes.run_folder())
     assert (result.nodes, result.hosts, result.world_size) == (2, nodes.names, 2)
     assert numbers(nodes.run_folder()) == alone(tmp_path / "alone")
@@ -208,10 +245,14 @@ def test_run_on_two_nodes_without_shared_disk_matches_one_machine(nodes: Nodes, 
 
 
 def is_refused_on_both(nodes: Nodes, started: list[subprocess.Popen[str]], *parts: str) -> None:
-    """Check that each node prints the difference in one line with both host names before the first step."""
+    """Check that each node prints the difference in one line with both host names before the first
+    step.
+    """
     assert nodes.ended(started) == [1, 1], "expected the exit code of torchrun"
     for index in range(2):
-        lines = [line for line in nodes.output(index).splitlines() if all(part in line for part in parts)]
+        lines = [
+            line for line in nodes.output(index).splitlines() if all(part in line for part in parts)
+        ]
         assert len(lines) == 1, nodes.output(index)
         assert all(name in lines[0] for name in nodes.names), lines
     assert lines_in(nodes) == 0
@@ -265,7 +306,9 @@ def test_nodes_refuse_to_train_when_their_data_differs(
     assert read_result(nodes.run_folder()).status == "failed"
 
 
-def test_stall_of_a_rank_on_node_1_ends_both_nodes_and_is_recorded_on_node_0(nodes: Nodes, tmp_path: Path) -> None:
+def test_stall_of_a_rank_on_node_1_ends_both_nodes_and_is_recorded_on_node_0(
+    nodes: Nodes, tmp_path: Path
+) -> None:
     fault = replace(FAULTS["stalls"], step=9)
     environment = {**fault_environment(fault, tmp_path / "mark"), "PYTHONUNBUFFERED": "1"}
     started = nodes.torchrun(*LONG, "parallel.timeout=5", environment=environment)
@@ -285,7 +328,9 @@ def test_stall_of_a_rank_on_node_1_ends_both_nodes_and_is_recorded_on_node_0(nod
 
 
 @pytest.mark.nightly
-def test_torchrun_agents_are_refused_and_error_names_hosts_when_nnodes_differs(nodes: Nodes) -> None:
+def test_torchrun_agents_are_refused_and_error_names_hosts_when_nnodes_differs(
+    nodes: Nodes,
+) -> None:
     started = nodes.torchrun(options=("--nnodes", "3"))
     wait_for(lambda: "--nnodes=3 on" in nodes.output(0), nodes)
     since = time.monotonic()
@@ -303,24 +348,39 @@ esac
 
 @pytest.mark.nightly
 def test_srun_tasks_connect_over_the_network_link(nodes: Nodes, tmp_path: Path) -> None:
-    """Without MASTER_ADDR, tasks ask Slurm for the first node. gloo on loopback could not reach the other node."""
+    """Without MASTER_ADDR, tasks ask Slurm for the first node. gloo on loopback could not reach the
+    other node.
+    """
     scontrol = tmp_path / "bin" / "scontrol"
     scontrol.parent.mkdir()
     scontrol.write_text(SCONTROL)
     scontrol.chmod(0o755)
-    step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "node[a-b]", "SLURM_LOCALID": "0"}
-    step |= {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
+    step = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NODELIST": "node[a-b]",
+        "SLURM_LOCALID": "0",
+    }
+    step |= {
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_NUM_NODES": "2",
+        "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+    }
     step["PATH"] = f"{scontrol.parent}:{os.environ['PATH']}"
     command = [sys.executable, "train.py", *tiny(f"paths.output_dir={nodes.disk}", "parallel=ddp")]
     places = [{"SLURM_PROCID": str(index), "SLURM_NODEID": str(index)} for index in range(2)]
     started = [nodes.start(index, command, step | place) for index, place in enumerate(places)]
-    assert [process.wait(timeout=300) for process in started] == [0, 0], nodes.output(0) + nodes.output(1)
+    assert [process.wait(timeout=300) for process in started] == [0, 0], nodes.output(
+        0
+    ) + nodes.output(1)
     result = read_result(nodes.run_folder())
     assert (result.nodes, result.hosts, result.world_size) == (2, nodes.names, 2)
 
 
 def lose(nodes: Nodes, started: list[subprocess.Popen[str]], fault: str) -> float:
-    """Lose the second node during training and return the seconds until the run ended on every reachable node."""
+    """Lose the second node during training and return the seconds until the run ended on every
+    reachable node.
+    """
     lost = nodes.pids(nodes.names[1])
     since = time.monotonic()
     if fault == "cut off":
@@ -364,7 +424,9 @@ def test_error_names_the_lost_node_and_the_same_torchrun_command_resumes_the_run
             assert f"its logs are in {nodes.names[1]}:" in nodes.output(1)
             nodes.cut(is_up=True)
     again = nodes.torchrun(*overrides)
-    assert [process.wait(timeout=300) for process in again] == [0, 0], nodes.output(0) + nodes.output(1)
+    assert [process.wait(timeout=300) for process in again] == [0, 0], nodes.output(
+        0
+    ) + nodes.output(1)
     assert numbers(nodes.run_folder()) == undisturbed
 
 
@@ -382,7 +444,9 @@ class Job:
         for file, text in settings["data"].items():
             (self.config / file).write_text(text)
         for index, address in enumerate(ADDRESSES):
-            nodes.hosts += f"{address} {self.name}-{index} {self.name}-{index}.{service['metadata']['name']}\n"
+            nodes.hosts += (
+                f"{address} {self.name}-{index} {self.name}-{index}.{service['metadata']['name']}\n"
+            )
         self.pods: dict[int, subprocess.Popen[str]] = {}
         self.replaced = 0
 
@@ -396,7 +460,9 @@ class Job:
             for entry in self.container["volumeMounts"]
             if entry["name"] in mounts
         }
-        self.pods[index] = self.nodes.start(index, self.container["command"], {**environment, **own}, places)
+        self.pods[index] = self.nodes.start(
+            index, self.container["command"], {**environment, **own}, places
+        )
 
     def run(self) -> None:
         """Replace failed pods until all have succeeded."""

@@ -1,4 +1,6 @@
-"""The watchdog names the rank that stopped first instead of ranks that wait for it, and ignores debugged processes."""
+"""The watchdog names the rank that stopped first instead of ranks that wait for it, and ignores
+debugged processes.
+"""
 
 from __future__ import annotations
 
@@ -50,12 +52,18 @@ def heartbeats(places: list[tuple[int, int]], ticks: list[int]) -> list[Heartbea
 
 
 @given(st.lists(PLACES, min_size=1, max_size=8))
-def test_watchdog_blames_the_rank_furthest_behind_when_all_ranks_respond(places: list[tuple[int, int]]) -> None:
-    failed, recorder, reason = judge(heartbeats(places, [1] * len(places)), heartbeats(places, [3] * len(places)), 120)
+def test_watchdog_blames_the_rank_furthest_behind_when_all_ranks_respond(
+    places: list[tuple[int, int]],
+) -> None:
+    failed, recorder, reason = judge(
+        heartbeats(places, [1] * len(places)), heartbeats(places, [3] * len(places)), 120
+    )
     assert failed.position == min(places)
     assert recorder == failed.rank
     assert f"rank {failed.rank} made no progress for 120 s" in reason
-    assert ("the others waited for it" in reason) == (len(places) > 1 and places.count(min(places)) == 1)
+    assert ("the others waited for it" in reason) == (
+        len(places) > 1 and places.count(min(places)) == 1
+    )
 
 
 @settings(suppress_health_check=[HealthCheck.too_slow])  # for a busy machine
@@ -69,7 +77,9 @@ def test_watchdog_blames_an_unresponsive_rank_even_when_others_are_further_behin
 ) -> None:
     places, answers = [place for place, _ in ranks], [answer for _, answer in ranks]
     failed, recorder, _ = judge(
-        heartbeats(places, [4] * len(ranks)), heartbeats(places, [4 + answer for answer in answers]), 120
+        heartbeats(places, [4] * len(ranks)),
+        heartbeats(places, [4 + answer for answer in answers]),
+        120,
     )
     assert not answers[failed.rank]
     assert answers[recorder]
@@ -83,17 +93,26 @@ def test_watchdog_blames_the_rank_in_the_forward_pass_when_others_are_in_backwar
 
 
 def test_watchdog_reason_names_node_and_host_when_there_are_several_nodes() -> None:
-    now = [Heartbeat(rank, f"host{rank}", 1, 7, FORWARD + (rank == 0), 2, node=rank) for rank in range(2)]
-    failed, _, reason = judge([dataclasses.replace(heartbeat, ticks=1) for heartbeat in now], now, 120)
+    now = [
+        Heartbeat(rank, f"host{rank}", 1, 7, FORWARD + (rank == 0), 2, node=rank)
+        for rank in range(2)
+    ]
+    failed, _, reason = judge(
+        [dataclasses.replace(heartbeat, ticks=1) for heartbeat in now], now, 120
+    )
     assert failed.rank == 1
     assert reason.startswith("node 1 (host1): rank 1 made no progress")
 
 
-def test_watchdog_detects_that_the_main_thread_is_inside_pdb(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_watchdog_detects_that_the_main_thread_is_inside_pdb(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The main thread is in a frame of pdb.py while another thread checks."""
     seen: list[bool] = []
     look = threading.Thread(target=lambda: seen.append(watchdog._is_in_debugger()))
-    code = compile("def stand(look):\n    look.start()\n    look.join()\n", "/somewhere/pdb.py", "exec")
+    code = compile(
+        "def stand(look):\n    look.start()\n    look.join()\n", "/somewhere/pdb.py", "exec"
+    )
     scope: dict[str, object] = {}
     exec(code, scope)
     scope["stand"](look)  # type: ignore[operator]
@@ -103,8 +122,12 @@ def test_watchdog_detects_that_the_main_thread_is_inside_pdb(monkeypatch: pytest
     assert seen == [True, False]
 
 
-def test_watchdog_ignores_time_while_the_process_was_suspended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """After Ctrl-Z or `scontrol suspend`, the clock jumps between two ticks. This is not a stall of the main thread."""
+def test_watchdog_ignores_time_while_the_process_was_suspended(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """After Ctrl-Z or `scontrol suspend`, the clock jumps between two ticks. This is not a stall of
+    the main thread.
+    """
     dog = object.__new__(watchdog.Watchdog)
     clock = [0.0]
     ended: list[float] = []
@@ -153,7 +176,9 @@ class Board:
         return self
 
 
-def two_nodes(folder: Path, clock: list[float], monkeypatch: pytest.MonkeyPatch) -> tuple[Heartbeats, Heartbeats]:
+def two_nodes(
+    folder: Path, clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> tuple[Heartbeats, Heartbeats]:
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     board = Board()
     ranks = [Ranks(rank, 2, 0, 1, node=rank, nodes=2) for rank in range(2)]
@@ -192,7 +217,9 @@ def test_node_without_heartbeats_has_a_longer_time_limit_before_its_first_step(
     """Importing libraries from a slow disk blocks every thread of a rank."""
     clock = [0.0]
     monkeypatch.setattr(liveness, "step", 0)
-    monkeypatch.setattr(liveness, "steps_done", 0)  # a step done by this rank would be a step of all ranks
+    monkeypatch.setattr(
+        liveness, "steps_done", 0
+    )  # a step done by this rank would be a step of all ranks
     first, _ = two_nodes(tmp_path, clock, monkeypatch)
     exchange(first)
     for clock[0], lost in ((30, False), (START_SILENT + 1, True)):
@@ -224,7 +251,9 @@ def test_node_0_reports_no_lost_node_when_its_own_heartbeat_was_delayed(
 def test_heartbeats_mark_the_run_failed_when_disk_is_too_full_for_the_failure_record(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The error ends the heartbeat thread. Other nodes would mistake its silence for the death of node 0."""
+    """The error ends the heartbeat thread. Other nodes would mistake its silence for the death of
+    node 0.
+    """
 
     def full(folder: Path, record: dict[str, object]) -> None:
         raise OSError(28, "No space left on device")
@@ -240,7 +269,9 @@ def test_heartbeats_mark_the_run_failed_when_disk_is_too_full_for_the_failure_re
 
 
 def test_heartbeats_close_waits_until_the_thread_has_left_the_torch_store(tmp_path: Path) -> None:
-    """A thread inside a store call at interpreter shutdown aborts the process, and a completed run would be lost."""
+    """A thread inside a store call at interpreter shutdown aborts the process, and a completed run
+    would be lost.
+    """
     inside, leave = threading.Event(), threading.Event()
 
     class Slow(Board):
@@ -258,14 +289,25 @@ def test_heartbeats_close_waits_until_the_thread_has_left_the_torch_store(tmp_pa
 
 def test_first_failure_is_chosen_by_order_of_arrival_instead_of_clock_time(tmp_path: Path) -> None:
     for rank, order, clock in ((0, 2, 100.0), (1, 1, 900.0)):
-        record = {"rank": rank, "attempt": 0, "time": clock, "order": order, "is_echo": False, "reason": f"rank {rank}"}
+        record = {
+            "rank": rank,
+            "attempt": 0,
+            "time": clock,
+            "order": order,
+            "is_echo": False,
+            "reason": f"rank {rank}",
+        }
         write_failure(tmp_path, record)
     assert first_failure(tmp_path, RankExits(world_size=2))["rank"] == 1
 
 
 def _fail_far_away(ranks: Ranks, store: Store, folder: str) -> list[str]:
-    """Let rank 1 fail on another node with a separate folder, and return the failure records in this rank's folder."""
-    from torch.distributed import TCPStore  # as in a run; a store in a file is removed with its first clone
+    """Let rank 1 fail on another node with a separate folder, and return the failure records in
+    this rank's folder.
+    """
+    from torch.distributed import (
+        TCPStore,
+    )  # as in a run; a store in a file is removed with its first clone
 
     place = dataclasses.replace(ranks, node=ranks.rank, nodes=2, local_rank=0, local_world_size=1)
     own = Path(folder) / f"node_{ranks.rank}"
@@ -279,7 +321,10 @@ def _fail_far_away(ranks: Ranks, store: Store, folder: str) -> list[str]:
     heartbeats = Heartbeats(place, store, own)
     exchange(heartbeats)
     if ranks.rank == 1:
-        publish_failure(store, {"rank": 1, "attempt": 0, "time": 0.0, "is_echo": False, "reason": "rank 1: it broke"})
+        publish_failure(
+            store,
+            {"rank": 1, "attempt": 0, "time": 0.0, "is_echo": False, "reason": "rank 1: it broke"},
+        )
         store.set("published", "")
     else:
         store.wait(["published"])
@@ -289,7 +334,9 @@ def _fail_far_away(ranks: Ranks, store: Store, folder: str) -> list[str]:
 
 
 @pytest.mark.processes
-def test_failure_record_of_a_rank_reaches_another_node_through_the_torch_store(tmp_path: Path) -> None:
+def test_failure_record_of_a_rank_reaches_another_node_through_the_torch_store(
+    tmp_path: Path,
+) -> None:
     records, _ = in_ranks(_fail_far_away, 2, str(tmp_path))
     assert len(records) == 1 and "it broke" in records[0] and '"order": 1' in records[0]
 
@@ -298,13 +345,19 @@ def test_failure_record_of_a_rank_reaches_another_node_through_the_torch_store(t
 def test_all_ranks_of_a_node_end_within_seconds_after_one_has_found_that_a_node_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exception: str, limit: float
 ) -> None:
-    """Only the first rank of a node watches the other nodes. Its peers wait in a collective for the lost node."""
+    """Only the first rank of a node watches the other nodes. Its peers wait in a collective for the
+    lost node.
+    """
     clock, ended = [0.0], []
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     board = Board()
     peer = Heartbeats(Ranks(1, 4, 1, 2, node=0, nodes=2), board, tmp_path)  # type: ignore[arg-type]
     dog = object.__new__(watchdog.Watchdog)
-    for name, value in {"ranks": peer.ranks, "heartbeats": peer, "before_exit": lambda: None}.items():
+    for name, value in {
+        "ranks": peer.ranks,
+        "heartbeats": peer,
+        "before_exit": lambda: None,
+    }.items():
         monkeypatch.setattr(dog, name, value, raising=False)
     monkeypatch.setattr(watchdog.Watchdog, "limit", 1000)
     monkeypatch.setattr(watchdog, "_exit", lambda: ended.append(clock[0]))
@@ -319,7 +372,8 @@ def test_all_ranks_of_a_node_end_within_seconds_after_one_has_found_that_a_node_
     publish_failure(board, {"rank": 0, "exception": exception})  # type: ignore[arg-type]
     dog._watch()
     assert ended and ended[0] <= limit
-    # Two ticks until the first rank knows, the store's patience, two ticks of its peers, and the launcher's patience.
+    # Two ticks until the first rank knows, the store's patience, two ticks of its peers, and the
+    # launcher's patience.
     assert 2 * TICK + NODE_SILENT + PUBLISH + 2 * TICK + 2.0 <= 15
 
 
@@ -344,7 +398,13 @@ def _delete_in_part(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("change", "is_gone"),
-    [(_delete, True), (_move, True), (_replace, True), (_delete_in_part, True), (lambda folder: None, False)],
+    [
+        (_delete, True),
+        (_move, True),
+        (_replace, True),
+        (_delete_in_part, True),
+        (lambda folder: None, False),
+    ],
 )
 def test_watchdog_ends_a_process_whose_run_folder_is_deleted_moved_or_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], None], is_gone: bool
@@ -362,14 +422,18 @@ def test_watchdog_ends_a_process_whose_run_folder_is_deleted_moved_or_replaced(
     monkeypatch.setattr(watchdog, "FOLDER", 0.01)
     monkeypatch.setattr(watchdog, "_exit", leave)
     before_exit = partial(calls.append, "before exit")
-    with watchdog.Watchdog(resolved().parallel, folder, Ranks(), None, StringIO(), before_exit) as beats:
+    with watchdog.Watchdog(
+        resolved().parallel, folder, Ranks(), None, StringIO(), before_exit
+    ) as beats:
         change(folder)
         assert ended.wait(5 if is_gone else 0.3) == is_gone
     assert not beats.alarm
     assert calls[:2] == (["before exit", "exit"] if is_gone else [])
 
 
-@pytest.mark.parametrize(("number", "is_gone"), [(errno.ENOENT, True), (errno.EIO, False), (errno.ESTALE, False)])
+@pytest.mark.parametrize(
+    ("number", "is_gone"), [(errno.ENOENT, True), (errno.EIO, False), (errno.ESTALE, False)]
+)
 def test_run_folder_on_a_file_system_with_errors_does_not_count_as_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, is_gone: bool
 ) -> None:
@@ -385,7 +449,9 @@ LIMIT = 2  # seconds without progress
 
 
 def _run_own_loop(folder: Path, step_for: float) -> None:
-    """Run a rank whose training loop does not call StepHooks: step an optimizer for `step_for` seconds, then idle."""
+    """Run a rank whose training loop does not call StepHooks: step an optimizer for `step_for`
+    seconds, then idle.
+    """
     import torch
 
     from timm_parallel.launch.rank import run_rank
@@ -406,17 +472,26 @@ def _run_own_loop(folder: Path, step_for: float) -> None:
 
 
 @pytest.mark.processes
-def test_watchdog_ends_a_custom_training_loop_only_when_its_optimizer_stops_stepping(tmp_path: Path) -> None:
-    """Two runs execute at the same time: one steps for twice the limit, the other stops after its first steps."""
+def test_watchdog_ends_a_custom_training_loop_only_when_its_optimizer_stops_stepping(
+    tmp_path: Path,
+) -> None:
+    """Two runs execute at the same time: one steps for twice the limit, the other stops after its
+    first steps.
+    """
     started = {}
     for name, step_for in (("stepping", 2.0 * LIMIT), ("idle", 0.2)):
         (tmp_path / name / "logs").mkdir(parents=True)
-        started[name] = warm_processes().Process(target=_run_own_loop, args=(tmp_path / name, step_for), daemon=False)
+        started[name] = warm_processes().Process(
+            target=_run_own_loop, args=(tmp_path / name, step_for), daemon=False
+        )
         started[name].start()
     for process in started.values():
         process.join(timeout=60)
         process.kill()
-    assert {name: process.exitcode for name, process in started.items()} == {"stepping": 0, "idle": 1}
+    assert {name: process.exitcode for name, process in started.items()} == {
+        "stepping": 0,
+        "idle": 1,
+    }
     assert list(failure_files(tmp_path / "stepping")) == []
     failure = first_failure(tmp_path / "idle", RankExits(world_size=1))
     assert failure["exception"] == "NoProgress" and "parallel.timeout" in failure["reason"]

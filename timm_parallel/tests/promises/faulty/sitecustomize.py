@@ -1,6 +1,8 @@
-"""Cause a fault in the rank that FAULT names. Every Python process with this folder on PYTHONPATH imports this file.
+"""Cause a fault in the rank that FAULT names. Every Python process with this folder on PYTHONPATH
+imports this file.
 
-FAULT is `<kind>:<rank>:<step>:<phase>`, with rank `*` for all ranks. The time of the fault is written to FAULT_MARK.
+FAULT is `<kind>:<rank>:<step>:<phase>`, with rank `*` for all ranks. The time of the fault is
+written to FAULT_MARK.
 """
 
 import os
@@ -11,7 +13,9 @@ from pathlib import Path
 
 # Python imports only the first file of this name on its path: run the next one, too.
 here = Path(__file__).resolve()
-following = [Path(folder, here.name) for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+following = [
+    Path(folder, here.name) for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep)
+]
 for file in [file for file in following if file.is_file() and file.resolve() != here][:1]:
     runpy.run_path(str(file), run_name="sitecustomize")
 
