@@ -25,13 +25,14 @@ from src.commands.export import export_safetensors
 from src.commands.load import load_trained
 from src.parallel import build_strategy
 from src.parallel.data_parallel import DataParallelStrategy
-from src.schema import ParallelConfig, ResolvedConfig
+from src.schema import ResolvedConfig
 from src.train.build import RunParts
 from src.train.loop import _clip_gradients
 from src.train.losses import build_criterion
 from src.train.run import Trainer
 from src.train.step import TrainStep
 from timm_parallel.errors import NotFiniteError
+from timm_parallel.keys import ParallelConfig
 from timm_parallel.launch.job import prepare
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.machine.signals import Stopped

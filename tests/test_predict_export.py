@@ -27,7 +27,8 @@ from src.commands import export, hub
 from src.commands.load import load_trained
 from src.commands.predict import PredictionRequest, predict
 from src.data.datasets import build_dataset
-from src.schema import DataConfig, ResolvedParallel
+from src.schema import DataConfig
+from timm_parallel.keys import ResolvedParallel
 from timm_parallel.machine.ranks import NEEDED, Ranks
 from timm_parallel.record.result import Result, write_result
 from timm_parallel.runtime.predictions import Prediction

@@ -1,9 +1,8 @@
 """Measure how fast image files become training batches: our loader, timm's, and the limit of one
 core.
 
-    python scripts/maintain/bench_data.py make <folder>     # 500x375 JPEG files that decode like
-    photographs python scripts/maintain/bench_data.py measure <folder>  # all with 1 and 2 workers,
-    an epoch each, in turns
+    python scripts/maintain/bench_data.py make <folder>     # 500x375 JPEG files, like photographs
+    python scripts/maintain/bench_data.py measure <folder>  # all with 1 and 2 workers, in turns
 
 Prints images per second of each round as JSON, without the first round, which starts the workers.
 """

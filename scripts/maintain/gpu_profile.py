@@ -19,12 +19,10 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity
 
+from src.app import app
 from src.parallel import build_strategy
 from src.train.build import RunParts
 from src.train.loop import train_epoch
-from timm_parallel.config.arguments import parse_command_line
-from timm_parallel.config.compose import compose_command
-from timm_parallel.config.resolve import resolve
 from timm_parallel.machine.ranks import Ranks
 
 WARM_UP, STEPS = 5, 20
@@ -44,8 +42,7 @@ def busy_and_idle(intervals: Iterable[tuple[float, float]]) -> tuple[float, floa
 
 def prepare(*overrides: str) -> RunParts:
     """Build the parts of a run on random images from config overrides."""
-    arguments = parse_command_line(["parallel=single", "data=synthetic", *overrides])
-    config = resolve(compose_command(arguments).config)
+    config = app.resolve(app.compose("parallel=single", "data=synthetic", *overrides))
     return RunParts(config, build_strategy(config.parallel, Ranks(), None))
 
 

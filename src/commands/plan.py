@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from src.app import app
 from src.data.check import check_data
 from src.data.datasets import build_dataset
 from src.models.build import build_model
@@ -24,9 +25,6 @@ from src.schema import Config, ResolvedConfig
 from src.train.losses import build_criterion
 from src.train.optim import build_optimizer
 from src.train.step import AUTOCAST, Autocast, TrainStep
-from timm_parallel.config.arguments import parse_command_line
-from timm_parallel.config.compose import compose_command
-from timm_parallel.config.resolve import resolve
 from timm_parallel.config.validate import check_combination
 from timm_parallel.data.dataset import ImageDataset, Sizes
 from timm_parallel.data.samplers import TrainSampler
@@ -48,7 +46,7 @@ def plan(
     """Return a plan per device count. `sizes`: (training images, classes), instead of reading the
     data.
     """
-    config = compose_command(parse_command_line(overrides)).config
+    config = app.compose(*overrides)
     if sizes is None:
         try:
             check_data(config)
@@ -89,7 +87,7 @@ def _resolved_for(config: Config, devices: int) -> ResolvedConfig:
     config.parallel.devices = devices
     config.parallel.choose_strategy(several=devices > 1)
     check_combination(config)
-    return resolve(config, devices, 1) if config.parallel.has_ranks else resolve(config)
+    return app.resolve(config, devices, 1) if config.parallel.has_ranks else app.resolve(config)
 
 
 def _count(config: ResolvedConfig, images: ImageDataset, devices: int) -> Plan:

@@ -12,7 +12,8 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from src.schema import DATASETS, DataConfig, is_timm_dataset
+from src.schema import DATASETS, DataConfig
+from timm_parallel.config.timm_names import is_timm_dataset
 from timm_parallel.data.csv_listing import list_csv
 from timm_parallel.data.dataset import ImageDataset, InMemory
 from timm_parallel.data.decode import files_of

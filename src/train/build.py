@@ -18,12 +18,13 @@ from src.models.ema import build_ema
 from src.models.freeze import freeze
 from src.models.preprocessing import preprocessing_for, train_image_size
 from src.models.weights import load_weights
-from src.schema import ResolvedConfig, is_timm_dataset
+from src.schema import ResolvedConfig
 from src.train.losses import build_criterion, class_weights
 from src.train.metrics import check_metric
 from src.train.mixing import Mixing
 from src.train.optim import build_optimizer, build_schedule, waits_for_scaler
 from src.train.step import AUTOCAST, Autocast, TrainStep, set_matmul_precision
+from timm_parallel.config.timm_names import is_timm_dataset
 from timm_parallel.config.validate import refuse
 from timm_parallel.data.dataset import rows_of, train_labels
 from timm_parallel.data.loader import BatchFetcher, Loader, TrainLoader, num_workers
@@ -97,7 +98,7 @@ class EvaluationParts:
                 self.evaluation[name] = Loader(fetcher, sampler, self.prefetcher, workers)
 
 
-class RunParts(EvaluationParts, BuiltRun):
+class RunParts(EvaluationParts, BuiltRun):  # type: ignore[misc]
     """Parts of a training run on this rank, built from the config."""
 
     def __init__(self, config: ResolvedConfig, strategy: Strategy) -> None:
@@ -139,7 +140,14 @@ class RunParts(EvaluationParts, BuiltRun):
                 strategy.group.rank,
             )
         self.communication = strategy.communication(self.state.wrapped)
-        self.hooks = build_hooks(config, strategy, self.communication, self.total_steps)
+        self.hooks = build_hooks(
+            config,
+            strategy,
+            self.communication,
+            self.total_steps,
+            config.train.untimed_steps,
+            config.train.profile_steps,
+        )
         self.numbers = {}
         self.segments = []
         # By split, and split_ema.

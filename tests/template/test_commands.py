@@ -25,18 +25,21 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import OverrideParseException
 from PIL import Image
 
-import train as entry
+from src.app import app
 from src.parallel import build_strategy
-from src.schema import ResolvedConfig, as_resolved, is_timm_dataset
+from src.schema import ResolvedConfig
 from src.train.build import RunParts
 from src.train.loop import train_epoch
 from src.train.step import AUTOCAST, Autocast
 from timm_parallel.config.compose import compose_command
 from timm_parallel.config.resolve import resolve
 from timm_parallel.config.suggest import is_known
+from timm_parallel.config.timm_names import is_timm_dataset
 from timm_parallel.keys import SearchConfig, SweepConfig
 from timm_parallel.lab.sweep.points import expand
 from timm_parallel.machine.ranks import Ranks
+from timm_parallel.main import run_command
+from timm_parallel.project import as_resolved
 from timm_parallel.testing.commands import ROOT, TEST_FILES, Finished, Train
 from timm_parallel.testing.configs import parse, tiny
 from timm_parallel.testing.ranks import in_ranks
@@ -603,7 +606,7 @@ def test_sweep_dry_run_lists_the_jobs_of_the_sweep(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", shlex.split(command)[1:])
-    assert entry.main() == 0
+    assert run_command(app) == 0
     assert "optim.lr=0.0001,seed=1" in capsys.readouterr().out
 
 

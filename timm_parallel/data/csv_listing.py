@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from src.schema import DataConfig
 from timm_parallel.data.folder import first
 from timm_parallel.data.fractions import Listing, check_splits, split_of
+from timm_parallel.keys import DataConfig
 from timm_parallel.machine.text import plural
 
 SEPARATOR = ";"  # between the labels of one image, with train.task=multilabel

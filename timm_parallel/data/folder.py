@@ -11,9 +11,9 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from src.schema import DataConfig
 from timm_parallel.data.dataset import IMAGE_SUFFIXES
 from timm_parallel.data.fractions import Listing, check_splits, split_of
+from timm_parallel.keys import DataConfig
 from timm_parallel.machine.text import plural
 
 # Folder names that mean a split, in lower case -> the name that data=folder reads.

@@ -9,7 +9,7 @@ import unicodedata
 from pathlib import Path
 from typing import Any
 
-from src.schema import DataConfig
+from timm_parallel.keys import DataConfig
 from timm_parallel.machine.text import plural
 
 # Split -> image files, each with its label: a class number, or a number per class

@@ -179,8 +179,7 @@ def _data_of_a_step(run: BuiltRun) -> dict[str, Any]:
         "steps_per_epoch": run.steps_per_epoch,
         "images_per_step": config.global_batch * config.train.accumulate,
         "seed": config.seed,
-        "aug_repeats": config.data.augment.aug_repeats,
-        "balance": config.data.balance,
+        **config.data.sampling,
     }
 
 

@@ -78,7 +78,10 @@ class Running:
         workers = {}
         for child in psutil.Process(self.process.pid).children(recursive=True):
             try:
-                if "src.train" in child.cmdline() and child.parent().pid == self.process.pid:
+                if (
+                    "timm_parallel.rank" in child.cmdline()
+                    and child.parent().pid == self.process.pid
+                ):
                     workers[int(child.environ().get("RANK", "0"))] = child
             except (psutil.NoSuchProcess, AttributeError):
                 continue

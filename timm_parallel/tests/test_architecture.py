@@ -21,8 +21,7 @@ BENCHMARK = "scripts/maintain/bench_loop.py"
 # Library -> where it may be imported. A folder ends with a slash.
 ALLOWED = {
     r"(hydra|omegaconf)": (
-        "train.py",
-        "evaluate.py",
+        "timm_parallel/main.py",
         "timm_parallel/config/",
         "timm_parallel/launch/resume.py",
         "timm_parallel/lab/sweep/",

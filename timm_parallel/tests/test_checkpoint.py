@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-import train as entry
+from src.app import app
 from src.parallel import build_strategy
 from src.train.build import RunParts
 from src.train.metrics import METRICS
@@ -28,6 +28,7 @@ from src.train.run import run
 from timm_parallel.faults.liveness import liveness
 from timm_parallel.machine import hardware
 from timm_parallel.machine.ranks import NEEDED, Ranks
+from timm_parallel.main import run_command
 from timm_parallel.runtime import checkpoint
 from timm_parallel.runtime.progress import Progress
 from timm_parallel.testing.commands import Finished
@@ -573,7 +574,7 @@ def resume(
     def run(*overrides: str) -> tuple[int, str, list[str]]:
         before = everything(folder)
         monkeypatch.setattr(sys, "argv", ["train.py", f"resume={folder}", *overrides])
-        code = entry.main()
+        code = run_command(app)
         out, err = capfd.readouterr()
         if code == 2:
             assert out == "" and len(err.splitlines()) == 1, err

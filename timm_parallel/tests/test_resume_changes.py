@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-import train as entry
+from src.app import app
 from src.schema import Config, ResolvedConfig
 from src.train.loop import train_epoch
 from src.train.metrics import METRICS
@@ -31,6 +31,7 @@ from timm_parallel.launch.job import prepare, record_end
 from timm_parallel.launch.resume import check_resumable
 from timm_parallel.machine import hardware
 from timm_parallel.machine.ranks import Ranks
+from timm_parallel.main import run_command
 from timm_parallel.record.result import read_result
 from timm_parallel.runtime.progress import Progress
 from timm_parallel.testing.configs import read_lines, resolved
@@ -521,7 +522,7 @@ def test_train_py_resumes_and_records_allowed_changes_or_exits_2_without_changin
 
     def main(*arguments: str) -> int:
         monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
-        return entry.main()
+        return run_command(app)
 
     def records() -> dict[Path, bytes]:
         return {

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-import train as entry
+from src.app import app
 from src.schema import Config
 from timm_parallel.config.compose import load_config, save_config
 from timm_parallel.keys import leaves
@@ -24,6 +24,7 @@ from timm_parallel.launch import job
 from timm_parallel.machine import hardware
 from timm_parallel.machine.lock import lock_folder
 from timm_parallel.machine.ranks import NEEDED
+from timm_parallel.main import run_command
 from timm_parallel.record.result import Result, read_result, write_result
 from timm_parallel.testing.configs import conf
 
@@ -83,7 +84,7 @@ def main(
     def command(overrides: tuple[str, ...]) -> tuple[int, str]:
         monkeypatch.setattr(sys, "argv", ["train.py", *overrides])
         capsys.readouterr()
-        code = entry.main()
+        code = run_command(app)
         runner.out, err = capsys.readouterr()
         return code, err
 

@@ -247,7 +247,7 @@ def test_warm_server_forks_no_job_when_the_code_has_changed(
     code.parent.mkdir(parents=True)
     code.write_text("WIDTH = 1\n")
     os.utime(code, ns=(1, 1))
-    monkeypatch.setattr(warm_server, "ROOT", tmp_path / "copy")
+    monkeypatch.setattr(warm_server, "code_files", lambda: {"src/model.py": code})
     folder = frozen(tmp_path / "job")
     job = start(server, folder)
     assert server.takes(frozen_config(folder))

@@ -33,9 +33,8 @@ from timm_parallel.data.samplers import IndexBatch
 from timm_parallel.errors import UnreadableImageError
 from timm_parallel.lab.image_check import ImageReader
 from timm_parallel.launch.job import job_command
-from timm_parallel.project import ROOT
 from timm_parallel.runtime import checkpoint
-from timm_parallel.testing.commands import Refuse
+from timm_parallel.testing.commands import ROOT, Refuse
 from timm_parallel.testing.configs import conf, parse
 
 

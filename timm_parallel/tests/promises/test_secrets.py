@@ -33,8 +33,7 @@ from timm_parallel.machine.secrets import (
     mask,
     mask_code,
 )
-from timm_parallel.project import ROOT
-from timm_parallel.testing.commands import Refuse, Train
+from timm_parallel.testing.commands import ROOT, Refuse, Train
 from timm_parallel.testing.configs import conf, parse
 
 SECRET = "hf_9vX2+not/for\"anyone's=eyes"
