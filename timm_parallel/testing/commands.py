@@ -21,9 +21,10 @@ import pytest
 
 from timm_parallel.machine.platform import STOP_SIGNALS
 from timm_parallel.machine.ranks import NEEDED
+from timm_parallel.project import root
 from timm_parallel.testing.configs import read_lines, tiny
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = root()
 TEST_FILES = [
     path
     for name in ("tests", "timm_parallel/tests")
