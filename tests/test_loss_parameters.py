@@ -176,6 +176,8 @@ def saved(run: RunParts) -> dict[str, Any]:
         pytest.param("fsdp", marks=pytest.mark.processes),
     ],
 )
+@pytest.mark.slow(seconds=7)
+@pytest.mark.sample(2)
 def test_loss_with_parameters_trains_alike_under_every_strategy(
     trained: Callable[[str], Path], spread: str
 ) -> None:
@@ -281,6 +283,8 @@ def test_checkpoint_of_a_loss_with_a_non_finite_parameter_is_not_saved(tmp_path:
         pytest.param("fsdp", "ddp", marks=pytest.mark.processes),
     ],
 )
+@pytest.mark.slow(seconds=7)
+@pytest.mark.sample(2)
 def test_run_with_a_loss_with_parameters_resumes_in_mid_epoch(
     trained: Callable[[str], Path], tmp_path: Path, before: str, after: str
 ) -> None:

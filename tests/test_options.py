@@ -166,6 +166,7 @@ def words_for(group: str, option: str, images: Path) -> list[str]:
         for row in OPTIONS
     ],
 )
+@pytest.mark.sample(12)
 def test_every_option_of_every_config_group_trains_one_step(
     run_command: RunCommand, image_folder: Path, tmp_path: Path, group: str, option: str
 ) -> None:

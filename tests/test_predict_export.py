@@ -547,6 +547,7 @@ def test_export_uses_ema_weights_when_checkpoint_metric_is_computed_with_them(
 
 @pytest.mark.slow
 @pytest.mark.processes
+@pytest.mark.nightly
 def test_export_of_a_custom_model_writes_all_tensors_of_its_state_dict(tmp_path: Path) -> None:
     overrides = (
         "model=resnet18",

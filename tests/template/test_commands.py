@@ -417,7 +417,7 @@ FIRST = set(commands_of(ROOT / "README.md"))
 QUICK = [command for command in TRAININGS if command in FIRST and not LARGE.search(command)]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(12)
 @pytest.mark.processes
 @pytest.mark.parametrize(
     "command", [c if c in QUICK else pytest.param(c, marks=pytest.mark.slow) for c in TRAININGS]
@@ -532,6 +532,7 @@ def sweep(train_shared: Train) -> Path:
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize("command", scripts_like(ON_A_SWEEP))
+@pytest.mark.sample(3)
 def test_documented_report_and_forecast_commands_print_their_result_for_a_sweep(
     command: str, sweep: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -565,6 +566,7 @@ def test_documented_evaluate_command_runs_on_two_ddp_ranks(
         "python train.py -m parallel=single,dp,ddp parallel.devices=1,2,4",
     ],
 )
+@pytest.mark.sample(3)
 def test_documented_training_command_exits_0_when_run_as_a_process(
     command: str, train: Train
 ) -> None:

@@ -84,6 +84,7 @@ def fork_at_start(forked: Path) -> Path:
 
 @pytest.mark.slow(seconds=9)
 @pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.sample(7)
 def test_checks_of_a_fork_pass_with_one_example_of_docs_extend_md(
     name: str, fork_at_start: Path
 ) -> None:
@@ -121,7 +122,7 @@ def test_make_lint_test_of_a_fork_passes_with_all_examples_of_docs_extend_md(
     run_in(fork_at_start, "make", "lint", "test", f"VENV={sys.prefix}", *installed)
 
 
-@pytest.mark.slow(seconds=40)
+@pytest.mark.slow(seconds=15)
 def test_fork_trains_and_sweeps_when_the_library_is_installed_from_a_tag(
     fork_at_start: Path, tmp_path: Path
 ) -> None:

@@ -69,6 +69,7 @@ def test_slurm_array_tasks_update_jobs_json_and_last_task_writes_sweep_report(
     assert (folder / "report.html").exists()
 
 
+@pytest.mark.slow(seconds=5)
 def test_sweep_resume_submits_slurm_array_of_unfinished_jobs_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -108,6 +108,7 @@ def names(contents: Contents) -> dict[str, list[str]]:
 
 
 @pytest.mark.processes
+@pytest.mark.slow(seconds=4)
 def test_checkpoint_weights_have_parameter_names_of_timm_under_every_strategy(
     contents: Contents,
 ) -> None:

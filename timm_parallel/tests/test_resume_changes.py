@@ -226,6 +226,7 @@ OPTIM: dict[str, tuple[str, ...]] = {
 
 
 @pytest.mark.slow(seconds=11)
+@pytest.mark.nightly
 def test_resume_with_changed_optim_key_trains_like_a_new_run_given_the_checkpoint_state(
     stopped: Folders, data: Path, tmp_path: Path
 ) -> None:
@@ -459,6 +460,7 @@ def test_resume_with_a_different_checkpoint_metric_resets_the_best_value(
 
 
 @pytest.mark.processes
+@pytest.mark.slow(seconds=7)
 def test_result_records_first_step_and_changed_keys_of_every_resume(
     data: Path, tmp_path: Path
 ) -> None:
@@ -509,6 +511,7 @@ def test_result_records_first_step_and_changed_keys_of_every_resume(
 @pytest.mark.parametrize(
     "spread", [("parallel=single",), ("parallel=ddp", "parallel.devices=2")], ids=["single", "ddp"]
 )
+@pytest.mark.slow(seconds=6)
 def test_train_py_resumes_and_records_allowed_changes_or_exits_2_without_changing_files(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spread: tuple[str, ...]
 ) -> None:

@@ -297,6 +297,7 @@ def test_resume_auto_without_overrides_keeps_the_config_of_the_newest_unfinished
         assert after == before
 
 
+@pytest.mark.slow(seconds=5)
 def test_resume_auto_takes_the_newest_unfinished_run_of_all_tasks_or_of_the_given_task(
     main: Main,
 ) -> None:
@@ -324,6 +325,7 @@ def test_resume_auto_takes_the_newest_unfinished_run_of_all_tasks_or_of_the_give
     assert load_config(flowers).task_name == "flowers"
 
 
+@pytest.mark.slow(seconds=4)
 def test_resume_auto_is_refused_and_suggests_an_unfinished_run_of_another_task(main: Main) -> None:
     main.start("2026-01-02/09-00-00", status="done")
     assert main("resume=auto")[0] == 2

@@ -382,6 +382,7 @@ def test_cfg_job_with_resolve_prints_secrets_as_references() -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.slow(seconds=10)
 def test_files_and_console_of_a_run_do_not_contain_secrets(train: Train) -> None:
     """The config on the console, saved files, TensorBoard, records and tracebacks of a failure."""
     variables = {"HF_TOKEN": SECRET, "HARMLESS_NAME": "plain"}
