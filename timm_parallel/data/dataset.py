@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias, cast
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,8 +27,25 @@ class Split(Protocol):
     def __getitem__(self, index: int) -> Sample: ...
 
 
-class ImageDataset(Protocol):
-    """A dataset with a train split, a val split, and optionally a test split."""
+class DataKeys(Protocol):
+    """Keys of the group `data` that datasets of files read."""
+
+    root: str | None
+    val_fraction: float | None
+    test_fraction: float | None
+    group_pattern: str | None
+    fold: int | None
+
+
+class ImageDataset:
+    """A dataset with a train split, a val split, and optionally a test split.
+
+    A subclass is built from the group `data` of the config, and data.kwargs.
+    """
+
+    # More arguments that the constructor takes. `trained_classes`: in an evaluation, the class
+    # names of the evaluated run. `multilabel`: True if an image may have several labels.
+    takes: ClassVar[tuple[str, ...]] = ()
 
     class_names: list[str]
     in_chans: int = 3
@@ -39,6 +56,25 @@ class ImageDataset(Protocol):
     train: Split
     val: Split  # None only if a run is evaluated on a folder without val/
     test: Split | None = None
+
+    # train.py checks the built-in datasets before it imports torch, so their modules import torch
+    # in functions only.
+
+    @classmethod
+    def check(cls, config: Any, evaluated: str | None = None, multilabel: bool = False) -> None:
+        """Raise ValueError for data that cannot be used. Reads as little as possible.
+
+        `config`: the group `data`. `evaluated`: the split to evaluate a trained run on (val, test,
+        or all, which needs one of them); None: to train on.
+        """
+
+    @classmethod
+    def size(cls, config: Any, enough: int | None = None) -> int | None:
+        """Count the training images without reading them; None if only building the dataset tells.
+
+        `enough`: a number at which counting may end.
+        """
+        return None
 
 
 class InMemory:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
-from src.schema import DataConfig
-from timm_parallel.data.dataset import IMAGE_SUFFIXES
+from timm_parallel.data.dataset import IMAGE_SUFFIXES, DataKeys, ImageDataset
 from timm_parallel.data.fractions import Listing, check_splits, split_of
 from timm_parallel.machine.text import plural
 
@@ -22,6 +22,48 @@ SPLIT_NAMES = {
     **dict.fromkeys(("val", "valid", "validation", "validate", "dev", "eval", "evaluation"), "val"),
     **dict.fromkeys(("test", "testing"), "test"),
 }
+
+
+class FolderDataset(ImageDataset):
+    """Images in `<root>/{train,val,test}/<class>/`,
+    or in `<root>/<class>/` with data.val_fraction.
+    """
+
+    takes = ("trained_classes",)
+
+    def __init__(self, config: DataKeys, trained_classes: list[str] | None = None) -> None:
+        """`trained_classes`: in an evaluation, the class names of the evaluated run; then train/
+        may be missing.
+        """
+        from timm_parallel.data.decode import files_of
+
+        self.class_names, listing = _list_folder(config, trained_classes)
+        self.train, self.val, self.test = files_of(listing)
+
+    @classmethod
+    def check(
+        cls, config: DataKeys, evaluated: str | None = None, multilabel: bool = False
+    ) -> None:
+        """Raise ValueError if data.root lacks splits, classes or images. Looks at one file per
+        class, to be fast on large data.
+        """
+        if config.root is None:
+            raise ValueError(
+                "data.root=null: set it to a folder with train/<class>/ and val/<class>/"
+            )
+        if config.val_fraction is not None:
+            _check_class_folders(Path(config.root), is_trained=evaluated is None)
+        elif evaluated is None:
+            _check_trained_folder(Path(config.root))
+        else:
+            _check_evaluated_folder(Path(config.root), evaluated)
+
+    @classmethod
+    def size(cls, config: DataKeys, enough: int | None = None) -> int | None:
+        """Count the training images, at most `enough`, without listing the others."""
+        if config.root is None:
+            return None
+        return sum(1 for _ in islice(_training_files(config), enough))
 
 
 def class_names(split: Path) -> list[str]:
@@ -52,9 +94,7 @@ def image_files(folder: Path) -> Iterator[Path]:
                 yield Path(directory, name)
 
 
-def list_folder(
-    data: DataConfig, trained_classes: list[str] | None = None
-) -> tuple[list[str], Listing]:
+def _list_folder(data: DataKeys, trained_classes: list[str] | None) -> tuple[list[str], Listing]:
     """Return the class names and the files of each split of data=folder. `trained_classes`: of a
     run to evaluate.
     """
@@ -73,7 +113,7 @@ def list_folder(
     return names, listing
 
 
-def _divided(root: Path, names: list[str], data: DataConfig) -> Listing:
+def _divided(root: Path, names: list[str], data: DataKeys) -> Listing:
     """Divide the class folders of `root` by data.val_fraction and data.test_fraction."""
     listing: Listing = {
         split: [] for split in ("train", "val", "test") if split != "test" or data.test_fraction
@@ -84,7 +124,7 @@ def _divided(root: Path, names: list[str], data: DataConfig) -> Listing:
     return listing
 
 
-def training_files(data: DataConfig) -> Iterator[Path]:
+def _training_files(data: DataKeys) -> Iterator[Path]:
     """Yield the training images, as they are found: counting a few does not list the others."""
     root = Path(str(data.root))
     folder = root if data.val_fraction is not None else root / "train"
@@ -100,11 +140,11 @@ def _labeled_files(folder: Path, names: list[str]) -> list[tuple[Path, int]]:
     ]
 
 
-def _split_of_file(path: Path, root: Path, data: DataConfig) -> str:
+def _split_of_file(path: Path, root: Path, data: DataKeys) -> str:
     return split_of(_group_of(path.relative_to(root).as_posix(), data), data)
 
 
-def _group_of(path: str, data: DataConfig) -> str:
+def _group_of(path: str, data: DataKeys) -> str:
     """Return the text that data.group_pattern matches in a path, else the path. Images with the
     same text share a split.
     """
@@ -117,23 +157,6 @@ def _group_of(path: str, data: DataConfig) -> str:
             "group"
         )
     return match.group(1) if match.groups() else match.group()
-
-
-def check_folder(data: DataConfig, evaluated: str | None = None) -> None:
-    """Raise ValueError if data.root lacks splits, classes or images. Looks at one file per class,
-    to be fast on large data.
-
-    `evaluated`: the split to evaluate a trained run on (val, test, or all, which needs one of
-    them); None: to train on.
-    """
-    if data.root is None:
-        raise ValueError("data.root=null: set it to a folder with train/<class>/ and val/<class>/")
-    if data.val_fraction is not None:
-        _check_class_folders(Path(data.root), is_trained=evaluated is None)
-    elif evaluated is None:
-        _check_trained_folder(Path(data.root))
-    else:
-        _check_evaluated_folder(Path(data.root), evaluated)
 
 
 def _check_trained_folder(root: Path) -> None:

@@ -9,7 +9,7 @@ import unicodedata
 from pathlib import Path
 from typing import Any
 
-from src.schema import DataConfig
+from timm_parallel.data.dataset import DataKeys
 from timm_parallel.machine.text import plural
 
 # Split -> image files, each with its label: a class number, or a number per class
@@ -17,7 +17,7 @@ from timm_parallel.machine.text import plural
 Listing = dict[str, list[tuple[Path, Any]]]
 
 
-def split_of(key: str, data: DataConfig) -> str:
+def split_of(key: str, data: DataKeys) -> str:
     """Choose train, val or test from a hash of `key`, which is the relative path or the group of an
     image.
 
@@ -32,7 +32,7 @@ def split_of(key: str, data: DataConfig) -> str:
     return "val" if position < val else "test" if position < val + test else "train"
 
 
-def check_splits(listing: Listing, data: DataConfig) -> None:
+def check_splits(listing: Listing, data: DataKeys) -> None:
     """Raise ValueError if data.val_fraction or data.test_fraction leaves a split empty."""
     for split, files in listing.items():
         if not files:
