@@ -5,12 +5,10 @@ from __future__ import annotations
 import hashlib
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from src.schema import Config
 
 Sample: TypeAlias = "tuple[Tensor, int | float]"
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm")
@@ -86,34 +84,24 @@ class InMemory:
         """images: uint8 [N, C, H, W]; labels: int64 [N], or float for regression."""
         self.images, self.labels = images, labels
 
+    @staticmethod
+    def of(split: Split, size: tuple[int, ...] | None = None) -> InMemory | None:
+        """Return the images and labels that a split holds in memory: itself, or its attribute
+        `rows`; None if it has none.
+
+        `size` (height, width): None also if the images of `rows` have another size, and would have
+        to be resized.
+        """
+        rows = getattr(split, "rows", split)
+        if not isinstance(rows, InMemory):
+            return None
+        return rows if rows is split or size in (None, rows.images.shape[2:]) else None
+
     def __len__(self) -> int:
         return len(self.images)
 
     def __getitem__(self, index: int) -> Sample:
         return self.images[index], self.labels[index].item()
-
-
-def rows_of(split: Split, size: tuple[int, ...] | None = None) -> InMemory | None:
-    """Return the images and labels that a split holds in memory: itself, or its attribute `rows`;
-    None if it has none.
-
-    `size` (height, width): None also if the images of `rows` have another size, and would have to
-    be resized.
-    """
-    rows = getattr(split, "rows", split)
-    if not isinstance(rows, InMemory):
-        return None
-    return rows if rows is split or size in (None, rows.images.shape[2:]) else None
-
-
-class Sizes(ImageDataset):
-    """A dataset of which only the sizes are known, because its images are not on this machine."""
-
-    def __init__(self, config: Config, num_images: int, num_classes: int) -> None:
-        self.class_names = [f"class_{index}" for index in range(num_classes)]
-        self.in_chans = config.model.in_chans or 3
-        # Only its length is read.
-        self.train = self.val = cast(Split, range(num_images))
 
 
 def train_labels(split: Split, chosen: Tensor | None) -> Tensor | None:
