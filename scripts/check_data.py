@@ -38,7 +38,7 @@ def main(argv: list[str]) -> int:
     from src.app import app
     from src.data.check import check_data
     from src.data.datasets import build_dataset
-    from timm_parallel.data.csv_listing import groups_of
+    from timm_parallel.data.csv_listing import CsvDataset
     from timm_parallel.lab.image_check import check_images, show, write_page
     from timm_parallel.machine.files import write_json
 
@@ -48,7 +48,7 @@ def main(argv: list[str]) -> int:
     if not is_csv:
         check_data(config)
     dataset = build_dataset(config.data, multilabel=multilabel)
-    report = check_images(dataset, groups_of(config.data, multilabel) if is_csv else None)
+    report = check_images(dataset, CsvDataset.groups(config.data, multilabel) if is_csv else None)
     show(report)
     if arguments.output is not None:
         write_json(arguments.output, {"format": 1, **asdict(report)})

@@ -44,9 +44,9 @@ STRATEGIES = {
 DATASETS = {
     "digits": "src.data.datasets.Digits",
     "synthetic": "src.data.datasets.Synthetic",
-    "folder": "src.data.datasets.Folder",
-    "csv": "src.data.datasets.Csv",
-    "timm": "src.data.timm_datasets.TimmImages",
+    "folder": "timm_parallel.data.folder.FolderDataset",
+    "csv": "timm_parallel.data.csv_listing.CsvDataset",
+    "timm": "src.data.datasets.TimmImages",
 }
 # Datasets made in memory. They have one image size and do not read data.root.
 MADE_IN_MEMORY = ("digits", "synthetic")

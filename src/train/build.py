@@ -26,10 +26,9 @@ from src.train.optim import build_optimizer, build_schedule, waits_for_scaler
 from src.train.step import AUTOCAST, Autocast, TrainStep, set_matmul_precision
 from timm_parallel.config.timm_names import is_timm_dataset
 from timm_parallel.config.validate import refuse
-from timm_parallel.data.dataset import rows_of, train_labels
-from timm_parallel.data.loader import BatchFetcher, Loader, TrainLoader, num_workers
+from timm_parallel.data.dataset import InMemory
+from timm_parallel.data.loader import Loader, TrainLoader, eval_loader, train_loader
 from timm_parallel.data.prefetch import DevicePrefetcher
-from timm_parallel.data.samplers import EvalSampler, TrainSampler, class_balance, fixed_choice
 from timm_parallel.parallel.lockstep import Lockstep
 from timm_parallel.parallel.strategy import Strategy
 from timm_parallel.runtime.flops import count_flops
@@ -83,19 +82,22 @@ class EvaluationParts:
         mean, std = self.preprocessing.mean, self.preprocessing.std
         self.prefetcher = DevicePrefetcher(strategy.device, mean, std, config.model.channels_last)
         self.evaluation: dict[str, Loader] = {}
-        group = strategy.group
         for name, split in (("val", self.dataset.val), ("test", self.dataset.test)):
             if split is not None:
                 # Resizing to the same size and cropping all of it changes no image.
-                rows = rows_of(split, self.preprocessing.input_size[1:])
+                rows = InMemory.of(split, self.preprocessing.input_size[1:])
                 is_ready = rows is split or (rows is not None and self.preprocessing.crop_pct == 1)
-                transform = None if is_ready else evaluation_transform(self.preprocessing)
-                fetcher = BatchFetcher(
-                    split, self.num_classes, transform, config.seed, config.data.on_error
+                self.evaluation[name] = eval_loader(
+                    split,
+                    self.num_classes,
+                    self.prefetcher,
+                    strategy.group,
+                    batch_size=config.global_batch,
+                    transform=None if is_ready else evaluation_transform(self.preprocessing),
+                    seed=config.seed,
+                    workers=config.data.workers,
+                    on_error=config.data.on_error,
                 )
-                sampler = EvalSampler(len(split), config.global_batch, group.rank, group.world_size)
-                workers = num_workers(config.data, fetcher, strategy.device, group.local_world_size)
-                self.evaluation[name] = Loader(fetcher, sampler, self.prefetcher, workers)
 
 
 class RunParts(EvaluationParts, BuiltRun):  # type: ignore[misc]
@@ -124,8 +126,7 @@ class RunParts(EvaluationParts, BuiltRun):  # type: ignore[misc]
         outputs = config.model.num_classes or self.num_classes
         weights: dict[str, torch.Tensor] = {}
         if config.train.class_weights is not None:
-            labels = train_labels(self.dataset.train, self.train.fetcher.chosen)
-            weights = class_weights(config.train, labels, outputs)
+            weights = class_weights(config.train, self.train.labels(), outputs)
         # Before the strategy wraps or shards the model.
         self.flops_per_step = self._count_flops()
         self.state = self._build_state(weights)
@@ -154,45 +155,30 @@ class RunParts(EvaluationParts, BuiltRun):  # type: ignore[misc]
         self.confusions: dict[str, torch.Tensor] = {}
 
     def _build_train_loader(self) -> TrainLoader:
-        config, split, group = self.config, self.dataset.train, self.strategy.group
-        augment = config.data.augment
-        size = self.image_size
-        rows = rows_of(split, (size, size))
+        config, size, augment = self.config, self.image_size, self.config.data.augment
+        rows = InMemory.of(self.dataset.train, (size, size))
+        # A batch step replaces the transform of each image.
         on_pixels = batch_step(augment, rows, size)
-        transform = (
-            None
-            if on_pixels
-            else train_transform(augment, size, rows is None, self.preprocessing.mean)
-        )
-        chosen = fixed_choice(len(split), config.data.limit_train)
-        weights = (
-            class_balance(train_labels(split, chosen), config.data.balance)
-            if config.data.balance
-            else None
-        )
-        sampler = TrainSampler(
-            len(split) if chosen is None else len(chosen),
-            config.global_batch,
-            group.rank,
-            group.world_size,
-            config.seed,
-            augment.aug_repeats,
-            config.train.accumulate,
-            weights,
-        )
-        fetcher = BatchFetcher(
-            split,
+        transform = None
+        if on_pixels is None:
+            transform = train_transform(augment, size, rows is None, self.preprocessing.mean)
+        return train_loader(
+            self.dataset.train,
             self.num_classes,
-            transform,
-            config.seed,
-            config.data.on_error,
-            substitutes=sampler.num_images,
-            chosen=chosen,
+            self.prefetcher,
+            self.strategy.group,
+            batch_size=config.global_batch,
+            seed=config.seed,
+            transform=transform,
             on_pixels=on_pixels,
             on_normalized=Erasing(augment) if augment.reprob else None,
+            workers=config.data.workers,
+            on_error=config.data.on_error,
+            accumulate=config.train.accumulate,
+            copies=augment.aug_repeats,
+            limit=config.data.limit_train,
+            balance=config.data.balance,
         )
-        workers = num_workers(config.data, fetcher, self.strategy.device, group.local_world_size)
-        return TrainLoader(fetcher, sampler, self.prefetcher, workers)
 
     def _count_flops(self) -> int | None:
         """Count the FLOPs of an optimizer step on rank 0, which writes result.json. Takes a tenth

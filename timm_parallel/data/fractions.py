@@ -45,8 +45,9 @@ def check_splits(listing: Listing, data: DataConfig) -> None:
 
 
 def batches_per_epoch(images: int, batch_size: int, accumulate: int) -> int:
-    """Return the number of full batches. Raises ValueError for too few training images.
-    `batch_size` is the global one.
+    """Return the number of full batches in full optimizer steps of `accumulate` batches.
+
+    Raises ValueError for too few training images. `batch_size` is the global one.
     """
     if images < batch_size:
         raise ValueError(
@@ -59,4 +60,4 @@ def batches_per_epoch(images: int, batch_size: int, accumulate: int) -> int:
             f"train.accumulate={accumulate}: an epoch has {plural(batches, 'batch', 'es')}; use "
             f"{batches} or less"
         )
-    return batches
+    return batches // accumulate * accumulate

@@ -57,6 +57,7 @@ NO_TORCH_AT_THE_TOP = (
     "src/schema.py",
     "src/data/__init__.py",
     "src/data/check.py",
+    "src/data/datasets.py",
     "timm_parallel/data/csv_listing.py",
     "timm_parallel/data/folder.py",
     "timm_parallel/data/fractions.py",
