@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from timm_parallel.class_source import class_attributes
 from timm_parallel.errors import ONE_DEVICE, Problem
 from timm_parallel.keys import (
     ClusterConfig,
@@ -195,7 +196,7 @@ class ModelConfig:
                 f"parallel={whole.parallel.strategy}"
             )
         chosen = f"model.compile={yaml_text(self.compile)}"
-        if self.compile and whole.parallel.strategy in ("dp", "fsdp"):
+        if self.compile and not whole.parallel.compiles:
             yield (
                 f"{chosen}: expected ddp or single, but parallel={whole.parallel.strategy}; "
                 "leave it at false"
@@ -466,7 +467,7 @@ class ParallelConfig:
         "auto", help="auto, single, dp, ddp, fsdp, or `src.parallel.<module>.<Class>` of your own."
     )
     process_per_device: bool | None = key(
-        None, help="Your own strategy: true for a rank per device, else one process."
+        None, help="Your own strategy: a rank per device, or one process; null: as its class says."
     )
     options: dict[str, Any] = key(
         {}, help="For a strategy class of your own: what it reads of `config.options`."
@@ -550,21 +551,39 @@ class ParallelConfig:
         """True if every device has its own process. False under `auto`, which must be resolved
         first.
         """
-        return (
-            self.strategy in ("ddp", "fsdp")
-            if self.process_per_device is None
-            else self.process_per_device
-        )
+        declared = self._declares("process_per_device")
+        return declared if self.process_per_device is None else self.process_per_device
 
     @property
     def has_one_device(self) -> bool:
         """True if the strategy uses one device, whatever the machine has."""
-        return self.strategy == "single"
+        return self._declares("has_one_device")
 
     @property
     def has_one_process(self) -> bool:
         """True if one process drives all devices. It cannot span nodes and has no process group."""
         return self.strategy != "auto" and not self.has_ranks
+
+    @property
+    def shards(self) -> bool:
+        """True if each rank holds a part of every parameter."""
+        return self._declares("shards")
+
+    @property
+    def compiles(self) -> bool:
+        """True if the strategy works with model.compile."""
+        return self._declares("compiles")
+
+    @property
+    def has_buckets(self) -> bool:
+        """True if gradients are copied to buckets, unless gradient_as_bucket_view is true."""
+        return self._declares("has_buckets")
+
+    def _declares(self, attribute: str) -> bool:
+        """Return an attribute of the strategy's class; under `auto` that of the base class."""
+        declared = class_attributes(STRATEGIES.get(self.strategy, self.strategy))
+        base = class_attributes("timm_parallel.parallel.strategy.Strategy")
+        return bool(declared.get(attribute, base[attribute]))
 
     def choose_strategy(self, several: bool) -> None:
         """Replace strategy `auto`: by ddp for `several` devices, by single for one."""
@@ -573,9 +592,9 @@ class ParallelConfig:
 
     def problems(self, whole: Config) -> Iterator[str]:
         strategy = self.strategy
-        if strategy == "single" and self.devices not in ("auto", 1):
+        if self.has_one_device and self.devices not in ("auto", 1):
             message = (
-                f"parallel.devices={self.devices}: single uses one device; choose "
+                f"parallel.devices={self.devices}: {strategy} uses one device; choose "
                 "parallel=ddp or parallel=dp"
             )
             yield Problem(message, ONE_DEVICE)
@@ -586,19 +605,14 @@ class ParallelConfig:
                     f"parallel={strategy}"
                 )
         for name in ("device_ids", "output_device"):
-            without = ("auto", "single", "fsdp") if name == "output_device" else ("auto", "single")
-            if getattr(self, name) is not None and strategy in without:
+            has_none = strategy == "auto" or self.has_one_device
+            has_none |= name == "output_device" and self.shards
+            if getattr(self, name) is not None and has_none:
                 yield (
                     f"parallel.{name}={getattr(self, name)}: an option of dp and ddp, but "
                     f"parallel={strategy}"
                 )
-        if is_own_class(strategy):
-            if self.process_per_device is None:
-                yield (
-                    f"parallel.process_per_device: {strategy} needs it; set true (a rank per "
-                    "device) or false (one process)"
-                )
-        else:
+        if not is_own_class(strategy):
             for name in ("process_per_device", "options"):
                 if getattr(self, name) not in (None, {}):
                     yield (
@@ -686,8 +700,8 @@ class OptimConfig:
         epochs = whole.train.epochs
         if self.clip_mode != "norm" and self.clip_grad is None:
             yield f"optim.clip_mode={self.clip_mode}: has no effect without optim.clip_grad"
-        if whole.parallel.strategy == "fsdp":
-            yield from self._fsdp_problems()
+        if whole.parallel.shards:
+            yield from self._shard_problems(whole.parallel.strategy)
         if self.momentum == 0 and self.opt in NESTEROV and self.kwargs.get("nesterov", True):
             fix = "use optim.opt=momentum, or +optim.kwargs.nesterov=false"
             yield (
@@ -746,20 +760,23 @@ class OptimConfig:
                     "leave it out"
                 )
 
-    def _fsdp_problems(self) -> Iterator[str]:
-        """Yield an error for each setting that needs unsharded tensors, because fsdp shards
+    def _shard_problems(self, strategy: str) -> Iterator[str]:
+        """Yield an error for each setting that needs unsharded tensors, because the strategy shards
         parameters and gradients.
         """
         if self.opt not in OPTIMIZERS_OF_PARTS:
             yield (
-                f"optim.opt={self.opt}: needs whole tensors, but parallel=fsdp; use one of "
+                f"optim.opt={self.opt}: needs whole tensors, but parallel={strategy}; use one of "
                 f"{', '.join(OPTIMIZERS_OF_PARTS)}"
             )
         if self.clip_mode == "agc":
-            yield "optim.clip_mode=agc: needs whole tensors, but parallel=fsdp; use norm or value"
+            yield (
+                f"optim.clip_mode=agc: needs whole tensors, but parallel={strategy}; use norm or "
+                "value"
+            )
         if self.kwargs.get("fused") and self.opt not in ("adam", "adamw"):
             yield (
-                "optim.kwargs.fused=true: torch has it for adam and adamw under fsdp, but "
+                f"optim.kwargs.fused=true: torch has it for adam and adamw under {strategy}, but "
                 f"optim.opt={self.opt}; leave it out"
             )
 

@@ -31,6 +31,8 @@ class FullySharded(Distributed):
     """
 
     shards = True
+    compiles = False
+    has_buckets = False
     # Type in which parameters are gathered, if not their own.
     dtype: torch.dtype | None = None
 

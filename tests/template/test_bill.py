@@ -640,7 +640,6 @@ BUSY = (
 
 LOCAL_SGD = (
     "parallel.strategy=src.parallel.local_sgd.LocalSgd",
-    "parallel.process_per_device=true",
     "parallel.devices=2",
 )
 
@@ -719,7 +718,7 @@ def test_local_sgd_with_period_1_matches_ddp(scratch: Path) -> None:
         (("optimized_metric=val/f2",), "did you mean val/f1"),
         (("train.loss=fokal",), "did you mean focal"),
         (("parallel.strategy=src.parallel.local_sgd.LocalSgt",), "no such strategy"),
-        (("parallel.strategy=src.parallel.local_sgd.LocalSgd",), "parallel.process_per_device"),
+        (("parallel=local_sgd", "parallel.gradient_as_bucket_view=true"), "an option of ddp"),
         (("parallel=ddp", "+parallel.options.a=1"), "parallel.options="),
     ],
 )

@@ -50,9 +50,19 @@ class Strategy:
     BatchNorm statistics equal. `devices` are those that this process drives.
     """
 
+    # What the strategy can do. train.py reads these attributes from the source of the class and of
+    # its bases, to refuse a config before torch is imported: give each a plain True or False.
+    # A process per device, or one process for all devices.
+    process_per_device = False
+    # Uses one device, whatever the machine has.
+    has_one_device = False
     # True if `wrap` leaves each rank a part of every parameter, as a DTensor that `whole` and
     # `part` translate.
     shards = False
+    # Works with model.compile.
+    compiles = True
+    # Copies gradients to buckets to send them, unless parallel.gradient_as_bucket_view is true.
+    has_buckets = False
     # Shown next to the name of the strategy on the console.
     note = ""
 
