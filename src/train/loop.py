@@ -78,6 +78,7 @@ def train_epoch(
         hooks.start_update()
         grad_norm = _clip_gradients(state, config.optim, strategy, needed=is_sync_step)
         _step_optimizer(state)
+        strategy.after_step(step)
         # Read the rate before the schedule sets it for the next step.
         lr = (
             max(float(group["lr"]) for group in state.optimizer.param_groups)

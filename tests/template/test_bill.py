@@ -711,6 +711,30 @@ def test_local_sgd_with_period_1_matches_ddp(scratch: Path) -> None:
         assert other != pytest.approx(ddp, rel=1e-5), key
 
 
+@pytest.mark.slow(seconds=30)
+@pytest.mark.processes
+def test_momentum_of_averages_continues_bit_for_bit_in_a_resumed_run(scratch: Path) -> None:
+    # Without state in the optimizer, of which a checkpoint has rank 0's alone.
+    settings = (
+        *("model=tiny", "optim=sgd", "optim.opt=momentum", "optim.momentum=0"),
+        *("parallel=local_sgd", "parallel.devices=2"),
+        *("+parallel.options.momentum=0.9", "parallel.options.period=2"),
+        *("train.epochs=4", "train.max_steps=null"),
+    )
+    line = "python train.py"
+    whole = run(scratch, line, *settings)
+    stopped = run(scratch, line, *settings, "train.max_steps=6")
+    run(scratch, f"{line} resume={stopped}", *settings, folder=stopped)
+    ends = [
+        torch.load(folder / "checkpoints/last.pt", weights_only=True) for folder in (whole, stopped)
+    ]
+    assert [end["progress"]["step"] for end in ends] == [12, 12]
+    moves = [end["strategy"]["state"]["moves"] for end in ends]
+    assert any(move.any() for move in moves[0])
+    for before, after in (moves, [list(end["model"].values()) for end in ends]):
+        assert all(torch.equal(*pair) for pair in zip(before, after, strict=True))
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

@@ -43,8 +43,8 @@ def own_parameters(step: nn.Module, model: nn.Module) -> dict[str, nn.Parameter]
 
 
 class Strategy:
-    """Base class of strategies. Override the ten methods below `__init__`; their defaults suit a
-    single device.
+    """Base class of strategies. Override the methods below `__init__`; their defaults suit a single
+    device.
 
     `group` has the collectives of the ranks, `telemetry` measures the devices, `buffers` keeps
     BatchNorm statistics equal. `devices` are those that this process drives.
@@ -123,6 +123,24 @@ class Strategy:
         accumulated step.
         """
         return nullcontext()
+
+    def after_step(self, step: int) -> None:
+        """Change the weights after optimizer step `step`, counted from 1, before model.ema averages
+        them.
+        """
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the strategy for a checkpoint: tensors, as `whole` reads them, and
+        plain values.
+
+        All ranks call it, and rank 0's is saved.
+        """
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load what `state_dict` returned, after `wrap`. Not called if another strategy saved the
+        checkpoint.
+        """
 
     def lay_out(self, module: nn.Module) -> None:
         """Shard a copy of the model, made before `wrap`, in the same way as `wrap` sharded the
