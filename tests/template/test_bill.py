@@ -16,6 +16,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -622,6 +623,39 @@ def test_custom_training_loop_is_not_stopped_by_watchdog(alone: Callable[[str], 
         line = EXAMPLES["A training loop"].commands[0]
         limits = ("parallel.timeout=4", "data.limit_train=64", "train.max_steps=null")
         assert result(run(copy, line, "model=tiny", *limits, *overrides))["steps"] == 4
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_custom_training_loop_saves_at_sigterm_and_ends_at_max_steps(
+    alone: Callable[[str], Path],
+) -> None:
+    copy = alone("A training loop")
+    file = copy / "src/train/plain_loop.py"
+    slower = file.read_text().replace(
+        "        loss.backward()\n", "        loss.backward()\n        time.sleep(0.5)\n"
+    )
+    file.write_text(
+        slower.replace("from typing import Any\n", "import time\nfrom typing import Any\n")
+    )
+    for overrides in STRATEGIES:
+        folder = copy / "runs" / overrides[0]
+        settings = [*SMALL, "model=tiny", "data.limit_train=160", "train.max_steps=8", *overrides]
+        command = [sys.executable, "train.py", *settings, f"hydra.run.dir={folder}"]
+        log = folder / "metrics.jsonl"
+        with subprocess.Popen(command, cwd=copy) as training:
+            deadline = time.monotonic() + 120
+            while not (log.exists() and log.read_text()) and time.monotonic() < deadline:
+                time.sleep(0.1)
+            training.terminate()
+            training.wait(60)
+        saved = torch.load(folder / "checkpoints/last.pt", weights_only=True)["progress"]["step"]
+        assert 1 <= saved < 8
+        line = f"python train.py resume={folder} train.max_steps=8"
+        numbers = result(run(copy, line, "data.limit_train=160", folder=folder))
+        assert numbers["steps"] == 8
+        assert numbers["train"].keys() == {"loss", "acc"}
+        assert numbers["images_per_sec"] > 0
 
 
 BUSY = (
