@@ -641,7 +641,7 @@ def strategy_options() -> dict[str, str]:
 class OptimConfig:
     """Optimizer and schedule, with timm's names."""
 
-    opt: str = key("adamw", help="Any optimizer that timm knows, by its name there.")
+    opt: str = key("adamw", help="Any timm optimizer, or `src.<module>.<Class>` of your own.")
     lr: float = number(1e-3, gt=0, help="Peak learning rate, before lr_rule.")
     weight_decay: float = number(0.05, ge=0, help="Weight decay; norms and biases have none.")
     momentum: float = number(0.9, ge=0, le=1, help="Momentum, for optimizers that have it.")
@@ -764,7 +764,8 @@ class OptimConfig:
         """Yield an error for each setting that needs unsharded tensors, because the strategy shards
         parameters and gradients.
         """
-        if self.opt not in OPTIMIZERS_OF_PARTS:
+        has_own_rule = class_attributes(self.opt).get("works_on_parts", False)
+        if self.opt not in OPTIMIZERS_OF_PARTS and not has_own_rule:
             yield (
                 f"optim.opt={self.opt}: needs whole tensors, but parallel={strategy}; use one of "
                 f"{', '.join(OPTIMIZERS_OF_PARTS)}"

@@ -42,6 +42,7 @@ BILL = {
     "A loss with parameters": 1,
     "An auxiliary loss": 1,
     "A parameter-group rule": 1,
+    "An optimizer": 1,
     "A schedule": 2,
     "Regression": 5,
     "A training loop": 2,
@@ -395,6 +396,20 @@ class TestCommands:
             matrices = [name for name, weight in model.named_parameters() if weight.ndim > 1]
             decayed = [name for name in matrices if "embed" not in name and "token" not in name]
             assert len(groups[1]["params"]) == len(decayed)
+
+    def test_custom_optimizer_trains_equally_under_single_ddp_and_fsdp(self, scratch: Path) -> None:
+        curves = []
+        for overrides in (*STRATEGIES, ("parallel=fsdp", "parallel.devices=2")):
+            line = EXAMPLES["An optimizer"].commands[0]
+            folder = run(scratch, line, "model=tiny", *overrides)
+            saved = torch.load(folder / "checkpoints/last.pt", weights_only=True)["optimizer"]
+            assert saved["kind"] == "Signum"
+            assert [group["weight_decay"] for group in saved["param_groups"]] == [0.0, 0.05]
+            lines = read_lines(folder / "metrics.jsonl")
+            curves.append([line["train/loss"] for line in lines if "train/loss" in line])
+        assert len(curves[0]) == 3
+        assert curves[1] == pytest.approx(curves[0], rel=1e-3)
+        assert curves[2] == pytest.approx(curves[0], rel=1e-3)
 
     def test_custom_schedule_sets_learning_rates_and_refuses_unused_warmup_epochs(
         self, scratch: Path

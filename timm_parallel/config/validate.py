@@ -156,7 +156,7 @@ def _training(config: Config) -> Iterator[str]:
         ("checkpoint.metric", config.checkpoint.metric, val_metrics),
         ("optimized_metric", config.objective, objectives()),
     ):
-        if key == "train.loss" and is_own_class(name):
+        if key in ("optim.opt", "train.loss") and is_own_class(name):
             yield from _own_class(key, name)
         elif name not in known:
             yield f"{key}={name}: unknown{hint(name, known)}"
