@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from timm_parallel import keys
+from timm_parallel.class_source import class_attributes
 from timm_parallel.config import timm_rules
 from timm_parallel.config.suggest import hint
 from timm_parallel.config.validate import own_class_problems
@@ -193,7 +194,7 @@ class ModelConfig(keys.ModelConfig):
                 f"parallel={whole.parallel.strategy}"
             )
         chosen = f"model.compile={yaml_text(self.compile)}"
-        if self.compile and whole.parallel.strategy in ("dp", "fsdp"):
+        if self.compile and not whole.parallel.compiles:
             yield (
                 f"{chosen}: expected ddp or single, but parallel={whole.parallel.strategy}; "
                 "leave it at false"
@@ -502,7 +503,10 @@ class OptimConfig(keys.OptimConfig):
     )
 
     def value_problems(self) -> Iterator[str]:
-        yield from timm_rules.optimizer_problems(self.opt)
+        if is_own_class(self.opt):
+            yield from own_class_problems("optim.opt", self.opt)
+        else:
+            yield from timm_rules.optimizer_problems(self.opt)
 
     def problems(self, whole: Config) -> Iterator[str]:
         """Yield an error message for each key that has no effect, or does not fit the schedule or
@@ -511,8 +515,8 @@ class OptimConfig(keys.OptimConfig):
         epochs = whole.train.epochs
         if self.clip_mode != "norm" and self.clip_grad is None:
             yield f"optim.clip_mode={self.clip_mode}: has no effect without optim.clip_grad"
-        if whole.parallel.strategy == "fsdp":
-            yield from self._fsdp_problems()
+        if whole.parallel.shards:
+            yield from self._shard_problems(whole.parallel.strategy)
         if self.momentum == 0 and self.opt in NESTEROV and self.kwargs.get("nesterov", True):
             fix = "use optim.opt=momentum, or +optim.kwargs.nesterov=false"
             yield (
@@ -571,20 +575,24 @@ class OptimConfig(keys.OptimConfig):
                     "leave it out"
                 )
 
-    def _fsdp_problems(self) -> Iterator[str]:
-        """Yield an error for each setting that needs unsharded tensors, because fsdp shards
+    def _shard_problems(self, strategy: str) -> Iterator[str]:
+        """Yield an error for each setting that needs unsharded tensors, because the strategy shards
         parameters and gradients.
         """
-        if self.opt not in OPTIMIZERS_OF_PARTS:
+        has_own_rule = class_attributes(self.opt).get("works_on_parts", False)
+        if self.opt not in OPTIMIZERS_OF_PARTS and not has_own_rule:
             yield (
-                f"optim.opt={self.opt}: needs whole tensors, but parallel=fsdp; use one of "
+                f"optim.opt={self.opt}: needs whole tensors, but parallel={strategy}; use one of "
                 f"{', '.join(OPTIMIZERS_OF_PARTS)}"
             )
         if self.clip_mode == "agc":
-            yield "optim.clip_mode=agc: needs whole tensors, but parallel=fsdp; use norm or value"
+            yield (
+                f"optim.clip_mode=agc: needs whole tensors, but parallel={strategy}; use norm or "
+                "value"
+            )
         if self.kwargs.get("fused") and self.opt not in ("adam", "adamw"):
             yield (
-                "optim.kwargs.fused=true: torch has it for adam and adamw under fsdp, but "
+                f"optim.kwargs.fused=true: torch has it for adam and adamw under {strategy}, but "
                 f"optim.opt={self.opt}; leave it out"
             )
 

@@ -5,6 +5,9 @@ their formulas.
 from __future__ import annotations
 
 import math
+import sys
+from types import ModuleType
+from typing import Any
 
 import pytest
 import timm.optim
@@ -214,3 +217,46 @@ def test_learning_rate_by_epoch_does_not_depend_on_steps_per_epoch(sched: str) -
         rates(f"optim.sched={sched}", steps_per_epoch=40),
     )
     assert few == pytest.approx(many[::4], abs=0.02)
+
+
+class Signs(torch.optim.Optimizer):
+    """Optimizer of a fork."""
+
+    works_on_parts = True
+
+    def __init__(self, params: Any, lr: float, weight_decay: float, momentum: float) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
+
+
+@pytest.fixture
+def own_optimizer(monkeypatch: pytest.MonkeyPatch) -> str:
+    """Return the dotted name of `Signs` in a module of src/."""
+    module = ModuleType("src.train.signs")
+    module.Signs, module.Module = Signs, nn.Module  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return "src.train.signs.Signs"
+
+
+def test_own_optimizer_gets_the_parameter_groups_and_settings_of_timm(own_optimizer: str) -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+    config = OptimConfig(opt=own_optimizer, momentum=0.3, weight_decay=0.2)
+    optimizer = build_optimizer(config, 0.1, model)
+    assert type(optimizer) is Signs
+    groups = [
+        {name: group[name] for name in ("lr", "weight_decay", "momentum")}
+        for group in optimizer.param_groups
+    ]
+    assert groups == [{"lr": 0.1, "weight_decay": decay, "momentum": 0.3} for decay in (0.0, 0.2)]
+
+
+def test_own_optimizer_refuses_unknown_arguments_and_other_classes(own_optimizer: str) -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=r"^optim\.kwargs=\{'gamma': 1\}: "):
+        build_optimizer(OptimConfig(opt=own_optimizer, kwargs={"gamma": 1}), 0.1, model)
+    with pytest.raises(ValueError, match=r"^optim\.opt=src\.train\.signs\.Module: "):
+        build_optimizer(OptimConfig(opt="src.train.signs.Module"), 0.1, model)
+
+
+def test_misspelled_class_of_an_own_optimizer_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^optim\.opt=src\.train\.optim\.Signs: no such class"):
+        resolved("optim.opt=src.train.optim.Signs")

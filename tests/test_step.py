@@ -14,7 +14,7 @@ from src.parallel import build_strategy
 from src.schema import ResolvedConfig
 from src.train.build import RunParts
 from src.train.loop import train_epoch
-from src.train.step import TrainStep
+from src.train.step import Autocast, TrainStep
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.testing.configs import resolved
 from timm_parallel.testing.ranks import in_ranks
@@ -89,3 +89,11 @@ def test_train_accuracy_ignores_outputs_beyond_the_classes_of_the_data() -> None
     step = TrainStep(nn.Identity(), nn.CrossEntropyLoss(), num_classes=2)
     _, metrics = step(torch.tensor([[0.0, 1.0, 9.0], [1.0, 0.0, 9.0]]), torch.tensor([1, 1]))
     assert metrics["acc"] == 0.5
+
+
+def test_train_step_gives_its_model_and_dtype_with_and_without_autocast() -> None:
+    model = nn.Identity()
+    for wrapped, dtype in ((model, None), (Autocast(model, "cpu", torch.bfloat16), torch.bfloat16)):
+        step = TrainStep(wrapped, nn.CrossEntropyLoss())
+        assert step.bare_model is model
+        assert step.dtype == dtype

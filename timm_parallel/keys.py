@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from timm_parallel.class_source import class_attributes
 from timm_parallel.errors import ONE_DEVICE, Problem
 
 # Built-in trackers: name of the package, and of the file in timm_parallel/trackers/ -> class.
@@ -282,7 +283,7 @@ class ParallelConfig:
         "auto", help="auto, single, dp, ddp, fsdp, or `src.parallel.<module>.<Class>` of your own."
     )
     process_per_device: bool | None = key(
-        None, help="Your own strategy: true for a rank per device, else one process."
+        None, help="Your own strategy: a rank per device, or one process; null: as its class says."
     )
     options: dict[str, Any] = key(
         {}, help="For a strategy class of your own: what it reads of `config.options`."
@@ -366,21 +367,39 @@ class ParallelConfig:
         """True if every device has its own process. False under `auto`, which must be resolved
         first.
         """
-        return (
-            self.strategy in ("ddp", "fsdp")
-            if self.process_per_device is None
-            else self.process_per_device
-        )
+        declared = self._declares("process_per_device")
+        return declared if self.process_per_device is None else self.process_per_device
 
     @property
     def has_one_device(self) -> bool:
         """True if the strategy uses one device, whatever the machine has."""
-        return self.strategy == "single"
+        return self._declares("has_one_device")
 
     @property
     def has_one_process(self) -> bool:
         """True if one process drives all devices. It cannot span nodes and has no process group."""
         return self.strategy != "auto" and not self.has_ranks
+
+    @property
+    def shards(self) -> bool:
+        """True if each rank holds a part of every parameter."""
+        return self._declares("shards")
+
+    @property
+    def compiles(self) -> bool:
+        """True if the strategy works with model.compile."""
+        return self._declares("compiles")
+
+    @property
+    def has_buckets(self) -> bool:
+        """True if gradients are copied to buckets, unless gradient_as_bucket_view is true."""
+        return self._declares("has_buckets")
+
+    def _declares(self, attribute: str) -> bool:
+        """Return an attribute of the strategy's class; under `auto` that of the base class."""
+        declared = class_attributes(self.strategy)
+        base = class_attributes("timm_parallel.parallel.strategy.Strategy")
+        return bool(declared.get(attribute, base[attribute]))
 
     def choose_strategy(self, several: bool) -> None:
         """Replace strategy `auto`: by ddp for `several` devices, by single for one."""
@@ -389,9 +408,9 @@ class ParallelConfig:
 
     def problems(self, whole: Config) -> Iterator[str]:
         strategy = self.strategy
-        if strategy == "single" and self.devices not in ("auto", 1):
+        if self.has_one_device and self.devices not in ("auto", 1):
             message = (
-                f"parallel.devices={self.devices}: single uses one device; choose "
+                f"parallel.devices={self.devices}: {strategy} uses one device; choose "
                 "parallel=ddp or parallel=dp"
             )
             yield Problem(message, ONE_DEVICE)
@@ -402,19 +421,14 @@ class ParallelConfig:
                     f"parallel={strategy}"
                 )
         for name in ("device_ids", "output_device"):
-            without = ("auto", "single", "fsdp") if name == "output_device" else ("auto", "single")
-            if getattr(self, name) is not None and strategy in without:
+            has_none = strategy == "auto" or self.has_one_device
+            has_none |= name == "output_device" and self.shards
+            if getattr(self, name) is not None and has_none:
                 yield (
                     f"parallel.{name}={getattr(self, name)}: an option of dp and ddp, but "
                     f"parallel={strategy}"
                 )
-        if is_own_class(strategy):
-            if self.process_per_device is None:
-                yield (
-                    f"parallel.process_per_device: {strategy} needs it; set true (a rank per "
-                    "device) or false (one process)"
-                )
-        else:
+        if not is_own_class(strategy):
             for name in ("process_per_device", "options"):
                 if getattr(self, name) not in (None, {}):
                     yield (
@@ -443,7 +457,7 @@ def strategy_options() -> dict[str, str]:
 class OptimConfig:
     """Keys of the optimizer that the library reads. src/schema.py adds the others."""
 
-    opt: str = key("adamw", help="Any optimizer that timm knows, by its name there.")
+    opt: str = key("adamw", help="Any timm optimizer, or `src.<module>.<Class>` of your own.")
     lr: float = number(1e-3, gt=0, help="Peak learning rate, before lr_rule.")
 
 

@@ -13,6 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from timm_parallel.class_source import name_classes
 from timm_parallel.keys import Config, ResolvedConfig, ResolvedParallel
 from timm_parallel.machine.process import import_class, imports_without_gc
 from timm_parallel.metric import Metric
@@ -50,6 +51,7 @@ class Project(Generic[C, R]):
     def __post_init__(self) -> None:
         global _current
         _current = self
+        name_classes(self.strategies)
 
     def own(self, config: Config) -> C:
         """Return a config with the type that the project gave it."""

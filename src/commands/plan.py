@@ -171,7 +171,7 @@ def _step(
         if isinstance(value, Tensor)
     )
     parallel = config.parallel
-    parts = (parallel.shard_size or parallel.devices) if parallel.strategy == "fsdp" else 1
+    parts = (parallel.shard_size or parallel.devices) if parallel.shards else 1
     memory = Bytes(
         weights=_size(weights) // parts,
         gradients=_size(gradients) // parts,
@@ -180,7 +180,7 @@ def _step(
         activations=sum(storage.nbytes() for storage in saved.values()),
         batch=_size([images, targets]),
         buckets=_size(gradients)
-        if parallel.strategy == "ddp" and not parallel.gradient_as_bucket_view
+        if parallel.has_buckets and not parallel.gradient_as_bucket_view
         else 0,
         gathered=_gathered(config, model) if parts > 1 else 0,
     )

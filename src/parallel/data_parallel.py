@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 class DataParallelStrategy(Strategy):
     """DataParallel strategy: one process drives all `devices`."""
 
+    compiles = False
+
     def __init__(self, config: ResolvedParallel, ranks: Ranks, store: Store | None = None) -> None:
         super().__init__(config, ranks, store)
         if config.accelerator == "cpu":

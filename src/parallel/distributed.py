@@ -26,6 +26,9 @@ from timm_parallel.parallel.strategy import Strategy
 class Distributed(Strategy):
     """DistributedDataParallel strategy: each rank drives one device."""
 
+    process_per_device = True
+    has_buckets = True
+
     def choose_devices(self, ranks: Ranks) -> list[torch.device]:
         if self.config.accelerator != "cuda":
             return [torch.device("cpu")]

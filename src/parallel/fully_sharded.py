@@ -31,6 +31,8 @@ class FullySharded(Distributed):
     """
 
     shards = True
+    compiles = False
+    has_buckets = False
     # Type in which parameters are gathered, if not their own.
     dtype: torch.dtype | None = None
 
@@ -39,8 +41,7 @@ class FullySharded(Distributed):
         return shards.device_mesh(self.device, self.group.world_size, self.config.shard_size)
 
     def wrap(self, step: Any) -> nn.Module:
-        # step.model is the model under autocast.
-        self.model, self.dtype = step.model.model, step.model.dtype
+        self.model, self.dtype = step.bare_model, step.dtype
         # As DDP does. Otherwise, parts of ranks with different initial weights would form the
         # model.
         for tensor in (*step.parameters(), *step.buffers()):

@@ -12,6 +12,8 @@ from timm_parallel.parallel.strategy import Strategy
 class Single(Strategy):
     """Single-device strategy: runs the training step unchanged."""
 
+    has_one_device = True
+
     def wrap(self, step: Any) -> nn.Module:
         module: nn.Module = step
         return module

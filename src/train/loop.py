@@ -1,8 +1,7 @@
 """The training loop: tensors in, numbers out. It does not use files, loggers or Hydra; run.py
 writes its numbers.
 
-A sync step is a step to log or save at, or the last of an epoch. Between two of them nothing waits
-for the device: losses and metrics stay there, and are fetched once, summed over the ranks.
+Losses and metrics stay on the device until a step that is logged or saved (EpochSteps).
 """
 
 from __future__ import annotations
@@ -18,11 +17,10 @@ from torch import Tensor, nn
 from src.schema import Config, OptimConfig
 from src.train.optim import clip_adaptively
 from timm_parallel.data.prefetch import Batch
-from timm_parallel.faults.liveness import BACKWARD, FORWARD, READING
+from timm_parallel.faults.liveness import BACKWARD
 from timm_parallel.parallel.strategy import Strategy
-from timm_parallel.runtime.determinism import seed_step
+from timm_parallel.runtime.epoch_steps import EpochSteps
 from timm_parallel.runtime.interfaces import TrainState
-from timm_parallel.runtime.metric_window import MetricWindow
 from timm_parallel.runtime.step_hooks import StepHooks
 
 Mix = Callable[[Tensor, Tensor, int], Batch]  # images, targets, epoch
@@ -52,85 +50,60 @@ def train_epoch(
     Updates `state`. Raises NotFiniteError for a loss that is not finite, on all ranks at the same
     step.
     """
-    progress, window = state.progress, MetricWindow(strategy.device)
-    last_step = config.train.max_steps or math.inf
-    # Without this check, no step would follow and the epoch would never end.
-    if progress.step_in_epoch > steps_per_epoch:
-        raise RuntimeError(
-            f"the checkpoint is at step {progress.step_in_epoch} of its epoch, but an epoch now "
-            f"has {steps_per_epoch} steps: the training data changed after it was saved"
-        )
+    steps = EpochSteps(state.progress, config, strategy, hooks, steps_per_epoch)
+    accumulate = config.train.accumulate
     state.wrapped.train()
-    while progress.step_in_epoch < steps_per_epoch and progress.step < last_step:
-        step = progress.step + 1
-        is_sync_step = _is_logged_or_saved(step, config) or step == last_step
-        is_sync_step |= progress.step_in_epoch + 1 == steps_per_epoch
-        hooks.start_step(step)
-        seed_step(config.seed, step, strategy.group.rank, strategy.devices)
-
+    for step in steps:
         # Compute the gradients of the step.
-        for index in range(config.train.accumulate):
-            is_last = index + 1 == config.train.accumulate
+        for index in range(accumulate):
+            images, targets = _fetch(state, steps, batches, mix)
+            is_last = index + 1 == accumulate
             with nullcontext() if is_last else strategy.skip_sync(state.wrapped):
-                _add_batch(state, batches, config.train.accumulate, window, hooks, mix)
+                loss, metrics = _add_gradients(state, hooks, images, targets, accumulate)
+            steps.add(loss, metrics, len(images))
 
         # Update the weights, then what follows them.
         hooks.start_update()
-        grad_norm = _clip_gradients(state, config.optim, strategy, needed=is_sync_step)
+        grad_norm = _clip_gradients(state, config.optim, strategy, needed=steps.is_sync_step)
         _step_optimizer(state)
+        strategy.after_step(step)
         # Read the rate before the schedule sets it for the next step.
         lr = (
             max(float(group["lr"]) for group in state.optimizer.param_groups)
-            if is_sync_step
+            if steps.is_sync_step
             else math.nan
         )
         if state.ema is not None:
             state.ema.update(state.model, step)
-        progress.step, progress.step_in_epoch = step, progress.step_in_epoch + 1
-        state.schedule.step_update(progress.schedule_step(steps_per_epoch))
 
         # Synchronize and report.
-        stops = hooks.end_step()
-        if is_sync_step or stops:
-            progress.add_steps(window.fetch(strategy.group))
-            hooks.synchronized()
-        if is_sync_step:
-            yield StepReport(
-                progress.close_window(), lr, None if grad_norm is None else grad_norm.item()
-            )
+        means = steps.end()
+        state.schedule.step_update(state.progress.schedule_step(steps_per_epoch))
+        if means is not None:
+            yield StepReport(means, lr, None if grad_norm is None else grad_norm.item())
             # The caller may have switched to evaluation mode.
             state.wrapped.train()
-        if stops:
-            return
 
 
-def _is_logged_or_saved(step: int, config: Config) -> bool:
-    every = config.checkpoint.every_steps
-    return step % config.train.log_every == 0 or (every is not None and step % every == 0)
+def _fetch(
+    state: TrainState, steps: EpochSteps, batches: Iterator[Batch], mix: Mix | None
+) -> Batch:
+    """Return the next batch, with mixup or cutmix."""
+    images, targets = steps.fetch(batches)
+    return (images, targets) if mix is None else mix(images, targets, state.progress.epoch)
 
 
-def _add_batch(
-    state: TrainState,
-    batches: Iterator[Batch],
-    accumulate: int,
-    window: MetricWindow,
-    hooks: StepHooks,
-    mix: Mix | None,
-) -> None:
-    """Train on one batch: add its gradients, divided by `accumulate`,
-    to the gradients of the step.
+def _add_gradients(
+    state: TrainState, hooks: StepHooks, images: Tensor, targets: Tensor, accumulate: int
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Add the gradients of a batch, divided by `accumulate`, to those of the step. Return its loss
+    and metrics.
     """
-    hooks.at(READING)
-    images, targets = next(batches)
-    hooks.at(FORWARD)
-    if mix is not None:
-        images, targets = mix(images, targets, state.progress.epoch)
     loss, metrics = state.wrapped(images, targets)
-    window.add(state.progress.step + 1, loss, metrics, len(images))
-    if accumulate > 1:
-        loss = loss / accumulate
+    scaled = loss / accumulate if accumulate > 1 else loss
     hooks.at(BACKWARD)
-    (loss if state.scaler is None else state.scaler.scale(loss)).backward()
+    (scaled if state.scaler is None else state.scaler.scale(scaled)).backward()
+    return loss.detach(), metrics
 
 
 def _clip_gradients(

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from timm.optim import create_optimizer_v2, get_optimizer_class
+from timm.optim._optim_factory import OptimInfo, default_registry
 from timm.scheduler import create_scheduler_v2
 from timm.scheduler.scheduler import Scheduler
 from timm.utils.agc import unitwise_norm
@@ -18,6 +19,8 @@ from torch import Tensor, nn
 from src.models.freeze import head_names
 from src.schema import OptimConfig, TrainConfig
 from timm_parallel.errors import refuse_wrong_arguments
+from timm_parallel.keys import is_own_class
+from timm_parallel.machine.process import import_class
 from timm_parallel.parallel.strategy import own_parameters
 
 # Optimizers whose fused kernel can update a parameter of which each rank has a part.
@@ -38,8 +41,9 @@ def build_optimizer(
     loss.
     """
     kwargs = dict(config.kwargs)
+    name = _register(config.opt) if is_own_class(config.opt) else config.opt
     try:
-        optimizer_class = get_optimizer_class(config.opt, bind_defaults=False)
+        optimizer_class = get_optimizer_class(name, bind_defaults=False)
     # Some optimizers need Apex or bitsandbytes.
     except (AssertionError, ImportError) as error:
         raise ValueError(
@@ -63,7 +67,7 @@ def build_optimizer(
     ):
         optimizer = create_optimizer_v2(
             model,
-            opt=config.opt,
+            opt=name,
             lr=lr,
             weight_decay=config.weight_decay,
             momentum=config.momentum,
@@ -77,6 +81,19 @@ def build_optimizer(
         head = [parameter for name, parameter in model.named_parameters() if name in names]
         _scale(optimizer, [*head, *own.values()], config.head_lr_scale)
     return optimizer
+
+
+def _register(dotted: str) -> str:
+    """Register your optimizer class with timm, which then builds its parameter groups. Return its
+    name there.
+    """
+    optimizer_class = import_class(dotted)
+    if not issubclass(optimizer_class, torch.optim.Optimizer):
+        raise ValueError(f"optim.opt={dotted}: expected a class that extends torch.optim.Optimizer")
+    has_momentum = "momentum" in inspect.signature(optimizer_class).parameters
+    info = OptimInfo("own", optimizer_class, has_betas=True, has_momentum=has_momentum)
+    default_registry.register(info)
+    return info.name
 
 
 def _add_groups(

@@ -42,6 +42,16 @@ class TrainStep(nn.Module):
         )
         self.frozen = frozen_modules(model)
 
+    @property
+    def bare_model(self) -> nn.Module:
+        """The model without autocast, before a strategy replaces `model` by its wrapper."""
+        return self.model.model if isinstance(self.model, Autocast) else self.model
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The autocast dtype of the model; None: full precision."""
+        return self.model.dtype if isinstance(self.model, Autocast) else None
+
     def train(self, mode: bool = True) -> TrainStep:
         """Switch to training mode, except for frozen modules (model.freeze), to keep BatchNorm and
         dropout fixed.

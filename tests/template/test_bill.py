@@ -16,6 +16,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +42,7 @@ BILL = {
     "A loss with parameters": 1,
     "An auxiliary loss": 1,
     "A parameter-group rule": 1,
+    "An optimizer": 1,
     "A schedule": 2,
     "Regression": 5,
     "A training loop": 2,
@@ -401,6 +403,20 @@ class TestCommands:
             decayed = [name for name in matrices if "embed" not in name and "token" not in name]
             assert len(groups[1]["params"]) == len(decayed)
 
+    def test_custom_optimizer_trains_equally_under_single_ddp_and_fsdp(self, scratch: Path) -> None:
+        curves = []
+        for overrides in (*STRATEGIES, ("parallel=fsdp", "parallel.devices=2")):
+            line = EXAMPLES["An optimizer"].commands[0]
+            folder = run(scratch, line, "model=tiny", *overrides)
+            saved = torch.load(folder / "checkpoints/last.pt", weights_only=True)["optimizer"]
+            assert saved["kind"] == "Signum"
+            assert [group["weight_decay"] for group in saved["param_groups"]] == [0.0, 0.05]
+            lines = read_lines(folder / "metrics.jsonl")
+            curves.append([line["train/loss"] for line in lines if "train/loss" in line])
+        assert len(curves[0]) == 3
+        assert curves[1] == pytest.approx(curves[0], rel=1e-3)
+        assert curves[2] == pytest.approx(curves[0], rel=1e-3)
+
     def test_custom_schedule_sets_learning_rates_and_refuses_unused_warmup_epochs(
         self, scratch: Path
     ) -> None:
@@ -631,6 +647,39 @@ def test_custom_training_loop_is_not_stopped_by_watchdog(alone: Callable[[str], 
         assert result(run(copy, line, "model=tiny", *limits, *overrides))["steps"] == 4
 
 
+@pytest.mark.slow
+@pytest.mark.processes
+def test_custom_training_loop_saves_at_sigterm_and_ends_at_max_steps(
+    alone: Callable[[str], Path],
+) -> None:
+    copy = alone("A training loop")
+    file = copy / "src/train/plain_loop.py"
+    slower = file.read_text().replace(
+        "        loss.backward()\n", "        loss.backward()\n        time.sleep(0.5)\n"
+    )
+    file.write_text(
+        slower.replace("from typing import Any\n", "import time\nfrom typing import Any\n")
+    )
+    for overrides in STRATEGIES:
+        folder = copy / "runs" / overrides[0]
+        settings = [*SMALL, "model=tiny", "data.limit_train=160", "train.max_steps=8", *overrides]
+        command = [sys.executable, "train.py", *settings, f"hydra.run.dir={folder}"]
+        log = folder / "metrics.jsonl"
+        with subprocess.Popen(command, cwd=copy) as training:
+            deadline = time.monotonic() + 120
+            while not (log.exists() and log.read_text()) and time.monotonic() < deadline:
+                time.sleep(0.1)
+            training.terminate()
+            training.wait(60)
+        saved = torch.load(folder / "checkpoints/last.pt", weights_only=True)["progress"]["step"]
+        assert 1 <= saved < 8
+        line = f"python train.py resume={folder} train.max_steps=8"
+        numbers = result(run(copy, line, "data.limit_train=160", folder=folder))
+        assert numbers["steps"] == 8
+        assert numbers["train"].keys() == {"loss", "acc"}
+        assert numbers["images_per_sec"] > 0
+
+
 BUSY = (
     "model=patches",
     "train.loss=src.train.poly.PolyLoss",
@@ -647,7 +696,6 @@ BUSY = (
 
 LOCAL_SGD = (
     "parallel.strategy=src.parallel.local_sgd.LocalSgd",
-    "parallel.process_per_device=true",
     "parallel.devices=2",
 )
 
@@ -720,6 +768,30 @@ def test_local_sgd_with_period_1_matches_ddp(scratch: Path) -> None:
         assert other != pytest.approx(ddp, rel=1e-5), key
 
 
+@pytest.mark.slow(seconds=30)
+@pytest.mark.processes
+def test_momentum_of_averages_continues_bit_for_bit_in_a_resumed_run(scratch: Path) -> None:
+    # Without state in the optimizer, of which a checkpoint has rank 0's alone.
+    settings = (
+        *("model=tiny", "optim=sgd", "optim.opt=momentum", "optim.momentum=0"),
+        *("parallel=local_sgd", "parallel.devices=2"),
+        *("+parallel.options.momentum=0.9", "parallel.options.period=2"),
+        *("train.epochs=4", "train.max_steps=null"),
+    )
+    line = "python train.py"
+    whole = run(scratch, line, *settings)
+    stopped = run(scratch, line, *settings, "train.max_steps=6")
+    run(scratch, f"{line} resume={stopped}", *settings, folder=stopped)
+    ends = [
+        torch.load(folder / "checkpoints/last.pt", weights_only=True) for folder in (whole, stopped)
+    ]
+    assert [end["progress"]["step"] for end in ends] == [12, 12]
+    moves = [end["strategy"]["state"]["moves"] for end in ends]
+    assert any(move.any() for move in moves[0])
+    for before, after in (moves, [list(end["model"].values()) for end in ends]):
+        assert all(torch.equal(*pair) for pair in zip(before, after, strict=True))
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -727,7 +799,7 @@ def test_local_sgd_with_period_1_matches_ddp(scratch: Path) -> None:
         (("optimized_metric=val/f2",), "did you mean val/f1"),
         (("train.loss=fokal",), "did you mean focal"),
         (("parallel.strategy=src.parallel.local_sgd.LocalSgt",), "no such strategy"),
-        (("parallel.strategy=src.parallel.local_sgd.LocalSgd",), "parallel.process_per_device"),
+        (("parallel=local_sgd", "parallel.gradient_as_bucket_view=true"), "an option of ddp"),
         (("parallel=ddp", "+parallel.options.a=1"), "parallel.options="),
     ],
 )

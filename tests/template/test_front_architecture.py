@@ -54,6 +54,7 @@ def test_user_code_imports_only_the_permitted_engine_packages() -> None:
         "record",
         "config",
         "errors",
+        "class_source",
         "lab.forecast",
         "keys",
         "app",

@@ -204,10 +204,10 @@ def _missing_here(config: Config, cuda: int, local: int) -> Iterator[str]:
                 "a trial)"
             )
             yield Problem(f"{here}; {reason}", TOO_FEW_DEVICES)
-        if parallel.strategy == "fsdp" and parallel.backend in ("gloo", "mpi"):
+        if parallel.shards and parallel.backend in ("gloo", "mpi"):
             yield (
-                f"parallel.backend={parallel.backend}: fsdp on CUDA needs nccl; leave it at "
-                "auto, or use parallel=ddp"
+                f"parallel.backend={parallel.backend}: {parallel.strategy} on CUDA needs nccl; "
+                "leave it at auto, or use parallel=ddp"
             )
         if (
             parallel.output_device is not None

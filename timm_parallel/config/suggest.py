@@ -4,7 +4,6 @@ text: its import takes 3 s.
 
 from __future__ import annotations
 
-import ast
 import difflib
 import re
 from collections.abc import Iterable, Iterator
@@ -15,6 +14,7 @@ from typing import Any
 import yaml
 from omegaconf.errors import ConfigTypeError, ValidationError
 
+from timm_parallel.class_source import find_class
 from timm_parallel.config.timm_names import timm_models, timm_optimizers
 from timm_parallel.keys import leaves
 from timm_parallel.machine.secrets import is_secret_key
@@ -300,13 +300,7 @@ def _expected(key: str) -> str:
 
 def own_class_exists(name: str) -> bool:
     """Return True if the module in `name` defines its class. The file is parsed, not imported."""
-    module, _, class_name = name.rpartition(".")
-    path = root().joinpath(*module.split("."))
-    for file in (path.with_suffix(".py"), path / "__init__.py"):
-        if file.is_file():
-            nodes = ast.parse(file.read_text(encoding="utf-8")).body
-            return any(isinstance(node, ast.ClassDef) and node.name == class_name for node in nodes)
-    return False
+    return find_class(name) is not None
 
 
 def objectives() -> list[str]:

@@ -43,16 +43,26 @@ def own_parameters(step: nn.Module, model: nn.Module) -> dict[str, nn.Parameter]
 
 
 class Strategy:
-    """Base class of strategies. Override the ten methods below `__init__`; their defaults suit a
-    single device.
+    """Base class of strategies. Override the methods below `__init__`; their defaults suit a single
+    device.
 
     `group` has the collectives of the ranks, `telemetry` measures the devices, `buffers` keeps
     BatchNorm statistics equal. `devices` are those that this process drives.
     """
 
+    # What the strategy can do. train.py reads these attributes from the source of the class and of
+    # its bases, to refuse a config before torch is imported: give each a plain True or False.
+    # A process per device, or one process for all devices.
+    process_per_device = False
+    # Uses one device, whatever the machine has.
+    has_one_device = False
     # True if `wrap` leaves each rank a part of every parameter, as a DTensor that `whole` and
     # `part` translate.
     shards = False
+    # Works with model.compile.
+    compiles = True
+    # Copies gradients to buckets to send them, unless parallel.gradient_as_bucket_view is true.
+    has_buckets = False
     # Shown next to the name of the strategy on the console.
     note = ""
 
@@ -113,6 +123,24 @@ class Strategy:
         accumulated step.
         """
         return nullcontext()
+
+    def after_step(self, step: int) -> None:
+        """Change the weights after optimizer step `step`, counted from 1, before model.ema averages
+        them.
+        """
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the strategy for a checkpoint: tensors, as `whole` reads them, and
+        plain values.
+
+        All ranks call it, and rank 0's is saved.
+        """
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load what `state_dict` returned, after `wrap`. Not called if another strategy saved the
+        checkpoint.
+        """
 
     def lay_out(self, module: nn.Module) -> None:
         """Shard a copy of the model, made before `wrap`, in the same way as `wrap` sharded the

@@ -220,6 +220,7 @@ def snapshot(state: TrainState, strategy: Strategy) -> dict[str, Any]:
         "optimizer": named_state(state.optimizer, state),
         "scaler": None if state.scaler is None else state.scaler.state_dict(),
         "ema": None if state.ema is None else state.ema.module.state_dict(),
+        "strategy": {"kind": strategy.kind, "state": strategy.state_dict()},
     }
     return {
         **tree_map_only(Tensor, partial(_for_file, strategy=strategy), parts),
@@ -280,6 +281,10 @@ def restore(state: TrainState, strategy: Strategy, contents: dict[str, Any]) -> 
     restore_named_state(state.optimizer, state, contents["optimizer"], strategy)
     if state.scaler is not None and contents["scaler"] is not None:
         state.scaler.load_state_dict(contents["scaler"])
+    # Older versions saved no state of a strategy.
+    saved = contents.get("strategy", {})
+    if saved.get("kind") == strategy.kind:
+        strategy.load_state_dict(saved["state"])
 
 
 def restore_weights(state: TrainState, strategy: Strategy, contents: dict[str, Any]) -> None:

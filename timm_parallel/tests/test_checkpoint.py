@@ -22,6 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from src.app import app
 from src.parallel import build_strategy
+from src.parallel.single import Single
 from src.train.build import RunParts
 from src.train.metrics import METRICS
 from src.train.run import run
@@ -161,6 +162,33 @@ def test_checkpoint_restore_reproduces_saved_model_ema_optimizer_and_progress(
             torch.equal(torch.as_tensor(saved[key]), torch.as_tensor(restored[key]))
             for key in saved
         )
+
+
+class Summing(Single):
+    """Strategy with state."""
+
+    total = torch.zeros(2)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"total": self.total}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.total = state["total"]
+
+
+def test_checkpoint_restores_state_of_its_strategy_and_ignores_that_of_another(
+    single: RunParts, tmp_path: Path
+) -> None:
+    before, after, other = (Summing(single.config.parallel, Ranks()) for _ in range(3))
+    before.total, other.kind = torch.tensor([1.0, 2.0]), "src.parallel.other.Other"
+    made_by = {"strategy": "single", "devices": 1}
+    saved = {**checkpoint.snapshot(single.state, before), "classes": [], "made_by": made_by}
+    contents = checkpoint.load(save(tmp_path, saved, 1))
+    for strategy, expected in ((after, [1.0, 2.0]), (other, [0.0, 0.0])):
+        checkpoint.restore(single.state, strategy, contents)
+        assert strategy.total.tolist() == expected
+    del contents["strategy"]
+    checkpoint.restore(single.state, after, contents)
 
 
 def test_checkpoint_restore_starts_ema_from_model_weights_when_ema_is_missing(

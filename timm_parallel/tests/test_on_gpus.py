@@ -203,9 +203,9 @@ def test_dp_places_the_training_loss_on_the_configured_output_device(
     for accumulate in (1, 2):
         window = MetricWindow(strategy.device)
         for _ in range(accumulate):
-            loop._add_batch(
-                state, iter([batch(7, strategy.device)]), accumulate, window, hooks, None
-            )
+            images, targets = batch(7, strategy.device)
+            loss, metrics = loop._add_gradients(state, hooks, images, targets, accumulate)
+            window.add(1, loss, metrics, len(images))
         with pytest.raises(NEEDS_DATA):
             window.fetch(strategy.group)
     assert [loss.device for loss in losses] == [strategy.device] * 3

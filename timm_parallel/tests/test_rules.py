@@ -11,9 +11,11 @@ from dataclasses import dataclass, fields
 
 import pytest
 
-from src.schema import Config, ModelConfig
+from src.schema import STRATEGIES, Config, ModelConfig, OptimConfig
+from timm_parallel.class_source import class_attributes
 from timm_parallel.config.validate import check_combination
 from timm_parallel.keys import ParallelConfig, strategy_options
+from timm_parallel.machine.process import import_class
 from timm_parallel.testing.commands import ROOT
 
 pytestmark = pytest.mark.portable
@@ -44,9 +46,7 @@ def test_option_of_dp_ddp_or_fsdp_is_refused_when_a_different_strategy_is_chosen
     assert set(strategy_options()) <= {entry.name for entry in fields(ParallelConfig)}
     for key, owner in strategy_options().items():
         for strategy in ("auto", "single", "dp", "ddp", "fsdp", "src.parallel.single.Single"):
-            parallel = ParallelConfig(
-                strategy=strategy, process_per_device=False if "." in strategy else None
-            )
+            parallel = ParallelConfig(strategy=strategy)
             setattr(parallel, key, 1)
             if strategy == owner:
                 check_combination(Config(parallel=parallel))
@@ -56,6 +56,34 @@ def test_option_of_dp_ddp_or_fsdp_is_refused_when_a_different_strategy_is_chosen
                 match=rf"parallel\.{key}=1: an option of {owner}, but parallel={strategy}",
             ):
                 check_combination(Config(parallel=parallel))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_class_attributes_of_a_strategy_read_from_source_equal_those_of_its_class(
+    strategy: str,
+) -> None:
+    names = ("process_per_device", "has_one_device", "shards", "compiles", "has_buckets")
+    strategy_class = import_class(STRATEGIES[strategy])
+    read = class_attributes(STRATEGIES[strategy])
+    assert {name: read[name] for name in names} == {
+        name: getattr(strategy_class, name) for name in names
+    }
+
+
+def test_strategy_named_by_its_class_is_bound_by_the_rules_of_its_attributes() -> None:
+    fsdp = ParallelConfig(strategy=STRATEGIES["fsdp"])
+    assert fsdp.has_ranks and not fsdp.has_one_process
+    check_combination(Config(parallel=fsdp, model=ModelConfig(sync_bn=True)))
+    for refused, key in (
+        (Config(parallel=fsdp, model=ModelConfig(compile=True)), "model.compile"),
+        (Config(parallel=fsdp, optim=OptimConfig(opt="muon")), "optim.opt"),
+        (
+            Config(parallel=ParallelConfig(strategy=STRATEGIES["single"], devices=2)),
+            "parallel.devices",
+        ),
+    ):
+        with pytest.raises(ValueError, match=f"^{key}="):
+            check_combination(refused)
 
 
 def test_config_validation_imports_no_torch_timm_or_hydra() -> None:

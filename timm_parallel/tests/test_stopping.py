@@ -15,12 +15,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.distributed import HashStore
 
+from src.parallel.single import Single
 from timm_parallel.faults import heartbeat
 from timm_parallel.faults.stop import StopCoordinator
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.machine.signals import exit_after_stop_signal, stop_handler
+from timm_parallel.runtime.epoch_steps import EpochSteps
+from timm_parallel.runtime.meter import Meter
+from timm_parallel.runtime.progress import Progress
+from timm_parallel.runtime.step_hooks import StepHooks
+from timm_parallel.testing.configs import resolved
 from timm_parallel.testing.ranks import in_ranks
 
 
@@ -30,6 +37,41 @@ def test_stop_request_stops_a_single_process_after_the_current_step() -> None:
     stopping.request(15)
     assert stopping.should_stop() and stopping.stopped
     assert stopping.signal == 15
+
+
+@pytest.mark.parametrize(
+    ("max_steps", "stop_at", "means"),
+    [
+        (3, None, [None, {"loss": 1.5}, {"loss": 3.0}]),
+        ("null", 5, [None, {"loss": 1.5}, None, {"loss": 3.5}, None]),
+        ("null", None, [None, {"loss": 1.5}, None, {"loss": 3.5}, None, {"loss": 5.5}]),
+    ],
+)
+def test_epoch_steps_end_at_max_steps_a_stop_request_or_the_end_of_the_epoch(
+    max_steps: int | str, stop_at: int | None, means: list[dict[str, float] | None]
+) -> None:
+    config = resolved(
+        "parallel=single",
+        "parallel.accelerator=cpu",
+        "train.log_every=2",
+        f"train.max_steps={max_steps}",
+    )
+    strategy, progress = Single(config.parallel, Ranks()), Progress()
+    hooks = StepHooks(Meter(4, 6), strategy.group.stop)
+    steps = EpochSteps(progress, config, strategy, hooks, steps_per_epoch=6)
+    batches = iter([(torch.zeros(4, 1), torch.zeros(4))] * 6)
+    reported = []
+    for step in steps:
+        images, _ = steps.fetch(batches)
+        steps.add(torch.tensor(float(step)), {}, len(images))
+        if step == stop_at:
+            strategy.group.stop.request(signal.SIGTERM)
+        reported.append(steps.end())
+    assert reported == means
+    assert progress.step == progress.step_in_epoch == len(means)
+    # Nothing is lost at a stop between two logged steps.
+    assert progress.epoch_images + progress.window_images == 4 * len(means)
+    assert hooks.meter.steps_timed > 0
 
 
 def test_stop_request_stops_ranks_after_last_step_announced_by_fastest_rank() -> None:

@@ -69,14 +69,14 @@ class RunRecord:
 
     @property
     def devices(self) -> int:
-        """Number of devices, 0 if unknown; for ddp and fsdp, the measured world size, which counts
-        all nodes.
+        """Number of devices, 0 if unknown; with a rank per device, the measured world size, which
+        counts all nodes.
         """
         if not self.result:
             requested = parse_overrides(self.overrides).get("parallel.devices", "")
             return int(requested) if requested.isdigit() else 0
-        world = self.integer("world_size")
-        return world if self.strategy in ("ddp", "fsdp") and world else self.integer("devices") or 0
+        world = self.integer("world_size") or 0
+        return world if world > 1 else self.integer("devices") or 0
 
     @property
     def nodes(self) -> int:

@@ -1,0 +1,75 @@
+"""Read a class from its source. train.py checks a config before it imports torch, so it cannot
+import the classes that the config names.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+# Name in a config -> dotted name, of the classes that the project names (name_classes).
+_named: dict[str, str] = {}
+
+
+def name_classes(named: Mapping[str, str]) -> None:
+    """Let a config name classes otherwise than by their dotted names."""
+    _named.update(named)
+    class_attributes.cache_clear()
+
+
+def find_class(name: str) -> tuple[ast.Module, ast.ClassDef] | None:
+    """Return the parsed module in `name`, `src.<module>.<Class>`, and its class; None if there is
+    no such class.
+    """
+    module, _, class_name = name.rpartition(".")
+    for folder in sys.path:
+        path = Path(folder).joinpath(*module.split("."))
+        for file in (path.with_suffix(".py"), path / "__init__.py"):
+            if file.is_file():
+                tree = ast.parse(file.read_text(encoding="utf-8"))
+                for node in tree.body:
+                    if isinstance(node, ast.ClassDef) and node.name == class_name:
+                        return tree, node
+                return None
+    return None
+
+
+@cache
+def class_attributes(name: str) -> dict[str, Any]:
+    """Return the class attributes that have a plain value, with those of base classes in this
+    project; an empty dict for an unknown class.
+    """
+    name = _named.get(name, name)
+    found = find_class(name)
+    if found is None:
+        return {}
+    tree, node = found
+    module = name.rpartition(".")[0]
+    imported = {
+        alias.asname or alias.name: f"{statement.module}.{alias.name}"
+        for statement in tree.body
+        if isinstance(statement, ast.ImportFrom)
+        for alias in statement.names
+    }
+    attributes: dict[str, Any] = {}
+    # The first base wins, as in Python.
+    for base in reversed(node.bases):
+        first, dot, rest = ast.unparse(base).partition(".")
+        dotted = imported.get(first, f"{module}.{first}") + dot + rest
+        if dotted != name:
+            attributes |= class_attributes(dotted)
+    for statement in node.body:
+        if not isinstance(statement, ast.Assign | ast.AnnAssign) or statement.value is None:
+            continue
+        targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+        for target in targets:
+            # A value that is not plain is left out.
+            attributes.pop(ast.unparse(target), None)
+            with suppress(ValueError):
+                attributes[ast.unparse(target)] = ast.literal_eval(statement.value)
+    return attributes
