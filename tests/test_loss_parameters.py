@@ -37,8 +37,8 @@ from timm_parallel.machine.ranks import Ranks
 from timm_parallel.machine.signals import Stopped
 from timm_parallel.parallel.ddp_timing import has_only_batch_norm_buffers
 from timm_parallel.record.result import read_result
-from timm_parallel.runtime import checkpoint
-from timm_parallel.runtime.optimizer_state import check_is_complete
+from timm_parallel.runtime import checkpoint, restoring, saving
+from timm_parallel.runtime.model_checks import check_is_complete
 from timm_parallel.runtime.replica_checks import parameters_hash
 from timm_parallel.testing.configs import read_lines, resolved
 from timm_parallel.testing.ranks import in_ranks
@@ -159,7 +159,7 @@ def built(*overrides: str) -> RunParts:
 
 
 def saved(run: RunParts) -> dict[str, Any]:
-    return checkpoint.snapshot(run.state, run.strategy)
+    return saving.snapshot(run.state, run.strategy)
 
 
 # Training
@@ -309,7 +309,7 @@ def test_checkpoint_without_the_parameters_of_the_loss_is_refused_in_one_line() 
     other = {**saved(run), "train_step": {name: torch.zeros(3) for name in NAMES}}
     for contents_of_run in (old, other):
         with pytest.raises(ValueError, match=r"train\.loss: .*criterion\.centers") as refusal:
-            checkpoint.restore(built().state, run.strategy, contents_of_run)
+            restoring.restore(built().state, run.strategy, contents_of_run)
         assert "\n" not in str(refusal.value)
 
 
@@ -331,7 +331,7 @@ def test_checkpoint_of_a_built_in_loss_from_before_it_recorded_the_step_resumes(
     )
     contents_of_run = saved(run)
     assert contents_of_run.pop("train_step") == {}
-    checkpoint.restore(other.state, other.strategy, contents_of_run)
+    restoring.restore(other.state, other.strategy, contents_of_run)
     assert parameters_hash(other.state, other.strategy) == parameters_hash(run.state, run.strategy)
 
 

@@ -28,7 +28,7 @@ from timm_parallel.machine.files import write_text
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.metric import Metric
 from timm_parallel.parallel.strategy import Strategy
-from timm_parallel.runtime import checkpoint
+from timm_parallel.runtime import checkpoint, restoring
 from timm_parallel.runtime.determinism import use_deterministic_algorithms
 from timm_parallel.runtime.evaluation import Evaluation, evaluate
 from timm_parallel.runtime.predictions import (
@@ -96,7 +96,7 @@ def evaluate_config(
         tables: list[pd.DataFrame] = []
         for evaluated, name in itertools.product(sets, chosen):
             if contents:
-                checkpoint.fill(model, contents, evaluated)
+                restoring.fill(model, contents, evaluated)
             keeps_rows = predictions is not None and evaluated == predicting
             evaluation = _evaluate_split(config, strategy, model, loaders[name], keeps_rows)
             if keeps_rows and strategy.is_first:

@@ -33,8 +33,12 @@ from timm_parallel.parallel.lockstep import Lockstep
 from timm_parallel.parallel.strategy import Strategy
 from timm_parallel.runtime.flops import count_flops
 from timm_parallel.runtime.interfaces import BuiltRun, TrainState
-from timm_parallel.runtime.model_checks import check_image_size, check_sharded_model, compile_model
-from timm_parallel.runtime.optimizer_state import check_is_complete
+from timm_parallel.runtime.model_checks import (
+    check_image_size,
+    check_is_complete,
+    check_sharded_model,
+    compile_model,
+)
 from timm_parallel.runtime.progress import count_steps
 from timm_parallel.runtime.replica_checks import check_same_data
 from timm_parallel.runtime.step_profiler import build_hooks

@@ -29,11 +29,10 @@ from timm_parallel.machine.signals import Stopped, stop_handler
 from timm_parallel.record.console import Console
 from timm_parallel.record.recorder import Recorder
 from timm_parallel.record.result import write_result
-from timm_parallel.runtime import checkpoint, segments
+from timm_parallel.runtime import checkpoint, restoring, saving, segments
 from timm_parallel.runtime.banner import show_banner, show_end
 from timm_parallel.runtime.determinism import use_deterministic_algorithms
 from timm_parallel.runtime.evaluation import Evaluation, evaluate
-from timm_parallel.runtime.metric_window import check_finite
 from timm_parallel.runtime.progress import Progress
 from timm_parallel.runtime.replica_checks import check_replicas_at_end, check_replicas_at_start
 from timm_parallel.runtime.run_result import make_result
@@ -129,7 +128,7 @@ class Trainer:
         if not self.group.gather(newest is not None)[0]:
             return
         path, contents = newest or ("rank 0's checkpoint", None)
-        segments.continue_from(self.parts, self.group.share_state(contents), self.folder)
+        restoring.continue_from(self.parts, self.group.share_state(contents), self.folder)
         log.info("resumed from %s, step %d", path, self.progress.step)
 
     def is_finished(self) -> bool:
@@ -273,7 +272,7 @@ class Trainer:
         best = self.folder / "checkpoints" / "best.pt"
         if self.group.gather(best.exists())[0]:
             contents = checkpoint.load(best) if self.group.is_first else None
-            checkpoint.restore_weights(self.state, self.strategy, self.group.share_state(contents))
+            restoring.restore_weights(self.state, self.strategy, self.group.share_state(contents))
         self.evaluate("test")
 
     def save(self, is_best: bool) -> None:
@@ -283,8 +282,8 @@ class Trainer:
         parts, config = self.parts, self.config
         self.saved_at = time.monotonic()
         with parts.hooks.aside(SAVING):
-            contents = segments.checkpoint_of(parts)
-            check_finite(
+            contents = saving.checkpoint_of(parts)
+            saving.check_finite(
                 [contents["model"], contents["ema"], contents["train_step"]],
                 self.group,
                 self.progress.step,

@@ -25,7 +25,7 @@ from src.train.run import Trainer
 from src.train.step import Autocast
 from timm_parallel.parallel.blocks import blocks_of, vector_layers
 from timm_parallel.parallel.lockstep import Lockstep
-from timm_parallel.runtime import checkpoint
+from timm_parallel.runtime import checkpoint, restoring, saving
 from timm_parallel.runtime.evaluation import evaluate
 from timm_parallel.testing.configs import resolved
 from timm_parallel.testing.ranks import in_ranks
@@ -170,7 +170,7 @@ def contents_of_checkpoint(ranks: Any, store: Any) -> int:
     parts = built(ranks, store, "contents", "model.ema.decay=0.9")
     parts.state.wrapped(*next(parts.train.epoch(0)))[0].backward()
     parts.state.optimizer.step()
-    saved = checkpoint.snapshot(parts.state, parts.strategy)
+    saved = saving.snapshot(parts.state, parts.strategy)
     tensors = tree_leaves([saved["model"], saved["optimizer"], saved["ema"]])
     assert not any(isinstance(tensor, DTensor) for tensor in tensors)
     parts.strategy.close()
@@ -209,8 +209,8 @@ def three_steps_of_each_optimizer(ranks: Any, store: Any) -> dict[str, Any]:
             state.optimizer.step()
             state.optimizer.zero_grad()
             if step == 1:
-                saved = parts.strategy.group.share_state(checkpoint.snapshot(state, parts.strategy))
-                checkpoint.restore(state, parts.strategy, saved)
+                saved = parts.strategy.group.share_state(saving.snapshot(state, parts.strategy))
+                restoring.restore(state, parts.strategy, saved)
         whole = [
             parts.strategy.whole(parameter.detach()).flatten()
             for parameter in state.model.parameters()

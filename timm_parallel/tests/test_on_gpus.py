@@ -35,7 +35,7 @@ from timm_parallel.machine import hardware
 from timm_parallel.machine.nvidia import Driver
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.parallel.group import ProcessGroup
-from timm_parallel.runtime import checkpoint, segments
+from timm_parallel.runtime import checkpoint, restoring
 from timm_parallel.runtime.determinism import seed_step, use_deterministic_algorithms
 from timm_parallel.runtime.interfaces import TrainState
 from timm_parallel.runtime.meter import Meter
@@ -312,7 +312,7 @@ def test_resume_loads_checkpoint_into_cpu_memory(
     )
     restored: list[Any] = []
     monkeypatch.setattr(
-        segments, "continue_from", lambda run, contents, folder: restored.append(contents)
+        restoring, "continue_from", lambda run, contents, folder: restored.append(contents)
     )
     training.resume()
     tensors = [restored[0]["model"]["weight"], restored[0]["optimizer"]["state"][0]["step"]]
