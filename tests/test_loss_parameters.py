@@ -26,7 +26,7 @@ from src.commands.load import load_trained
 from src.parallel import build_strategy
 from src.parallel.data_parallel import DataParallelStrategy
 from src.schema import ParallelConfig, ResolvedConfig
-from src.train.build import RunParts
+from src.train.build import build_run
 from src.train.loop import _clip_gradients
 from src.train.losses import build_criterion
 from src.train.run import Trainer
@@ -38,6 +38,7 @@ from timm_parallel.machine.signals import Stopped
 from timm_parallel.parallel.ddp_timing import has_only_batch_norm_buffers
 from timm_parallel.record.result import read_result
 from timm_parallel.runtime import checkpoint, restoring, saving
+from timm_parallel.runtime.interfaces import RunParts
 from timm_parallel.runtime.model_checks import check_is_complete
 from timm_parallel.runtime.replica_checks import parameters_hash
 from timm_parallel.testing.configs import read_lines, resolved
@@ -108,7 +109,7 @@ def train(
 
     def stop_if_due(*_: Any) -> None:
         if training.progress.step + 1 == stop_at:
-            training.group.stop.request(signal.SIGTERM)
+            training.strategy.group.stop.request(signal.SIGTERM)
 
     training.state.wrapped.register_forward_hook(stop_if_due)
     try:
@@ -116,7 +117,7 @@ def train(
     except Stopped:
         training.strategy.close()
     finally:
-        training.close()
+        training.run.close()
 
 
 def train_in(folder: Path, config: ResolvedConfig, stop_at: int | None = None) -> Path:
@@ -155,7 +156,7 @@ def built(*overrides: str) -> RunParts:
     """Build a run on one device, with the loss of this file."""
     config = config_of("parallel=single", *overrides)
     torch.manual_seed(0)
-    return RunParts(config, build_strategy(config.parallel, Ranks(), None))
+    return build_run(config, build_strategy(config.parallel, Ranks(), None))
 
 
 def saved(run: RunParts) -> dict[str, Any]:
@@ -263,8 +264,8 @@ def test_checkpoint_of_a_loss_with_a_non_finite_parameter_is_not_saved(tmp_path:
     training = Trainer(config_of("parallel=single"), tmp_path, Ranks(), None)
     training.state.own_parameters["criterion.temperature"].data.fill_(math.nan)
     with pytest.raises(NotFiniteError):
-        training.save(is_best=False)
-    training.close()
+        training.run.save()
+    training.run.close()
     assert not (tmp_path / "checkpoints").exists()
 
 
@@ -327,7 +328,7 @@ def test_built_in_losses_with_class_weights_leave_checkpoints_unchanged(loss: st
 def test_checkpoint_of_a_built_in_loss_from_before_it_recorded_the_step_resumes() -> None:
     config = resolved("parallel=single", "train.class_weights=auto")
     run, other = (
-        RunParts(config, build_strategy(config.parallel, Ranks(), None)) for _ in range(2)
+        build_run(config, build_strategy(config.parallel, Ranks(), None)) for _ in range(2)
     )
     contents_of_run = saved(run)
     assert contents_of_run.pop("train_step") == {}

@@ -20,12 +20,13 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity
 
 from src.parallel import build_strategy
-from src.train.build import RunParts
+from src.train.build import build_run
 from src.train.loop import train_epoch
 from timm_parallel.config.arguments import parse_command_line
 from timm_parallel.config.compose import compose_command
 from timm_parallel.config.resolve import resolve
 from timm_parallel.machine.ranks import Ranks
+from timm_parallel.runtime.interfaces import RunParts
 
 WARM_UP, STEPS = 5, 20
 
@@ -46,7 +47,7 @@ def prepare(*overrides: str) -> RunParts:
     """Build the parts of a run on random images from config overrides."""
     arguments = parse_command_line(["parallel=single", "data=synthetic", *overrides])
     config = resolve(compose_command(arguments).config)
-    return RunParts(config, build_strategy(config.parallel, Ranks(), None))
+    return build_run(config, build_strategy(config.parallel, Ranks(), None))
 
 
 def measure(accelerator: str, *overrides: str) -> dict[str, float]:
@@ -67,7 +68,7 @@ def measure(accelerator: str, *overrides: str) -> dict[str, float]:
     cuda = accelerator == "cuda"
     reports = train_epoch(
         run.state,
-        run.train.epoch(0),
+        run.train_loader.epoch(0),
         run.config,
         run.strategy,
         run.hooks,

@@ -43,7 +43,7 @@ def trained(name: str) -> list[torch.Tensor]:
         ),
         *("train.precision=bf16", "optim.warmup_epochs=0"),
     )
-    batches = run.train.epoch(0)
+    batches = run.train_loader.epoch(0)
     for _ in train_epoch(
         run.state, batches, run.config, run.strategy, run.hooks, run.steps_per_epoch, run.mixing
     ):

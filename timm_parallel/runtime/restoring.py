@@ -6,9 +6,7 @@ from __future__ import annotations
 
 import copy
 import logging
-import sys
 from collections import defaultdict
-from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
@@ -16,13 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from timm_parallel.config.compose import save_config
 from timm_parallel.faults.liveness import liveness
 from timm_parallel.parallel.strategy import HasParameters, Strategy
-from timm_parallel.runtime.interfaces import OF_STEP, BuiltRun, TrainState
+from timm_parallel.runtime.interfaces import OF_STEP, RunParts, TrainState
 from timm_parallel.runtime.progress import Progress
 from timm_parallel.runtime.saving import data_of_a_step, parameter_names, plain_config
-from timm_parallel.runtime.segments import change_text, describe_segments, new_segment
+from timm_parallel.runtime.segments import change_text
 
 log = logging.getLogger(__name__)
 NOT_ANNOUNCED = ("resume", "print_config")
@@ -31,56 +28,51 @@ NOT_ANNOUNCED = ("resume", "print_config")
 COUNTER = "step"
 
 
-def continue_from(run: BuiltRun, contents: dict[str, Any], folder: Path) -> None:
-    """Load the contents of a checkpoint into a new `run` and log changed settings. Raises
-    ValueError if they do not fit.
+def restore_run(parts: RunParts, contents: dict[str, Any]) -> dict[str, list[Any]]:
+    """Load the contents of a checkpoint into a new run, and log changed settings. Return them as
+    key -> [before, now]. Raises ValueError if the contents do not fit.
     """
-    announcements = _check_data(run, contents)
-    restore(run.state, run.strategy, contents)
-    progress, train = run.state.progress, run.config.train
-    run.state.schedule.step_update(progress.schedule_step(run.steps_per_epoch))
-    # Counted from the checkpoint, because earlier epochs may have had a different number of steps.
-    left = (train.epochs - progress.epoch) * run.steps_per_epoch - progress.step_in_epoch
-    run.total_steps = min(progress.step + left, train.max_steps or sys.maxsize)
-    if run.total_steps < progress.step:
-        limit = f"train.epochs={train.epochs}" if left < 0 else f"train.max_steps={train.max_steps}"
+    announcements = _check_data(parts, contents)
+    restore(parts.state, parts.strategy, contents)
+    progress, train = parts.progress, parts.config.train
+    parts.state.schedule.step_update(progress.schedule_step(parts.steps_per_epoch))
+    if parts.total_steps < progress.step:
+        limit = f"train.max_steps={train.max_steps}"
+        if progress.step_in_epoch > (train.epochs - progress.epoch) * parts.steps_per_epoch:
+            limit = f"train.epochs={train.epochs}"
         raise ValueError(
             f"resume: {limit} is reached: the checkpoint is at step {progress.step}, "
             f"{progress.step_in_epoch} steps into epoch {progress.epoch + 1}; give a larger value "
             "to continue"
         )
-    if run.mixing is not None:
-        run.mixing.batch = progress.step * train.accumulate
-    run.hooks.meter.expect(run.total_steps - progress.step)
-    now = plain_config(run)
+    parts.hooks.meter.expect(parts.total_steps - progress.step)
+    now = plain_config(parts)
     changed = {
         key: [before, now[key]]
         for key, before in contents["config"].items()
         if key in now and now[key] != before and not key.startswith(NOT_ANNOUNCED)
     }
     announcements += [change_text(key, *values) for key, values in changed.items()]
-    metric = run.config.checkpoint.metric
+    metric = parts.config.checkpoint.metric
     if progress.start_new_best(metric.removeprefix("val/")):
         announcements.append(
             f"best.pt and train.early_stop start again, by checkpoint.metric={metric}"
         )
     for line in announcements:
         log.info("resume: %s", line)
-    run.segments = [*contents["segments"], new_segment(run, folder, changed)]
-    if run.strategy.is_first and (parts := describe_segments(run)):
-        save_config(run.config, folder, parts)
+    return changed
 
 
-def _check_data(run: BuiltRun, contents: dict[str, Any]) -> list[str]:
+def _check_data(parts: RunParts, contents: dict[str, Any]) -> list[str]:
     """Return how the training data changed, [] if not. Raises ValueError for changed classes or a
     change in mid-epoch.
     """
-    _check_classes(contents["classes"], list(run.dataset.class_names))
+    _check_classes(contents["classes"], list(parts.dataset.class_names))
     step = contents["progress"]["step_in_epoch"]
     remedy = "start a new run with model.weights=<folder>/checkpoints/last.pt"
     # Older checkpoints have `balance` only in their config.
     before = {"balance": contents["config"].get("data.balance", 0.0), **contents["trained_on"]}
-    now = data_of_a_step(run)
+    now = data_of_a_step(parts)
     differences = [
         f"{name}: {before.get(name)} -> {value}"
         for name, value in now.items()

@@ -19,38 +19,44 @@ from timm_parallel.keys import leaves
 from timm_parallel.machine.secrets import hide_in
 from timm_parallel.parallel.group import ProcessGroup
 from timm_parallel.parallel.strategy import HasParameters, Strategy
-from timm_parallel.runtime.interfaces import OF_STEP, BuiltRun, TrainState
+from timm_parallel.runtime.interfaces import OF_STEP, RunParts, TrainState
 
 
-def checkpoint_of(run: BuiltRun) -> dict[str, Any]:
-    """Return the contents of a checkpoint: training state, data fingerprint, config and segments.
-    Collective.
+def checkpoint_of(parts: RunParts, segments: list[dict[str, Any]]) -> dict[str, Any]:
+    """Build the contents of a checkpoint: training state, data fingerprint, config and segments.
+    Raises NotFiniteError for non-finite weights. Collective.
     """
+    contents = snapshot(parts.state, parts.strategy)
+    check_finite(
+        [contents["model"], contents["ema"], contents[OF_STEP]],
+        parts.strategy.group,
+        parts.progress.step,
+    )
     return {
-        **snapshot(run.state, run.strategy),
-        "classes": list(run.dataset.class_names),
-        "preprocessing": dataclasses.asdict(run.preprocessing),
+        **contents,
+        "classes": list(parts.dataset.class_names),
+        "preprocessing": dataclasses.asdict(parts.preprocessing),
         "made_by": {
-            "strategy": run.strategy.kind,
-            "devices": run.config.parallel.devices,
+            "strategy": parts.strategy.kind,
+            "devices": parts.config.parallel.devices,
             # model.weights loads the set of weights (raw or averaged) that this metric evaluates.
-            "metric": run.config.checkpoint.metric,
+            "metric": parts.config.checkpoint.metric,
         },
-        "trained_on": data_of_a_step(run),
-        "config": plain_config(run),
-        "segments": run.segments,
+        "trained_on": data_of_a_step(parts),
+        "config": plain_config(parts),
+        "segments": segments,
     }
 
 
-def data_of_a_step(run: BuiltRun) -> dict[str, Any]:
+def data_of_a_step(parts: RunParts) -> dict[str, Any]:
     """Return all settings that decide which images a step reads; the number of devices is not one
     of them.
     """
-    config = run.config
+    config = parts.config
     return {
-        "images": run.train.sampler.num_images,
-        "listing": run.listing,
-        "steps_per_epoch": run.steps_per_epoch,
+        "images": parts.train_loader.sampler.num_images,
+        "listing": parts.listing,
+        "steps_per_epoch": parts.steps_per_epoch,
         "images_per_step": config.global_batch * config.train.accumulate,
         "seed": config.seed,
         "aug_repeats": config.data.augment.aug_repeats,
@@ -58,9 +64,9 @@ def data_of_a_step(run: BuiltRun) -> dict[str, Any]:
     }
 
 
-def plain_config(run: BuiltRun) -> dict[str, Any]:
+def plain_config(parts: RunParts) -> dict[str, Any]:
     """Return the config of a run as dotted key -> value, with secrets replaced."""
-    return dict(hide_in({key: value for key, value, _ in leaves(run.config)}))
+    return dict(hide_in({key: value for key, value, _ in leaves(parts.config)}))
 
 
 def snapshot(state: TrainState, strategy: Strategy) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -10,38 +10,17 @@ from typing import Any
 from timm_parallel.machine.process import started_at
 from timm_parallel.machine.text import yaml_text
 from timm_parallel.record.environment import read_environment
-from timm_parallel.runtime.interfaces import BuiltRun
-
-log = logging.getLogger(__name__)
+from timm_parallel.runtime.interfaces import RunParts
 
 
-def first_segment(run: BuiltRun, folder: Path) -> list[dict[str, Any]]:
-    """Return the list with the only segment of a new run."""
-    return [new_segment(run, folder, {})]
-
-
-def describe_step(run: BuiltRun, folder: Path, step: int, steps_before_epoch: int) -> str:
-    """Return a text with the images that a failed step read, and the last good checkpoint. Logs all
-    image indices.
-    """
-    per_step = run.config.train.accumulate
-    indices = run.train.global_batches((step - 1 - steps_before_epoch) * per_step, per_step)
-    log.error("training images of step %d, by index: %s", step, indices)
-    last = folder / "checkpoints" / "last.pt"
-    good = f"the last good checkpoint is {last}" if last.exists() else "there is no checkpoint yet"
-    return (
-        f"it read the training images {', '.join(map(str, indices[:8]))} … (all in the log); {good}"
-    )
-
-
-def describe_segments(run: BuiltRun) -> list[str]:
+def describe_segments(segments: Sequence[dict[str, Any]]) -> list[str]:
     """Return a line per segment with its first step, command and changes; none if no resume changed
     a setting.
     """
-    if not any(segment["changed"] for segment in run.segments):
+    if not any(segment["changed"] for segment in segments):
         return []
     lines = []
-    for segment in run.segments:
+    for segment in segments:
         changes = ", ".join(change_text(key, *values) for key, values in segment["changed"].items())
         lines.append(
             f"step {segment['first_step']}: {segment['command']}"
@@ -54,14 +33,14 @@ def change_text(key: str, before: Any, now: Any) -> str:
     return f"{key}: {yaml_text(before)} -> {yaml_text(now)}"
 
 
-def new_segment(run: BuiltRun, folder: Path, changed: dict[str, list[Any]]) -> dict[str, Any]:
+def new_segment(parts: RunParts, folder: Path, changed: dict[str, list[Any]]) -> dict[str, Any]:
     """Return the segment that starts now, for result.json: first step, command, changed settings,
     time and devices.
     """
     return {
-        "first_step": run.state.progress.step,
+        "first_step": parts.progress.step,
         "command": read_environment(folder).get("command"),
         "changed": changed,
         "started": datetime.fromtimestamp(started_at()).astimezone().isoformat(timespec="seconds"),
-        "devices": run.config.parallel.devices,
+        "devices": parts.config.parallel.devices,
     }

@@ -22,13 +22,14 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import train as entry
 from src.parallel import build_strategy
-from src.train.build import RunParts
+from src.train.build import build_run
 from src.train.metrics import METRICS
 from src.train.run import run
 from timm_parallel.faults.liveness import liveness
 from timm_parallel.machine import hardware
 from timm_parallel.machine.ranks import NEEDED, Ranks
 from timm_parallel.runtime import checkpoint, restoring, saving
+from timm_parallel.runtime.interfaces import RunParts
 from timm_parallel.runtime.progress import Progress
 from timm_parallel.testing.commands import Finished
 from timm_parallel.testing.configs import read_lines, resolved
@@ -43,8 +44,8 @@ def run_of(*overrides: str, ranks: Ranks | None = None, store: Any = None) -> Ru
     config, ranks = resolved(*SETTINGS, *overrides), ranks or Ranks()
     torch.manual_seed(0)
     strategy = build_strategy(config.parallel, ranks, store)
-    run = RunParts(config, strategy)
-    images, labels = next(run.train.epoch(0))
+    run = build_run(config, strategy)
+    images, labels = next(run.train_loader.epoch(0))
     run.state.wrapped(images, labels)[0].backward()
     run.state.optimizer.step()
     if store is None:
