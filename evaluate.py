@@ -2,10 +2,9 @@
 devices.
 
     python evaluate.py run=<run folder>                                       repeats its numbers
-    python evaluate.py run=<run folder> data.root=/other/images parallel=ddp  on other data, on all
-    devices python evaluate.py run=<run folder> predictions=predictions.csv           a line per
-    image, too python evaluate.py model.name=resnet50 model.pretrained=true data=folder
-    data.root=/data/imagenet
+    python evaluate.py run=<run folder> data.root=/other/images parallel=ddp  on other data
+    python evaluate.py run=<run folder> predictions=predictions.csv           a line per image, too
+    python evaluate.py model.name=resnet50 model.pretrained=true data=folder data.root=/data/images
 
 Accepts train.py's keys of data, parallel and, without a run, model. A shell loop evaluates several
 runs:
@@ -21,6 +20,7 @@ import os
 import sys
 from pathlib import Path
 
+from src.app import app
 from timm_parallel.config.arguments import CommandLine, errors_in_one_line
 from timm_parallel.machine.process import exit_process, kill_on_parent_exit
 from timm_parallel.machine.ranks import Ranks, ranks_from_environment
@@ -58,14 +58,13 @@ def main(arguments: list[str]) -> int:
 
 def _evaluate(given: argparse.Namespace, overrides: list[str], arguments: list[str]) -> int:
     from src.data.check import check_data
-    from timm_parallel.config.evaluation import evaluation_config
 
     if given.run is None and given.checkpoint is not None:
         raise ValueError(f"checkpoint={given.checkpoint}: needs a run; give run=<run folder> too")
     if given.run is None and given.weights is not None:
         raise ValueError(f"weights={given.weights}: needs a run; give run=<run folder> too")
     ranks = ranks_from_environment(os.environ)
-    config = evaluation_config(given.run, overrides, ranks)
+    config = app.evaluation_config(given.run, overrides, ranks)
     check_data(config, None if given.run is None else given.split)
     if config.parallel.has_ranks and ranks is None:
         from timm_parallel.launch.torchrun import start_as_ranks

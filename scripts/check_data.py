@@ -1,7 +1,7 @@
 """Check a dataset before training on it.
 
-    python scripts/check_data.py data=folder data.root=/data/flowers python scripts/check_data.py
-    data=csv data.root=/data/flowers/labels.csv data.val_fraction=0.2 page=flowers.html
+    python scripts/check_data.py data=folder data.root=/data/flowers
+    python scripts/check_data.py data=csv data.root=/data/flowers/labels.csv page=flowers.html
 
 Finds unreadable images, exact duplicates within a split and across splits, groups in two splits,
 equal images with different labels, and classes without an image in a split. Shows class counts,
@@ -35,21 +35,20 @@ def main(argv: list[str]) -> int:
         if path is not None and path.is_dir():
             raise ValueError(f"{option}={path}: is a folder; expected a file to write")
 
+    from src.app import app
     from src.data.check import check_data
     from src.data.datasets import build_dataset
-    from timm_parallel.config.arguments import parse_command_line
-    from timm_parallel.config.compose import compose_command
-    from timm_parallel.data.csv_listing import groups_of
+    from timm_parallel.data.csv_listing import CsvDataset
     from timm_parallel.lab.image_check import check_images, show, write_page
     from timm_parallel.machine.files import write_json
 
-    config = compose_command(parse_command_line(arguments.overrides)).config
+    config = app.compose(*arguments.overrides)
     is_csv, multilabel = config.data.name == "csv", config.train.task == "multilabel"
     # Missing files of a CSV and its groups in two splits are reported with the other problems.
     if not is_csv:
         check_data(config)
     dataset = build_dataset(config.data, multilabel=multilabel)
-    report = check_images(dataset, groups_of(config.data, multilabel) if is_csv else None)
+    report = check_images(dataset, CsvDataset.groups(config.data, multilabel) if is_csv else None)
     show(report)
     if arguments.output is not None:
         write_json(arguments.output, {"format": 1, **asdict(report)})

@@ -22,9 +22,10 @@ sys.path.insert(
     0, str(Path(__file__).resolve().parent.parent)
 )  # run as a file: Python adds scripts/, not the root
 
+from src.app import app
 from src.schema import Config
 from timm_parallel.config.arguments import CommandLine, errors_in_one_line, parse_command_line
-from timm_parallel.config.compose import CONF, compose_command
+from timm_parallel.config.compose import compose_command
 from timm_parallel.keys import leaves
 
 TABLE: dict[str, dict[str, Any]] = yaml.safe_load(
@@ -343,7 +344,7 @@ def main(argv: list[str]) -> int:
         )
     args = TimmArguments(values)
     options, settings = changes(convert(args))
-    output = given.output or CONF / "experiment" / f"{settings['task_name']}.yaml"
+    output = given.output or app.root / "conf" / "experiment" / f"{settings['task_name']}.yaml"
     if output.exists():
         raise ValueError(f"output={output}: exists; remove it or give another file")
     output.write_text(

@@ -14,8 +14,9 @@ from pathlib import Path
 # Python adds the folder of a script, not the root of the project.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from src.schema import CheckpointConfig, Config, DataConfig, ParallelConfig, ResolvedParallel
+from src.schema import Config, DataConfig
 from timm_parallel.config.arguments import CommandLine, errors_in_one_line, number
+from timm_parallel.keys import CheckpointConfig, ParallelConfig, ResolvedParallel
 from timm_parallel.machine.process import exit_process
 from timm_parallel.machine.ranks import Ranks, ranks_from_environment
 

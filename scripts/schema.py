@@ -19,8 +19,8 @@ from typing import Any
 # Python adds the folder of a script, not the root of the project.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from src.app import app
 from src.schema import Config
-from timm_parallel.config.compose import CONF
 from timm_parallel.keys import leaves
 
 TYPES = {str: "string", int: "integer", float: "number", bool: "boolean"}
@@ -122,7 +122,7 @@ def page() -> str:
 
     Empty for a project that has no such page, or one without MARK.
     """
-    path = CONF.parent / PAGE
+    path = app.root / PAGE
     written, mark, _ = (
         path.read_text(encoding="utf-8").partition(MARK) if path.is_file() else ("", "", "")
     )
@@ -176,7 +176,7 @@ def files() -> dict[str, str]:
     folders = ("", "experiment/", "debug/", "local/")
     globs = {"./conf/schema.json": [f"conf/{folder}*.yaml" for folder in folders]}
     for group in groups():
-        if (CONF / group).is_dir():
+        if (app.root / "conf" / group).is_dir():
             path = f".vscode/schemas/{group}.json"
             parts[path] = {"$ref": f"../../conf/schema.json#/$defs/{group}"}
             globs[f"./{path}"] = [f"conf/{group}/*.yaml"]
@@ -189,5 +189,5 @@ def files() -> dict[str, str]:
 
 if __name__ == "__main__":
     for path, text in files().items():
-        (CONF.parent / path).parent.mkdir(parents=True, exist_ok=True)
-        (CONF.parent / path).write_text(text, encoding="utf-8")
+        (app.root / path).parent.mkdir(parents=True, exist_ok=True)
+        (app.root / path).write_text(text, encoding="utf-8")

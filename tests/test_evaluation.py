@@ -25,12 +25,12 @@ from src.commands.predict import PredictionRequest, predict
 from src.data.datasets import build_dataset
 from src.parallel import build_strategy
 from src.parallel.single import Single
-from src.schema import ParallelConfig, ResolvedParallel
 from src.train.build import build_data_and_model
 from src.train.losses import LOSSES
 from timm_parallel.config.compose import save_config
 from timm_parallel.config.evaluation import evaluation_config
 from timm_parallel.data.loader import Loader
+from timm_parallel.keys import ParallelConfig, ResolvedParallel
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.record.result import read_result
 from timm_parallel.testing.commands import ROOT, Finished

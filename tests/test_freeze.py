@@ -125,6 +125,7 @@ def frozen_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("strategy", ["dp", "ddp"])
+@pytest.mark.slow(seconds=5)
 def test_frozen_backbone_gives_same_head_under_every_strategy(
     strategy: str, frozen_run: Path, tmp_path: Path
 ) -> None:

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-import train as entry
+from src.app import app
 from src.data.check import check_data
 from src.schema import Config, DataConfig
+from timm_parallel.main import run_command
 from timm_parallel.record.result import read_result
 from timm_parallel.testing.ranks import run_warm
 
@@ -92,7 +93,7 @@ def test_image_folder_with_missing_splits_or_classes_is_refused(
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     monkeypatch.setattr(sys, "argv", ["train.py", "data=folder", f"data.root={root}"])
-    assert entry.main() == 2
+    assert run_command(app) == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1
     assert lines[0].startswith(f"train.py: data.root={root}") and message in lines[0]
@@ -210,7 +211,7 @@ def test_batch_larger_than_the_training_split_is_refused_before_ranks_start(
             *command,
         ],
     )
-    assert entry.main() == (2 if key else 0)
+    assert run_command(app) == (2 if key else 0)
     assert bool(started) == (key is None)
     assert (tmp_path / "run").exists() == (key is None)
     if key is not None:

@@ -25,13 +25,14 @@ from src.commands.export import export_safetensors
 from src.commands.load import load_trained
 from src.parallel import build_strategy
 from src.parallel.data_parallel import DataParallelStrategy
-from src.schema import ParallelConfig, ResolvedConfig
+from src.schema import ResolvedConfig
 from src.train.build import build_run
 from src.train.loop import _clip_gradients
 from src.train.losses import build_criterion
 from src.train.run import Trainer
 from src.train.step import TrainStep
 from timm_parallel.errors import NotFiniteError
+from timm_parallel.keys import ParallelConfig
 from timm_parallel.launch.job import prepare
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.machine.signals import Stopped
@@ -176,6 +177,8 @@ def saved(run: RunParts) -> dict[str, Any]:
         pytest.param("fsdp", marks=pytest.mark.processes),
     ],
 )
+@pytest.mark.slow(seconds=7)
+@pytest.mark.sample(2)
 def test_loss_with_parameters_trains_alike_under_every_strategy(
     trained: Callable[[str], Path], spread: str
 ) -> None:
@@ -281,6 +284,8 @@ def test_checkpoint_of_a_loss_with_a_non_finite_parameter_is_not_saved(tmp_path:
         pytest.param("fsdp", "ddp", marks=pytest.mark.processes),
     ],
 )
+@pytest.mark.slow(seconds=7)
+@pytest.mark.sample(2)
 def test_run_with_a_loss_with_parameters_resumes_in_mid_epoch(
     trained: Callable[[str], Path], tmp_path: Path, before: str, after: str
 ) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 
 from src.schema import NESTEROV, Config, OptimConfig, TrainConfig
 from src.train.optim import build_optimizer, build_schedule, waits_for_scaler
-from timm_parallel.config.suggest import timm_optimizers
+from timm_parallel.config.timm_names import timm_optimizers
 from timm_parallel.testing.configs import resolved
 
 HERE_WITHOUT = (  # Apex and bitsandbytes need CUDA and more packages

@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 from hydra._internal.utils import get_args_parser
 
-import train
+import timm_parallel.main
+from src.app import app
 from timm_parallel.config.compose import compose_command, load_config
 from timm_parallel.lab.sweep.points import expand
 from timm_parallel.launch import job
@@ -73,7 +74,7 @@ def run_command(
             code = job.run_job(runnable[0].config, claim_folder(folder))
         else:
             monkeypatch.setattr(sys, "argv", ["train.py", *words, f"hydra.run.dir={folder}"])
-            code = train.main()
+            code = timm_parallel.main.run_command(app)
         console = folder / "console.txt"
         output = [
             *capfd.readouterr(),
@@ -165,6 +166,7 @@ def words_for(group: str, option: str, images: Path) -> list[str]:
         for row in OPTIONS
     ],
 )
+@pytest.mark.sample(12)
 def test_every_option_of_every_config_group_trains_one_step(
     run_command: RunCommand, image_folder: Path, tmp_path: Path, group: str, option: str
 ) -> None:

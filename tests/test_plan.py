@@ -128,6 +128,7 @@ def test_plan_predicts_steps_parameters_and_bytes_of_a_real_ddp_run(
     assert planned.bytes.optimizer == sum(tensor.nbytes for tensor in tensors)
 
 
+@pytest.mark.slow(seconds=6)
 def test_plan_for_fsdp_divides_weight_gradient_optimizer_and_ema_bytes_by_shard_size() -> None:
     overrides = ("model=vit_tiny", "model.ema.decay=0.9", "data.batch_size=16")
     ddp = plan_for("parallel=ddp", *overrides, devices=4).bytes
@@ -253,6 +254,7 @@ def test_plan_reason_names_batch_size_when_batchnorm_would_get_one_image_per_dev
     assert "BatchNorm" in reason and "data.batch_size" in reason
 
 
+@pytest.mark.slow(seconds=4)
 def test_plan_warns_about_small_batchnorm_batches_unscaled_lr_and_dropped_images() -> None:
     small = plan_for("model=resnet18", "data.batch_size=6", devices=2)
     assert any("per-device batch 3 with BatchNorm" in warning for warning in small.warnings)

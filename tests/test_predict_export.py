@@ -27,7 +27,8 @@ from src.commands import export, hub
 from src.commands.load import load_trained
 from src.commands.predict import PredictionRequest, predict
 from src.data.datasets import build_dataset
-from src.schema import DataConfig, ResolvedParallel
+from src.schema import DataConfig
+from timm_parallel.keys import ResolvedParallel
 from timm_parallel.machine.ranks import NEEDED, Ranks
 from timm_parallel.record.result import Result, write_result
 from timm_parallel.runtime.predictions import Prediction
@@ -546,6 +547,7 @@ def test_export_uses_ema_weights_when_checkpoint_metric_is_computed_with_them(
 
 @pytest.mark.slow
 @pytest.mark.processes
+@pytest.mark.nightly
 def test_export_of_a_custom_model_writes_all_tensors_of_its_state_dict(tmp_path: Path) -> None:
     overrides = (
         "model=resnet18",

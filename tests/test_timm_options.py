@@ -262,6 +262,8 @@ def outcomes(request: pytest.FixtureRequest) -> Callable[[str], dict[str, Outcom
     "option",
     [o if o in QUICK else pytest.param(o, marks=pytest.mark.slow(seconds=0.5)) for o in OPTIONS],
 )
+@pytest.mark.slow(seconds=1)
+@pytest.mark.sample(6)
 def test_timm_option_trains_to_finite_losses_under_single_and_like_single_under_dp_and_ddp(
     outcomes: Callable[[str], dict[str, Outcome]], option: str, strategy: str
 ) -> None:
@@ -279,6 +281,7 @@ def test_timm_option_trains_to_finite_losses_under_single_and_like_single_under_
 
 @pytest.mark.slow
 @pytest.mark.processes
+@pytest.mark.nightly
 def test_timm_options_change_training_losses_except_four_listed_options(
     outcomes: Callable[[str], dict[str, Outcome]],
 ) -> None:

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from timm_parallel.errors import ONE_DEVICE, Problem
+
 # Built-in trackers: name of the package, and of the file in timm_parallel/trackers/ -> class.
 TRACKERS = {"tensorboard": "TensorBoard", "wandb": "Wandb", "mlflow": "Mlflow"}
 Bound = float | None
@@ -205,3 +207,372 @@ class PathsConfig:
     """Folders of data sets and of outputs."""
 
     output_dir: str = key("outputs", help="Folder for runs and sweeps.")
+
+
+@dataclass
+class ModelConfig:
+    """Keys of the model that the library reads. src/schema.py adds the others."""
+
+    name: str = key("resnet18", help="Any timm model, or `src.<module>.<Class>` of your own.")
+    pretrained: bool = key(
+        False, help="Load timm's weights from the Hugging Face hub or its cache."
+    )
+    weights: str | None = key(
+        None, help="File to load: .safetensors, or a checkpoint of this project or of timm."
+    )
+    weights_strict: bool = key(
+        True,
+        help="false: train what the file lacks, or does not fit, from scratch; a loss always "
+        "starts so.",
+    )
+
+    def for_evaluation(self) -> None:
+        """Reset what concerns training only. Called on the config of an evaluation."""
+
+    def problems_without_cuda(self) -> Iterator[str]:
+        """Yield an error message for each key that needs CUDA, for a run on another device."""
+        yield from ()
+
+
+@dataclass
+class DataConfig:
+    """Keys of the data that the library reads. src/schema.py adds the others."""
+
+    name: str = key(
+        "digits",
+        help="digits, folder, csv, synthetic, a timm dataset, or `src.<module>.<Class>` of your "
+        "own.",
+    )
+    root: str | None = key(
+        None, help="Folder (or CSV file) to read; digits and synthetic refuse it."
+    )
+    val_fraction: float | None = number(
+        None, gt=0, le=1, help="Share of images for val, by a hash of path or group."
+    )
+    test_fraction: float | None = number(
+        None, gt=0, le=1, help="Share of images for test, with val_fraction."
+    )
+    group_pattern: str | None = key(
+        None, help="folder: regex; images whose paths match the same text share a split."
+    )
+    fold: int | None = number(None, ge=0, help="csv: the fold that is val.")
+    batch_size: int | None = number(
+        64, ge=1, help="Global batch: images per forward pass over all devices."
+    )
+    batch_size_per_device: int | None = number(
+        None, ge=1, help="Set instead of batch_size, e.g. for weak scaling."
+    )
+
+    @property
+    def pairs_images(self) -> bool:
+        """True if the training step mixes pairs of images, so that a rank needs an even batch."""
+        return False
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """What, besides the seed and the batch, decides the order of training images."""
+        return {}
+
+
+@dataclass
+class ParallelConfig:
+    """Placement of a run on devices. null leaves an option at torch's default."""
+
+    strategy: str = key(
+        "auto", help="auto, single, dp, ddp, fsdp, or `src.parallel.<module>.<Class>` of your own."
+    )
+    process_per_device: bool | None = key(
+        None, help="Your own strategy: true for a rank per device, else one process."
+    )
+    options: dict[str, Any] = key(
+        {}, help="For a strategy class of your own: what it reads of `config.options`."
+    )
+    devices: int | str = number(
+        "auto", ge=1, help="Number; auto: CUDA devices that divide the batch, else 1 or 2."
+    )
+    accelerator: str = choice(
+        "auto", "auto", "cpu", "cuda", "mps", help="Kind of device; auto: cuda, mps, else cpu."
+    )
+    threads_per_device: int | str = number(
+        "auto", ge=1, help="CPU threads per rank or replica; auto: cores / devices."
+    )
+    backend: str = choice(
+        "auto",
+        "auto",
+        "nccl",
+        "gloo",
+        "mpi",
+        help="Backend of ranks; auto: nccl on CUDA, else gloo.",
+    )
+    start_timeout: int = number(
+        300, ge=1, help="Seconds without progress before a rank's first step that end the run."
+    )
+    timeout: int = number(
+        120, ge=1, help="Seconds without progress between later steps, after which the run ends."
+    )
+    max_restarts: int = number(
+        0, ge=0, help="How often ddp or fsdp restarts all ranks after one has failed."
+    )
+    device_ids: list[int] | None = key(
+        None, help="CUDA devices by number (not of single); null: the first ones."
+    )
+    output_device: int | None = number(
+        None, ge=0, help="CUDA device of the outputs (dp, ddp); null: the first one."
+    )
+    dim: int | None = number(
+        None, ge=0, only="dp", help="Dimension along which DataParallel splits a batch."
+    )
+    loss_in_replica: bool | None = key(
+        None, only="dp", help="Compute the loss in each replica, not on the outputs."
+    )
+    bucket_cap_mb: float | None = number(
+        None, gt=0, only="ddp", help="Size of DDP's gradient buckets in MiB."
+    )
+    broadcast_buffers: bool | None = key(
+        None, only="ddp", help="Send rank 0's buffers to all ranks in every step."
+    )
+    find_unused_parameters: bool | None = key(
+        None, only="ddp", help="Let DDP look for parameters without a gradient."
+    )
+    gradient_as_bucket_view: bool | None = key(
+        None, only="ddp", help="Keep gradients in DDP's buckets to save a copy."
+    )
+    batched_grad_copy: bool | None = key(
+        None, only="ddp", help="Copy gradients to a bucket in one go (torch >= 2.14)."
+    )
+    static_graph: bool | None = key(
+        None, only="ddp", help="Promise DDP that the graph is the same in every step."
+    )
+    comm_hook: str | None = choice(
+        None, "bf16", "fp16", only="ddp", help="Send gradients in 16 bits; null: unchanged."
+    )
+    dist_bn: str | None = choice(
+        None,
+        "broadcast",
+        "reduce",
+        only="ddp",
+        help="Evaluate BatchNorm with rank 0's statistics (also null) or with the mean over the "
+        "ranks.",
+    )
+    reshard_after_forward: bool | None = key(
+        None, only="fsdp", help="false: gather weights once a batch, not twice."
+    )
+    shard_size: int | None = number(
+        None, ge=2, only="fsdp", help="Devices that hold a model together; null: all."
+    )
+
+    @property
+    def has_ranks(self) -> bool:
+        """True if every device has its own process. False under `auto`, which must be resolved
+        first.
+        """
+        return (
+            self.strategy in ("ddp", "fsdp")
+            if self.process_per_device is None
+            else self.process_per_device
+        )
+
+    @property
+    def has_one_device(self) -> bool:
+        """True if the strategy uses one device, whatever the machine has."""
+        return self.strategy == "single"
+
+    @property
+    def has_one_process(self) -> bool:
+        """True if one process drives all devices. It cannot span nodes and has no process group."""
+        return self.strategy != "auto" and not self.has_ranks
+
+    def choose_strategy(self, several: bool) -> None:
+        """Replace strategy `auto`: by ddp for `several` devices, by single for one."""
+        if self.strategy == "auto":
+            self.strategy = "ddp" if several else "single"
+
+    def problems(self, whole: Config) -> Iterator[str]:
+        strategy = self.strategy
+        if strategy == "single" and self.devices not in ("auto", 1):
+            message = (
+                f"parallel.devices={self.devices}: single uses one device; choose "
+                "parallel=ddp or parallel=dp"
+            )
+            yield Problem(message, ONE_DEVICE)
+        for name, owner in strategy_options().items():
+            if getattr(self, name) is not None and strategy != owner:
+                yield (
+                    f"parallel.{name}={getattr(self, name)}: an option of {owner}, but "
+                    f"parallel={strategy}"
+                )
+        for name in ("device_ids", "output_device"):
+            without = ("auto", "single", "fsdp") if name == "output_device" else ("auto", "single")
+            if getattr(self, name) is not None and strategy in without:
+                yield (
+                    f"parallel.{name}={getattr(self, name)}: an option of dp and ddp, but "
+                    f"parallel={strategy}"
+                )
+        if is_own_class(strategy):
+            if self.process_per_device is None:
+                yield (
+                    f"parallel.process_per_device: {strategy} needs it; set true (a rank per "
+                    "device) or false (one process)"
+                )
+        else:
+            for name in ("process_per_device", "options"):
+                if getattr(self, name) not in (None, {}):
+                    yield (
+                        f"parallel.{name}={getattr(self, name)}: an option of your own strategy "
+                        f"classes, but parallel={strategy}"
+                    )
+        if self.max_restarts and not self.has_ranks:
+            yield (
+                f"parallel.max_restarts={self.max_restarts}: an option of ddp and fsdp, but "
+                f"parallel={strategy}"
+            )
+        if self.broadcast_buffers and self.dist_bn == "reduce":
+            yield (
+                "parallel.broadcast_buffers=true: every step would undo "
+                "parallel.dist_bn=reduce; leave it at null"
+            )
+
+
+def strategy_options() -> dict[str, str]:
+    """Map each `parallel` key that only one strategy reads to the name of that strategy."""
+    fields = dataclasses.fields(ParallelConfig)
+    return {entry.name: entry.metadata["only"] for entry in fields if entry.metadata.get("only")}
+
+
+@dataclass
+class OptimConfig:
+    """Keys of the optimizer that the library reads. src/schema.py adds the others."""
+
+    opt: str = key("adamw", help="Any optimizer that timm knows, by its name there.")
+    lr: float = number(1e-3, gt=0, help="Peak learning rate, before lr_rule.")
+
+
+@dataclass
+class TrainConfig:
+    """Keys of the training loop that the library reads. src/schema.py adds the others."""
+
+    epochs: int = number(8, ge=1, help="Epochs to train; the schedule has this length.")
+    max_steps: int | None = number(
+        None, ge=1, help="Optimizer steps after which training ends, if epochs is longer."
+    )
+    precision: str = choice(
+        "fp32", "fp32", "tf32", "bf16", "fp16", help="Number format; bf16, fp16: autocast."
+    )
+    deterministic: bool = key(
+        False, help="Use only torch's deterministic algorithms, for equal bits on a GPU; slower."
+    )
+    accumulate: int = number(1, ge=1, help="Batches per optimizer step.")
+    evaluate_every: int = number(
+        1, ge=0, help="Epochs between two evaluations; 0: only at the end."
+    )
+    target_loss: float | None = number(
+        None, gt=0, help="The last lines state whether train/loss fell below it."
+    )
+    early_stop: int | None = number(
+        None, ge=1, help="Stop after so many evaluations without a better checkpoint.metric."
+    )
+
+
+@dataclass
+class CheckpointConfig:
+    """Checkpoints: last.pt, best.pt and step_N.pt in `checkpoints/` of the run folder."""
+
+    every_steps: int | None = number(
+        None, ge=1, help="Steps between two saves; null: save after each epoch."
+    )
+    every_minutes: float | None = number(
+        None, gt=0, help="Minutes between two saves, at the next logged step."
+    )
+    keep: int = number(1, ge=1, help="Number of step_N.pt files to keep.")
+    top: int = number(
+        1,
+        ge=1,
+        help="Number of best checkpoints to keep, by metric: best_step_N.pt; 1: best.pt only.",
+    )
+    metric: str = key(
+        "val/acc", help="Metric of best.pt: val/<name in src/train/metrics.py>, or with _ema."
+    )
+
+
+@dataclass
+class Config:
+    """Keys of a run that are in no group. src/schema.py puts its own classes into the groups."""
+
+    task_name: str = key("train", help="Name of the task; its runs are in outputs/<task_name>/.")
+    tags: list[str] = key([], help="Labels of your own, stored with the run.")
+    seed: int = number(
+        42, ge=0, le=2**63 - 1, help="Seed of weights, sample order, augmentation and dropout."
+    )
+    resume: str | None = key(
+        None,
+        help="Run folder; auto: newest unfinished run; auto_or_new: of task_name, or a new one.",
+    )
+    resume_strict: bool = key(
+        True, help="false: a resume may change model, data, seed and optimizer."
+    )
+    optimized_metric: str | None = key(
+        None, help="Metric that a search optimizes; null: the best checkpoint.metric."
+    )
+    print_config: bool | str = choice(
+        True, True, False, "full", help="Print what differs from a plain run, all (full) or none."
+    )
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    sweep: SweepConfig = field(default_factory=SweepConfig)
+    search: SearchConfig = field(default_factory=SearchConfig)
+    tracker: TrackerConfig = field(default_factory=TrackerConfig)
+    paths: PathsConfig = field(default_factory=PathsConfig)
+
+    @property
+    def data_check_reads(self) -> tuple[Any, ...]:
+        """What `App.check_data` reads. Jobs of a sweep that have it in common are checked once."""
+        return (self.data,)
+
+    @property
+    def objective(self) -> str:
+        """Metric that a search optimizes. Under checkpoint.metric=val/acc_ema, val/acc_best is of
+        averaged weights.
+        """
+        return self.optimized_metric or f"{self.checkpoint.metric.removesuffix('_ema')}_best"
+
+
+@dataclass
+class ResolvedParallel(ParallelConfig):
+    """ParallelConfig in which the numbers of devices and threads are integers, not `auto`."""
+
+    devices: int = 1
+    threads_per_device: int = 1
+
+
+@dataclass
+class ResolvedConfig(Config):
+    """Config resolved for a machine by timm_parallel/config/resolve.py; the content of a run's
+    config.yaml.
+    """
+
+    parallel: ResolvedParallel = field(default_factory=ResolvedParallel)
+
+    @property
+    def global_batch(self) -> int:
+        """Images per forward pass over all devices."""
+        if self.data.batch_size is not None:
+            return self.data.batch_size
+        assert self.data.batch_size_per_device is not None
+        return self.data.batch_size_per_device * self.parallel.devices
+
+    @property
+    def headline_metric(self) -> str:
+        """Name of checkpoint.metric without split and `_ema`: the metric that the console and the
+        report show first.
+        """
+        return self.checkpoint.metric.removeprefix("val/").removesuffix("_ema")
+
+    @property
+    def learning_rate_text(self) -> str:
+        """The learning rate on the console."""
+        return f"{self.optim.lr:g}"

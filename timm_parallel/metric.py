@@ -18,8 +18,8 @@ class Metric:
     `from_rows`.
 
     - `sums(scores, labels, losses)`: a tensor of fixed shape, which is added over batches and
-      ranks. scores: [B, classes],
-      labels and losses: [B]. Metrics with the same function share its sums.
+      ranks. scores: [B, classes], labels and losses: [B]. Metrics with the same function share its
+      sums.
     - `from_sums(sums, samples)`: the value.
     - `from_rows(scores, labels)`: the value from all rows of the split, in the order of the
       dataset, on the host.

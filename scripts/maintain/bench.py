@@ -1,8 +1,8 @@
 """Measures train.py against a hand-written loop on this machine: new processes, alternating,
 medians of the rounds' ratios.
 
-    python scripts/maintain/bench.py              # everything: make bench python
-    scripts/maintain/bench.py --only tiny  # measure names that contain this, without the table
+    python scripts/maintain/bench.py              # everything: make bench
+    python scripts/maintain/bench.py --only tiny  # names that contain this, without the table
 
 Prints the table, and writes it with every figure to outputs/bench/<time>/bench.json. A missed
 target within the middle half of the rounds counts as "within the spread", because the machine is

@@ -1,9 +1,8 @@
 """Measure how fast image files become training batches: our loader, timm's, and the limit of one
 core.
 
-    python scripts/maintain/bench_data.py make <folder>     # 500x375 JPEG files that decode like
-    photographs python scripts/maintain/bench_data.py measure <folder>  # all with 1 and 2 workers,
-    an epoch each, in turns
+    python scripts/maintain/bench_data.py make <folder>     # 500x375 JPEG files, like photographs
+    python scripts/maintain/bench_data.py measure <folder>  # all with 1 and 2 workers, in turns
 
 Prints images per second of each round as JSON, without the first round, which starts the workers.
 """
@@ -81,15 +80,24 @@ def _our_loader(folder: Path, workers: int) -> Any:
     from src.data.datasets import build_dataset
     from src.data.transforms import train_transform
     from src.schema import AugmentConfig, DataConfig
-    from timm_parallel.data.loader import BatchFetcher, TrainLoader
+    from timm_parallel.data.loader import train_loader
     from timm_parallel.data.prefetch import DevicePrefetcher
-    from timm_parallel.data.samplers import TrainSampler
+    from timm_parallel.machine.ranks import Ranks
+    from timm_parallel.parallel.group import ProcessGroup
 
     split = build_dataset(DataConfig(name="folder", root=str(folder))).train
     transform = train_transform(AugmentConfig(scale=[0.08, 1.0], hflip=0.5), SIZE, True)
-    fetcher = BatchFetcher(split, 2, transform, 0, substitutes=len(split))
     prefetcher = DevicePrefetcher(torch.device("cpu"), (0.5,) * 3, (0.5,) * 3, channels_last=False)
-    return TrainLoader(fetcher, TrainSampler(len(split), BATCH, 0, 1, 0), prefetcher, workers)
+    return train_loader(
+        split,
+        2,
+        prefetcher,
+        ProcessGroup(Ranks()),
+        batch_size=BATCH,
+        seed=0,
+        transform=transform,
+        workers=workers,
+    )
 
 
 def timm(folder: Path, workers: int) -> Epoch:

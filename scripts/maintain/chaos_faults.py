@@ -31,7 +31,7 @@ class Life:
         ranks = []
         for child in self.family():
             try:
-                if child.ppid() == self.process.pid and "src.train" in child.cmdline():
+                if child.ppid() == self.process.pid and "timm_parallel.rank" in child.cmdline():
                     ranks.append(child)
             except psutil.NoSuchProcess:
                 continue

@@ -1,7 +1,6 @@
 """Check what needs a CUDA device, in nine minutes: make gpu-check. FULL=1 adds what takes longer.
 
-    make gpu-wheels && make gpu-check BIN=/usr/bin    # with an interpreter that has torch, without
-    a package index
+    make gpu-wheels && make gpu-check BIN=/usr/bin    # an interpreter with torch, no package index
 
 Each part has its seconds, and a part that fails does not stop the next one. With two or more GPUs,
 further parts compare the strategies and test faults. Writes one file to attach to an issue:

@@ -19,12 +19,11 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity
 
+from src.app import app
 from src.parallel import build_strategy
+from src.schema import ResolvedConfig
 from src.train.build import build_run
 from src.train.loop import train_epoch
-from timm_parallel.config.arguments import parse_command_line
-from timm_parallel.config.compose import compose_command
-from timm_parallel.config.resolve import resolve
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.runtime.interfaces import RunParts
 
@@ -43,11 +42,10 @@ def busy_and_idle(intervals: Iterable[tuple[float, float]]) -> tuple[float, floa
     return busy, idle, longest
 
 
-def prepare(*overrides: str) -> RunParts:
-    """Build the parts of a run on random images from config overrides."""
-    arguments = parse_command_line(["parallel=single", "data=synthetic", *overrides])
-    config = resolve(compose_command(arguments).config)
-    return build_run(config, build_strategy(config.parallel, Ranks(), None))
+def prepare(*overrides: str) -> tuple[ResolvedConfig, RunParts]:
+    """Return the config and the parts of a run on random images, from config overrides."""
+    config = app.resolve(app.compose("parallel=single", "data=synthetic", *overrides))
+    return config, build_run(config, build_strategy(config.parallel, Ranks(), None))
 
 
 def measure(accelerator: str, *overrides: str) -> dict[str, float]:
@@ -56,7 +54,7 @@ def measure(accelerator: str, *overrides: str) -> dict[str, float]:
     """
     steps = WARM_UP + STEPS
     batch = 64 if accelerator == "cuda" else 8
-    run = prepare(
+    config, run = prepare(
         *(f"parallel.accelerator={accelerator}", "parallel.threads_per_device=1", "train.epochs=1"),
         *(
             f"data.batch_size={batch}",
@@ -69,7 +67,7 @@ def measure(accelerator: str, *overrides: str) -> dict[str, float]:
     reports = train_epoch(
         run.state,
         run.train_loader.epoch(0),
-        run.config,
+        config,
         run.strategy,
         run.hooks,
         run.steps_per_epoch,

@@ -260,7 +260,7 @@ def processes_on_devices() -> int:
 
 def _is_ours(pid: int) -> bool:
     try:
-        return b"src.train" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return b"timm_parallel.rank" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False
 

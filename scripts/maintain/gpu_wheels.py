@@ -1,7 +1,6 @@
 """Pack the packages that a GPU machine with torch may lack, to copy them there with the checkout.
 
-    python scripts/maintain/gpu_wheels.py          # make gpu-wheels: into .gpu-wheels/, which git
-    ignores
+    python scripts/maintain/gpu_wheels.py          # make gpu-wheels: into .gpu-wheels/
 
 Copies the packages below with their requirements from this environment, except those that an
 interpreter with torch has. scripts/maintain/gpu_check.py uses them on a machine without a package

@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from src.app import app
 from src.data.transforms import Preprocessing
 from src.models.build import build_model
 from src.schema import ResolvedConfig
-from timm_parallel.config.compose import load_config
 from timm_parallel.runtime import checkpoint, restoring
 
 
@@ -37,7 +37,7 @@ def load_trained(
 
     `weights`: model, or ema (averaged); None: those that checkpoint.metric evaluates.
     """
-    config = load_config(folder)
+    config = app.load_config(folder)
     path, contents = checkpoint.load_from_run(folder, which)
     preprocessing = Preprocessing(**contents["preprocessing"])
     weights = weights or ("ema" if config.checkpoint.metric.endswith("_ema") else "model")

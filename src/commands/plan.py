@@ -10,11 +10,13 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterable, Iterator
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from src.app import app
 from src.data.check import check_data
 from src.data.datasets import build_dataset
 from src.models.build import build_model
@@ -24,12 +26,9 @@ from src.schema import Config, ResolvedConfig
 from src.train.losses import build_criterion
 from src.train.optim import build_optimizer
 from src.train.step import AUTOCAST, Autocast, TrainStep
-from timm_parallel.config.arguments import parse_command_line
-from timm_parallel.config.compose import compose_command
-from timm_parallel.config.resolve import resolve
 from timm_parallel.config.validate import check_combination
-from timm_parallel.data.dataset import ImageDataset, Sizes
-from timm_parallel.data.samplers import TrainSampler
+from timm_parallel.data.dataset import ImageDataset
+from timm_parallel.data.fractions import batches_per_epoch
 from timm_parallel.lab.forecast.plan import Bytes, Plan
 from timm_parallel.parallel.blocks import blocks_of
 from timm_parallel.runtime.banner import count_parameters
@@ -42,13 +41,23 @@ SMALL_FOR_BATCHNORM = (
 ONE_IMAGE = "BatchNorm needs two images per device; a larger data.batch_size, or fewer devices"
 
 
+class Sizes(ImageDataset):
+    """A dataset of which only the sizes are known, because its images are not on this machine."""
+
+    def __init__(self, num_images: int, num_classes: int, in_chans: int) -> None:
+        self.class_names = [f"class_{index}" for index in range(num_classes)]
+        self.in_chans = in_chans
+        # Only its length is read.
+        self.train = cast(Any, range(num_images))
+
+
 def plan(
     overrides: list[str], counts: list[int], sizes: tuple[int, int] | None = None
 ) -> list[Plan]:
     """Return a plan per device count. `sizes`: (training images, classes), instead of reading the
     data.
     """
-    config = compose_command(parse_command_line(overrides)).config
+    config = app.compose(*overrides)
     if sizes is None:
         try:
             check_data(config)
@@ -60,7 +69,7 @@ def plan(
     images = (
         build_dataset(config.data, multilabel=multilabel)
         if sizes is None
-        else Sizes(config, *sizes)
+        else Sizes(*sizes, config.model.in_chans or 3)
     )
     # A plan does not depend on the values of the weights.
     config.model.pretrained, config.model.weights = False, None
@@ -89,14 +98,15 @@ def _resolved_for(config: Config, devices: int) -> ResolvedConfig:
     config.parallel.devices = devices
     config.parallel.choose_strategy(several=devices > 1)
     check_combination(config)
-    return resolve(config, devices, 1) if config.parallel.has_ranks else resolve(config)
+    return app.resolve(config, devices, 1) if config.parallel.has_ranks else app.resolve(config)
 
 
 def _count(config: ResolvedConfig, images: ImageDataset, devices: int) -> Plan:
     batch, train = config.global_batch, config.train
     size = min(len(images.train), config.data.limit_train or len(images.train))
-    sampler = TrainSampler(size, batch, 0, 1, config.seed, accumulate=train.accumulate)
-    steps_per_epoch, steps = count_steps(train, sampler.batches_per_epoch)
+    batches = batches_per_epoch(size, batch, train.accumulate)
+    dropped = size - batches * batch
+    steps_per_epoch, steps = count_steps(train, batches)
     chunk = math.ceil(batch / devices)
     side = config.data.image_size or images.image_size
     # On meta, because timm reads values of some tensors while it builds a model, which fake tensors
@@ -118,15 +128,15 @@ def _count(config: ResolvedConfig, images: ImageDataset, devices: int) -> Plan:
         batch_size=batch,
         batch_size_per_device=chunk,
         images=size,
-        images_per_device=sampler.batches_per_epoch * batch // devices,
-        dropped_per_epoch=sampler.dropped,
+        images_per_device=batches * batch // devices,
+        dropped_per_epoch=dropped,
         steps_per_epoch=steps_per_epoch,
         steps=steps,
         learning_rate=config.learning_rate,
         parameters=count_parameters(model),
         flops_per_step=flops * devices * train.accumulate,
         bytes=memory,
-        warnings=list(_warnings(config, model, chunk, sampler)),
+        warnings=list(_warnings(config, model, chunk, dropped, size)),
     )
 
 
@@ -197,7 +207,9 @@ def _size(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-def _warnings(config: Config, model: nn.Module, chunk: int, sampler: TrainSampler) -> Iterator[str]:
+def _warnings(
+    config: Config, model: nn.Module, chunk: int, dropped: int, images: int
+) -> Iterator[str]:
     has_batch_norm = any(
         isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()
     )
@@ -206,7 +218,6 @@ def _warnings(config: Config, model: nn.Module, chunk: int, sampler: TrainSample
             f"per-device batch {chunk} with BatchNorm: its statistics are noisy; "
             "model.sync_bn=true, or a larger batch"
         )
-    dropped, images = sampler.dropped, sampler.num_images
     if dropped > 0.05 * images:
         yield (
             f"{dropped} of {images} images are dropped in every epoch; a smaller "

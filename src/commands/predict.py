@@ -17,14 +17,13 @@ from torch import Tensor
 from src.commands.load import Trained, load_trained
 from src.data.transforms import evaluation_transform
 from src.parallel import build_strategy
-from src.schema import DataConfig, ResolvedParallel
+from src.schema import ResolvedParallel
 from src.train.losses import find_loss
 from src.train.step import AUTOCAST, Autocast
 from timm_parallel.data.decode import Files
 from timm_parallel.data.folder import image_files
-from timm_parallel.data.loader import BatchFetcher, Loader, num_workers
+from timm_parallel.data.loader import Loader, eval_loader
 from timm_parallel.data.prefetch import DevicePrefetcher
-from timm_parallel.data.samplers import EvalSampler
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.parallel.strategy import Strategy
 from timm_parallel.runtime.predictions import Prediction
@@ -58,7 +57,7 @@ def predict(request: PredictionRequest, ranks: Ranks, store: Any) -> list[Predic
     )
     predictions: dict[int, Prediction] = {}
     hidden = not (strategy.is_first and sys.stderr.isatty())
-    with closing(_loader(trained, paths, request, strategy, ranks.local_world_size)) as loader:
+    with closing(_loader(trained, paths, request, strategy)) as loader:
         bar = track(
             loader, "images", len(loader.sampler), console=Console(stderr=True), disable=hidden
         )
@@ -80,31 +79,27 @@ def predict(request: PredictionRequest, ranks: Ranks, store: Any) -> list[Predic
 
 
 def _loader(
-    trained: Trained,
-    paths: list[Path],
-    request: PredictionRequest,
-    strategy: Strategy,
-    local_world_size: int,
+    trained: Trained, paths: list[Path], request: PredictionRequest, strategy: Strategy
 ) -> Loader:
     """Build a loader of image files. The label of an image is its index, to match predictions with
     files.
     """
     mode = "L" if trained.preprocessing.input_size[0] == 1 else "RGB"
     files = Files([(path, number) for number, path in enumerate(paths)], mode)
-    group, preprocessing = strategy.group, trained.preprocessing
-    fetcher = BatchFetcher(
-        files, len(paths), evaluation_transform(preprocessing), seed=0, on_error="skip"
-    )
-    sampler = EvalSampler(
-        len(files), request.batch_size * group.world_size, group.rank, group.world_size
-    )
+    preprocessing = trained.preprocessing
     prefetcher = DevicePrefetcher(
         strategy.device, preprocessing.mean, preprocessing.std, trained.config.model.channels_last
     )
-    workers = num_workers(
-        DataConfig(workers=request.workers), fetcher, strategy.device, local_world_size
+    return eval_loader(
+        files,
+        len(paths),
+        prefetcher,
+        strategy.group,
+        batch_size=request.batch_size * strategy.group.world_size,
+        transform=evaluation_transform(preprocessing),
+        workers=request.workers,
+        on_error="skip",
     )
-    return Loader(fetcher, sampler, prefetcher, workers)
 
 
 @torch.inference_mode()

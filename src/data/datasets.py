@@ -1,5 +1,7 @@
 """Built-in datasets. Your own is a class `src.<module>.<Class>` that extends ImageDataset and is
 built from a DataConfig.
+
+Imports torch only where a dataset is built, because train.py checks the data first.
 """
 
 from __future__ import annotations
@@ -9,19 +11,29 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
-import torch
-
-from src.schema import DATASETS, DataConfig, is_timm_dataset
-from timm_parallel.data.csv_listing import list_csv
+from src.schema import DATASETS, DataConfig
+from timm_parallel.config.timm_names import is_timm_dataset
 from timm_parallel.data.dataset import ImageDataset, InMemory
-from timm_parallel.data.decode import files_of
-from timm_parallel.data.folder import list_folder
 from timm_parallel.errors import refuse_wrong_arguments
 from timm_parallel.machine.process import import_class
 
 
-class Digits(ImageDataset):
+class MadeInMemory(ImageDataset):
+    """A dataset that reads no folder."""
+
+    @classmethod
+    def check(
+        cls, config: DataConfig, evaluated: str | None = None, multilabel: bool = False
+    ) -> None:
+        """Raise ValueError for a folder."""
+        if config.root is not None:
+            raise ValueError(
+                f"data.root={config.root}: data.name={config.name} reads no folder; give "
+                "data=folder too, or data.root=null"
+            )
+
+
+class Digits(MadeInMemory):
     """The 1,797 handwritten digits inside scikit-learn (UCI, Alpaydin and Kaynak 1998): 8x8 gray
     values 0..16.
     """
@@ -33,6 +45,9 @@ class Digits(ImageDataset):
     std = (0.3513,)
 
     def __init__(self, config: DataConfig) -> None:
+        import numpy as np
+        import torch
+
         self.image_size = config.image_size or 32
         # Read from the file directly, because importing sklearn.datasets takes 0.8 s.
         spec = find_spec("sklearn")
@@ -51,54 +66,81 @@ class Digits(ImageDataset):
         splits = [InMemory(images[part], labels[part]) for part in order.split([1257, 270, 270])]
         self.train, self.val, self.test = splits
 
+    @classmethod
+    def size(cls, config: DataConfig, enough: int | None = None) -> int:
+        """Return the size of the training split."""
+        return 1257
 
-class Synthetic(ImageDataset):
+
+class Synthetic(MadeInMemory):
     """Random images and labels in memory, which cost almost nothing to load."""
 
     def __init__(
         self, config: DataConfig, num_samples: int = 2048, num_classes: int = 10, in_chans: int = 3
     ) -> None:
+        import numpy as np
+        import torch
+
         self.class_names = [f"class_{index}" for index in range(num_classes)]
         self.in_chans = in_chans
         self.image_size = config.image_size or 32
-        shape = (in_chans, self.image_size, self.image_size)
         # NumPy draws bytes four times as fast as torch.randint.
         draw = np.random.default_rng(0)
-        self.train = self._split(num_samples, shape, draw)
-        self.val = self._split(max(1, num_samples // 8), shape, draw)
+        splits = []
+        for count in (num_samples, max(1, num_samples // 8)):
+            shape = (count, in_chans, self.image_size, self.image_size)
+            images = torch.from_numpy(draw.integers(0, 256, shape, dtype=np.uint8))
+            labels = torch.from_numpy(draw.integers(0, num_classes, count))
+            splits.append(InMemory(images, labels))
+        self.train, self.val = splits
 
-    def _split(
-        self, count: int, shape: tuple[int, int, int], draw: np.random.Generator
-    ) -> InMemory:
-        images = draw.integers(0, 256, (count, *shape), dtype=np.uint8)
-        labels = draw.integers(0, len(self.class_names), count)
-        return InMemory(torch.from_numpy(images), torch.from_numpy(labels))
-
-
-class Folder(ImageDataset):
-    """Images in `<root>/{train,val,test}/<class>/`,
-    or in `<root>/<class>/` with data.val_fraction.
-    """
-
-    def __init__(self, config: DataConfig, trained_classes: list[str] | None = None) -> None:
-        """`trained_classes`: in an evaluation, the class names of the evaluated run; then train/
-        may be missing.
-        """
-        self.class_names, listing = list_folder(config, trained_classes)
-        self.train, self.val, self.test = files_of(listing)
+    @classmethod
+    def size(cls, config: DataConfig, enough: int | None = None) -> int:
+        """Return the size of the training split."""
+        return int(config.kwargs.get("num_samples", 2048))
 
 
-class Csv(ImageDataset):
-    """Images and labels listed in a CSV file."""
+class TimmImages(ImageDataset):
+    """`data=timm data.name=<name> data.root=<folder>`, with further options in `data.kwargs`."""
 
     def __init__(
-        self, config: DataConfig, trained_classes: list[str] | None = None, multilabel: bool = False
+        self,
+        config: DataConfig,
+        train_split: str = "train",
+        val_split: str = "validation",
+        test_split: str | None = None,
+        download: bool = False,
+        input_key: str = "image",
+        target_key: str = "label",
     ) -> None:
-        """`trained_classes`: in an evaluation, the class names of the evaluated run. `multilabel`:
-        see train.task.
+        """The arguments have timm's names. `input_key` and `target_key` are columns of a Hugging
+        Face dataset.
         """
-        self.class_names, listing = list_csv(config, trained_classes, multilabel)
-        self.train, self.val, self.test = files_of(listing)
+        from src.data.timm_datasets import open_splits
+
+        names = [name for name in (train_split, val_split, test_split) if name is not None]
+        splits, self.class_names, self.in_chans = open_splits(
+            config, names, download, input_key, target_key
+        )
+        self.train, self.val = splits[0], splits[1]
+        self.test = splits[2] if test_split is not None else None
+
+    @classmethod
+    def check(
+        cls, config: DataConfig, evaluated: str | None = None, multilabel: bool = False
+    ) -> None:
+        """Raise ValueError for a missing folder of tars."""
+        is_tar = config.name.partition("/")[0] in ("tar", "wds")
+        if is_tar and not (config.root and Path(config.root).is_dir()):
+            raise ValueError(
+                f"data.root={config.root}: no such folder; give the one that contains the tars"
+            )
+
+
+def built_in(name: str) -> type[ImageDataset] | None:
+    """Import the class of a built-in dataset, without torch; None if `name` is a class of yours."""
+    dotted = DATASETS.get("timm" if is_timm_dataset(name) else name)
+    return None if dotted is None else cast(type[ImageDataset], import_class(dotted))
 
 
 def build_dataset(
@@ -107,16 +149,14 @@ def build_dataset(
     """Build the dataset `data.name`. `trained_classes`: the class names of a run that will be
     evaluated on it.
     """
-    name = "timm" if is_timm_dataset(config.name) else config.name
-    dataset_class = import_class(DATASETS.get(name, name))
-    if not (isinstance(dataset_class, type) and dataset_class.__module__.startswith("src.")):
-        raise ValueError(
-            f"data.name={config.name}: not a class of this project; give src.<module>.<Class>"
-        )
-    more: dict[str, Any] = (
-        {"trained_classes": trained_classes} if config.name in ("folder", "csv") else {}
-    )
-    if config.name == "csv":
-        more["multilabel"] = multilabel
+    dataset_class: Any = built_in(config.name)
+    if dataset_class is None:
+        dataset_class = import_class(config.name)
+        if not (isinstance(dataset_class, type) and dataset_class.__module__.startswith("src.")):
+            raise ValueError(
+                f"data.name={config.name}: not a class of this project; give src.<module>.<Class>"
+            )
+    context = {"trained_classes": trained_classes, "multilabel": multilabel}
+    more = {name: context[name] for name in dataset_class.takes}
     with refuse_wrong_arguments("data.kwargs", config.kwargs, config.name):
         return cast(ImageDataset, dataset_class(config, **more, **config.kwargs))

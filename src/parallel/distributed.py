@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from src.schema import strategy_options
+from timm_parallel.keys import strategy_options
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.parallel.communication import Communication
 from timm_parallel.parallel.ddp_timing import (

@@ -20,17 +20,17 @@ from src.models.ema import build_ema
 from src.models.freeze import freeze
 from src.models.preprocessing import preprocessing_for, train_image_size
 from src.models.weights import load_weights
-from src.schema import ResolvedConfig, is_timm_dataset
+from src.schema import ResolvedConfig
 from src.train.losses import build_criterion, class_weights
 from src.train.metrics import check_metric, metrics_of
 from src.train.mixing import Mixing
 from src.train.optim import build_optimizer, build_schedule, waits_for_scaler
 from src.train.step import AUTOCAST, Autocast, TrainStep, set_matmul_precision
+from timm_parallel.config.timm_names import is_timm_dataset
 from timm_parallel.config.validate import refuse
-from timm_parallel.data.dataset import ImageDataset, rows_of, train_labels
-from timm_parallel.data.loader import BatchFetcher, Loader, TrainLoader, num_workers
+from timm_parallel.data.dataset import ImageDataset, InMemory
+from timm_parallel.data.loader import Loader, TrainLoader, eval_loader, train_loader
 from timm_parallel.data.prefetch import DevicePrefetcher
-from timm_parallel.data.samplers import EvalSampler, TrainSampler, class_balance, fixed_choice
 from timm_parallel.parallel.lockstep import Lockstep
 from timm_parallel.parallel.strategy import Strategy
 from timm_parallel.runtime.flops import count_flops
@@ -87,17 +87,22 @@ def build_data_and_model(
     mean, std = preprocessing.mean, preprocessing.std
     prefetcher = DevicePrefetcher(strategy.device, mean, std, config.model.channels_last)
     eval_loaders: dict[str, Loader] = {}
-    group = strategy.group
     for name, split in (("val", dataset.val), ("test", dataset.test)):
         if split is not None:
             # Resizing to the same size and cropping all of it changes no image.
-            rows = rows_of(split, preprocessing.input_size[1:])
+            rows = InMemory.of(split, preprocessing.input_size[1:])
             is_ready = rows is split or (rows is not None and preprocessing.crop_pct == 1)
-            transform = None if is_ready else evaluation_transform(preprocessing)
-            fetcher = BatchFetcher(split, num_classes, transform, config.seed, config.data.on_error)
-            sampler = EvalSampler(len(split), config.global_batch, group.rank, group.world_size)
-            workers = num_workers(config.data, fetcher, strategy.device, group.local_world_size)
-            eval_loaders[name] = Loader(fetcher, sampler, prefetcher, workers)
+            eval_loaders[name] = eval_loader(
+                split,
+                num_classes,
+                prefetcher,
+                strategy.group,
+                batch_size=config.global_batch,
+                transform=None if is_ready else evaluation_transform(preprocessing),
+                seed=config.seed,
+                workers=config.data.workers,
+                on_error=config.data.on_error,
+            )
     return DataAndModel(dataset, model, num_classes, preprocessing, prefetcher, eval_loaders)
 
 
@@ -112,17 +117,16 @@ def build_run(config: ResolvedConfig, strategy: Strategy) -> RunParts:
     if frozen := freeze(model, config.model.freeze):
         log.info("frozen       %s", frozen)
     image_size = train_image_size(model, config.data, dataset)
-    train_loader = _build_train_loader(config, strategy, built, image_size)
-    steps_per_epoch, total_steps = count_steps(config.train, train_loader.sampler.batches_per_epoch)
+    batches = _build_train_loader(config, strategy, built, image_size)
+    steps_per_epoch, total_steps = count_steps(config.train, batches.sampler.batches_per_epoch)
     refuse(config.train.profile_problems(total_steps))
     check_metric(config.checkpoint.metric, num_classes)
     outputs = config.model.num_classes or num_classes
     weights: dict[str, torch.Tensor] = {}
     if config.train.class_weights is not None:
-        labels = train_labels(dataset.train, train_loader.fetcher.chosen)
-        weights = class_weights(config.train, labels, outputs)
-    # Before the strategy wraps or shards the model.
-    flops = _count_flops(config, model, (built.preprocessing.input_size[0], image_size, image_size))
+        weights = class_weights(config.train, batches.labels(), outputs)
+    # Before the strategy wraps or shards the model, and on the rank that writes result.json.
+    flops = _count_flops(config, built, image_size) if strategy.is_first else None
     state = _build_state(config, strategy, built, weights, steps_per_epoch)
     check_is_complete(state.optimizer, state)
     augment, mixing = config.data.augment, None
@@ -136,66 +140,58 @@ def build_run(config: ResolvedConfig, strategy: Strategy) -> RunParts:
         dataset=dataset,
         preprocessing=built.preprocessing,
         image_size=image_size,
-        train_loader=train_loader,
+        train_loader=batches,
         eval_loaders=built.eval_loaders,
         metrics=metrics_of(config.train.task),
         state=state,
         mixing=mixing,
         communication=communication,
-        hooks=build_hooks(config, strategy, communication, total_steps),
+        hooks=build_hooks(
+            config,
+            strategy,
+            communication,
+            total_steps,
+            config.train.untimed_steps,
+            config.train.profile_steps,
+        ),
         steps_per_epoch=steps_per_epoch,
-        flops_per_step=flops if strategy.is_first else None,
+        flops_per_step=flops,
     )
 
 
 def _build_train_loader(
     config: ResolvedConfig, strategy: Strategy, built: DataAndModel, size: int
 ) -> TrainLoader:
-    split, group = built.dataset.train, strategy.group
-    augment = config.data.augment
-    rows = rows_of(split, (size, size))
+    split, augment = built.dataset.train, config.data.augment
+    rows = InMemory.of(split, (size, size))
+    # A batch step replaces the transform of each image.
     on_pixels = batch_step(augment, rows, size)
-    transform = (
-        None
-        if on_pixels
-        else train_transform(augment, size, rows is None, built.preprocessing.mean)
-    )
-    chosen = fixed_choice(len(split), config.data.limit_train)
-    weights = (
-        class_balance(train_labels(split, chosen), config.data.balance)
-        if config.data.balance
-        else None
-    )
-    sampler = TrainSampler(
-        len(split) if chosen is None else len(chosen),
-        config.global_batch,
-        group.rank,
-        group.world_size,
-        config.seed,
-        augment.aug_repeats,
-        config.train.accumulate,
-        weights,
-    )
-    fetcher = BatchFetcher(
+    transform = None
+    if on_pixels is None:
+        transform = train_transform(augment, size, rows is None, built.preprocessing.mean)
+    return train_loader(
         split,
         built.num_classes,
-        transform,
-        config.seed,
-        config.data.on_error,
-        substitutes=sampler.num_images,
-        chosen=chosen,
+        built.prefetcher,
+        strategy.group,
+        batch_size=config.global_batch,
+        seed=config.seed,
+        transform=transform,
         on_pixels=on_pixels,
         on_normalized=Erasing(augment) if augment.reprob else None,
+        workers=config.data.workers,
+        on_error=config.data.on_error,
+        accumulate=config.train.accumulate,
+        copies=augment.aug_repeats,
+        limit=config.data.limit_train,
+        balance=config.data.balance,
     )
-    workers = num_workers(config.data, fetcher, strategy.device, group.local_world_size)
-    return TrainLoader(fetcher, sampler, built.prefetcher, workers)
 
 
-def _count_flops(
-    config: ResolvedConfig, model: nn.Module, image: tuple[int, int, int]
-) -> int | None:
-    """Count the FLOPs of an optimizer step on images of this shape. Takes a tenth of a second."""
-    flops = count_flops(model, (config.global_batch, *image))
+def _count_flops(config: ResolvedConfig, built: DataAndModel, size: int) -> int | None:
+    """Count the FLOPs of an optimizer step. Takes a tenth of a second."""
+    images = (config.global_batch, built.preprocessing.input_size[0], size, size)
+    flops = count_flops(built.model, images)
     return None if flops is None else flops * config.train.accumulate
 
 

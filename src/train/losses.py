@@ -199,14 +199,13 @@ def class_weights(config: TrainConfig, labels: Tensor | None, outputs: int) -> d
     loss. With N images, n of a class, K classes:
 
     - Cross entropy has a term per image. auto is N / (K n), scikit-learn's "balanced". The mean
-      over all training images is
-      torch's weighted mean. torch divides by the weights of a batch, with which ranks would differ.
+      over all training images is torch's weighted mean. torch divides by the weights of a batch,
+      with which ranks would differ.
     - bce and asl have a term per image and class, so the mean over the classes is 1; auto is timm's
       inverse frequency.
     - auto for several labels per image: N / (2 n) for the n positives of a class, N / (2 (N - n))
-      for its negatives. The
-      loss multiplies `class_weight`, that of negatives, by `pos_weight`, which is timm's negatives
-      / positives.
+      for its negatives. The loss multiplies `class_weight`, that of negatives, by `pos_weight`,
+      which is timm's negatives / positives.
 
     `labels`: labels of all training images, [N] or [N, classes]; None if the dataset does not list
     them.

@@ -1,8 +1,7 @@
 """Train, evaluate, predict with and resume runs of a copy of the project that has examples of
 docs/extend.md.
 
-    python example_runs.py <jobs as JSON> <folder of images>     # in the copy, with the copy on the
-    path
+    python example_runs.py <jobs as JSON> <folder of images>     # in the copy, which is on the path
 
 Prints a JSON line per run. Each run is a process that is forked from this one, which has imported
 torch; its only rank is that process.
@@ -22,13 +21,14 @@ from typing import Any
 import torch.utils.tensorboard
 
 import evaluate
-import train
 from scripts import predict
+from src.app import app
 from src.schema import ResolvedConfig
 from src.train.run import run
 from timm_parallel.faults.failure import RankExits
 from timm_parallel.launch import job
 from timm_parallel.machine.ranks import Ranks
+from timm_parallel.main import run_command
 
 
 def run_rank_here(config: ResolvedConfig, folder: Path, **_: Any) -> RankExits:
@@ -52,7 +52,7 @@ def output_of(main: Callable[..., int], *arguments: Any) -> tuple[int, str]:
 
 def train_with(*words: str) -> None:
     sys.argv = ["train.py", *words]
-    code, out = output_of(train.main)
+    code, out = output_of(lambda: run_command(app))
     assert code == 0, f"{words}\n{out}"
 
 

@@ -309,12 +309,14 @@ def test_lora_output_equals_output_of_model_with_merged_low_rank_weights(scratch
 @pytest.mark.slow
 @pytest.mark.processes
 class TestCommands:
+    @pytest.mark.nightly
     def test_custom_model_trains_on_one_and_two_devices(self, scratch: Path) -> None:
         alone, both = [run(scratch, line) for line in EXAMPLES["A model"].commands]
         assert result(alone)["model"] == result(both)["model"] == "src.models.patches.Patches"
         assert result(both)["world_size"] == 2
         assert result(both)["parameters"] > result(alone)["parameters"]
 
+    @pytest.mark.nightly
     def test_custom_dataset_trains_on_one_and_two_devices(self, scratch: Path, npz: Path) -> None:
         for command, world_size in zip(EXAMPLES["A dataset"].commands, (1, 2), strict=True):
             line = command.replace("/data/medmnist.npz", str(npz))
@@ -323,6 +325,7 @@ class TestCommands:
             assert actual["world_size"] == world_size
             assert (actual["val"]["samples"], actual["test"]["samples"]) == (16, 8)
 
+    @pytest.mark.nightly
     def test_custom_validation_metric_is_logged_and_used_as_objective(self, scratch: Path) -> None:
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -333,6 +336,7 @@ class TestCommands:
         events = EventAccumulator(str(folder / "tensorboard")).Reload()
         assert "val/f1" in events.Tags()["scalars"]
 
+    @pytest.mark.nightly
     def test_custom_loss_trains_on_one_and_two_devices(self, scratch: Path) -> None:
         for command in EXAMPLES["A loss"].commands:
             for devices in (1, 2):
@@ -343,6 +347,7 @@ class TestCommands:
                 )
                 result(run(scratch, command, *overrides))
 
+    @pytest.mark.nightly
     def test_custom_loss_with_parameters_trains_its_class_centers_on_one_and_two_devices(
         self, scratch: Path
     ) -> None:
@@ -365,6 +370,7 @@ class TestCommands:
         assert curves[0] == pytest.approx(curves[1], rel=1e-4)
         assert torch.allclose(*centers, atol=1e-4)
 
+    @pytest.mark.nightly
     def test_custom_training_metric_is_logged_per_step_and_in_result_json(
         self, scratch: Path
     ) -> None:
@@ -529,6 +535,7 @@ def words_for(name: str, npz: Path) -> list[str]:
 @pytest.mark.slow(seconds=20)
 @pytest.mark.processes
 @pytest.mark.parametrize("which", [None, *ALONE])
+@pytest.mark.sample(2)
 def test_run_of_every_example_is_evaluated_predicted_with_and_resumed(
     which: str | None, scratch: Path, npz: Path, alone: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -661,6 +668,7 @@ def averaged(scratch: Path) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.processes
+@pytest.mark.nightly
 def test_custom_model_loss_and_metric_train_under_local_sgd(averaged: Path) -> None:
     actual = result(averaged)
     assert actual["world_size"] == 2
@@ -725,6 +733,7 @@ def test_local_sgd_with_period_1_matches_ddp(scratch: Path) -> None:
 )
 @pytest.mark.slow
 @pytest.mark.processes
+@pytest.mark.sample(3)
 def test_invalid_metric_loss_or_strategy_setting_for_custom_code_exits_2(
     scratch: Path, overrides: tuple[str, ...], message: str
 ) -> None:

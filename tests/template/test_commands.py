@@ -25,18 +25,21 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import OverrideParseException
 from PIL import Image
 
-import train as entry
+from src.app import app
 from src.parallel import build_strategy
-from src.schema import ResolvedConfig, as_resolved, is_timm_dataset
+from src.schema import ResolvedConfig
 from src.train.build import build_run
 from src.train.loop import train_epoch
 from src.train.step import AUTOCAST, Autocast
 from timm_parallel.config.compose import compose_command
 from timm_parallel.config.resolve import resolve
 from timm_parallel.config.suggest import is_known
+from timm_parallel.config.timm_names import is_timm_dataset
 from timm_parallel.keys import SearchConfig, SweepConfig
 from timm_parallel.lab.sweep.points import expand
 from timm_parallel.machine.ranks import Ranks
+from timm_parallel.main import run_command
+from timm_parallel.project import as_resolved
 from timm_parallel.testing.commands import ROOT, TEST_FILES, Finished, Train
 from timm_parallel.testing.configs import parse, tiny
 from timm_parallel.testing.ranks import in_ranks
@@ -414,7 +417,7 @@ FIRST = set(commands_of(ROOT / "README.md"))
 QUICK = [command for command in TRAININGS if command in FIRST and not LARGE.search(command)]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(12)
 @pytest.mark.processes
 @pytest.mark.parametrize(
     "command", [c if c in QUICK else pytest.param(c, marks=pytest.mark.slow) for c in TRAININGS]
@@ -529,6 +532,7 @@ def sweep(train_shared: Train) -> Path:
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize("command", scripts_like(ON_A_SWEEP))
+@pytest.mark.sample(3)
 def test_documented_report_and_forecast_commands_print_their_result_for_a_sweep(
     command: str, sweep: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -562,6 +566,7 @@ def test_documented_evaluate_command_runs_on_two_ddp_ranks(
         "python train.py -m parallel=single,dp,ddp parallel.devices=1,2,4",
     ],
 )
+@pytest.mark.sample(3)
 def test_documented_training_command_exits_0_when_run_as_a_process(
     command: str, train: Train
 ) -> None:
@@ -603,7 +608,7 @@ def test_sweep_dry_run_lists_the_jobs_of_the_sweep(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", shlex.split(command)[1:])
-    assert entry.main() == 0
+    assert run_command(app) == 0
     assert "optim.lr=0.0001,seed=1" in capsys.readouterr().out
 
 

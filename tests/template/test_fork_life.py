@@ -7,6 +7,7 @@ together get `make lint test`, which runs the fork's whole own suite.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -38,11 +39,11 @@ QUICK = {
 }
 
 
-def run_in(folder: Path, *command: str) -> None:
+def run_in(folder: Path, *command: str, **variables: str) -> None:
     """Run a command without the variables of this test run, and fail with its output."""
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")
-    }
+    } | variables
     done = subprocess.run(
         command,
         cwd=folder,
@@ -83,6 +84,7 @@ def fork_at_start(forked: Path) -> Path:
 
 @pytest.mark.slow(seconds=9)
 @pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.sample(7)
 def test_checks_of_a_fork_pass_with_one_example_of_docs_extend_md(
     name: str, fork_at_start: Path
 ) -> None:
@@ -118,3 +120,24 @@ def test_make_lint_test_of_a_fork_passes_with_all_examples_of_docs_extend_md(
         word for stamp in ("development", "runtime") for word in ("-o", f"{sys.prefix}/{stamp}")
     ]
     run_in(fork_at_start, "make", "lint", "test", f"VENV={sys.prefix}", *installed)
+
+
+@pytest.mark.slow(seconds=15)
+def test_fork_trains_and_sweeps_when_the_library_is_installed_from_a_tag(
+    fork_at_start: Path, tmp_path: Path
+) -> None:
+    git(fork_at_start, "tag", "--force", "v0")
+    source = f"git+{fork_at_start.as_uri()}@v0#subdirectory=timm_parallel"
+    install = ("-m", "pip", "install", "-q", "--no-deps", "--target", str(tmp_path), source)
+    run_in(fork_at_start, sys.executable, *install)
+    git(fork_at_start, "rm", "-rqf", "timm_parallel")
+    run = ("train.py", "model=tiny", "train.max_steps=2", "data.limit_train=128")
+    jobs = ("-m", "parallel=ddp", "parallel.devices=1,2", "hydra.sweep.dir=sweep")
+    on_path = {"PYTHONPATH": str(tmp_path)}
+    run_in(fork_at_start, sys.executable, *run, *jobs, **on_path)
+    run_in(fork_at_start, sys.executable, "-m", "pytest", "-n0", "tests/test_step.py", **on_path)
+    results = [
+        json.loads(path.read_text()) for path in sorted(fork_at_start.glob("sweep/*/result.json"))
+    ]
+    assert [result["world_size"] for result in results] == [1, 2]
+    git(fork_at_start, "reset", "-q", "--hard")

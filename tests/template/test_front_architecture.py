@@ -56,6 +56,8 @@ def test_user_code_imports_only_the_permitted_engine_packages() -> None:
         "errors",
         "lab.forecast",
         "keys",
+        "app",
+        "main",
         "metric",
         "trackers",
     }

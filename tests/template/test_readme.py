@@ -221,6 +221,7 @@ def python_blocks(page: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", text_of(page), re.DOTALL)
 
 
+@pytest.mark.slow(seconds=4)
 def test_digits_script_of_finetune_page_writes_every_digit_into_its_class_folder(
     tmp_path: Path,
 ) -> None:
@@ -254,6 +255,7 @@ def test_pytorch_examples_of_dp_and_ddp_page_run_without_error(
 
 
 @pytest.mark.processes
+@pytest.mark.slow(seconds=4)
 def test_code_of_from_lightning_page_loads_a_checkpoint_and_reaches_its_val_accuracy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -313,6 +315,7 @@ def test_docs_batch_page_has_two_tables_made_by_plan_py() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("arguments", "table"), PLANS)
+@pytest.mark.sample(2)
 def test_tables_of_docs_batch_page_match_output_of_plan_py(
     arguments: str, table: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -9,11 +9,12 @@ import re
 import socket
 from pathlib import Path
 
-from src.schema import Config
 from timm_parallel.cluster.slurm import quoted, render
 from timm_parallel.config.cluster import seconds_of
+from timm_parallel.keys import Config
 from timm_parallel.machine.files import write_text
 from timm_parallel.machine.ranks import NodeAddress
+from timm_parallel.project import current
 
 MANIFEST = "job.yaml"
 PORT = 29500
@@ -25,6 +26,7 @@ def write_manifest(config: Config, folder: Path) -> None:
     sizes = {"nvidia.com/gpu": cluster.gpus, "cpu": cluster.cpus, "memory": _bytes(cluster.memory)}
     manifest = render(
         MANIFEST,
+        app=current().name,
         name=name,
         path=path,
         cluster=cluster,

@@ -15,18 +15,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from src.schema import Config
-from timm_parallel.config.compose import CONF
-from timm_parallel.keys import ClusterConfig
+from timm_parallel.keys import ClusterConfig, Config
 from timm_parallel.machine.files import write_text
 from timm_parallel.machine.process import SAFE_PATH
 from timm_parallel.machine.ranks import NodeAddress, host_name
-from timm_parallel.project import ROOT
+from timm_parallel.project import current, root
 
 SCRIPT, JOB_ID = "job.sbatch", "job.id"
-LOCAL_LINES = (
-    CONF / "local" / "slurm.sh"
-)  # #SBATCH lines and shell lines that every job of this machine gets
 # Exit code of a run that USR1 has stopped: signal 10 on Linux. signal.SIGUSR1 differs on other
 # systems, such as macOS.
 WARNED = 128 + 10
@@ -38,6 +33,11 @@ ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEM
 ENDED |= {"DEADLINE", "PREEMPTED", "BOOT_FAIL"}
 # Below the ports that Linux gives to outgoing connections (32768 and above).
 FIRST_PORT, PORTS = 20000, 12000
+
+
+def local_lines() -> Path:
+    """Return the file of #SBATCH lines and shell lines that every job of this machine gets."""
+    return root() / "conf" / "local" / "slurm.sh"
 
 
 def write_script(config: Config, folder: Path) -> None:
@@ -152,8 +152,10 @@ def script_of(config: Config, log: Path, **values: str) -> str:
         log=f"{log_folder}/{log.name}",
         local_options=local_options,
         local_lines=local_lines,
-        root=ROOT,
-        command=shlex.join([sys.executable, *SAFE_PATH, "-m", "timm_parallel.launch.node"]),
+        root=root(),
+        command=shlex.join(
+            [sys.executable, *SAFE_PATH, "-m", "timm_parallel.launch.node", current().name]
+        ),
         warned=WARNED,
         node_lost=NODE_LOST,
         **values,
@@ -179,7 +181,8 @@ def _local_lines() -> tuple[list[str], str]:
     """
     # Only this file may hold shell code, because a config or a run folder may come from another
     # person.
-    lines = LOCAL_LINES.read_text(encoding="utf-8").splitlines() if LOCAL_LINES.is_file() else []
+    own = local_lines()
+    lines = own.read_text(encoding="utf-8").splitlines() if own.is_file() else []
     options = [line for line in lines if line.startswith("#SBATCH")]
     setup = [line for line in lines if not line.startswith(("#SBATCH", "#!"))]
     return options, "\n".join(setup).strip()

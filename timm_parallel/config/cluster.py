@@ -7,9 +7,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from src.schema import Config
 from timm_parallel.errors import ONE_PROCESS, Problem
-from timm_parallel.keys import ClusterConfig
+from timm_parallel.keys import ClusterConfig, Config
 
 # Keys that only one scheduler reads.
 KEYS_OF = {

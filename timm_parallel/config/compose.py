@@ -21,7 +21,6 @@ from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from src.schema import Config, ResolvedConfig, as_resolved
 from timm_parallel.config.aliases import check_aliases, check_aliases_of
 from timm_parallel.config.arguments import parse_command_line
 from timm_parallel.config.hydra_allowlist import (
@@ -32,12 +31,11 @@ from timm_parallel.config.hydra_allowlist import (
 from timm_parallel.config.resolvers import by_device, device_counts
 from timm_parallel.config.suggest import explain, is_known, key_hint, plain_values
 from timm_parallel.config.validate import check_combination, check_values
-from timm_parallel.keys import leaves
+from timm_parallel.keys import Config, ResolvedConfig, leaves
 from timm_parallel.machine.files import write_text
 from timm_parallel.machine.secrets import IN_URL, REFERENCE, hide_in, is_written_out
-from timm_parallel.project import ROOT
+from timm_parallel.project import as_resolved, current, root
 
-CONF = ROOT / "conf"
 SAVED = "saved_config"  # Hydra's name for the config of a resumed run
 
 
@@ -116,7 +114,7 @@ def plain_config() -> Config:
     try:
         return compose_command(parse_command_line([])).config
     except ValueError:
-        return Config()
+        return current().config()
 
 
 def run_in_hydra(command: Command, folder: Path, job: Callable[[], int]) -> int:
@@ -165,7 +163,7 @@ def store_schema() -> None:
     """Register the schema and the resolvers with Hydra, once per process."""
     from hydra.core.config_store import ConfigStore
 
-    ConfigStore.instance().store("schema", node=Config)
+    ConfigStore.instance().store("schema", node=current().config)
     # Hydra copies the whole store for each group: half the time of composing, most of --help. It
     # copies what it loads again, so this copy is not needed.
     ConfigStore.__deepcopy__ = lambda store, memo: store  # type: ignore[attr-defined]
@@ -225,7 +223,7 @@ def _schema() -> DictConfig:
     """Return the schema as an OmegaConf tree. Cached, because building it takes a quarter of the
     time of composing.
     """
-    return OmegaConf.structured(Config)
+    return OmegaConf.structured(current().config)
 
 
 def save_config(config: Config, folder: Path, parts: Sequence[str] = ()) -> None:
@@ -234,7 +232,7 @@ def save_config(config: Config, folder: Path, parts: Sequence[str] = ()) -> None
 
     `parts`: for a run that was resumed with other settings, the command line of each attempt.
     """
-    hydra: Any = OmegaConf.to_container(OmegaConf.load(CONF / "hydra" / "default.yaml"))
+    hydra: Any = OmegaConf.to_container(OmegaConf.load(root() / "conf" / "hydra" / "default.yaml"))
     resolved = OmegaConf.structured(config)
     # Restore the references to secrets. If .hydra/ is on another machine, an earlier config.yaml
     # has them.
@@ -334,7 +332,7 @@ def _store_over(saved: Any) -> str:
     """
     from hydra.core.config_store import ConfigStore
 
-    main: Any = OmegaConf.to_container(OmegaConf.load(CONF / "train.yaml"))
+    main: Any = OmegaConf.to_container(OmegaConf.load(root() / "conf" / "train.yaml"))
     groups = [next(iter(entry)) for entry in main["defaults"] if isinstance(entry, dict)]
     choices = [{group: None} for group in groups if group not in ("hydra", "optional local")]
     defaults = ["schema", {"optional local": "default"}, {"hydra": "default"}, "_self_", *choices]
@@ -353,7 +351,7 @@ def _hydra(arguments: Any) -> Any:
     ):
         if folder is not None and not os.path.isdir(folder):
             raise ValueError(f"--{option}={folder}: no such folder")
-    main = os.path.abspath(arguments.config_path or CONF)
+    main = os.path.abspath(arguments.config_path or root() / "conf")
     search = create_automatic_config_search_path(
         calling_file=None, calling_module=None, config_path=main
     )

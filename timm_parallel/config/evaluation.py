@@ -9,14 +9,14 @@ from pathlib import Path
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from src.schema import Config, ParallelConfig, ResolvedConfig
 from timm_parallel.config.arguments import parse_command_line
 from timm_parallel.config.compose import compose_command, load_config, typed_and_checked
 from timm_parallel.config.resolve import resolve
 from timm_parallel.config.suggest import explain, is_known, key_hint
 from timm_parallel.config.validate import check_combination
-from timm_parallel.keys import ClusterConfig, TrackerConfig
+from timm_parallel.keys import ClusterConfig, Config, ParallelConfig, ResolvedConfig, TrackerConfig
 from timm_parallel.machine.ranks import Ranks
+from timm_parallel.project import current
 
 # Keys that may be given with run=<folder>, and keys that may be given without it.
 KEYS_WITH_RUN = ("data", "parallel", "train.precision", "paths")
@@ -46,7 +46,7 @@ def evaluation_config(
                 "model.weights=<file>"
             )
     # These concern training only.
-    config.model.sync_bn, config.model.compile = False, False
+    config.model.for_evaluation()
     config.tracker = TrackerConfig()
     check_combination(config)
     return resolve(config, *((ranks.world_size, ranks.local_world_size) if ranks else ()))
@@ -68,7 +68,7 @@ def _check_key(override: str, allowed: tuple[str, ...]) -> None:
 
 def _load(run: Path, overrides: list[str]) -> Config:
     saved = load_config(run)
-    config = Config(**vars(saved))
+    config = current().config(**vars(saved))
     per_device = max(1, saved.global_batch // saved.parallel.devices)
     # Evaluate on this machine, which may differ from the one of the run.
     config.parallel, config.cluster = ParallelConfig(), ClusterConfig()

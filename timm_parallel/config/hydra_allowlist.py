@@ -19,7 +19,7 @@ from timm_parallel.config.suggest import (
     key_hint,
     plain_values,
 )
-from timm_parallel.project import ROOT
+from timm_parallel.project import root
 
 SETTABLE = ("run", "sweep", "sweeper.params", "job.name", "job.chdir", "verbose")
 FIXED = f"cannot be changed; the keys of hydra that can are {', '.join(SETTABLE)}"
@@ -142,7 +142,7 @@ def _defaults(*overrides: str) -> set[tuple[str, str]]:
     from hydra._internal.utils import create_automatic_config_search_path
     from hydra.types import RunMode
 
-    search = create_automatic_config_search_path(None, None, str(ROOT / "conf"))
+    search = create_automatic_config_search_path(None, None, str(root() / "conf"))
     return _pairs(ConfigLoaderImpl(search).load_configuration(None, list(overrides), RunMode.RUN))
 
 

@@ -8,16 +8,16 @@ import copy
 import importlib.util
 from collections.abc import Iterator
 
-from src.schema import Config, DataConfig, ResolvedConfig, as_resolved
 from timm_parallel.config.cluster import fill_in
 from timm_parallel.config.resolvers import count_that_divides
 from timm_parallel.config.validate import refuse
 from timm_parallel.errors import BATCH_NOT_DIVISIBLE, BATCH_TOO_SMALL, TOO_FEW_DEVICES, Problem
-from timm_parallel.keys import TRACKERS
+from timm_parallel.keys import TRACKERS, Config, ResolvedConfig
 from timm_parallel.machine import hardware
 from timm_parallel.machine.platform import WINDOWS
 from timm_parallel.machine.ranks import starter
 from timm_parallel.machine.text import yaml_text
+from timm_parallel.project import as_resolved
 
 
 def resolve(
@@ -30,7 +30,7 @@ def resolve(
         raise ValueError("Windows: not supported; run the same command under WSL 2")
     config = copy.deepcopy(config)
     if config.data.batch_size is None and config.data.batch_size_per_device is None:
-        config.data.batch_size = DataConfig.batch_size
+        config.data.batch_size = type(config.data).batch_size
     _check_starter(config, world_size)
     elsewhere = config.cluster.scheduler != "local"
     if elsewhere:
@@ -109,10 +109,10 @@ def notices(asked: Config, resolved: ResolvedConfig, world_size: int | None = No
 
 
 def _auto_devices(config: Config, cuda: int) -> int:
-    parallel, augment = config.parallel, config.data.augment
+    parallel = config.parallel
     if parallel.device_ids:
         return len(parallel.device_ids)
-    pairs = augment.mixes and not parallel.has_one_process
+    pairs = config.data.pairs_images and not parallel.has_one_process
     return count_that_divides(cuda or min(2, hardware.cores()), config.data.batch_size, pairs)
 
 
@@ -238,8 +238,7 @@ def _missing_here(config: Config, cuda: int, local: int) -> Iterator[str]:
                 f"parallel={parallel.strategy}: an Apple GPU is one device; use "
                 "parallel=single, or parallel.accelerator=cpu"
             )
-    if config.model.sync_bn:
-        yield "model.sync_bn=true: torch's SyncBatchNorm requires CUDA; leave it at false"
+    yield from config.model.problems_without_cuda()
     if config.train.precision == "tf32":
         yield (
             f"train.precision=tf32: requires CUDA, but this run is on {parallel.accelerator}; "
@@ -279,7 +278,7 @@ def _unfit_sizes(config: ResolvedConfig) -> Iterator[str]:
             f"{below}, {above}"
         )
         yield Problem(uneven, BATCH_NOT_DIVISIBLE)
-    if config.data.augment.mixes and (batch // devices if has_ranks else batch) % 2:
+    if config.data.pairs_images and (batch // devices if has_ranks else batch) % 2:
         yield (
             f"data.batch_size={batch}: mixup and cutmix pair images, so each rank's batch must "
             "be even; change data.batch_size"

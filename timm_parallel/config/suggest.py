@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import ast
 import difflib
-import importlib.util
 import re
 from collections.abc import Iterable, Iterator
 from functools import cache
@@ -16,12 +15,12 @@ from typing import Any
 import yaml
 from omegaconf.errors import ConfigTypeError, ValidationError
 
-from src.schema import Config, known_metrics
+from timm_parallel.config.timm_names import timm_models, timm_optimizers
 from timm_parallel.keys import leaves
 from timm_parallel.machine.secrets import is_secret_key
 from timm_parallel.machine.text import yaml_text
 from timm_parallel.metric import Metric
-from timm_parallel.project import ROOT
+from timm_parallel.project import current, root
 
 # Names of other programs -> what to write here.
 OTHER_NAMES = Path(__file__).with_name("other_names.yaml")
@@ -69,13 +68,13 @@ def is_known(key: str) -> bool:
     return any(
         f"{known}.".startswith(f"{key}.")
         or (isinstance(value, dict) and key.startswith(f"{known}."))
-        for known, value, _ in leaves(Config())
+        for known, value, _ in leaves(current().config())
     )
 
 
 def is_declared(key: str) -> bool:
     """Return True if `key` is a key or section of the schema, and no entry of a dictionary."""
-    return any(f"{known}.".startswith(f"{key}.") for known, _, _ in leaves(Config()))
+    return any(f"{known}.".startswith(f"{key}.") for known, _, _ in leaves(current().config()))
 
 
 def plain_values(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:
@@ -115,7 +114,7 @@ def key_hint(key: str, more: Iterable[str] = (), value: Any = None, program: str
 
 
 def _keys_and_sections() -> tuple[list[str], list[str]]:
-    keys = [known for known, _, _ in leaves(Config())]
+    keys = [known for known, _, _ in leaves(current().config())]
     return keys, sorted(
         {known.rsplit(".", depth)[0] for known in keys for depth in range(1, known.count(".") + 1)}
     )
@@ -265,7 +264,7 @@ def _without_equals(word: str, words: list[str]) -> str:
             f"{''.join([word, *after[: 1 if len(after[0]) > 1 else 2]])}"
         )
     options = (
-        sorted(path.stem for path in (ROOT / "conf").glob(f"{word}/*.yaml"))
+        sorted(path.stem for path in (root() / "conf").glob(f"{word}/*.yaml"))
         if word.isidentifier()
         else []
     )
@@ -284,7 +283,7 @@ def _expected(key: str) -> str:
     """
     below = [
         (known, value, entry)
-        for known, value, entry in leaves(Config())
+        for known, value, entry in leaves(current().config())
         if f"{known}.".startswith(f"{key}.")
     ]
     if not below:
@@ -302,7 +301,7 @@ def _expected(key: str) -> str:
 def own_class_exists(name: str) -> bool:
     """Return True if the module in `name` defines its class. The file is parsed, not imported."""
     module, _, class_name = name.rpartition(".")
-    path = ROOT.joinpath(*module.split("."))
+    path = root().joinpath(*module.split("."))
     for file in (path.with_suffix(".py"), path / "__init__.py"):
         if file.is_file():
             nodes = ast.parse(file.read_text(encoding="utf-8")).body
@@ -312,8 +311,8 @@ def own_class_exists(name: str) -> bool:
 
 def objectives() -> list[str]:
     """Return the allowed values of `optimized_metric`."""
-    names = [f"{name}{suffix}" for suffix in ("", "_ema") for name in known_metrics()]
-    best = [f"val/{name}_best" for name in known_metrics()]
+    names = [f"{name}{suffix}" for suffix in ("", "_ema") for name in current().metrics]
+    best = [f"val/{name}_best" for name in current().metrics]
     return [
         *(f"{split}/{name}" for split in ("val", "test") for name in names),
         *best,
@@ -334,48 +333,6 @@ def is_proportion(objective: str) -> bool:
 
 def _metric_of(objective: str) -> Metric:
     # images_per_sec is no metric; it has the defaults of one.
-    return known_metrics().get(
+    return current().metrics.get(
         objective.rpartition("/")[2].removesuffix("_ema").removesuffix("_best"), Metric()
     )
-
-
-@cache
-def timm_models() -> frozenset[str]:
-    """Return the names of all timm models, without the tag of their weights (`resnet18`, not
-    `resnet18.a1_in1k`).
-    """
-    text = _timm_models_text()
-    names = re.findall(r"^@register_model\ndef (\w+)", text, re.MULTILINE)
-    for block in re.findall(
-        r"register_model_deprecations\(__name__, \{(.*?)^\}\)", text, re.MULTILINE | re.DOTALL
-    ):
-        names += re.findall(r"^\s*'(\w+)'\s*:", block, re.MULTILINE)
-    return frozenset(names)
-
-
-@cache
-def timm_tags() -> frozenset[str]:
-    """Return the models with the tag of their weights (`resnet18.a1_in1k`) that timm's files
-    contain literally.
-    """
-    return frozenset(re.findall(r"'(\w+\.\w+)'\s*:", _timm_models_text()))
-
-
-def _timm_models_text() -> str:
-    return "\n".join(
-        path.read_text(encoding="utf-8") for path in sorted((_timm() / "models").glob("*.py"))
-    )
-
-
-@cache
-def timm_optimizers() -> frozenset[str]:
-    text = (_timm() / "optim" / "_optim_factory.py").read_text(encoding="utf-8")
-    # The last two are aliases that this file does not list.
-    return frozenset(re.findall(r"\bname='(\w+)'", text)) | {"nesterov", "nesterovw"}
-
-
-def _timm() -> Path:
-    spec = importlib.util.find_spec("timm")
-    if spec is None or spec.origin is None:
-        raise ValueError("timm is not installed: pip install -r requirements.txt")
-    return Path(spec.origin).parent

@@ -12,9 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from src.schema import DataConfig
+from timm_parallel.data.dataset import ImageDataset
 from timm_parallel.data.folder import first
 from timm_parallel.data.fractions import Listing, check_splits, split_of
+from timm_parallel.keys import DataConfig
 from timm_parallel.machine.text import plural
 
 SEPARATOR = ";"  # between the labels of one image, with train.task=multilabel
@@ -33,6 +34,59 @@ class Row:
     split: str
     fold: str
     group: str
+
+
+class CsvDataset(ImageDataset):
+    """Images and labels listed in a CSV file."""
+
+    takes = ("trained_classes", "multilabel")
+
+    def __init__(
+        self, config: DataConfig, trained_classes: list[str] | None = None, multilabel: bool = False
+    ) -> None:
+        """`trained_classes`: in an evaluation, the class names of the evaluated run. `multilabel`:
+        see train.task.
+        """
+        from timm_parallel.data.decode import files_of
+
+        self.class_names, listing = _list_csv(config, trained_classes, multilabel)
+        self.train, self.val, self.test = files_of(listing)
+
+    @classmethod
+    def check(
+        cls, config: DataConfig, evaluated: str | None = None, multilabel: bool = False
+    ) -> None:
+        """Raise ValueError for a CSV file that cannot be used. Checks that one image of each label
+        exists.
+
+        Without `evaluated`, also raise it for labels that mean several, files and groups in two
+        splits, and labels that only val or test has.
+        """
+        path = csv_file(config)
+        rows = read_rows(path, multilabel)
+        divided = _divide(rows, path, config)
+        _list(divided, path, config, None, multilabel)
+        if evaluated is None:
+            if not multilabel:
+                _check_combinations(rows, path)
+            _check_files(divided, path)
+            _check_groups(divided, path)
+            _check_known_labels(rows, path, config.fold)
+        for row in {tuple(row.labels): row for row in reversed(rows)}.values():
+            if not row.file.is_file():
+                raise ValueError(f"data.root={path}: line {row.line}: no such file: {row.file}")
+
+    @classmethod
+    def size(cls, config: DataConfig, enough: int | None = None) -> int:
+        """Count the training images. Their number is the same for any train.task."""
+        path = csv_file(config)
+        return len(_divide(read_rows(path, multilabel=True), path, config)["train"])
+
+    @classmethod
+    def groups(cls, config: DataConfig, multilabel: bool) -> dict[str, str]:
+        """Return the group of each file that has one: path -> value of the column group."""
+        rows = read_rows(csv_file(config), multilabel)
+        return {str(row.file): row.group for row in rows if row.group}
 
 
 def csv_file(data: DataConfig) -> Path:
@@ -143,8 +197,8 @@ def _divide(rows: Sequence[Row], path: Path, data: DataConfig) -> dict[str, list
     return divided
 
 
-def list_csv(
-    data: DataConfig, classes: list[str] | None = None, multilabel: bool = False
+def _list_csv(
+    data: DataConfig, classes: list[str] | None, multilabel: bool
 ) -> tuple[list[str], Listing]:
     """Return the class names, and each split's files with labels. `classes`: the class names of
     trained weights.
@@ -233,39 +287,6 @@ def _in_two_splits(
     return {
         name: list(by_split.values()) for name, by_split in by_name.items() if len(by_split) > 1
     }
-
-
-def count_training(data: DataConfig) -> int:
-    """Count the training images. Their number is the same for any train.task."""
-    path = csv_file(data)
-    return len(_divide(read_rows(path, multilabel=True), path, data)["train"])
-
-
-def groups_of(data: DataConfig, multilabel: bool) -> dict[str, str]:
-    """Return the group of each file that has one: path -> value of the column group."""
-    return {str(row.file): row.group for row in read_rows(csv_file(data), multilabel) if row.group}
-
-
-def check_csv(data: DataConfig, multilabel: bool, *, is_trained: bool = True) -> None:
-    """Raise ValueError for a CSV file that cannot be used. Checks that one image of each label
-    exists.
-
-    `is_trained`: also raise it for labels that mean several, files and groups in two splits, and
-    labels that only val or test has.
-    """
-    path = csv_file(data)
-    rows = read_rows(path, multilabel)
-    divided = _divide(rows, path, data)
-    _list(divided, path, data, None, multilabel)
-    if is_trained:
-        if not multilabel:
-            _check_combinations(rows, path)
-        _check_files(divided, path)
-        _check_groups(divided, path)
-        _check_known_labels(rows, path, data.fold)
-    for row in {tuple(row.labels): row for row in reversed(rows)}.values():
-        if not row.file.is_file():
-            raise ValueError(f"data.root={path}: line {row.line}: no such file: {row.file}")
 
 
 def _check_files(divided: dict[str, list[Row]], path: Path) -> None:

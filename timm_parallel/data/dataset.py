@@ -5,12 +5,10 @@ from __future__ import annotations
 import hashlib
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from src.schema import Config
 
 Sample: TypeAlias = "tuple[Tensor, int | float]"
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm")
@@ -27,8 +25,15 @@ class Split(Protocol):
     def __getitem__(self, index: int) -> Sample: ...
 
 
-class ImageDataset(Protocol):
-    """A dataset with a train split, a val split, and optionally a test split."""
+class ImageDataset:
+    """A dataset with a train split, a val split, and optionally a test split.
+
+    A subclass is built from the group `data` of the config, and data.kwargs.
+    """
+
+    # More arguments that the constructor takes. `trained_classes`: in an evaluation, the class
+    # names of the evaluated run. `multilabel`: True if an image may have several labels.
+    takes: ClassVar[tuple[str, ...]] = ()
 
     class_names: list[str]
     in_chans: int = 3
@@ -40,6 +45,25 @@ class ImageDataset(Protocol):
     val: Split  # None only if a run is evaluated on a folder without val/
     test: Split | None = None
 
+    # train.py checks the built-in datasets before it imports torch, so their modules import torch
+    # in functions only.
+
+    @classmethod
+    def check(cls, config: Any, evaluated: str | None = None, multilabel: bool = False) -> None:
+        """Raise ValueError for data that cannot be used. Reads as little as possible.
+
+        `config`: the group `data`. `evaluated`: the split to evaluate a trained run on (val, test,
+        or all, which needs one of them); None: to train on.
+        """
+
+    @classmethod
+    def size(cls, config: Any, enough: int | None = None) -> int | None:
+        """Count the training images without reading them; None if only building the dataset tells.
+
+        `enough`: a number at which counting may end.
+        """
+        return None
+
 
 class InMemory:
     """A split that fits in memory. Reading a batch is one indexing operation, which worker
@@ -50,34 +74,24 @@ class InMemory:
         """images: uint8 [N, C, H, W]; labels: int64 [N], or float for regression."""
         self.images, self.labels = images, labels
 
+    @staticmethod
+    def of(split: Split, size: tuple[int, ...] | None = None) -> InMemory | None:
+        """Return the images and labels that a split holds in memory: itself, or its attribute
+        `rows`; None if it has none.
+
+        `size` (height, width): None also if the images of `rows` have another size, and would have
+        to be resized.
+        """
+        rows = getattr(split, "rows", split)
+        if not isinstance(rows, InMemory):
+            return None
+        return rows if rows is split or size in (None, rows.images.shape[2:]) else None
+
     def __len__(self) -> int:
         return len(self.images)
 
     def __getitem__(self, index: int) -> Sample:
         return self.images[index], self.labels[index].item()
-
-
-def rows_of(split: Split, size: tuple[int, ...] | None = None) -> InMemory | None:
-    """Return the images and labels that a split holds in memory: itself, or its attribute `rows`;
-    None if it has none.
-
-    `size` (height, width): None also if the images of `rows` have another size, and would have to
-    be resized.
-    """
-    rows = getattr(split, "rows", split)
-    if not isinstance(rows, InMemory):
-        return None
-    return rows if rows is split or size in (None, rows.images.shape[2:]) else None
-
-
-class Sizes(ImageDataset):
-    """A dataset of which only the sizes are known, because its images are not on this machine."""
-
-    def __init__(self, config: Config, num_images: int, num_classes: int) -> None:
-        self.class_names = [f"class_{index}" for index in range(num_classes)]
-        self.in_chans = config.model.in_chans or 3
-        # Only its length is read.
-        self.train = self.val = cast(Split, range(num_images))
 
 
 def train_labels(split: Split, chosen: Tensor | None) -> Tensor | None:

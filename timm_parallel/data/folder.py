@@ -9,11 +9,12 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
-from src.schema import DataConfig
-from timm_parallel.data.dataset import IMAGE_SUFFIXES
+from timm_parallel.data.dataset import IMAGE_SUFFIXES, ImageDataset
 from timm_parallel.data.fractions import Listing, check_splits, split_of
+from timm_parallel.keys import DataConfig
 from timm_parallel.machine.text import plural
 
 # Folder names that mean a split, in lower case -> the name that data=folder reads.
@@ -22,6 +23,48 @@ SPLIT_NAMES = {
     **dict.fromkeys(("val", "valid", "validation", "validate", "dev", "eval", "evaluation"), "val"),
     **dict.fromkeys(("test", "testing"), "test"),
 }
+
+
+class FolderDataset(ImageDataset):
+    """Images in `<root>/{train,val,test}/<class>/`,
+    or in `<root>/<class>/` with data.val_fraction.
+    """
+
+    takes = ("trained_classes",)
+
+    def __init__(self, config: DataConfig, trained_classes: list[str] | None = None) -> None:
+        """`trained_classes`: in an evaluation, the class names of the evaluated run; then train/
+        may be missing.
+        """
+        from timm_parallel.data.decode import files_of
+
+        self.class_names, listing = _list_folder(config, trained_classes)
+        self.train, self.val, self.test = files_of(listing)
+
+    @classmethod
+    def check(
+        cls, config: DataConfig, evaluated: str | None = None, multilabel: bool = False
+    ) -> None:
+        """Raise ValueError if data.root lacks splits, classes or images. Looks at one file per
+        class, to be fast on large data.
+        """
+        if config.root is None:
+            raise ValueError(
+                "data.root=null: set it to a folder with train/<class>/ and val/<class>/"
+            )
+        if config.val_fraction is not None:
+            _check_class_folders(Path(config.root), is_trained=evaluated is None)
+        elif evaluated is None:
+            _check_trained_folder(Path(config.root))
+        else:
+            _check_evaluated_folder(Path(config.root), evaluated)
+
+    @classmethod
+    def size(cls, config: DataConfig, enough: int | None = None) -> int | None:
+        """Count the training images, at most `enough`, without listing the others."""
+        if config.root is None:
+            return None
+        return sum(1 for _ in islice(_training_files(config), enough))
 
 
 def class_names(split: Path) -> list[str]:
@@ -52,9 +95,7 @@ def image_files(folder: Path) -> Iterator[Path]:
                 yield Path(directory, name)
 
 
-def list_folder(
-    data: DataConfig, trained_classes: list[str] | None = None
-) -> tuple[list[str], Listing]:
+def _list_folder(data: DataConfig, trained_classes: list[str] | None) -> tuple[list[str], Listing]:
     """Return the class names and the files of each split of data=folder. `trained_classes`: of a
     run to evaluate.
     """
@@ -84,7 +125,7 @@ def _divided(root: Path, names: list[str], data: DataConfig) -> Listing:
     return listing
 
 
-def training_files(data: DataConfig) -> Iterator[Path]:
+def _training_files(data: DataConfig) -> Iterator[Path]:
     """Yield the training images, as they are found: counting a few does not list the others."""
     root = Path(str(data.root))
     folder = root if data.val_fraction is not None else root / "train"
@@ -117,23 +158,6 @@ def _group_of(path: str, data: DataConfig) -> str:
             "group"
         )
     return match.group(1) if match.groups() else match.group()
-
-
-def check_folder(data: DataConfig, evaluated: str | None = None) -> None:
-    """Raise ValueError if data.root lacks splits, classes or images. Looks at one file per class,
-    to be fast on large data.
-
-    `evaluated`: the split to evaluate a trained run on (val, test, or all, which needs one of
-    them); None: to train on.
-    """
-    if data.root is None:
-        raise ValueError("data.root=null: set it to a folder with train/<class>/ and val/<class>/")
-    if data.val_fraction is not None:
-        _check_class_folders(Path(data.root), is_trained=evaluated is None)
-    elif evaluated is None:
-        _check_trained_folder(Path(data.root))
-    else:
-        _check_evaluated_folder(Path(data.root), evaluated)
 
 
 def _check_trained_folder(root: Path) -> None:

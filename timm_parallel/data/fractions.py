@@ -9,7 +9,7 @@ import unicodedata
 from pathlib import Path
 from typing import Any
 
-from src.schema import DataConfig
+from timm_parallel.keys import DataConfig
 from timm_parallel.machine.text import plural
 
 # Split -> image files, each with its label: a class number, or a number per class
@@ -45,8 +45,9 @@ def check_splits(listing: Listing, data: DataConfig) -> None:
 
 
 def batches_per_epoch(images: int, batch_size: int, accumulate: int) -> int:
-    """Return the number of full batches. Raises ValueError for too few training images.
-    `batch_size` is the global one.
+    """Return the number of full batches in full optimizer steps of `accumulate` batches.
+
+    Raises ValueError for too few training images. `batch_size` is the global one.
     """
     if images < batch_size:
         raise ValueError(
@@ -59,4 +60,4 @@ def batches_per_epoch(images: int, batch_size: int, accumulate: int) -> int:
             f"train.accumulate={accumulate}: an epoch has {plural(batches, 'batch', 'es')}; use "
             f"{batches} or less"
         )
-    return batches
+    return batches // accumulate * accumulate

@@ -8,22 +8,33 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.util import get_temp_dir
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from src.schema import DataConfig
-from timm_parallel.data.dataset import InMemory, Sample, Split, rows_of
+from timm_parallel.data.dataset import InMemory, Sample, Split, train_labels
 from timm_parallel.data.prefetch import Batch, DevicePrefetcher
-from timm_parallel.data.samplers import EvalSampler, IndexBatch, TrainSampler, seed_draws
+from timm_parallel.data.samplers import (
+    EvalSampler,
+    IndexBatch,
+    TrainSampler,
+    class_balance,
+    fixed_choice,
+    seed_draws,
+)
 from timm_parallel.data.seeds import seeds_for
 from timm_parallel.errors import UnreadableImageError
 from timm_parallel.machine import hardware
 from timm_parallel.machine.process import kill_on_parent_exit
 from timm_parallel.machine.signals import ignore_stop_signals
 
+if TYPE_CHECKING:
+    from timm_parallel.parallel.group import ProcessGroup
+
+# Changes an image [C, H, W].
+Transform = Callable[[Tensor], Tensor]
 # A batch, the indices that could not be read for it, and the random draws of its batch steps.
 Fetched = tuple[Tensor, Tensor, list[int], list[Tensor]]
 # Seconds until the kernel reports the end of a worker whose connections it has closed.
@@ -55,7 +66,7 @@ class BatchFetcher:
         self,
         split: Split,
         num_classes: int,
-        transform: Callable[[Tensor], Tensor] | None,
+        transform: Transform | None,
         seed: int,
         on_error: str = "raise",
         substitutes: int = 0,
@@ -83,7 +94,7 @@ class BatchFetcher:
         # Indices >= num_images are additional copies of images.
         self.num_images = substitutes or len(split)
         # A batch is rows of tensors: nothing to decode, nothing to do for each image.
-        self.in_memory = rows_of(split)
+        self.in_memory = InMemory.of(split)
         self.gathers = self.in_memory is not None and transform is None
         if self.in_memory is not None:
             self._check_labels(self.in_memory.labels)
@@ -293,6 +304,12 @@ class TrainLoader(Loader):
         """
         return self.fetcher.numbers(self.sampler.global_batches(first, count))
 
+    def labels(self) -> Tensor | None:
+        """Return the labels of the images: [N] or [N, classes]. None if the split does not list
+        them.
+        """
+        return train_labels(self.fetcher.split, self.fetcher.chosen)
+
     def peek(self) -> Tensor:
         """Return the normalized images of this rank's first batch of epoch 0, which `epoch` will
         still yield.
@@ -314,7 +331,7 @@ def one_ahead(batches: Iterator[tuple[Tensor, ...]]) -> Iterator[tuple[Tensor, .
 
 
 def num_workers(
-    config: DataConfig, fetcher: BatchFetcher, device: torch.device, local_world_size: int
+    workers: int | str, fetcher: BatchFetcher, device: torch.device, local_world_size: int
 ) -> int:
     """Return the number of loader workers. `auto` gives 0 for data in memory, else this rank's
     share of the cores.
@@ -322,11 +339,82 @@ def num_workers(
     For a GPU it also gives that share for data in memory that are transformed image by image: the
     thread that launches kernels has no time for it.
     """
-    if config.workers != "auto":
-        return int(config.workers)
+    if workers != "auto":
+        return int(workers)
     if fetcher.gathers or (isinstance(fetcher.split, InMemory) and device.type != "cuda"):
         return 0
     return max(1, hardware.cores() // local_world_size)
+
+
+def eval_loader(
+    split: Split,
+    num_classes: int,
+    prefetcher: DevicePrefetcher,
+    group: ProcessGroup,
+    *,
+    batch_size: int,
+    transform: Transform | None = None,
+    seed: int = 0,
+    workers: int | str = "auto",
+    on_error: str = "raise",
+) -> Loader:
+    """Build the loader of this rank's share of a split, in order and each image once.
+
+    `batch_size` is the global one. `transform`: None for images that need no preparation; data in
+    memory is then read by the batch. `on_error`: an unreadable image ends the run (raise), or is
+    left out (skip).
+    """
+    fetcher = BatchFetcher(split, num_classes, transform, seed, on_error)
+    sampler = EvalSampler(len(split), batch_size, group.rank, group.world_size)
+    count = num_workers(workers, fetcher, prefetcher.device, group.local_world_size)
+    return Loader(fetcher, sampler, prefetcher, count)
+
+
+def train_loader(
+    split: Split,
+    num_classes: int,
+    prefetcher: DevicePrefetcher,
+    group: ProcessGroup,
+    *,
+    batch_size: int,
+    seed: int,
+    transform: Transform | None = None,
+    on_pixels: BatchStep | None = None,
+    on_normalized: BatchStep | None = None,
+    workers: int | str = "auto",
+    on_error: str = "raise",
+    accumulate: int = 1,
+    copies: int = 1,
+    limit: int | None = None,
+    balance: float = 0.0,
+) -> TrainLoader:
+    """Build the loader of this rank's share of a training split, shuffled in each epoch.
+
+    `batch_size` is the global one; an optimizer step has `accumulate` such batches. `transform`
+    changes each image, `on_pixels` the uint8 images of a batch, `on_normalized` normalized ones.
+    `on_error`: an unreadable image ends the run (raise), or is replaced by the next one (skip).
+    `copies`: augmented copies of an image in a batch. `limit`: train on so many images. `balance`:
+    1 draws all classes equally often, with replacement; 0 reads the images as they are.
+    """
+    chosen = fixed_choice(len(split), limit)
+    num_images = len(split) if chosen is None else len(chosen)
+    weights = class_balance(train_labels(split, chosen), balance) if balance else None
+    sampler = TrainSampler(
+        num_images, batch_size, group.rank, group.world_size, seed, copies, accumulate, weights
+    )
+    fetcher = BatchFetcher(
+        split,
+        num_classes,
+        transform,
+        seed,
+        on_error,
+        substitutes=num_images,
+        chosen=chosen,
+        on_pixels=on_pixels,
+        on_normalized=on_normalized,
+    )
+    count = num_workers(workers, fetcher, prefetcher.device, group.local_world_size)
+    return TrainLoader(fetcher, sampler, prefetcher, count)
 
 
 def _start_worker(worker: int) -> None:

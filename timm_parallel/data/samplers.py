@@ -86,7 +86,7 @@ class TrainSampler(DistributedSampler[Any]):
         """`batch_size` is the global one. With `weights` [num_images], images are drawn with
         replacement.
         """
-        batches = batches_per_epoch(num_images, batch_size, accumulate)
+        self.batches_per_epoch = batches_per_epoch(num_images, batch_size, accumulate)
         super().__init__(
             range(num_images),  # type: ignore[arg-type]
             world_size,
@@ -101,7 +101,6 @@ class TrainSampler(DistributedSampler[Any]):
             copies,
             weights,
         )
-        self.batches_per_epoch = batches // accumulate * accumulate
         self.dropped = num_images - self.batches_per_epoch * batch_size
         self.first_batch = 0
 

@@ -17,9 +17,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from src.schema import ResolvedConfig
 from timm_parallel.errors import ConnectError, NotFiniteError, RefusedError, UnreadableImageError
 from timm_parallel.faults.run_folder import GONE
+from timm_parallel.keys import ResolvedConfig
 from timm_parallel.machine.files import write_json
 from timm_parallel.machine.ranks import Ranks, host_name
 from timm_parallel.machine.secrets import hide_in

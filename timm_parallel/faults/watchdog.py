@@ -18,7 +18,6 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, TextIO
 
-from src.schema import ParallelConfig
 from timm_parallel.faults.failure import report_failure, write_failure
 from timm_parallel.faults.heartbeat import (
     NODE_LOST,
@@ -31,6 +30,7 @@ from timm_parallel.faults.heartbeat import (
 )
 from timm_parallel.faults.liveness import liveness
 from timm_parallel.faults.run_folder import GONE, RunFolder
+from timm_parallel.keys import ParallelConfig
 from timm_parallel.machine.process import exit_at_once
 from timm_parallel.machine.ranks import Ranks
 

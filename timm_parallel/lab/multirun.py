@@ -5,15 +5,25 @@ resume or only show it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from src.schema import Config, DataConfig
+from timm_parallel.keys import Config, DataConfig
 from timm_parallel.lab.search.space import FROZEN
 from timm_parallel.lab.search.tune import is_tuning, resume_tuning, start_tuning
 from timm_parallel.lab.sweep.dry_run import show_points
 from timm_parallel.lab.sweep.points import check_jobs_data, expand
 from timm_parallel.lab.sweep.sweep import resume_sweep, start_sweep
+from timm_parallel.project import current
+
+
+def main(arguments: Any) -> int:
+    """Start, resume or show the sweep or search of a parsed command line. Return the exit code."""
+    app = current()
+    return run_multirun(
+        arguments, partial(app.call, app.training_size), partial(app.call, app.check_data)
+    )
 
 
 def run_multirun(
@@ -21,7 +31,7 @@ def run_multirun(
     training_size: Callable[[DataConfig], int | None],
     check_data: Callable[[Config], None],
 ) -> int:
-    """Start, resume or show the sweep or search of a parsed command line. Return the exit code.
+    """Do the work of `main` with the given functions.
 
     `training_size`: returns the number of training images, for a dry run. `check_data`: raises
     ValueError for bad data.

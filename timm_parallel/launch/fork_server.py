@@ -1,9 +1,9 @@
 """Server that forks the jobs of a sweep or search from a process that has already imported torch,
 timm and your code.
 
-This saves each job seconds of imports. engine/jobs/warm_server.py starts it as `python -m src.train
---serve <fd>`. It forks only jobs of one rank: first the launcher of the job, which forks the rank
-at once, before it asks the CUDA driver for devices.
+This saves each job seconds of imports. timm_parallel/lab/jobs/warm_server.py starts it as
+`python -m timm_parallel.rank <app> --serve <fd>`. It forks only jobs of one rank: first the
+launcher of the job, which forks the rank at once, before it asks the CUDA driver for devices.
 """
 
 from __future__ import annotations

@@ -13,15 +13,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
-from src.schema import ResolvedConfig
 from timm_parallel.cluster.kubernetes import write_manifest
 from timm_parallel.cluster.slurm import write_script
 from timm_parallel.config.compose import load_config, save_config
 from timm_parallel.faults.failure import RankExits, failure_files, failure_text, first_failure
+from timm_parallel.keys import ResolvedConfig
 from timm_parallel.launch.supervisor import StartRank, run_ranks, start_command
 from timm_parallel.machine.files import write_json
 from timm_parallel.machine.lock import lock_folder
 from timm_parallel.machine.process import SAFE_PATH, process_start_time
+from timm_parallel.project import current, find_app
 from timm_parallel.record.code_diff import write_code_diff
 from timm_parallel.record.environment import environment_facts
 from timm_parallel.record.result import Result, read_segments, read_status, write_result
@@ -31,7 +32,14 @@ def job_command(folder: Path) -> list[str]:
     """Return the command with which a sweep runs the saved config of a run folder in a separate
     process.
     """
-    return [sys.executable, *SAFE_PATH, "-m", "timm_parallel.launch.job", str(folder)]
+    return [
+        sys.executable,
+        *SAFE_PATH,
+        "-m",
+        "timm_parallel.launch.job",
+        current().name,
+        str(folder),
+    ]
 
 
 def main(folder: Path, start_rank: StartRank = start_command) -> int:
@@ -164,4 +172,5 @@ def record_end(
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    find_app(sys.argv[1])
+    sys.exit(main(Path(sys.argv[2])))

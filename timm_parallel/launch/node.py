@@ -1,5 +1,5 @@
-"""Launcher on each node of a Slurm or Kubernetes job: `python -m timm_parallel.launch.node <run
-folder>`.
+"""Launcher on each node of a Slurm or Kubernetes job: `python -m timm_parallel.launch.node <app>
+<run folder>`.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from src.schema import Config, ResolvedConfig
 from timm_parallel.cluster.kubernetes import address_of_pod
 from timm_parallel.cluster.slurm import NODE_LOST, WARNED, address_of_step
 from timm_parallel.config.compose import load_config
 from timm_parallel.faults import failure
 from timm_parallel.faults.heartbeat import publish_failure, published_failures
+from timm_parallel.keys import Config, ResolvedConfig
 from timm_parallel.launch import nodes
 from timm_parallel.launch.job import conclude, prepare, record_end
 from timm_parallel.launch.rendezvous import POLL_SECONDS, Rendezvous, ranks_store
@@ -26,6 +26,7 @@ from timm_parallel.machine.lock import is_locked, lock_folder, owner_of
 from timm_parallel.machine.process import imports_without_gc
 from timm_parallel.machine.ranks import NodeAddress, host_name
 from timm_parallel.machine.signals import Stopped, signal_handlers, stop_handler
+from timm_parallel.project import find_app
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -240,4 +241,5 @@ def _checkpoints(folder: Path) -> set[str]:
 
 if __name__ == "__main__":
     # The config's folder is the run folder, unless a second folder is given.
-    sys.exit(main(Path(sys.argv[1]), Path(sys.argv[-1])))
+    find_app(sys.argv[1])
+    sys.exit(main(Path(sys.argv[2]), Path(sys.argv[-1])))

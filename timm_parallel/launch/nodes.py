@@ -14,12 +14,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from src.schema import ParallelConfig, ResolvedConfig
 from timm_parallel.config.compose import load_config
+from timm_parallel.keys import ParallelConfig, ResolvedConfig
 from timm_parallel.machine import hardware
 from timm_parallel.machine.files import write_text
 from timm_parallel.machine.ranks import first_difference, host_name
-from timm_parallel.project import CODE, ROOT
+from timm_parallel.project import code_files
 from timm_parallel.record.environment import version_of
 
 if TYPE_CHECKING:
@@ -66,13 +66,8 @@ def _software(arguments: list[str]) -> dict[str, str]:
     software = {key: value for key, _, value in (argument.partition("=") for argument in arguments)}
     software["Python"] = ".".join(platform.python_version_tuple()[:2])
     software |= {name: version_of(name) or "missing" for name in LIBRARIES}
-    for path in [
-        ROOT / "train.py",
-        *(file for name in CODE for file in sorted((ROOT / name).rglob("*.py"))),
-    ]:
-        software[path.relative_to(ROOT).as_posix()] = hashlib.sha256(path.read_bytes()).hexdigest()[
-            :8
-        ]
+    for name, path in code_files().items():
+        software[name] = hashlib.sha256(path.read_bytes()).hexdigest()[:8]
     return software
 
 

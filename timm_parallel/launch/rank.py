@@ -1,4 +1,4 @@
-"""Process of one rank, `python -m src.train <run folder>`: sets up logs, signals and the watchdog,
+"""Process of one rank, started by timm_parallel/rank.py: sets up logs, signals and the watchdog,
 then trains.
 """
 
@@ -13,7 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from src.schema import ResolvedConfig
 from timm_parallel.config.compose import load_config
 from timm_parallel.faults.failure import (
     failure_record,
@@ -25,6 +24,7 @@ from timm_parallel.faults.failure import (
 from timm_parallel.faults.heartbeat import publish_failure
 from timm_parallel.faults.liveness import liveness
 from timm_parallel.faults.watchdog import Watchdog
+from timm_parallel.keys import ResolvedConfig
 from timm_parallel.launch.rendezvous import open_store
 from timm_parallel.machine.process import imports_without_gc, kill_on_parent_exit
 from timm_parallel.machine.ranks import Ranks, ranks_from_environment

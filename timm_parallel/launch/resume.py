@@ -16,10 +16,9 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from yaml import YAMLError
 
-from src.schema import Config, ParallelConfig, ResolvedConfig, strategy_options
 from timm_parallel.cluster.slurm import queued_job
 from timm_parallel.config.compose import Command, compose_command, load_config, read_saved
-from timm_parallel.keys import leaves
+from timm_parallel.keys import Config, ParallelConfig, ResolvedConfig, leaves, strategy_options
 from timm_parallel.machine.lock import is_locked
 from timm_parallel.machine.secrets import hide, mask
 from timm_parallel.machine.text import yaml_text

@@ -16,10 +16,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
-from src.schema import ResolvedConfig, ResolvedParallel
 from timm_parallel.faults.failure import REPORT, RankExits, reported_failures
 from timm_parallel.faults.heartbeat import published_failures
 from timm_parallel.faults.run_folder import RunFolder
+from timm_parallel.keys import ResolvedConfig, ResolvedParallel
 from timm_parallel.launch.rendezvous import (
     BACKEND,
     Rendezvous,
@@ -38,7 +38,7 @@ from timm_parallel.machine.process import (
 )
 from timm_parallel.machine.ranks import NodeAddress
 from timm_parallel.machine.signals import heeded_signals, signal_handlers
-from timm_parallel.project import ROOT
+from timm_parallel.project import current, root
 
 # Seconds for a rank to save and exit after a signal, before it is killed. torch's agent waits
 # equally long.
@@ -75,7 +75,7 @@ def run_ranks(
     """
     # A command instead of a function: the agent hangs if a function exits with code 0 without
     # returning.
-    command = [sys.executable, *SAFE_PATH, "-m", "src.train", str(folder)]
+    command = [sys.executable, *SAFE_PATH, "-m", "timm_parallel.rank", current().name, str(folder)]
     oom_kills_before = hardware.oom_kills()
     with RunFolder(folder) as place, terminate_descendants():
         if config.parallel.has_ranks:
@@ -109,7 +109,7 @@ def with_project_on_path(environment: Mapping[str, str]) -> dict[str, str]:
     """Return a copy of `environment` with the project on PYTHONPATH, so that `python -m src.…`
     works from any folder.
     """
-    path = os.pathsep.join(filter(None, [str(ROOT), environment.get("PYTHONPATH")]))
+    path = os.pathsep.join(filter(None, [str(root()), environment.get("PYTHONPATH")]))
     return {**environment, "PYTHONPATH": path}
 
 

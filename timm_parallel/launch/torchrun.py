@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from src.schema import ParallelConfig, ResolvedConfig, ResolvedParallel
 from timm_parallel.faults.failure import ENDED_BY_AGENT, RankExits, first_failure
 from timm_parallel.faults.heartbeat import published_failures
 from timm_parallel.faults.run_folder import RunFolder
+from timm_parallel.keys import ParallelConfig, ResolvedConfig, ResolvedParallel
 from timm_parallel.launch import nodes
 from timm_parallel.launch.job import conclude, prepare
 from timm_parallel.launch.rank import RankMain, run_rank

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from src.schema import ResolvedParallel
 from timm_parallel.errors import ConnectError
 from timm_parallel.faults.stop import StopCoordinator
+from timm_parallel.keys import ResolvedParallel
 from timm_parallel.machine.ranks import Ranks
 
 if TYPE_CHECKING:

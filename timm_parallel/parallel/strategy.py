@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from src.schema import ResolvedParallel
+from timm_parallel.keys import ResolvedParallel
 from timm_parallel.machine import hardware
 from timm_parallel.machine.process import keep_freed_memory
 from timm_parallel.machine.ranks import Ranks

@@ -8,7 +8,7 @@ from threading import Timer
 
 from timm_parallel.machine.files import write_text
 from timm_parallel.machine.secrets import mask_code
-from timm_parallel.project import ROOT
+from timm_parallel.project import root
 from timm_parallel.record.environment import output_of
 
 CODE_DIFF = "code.diff"
@@ -28,7 +28,7 @@ DIFF = (
 UNTRACKED = ("ls-files", "--others", "--exclude-standard", "--directory")
 
 
-def write_code_diff(folder: Path, dirty: bool | None, root: Path = ROOT) -> None:
+def write_code_diff(folder: Path, dirty: bool | None, project: Path | None = None) -> None:
     """Write `code.diff` into a run folder if the code has uncommitted changes (`dirty`), else
     delete an older one.
 
@@ -38,9 +38,10 @@ def write_code_diff(folder: Path, dirty: bool | None, root: Path = ROOT) -> None
     path.unlink(missing_ok=True)
     if dirty:
         # `git apply` ignores these lines, because they precede the first file.
-        names = output_of("git", "-C", str(root), *UNTRACKED) or ""
+        project = project or root()
+        names = output_of("git", "-C", str(project), *UNTRACKED) or ""
         untracked = "".join(f"untracked: {name}\n" for name in names.splitlines())
-        write_text(path, mask_code(untracked + _diff(root)))
+        write_text(path, mask_code(untracked + _diff(project)))
 
 
 def _diff(root: Path) -> str:

@@ -10,8 +10,8 @@ from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.tree import Tree
 
-from src.schema import Config, ResolvedConfig
 from timm_parallel.config.compose import plain_config
+from timm_parallel.keys import Config, ResolvedConfig
 from timm_parallel.machine.secrets import hide_in
 
 Item = TypeVar("Item")

@@ -17,9 +17,9 @@ from typing import Any
 
 import psutil
 
-from src.schema import Config
+from timm_parallel.keys import Config
 from timm_parallel.machine import hardware, nvidia
-from timm_parallel.project import ROOT
+from timm_parallel.project import root
 
 LIBRARIES = ("torch", "torchvision", "timm", "hydra-core", "omegaconf", "numpy", "tensorboard")
 
@@ -28,7 +28,7 @@ def environment_facts(config: Config) -> dict[str, Any]:
     """Return the contents of environment.json: commit, versions, devices. Omits environment
     variables (secrets).
     """
-    git = ("git", "-C", str(ROOT))
+    git = ("git", "-C", str(root()))
     devices, changes = hardware.visible_cuda_devices(), output_of(*git, "status", "--porcelain")
     return {
         "format": 1,

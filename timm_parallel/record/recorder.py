@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from src.schema import ResolvedConfig
+from timm_parallel.keys import ResolvedConfig
 from timm_parallel.machine.secrets import mask
 from timm_parallel.machine.signals import Stopped
 from timm_parallel.record.confusion import draw_confusion

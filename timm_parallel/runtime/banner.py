@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from src.schema import ResolvedConfig
+from timm_parallel.keys import ResolvedConfig
 from timm_parallel.machine.text import plural
 from timm_parallel.record.result import Result
 from timm_parallel.runtime.interfaces import RunParts
@@ -35,10 +35,6 @@ def show_banner(parts: RunParts, folder: Path) -> None:
         steps = f"{parts.total_steps} (max_steps)"
     if parts.progress.step:
         steps += f", from {parts.progress.step}"
-    rate = f"{config.learning_rate:g}"
-    if config.optim.lr_rule != "none":
-        batch = config.global_batch * config.train.accumulate
-        rate += f" = {config.optim.lr:g} x {config.optim.lr_rule} rule to batch {batch}"
     facts = {
         "model": f"{config.model.name}, {count_parameters(parts.state.model):,} parameters, "
         f"{config.train.precision}",
@@ -49,7 +45,7 @@ def show_banner(parts: RunParts, folder: Path) -> None:
         "strategy": _strategy(parts),
         "batch": _batch(parts),
         "steps": steps,
-        "lr": f"{rate}, {config.optim.sched}",
+        "lr": config.learning_rate_text,
         "folder": str(folder),
     }
     for name, fact in facts.items():

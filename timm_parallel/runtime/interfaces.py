@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from src.schema import ResolvedConfig
 from timm_parallel.data.dataset import ImageDataset, split_fingerprint
 from timm_parallel.data.loader import Loader, TrainLoader
+from timm_parallel.keys import ResolvedConfig
 from timm_parallel.metric import Metric
 from timm_parallel.parallel.communication import Communication
 from timm_parallel.parallel.strategy import Strategy, own_parameters

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from src.schema import TrainConfig
+from timm_parallel.keys import TrainConfig
 from timm_parallel.metric import Metric
 
 

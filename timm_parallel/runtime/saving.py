@@ -59,8 +59,7 @@ def data_of_a_step(parts: RunParts) -> dict[str, Any]:
         "steps_per_epoch": parts.steps_per_epoch,
         "images_per_step": config.global_batch * config.train.accumulate,
         "seed": config.seed,
-        "aug_repeats": config.data.augment.aug_repeats,
-        "balance": config.data.balance,
+        **config.data.sampling,
     }
 
 

@@ -17,8 +17,8 @@ from torch.autograd import DeviceType
 from torch.profiler import _ExperimentalConfig as ExperimentalConfig
 from torch.profiler import profile, record_function, schedule
 
-from src.schema import ResolvedConfig
 from timm_parallel.faults.liveness import BACKWARD, FORWARD, READING
+from timm_parallel.keys import ResolvedConfig
 from timm_parallel.parallel.communication import Communication
 from timm_parallel.parallel.strategy import Strategy
 from timm_parallel.runtime.meter import Meter
@@ -31,12 +31,16 @@ OPERATIONS_IN_TABLE = 50
 
 
 def build_hooks(
-    config: ResolvedConfig, strategy: Strategy, communication: Communication, total_steps: int
+    config: ResolvedConfig,
+    strategy: Strategy,
+    communication: Communication,
+    total_steps: int,
+    untimed: int | None,
+    recorded: int | None,
 ) -> StepHooks:
-    """Build the step hooks of a training run of `total_steps` steps. With train.profile_steps they
-    also profile steps.
+    """Build the step hooks of a training run of `total_steps` steps, of which the first `untimed`
+    ones are not timed. They also profile `recorded` steps.
     """
-    untimed, recorded = config.train.untimed_steps, config.train.profile_steps
     meter = Meter(
         config.global_batch * config.train.accumulate,
         total_steps,

@@ -21,9 +21,10 @@ import pytest
 
 from timm_parallel.machine.platform import STOP_SIGNALS
 from timm_parallel.machine.ranks import NEEDED
+from timm_parallel.project import root
 from timm_parallel.testing.configs import read_lines, tiny
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = root()
 TEST_FILES = [
     path
     for name in ("tests", "timm_parallel/tests")
@@ -78,7 +79,10 @@ class Running:
         workers = {}
         for child in psutil.Process(self.process.pid).children(recursive=True):
             try:
-                if "src.train" in child.cmdline() and child.parent().pid == self.process.pid:
+                if (
+                    "timm_parallel.rank" in child.cmdline()
+                    and child.parent().pid == self.process.pid
+                ):
                     workers[int(child.environ().get("RANK", "0"))] = child
             except (psutil.NoSuchProcess, AttributeError):
                 continue

@@ -21,8 +21,9 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
-import train as entry
+from src.app import app
 from timm_parallel.machine import hardware
+from timm_parallel.main import run_command
 from timm_parallel.testing.commands import Finished, Refuse, Train
 from timm_parallel.testing.ranks import RANK_VARIABLES
 
@@ -105,7 +106,7 @@ def refuse(
         monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
         capfd.readouterr()
         try:
-            code = entry.main()
+            code = run_command(app)
         except SystemExit as leave:  # argparse
             code = leave.code
         out, err = capfd.readouterr()

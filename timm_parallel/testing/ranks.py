@@ -196,7 +196,7 @@ def warm_ranks(
 
 def _warm_rank(folder: Path, environment: dict[str, str], first: Path | None) -> None:
     assert "timm_parallel.testing.warm" in sys.modules, COLD
-    from src.train import run_training
+    from src.app import app
     from timm_parallel.launch.rank import main
     from timm_parallel.machine.process import exit_process
 
@@ -210,4 +210,4 @@ def _warm_rank(folder: Path, environment: dict[str, str], first: Path | None) ->
         spec = importlib.util.spec_from_file_location(first.stem, first)
         assert spec is not None and spec.loader is not None
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
-    exit_process(main(folder, run_training))
+    exit_process(main(folder, app.train))

@@ -20,10 +20,10 @@ with suppress(ImportError):  # a GPU machine without a package index may lack it
 
 import src.parallel.distributed
 import src.parallel.fully_sharded
-from src.train import preload
+from src.app import app
 from timm_parallel.config.compose import compose_command
 
-preload()
+app.import_all()
 compose_command(
     parse(*tiny())
 )  # Hydra with its grammar and plugins; without resolve(), which queries the GPU driver

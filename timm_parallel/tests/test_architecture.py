@@ -21,8 +21,7 @@ BENCHMARK = "scripts/maintain/bench_loop.py"
 # Library -> where it may be imported. A folder ends with a slash.
 ALLOWED = {
     r"(hydra|omegaconf)": (
-        "train.py",
-        "evaluate.py",
+        "timm_parallel/main.py",
         "timm_parallel/config/",
         "timm_parallel/launch/resume.py",
         "timm_parallel/lab/sweep/",
@@ -58,6 +57,7 @@ NO_TORCH_AT_THE_TOP = (
     "src/schema.py",
     "src/data/__init__.py",
     "src/data/check.py",
+    "src/data/datasets.py",
     "timm_parallel/data/csv_listing.py",
     "timm_parallel/data/folder.py",
     "timm_parallel/data/fractions.py",

@@ -42,7 +42,7 @@ def test_sweep_job_script_has_one_slurm_array_task_per_job_folder(tmp_path: Path
     script = submitted(folder, "seed=1,2,3", "sweep.jobs=2", "cluster.cpus=4")
     assert "#SBATCH --array=0,1,2%2" in script
     assert f"--output='{folder}/task_%a.log'" in script
-    assert 'timm_parallel.launch.node "$folder"' in script
+    assert 'timm_parallel.launch.node src.app:app "$folder"' in script
     assert 'scontrol requeue "${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}"' in script
     assert (folder / "array.txt").read_text().splitlines() == [
         f"{job} {folder}/{job}" for job in range(3)
@@ -69,6 +69,7 @@ def test_slurm_array_tasks_update_jobs_json_and_last_task_writes_sweep_report(
     assert (folder / "report.html").exists()
 
 
+@pytest.mark.slow(seconds=5)
 def test_sweep_resume_submits_slurm_array_of_unfinished_jobs_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -81,7 +82,7 @@ def test_sweep_resume_submits_slurm_array_of_unfinished_jobs_only(
     assert "#SBATCH --array=0,2%2" in (folder / "job.sbatch").read_text()
     local = tmp_path / "slurm.sh"
     local.write_text("module load cuda\n")
-    monkeypatch.setattr("timm_parallel.cluster.slurm.LOCAL_LINES", local)
+    monkeypatch.setattr("timm_parallel.cluster.slurm.local_lines", lambda: local)
     assert run_multirun(arguments, lambda data: None, lambda data: None) == 0
     assert "\nmodule load cuda\n" in (folder / "job.sbatch").read_text(), (
         "expected the setup lines of the machine that submits the array"

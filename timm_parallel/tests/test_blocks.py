@@ -92,6 +92,7 @@ def test_sweep_repeats_keep_command_line_order_when_shuffle_is_false(
         assert [job.overrides for job in block if job.status != "skipped"] == written
 
 
+@pytest.mark.slow(seconds=8)
 def test_sweep_repeat_n_has_the_seed_of_the_first_repeat_plus_n(
     tmp_path: Path, five: list[Point]
 ) -> None:
@@ -170,6 +171,7 @@ def test_sweep_is_refused_when_no_configuration_matches_sweep_baseline() -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", [0, 8])
+@pytest.mark.sample(2)
 def test_benchmark_experiments_have_enough_epochs_for_their_max_steps(
     devices: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-import train as entry
+from src.app import app
 from src.parallel import build_strategy
 from src.train.build import build_run
 from src.train.metrics import METRICS
@@ -28,6 +28,7 @@ from src.train.run import run
 from timm_parallel.faults.liveness import liveness
 from timm_parallel.machine import hardware
 from timm_parallel.machine.ranks import NEEDED, Ranks
+from timm_parallel.main import run_command
 from timm_parallel.runtime import checkpoint, restoring, saving
 from timm_parallel.runtime.interfaces import RunParts
 from timm_parallel.runtime.progress import Progress
@@ -108,6 +109,7 @@ def names(contents: Contents) -> dict[str, list[str]]:
 
 
 @pytest.mark.processes
+@pytest.mark.slow(seconds=4)
 def test_checkpoint_weights_have_parameter_names_of_timm_under_every_strategy(
     contents: Contents,
 ) -> None:
@@ -574,7 +576,7 @@ def resume(
     def run(*overrides: str) -> tuple[int, str, list[str]]:
         before = everything(folder)
         monkeypatch.setattr(sys, "argv", ["train.py", f"resume={folder}", *overrides])
-        code = entry.main()
+        code = run_command(app)
         out, err = capfd.readouterr()
         if code == 2:
             assert out == "" and len(err.splitlines()) == 1, err

@@ -14,16 +14,17 @@ import kubernetes_validate
 import pytest
 import yaml
 
-import train
-from src.schema import Config, ParallelConfig
+from src.app import app
+from src.schema import Config
 from timm_parallel.cluster import slurm
 from timm_parallel.cluster.kubernetes import _bytes, write_manifest
 from timm_parallel.config.cluster import cluster_rules, gpus_of_gres, seconds_of
 from timm_parallel.config.compose import load_config
 from timm_parallel.config.validate import refuse
-from timm_parallel.keys import ClusterConfig
+from timm_parallel.keys import ClusterConfig, ParallelConfig
 from timm_parallel.machine import hardware
 from timm_parallel.machine.ranks import NEEDED
+from timm_parallel.main import run_command
 from timm_parallel.testing.cluster_commands import JOB_WITH_GPUS
 from timm_parallel.testing.commands import ROOT
 
@@ -50,7 +51,7 @@ def main(
 
     def run(*overrides: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["train.py", *OVERRIDES, "hydra.run.dir=run", *overrides])
-        code = train.main()
+        code = run_command(app)
         return code, *capsys.readouterr()
 
     return run
@@ -154,7 +155,7 @@ def test_lines_of_local_slurm_sh_appear_in_job_script_and_no_other_run_file(
         "#!/bin/bash\n#SBATCH --exclusive\nmodule load cuda\nexport A='b'\n#SBATCH "
         "--mail-type=END\n"
     )
-    monkeypatch.setattr(slurm, "LOCAL_LINES", local)
+    monkeypatch.setattr(slurm, "local_lines", lambda: local)
     lines = script(main).splitlines()
     first_command = next(
         number for number, line in enumerate(lines) if line and not line.startswith("#")
@@ -174,7 +175,7 @@ def test_shipped_slurm_sh_example_adds_no_lines_to_the_job_script(
     main: Main, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = [line for line in script(main).splitlines() if not line.startswith("# ")]
-    monkeypatch.setattr(slurm, "LOCAL_LINES", ROOT / "conf" / "local" / "slurm.sh.example")
+    monkeypatch.setattr(slurm, "local_lines", lambda: ROOT / "conf" / "local" / "slurm.sh.example")
     with_example = [line for line in script(main).splitlines() if not line.startswith(("# ", "##"))]
     assert [line for line in with_example if line] == [line for line in plain if line]
 

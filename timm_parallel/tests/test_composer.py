@@ -163,6 +163,7 @@ SHARED: list[Composer] = []
 @example(["model=vit_tiny", "~optim.lr", "+optim.kwargs.eps=1e-6"])
 @example(["optim={lr: 0.25}", "optim.lr=0.5"])
 @settings(max_examples=30, deadline=None, derandomize=True)
+@pytest.mark.slow(seconds=11)
 def test_sweep_composer_matches_full_hydra_composition_for_random_overrides(
     overrides: list[str],
 ) -> None:

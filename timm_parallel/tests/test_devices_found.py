@@ -20,12 +20,13 @@ import pytest
 from hydra._internal.utils import get_args_parser
 from omegaconf import OmegaConf
 
-import train
+from src.app import app
 from src.schema import Config
 from timm_parallel.config.compose import compose_command, device_counts
 from timm_parallel.config.resolve import notices, resolve
 from timm_parallel.machine import hardware, nvidia
 from timm_parallel.machine.nvidia import CudaDevice, Driver, Gpu
+from timm_parallel.main import run_command
 from timm_parallel.testing.configs import resolved
 
 
@@ -127,7 +128,7 @@ def test_train_py_reports_unused_gpus_and_starts_the_run(
         "timm_parallel.launch.job.run_job", lambda config, folder: started.append(config) or 0
     )
     monkeypatch.setattr(sys, "argv", ["train.py", f"hydra.run.dir={tmp_path / 'run'}"])
-    assert train.main() == 0
+    assert run_command(app) == 0
     assert started[0].parallel.devices == {0: 1, 1: 1, 6: 4}[count]
     assert ("4 of 6 CUDA devices" in capsys.readouterr().out) == (count == 6)
 
@@ -151,7 +152,7 @@ def test_train_py_prints_one_notice_when_parallel_devices_exceed_cpu_cores(
         f"hydra.run.dir={tmp_path / 'run'}",
     ]
     monkeypatch.setattr(sys, "argv", ["train.py", *words])
-    assert train.main() == 0
+    assert run_command(app) == 0
     out, err = capsys.readouterr()
     lines = [line for line in (out + err).splitlines() if line.startswith("parallel.devices=8: ")]
     assert len(lines) == int(is_printed), lines
@@ -177,7 +178,7 @@ def test_sweep_of_three_jobs_reports_unused_gpus_once(
         "argv",
         ["train.py", "-m", "parallel=ddp", "optim.lr=0.1,0.2,0.3", "sweep.dry_run=true"],
     )
-    assert train.main() == 0
+    assert run_command(app) == 0
     assert capsys.readouterr().out.count("4 of 6 CUDA devices") == 1
 
 

@@ -13,13 +13,13 @@ from torch.nn import functional
 
 from src.data.datasets import InMemory
 from src.parallel import build_strategy
-from src.schema import ParallelConfig
 from src.train.losses import softmax_losses
 from src.train.metrics import METRICS, confusion, details
 from timm_parallel.data.loader import BatchFetcher, Loader
 from timm_parallel.data.prefetch import DevicePrefetcher
 from timm_parallel.data.samplers import EvalSampler
 from timm_parallel.errors import UnreadableImageError
+from timm_parallel.keys import ParallelConfig
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.metric import Metric
 from timm_parallel.runtime.evaluation import evaluate

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from src.data.datasets import InMemory
-from src.schema import DataConfig
 from timm_parallel.data.loader import BatchFetcher, TrainLoader, num_workers
 from timm_parallel.data.prefetch import BatchMemory, DevicePrefetcher
 from timm_parallel.data.samplers import TrainSampler
@@ -176,12 +175,12 @@ def test_workers_auto_is_0_for_data_in_memory_unless_a_gpu_waits_for_transforms_
     cuda, cpu = torch.device("cuda"), torch.device("cpu")
     gathers, each = BatchFetcher(split, 1, None, 0), BatchFetcher(split, 1, lambda image: image, 0)
     workers = [
-        num_workers(DataConfig(), fetcher, device, 2)
+        num_workers("auto", fetcher, device, 2)
         for fetcher in (gathers, each)
         for device in (cpu, cuda)
     ]
     assert workers == [0, 0, 0, 4]
-    assert num_workers(DataConfig(workers="0"), each, cuda, 2) == 0
+    assert num_workers("0", each, cuda, 2) == 0
 
 
 @pytest.mark.gpu

@@ -59,6 +59,11 @@ def run_process(
             "data.batch_size=63",
         ),
         ("model.name=resnet81", "resnet18"),
+        # Every built-in dataset checks its data.
+        ("data.root=/missing", "data.root=/missing"),
+        ("data=folder data.root=/missing", "/missing/train"),
+        ("data=csv data.root=/missing", "data.root=/missing"),
+        ("data=timm data.name=tar data.root=/missing", "data.root=/missing"),
     ],
 )
 def test_invalid_command_fails_quickly_without_importing_torch(

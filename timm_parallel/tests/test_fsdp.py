@@ -304,6 +304,7 @@ def trained(ranks: Any, store: Any, folder: str, *overrides: str) -> dict[str, A
     ],
     ids=["bf16", "fp16", "bf16_with_batchnorm"],
 )
+@pytest.mark.slow(seconds=4)
 def test_fsdp_gathers_matrices_in_16_bits_and_norm_weights_in_32_bits(
     tmp_path: Path, overrides: tuple[str, ...]
 ) -> None:
@@ -331,6 +332,7 @@ def test_fsdp_gathers_matrices_in_16_bits_and_norm_weights_in_32_bits(
         ("model.channels_last=true",),
     ],
 )
+@pytest.mark.sample(2)
 def test_fsdp_matches_single_with_freeze_grad_checkpointing_or_channels_last(
     tmp_path: Path, overrides: tuple[str, ...]
 ) -> None:

@@ -196,6 +196,7 @@ def hooked(ranks: Ranks, store: Any, delay: float, blocks: int, norm: bool) -> t
 
 
 @pytest.mark.parametrize("norm", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow(seconds=4)
 def test_ddp_communication_time_matches_the_delay_added_by_a_comm_hook(norm: bool) -> None:
     for whole, exposed in in_ranks(hooked, 2, 0.4, 2, norm):
         assert whole == pytest.approx(0.4, rel=0.1)

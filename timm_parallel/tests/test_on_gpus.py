@@ -26,11 +26,12 @@ from torch.utils._pytree import tree_leaves
 
 from src.models.build import build_model
 from src.parallel import build_strategy
-from src.schema import ModelConfig, ParallelConfig
+from src.schema import ModelConfig
 from src.train import loop
 from src.train.run import Trainer
 from src.train.step import Autocast, TrainStep
 from timm_parallel.faults.failure import failure_record
+from timm_parallel.keys import ParallelConfig
 from timm_parallel.machine import hardware
 from timm_parallel.machine.nvidia import Driver
 from timm_parallel.machine.ranks import Ranks

@@ -93,6 +93,7 @@ def test_profiled_run_prints_step_parts_on_stdout_and_nothing_on_stderr(train: T
     assert re.search(r"data [\d.]+ \(\d+%\), forward .*, backward .*, optimizer ", done.stdout)
 
 
+@pytest.mark.slow(seconds=5)
 def test_profiled_single_run_equals_unprofiled_run_bit_for_bit(tmp_path: Path) -> None:
     result = trained(Ranks(), None, str(tmp_path / "run"), "parallel=single")
     check(result, tmp_path / "run")
@@ -106,6 +107,7 @@ def test_profiled_single_run_equals_unprofiled_run_bit_for_bit(tmp_path: Path) -
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_profile_of_dp_records_the_threads_of_its_replicas(tmp_path: Path) -> None:
     result = trained(Ranks(), None, str(tmp_path / "run"), "parallel=dp", "parallel.devices=2")
     check(result, tmp_path / "run")
@@ -120,12 +122,14 @@ def test_profile_of_dp_records_the_threads_of_its_replicas(tmp_path: Path) -> No
 
 @pytest.mark.slow
 @pytest.mark.processes
+@pytest.mark.nightly
 def test_profile_of_ddp_writes_a_trace_for_every_rank(tmp_path: Path) -> None:
     result = in_ranks(trained, 2, str(tmp_path / "run"), "parallel=ddp", "parallel.devices=2")[0]
     check(result, tmp_path / "run", ranks=2)
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_profiled_forward_pass_contains_the_time_of_the_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -188,6 +192,7 @@ def test_profile_steps_is_refused_when_no_step_is_left_to_time_after_profiling(
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_profile_steps_is_accepted_when_one_step_is_left_to_time_after_profiling(
     tmp_path: Path,
 ) -> None:

@@ -21,10 +21,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from src.app import app
 from src.schema import Config
 from timm_parallel.launch import job
 from timm_parallel.launch.resume import records_of, restore_records
 from timm_parallel.machine.files import claim_folder, write_json, write_text
+from timm_parallel.main import run_command
 from timm_parallel.record import code_diff, environment
 from timm_parallel.record.code_diff import CODE_DIFF, write_code_diff
 from timm_parallel.record.jobs import read_jobs
@@ -38,7 +40,6 @@ from timm_parallel.record.result import (
     write_result,
 )
 from timm_parallel.testing.configs import resolved
-from train import main
 
 
 @pytest.mark.parametrize(("output", "dirty"), [(None, None), ("", False), (" M train.py", True)])
@@ -234,7 +235,7 @@ def test_train_names_the_file_in_one_line_when_the_disk_is_full_before_the_run_s
     monkeypatch.setattr(
         sys, "argv", ["train.py", "print_config=false", f"hydra.run.dir={tmp_path / 'run'}"]
     )
-    assert main() == 1
+    assert run_command(app) == 1
     assert capsys.readouterr().err.splitlines() == [
         f"train.py: [Errno {errno.ENOSPC}] No space left on device: "
         f"'{tmp_path}/run/.hydra/config.yaml'"

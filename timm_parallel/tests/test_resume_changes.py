@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-import train as entry
+from src.app import app
 from src.schema import Config, ResolvedConfig
 from src.train.loop import train_epoch
 from src.train.metrics import METRICS
@@ -31,6 +31,7 @@ from timm_parallel.launch.job import prepare, record_end
 from timm_parallel.launch.resume import check_resumable
 from timm_parallel.machine import hardware
 from timm_parallel.machine.ranks import Ranks
+from timm_parallel.main import run_command
 from timm_parallel.record.result import read_result
 from timm_parallel.runtime.progress import Progress
 from timm_parallel.testing.configs import read_lines, resolved
@@ -225,6 +226,7 @@ OPTIM: dict[str, tuple[str, ...]] = {
 
 
 @pytest.mark.slow(seconds=11)
+@pytest.mark.nightly
 def test_resume_with_changed_optim_key_trains_like_a_new_run_given_the_checkpoint_state(
     stopped: Folders, data: Path, tmp_path: Path
 ) -> None:
@@ -458,6 +460,7 @@ def test_resume_with_a_different_checkpoint_metric_resets_the_best_value(
 
 
 @pytest.mark.processes
+@pytest.mark.slow(seconds=7)
 def test_result_records_first_step_and_changed_keys_of_every_resume(
     data: Path, tmp_path: Path
 ) -> None:
@@ -508,6 +511,7 @@ def test_result_records_first_step_and_changed_keys_of_every_resume(
 @pytest.mark.parametrize(
     "spread", [("parallel=single",), ("parallel=ddp", "parallel.devices=2")], ids=["single", "ddp"]
 )
+@pytest.mark.slow(seconds=6)
 def test_train_py_resumes_and_records_allowed_changes_or_exits_2_without_changing_files(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spread: tuple[str, ...]
 ) -> None:
@@ -521,7 +525,7 @@ def test_train_py_resumes_and_records_allowed_changes_or_exits_2_without_changin
 
     def main(*arguments: str) -> int:
         monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
-        return entry.main()
+        return run_command(app)
 
     def records() -> dict[Path, bytes]:
         return {

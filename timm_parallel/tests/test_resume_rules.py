@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-import train as entry
+from src.app import app
 from src.schema import Config
 from timm_parallel.config.compose import load_config, save_config
 from timm_parallel.keys import leaves
@@ -24,6 +24,7 @@ from timm_parallel.launch import job
 from timm_parallel.machine import hardware
 from timm_parallel.machine.lock import lock_folder
 from timm_parallel.machine.ranks import NEEDED
+from timm_parallel.main import run_command
 from timm_parallel.record.result import Result, read_result, write_result
 from timm_parallel.testing.configs import conf
 
@@ -83,7 +84,7 @@ def main(
     def command(overrides: tuple[str, ...]) -> tuple[int, str]:
         monkeypatch.setattr(sys, "argv", ["train.py", *overrides])
         capsys.readouterr()
-        code = entry.main()
+        code = run_command(app)
         runner.out, err = capsys.readouterr()
         return code, err
 
@@ -296,6 +297,7 @@ def test_resume_auto_without_overrides_keeps_the_config_of_the_newest_unfinished
         assert after == before
 
 
+@pytest.mark.slow(seconds=5)
 def test_resume_auto_takes_the_newest_unfinished_run_of_all_tasks_or_of_the_given_task(
     main: Main,
 ) -> None:
@@ -323,6 +325,7 @@ def test_resume_auto_takes_the_newest_unfinished_run_of_all_tasks_or_of_the_give
     assert load_config(flowers).task_name == "flowers"
 
 
+@pytest.mark.slow(seconds=4)
 def test_resume_auto_is_refused_and_suggests_an_unfinished_run_of_another_task(main: Main) -> None:
     main.start("2026-01-02/09-00-00", status="done")
     assert main("resume=auto")[0] == 2

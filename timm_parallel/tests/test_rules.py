@@ -11,8 +11,9 @@ from dataclasses import dataclass, fields
 
 import pytest
 
-from src.schema import Config, ModelConfig, ParallelConfig, strategy_options
+from src.schema import Config, ModelConfig
 from timm_parallel.config.validate import check_combination
+from timm_parallel.keys import ParallelConfig, strategy_options
 from timm_parallel.testing.commands import ROOT
 
 pytestmark = pytest.mark.portable

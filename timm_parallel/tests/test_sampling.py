@@ -222,6 +222,7 @@ def test_augmentation_of_an_image_does_not_depend_on_earlier_random_draws() -> N
 @pytest.mark.parametrize(
     "num_workers", [0, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.processes])]
 )
+@pytest.mark.nightly
 def test_random_erasing_differs_between_copies_of_an_image_but_not_between_rank_counts(
     num_workers: int,
 ) -> None:

@@ -91,6 +91,7 @@ def test_search_space_is_parsed_from_hydra_sweep_syntax() -> None:
     assert space["g.h"].override("2") == "+g.h=2"
 
 
+@pytest.mark.slow(seconds=4)
 def test_search_overrides_add_replace_and_remove_searched_keys() -> None:
     assert set(space_of()) == {"optim.lr", "optim.weight_decay"}
     assert set(space_of("optim.weight_decay=0.1", "train.smoothing=interval(0,0.2)")) == {
@@ -293,6 +294,7 @@ def test_killed_ddp_search_continues_to_its_last_trial_when_resumed(tmp_path: Pa
 
 @pytest.mark.slow
 @pytest.mark.processes
+@pytest.mark.nightly
 def test_killed_search_with_concurrent_trials_keeps_their_values_when_resumed(
     tmp_path: Path,
 ) -> None:
@@ -369,6 +371,7 @@ def searched_page(folder: Path, ends: list[tuple[str, float | None, str]]) -> st
     return write_search_page(jobs, searched, config).read_text()
 
 
+@pytest.mark.slow(seconds=5)
 def test_search_html_shows_best_trial_plots_and_trial_table(tmp_path: Path) -> None:
     ends = [
         ("done", 0.5, ""),

@@ -140,6 +140,7 @@ def ran(jobs: Jobs, job: Job) -> dict[str, Any]:
 @pytest.mark.cpu_only
 @pytest.mark.processes
 @pytest.mark.skipif(hardware.cores() < 2, reason="needs two cores")
+@pytest.mark.slow(seconds=6)
 def test_concurrent_sweep_jobs_do_not_share_cores(tmp_path: Path, fake_jobs: None) -> None:
     jobs = frozen(tmp_path, "seed=1,2,3,4", "parallel.threads_per_device=1")
     Sweep(jobs, max_jobs=2).run()
@@ -159,6 +160,7 @@ def test_concurrent_sweep_jobs_do_not_share_cores(tmp_path: Path, fake_jobs: Non
 
 @pytest.mark.slow
 @pytest.mark.processes
+@pytest.mark.nightly
 def test_sweep_runs_jobs_one_at_a_time_when_each_needs_all_cores(
     tmp_path: Path, fake_jobs: None
 ) -> None:
@@ -183,6 +185,7 @@ def test_sweep_runs_jobs_one_at_a_time_when_memory_is_short(
 
 @pytest.mark.processes
 @pytest.mark.skipif(hardware.cores() < 2, reason="needs two cores")
+@pytest.mark.slow(seconds=4)
 def test_sweep_runs_an_out_of_memory_job_again_alone(
     tmp_path: Path, fake_jobs: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -247,6 +250,7 @@ def test_metrics_and_weights_of_concurrent_sweep_jobs_match_jobs_run_alone(tmp_p
 @pytest.mark.processes
 @pytest.mark.skipif(hardware.cores() < 2, reason="needs two cores")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.sample(2)
 def test_running_jobs_end_when_their_sweep_process_gets_sigint_or_sigkill(
     tmp_path: Path, number: int
 ) -> None:

@@ -65,6 +65,7 @@ def test_slurm_job_on_two_nodes_has_the_losses_and_weights_of_a_run_on_one_machi
     assert (plain.result["hosts"], numbers(plain.folder)) == (["n1", "n2"], here)
 
 
+@pytest.mark.nightly
 def test_requeued_slurm_jobs_match_an_undisturbed_run_after_sigusr1_and_a_lost_node(
     jobs: Jobs, train: Train
 ) -> None:
@@ -130,6 +131,7 @@ def test_restarted_slurm_job_waits_until_its_first_attempt_ends_when_slurmd_was_
     assert log.read_text().count("resumed from") == 1
 
 
+@pytest.mark.nightly
 def test_scancel_ends_all_processes_of_a_slurm_job_and_refused_job_creates_no_folder(
     jobs: Jobs, train: Train
 ) -> None:

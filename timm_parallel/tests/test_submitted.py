@@ -163,7 +163,7 @@ def test_search_submits_every_trial_as_a_slurm_job(
     slurm.at_once, folder = "done", tmp_path / "search"
     local = tmp_path / "slurm.sh"
     local.write_text("module load cuda\n")
-    monkeypatch.setattr("timm_parallel.cluster.slurm.LOCAL_LINES", local)
+    monkeypatch.setattr("timm_parallel.cluster.slurm.local_lines", lambda: local)
     assert search(folder, "search.n_jobs=2") == 0
     assert [Path(script).parent.name for script in slurm.scripts] == ["0", "1", "2"]
     assert [job.status for job in read_jobs(folder).jobs] == ["done"] * 3

@@ -200,6 +200,8 @@ def test_sweep_writes_each_configuration_before_any_job_runs(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     "strategies", ["single,ddp", pytest.param("single,dp", marks=pytest.mark.slow)]
 )
+@pytest.mark.slow(seconds=20)
+@pytest.mark.sample(2)
 def test_sweep_over_strategies_and_devices_records_strategy_and_world_size_of_each_job(
     tmp_path: Path, strategies: str
 ) -> None:

@@ -16,13 +16,14 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-import train as entry
+from src.app import app
 from src.data.check import check_data
 from src.schema import Config
 from timm_parallel.errors import ONE_DEVICE
 from timm_parallel.lab.jobs.folders import write_job_folder
 from timm_parallel.lab.multirun import run_multirun
 from timm_parallel.lab.sweep.sweep import Sweep
+from timm_parallel.main import run_command
 from timm_parallel.record.jobs import Jobs, read_jobs
 from timm_parallel.record.result import Result, write_result
 from timm_parallel.testing.commands import Refuse
@@ -130,7 +131,7 @@ def test_sweep_leaves_no_folder_when_interrupted_while_writing_job_configs(
         sys, "argv", ["train.py", *SMALL, "seed=1,2,3", f"hydra.sweep.dir={folder}"]
     )
     before = signal.getsignal(number)
-    assert entry.main() == 128 + number
+    assert run_command(app) == 128 + number
     assert signal.getsignal(number) == before
     out, err = capfd.readouterr()
     assert written and not folder.exists()

@@ -13,7 +13,8 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from src.parallel.single import Single
-from src.schema import ParallelConfig, ResolvedConfig
+from src.schema import ResolvedConfig
+from timm_parallel.keys import ParallelConfig
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.testing.commands import Finished
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from src.parallel.data_parallel import DataParallelStrategy
-from src.schema import ParallelConfig
 from src.train.step import Autocast, TrainStep
+from timm_parallel.keys import ParallelConfig
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.parallel.threaded_data_parallel import ThreadedDataParallel
 

@@ -430,6 +430,7 @@ def first_value(folder: Path, key: str) -> float:
 
 @pytest.mark.slow(seconds=60)
 @pytest.mark.processes
+@pytest.mark.nightly
 def test_sweep_jobs_share_one_wandb_group_and_one_mlflow_experiment(
     train: Train, tmp_path: Path
 ) -> None:

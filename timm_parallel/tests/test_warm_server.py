@@ -85,6 +85,7 @@ def trains(folder: Path) -> bool:
     return log.exists() and log.stat().st_size > 0
 
 
+@pytest.mark.slow(seconds=20)
 def test_job_forked_by_warm_server_has_results_and_environment_of_a_new_process(
     tmp_path: Path, server: WarmServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -106,6 +107,7 @@ def test_job_forked_by_warm_server_has_results_and_environment_of_a_new_process(
     assert "run folder" in (second / "logs" / "console.log").read_text()
 
 
+@pytest.mark.slow(seconds=8)
 def test_forked_job_has_a_separate_session_and_cores_and_saves_a_checkpoint_on_sigterm(
     tmp_path: Path, server: WarmServer
 ) -> None:
@@ -247,7 +249,7 @@ def test_warm_server_forks_no_job_when_the_code_has_changed(
     code.parent.mkdir(parents=True)
     code.write_text("WIDTH = 1\n")
     os.utime(code, ns=(1, 1))
-    monkeypatch.setattr(warm_server, "ROOT", tmp_path / "copy")
+    monkeypatch.setattr(warm_server, "code_files", lambda: {"src/model.py": code})
     folder = frozen(tmp_path / "job")
     job = start(server, folder)
     assert server.takes(frozen_config(folder))

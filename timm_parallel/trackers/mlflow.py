@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from src.schema import ResolvedConfig
-from timm_parallel.keys import leaves
+from timm_parallel.keys import ResolvedConfig, leaves
 from timm_parallel.machine.secrets import hide_in
 from timm_parallel.machine.text import yaml_text
 from timm_parallel.trackers.tracker import Tracker

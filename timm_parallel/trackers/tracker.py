@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from src.schema import ResolvedConfig
+from timm_parallel.keys import ResolvedConfig
 from timm_parallel.machine import process
 from timm_parallel.machine.files import write_text
 from timm_parallel.machine.process import import_class

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from src.schema import ResolvedConfig
+from timm_parallel.keys import ResolvedConfig
 from timm_parallel.machine.secrets import hide_in
 from timm_parallel.trackers.tracker import Tracker
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from src.schema import TrainConfig
+from timm_parallel.keys import TrainConfig
 from timm_parallel.lab.analysis.runs import RunRecord
 from timm_parallel.lab.analysis.statistics import Contrast
 

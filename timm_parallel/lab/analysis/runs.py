@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from src.schema import CheckpointConfig
+from timm_parallel.keys import CheckpointConfig
 from timm_parallel.machine.text import as_number, plural
 from timm_parallel.record.jobs import FAILED
 

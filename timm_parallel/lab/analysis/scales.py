@@ -3,11 +3,9 @@ for statistical tests.
 
 - Ratio: logarithm; the result is a ratio. For images/s, seconds and counts.
 - Proportion: arcsine of the square root, which makes the variance of a binomial proportion equal
-  near 0, 1/2 and 1
-  (Bartlett, 1947). The result is a difference of proportions.
+  near 0, 1/2 and 1 (Bartlett, 1947). The result is a difference of proportions.
 - Level: logarithm for a positive measure whose spread grows with its level, such as a loss, else
-  the value itself. The
-  result is a difference in the unit of the measure.
+  the value itself. The result is a difference in the unit of the measure.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from timm_parallel.config.suggest import timm_models
+from timm_parallel.config.timm_names import timm_models
 from timm_parallel.lab.analysis.runs import RunRecord
 from timm_parallel.lab.analysis.scales import Scale
 from timm_parallel.lab.analysis.statistics import INCONCLUSIVE, Contrast, Summary

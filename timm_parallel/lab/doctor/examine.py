@@ -16,26 +16,23 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from src.schema import MADE_IN_MEMORY, STRATEGIES, ParallelConfig
+from timm_parallel.keys import ParallelConfig
 from timm_parallel.launch.supervisor import with_project_on_path
 from timm_parallel.machine import hardware, nvidia
 from timm_parallel.machine.process import SAFE_PATH
 from timm_parallel.machine.secrets import hide_in
-from timm_parallel.project import ROOT
+from timm_parallel.project import current, root
 from timm_parallel.record.result import read_result
 
 REINSTALL = "pip install --force-reinstall -r requirements.txt"
 GIB = 2**30
-# Data that need no file and no download.
-TRY = (
-    "debug=fast",
-    "model=tiny",
-    f"data={MADE_IN_MEMORY[-1]}",
-    "data.batch_size=32",
-    "print_config=false",
-)
 TIMEOUT = 180.0  # seconds
-OUTPUTS = ROOT / "outputs" if (ROOT / "outputs").exists() else ROOT
+
+
+def outputs() -> Path:
+    """Return the folder that holds the outputs by default."""
+    folder = root() / "outputs"
+    return folder if folder.exists() else root()
 
 
 def probe(module: str) -> dict[str, Any]:
@@ -55,9 +52,10 @@ def try_strategy(strategy: str, devices: int) -> str:
             f"parallel={strategy}",
             f"parallel.devices={devices}",
             f"hydra.run.dir={folder}/run",
-            *TRY,
+            *current().trial,
+            "print_config=false",
         ]
-        error, _ = _run([sys.executable, str(ROOT / "train.py"), *arguments])
+        error, _ = _run([sys.executable, str(root() / "train.py"), *arguments])
         # A run that was refused before its start has no result; its last line is the reason.
         with suppress(ValueError):
             error = error and read_result(Path(folder, "run")).reason
@@ -71,7 +69,7 @@ def _run(command: list[str]) -> tuple[str, str]:
     environment = with_project_on_path(os.environ)
     try:
         done = subprocess.run(
-            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT
+            command, cwd=root(), env=environment, capture_output=True, text=True, timeout=TIMEOUT
         )
     except subprocess.TimeoutExpired:
         return f"no answer within {TIMEOUT:.0f} s", ""
@@ -101,8 +99,8 @@ class MachineReport:
             shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else None
         )
     )
-    disk: int = field(default_factory=lambda: shutil.disk_usage(OUTPUTS).free)
-    can_write: bool = field(default_factory=lambda: os.access(OUTPUTS, os.W_OK))
+    disk: int = field(default_factory=lambda: shutil.disk_usage(outputs()).free)
+    can_write: bool = field(default_factory=lambda: os.access(outputs(), os.W_OK))
     tries: dict[str, str] = field(
         default_factory=dict
     )  # strategy -> error of its trial run, "" if none
@@ -192,8 +190,8 @@ def strategies_to_try(facts: MachineReport) -> dict[str, int]:
     if any(finding.stops for finding in findings_of(facts)):
         return {}
     several = facts.visible or min(2, facts.cores)
-    single = {name: 1 for name in STRATEGIES if ParallelConfig(name).has_one_device}
-    others = {name: several for name in STRATEGIES if name not in single}
+    single = {name: 1 for name in current().strategies if ParallelConfig(name).has_one_device}
+    others = {name: several for name in current().strategies if name not in single}
     return single | others if several > 1 else single
 
 
@@ -216,7 +214,7 @@ def advice(facts: MachineReport) -> str:
 def _try(name: str, error: str) -> Finding:
     if not error:
         return Finding(name, "runs")
-    remedy = f"python train.py {' '.join(TRY[:3])} parallel={name}   # shows all of it"
+    remedy = f"python train.py {' '.join(current().trial[:3])} parallel={name}   # shows all of it"
     return Finding(
         name, f"does not run: {error}", remedy, stops=ParallelConfig(name).has_one_device
     )
@@ -266,11 +264,11 @@ def _storage(facts: MachineReport) -> list[Finding]:
                 "data.workers=0"
             )
     disk = Finding(
-        "disk", f"{facts.disk / GIB:.0f} GiB free in {OUTPUTS}", stops=not facts.can_write
+        "disk", f"{facts.disk / GIB:.0f} GiB free in {outputs()}", stops=not facts.can_write
     )
     if disk.stops or facts.disk < 2 * GIB:
         disk.remedy = (
-            f"free space in {OUTPUTS} and make it writable, or choose another folder: "
+            f"free space in {outputs()} and make it writable, or choose another folder: "
             "paths.output_dir=…"
         )
     return [memory, disk]

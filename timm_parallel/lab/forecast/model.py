@@ -3,9 +3,11 @@ devices.
 
 A step on n devices, each with b images, that all-reduce S bytes of gradients:
 
-    compute   C = c0 + c1 b reduce    A = 2 (n - 1) alpha + 2 (n - 1) / n  S / beta      latency
-    alpha, bandwidth beta; 0 for n = 1 step      t = max(C + max(0, A - h C), b / data rate)
-    h C of A is hidden behind the backward pass
+    compute   C = c0 + c1 b
+    reduce    A = 2 (n - 1) alpha + 2 (n - 1) / n  S / beta  (latency alpha, bandwidth beta)
+    step      t = max(C + max(0, A - h C), b / data rate)
+
+A is 0 for n = 1. The backward pass hides h C of it.
 
 The ring all-reduce's cost: Thakur, Rabenseifner, Gropp 2005 (doi:10.1177/1094342005051521) and
 Patarasuk, Yuan 2009 (doi:10.1016/j.jpdc.2008.09.002), bandwidth-optimal. The overlap: Li et al.

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from src.schema import Config
+from timm_parallel.keys import Config
 from timm_parallel.lab.jobs.scheduler import DeviceScheduler, Requirement
 from timm_parallel.machine import hardware
 

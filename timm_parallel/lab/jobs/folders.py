@@ -9,8 +9,8 @@ from __future__ import annotations
 from functools import cache
 from pathlib import Path
 
-from src.schema import ResolvedConfig
 from timm_parallel.config.compose import copy_config, load_config
+from timm_parallel.keys import ResolvedConfig
 from timm_parallel.machine.files import claim_folder
 from timm_parallel.record.jobs import Job
 

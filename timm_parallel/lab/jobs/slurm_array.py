@@ -12,8 +12,8 @@ import shutil
 import sys
 from pathlib import Path
 
-from src.schema import Config
 from timm_parallel.cluster.slurm import JOB_ID, SCRIPT, jobs_in_queue, sbatch, script_of, wait_for
+from timm_parallel.keys import Config
 from timm_parallel.lab.jobs.folders import write_job_folder
 from timm_parallel.lab.jobs.local_job import sync_from_result
 from timm_parallel.launch.supervisor import SAFE_PATH

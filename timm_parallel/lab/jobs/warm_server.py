@@ -17,11 +17,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from src.schema import Config
+from timm_parallel.keys import Config
 from timm_parallel.launch.supervisor import with_project_on_path
 from timm_parallel.machine.platform import STOP_SIGNALS
 from timm_parallel.machine.process import SAFE_PATH, limit_job
-from timm_parallel.project import CODE, ROOT
+from timm_parallel.project import code_files, current
 
 # Environment variables that a library reads when it is loaded, so a forked job has the values of
 # the server.
@@ -129,9 +129,10 @@ class WarmServer:
             # cannot use.
             "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
         }
+        command = [sys.executable, *SAFE_PATH, "-m", "timm_parallel.rank", current().name]
         self._loaded = _files_and_variables()
         self._process = subprocess.Popen(
-            [sys.executable, *SAFE_PATH, "-m", "src.train", "--serve", str(theirs.fileno())],
+            [*command, "--serve", str(theirs.fileno())],
             env=environment,
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
@@ -195,8 +196,4 @@ def _files_and_variables() -> dict[str, str]:
     our code files.
     """
     variables = {name: value for name, value in os.environ.items() if name.startswith(READ_AT_LOAD)}
-    return variables | {
-        str(path): str(path.stat().st_mtime_ns)
-        for name in CODE
-        for path in (ROOT / name).rglob("*.py")
-    }
+    return variables | {name: str(path.stat().st_mtime_ns) for name, path in code_files().items()}

@@ -30,7 +30,7 @@ from timm_parallel.lab.report.evidence import ClaimResult, Evidence
 from timm_parallel.lab.report.records import plain, relative, row
 from timm_parallel.lab.report.setting_plots import draw_settings
 from timm_parallel.machine.files import write_json, write_text
-from timm_parallel.project import ROOT
+from timm_parallel.project import root
 from timm_parallel.record.jobs import UNFINISHED, Jobs, read_jobs
 
 # Bounds on report.html, which stays below 2 MB; report.csv and report.json always hold everything.
@@ -156,7 +156,7 @@ def _render(kind: str, report: Report, drawn: Drawn, out: Path) -> str:
         return quote(relative(run.folder / "result.json" if run.result else run.folder, out))
 
     def page_href(page: str) -> str:
-        return quote(relative(ROOT / page, out))
+        return quote(relative(root() / page, out))
 
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),

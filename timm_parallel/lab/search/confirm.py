@@ -12,7 +12,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from src.schema import Config
+from timm_parallel.keys import Config
 from timm_parallel.lab.jobs.slurm_job import SlurmQueue
 from timm_parallel.lab.search.space import Dimension, read_search, trial_point
 from timm_parallel.lab.sweep.blocks import append_block, freeze_jobs

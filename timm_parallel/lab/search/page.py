@@ -17,7 +17,7 @@ import optuna
 import pandas as pd
 from optuna.visualization import matplotlib as plots
 
-from src.schema import Config
+from timm_parallel.keys import Config
 from timm_parallel.machine.files import write_text
 from timm_parallel.machine.text import plural
 from timm_parallel.record.jobs import Job, Jobs

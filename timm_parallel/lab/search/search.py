@@ -16,9 +16,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from src.schema import Config
 from timm_parallel.cluster.slurm import JOB_ID, check_scheduler
 from timm_parallel.config.compose import Command
+from timm_parallel.keys import Config
 from timm_parallel.lab.jobs.devices import jobs_at_a_time
 from timm_parallel.lab.jobs.local_job import sync_from_result
 from timm_parallel.lab.jobs.slurm_job import SlurmQueue

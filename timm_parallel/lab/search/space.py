@@ -17,10 +17,9 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from src.schema import Config
 from timm_parallel.config.compose import Command, read_saved, to_config
 from timm_parallel.config.suggest import explain, is_known, is_lower_better, key_hint
-from timm_parallel.keys import leaves
+from timm_parallel.keys import Config, leaves
 from timm_parallel.lab.sweep.points import Point, make_point, settle, task_overrides
 from timm_parallel.machine.files import write_text
 

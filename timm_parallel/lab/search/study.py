@@ -8,8 +8,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from src.schema import Config
-from timm_parallel.keys import SearchConfig
+from timm_parallel.keys import Config, SearchConfig
 from timm_parallel.lab.search.space import Dimension
 from timm_parallel.machine.secrets import hide
 from timm_parallel.record.result import read_metrics

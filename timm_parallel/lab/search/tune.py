@@ -16,8 +16,8 @@ from statistics import median
 
 from omegaconf import OmegaConf
 
-from src.schema import ResolvedConfig
 from timm_parallel.config.compose import Command
+from timm_parallel.keys import ResolvedConfig
 from timm_parallel.lab.search.space import read_frozen, trial_point
 from timm_parallel.lab.sweep.blocks import freeze_jobs
 from timm_parallel.lab.sweep.dry_run import show_points

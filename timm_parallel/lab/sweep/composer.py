@@ -15,10 +15,9 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from src.schema import Config
 from timm_parallel.config.compose import Command, merge_into_schema
 from timm_parallel.config.hydra_allowlist import check_hydra_types
-from timm_parallel.keys import leaves
+from timm_parallel.keys import Config, leaves
 
 
 @dataclass

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from rich.console import Console
 from rich.table import Table
 
-from src.schema import DataConfig, ResolvedConfig
-from timm_parallel.keys import SweepConfig
+from timm_parallel.keys import DataConfig, ResolvedConfig, SweepConfig
 from timm_parallel.lab.sweep.points import Point, names_of
 
 HEADINGS = ("overrides", "global batch", "per device", "lr", "steps", "can run here")
@@ -71,7 +70,7 @@ def _derived(point: Point, size: int | None) -> tuple[str, ...]:
     return (
         str(batch),
         f"{batch / config.parallel.devices:g}",
-        f"{config.learning_rate:g}",
+        config.learning_rate_text.partition(",")[0].partition(" ")[0],
         steps,
         "yes",
     )

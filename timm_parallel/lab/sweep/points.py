@@ -13,7 +13,6 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from src.schema import Config
 from timm_parallel.config.compose import (
     Command,
     compose_command,
@@ -24,7 +23,7 @@ from timm_parallel.config.compose import (
 from timm_parallel.config.resolve import notices, resolve
 from timm_parallel.config.suggest import explain
 from timm_parallel.config.validate import check_combination
-from timm_parallel.keys import SearchConfig
+from timm_parallel.keys import Config, SearchConfig
 from timm_parallel.lab.jobs.folders import claim_job_folder, config_folder
 from timm_parallel.lab.sweep.board import counted
 from timm_parallel.lab.sweep.composer import Composer
@@ -86,7 +85,7 @@ def check_jobs_data(configs: Sequence[Config], check_data: Callable[[Config], No
     when they start.
     """
     local = [config for config in configs if config.cluster.scheduler == "local"]
-    for config in {repr((config.data, config.train.task)): config for config in local}.values():
+    for config in {repr(config.data_check_reads): config for config in local}.values():
         check_data(config)
 
 

@@ -15,7 +15,7 @@ from importlib import import_module
 from pathlib import Path
 from types import FrameType
 
-from src.schema import ResolvedConfig
+from timm_parallel.keys import ResolvedConfig
 from timm_parallel.lab.jobs.devices import devices_here, need_of, why_alone
 from timm_parallel.lab.jobs.folders import config_folder, frozen_config, write_job_folder
 from timm_parallel.lab.jobs.local_job import LocalJob, Watch

@@ -9,9 +9,9 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from src.schema import Config
 from timm_parallel.cluster.slurm import check_scheduler
 from timm_parallel.config.compose import Command
+from timm_parallel.keys import Config
 from timm_parallel.lab.jobs.devices import jobs_at_a_time
 from timm_parallel.lab.jobs.folders import config_folder, frozen_config
 from timm_parallel.lab.jobs.local_job import sync_from_result

@@ -205,6 +205,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
+@pytest.mark.sample(3)
 def test_full_disk_ends_the_run_with_exit_code_1_and_keeps_the_last_checkpoint(
     train: Train, small_disk: Path, strategy: str
 ) -> None:

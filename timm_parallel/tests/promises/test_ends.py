@@ -87,6 +87,8 @@ STOPS = [
 
 
 @pytest.mark.parametrize(("strategy", "number", "workers"), STOPS)
+@pytest.mark.slow(seconds=7)
+@pytest.mark.sample(2)
 def test_signal_to_train_py_stops_all_processes_within_15_seconds(
     train: Train, strategy: str, number: int, workers: int
 ) -> None:
@@ -127,6 +129,7 @@ def test_sigint_stops_a_ddp_run_while_its_ranks_are_starting(train: Train) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.sample(2)
 def test_signal_to_torchrun_ends_all_processes(train: Train, number: int) -> None:
     running = train.start("parallel=ddp", *ENDLESS, form="torchrun")
     running.wait_for_steps()
@@ -141,6 +144,8 @@ def test_signal_to_torchrun_ends_all_processes(train: Train, number: int) -> Non
     "strategy",
     ["ddp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("single", "fsdp"))],
 )
+@pytest.mark.slow(seconds=7)
+@pytest.mark.sample(2)
 def test_ranks_and_loader_workers_end_when_train_py_is_killed(train: Train, strategy: str) -> None:
     devices = 1 if strategy == "single" else 2
     running = train.start(
@@ -158,6 +163,8 @@ def test_ranks_and_loader_workers_end_when_train_py_is_killed(train: Train, stra
     ("strategy", "command"),
     [("single", "mv {0} {0}.moved"), pytest.param("ddp", "rm -rf {0}", marks=pytest.mark.slow)],
 )
+@pytest.mark.slow(seconds=7)
+@pytest.mark.sample(2)
 def test_run_ends_with_exit_code_1_when_its_folder_is_moved_or_deleted(
     train: Train, strategy: str, command: str
 ) -> None:
@@ -209,6 +216,7 @@ def _drift(ranks: Ranks, store: torch.distributed.Store, where: str, folder: str
 
 
 @pytest.mark.parametrize("where", ["start", "end"])
+@pytest.mark.slow(seconds=3)
 def test_ddp_ranks_raise_when_their_parameters_differ_at_start_or_end_of_training(
     tmp_path: Path, where: str
 ) -> None:
@@ -220,6 +228,7 @@ def test_ddp_ranks_raise_when_their_parameters_differ_at_start_or_end_of_trainin
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["single", "ddp"])
+@pytest.mark.sample(2)
 def test_run_continues_without_errors_when_stdout_is_closed(train: Train, strategy: str) -> None:
     """`python train.py … | head -n 2`: the config alone has more lines than that."""
     folder = train.base / "run"

@@ -21,8 +21,7 @@ import pytest
 import torch
 from PIL import EpsImagePlugin, Image
 
-from src.data.datasets import build_dataset
-from src.data.timm_datasets import TimmImages
+from src.data.datasets import TimmImages, build_dataset
 from src.schema import DataConfig, ModelConfig
 from timm_parallel.config.compose import compose_command
 from timm_parallel.data.dataset import IMAGE_FORMATS, IMAGE_SUFFIXES
@@ -33,9 +32,8 @@ from timm_parallel.data.samplers import IndexBatch
 from timm_parallel.errors import UnreadableImageError
 from timm_parallel.lab.image_check import ImageReader
 from timm_parallel.launch.job import job_command
-from timm_parallel.project import ROOT
 from timm_parallel.runtime import checkpoint
-from timm_parallel.testing.commands import Refuse
+from timm_parallel.testing.commands import ROOT, Refuse
 from timm_parallel.testing.configs import conf, parse
 
 

@@ -103,6 +103,7 @@ def test_non_finite_weights_are_not_saved_when_loss_is_finite(tmp_path: Path) ->
 
 
 @pytest.mark.processes
+@pytest.mark.slow(seconds=4)
 def test_fp16_overflow_does_not_stop_the_run(tmp_path: Path) -> None:
     """The gradient scaler halves its scale until gradients are finite. Skipped steps do not count
     as non-finite.
@@ -177,6 +178,8 @@ def steps_with_overflow_on_rank_1(
     ],
     ids=lambda overrides: " ".join(overrides),
 )
+@pytest.mark.slow(seconds=10)
+@pytest.mark.sample(4)
 def test_all_ranks_skip_the_same_fp16_step_when_gradients_of_one_overflow(
     tmp_path: Path, overrides: tuple[str, ...]
 ) -> None:
@@ -201,6 +204,7 @@ def overflow_at(ranks: Ranks, store: Any, folder: str, step: int) -> str:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("step", [3, 6], ids=["inside", "the epoch's last"])
+@pytest.mark.slow(seconds=3)
 def test_error_names_the_images_of_the_step_when_weights_are_not_finite(
     tmp_path: Path, step: int
 ) -> None:

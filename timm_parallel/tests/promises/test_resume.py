@@ -170,7 +170,7 @@ def slow(*row: Any) -> Any:
     return pytest.param(*row, marks=pytest.mark.slow(seconds=3))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("world_size", "workers", "stop_at"),
     [
@@ -248,7 +248,7 @@ def assert_resume_changes_nothing(
         assert steps == sorted(set(steps)), f"{tag} has duplicate steps"
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("before", "after"),
     [
@@ -335,6 +335,7 @@ def train_with_growing_scale(
 
 
 @pytest.mark.parametrize("world_size", [1, slow(2)])
+@pytest.mark.slow(seconds=4)
 def test_resumed_fp16_run_continues_with_its_loss_scale(tmp_path: Path, world_size: int) -> None:
     """The stop is between two changes of the scale, so that both the scale and its count of good
     steps matter.
@@ -352,6 +353,7 @@ def test_resumed_fp16_run_continues_with_its_loss_scale(tmp_path: Path, world_si
         assert_equal_trees(last["whole"][part], last["resumed"][part], part)
 
 
+@pytest.mark.slow(seconds=5)
 def test_resume_with_larger_max_steps_continues_bit_for_bit_in_mid_epoch(
     undisturbed: Any, tmp_path: Path
 ) -> None:
@@ -369,6 +371,7 @@ def test_resume_with_larger_max_steps_continues_bit_for_bit_in_mid_epoch(
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_resume_reports_throughput_of_the_few_remaining_steps_of_a_long_run(tmp_path: Path) -> None:
     """The remaining steps of a long run use the shorter warm-up of a short run."""
     overrides = (*spread(1), "train.epochs=8")

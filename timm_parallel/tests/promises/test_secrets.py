@@ -33,8 +33,7 @@ from timm_parallel.machine.secrets import (
     mask,
     mask_code,
 )
-from timm_parallel.project import ROOT
-from timm_parallel.testing.commands import Refuse, Train
+from timm_parallel.testing.commands import ROOT, Refuse, Train
 from timm_parallel.testing.configs import conf, parse
 
 SECRET = "hf_9vX2+not/for\"anyone's=eyes"
@@ -383,6 +382,7 @@ def test_cfg_job_with_resolve_prints_secrets_as_references() -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.slow(seconds=10)
 def test_files_and_console_of_a_run_do_not_contain_secrets(train: Train) -> None:
     """The config on the console, saved files, TensorBoard, records and tracebacks of a failure."""
     variables = {"HF_TOKEN": SECRET, "HARMLESS_NAME": "plain"}

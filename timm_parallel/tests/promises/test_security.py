@@ -16,17 +16,16 @@ from typing import Any
 import psutil
 import pytest
 
-from src.schema import ResolvedParallel
 from timm_parallel.config.compose import read_saved
 from timm_parallel.faults.failure import RankExits, failure_text
+from timm_parallel.keys import ResolvedParallel
 from timm_parallel.lab.image_check import CheckedImage, show, summarize
 from timm_parallel.launch import torchrun
 from timm_parallel.launch.rank import keep_compiled_code_private
 from timm_parallel.machine.files import write_text
 from timm_parallel.machine.secrets import HidingFormatter, mask
-from timm_parallel.project import ROOT
 from timm_parallel.runtime import checkpoint
-from timm_parallel.testing.commands import Refuse, Train
+from timm_parallel.testing.commands import ROOT, Refuse, Train
 
 CONTENTS: dict[str, Any] = {
     "model": {},
@@ -172,7 +171,7 @@ sys.exit(2 * ranks.rank)
 START = """
 import sys
 from timm_parallel.launch.torchrun import start_as_ranks
-from src.schema import ResolvedParallel
+from timm_parallel.keys import ResolvedParallel
 sys.exit(start_as_ranks(ResolvedParallel(strategy="ddp", devices=2), sys.argv[1], sys.argv[2:]))
 """
 

@@ -113,6 +113,7 @@ def test_sweep_job_status_is_done_when_sigint_arrives_after_its_result(
 
 @pytest.mark.processes
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.slow(seconds=5)
 def test_signal_while_a_sweep_writes_its_report_prints_how_to_continue(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -128,6 +129,7 @@ def test_signal_while_a_sweep_writes_its_report_prints_how_to_continue(
 
 
 @pytest.mark.processes
+@pytest.mark.slow(seconds=4)
 def test_sweep_exits_1_with_status_interrupted_when_a_job_was_interrupted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -147,6 +149,7 @@ def test_sweep_exits_1_with_status_interrupted_when_a_job_was_interrupted(
 @pytest.mark.parametrize(
     ("number", "part"), [(signal.SIGKILL, "lack of memory"), (signal.SIGSEGV, "SIGSEGV")]
 )
+@pytest.mark.slow(seconds=5)
 def test_reason_of_a_sweep_job_that_was_killed_names_the_signal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, part: str
 ) -> None:
@@ -175,6 +178,7 @@ def test_done_job_stays_done_when_it_is_killed_with_its_fork_server(
 
 
 @pytest.mark.processes
+@pytest.mark.slow(seconds=6)
 def test_gpu_jobs_of_a_sweep_are_started_instead_of_skipped_when_gpus_are_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -225,6 +229,7 @@ def test_search_keeps_job_statuses_and_study_db_when_writing_its_report_page_fai
 
 @pytest.mark.slow(seconds=7)
 @pytest.mark.processes
+@pytest.mark.nightly
 def test_finished_trial_of_a_killed_search_is_recorded_without_a_rerun_on_resume(
     tmp_path: Path, page: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -248,6 +253,7 @@ def test_finished_trial_of_a_killed_search_is_recorded_without_a_rerun_on_resume
 
 @pytest.mark.slow
 @pytest.mark.processes
+@pytest.mark.nightly
 def test_resumed_search_stops_at_a_reduced_n_trials(tmp_path: Path, page: None) -> None:
     folder = tmp_path / "search"
     search(folder)

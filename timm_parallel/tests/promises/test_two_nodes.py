@@ -258,6 +258,7 @@ def is_refused_on_both(nodes: Nodes, started: list[subprocess.Popen[str]], *part
     assert lines_in(nodes) == 0
 
 
+@pytest.mark.nightly
 def test_nodes_refuse_to_train_when_their_code_differs(nodes: Nodes, tmp_path: Path) -> None:
     other = shutil.copytree(ROOT / "src" / "train", tmp_path / "other")
     with open(other / "loop.py", "a") as file:
@@ -290,6 +291,7 @@ def images_of(root: Path, names: tuple[str, ...], count: int) -> Path:
     ],
     ids=["classes", "images"],
 )
+@pytest.mark.nightly
 def test_nodes_refuse_to_train_when_their_data_differs(
     nodes: Nodes, names: tuple[str, ...], count: int, parts: tuple[str, ...]
 ) -> None:
@@ -306,6 +308,7 @@ def test_nodes_refuse_to_train_when_their_data_differs(
     assert read_result(nodes.run_folder()).status == "failed"
 
 
+@pytest.mark.nightly
 def test_stall_of_a_rank_on_node_1_ends_both_nodes_and_is_recorded_on_node_0(
     nodes: Nodes, tmp_path: Path
 ) -> None:
@@ -477,6 +480,7 @@ class Job:
             time.sleep(1)
 
 
+@pytest.mark.nightly
 def test_kubernetes_job_resumes_when_a_pod_is_killed_or_drained(
     nodes: Nodes, train: Train, undisturbed: tuple[Any, ...]
 ) -> None:

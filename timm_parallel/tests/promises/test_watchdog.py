@@ -472,6 +472,7 @@ def _run_own_loop(folder: Path, step_for: float) -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.slow(seconds=4)
 def test_watchdog_ends_a_custom_training_loop_only_when_its_optimizer_stops_stepping(
     tmp_path: Path,
 ) -> None:

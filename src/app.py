@@ -1,0 +1,24 @@
+"""This project, as the library sees it. Importing it loads neither torch nor timm."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from src.schema import STRATEGIES, Config, ResolvedConfig
+from src.train.metrics import METRICS, MULTILABEL_METRICS
+from timm_parallel.app import App
+
+app = App(
+    name="src.app:app",
+    root=Path(__file__).resolve().parents[1],
+    config=Config,
+    resolved=ResolvedConfig,
+    run="src.train.run.run",
+    check_data="src.data.check.check_data",
+    check_batch="src.data.check.check_batch",
+    training_size="src.data.check.training_size",
+    strategies=STRATEGIES,
+    metrics=METRICS | MULTILABEL_METRICS,
+    preload=("src.train.run", "src.parallel.data_parallel", "torch.utils.tensorboard"),
+    trial=("debug=fast", "model=tiny", "data=synthetic", "data.batch_size=32"),
+)

@@ -1,0 +1,57 @@
+"""Names that timm knows. Its files are read as text, because importing timm takes 3 s."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from functools import cache
+from pathlib import Path
+
+
+def is_timm_dataset(name: str) -> bool:
+    """Return True for a dataset name of timm's factory: `torch/cifar10`, `hfds/<name>`, `wds/…`, or
+    `tar`.
+    """
+    return name.partition("/")[0] in ("torch", "hfds", "wds", "tar")
+
+
+@cache
+def timm_models() -> frozenset[str]:
+    """Return the names of all timm models, without the tag of their weights (`resnet18`, not
+    `resnet18.a1_in1k`).
+    """
+    text = _timm_models_text()
+    names = re.findall(r"^@register_model\ndef (\w+)", text, re.MULTILINE)
+    for block in re.findall(
+        r"register_model_deprecations\(__name__, \{(.*?)^\}\)", text, re.MULTILINE | re.DOTALL
+    ):
+        names += re.findall(r"^\s*'(\w+)'\s*:", block, re.MULTILINE)
+    return frozenset(names)
+
+
+@cache
+def timm_tags() -> frozenset[str]:
+    """Return the models with the tag of their weights (`resnet18.a1_in1k`) that timm's files
+    contain literally.
+    """
+    return frozenset(re.findall(r"'(\w+\.\w+)'\s*:", _timm_models_text()))
+
+
+def _timm_models_text() -> str:
+    return "\n".join(
+        path.read_text(encoding="utf-8") for path in sorted((_timm() / "models").glob("*.py"))
+    )
+
+
+@cache
+def timm_optimizers() -> frozenset[str]:
+    text = (_timm() / "optim" / "_optim_factory.py").read_text(encoding="utf-8")
+    # The last two are aliases that this file does not list.
+    return frozenset(re.findall(r"\bname='(\w+)'", text)) | {"nesterov", "nesterovw"}
+
+
+def _timm() -> Path:
+    spec = importlib.util.find_spec("timm")
+    if spec is None or spec.origin is None:
+        raise ValueError("timm is not installed: pip install -r requirements.txt")
+    return Path(spec.origin).parent

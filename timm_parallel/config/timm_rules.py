@@ -1,0 +1,70 @@
+"""Errors for names that timm does not know."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+
+from timm_parallel.config.suggest import hint
+from timm_parallel.config.timm_names import is_timm_dataset, timm_models, timm_optimizers, timm_tags
+
+OF_TORCH = (
+    *("cifar10", "cifar100", "mnist", "kmnist", "fashion_mnist", "qmnist", "places365"),
+    *("inaturalist", "imagenet"),
+)
+# The texts that timm.data.auto_augment parses.
+AUTO_AUGMENT = (
+    r"rand((-(m|n|p|mstd|mmax|inc)\d+(\.\d+)?)|(-t\w+))*",
+    r"augmix(-(m|w|d|a|b|mstd)-?\d+(\.\d+)?)*",
+    r"(original|originalr|v0|v0r|3a)(-mstd\d+(\.\d+)?)*",
+)
+# Arguments of timm.create_model that load weights from any file or URL.
+LOADING = ("pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir")
+
+
+def model_problems(name: str, kwargs: Iterable[str]) -> Iterator[str]:
+    """Yield an error message for a model, or a tag of its weights, that timm does not have, and for
+    arguments that would load a file.
+    """
+    architecture, _, tag = name.partition(".")
+    if architecture not in timm_models():
+        yield f"model.name={name}: timm has no such model{hint(architecture, timm_models())}"
+    tags = [known for known in timm_tags() if known.startswith(f"{architecture}.")] if tag else []
+    if tags and name not in tags:
+        yield f"model.name={name}: timm has no such weights{hint(name, tags)}"
+    for key in sorted(set(kwargs).intersection(LOADING)):
+        yield f"model.kwargs.{key}: not allowed; to load timm's weights set model.pretrained=true"
+
+
+def dataset_problems(name: str, own: Iterable[str]) -> Iterator[str]:
+    """Yield an error message for a dataset that is neither one of the project's `own`, nor known to
+    timm's factory.
+    """
+    source, _, dataset = name.partition("/")
+    if source == "torch" and dataset not in OF_TORCH:
+        yield f"data.name={name}: timm has no such dataset{hint(dataset, OF_TORCH)}"
+    elif not is_timm_dataset(name) and name not in own:
+        yield (
+            f"data.name={name}: no such dataset{hint(name, (*own, 'tar', 'wds'))}, or "
+            "torch/…, hfds/…"
+        )
+
+
+def auto_augment_problems(text: str | None) -> Iterator[str]:
+    """Yield an error message for a data.augment.aa that timm does not parse."""
+    if text is not None and not any(re.fullmatch(pattern, text) for pattern in AUTO_AUGMENT):
+        yield (
+            f"data.augment.aa={text}: expected timm's syntax, e.g. rand-m9-mstd0.5-inc1, "
+            "augmix-m5-w4 or v0"
+        )
+
+
+def optimizer_problems(name: str) -> Iterator[str]:
+    """Yield an error message for an optimizer that timm lacks, or that the step cannot run."""
+    if name not in timm_optimizers():
+        yield f"optim.opt={name}: unknown{hint(name, timm_optimizers())}"
+    if name == "adahessian":
+        yield (
+            "optim.opt=adahessian: requires second derivatives, which the training step does "
+            "not compute; use e.g. adamw"
+        )

@@ -1,0 +1,250 @@
+"""The command line of train.py: train, sweep, or print help.
+
+Composes and checks the config once, before torch is imported. Then ranks start as separate
+processes and read the saved config of their run folder (timm_parallel/launch/).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import os
+import re
+import signal
+import sys
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any, NoReturn
+
+from timm_parallel.app import App
+from timm_parallel.machine.process import exit_process, keep_running_without_stdout
+from timm_parallel.machine.ranks import Ranks, ranks_from_environment, starter
+from timm_parallel.machine.secrets import hide, mask
+from timm_parallel.machine.signals import signal_handlers
+
+
+def main(app: App[Any, Any]) -> NoReturn:
+    """Run the command line of train.py, and exit with its code."""
+    keep_running_without_stdout()
+    # Under torchrun, this process is a rank.
+    exit_process(run_command(app))
+
+
+def run_command(app: App[Any, Any]) -> int:
+    """Train, sweep or print help. Return the exit code: 0 done, 1 failed, 2 refused, 128 + N if
+    signal N stopped it.
+    """
+    try:
+        ranks = ranks_from_environment(os.environ)
+        if ranks is not None and not ranks.is_first:
+            from timm_parallel.launch.torchrun import run_follower
+
+            return run_follower(app.train, ranks)
+        # A rank receives signals through the process that started it.
+        with contextlib.nullcontext() if ranks else _interrupted_by_signals():
+            return _lead(app, ranks)
+    except ValueError as error:
+        print(f"train.py: {' '.join(mask(str(error)).split())}", file=sys.stderr)
+        return 2
+    # Outside a run, which reports its errors itself: a full disk, or a deleted sweep folder.
+    except OSError as error:
+        if error.filename is None:
+            raise
+        print(f"train.py: {mask(str(error))}", file=sys.stderr)
+        return 1
+    # Reached only outside a run, because a run handles signals itself.
+    except KeyboardInterrupt as interrupt:
+        number = _signal_of(interrupt)
+        print(f"train.py: stopped by {number.name}", file=sys.stderr)
+        return 128 + number
+
+
+@contextlib.contextmanager
+def _interrupted_by_signals() -> Iterator[None]:
+    """Raise KeyboardInterrupt on a stop signal, so that a sweep removes its folder if its jobs are
+    not written yet.
+    """
+
+    def interrupt(number: int, frame: FrameType | None) -> NoReturn:
+        raise KeyboardInterrupt(number)
+
+    with signal_handlers(interrupt):
+        yield
+
+
+def _signal_of(interrupt: KeyboardInterrupt) -> signal.Signals:
+    return signal.Signals(interrupt.args[0] if interrupt.args else signal.SIGINT)
+
+
+def _lead(app: App[Any, Any], ranks: Ranks | None) -> int:
+    """Parse the command line and run, as rank 0 or the only process. Reports errors to the other
+    ranks, which wait.
+    """
+    try:
+        arguments = _parse(sys.argv[1:])
+        if arguments.experimental_rerun is not None:
+            raise ValueError(
+                "--experimental-rerun: unpickles a file, which may run any code; use "
+                "--config-path <run folder>"
+            )
+        if any(
+            (
+                arguments.help,
+                arguments.hydra_help,
+                arguments.cfg,
+                arguments.info,
+                arguments.shell_completion,
+            )
+        ):
+            return _show_with_hydra(app, arguments)
+        return (_sweep if arguments.multirun else _run)(app, arguments, ranks)
+    except ValueError as error:
+        if ranks is not None:
+            from timm_parallel.launch.torchrun import refuse_followers
+
+            refuse_followers(ranks, mask(str(error)))
+        raise
+
+
+def _parse(command_line: list[str]) -> Any:
+    from hydra._internal.utils import get_args_parser
+
+    from timm_parallel.config.suggest import key_hint
+
+    def refuse(message: str) -> NoReturn:
+        # torch.distributed.launch passes it to every script.
+        if re.search(r"--local[-_]rank", message):
+            raise ValueError(
+                "--local-rank: torch.distributed.launch is not supported; "
+                "start the ranks with torchrun --nproc-per-node N train.py parallel=ddp"
+            )
+        # The first word with dashes that is no option of Hydra, nor the start of just one:
+        # --lr=0.1, -j, --config.
+        options = list(parser._option_string_actions)
+        for word in command_line:
+            name = word.partition("=")[0]
+            if not re.match("--?[a-z]", word) or name in options:
+                continue
+            is_abbreviation = len([option for option in options if option.startswith(name)]) == 1
+            if not is_abbreviation and (suggestion := key_hint(name.lstrip("-").replace("-", "_"))):
+                message = f"{word}: no such option; keys have no dashes in front{suggestion}"
+                break
+        raise ValueError(f"{message}; see python train.py --help")
+
+    parser = get_args_parser()
+    # One line, instead of argparse's usage.
+    parser.error = refuse  # type: ignore[method-assign]
+    # Overrides may be on both sides of a flag: `model=tiny -m seed=1,2`.
+    return parser.parse_intermixed_args(command_line)
+
+
+def _run(app: App[Any, Any], arguments: Any, ranks: Ranks | None) -> int:
+    """Compose and check the config, create or reopen the run folder, start the ranks (under
+    torchrun: run rank 0).
+    """
+    from timm_parallel.cluster.slurm import check_scheduler, submit
+    from timm_parallel.config.compose import run_in_hydra
+    from timm_parallel.config.resolve import notices, resolve
+    from timm_parallel.launch.job import record_interruption, run_job
+    from timm_parallel.launch.resume import (
+        check_resumable,
+        compose_run,
+        folder_to_resume,
+        records_of,
+        restore_records,
+    )
+    from timm_parallel.launch.torchrun import negotiate, remembered_folder, run_rank_zero
+    from timm_parallel.machine.files import claim_folder
+    from timm_parallel.machine.lock import lock_folder
+    from timm_parallel.record.console import print_config
+
+    remembered = remembered_folder(ranks)
+    command = compose_run(arguments, remembered)
+    config = resolve(command.config, *((ranks.world_size, ranks.local_world_size) if ranks else ()))
+    # On a cluster, the job checks the data.
+    if config.cluster.scheduler == "local":
+        app.call(app.check_data, config)
+        app.call(app.check_batch, config)
+    for line in notices(command.config, config, ranks.world_size if ranks else None):
+        print(line, flush=True)
+    if ranks is not None:
+        negotiate(config, command.config.parallel, ranks)
+    check_scheduler(config.cluster)
+    folder = remembered or folder_to_resume(config)
+    is_resumed = folder is not None
+    folder = folder or claim_folder(command.run_dir)
+    is_ours = not is_resumed
+    try:
+        with lock_folder(folder):
+            is_ours = True
+            records = records_of(folder)
+            if is_resumed:
+                check_resumable(config, folder)
+            if config.print_config:
+                print_config(command.config, config)
+            if ranks is not None:
+                code = run_in_hydra(
+                    command, folder, lambda: run_rank_zero(app.train, config, folder, ranks)
+                )
+            else:
+                code = run_in_hydra(command, folder, lambda: run_job(config, folder))
+            if is_resumed and code == 2:
+                restore_records(folder, records)
+    except KeyboardInterrupt as interrupt:
+        # Before the first rank, or after the last.
+        if is_ours:
+            record_interruption(config, folder, _signal_of(interrupt))
+        raise
+    if ranks is not None:
+        return code
+    return code or submit(config, folder)
+
+
+def _sweep(app: App[Any, Any], arguments: Any, ranks: Ranks | None) -> int:
+    """Run a sweep (--multirun): compose all jobs first, then run each in separate processes."""
+    if ranks is not None:
+        raise ValueError(
+            "--multirun: a sweep starts its own ranks; run python train.py -m … without "
+            f"{starter()}"
+        )
+    if app.multirun is None:
+        raise ValueError("--multirun: this project has no sweeps; give `multirun` in src/app.py")
+    return int(app.call(app.multirun, arguments))
+
+
+def _show_with_hydra(app: App[Any, Any], arguments: Any) -> int:
+    """Let Hydra print --help, --cfg, --info or shell completion."""
+    import hydra
+
+    from timm_parallel.config.compose import check_package, compose_command, store_schema
+
+    chosen = (
+        arguments.overrides,
+        arguments.config_path,
+        arguments.config_name,
+        arguments.config_dir,
+    )
+    if not (arguments.shell_completion or (arguments.help and not any(chosen))):
+        # Refuse in one line, before Hydra imports the classes that a config names. A bare --help
+        # has nothing to refuse.
+        composed = argparse.Namespace(
+            **{**vars(arguments), "multirun": arguments.multirun or not arguments.cfg}
+        )
+        check_package(arguments.package, arguments.cfg, compose_command(composed).tree)
+    store_schema()
+
+    def task(tree: Any) -> None:
+        return None
+
+    # Hydra takes the name of the task and the folder of conf/ from where the function is.
+    task.__module__ = "__main__"
+    task.__code__ = task.__code__.replace(co_filename=str(app.root / "train.py"))
+    shown = io.StringIO()
+    try:
+        # Captured, because --resolve would print secrets.
+        with contextlib.redirect_stdout(shown):
+            hydra.main(version_base="1.3", config_path="conf", config_name="train")(task)()
+    finally:
+        print(hide(shown.getvalue()), end="")
+    return 0

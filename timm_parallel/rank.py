@@ -1,0 +1,23 @@
+"""One rank of a run: `python -m timm_parallel.rank <app> <run folder>`.
+
+`python -m timm_parallel.rank <app> --serve <file descriptor>` forks the jobs of a sweep, so that
+they need not import torch and timm again.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from timm_parallel.launch.fork_server import serve
+from timm_parallel.launch.rank import main
+from timm_parallel.machine.process import exit_process, keep_running_without_stdout
+from timm_parallel.project import find_app
+
+if __name__ == "__main__":
+    app = find_app(sys.argv[1])
+    if sys.argv[2] == "--serve":
+        serve(int(sys.argv[3]), app.train, app.import_all)
+        sys.exit()
+    keep_running_without_stdout()
+    exit_process(main(Path(sys.argv[2]), app.train))
