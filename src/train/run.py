@@ -118,12 +118,14 @@ class Trainer:
 
     def end_epoch(self) -> None:
         """End an epoch: evaluate if that is due, log the epoch, and save a checkpoint."""
-        progress, every, evaluation = self.progress, self.config.train.evaluate_every, None
-        is_due = every and (progress.epoch + 1) % every == 0
-        if is_due or progress.step >= self.parts.total_steps:
+        progress, every, is_best = self.progress, self.config.train.evaluate_every, False
+        is_due = bool(every) and (progress.epoch + 1) % every == 0
+        is_due |= progress.step >= self.parts.total_steps
+        if is_due:
             with self.parts.hooks.aside(EVALUATING):
-                evaluation = self.evaluate_split("val", may_stop=True)
-        self.run.end_epoch(evaluation)
+                is_best = self.run.log_evaluation(self.evaluate_split("val", may_stop=True))
+        self.run.end_epoch(is_evaluated=is_due)
+        self.run.save(is_best)
 
     def evaluate_at_end(self) -> None:
         """Evaluate the best weights on the test split, if there is one, and on val if no epoch

@@ -135,24 +135,19 @@ class Run:
         self._recorder.numbers(progress.step, parts.epochs_done, values)
         return is_best
 
-    def end_epoch(self, evaluation: SplitEvaluation | None) -> None:
-        """Log the evaluation, if any, the means of the epoch and the memory, and save a
-        checkpoint.
-        """
+    def end_epoch(self, is_evaluated: bool) -> None:
+        """End the epoch, and log its means, memory and, if `is_evaluated`, its metrics on val."""
         parts, progress = self.parts, self.parts.progress
-        number, is_best, val = progress.epoch + 1, False, {}
-        if evaluation is not None:
-            is_best = self.log_evaluation(evaluation)
-            val = self.evaluations["val"].numbers
+        number = progress.epoch + 1
+        val = self.evaluations["val"].numbers if is_evaluated else {}
         progress.end_epoch(is_whole=progress.step_in_epoch == parts.steps_per_epoch)
         memory = self.strategy.telemetry.memory()
         self._recorder.memory(progress.step, parts.epochs_done, memory)
         self._recorder.epoch(number, self.config.train.epochs, progress.epoch_means, val)
-        self.save(is_best)
 
     def save_if_due(self) -> None:
         """Save at the steps of checkpoint.every_steps and every_minutes, except at the end of an
-        epoch, where `end_epoch` saves.
+        epoch, which is always saved.
         """
         config, progress = self.config.checkpoint, self.parts.progress
         due = config.every_steps is not None and progress.step % config.every_steps == 0
