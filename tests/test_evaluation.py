@@ -25,7 +25,7 @@ from src.commands.predict import PredictionRequest, predict
 from src.data.datasets import build_dataset
 from src.parallel import build_strategy
 from src.parallel.single import Single
-from src.train.build import EvaluationParts
+from src.train.build import build_data_and_model
 from src.train.losses import LOSSES
 from timm_parallel.config.compose import save_config
 from timm_parallel.config.evaluation import evaluation_config
@@ -113,7 +113,7 @@ def test_notice_names_both_numbers_when_a_model_has_more_outputs_than_classes(
 ) -> None:
     """train.py and evaluate.py build these parts."""
     config = resolved("parallel=single", "parallel.accelerator=cpu", f"model.num_classes={outputs}")
-    EvaluationParts(config, build_strategy(config.parallel, Ranks(), None))
+    build_data_and_model(config, build_strategy(config.parallel, Ranks(), None))
     lines = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert len(lines) == notices and all("13" in line and "10" in line for line in lines)
 

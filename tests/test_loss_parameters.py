@@ -26,7 +26,7 @@ from src.commands.load import load_trained
 from src.parallel import build_strategy
 from src.parallel.data_parallel import DataParallelStrategy
 from src.schema import ResolvedConfig
-from src.train.build import RunParts
+from src.train.build import build_run
 from src.train.loop import _clip_gradients
 from src.train.losses import build_criterion
 from src.train.run import Trainer
@@ -38,8 +38,9 @@ from timm_parallel.machine.ranks import Ranks
 from timm_parallel.machine.signals import Stopped
 from timm_parallel.parallel.ddp_timing import has_only_batch_norm_buffers
 from timm_parallel.record.result import read_result
-from timm_parallel.runtime import checkpoint
-from timm_parallel.runtime.optimizer_state import check_is_complete
+from timm_parallel.runtime import checkpoint, restoring, saving
+from timm_parallel.runtime.interfaces import RunParts
+from timm_parallel.runtime.model_checks import check_is_complete
 from timm_parallel.runtime.replica_checks import parameters_hash
 from timm_parallel.testing.configs import read_lines, resolved
 from timm_parallel.testing.ranks import in_ranks
@@ -109,7 +110,7 @@ def train(
 
     def stop_if_due(*_: Any) -> None:
         if training.progress.step + 1 == stop_at:
-            training.group.stop.request(signal.SIGTERM)
+            training.strategy.group.stop.request(signal.SIGTERM)
 
     training.state.wrapped.register_forward_hook(stop_if_due)
     try:
@@ -117,7 +118,7 @@ def train(
     except Stopped:
         training.strategy.close()
     finally:
-        training.close()
+        training.run.close()
 
 
 def train_in(folder: Path, config: ResolvedConfig, stop_at: int | None = None) -> Path:
@@ -156,11 +157,11 @@ def built(*overrides: str) -> RunParts:
     """Build a run on one device, with the loss of this file."""
     config = config_of("parallel=single", *overrides)
     torch.manual_seed(0)
-    return RunParts(config, build_strategy(config.parallel, Ranks(), None))
+    return build_run(config, build_strategy(config.parallel, Ranks(), None))
 
 
 def saved(run: RunParts) -> dict[str, Any]:
-    return checkpoint.snapshot(run.state, run.strategy)
+    return saving.snapshot(run.state, run.strategy)
 
 
 # Training
@@ -266,8 +267,8 @@ def test_checkpoint_of_a_loss_with_a_non_finite_parameter_is_not_saved(tmp_path:
     training = Trainer(config_of("parallel=single"), tmp_path, Ranks(), None)
     training.state.own_parameters["criterion.temperature"].data.fill_(math.nan)
     with pytest.raises(NotFiniteError):
-        training.save(is_best=False)
-    training.close()
+        training.run.save()
+    training.run.close()
     assert not (tmp_path / "checkpoints").exists()
 
 
@@ -314,7 +315,7 @@ def test_checkpoint_without_the_parameters_of_the_loss_is_refused_in_one_line() 
     other = {**saved(run), "train_step": {name: torch.zeros(3) for name in NAMES}}
     for contents_of_run in (old, other):
         with pytest.raises(ValueError, match=r"train\.loss: .*criterion\.centers") as refusal:
-            checkpoint.restore(built().state, run.strategy, contents_of_run)
+            restoring.restore(built().state, run.strategy, contents_of_run)
         assert "\n" not in str(refusal.value)
 
 
@@ -332,11 +333,11 @@ def test_built_in_losses_with_class_weights_leave_checkpoints_unchanged(loss: st
 def test_checkpoint_of_a_built_in_loss_from_before_it_recorded_the_step_resumes() -> None:
     config = resolved("parallel=single", "train.class_weights=auto")
     run, other = (
-        RunParts(config, build_strategy(config.parallel, Ranks(), None)) for _ in range(2)
+        build_run(config, build_strategy(config.parallel, Ranks(), None)) for _ in range(2)
     )
     contents_of_run = saved(run)
     assert contents_of_run.pop("train_step") == {}
-    checkpoint.restore(other.state, other.strategy, contents_of_run)
+    restoring.restore(other.state, other.strategy, contents_of_run)
     assert parameters_hash(other.state, other.strategy) == parameters_hash(run.state, run.strategy)
 
 

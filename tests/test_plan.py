@@ -18,7 +18,7 @@ from torch.profiler import profile
 from scripts import plan as plan_script
 from src.commands.plan import plan
 from src.parallel import build_strategy
-from src.train.build import RunParts
+from src.train.build import build_run
 from timm_parallel.lab.forecast.plan import Plan
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.runtime import checkpoint
@@ -55,10 +55,10 @@ def test_plan_memory_estimate_matches_memory_allocated_by_a_training_step(
     planned = expected.bytes
     assert planned is not None
     torch.manual_seed(0)
-    parts = RunParts(config, build_strategy(config.parallel, Ranks(), None))
+    parts = build_run(config, build_strategy(config.parallel, Ranks(), None))
     assert parts.flops_per_step == expected.flops_per_step > 0
     trainee = parts.state
-    images, labels = next(parts.train.epoch(0))
+    images, labels = next(parts.train_loader.epoch(0))
     targets = parts.mixing(images, labels, 0)[1] if parts.mixing else labels
     activations = allocated(lambda: trainee.wrapped.train()(images, targets))
     trainee.wrapped(images, targets)[0].backward()

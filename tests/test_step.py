@@ -12,7 +12,7 @@ from torch import nn
 
 from src.parallel import build_strategy
 from src.schema import ResolvedConfig
-from src.train.build import RunParts
+from src.train.build import build_run
 from src.train.loop import train_epoch
 from src.train.step import Autocast, TrainStep
 from timm_parallel.machine.ranks import Ranks
@@ -51,8 +51,8 @@ def reported_means(ranks: Ranks, store: Any, config: ResolvedConfig) -> list[dic
     torch.manual_seed(config.seed)
     strategy = build_strategy(config.parallel, ranks, store)
     try:
-        run = RunParts(config, strategy)
-        batches = run.train.epoch(0)
+        run = build_run(config, strategy)
+        batches = run.train_loader.epoch(0)
         reports = train_epoch(run.state, batches, config, strategy, run.hooks, run.steps_per_epoch)
         return [report.means for report in reports]
     finally:

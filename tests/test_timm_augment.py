@@ -30,7 +30,7 @@ from src.data.erasing import Erasing
 from src.data.transforms import CropAndFlip, batch_step, train_transform
 from src.parallel import build_strategy
 from src.schema import AugmentConfig, OptimConfig, TrainConfig
-from src.train.build import RunParts
+from src.train.build import build_run
 from src.train.loop import _clip_gradients
 from src.train.losses import build_criterion
 from src.train.mixing import Mixing
@@ -267,9 +267,9 @@ def test_training_batches_of_digits_are_equal_with_and_without_batched_augmentat
     for batched in (True, False):
         if not batched:
             monkeypatch.setattr("src.train.build.batch_step", lambda *_: None)
-        run = RunParts(config, build_strategy(config.parallel, Ranks(), None))
-        assert run.train.fetcher.gathers == batched
-        seen.append([images for images, _ in run.train.epoch(1, first_batch=2)])
+        run = build_run(config, build_strategy(config.parallel, Ranks(), None))
+        assert run.train_loader.fetcher.gathers == batched
+        seen.append([images for images, _ in run.train_loader.epoch(1, first_batch=2)])
     assert len(seen[0]) == 4
     assert all(torch.equal(own, other) for own, other in zip(*seen, strict=True))
 

@@ -21,7 +21,7 @@ from src.data.datasets import build_dataset
 from src.data.transforms import train_transform
 from src.parallel import build_strategy
 from src.schema import Config
-from src.train.build import EvaluationParts, RunParts
+from src.train.build import build_data_and_model, build_run
 from timm_parallel.data.samplers import IndexBatch
 from timm_parallel.errors import UnreadableImageError
 from timm_parallel.machine.ranks import Ranks
@@ -92,13 +92,13 @@ def test_batches_of_a_torchvision_array_are_gathered_and_equal_its_images(tmp_pa
         config = config_of(
             "torch/mnist", tmp_path, f"data.image_size={side}", *augment, "parallel.accelerator=cpu"
         )
-        run = RunParts(
+        run = build_run(
             as_resolved(config), build_strategy(as_resolved(config).parallel, Ranks(), None)
         )
-        loaders = (run.train, *run.evaluation.values())
+        loaders = (run.train_loader, *run.eval_loaders.values())
         assert {loader.fetcher.gathers for loader in loaders} == {side == 28}
         assert {loader.num_workers == 0 for loader in loaders} == {side == 28}
-        fetcher, request = run.train.fetcher, IndexBatch(0, np.arange(6))
+        fetcher, request = run.train_loader.fetcher, IndexBatch(0, np.arange(6))
         if side == 28:
             images, labels, _, draws = fetcher.read(request)
             batches.append((fetcher.finish(images, draws, lambda pixels: pixels), labels))
@@ -132,7 +132,7 @@ def read_in_rank(ranks: Ranks, store: Any, root: str) -> tuple[int, int, int]:
         "parallel.devices=2",
     )
     strategy = build_strategy(as_resolved(config).parallel, ranks, store)
-    split = EvaluationParts(as_resolved(config), strategy).dataset.train
+    split = build_data_and_model(as_resolved(config), strategy).dataset.train
     strategy.close()
     return len(downloads), len(split), split[23][1]
 

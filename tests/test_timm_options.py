@@ -28,7 +28,7 @@ from src.models.build import build_model
 from src.models.preprocessing import preprocessing_for, train_image_size
 from src.parallel import build_strategy
 from src.schema import DataConfig, ResolvedConfig
-from src.train.build import RunParts
+from src.train.build import build_run
 from src.train.loop import train_epoch
 from timm_parallel.config.compose import compose_command
 from timm_parallel.machine.ranks import Ranks
@@ -190,10 +190,16 @@ def three_steps(ranks: Ranks, store: Any, option: str, config: ResolvedConfig) -
     own = None if store is None else torch.distributed.PrefixStore(option, store)
     spread = build_strategy(config.parallel, ranks, own)
     try:
-        run = RunParts(config, spread)
+        run = build_run(config, spread)
         state, config.train.log_every = run.state, 1
         steps = train_epoch(
-            state, run.train.epoch(0), config, spread, run.hooks, run.steps_per_epoch, run.mixing
+            state,
+            run.train_loader.epoch(0),
+            config,
+            spread,
+            run.hooks,
+            run.steps_per_epoch,
+            run.mixing,
         )
         losses = [report.means["loss"] for report in steps]
         ema = state.ema
@@ -386,10 +392,10 @@ def test_error_names_the_key_when_model_optimizer_or_schedule_rejects_its_value(
     config = resolved("parallel=single", "parallel.accelerator=cpu", *overrides)
     strategy = build_strategy(config.parallel, Ranks(), None)
     if message is None:
-        RunParts(config, strategy)
+        build_run(config, strategy)
         return
     with pytest.raises(ValueError, match=message) as refusal:
-        RunParts(config, strategy)
+        build_run(config, strategy)
     assert "\n" not in str(refusal.value)
 
 
@@ -433,7 +439,7 @@ def test_exception_inside_custom_model_or_dataset_is_raised_unchanged(
     config = resolved("parallel=single", "parallel.accelerator=cpu", *model)
     strategy = build_strategy(config.parallel, Ranks(), None)
     with pytest.raises(type(fault)) as raised:
-        RunParts(config, strategy)
+        build_run(config, strategy)
     assert raised.value is fault
 
 

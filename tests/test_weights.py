@@ -21,7 +21,7 @@ from src.models.build import build_model
 from src.models.weights import load_weights
 from src.parallel import build_strategy
 from src.schema import ModelConfig
-from src.train.build import EvaluationParts
+from src.train.build import build_data_and_model, build_run
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.testing.commands import Finished
 from timm_parallel.testing.configs import resolved
@@ -96,7 +96,7 @@ def test_data_mean_defaults_to_that_of_the_weights_checkpoint_when_channels_matc
     config = resolved(
         "data=folder", f"data.root={tmp_path}", f"model.weights={tmp_path / 'best.pt'}", *overrides
     )
-    built = EvaluationParts(config, build_strategy(config.parallel, Ranks(), None))
+    built = build_data_and_model(config, build_strategy(config.parallel, Ranks(), None))
     assert built.preprocessing.mean == expected
     assert torch.allclose(built.prefetcher.mean.flatten() / 255, torch.tensor(expected))
 
@@ -170,11 +170,9 @@ def test_model_weights_error_is_one_line_when_a_file_is_truncated(
 def test_model_of_a_new_run_has_the_tensors_of_the_model_weights_file(
     finished_run: Finished,
 ) -> None:
-    from src.train.build import RunParts
-
     path = finished_run.folder / "checkpoints" / "last.pt"
     config = resolved("parallel=single", "parallel.accelerator=cpu", f"model.weights={path}")
-    run = RunParts(config, build_strategy(config.parallel, Ranks(), None))
+    run = build_run(config, build_strategy(config.parallel, Ranks(), None))
     assert is_equal(run.state.model, torch.load(path, weights_only=True)["model"])
 
 

@@ -21,9 +21,11 @@ from torch.profiler import ProfilerActivity
 
 from src.app import app
 from src.parallel import build_strategy
-from src.train.build import RunParts
+from src.schema import ResolvedConfig
+from src.train.build import build_run
 from src.train.loop import train_epoch
 from timm_parallel.machine.ranks import Ranks
+from timm_parallel.runtime.interfaces import RunParts
 
 WARM_UP, STEPS = 5, 20
 
@@ -40,10 +42,10 @@ def busy_and_idle(intervals: Iterable[tuple[float, float]]) -> tuple[float, floa
     return busy, idle, longest
 
 
-def prepare(*overrides: str) -> RunParts:
-    """Build the parts of a run on random images from config overrides."""
+def prepare(*overrides: str) -> tuple[ResolvedConfig, RunParts]:
+    """Return the config and the parts of a run on random images, from config overrides."""
     config = app.resolve(app.compose("parallel=single", "data=synthetic", *overrides))
-    return RunParts(config, build_strategy(config.parallel, Ranks(), None))
+    return config, build_run(config, build_strategy(config.parallel, Ranks(), None))
 
 
 def measure(accelerator: str, *overrides: str) -> dict[str, float]:
@@ -52,7 +54,7 @@ def measure(accelerator: str, *overrides: str) -> dict[str, float]:
     """
     steps = WARM_UP + STEPS
     batch = 64 if accelerator == "cuda" else 8
-    run = prepare(
+    config, run = prepare(
         *(f"parallel.accelerator={accelerator}", "parallel.threads_per_device=1", "train.epochs=1"),
         *(
             f"data.batch_size={batch}",
@@ -64,8 +66,8 @@ def measure(accelerator: str, *overrides: str) -> dict[str, float]:
     cuda = accelerator == "cuda"
     reports = train_epoch(
         run.state,
-        run.train.epoch(0),
-        run.config,
+        run.train_loader.epoch(0),
+        config,
         run.strategy,
         run.hooks,
         run.steps_per_epoch,

@@ -28,7 +28,7 @@ STEPS = 2
 def trained(name: str) -> list[torch.Tensor]:
     """Return the weights of a model after STEPS steps on random images."""
     torch.manual_seed(0)
-    run = prepare(
+    config, run = prepare(
         *(
             "parallel.accelerator=cuda",
             "model=resnet18",
@@ -43,9 +43,9 @@ def trained(name: str) -> list[torch.Tensor]:
         ),
         *("train.precision=bf16", "optim.warmup_epochs=0"),
     )
-    batches = run.train.epoch(0)
+    batches = run.train_loader.epoch(0)
     for _ in train_epoch(
-        run.state, batches, run.config, run.strategy, run.hooks, run.steps_per_epoch, run.mixing
+        run.state, batches, config, run.strategy, run.hooks, run.steps_per_epoch, run.mixing
     ):
         pass
     return [parameter.detach().cpu() for parameter in run.state.model.parameters()]

@@ -18,7 +18,7 @@ from torch import nn
 from src.models.weights import load_weights
 from src.parallel import build_strategy
 from src.schema import ResolvedConfig
-from src.train.build import EvaluationParts
+from src.train.build import DataAndModel, build_data_and_model
 from src.train.losses import find_loss
 from src.train.metrics import details, metrics_of
 from src.train.step import AUTOCAST, Autocast
@@ -28,7 +28,7 @@ from timm_parallel.machine.files import write_text
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.metric import Metric
 from timm_parallel.parallel.strategy import Strategy
-from timm_parallel.runtime import checkpoint
+from timm_parallel.runtime import checkpoint, restoring
 from timm_parallel.runtime.determinism import use_deterministic_algorithms
 from timm_parallel.runtime.evaluation import Evaluation, evaluate
 from timm_parallel.runtime.predictions import (
@@ -80,11 +80,13 @@ def evaluate_config(
             _prepare_as_trained(config, contents.get("preprocessing", {}))
         elif config.model.weights is not None:
             _prepare_as_trained(config, preprocessing_of(Path(config.model.weights)))
-        built = EvaluationParts(config, strategy, contents.get("classes"))
-        dataset, model, loaders = built.dataset, built.model, built.evaluation
+        built = build_data_and_model(config, strategy, contents.get("classes"))
+        dataset, model, loaders = built.dataset, built.model, built.eval_loaders
         for loader in loaders.values():
             on_close.callback(loader.close)
-        _load_weights(config, folder, contents, built)
+        line = _load_weights(config, folder, contents, built)
+        if line and strategy.is_first:
+            print(f"weights      {line}", file=sys.stderr)
         if split not in ("all", *loaders):
             raise ValueError(
                 f"split={split}: this data has no such split; it has {', '.join(loaders)}"
@@ -96,7 +98,7 @@ def evaluate_config(
         tables: list[pd.DataFrame] = []
         for evaluated, name in itertools.product(sets, chosen):
             if contents:
-                checkpoint.fill(model, contents, evaluated)
+                restoring.fill(model, contents, evaluated)
             keeps_rows = predictions is not None and evaluated == predicting
             evaluation = _evaluate_split(config, strategy, model, loaders[name], keeps_rows)
             if keeps_rows and strategy.is_first:
@@ -121,23 +123,21 @@ def evaluate_config(
 
 
 def _load_weights(
-    config: ResolvedConfig, folder: Path | None, contents: dict[str, Any], built: EvaluationParts
-) -> None:
-    """Load the file model.weights, or check that the weights to evaluate are for the data's
-    classes.
+    config: ResolvedConfig, folder: Path | None, contents: dict[str, Any], built: DataAndModel
+) -> str:
+    """Load the file model.weights and return a line about it, or check that the weights to evaluate
+    are for the data's classes.
     """
     dataset, model = built.dataset, built.model
     if config.model.weights is not None:
-        line = load_weights(
-            model, Path(config.model.weights), dataset.class_names, for_evaluation=True
-        )
-        if built.strategy.is_first:
-            print(f"weights      {line}", file=sys.stderr)
-    elif folder is None:
+        path = Path(config.model.weights)
+        return load_weights(model, path, dataset.class_names, for_evaluation=True)
+    if folder is None:
         _check_head(config, model, len(dataset.class_names))
     elif contents.get("classes", dataset.class_names) != dataset.class_names:
         difference = class_difference(contents["classes"], dataset.class_names)
         raise ValueError(f"data: expected the same classes as in the run {folder} ({difference})")
+    return ""
 
 
 def _evaluate_split(

@@ -12,7 +12,7 @@ from src.app import app
 from src.data.transforms import Preprocessing
 from src.models.build import build_model
 from src.schema import ResolvedConfig
-from timm_parallel.runtime import checkpoint
+from timm_parallel.runtime import checkpoint, restoring
 
 
 @dataclass
@@ -51,7 +51,7 @@ def load_trained(
     model = build_model(
         untrained, len(contents["classes"]), preprocessing.input_size[0], size, device
     )
-    checkpoint.fill(model, contents, weights)
+    restoring.fill(model, contents, weights)
     step = contents["progress"]["step"]
     return Trained(
         model.eval(), config, preprocessing, contents["classes"], path, weights, folder, step

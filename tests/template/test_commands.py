@@ -28,7 +28,7 @@ from PIL import Image
 from src.app import app
 from src.parallel import build_strategy
 from src.schema import ResolvedConfig
-from src.train.build import RunParts
+from src.train.build import build_run
 from src.train.loop import train_epoch
 from src.train.step import AUTOCAST, Autocast
 from timm_parallel.config.compose import compose_command
@@ -322,14 +322,14 @@ def take_a_step(ranks: Ranks, store: Any, config: ResolvedConfig) -> float:
     torch.manual_seed(config.seed)
     strategy = build_strategy(config.parallel, ranks, store)
     try:
-        run = RunParts(config, strategy)
-        batches = run.train.epoch(0)
+        run = build_run(config, strategy)
+        batches = run.train_loader.epoch(0)
         reports = list(
             train_epoch(
                 run.state, batches, config, strategy, run.hooks, run.steps_per_epoch, run.mixing
             )
         )
-        images, _ = next(iter(run.evaluation["val"]))
+        images, _ = next(iter(run.eval_loaders["val"]))
         with torch.inference_mode():
             autocast = Autocast(
                 run.state.model.eval(), strategy.device.type, AUTOCAST[config.train.precision]

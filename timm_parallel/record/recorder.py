@@ -1,4 +1,4 @@
-"""Write a run's metrics to metrics.jsonl, the trackers and the console, on rank 0 only."""
+"""Write a run's metrics to metrics.jsonl, the trackers and the log, on rank 0 only."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from timm_parallel.keys import ResolvedConfig
 from timm_parallel.machine.secrets import mask
 from timm_parallel.machine.signals import Stopped
 from timm_parallel.record.confusion import draw_confusion
-from timm_parallel.record.console import Console
 from timm_parallel.record.result import MetricsLog, Result
 from timm_parallel.trackers.tracker import END_SECONDS, Channel
 
@@ -27,22 +26,17 @@ Numbers = dict[str, float | None]
 
 
 class Recorder:
-    """Writer of metrics and images to metrics.jsonl, the trackers and the console. Skips values
-    that are None.
+    """Writer of metrics and images to metrics.jsonl, the trackers and the log. Skips values that
+    are None.
     """
 
     def __init__(
-        self,
-        config: ResolvedConfig,
-        folder: Path,
-        enabled: bool,
-        console: Console,
-        resume_step: int,
+        self, config: ResolvedConfig, folder: Path, enabled: bool, resume_step: int
     ) -> None:
         """Open metrics.jsonl and the trackers. Drops lines of steps after `resume_step`, because
         they will run again.
         """
-        self.enabled, self._console, self._headline = enabled, console, config.headline_metric
+        self.enabled, self._headline = enabled, config.headline_metric
         self._started, self._timeout = time.time(), config.parallel.timeout
         if enabled:
             self._metrics = MetricsLog(folder / "metrics.jsonl", resume_step)
@@ -59,11 +53,6 @@ class Recorder:
                 step, epoch=round(epoch, 4), time=round(time.time() - self._started, 3), **present
             )
             self._track("numbers", step, epoch, time.time(), finite_numbers(present))
-
-    def step(self, step: int, epoch: float, values: Numbers) -> None:
-        self.numbers(step, epoch, values)
-        if self.enabled:
-            self._console.step(step, values["train/loss"] or 0.0, values["train/images_per_sec"])
 
     def memory(self, step: int, epoch: float, entries: list[dict[str, Any]]) -> None:
         values: Numbers = {}

@@ -13,36 +13,37 @@ from torch import nn
 from timm_parallel.keys import ResolvedConfig
 from timm_parallel.machine.text import plural
 from timm_parallel.record.result import Result
-from timm_parallel.runtime.interfaces import BuiltRun
+from timm_parallel.runtime.interfaces import RunParts
 from timm_parallel.runtime.step_profiler import summary_lines
 
 log = logging.getLogger(__name__)
 
 
-def show_banner(run: BuiltRun, folder: Path) -> None:
+def show_banner(parts: RunParts, folder: Path) -> None:
     """Log the model, data, classes, strategy, batch sizes, steps, learning rate and run folder."""
-    if not run.strategy.is_first:
+    if not parts.strategy.is_first:
         return
-    config, sampler, workers = run.config, run.train.sampler, run.train.num_workers
+    config, loader = parts.config, parts.train_loader
+    sampler, workers = loader.sampler, loader.num_workers
     loading = (
         f"{plural(workers, 'loader process', 'es')} per rank"
         if workers
         else "read without loader processes"
     )
-    steps = f"{run.total_steps} = {config.train.epochs} epochs x {run.steps_per_epoch}"
-    if run.total_steps == config.train.max_steps:
-        steps = f"{run.total_steps} (max_steps)"
-    if run.state.progress.step:
-        steps += f", from {run.state.progress.step}"
+    steps = f"{parts.total_steps} = {config.train.epochs} epochs x {parts.steps_per_epoch}"
+    if parts.total_steps == config.train.max_steps:
+        steps = f"{parts.total_steps} (max_steps)"
+    if parts.progress.step:
+        steps += f", from {parts.progress.step}"
     facts = {
-        "model": f"{config.model.name}, {count_parameters(run.state.model):,} parameters, "
+        "model": f"{config.model.name}, {count_parameters(parts.state.model):,} parameters, "
         f"{config.train.precision}",
-        "step": _own_parameters(run),
+        "step": _own_parameters(parts),
         "data": f"{config.data.name}, {sampler.num_images:,} training images, {sampler.dropped} "
         f"dropped per epoch, {loading}",
-        "classes": _classes(run.dataset.class_names),
-        "strategy": _strategy(run),
-        "batch": _batch(run),
+        "classes": _classes(parts.dataset.class_names),
+        "strategy": _strategy(parts),
+        "batch": _batch(parts),
         "steps": steps,
         "lr": config.learning_rate_text,
         "folder": str(folder),
@@ -52,10 +53,10 @@ def show_banner(run: BuiltRun, folder: Path) -> None:
             log.info("%8s  %s", name, fact)
 
 
-def _own_parameters(run: BuiltRun) -> str:
+def _own_parameters(parts: RunParts) -> str:
     own = {
         name: parameter
-        for name, parameter in run.state.own_parameters.items()
+        for name, parameter in parts.state.own_parameters.items()
         if parameter.requires_grad
     }
     count = sum(parameter.numel() for parameter in own.values())
@@ -71,8 +72,8 @@ def _classes(names: list[str]) -> str:
     return f"{len(names)}: {shorten(', '.join(names), 80, placeholder=' …')}"
 
 
-def _strategy(run: BuiltRun) -> str:
-    parallel, strategy = run.config.parallel, run.strategy
+def _strategy(parts: RunParts) -> str:
+    parallel, strategy = parts.config.parallel, parts.strategy
     text = f"{strategy.kind} on {plural(parallel.devices, f'{parallel.accelerator} device')}"
     if parallel.accelerator == "cpu":
         text += f" of {plural(parallel.threads_per_device, 'thread')}"
@@ -81,9 +82,9 @@ def _strategy(run: BuiltRun) -> str:
     return text + (f", {strategy.group.backend}" if strategy.group.backend else "")
 
 
-def _batch(run: BuiltRun) -> str:
-    batch, accumulate = run.config.global_batch, run.config.train.accumulate
-    chunks = run.strategy.chunk_sizes(batch)
+def _batch(parts: RunParts) -> str:
+    batch, accumulate = parts.config.global_batch, parts.config.train.accumulate
+    chunks = parts.strategy.chunk_sizes(batch)
     per_device = chunks[0] if len(set(chunks)) == 1 else chunks
     accumulated = f", x {accumulate} accumulated" if accumulate > 1 else ""
     return f"{batch} global, {per_device} per device{accumulated}"

@@ -9,7 +9,6 @@ the training step has besides the model's, such as the parameters of a loss.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import logging
@@ -18,20 +17,15 @@ import shutil
 import zipfile
 from contextlib import suppress
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from timm_parallel.machine.files import write_text, write_whole
-from timm_parallel.parallel.strategy import Strategy
 from timm_parallel.record.result import read_result
-from timm_parallel.runtime.interfaces import OF_STEP, TrainState
-from timm_parallel.runtime.optimizer_state import named_state, restore_named_state
-from timm_parallel.runtime.progress import Progress
 
 log = logging.getLogger(__name__)
 FORMAT = 2
@@ -205,42 +199,6 @@ def load_from_run(folder: Path, which: str | None) -> tuple[Path, dict[str, Any]
     return loaded
 
 
-def snapshot(state: TrainState, strategy: Strategy) -> dict[str, Any]:
-    """Return the training state as unsharded tensors and plain values, for a checkpoint.
-    Collective.
-
-    If the strategy shards parameters, only rank 0 gets the tensors, in CPU memory. Other ranks get
-    empty tensors.
-    """
-    # Learning rates and random draws are functions of the step, so a checkpoint has no state of
-    # them.
-    parts = {
-        "model": state.model.state_dict(),
-        OF_STEP: {name: tensor.detach() for name, tensor in state.own_tensors().items()},
-        "optimizer": named_state(state.optimizer, state),
-        "scaler": None if state.scaler is None else state.scaler.state_dict(),
-        "ema": None if state.ema is None else state.ema.module.state_dict(),
-        "strategy": {"kind": strategy.kind, "state": strategy.state_dict()},
-    }
-    return {
-        **tree_map_only(Tensor, partial(_for_file, strategy=strategy), parts),
-        "buffers_by_rank": {
-            name: strategy.buffers.by_rank(module) for name, module in state.modules.items()
-        },
-        "progress": dataclasses.asdict(state.progress),
-    }
-
-
-def _for_file(tensor: Tensor, strategy: Strategy) -> Tensor:
-    """Return a tensor unsharded, on the CPU of rank 0 (empty on other ranks) if the strategy shards
-    it. Collective.
-    """
-    whole = strategy.whole(tensor)
-    if not strategy.shards:
-        return whole
-    return whole.cpu() if strategy.is_first else torch.empty(0)
-
-
 def _on_cpu(contents: dict[str, Any]) -> dict[str, Any]:
     """Copy tensors of a device to CPU memory: a file with CUDA tensors cannot be loaded without a
     GPU, as its reader would expect.
@@ -263,85 +221,6 @@ def _on_cpu(contents: dict[str, Any]) -> dict[str, Any]:
 
     moved: dict[str, Any] = tree_map_only(Tensor, copy, contents)
     return moved
-
-
-def restore(state: TrainState, strategy: Strategy, contents: dict[str, Any]) -> None:
-    """Load weights, optimizer state and progress from the result of `snapshot`. Hyperparameters
-    keep the config's values.
-    """
-    missing = {"optimizer", "scaler", "ema", "progress"} - contents.keys()
-    if missing:
-        raise ValueError(
-            f"resume: the checkpoint has only weights, no {', '.join(sorted(missing))}"
-        )
-    restore_weights(state, strategy, contents)
-    for name, module in state.modules.items():
-        strategy.buffers.restore_own(module, contents.get("buffers_by_rank", {}).get(name))
-    state.progress = Progress(**contents["progress"])
-    restore_named_state(state.optimizer, state, contents["optimizer"], strategy)
-    if state.scaler is not None and contents["scaler"] is not None:
-        state.scaler.load_state_dict(contents["scaler"])
-    # Older versions saved no state of a strategy.
-    saved = contents.get("strategy", {})
-    if saved.get("kind") == strategy.kind:
-        strategy.load_state_dict(saved["state"])
-
-
-def restore_weights(state: TrainState, strategy: Strategy, contents: dict[str, Any]) -> None:
-    """Load the weights and, with model.ema.decay, their moving average; without one in the
-    checkpoint, load the weights.
-
-    Also loads what the training step has besides the model.
-    """
-    for name, module in state.modules.items():
-        which = "model" if contents[name] is None else name
-        current, saved = module.state_dict(), contents[which]
-        parts = {
-            key: strategy.part(value, current[key]) if key in current else value
-            for key, value in saved.items()
-        }
-        fill(module, {which: parts}, which)
-    _restore_step(state, strategy, contents.get(OF_STEP, {}))
-
-
-@torch.no_grad()
-def _restore_step(state: TrainState, strategy: Strategy, saved: dict[str, Tensor]) -> None:
-    """Load the tensors that the training step has besides the model. Raises ValueError if a
-    parameter is not in `saved`.
-    """
-    own = state.own_tensors()
-    # Older versions saved none of them. A buffer keeps the value that it was built with.
-    lacking = [name for name in state.own_parameters if name not in saved]
-    changed = [
-        name for name, tensor in own.items() if name in saved and saved[name].shape != tensor.shape
-    ]
-    if lacking or changed:
-        raise ValueError(
-            f"train.loss: the checkpoint has no {', '.join(lacking + changed)} of this shape, "
-            "which the loss or the training step trains; give train.loss and train.loss_kwargs as "
-            "they were, or start a new run with model.weights=<folder>/checkpoints/last.pt"
-        )
-    for name, tensor in own.items():
-        if name in saved:
-            tensor.copy_(strategy.part(saved[name], tensor))
-
-
-def fill(model: nn.Module, contents: dict[str, Any], which: str) -> None:
-    """Load weights of a checkpoint into `model`. `which`: `model` for the trained weights, `ema`
-    for their moving average.
-    """
-    if contents.get(which) is None:
-        raise ValueError(
-            f"weights={which}: the checkpoint has no averaged weights; the run had no "
-            "model.ema.decay"
-        )
-    try:
-        model.load_state_dict(contents[which])
-    except RuntimeError as error:
-        raise ValueError(
-            "model.name: the checkpoint was written by a different model "
-            f"({' '.join(str(error).split())[:300]})"
-        ) from None
 
 
 def _summary(contents: dict[str, Any]) -> dict[str, Any]:

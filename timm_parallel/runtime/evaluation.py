@@ -40,6 +40,16 @@ class Evaluation:
         return self.numbers | {f"{name}_ema": value for name, value in other.items()}
 
 
+@dataclass(frozen=True)
+class SplitEvaluation:
+    """Evaluation of raw and averaged weights on one split."""
+
+    split: str
+    numbers: dict[str, float | None]  # by metric; with the suffix `_ema` of the averaged weights
+    details: dict[str, Any]  # further entries of result.json
+    confusions: dict[str, Tensor]  # counts [true, predicted], by `<split>` and `<split>_ema`
+
+
 @torch.inference_mode()
 def evaluate(
     model: nn.Module,

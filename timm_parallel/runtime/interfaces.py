@@ -4,7 +4,7 @@ one rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from timm_parallel.data.dataset import ImageDataset, split_fingerprint
 from timm_parallel.data.loader import Loader, TrainLoader
 from timm_parallel.keys import ResolvedConfig
+from timm_parallel.metric import Metric
 from timm_parallel.parallel.communication import Communication
 from timm_parallel.parallel.strategy import Strategy, own_parameters
 from timm_parallel.runtime.progress import Progress
@@ -82,32 +83,40 @@ class TrainState:
         yield from self.own_parameters.values()
 
 
-class BuiltRun:
-    """Objects of a run on one rank, ready to train: config, strategy, training state, data loaders
-    and step hooks.
+@dataclass(frozen=True)
+class RunParts:
+    """Parts of a training run on one rank, as built from the config. Training changes only what
+    `state`, `hooks`, `communication` and `mixing` refer to.
     """
 
     config: ResolvedConfig
     strategy: Strategy
-    communication: Communication
-    state: TrainState
-    hooks: StepHooks
-    train: TrainLoader
-    evaluation: dict[str, Loader]  # by split
-    steps_per_epoch: int
-    total_steps: int
-    numbers: dict[str, dict[str, Any]]  # of the newest evaluation, by split
     dataset: ImageDataset
-    image_size: int  # pixels of a side of training images
-    flops_per_step: int | None  # of the whole step, see Result; on rank 0, None elsewhere
     preprocessing: Any  # a dataclass: how images are prepared
-    mixing: Any  # None, or has a `batch`: how many batches were mixed
-    segments: list[dict[str, Any]]  # attempts of the run; see Result
+    image_size: int  # pixels of a side of training images
+    train_loader: TrainLoader
+    eval_loaders: dict[str, Loader]  # by split
+    metrics: Mapping[str, Metric]  # of the task, by name
+    state: TrainState
+    mixing: Any  # None, or (images, targets, epoch) -> mixed images and targets
+    communication: Communication
+    hooks: StepHooks
+    steps_per_epoch: int  # optimizer steps, each of train.accumulate global batches
+    flops_per_step: int | None  # of the whole step, see Result; on rank 0, None elsewhere
+
+    @property
+    def progress(self) -> Progress:
+        return self.state.progress
+
+    @property
+    def total_steps(self) -> int:
+        """Count the steps of the whole run, including those before a resume."""
+        return self.progress.last_step(self.config.train, self.steps_per_epoch)
 
     @property
     def epochs_done(self) -> float:
         """Return the epochs trained so far, for example 2.5 in the middle of the third."""
-        return self.state.progress.epoch + self.state.progress.step_in_epoch / self.steps_per_epoch
+        return self.progress.epoch + self.progress.step_in_epoch / self.steps_per_epoch
 
     @cached_property
     def listing(self) -> str:

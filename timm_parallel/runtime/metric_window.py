@@ -5,7 +5,6 @@ finite.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -65,25 +64,3 @@ class MetricWindow:
                 raise NotFiniteError(f"the loss is {row[0]} at step {step} (rank {ranks})", step)
         self._steps, self._images = {}, {}
         return [(dict(zip(self._names, row, strict=False)), int(row[-1])) for row in table]
-
-
-def check_finite(
-    states: Iterable[dict[str, Tensor] | None], group: ProcessGroup, step: int
-) -> None:
-    """Raise NotFiniteError on all ranks if a tensor in the state dicts `states` has NaN or infinity
-    on any. Collective.
-    """
-    tensors = [
-        tensor
-        for state in states
-        for tensor in (state or {}).values()
-        if tensor.is_floating_point()
-    ]
-    flags = [~tensor.isfinite().all() for tensor in tensors]
-    # A loss may be on another device than the model (parallel.output_device).
-    bad = torch.stack([flag.to(flags[0].device) for flag in flags]).any()
-    # As a plain value: some tensors may be in CPU memory, from which NCCL does not send.
-    if any(group.gather(bool(bad))):
-        raise NotFiniteError(
-            f"the weights are not finite after step {step}, though its loss was", step
-        )

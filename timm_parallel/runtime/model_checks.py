@@ -1,5 +1,5 @@
 """Checks before training: the hub of pretrained weights is reachable, torch can compile, the model
-accepts the images.
+accepts the images, the optimizer has all parameters.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from urllib.request import getproxies
 import torch
 from huggingface_hub import constants
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from timm_parallel.machine.text import yaml_text
 from timm_parallel.parallel.group import ProcessGroup
 from timm_parallel.parallel.lockstep import Lockstep
+from timm_parallel.parallel.strategy import HasParameters
 
 
 def skip_unreachable_hub() -> None:
@@ -127,3 +129,21 @@ def check_sharded_model(
         )
     model.finish()
     model.train(was_training)
+
+
+def check_is_complete(optimizer: Optimizer, model: HasParameters) -> None:
+    """Raise ValueError if the optimizer lacks a parameter that is to be trained: it would keep its
+    initial value.
+    """
+    known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    missing = [
+        name for name, p in model.named_parameters() if p.requires_grad and id(p) not in known
+    ]
+    if missing:
+        shown = ", ".join(missing[:8]) + (
+            f" and {len(missing) - 8} more" if len(missing) > 8 else ""
+        )
+        raise ValueError(
+            f"optim: no parameter group has {shown}; add them to one in build_optimizer, or freeze "
+            "them with requires_grad_(False)"
+        )

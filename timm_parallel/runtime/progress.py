@@ -48,6 +48,13 @@ class Progress:
         """
         return self.epoch * steps_per_epoch + self.step_in_epoch
 
+    def last_step(self, train: TrainConfig, steps_per_epoch: int) -> int:
+        """Return the step at which the run ends. Counts from the current step, because earlier
+        epochs may have had a different number of steps.
+        """
+        left = (train.epochs - self.epoch) * steps_per_epoch - self.step_in_epoch
+        return min(self.step + left, train.max_steps or sys.maxsize)
+
     def start_new_best(self, metric: str) -> bool:
         """Forget the best evaluation if it was measured by another metric than `metric`. Return
         True if so.
@@ -122,4 +129,4 @@ class Progress:
 def count_steps(train: TrainConfig, batches_per_epoch: int) -> tuple[int, int]:
     """Return the optimizer steps per epoch and in total."""
     per_epoch = batches_per_epoch // train.accumulate
-    return per_epoch, min(train.epochs * per_epoch, train.max_steps or sys.maxsize)
+    return per_epoch, Progress().last_step(train, per_epoch)

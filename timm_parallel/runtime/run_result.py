@@ -15,21 +15,26 @@ from timm_parallel.record.environment import read_environment
 from timm_parallel.record.guard import flags, guard
 from timm_parallel.record.result import Result
 from timm_parallel.runtime.banner import count_parameters
-from timm_parallel.runtime.interfaces import BuiltRun
+from timm_parallel.runtime.interfaces import RunParts
 from timm_parallel.runtime.meter import Meter
 
 log = logging.getLogger(__name__)
 
 
 def make_result(
-    run: BuiltRun, folder: Path, start: tuple[int, str], end: tuple[str, list[str]]
+    parts: RunParts,
+    folder: Path,
+    metrics: dict[str, dict[str, Any]],
+    segments: list[dict[str, Any]],
+    start: tuple[int, str],
+    end: tuple[str, list[str]],
 ) -> Result:
-    """Return the contents of result.json for a finished run. `start`, `end`: results of
-    replica_checks.py. Collective.
+    """Return the contents of result.json for a finished run. `metrics`: by split. `start`, `end`:
+    results of replica_checks.py. Collective.
     """
-    config, strategy, step = run.config, run.strategy, run.state.progress.step
+    config, strategy, step = parts.config, parts.strategy, parts.progress.step
     (world_size, hash_at_start), (digest, drift_flags) = start, end
-    started, first_step_at = started_at(), run.hooks.meter.first_step_at
+    started, first_step_at = started_at(), parts.hooks.meter.first_step_at
     has_best = (folder / "checkpoints" / "best.pt").exists()
     result = Result(
         status="done",
@@ -44,26 +49,26 @@ def make_result(
         backend=strategy.group.backend,
         tags=config.tags,
         model=config.model.name,
-        parameters=count_parameters(run.state.model),
-        image_size=run.image_size,
+        parameters=count_parameters(parts.state.model),
+        image_size=parts.image_size,
         batch_size=config.global_batch,
-        flops_per_step=run.flops_per_step,
+        flops_per_step=parts.flops_per_step,
         steps=step,
-        epochs=run.epochs_done,
+        epochs=parts.epochs_done,
         samples_seen=step * config.global_batch * config.train.accumulate,
-        dropped_per_epoch=run.train.sampler.dropped,
-        skipped=_skipped(run),
-        data=data_fingerprints(run.dataset),
-        train=run.state.progress.epoch_means,
-        val=run.numbers["val"],
-        test=run.numbers.get("test", {}),
-        **_measurements(run, drift_flags),
+        dropped_per_epoch=parts.train_loader.sampler.dropped,
+        skipped=_skipped(parts),
+        data=data_fingerprints(parts.dataset),
+        train=parts.progress.epoch_means,
+        val=metrics["val"],
+        test=metrics.get("test", {}),
+        **_measurements(parts, drift_flags),
         memory=strategy.telemetry.memory(),
-        started=run.segments[0]["started"],
-        segments=run.segments,
+        started=segments[0]["started"],
+        segments=segments,
         commit=read_environment(folder).get("commit"),
         profile=[
-            profile for profile in strategy.group.gather(run.hooks.profile(folder)) if profile
+            profile for profile in strategy.group.gather(parts.hooks.profile(folder)) if profile
         ],
         seconds={
             "start_to_first_step": None if first_step_at is None else first_step_at - started,
@@ -83,30 +88,30 @@ def make_result(
     return result
 
 
-def _skipped(run: BuiltRun) -> dict[str, int]:
+def _skipped(parts: RunParts) -> dict[str, int]:
     """Return split -> number of images that could not be read on any rank, and log these numbers.
     Collective.
     """
     counts, first = {}, ""
-    for name, loader in {"train": run.train, **run.evaluation}.items():
-        by_rank = run.strategy.group.gather(sorted(loader.unreadable))
+    for name, loader in {"train": parts.train_loader, **parts.eval_loaders}.items():
+        by_rank = parts.strategy.group.gather(sorted(loader.unreadable))
         indices = sorted(set().union(*by_rank))
         if indices:
             counts[name] = len(indices)
             files = getattr(loader.fetcher.split, "files", None)
             first = first or (str(files[indices[0]][0]) if files else f"number {indices[0]}")
-    if counts and run.strategy.is_first:
+    if counts and parts.strategy.is_first:
         per_split = ", ".join(f"{split} {count}" for split, count in counts.items())
         log.info("skipped      unreadable images: %s; the first: %s", per_split, first)
     return counts
 
 
-def _measurements(run: BuiltRun, drift_flags: list[str]) -> dict[str, Any]:
+def _measurements(parts: RunParts, drift_flags: list[str]) -> dict[str, Any]:
     """Return the fields of result.json that were measured in timed steps: speed, waiting,
     communication. Collective.
     """
-    meter, strategy, host = run.hooks.meter, run.strategy, host_name()
-    seconds = run.communication.seconds()
+    meter, strategy, host = parts.hooks.meter, parts.strategy, host_name()
+    seconds = parts.communication.seconds()
     step = _mean_step(meter, seconds[1] if seconds else 0.0)
     rank = {
         "rank": strategy.group.rank,
@@ -128,8 +133,8 @@ def _measurements(run: BuiltRun, drift_flags: list[str]) -> dict[str, Any]:
             "seconds_per_second": sum(usage["own"] for usage in usages) / wall if wall else None
         },
         "data_wait": meter.data_wait(),
-        "communication": _communication(run, [pair for pair in communicated if pair]),
-        "energy": _energy(run),
+        "communication": _communication(parts, [pair for pair in communicated if pair]),
+        "energy": _energy(parts),
         "guard": disturbance,
         "flags": flags(disturbance, meter.steps_timed) + drift_flags,
     }
@@ -153,24 +158,24 @@ def _mean_step(meter: Meter, exposed_seconds: float) -> dict[str, Any]:
     }
 
 
-def _energy(run: BuiltRun) -> dict[str, float | None]:
+def _energy(parts: RunParts) -> dict[str, float | None]:
     """Return joules per image in timed steps, and kWh since the start of this process; NaN if
     unknown. Collective.
     """
-    meter = run.hooks.meter
+    meter = parts.hooks.meter
     images = meter.steps_timed * meter.images_per_step
-    window, total = run.strategy.telemetry.joules()
+    window, total = parts.strategy.telemetry.joules()
     return {"joules_per_image": window / images if images else None, "kwh": total / 3.6e6}
 
 
-def _communication(run: BuiltRun, seconds: list[list[float]]) -> dict[str, Any]:
+def _communication(parts: RunParts, seconds: list[list[float]]) -> dict[str, Any]:
     """Return bytes and milliseconds of communication per step. `seconds`: (all, not overlapped with
     compute) by rank.
     """
     # The minimum over ranks, because the time of other ranks includes waiting for the slowest rank.
     return {
-        "bytes_per_step": run.communication.bytes(run.state.wrapped),
+        "bytes_per_step": parts.communication.bytes(parts.state.wrapped),
         "ms_per_step": min((1000 * whole for whole, _ in seconds), default=None),
         "exposed_ms_per_step": min((1000 * exposed for _, exposed in seconds), default=None),
-        "method": run.communication.method if seconds else None,
+        "method": parts.communication.method if seconds else None,
     }

@@ -23,14 +23,15 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from src.app import app
 from src.parallel import build_strategy
 from src.parallel.single import Single
-from src.train.build import RunParts
+from src.train.build import build_run
 from src.train.metrics import METRICS
 from src.train.run import run
 from timm_parallel.faults.liveness import liveness
 from timm_parallel.machine import hardware
 from timm_parallel.machine.ranks import NEEDED, Ranks
 from timm_parallel.main import run_command
-from timm_parallel.runtime import checkpoint
+from timm_parallel.runtime import checkpoint, restoring, saving
+from timm_parallel.runtime.interfaces import RunParts
 from timm_parallel.runtime.progress import Progress
 from timm_parallel.testing.commands import Finished
 from timm_parallel.testing.configs import read_lines, resolved
@@ -45,8 +46,8 @@ def run_of(*overrides: str, ranks: Ranks | None = None, store: Any = None) -> Ru
     config, ranks = resolved(*SETTINGS, *overrides), ranks or Ranks()
     torch.manual_seed(0)
     strategy = build_strategy(config.parallel, ranks, store)
-    run = RunParts(config, strategy)
-    images, labels = next(run.train.epoch(0))
+    run = build_run(config, strategy)
+    images, labels = next(run.train_loader.epoch(0))
     run.state.wrapped(images, labels)[0].backward()
     run.state.optimizer.step()
     if store is None:
@@ -58,7 +59,7 @@ def contents_of(run: RunParts, step: int = 1) -> Contents:
     run.state.progress = Progress(step=step, step_in_epoch=step, best_values={"acc": 0.25})
     made_by = {"strategy": "single", "devices": 1}
     return {
-        **checkpoint.snapshot(run.state, run.strategy),
+        **saving.snapshot(run.state, run.strategy),
         "classes": run.dataset.class_names,
         "made_by": made_by,
     }
@@ -133,13 +134,13 @@ def test_first_step_after_a_restore_is_the_first_counted_step(
     handle = register_optimizer_step_post_hook(liveness.count_step)
     try:
         ticks = liveness.ticks
-        checkpoint.restore(single.state, single.strategy, contents)
+        restoring.restore(single.state, single.strategy, contents)
         assert (liveness.steps_done, liveness.ticks > ticks) == (0, True)
         single.state.optimizer.step()
         assert liveness.steps_done == 1
     finally:
         handle.remove()
-    checkpoint.restore(single.state, single.strategy, contents)
+    restoring.restore(single.state, single.strategy, contents)
 
 
 def test_checkpoint_restore_reproduces_saved_model_ema_optimizer_and_progress(
@@ -147,7 +148,7 @@ def test_checkpoint_restore_reproduces_saved_model_ema_optimizer_and_progress(
 ) -> None:
     path = save(tmp_path, contents, 7)
     other = run_of("parallel=single", "seed=8").state
-    checkpoint.restore(other, single.strategy, checkpoint.load(path))
+    restoring.restore(other, single.strategy, checkpoint.load(path))
     assert other.progress == Progress(step=7, step_in_epoch=1, best_values={"acc": 0.25})
     for saved, restored in ((single.state.model, other.model), (single.state.ema, other.ema)):
         assert saved is not None and restored is not None
@@ -182,13 +183,13 @@ def test_checkpoint_restores_state_of_its_strategy_and_ignores_that_of_another(
     before, after, other = (Summing(single.config.parallel, Ranks()) for _ in range(3))
     before.total, other.kind = torch.tensor([1.0, 2.0]), "src.parallel.other.Other"
     made_by = {"strategy": "single", "devices": 1}
-    saved = {**checkpoint.snapshot(single.state, before), "classes": [], "made_by": made_by}
+    saved = {**saving.snapshot(single.state, before), "classes": [], "made_by": made_by}
     contents = checkpoint.load(save(tmp_path, saved, 1))
     for strategy, expected in ((after, [1.0, 2.0]), (other, [0.0, 0.0])):
-        checkpoint.restore(single.state, strategy, contents)
+        restoring.restore(single.state, strategy, contents)
         assert strategy.total.tolist() == expected
     del contents["strategy"]
-    checkpoint.restore(single.state, after, contents)
+    restoring.restore(single.state, after, contents)
 
 
 def test_checkpoint_restore_starts_ema_from_model_weights_when_ema_is_missing(
@@ -198,7 +199,7 @@ def test_checkpoint_restore_starts_ema_from_model_weights_when_ema_is_missing(
     become useful.
     """
     other = run_of("parallel=single", "seed=8").state
-    checkpoint.restore(other, single.strategy, {**contents, "ema": None})
+    restoring.restore(other, single.strategy, {**contents, "ema": None})
     assert other.ema is not None
     for name, tensor in other.ema.module.state_dict().items():
         assert torch.equal(tensor, contents["model"][name]), name
@@ -551,7 +552,7 @@ def test_checkpoint_restore_refuses_weights_of_a_different_model() -> None:
         contents_of(run_of("model=tiny")),
     )
     with pytest.raises(ValueError, match="by a different model") as refusal:
-        checkpoint.restore(run.state, run.strategy, contents)
+        restoring.restore(run.state, run.strategy, contents)
     assert "\n" not in str(refusal.value)
 
 
@@ -562,7 +563,7 @@ def test_checkpoint_restore_refuses_weights_of_a_different_model() -> None:
 def test_checkpoint_restore_accepts_state_of_the_same_optimizer(before: str, after: str) -> None:
     sgd = ("optim=sgd",) if "sgd" in before else ()
     run = run_of(after, *sgd)
-    checkpoint.restore(run.state, run.strategy, contents_of(run_of(before, *sgd)))
+    restoring.restore(run.state, run.strategy, contents_of(run_of(before, *sgd)))
     assert run.state.progress.step == 1
 
 
@@ -570,7 +571,7 @@ def test_checkpoint_restore_refuses_a_file_that_contains_only_weights(
     single: RunParts, contents: Contents
 ) -> None:
     with pytest.raises(ValueError, match="only weights, no ema, optimizer, progress, scaler"):
-        checkpoint.restore(
+        restoring.restore(
             replace(single.state), single.strategy, {"format": 1, "model": contents["model"]}
         )
 

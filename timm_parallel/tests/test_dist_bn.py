@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from src.parallel import build_strategy
-from src.train.build import RunParts
+from src.train.build import build_run
 from src.train.loop import train_epoch
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.testing.configs import resolved
@@ -76,12 +76,12 @@ def evaluated_and_own_statistics(ranks: Ranks, store: Any) -> tuple[list[float],
     )
     torch.manual_seed(config.seed)
     strategy = build_strategy(config.parallel, ranks, store)
-    run = RunParts(config, strategy)
+    run = build_run(config, strategy)
     alone = copy.deepcopy(run.state.model).train()
-    for images, _ in run.train.epoch(0):
+    for images, _ in run.train_loader.epoch(0):
         alone(images)
     for _ in train_epoch(
-        run.state, run.train.epoch(0), config, strategy, run.hooks, run.steps_per_epoch
+        run.state, run.train_loader.epoch(0), config, strategy, run.hooks, run.steps_per_epoch
     ):
         pass
     strategy.buffers.share(run.state.model)

@@ -18,13 +18,13 @@ from torch import Tensor
 
 import evaluate as entry
 from src.parallel import build_strategy
-from src.train.build import RunParts
+from src.train.build import build_run
 from src.train.run import Trainer
 from timm_parallel.faults.failure import failure_text, first_failure
 from timm_parallel.launch.job import prepare
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.record.result import read_result
-from timm_parallel.runtime.segments import describe_step
+from timm_parallel.runtime.interfaces import RunParts
 from timm_parallel.testing.configs import resolved
 from timm_parallel.testing.ranks import in_ranks, train_warm, warm_ranks
 
@@ -122,7 +122,7 @@ def of_file(trained: Path, data: Path, *overrides: str) -> tuple[str, ...]:
 
 def run_of(data: Path, weights: Path, *overrides: str) -> RunParts:
     config = resolved(*SMALL, f"data.root={data}", f"model.weights={weights}", *overrides)
-    return RunParts(config, build_strategy(config.parallel, Ranks(), None))
+    return build_run(config, build_strategy(config.parallel, Ranks(), None))
 
 
 @pytest.mark.parametrize(
@@ -299,7 +299,7 @@ def read_by(ranks: Ranks, store: Any, root: str, *overrides: str) -> list[str]:
     """Return the files that a rank reads in two epochs, as `<class>/<number>.png`."""
     config = resolved(*SMALL, f"data.root={root}", *overrides)
     strategy = build_strategy(config.parallel, ranks, store)
-    train = RunParts(config, strategy).train
+    train = build_run(config, strategy).train_loader
     actual = []
     train.fetcher.split.__class__.__getitem__ = recorded(actual)  # type: ignore[method-assign]
     for epoch in range(2):
@@ -338,7 +338,7 @@ def test_limit_train_error_names_the_unreadable_file(data: Path, tmp_path: Path)
     shutil.copytree(data, root)
     limit = ("data.limit_train=6", f"data.root={root}")
     config = resolved(*SMALL, *limit)
-    fetcher = RunParts(config, build_strategy(config.parallel, Ranks(), None)).train.fetcher
+    fetcher = build_run(config, build_strategy(config.parallel, Ranks(), None)).train_loader.fetcher
     files = [fetcher.split.files[number][0] for number in fetcher.numbers(list(range(6)))]
     files[2].write_bytes(b"no image")
     code, message = fine_tuned(tmp_path / "stops", *limit)
@@ -357,10 +357,10 @@ def test_failure_message_gives_image_indices_of_the_whole_split_under_limit_trai
         resolved(*SMALL, f"data.root={data}", "data.limit_train=12"), tmp_path, Ranks(), None
     )
     files: Any = training.parts.dataset.train
-    message = describe_step(training.parts, tmp_path, 1, 0)
+    message = training.run.describe_step(1)
     numbers = [int(number) for number in re.findall(r"\d+", message.partition("…")[0])]
     wanted = [files.files[number] for number in numbers]
-    labels = next(training.parts.train.epoch(0))[1].tolist()
+    labels = next(training.parts.train_loader.epoch(0))[1].tolist()
     assert [label for _, label in wanted] == labels
     assert max(numbers) >= 12, "expected indices in the whole split, not among the twelve images"
-    training.close()
+    training.run.close()

@@ -18,15 +18,16 @@ from torch.utils._pytree import tree_leaves
 from src.models.freeze import groups_of
 from src.parallel import build_strategy
 from src.schema import OPTIMIZERS_OF_PARTS
-from src.train.build import RunParts
+from src.train.build import build_run
 from src.train.losses import find_loss
 from src.train.metrics import metrics_of
 from src.train.run import Trainer
 from src.train.step import Autocast
 from timm_parallel.parallel.blocks import blocks_of, vector_layers
 from timm_parallel.parallel.lockstep import Lockstep
-from timm_parallel.runtime import checkpoint
+from timm_parallel.runtime import checkpoint, restoring, saving
 from timm_parallel.runtime.evaluation import evaluate
+from timm_parallel.runtime.interfaces import RunParts
 from timm_parallel.testing.configs import resolved
 from timm_parallel.testing.ranks import in_ranks
 
@@ -49,9 +50,9 @@ def built(ranks: Any, store: Any, name: str, *overrides: str) -> RunParts:
     """
     if store is None:
         config = resolved(*SETTINGS, "parallel=single", *overrides)
-        return RunParts(config, build_strategy(config.parallel, ranks, None))
+        return build_run(config, build_strategy(config.parallel, ranks, None))
     config = fsdp(ranks.world_size, *overrides)
-    return RunParts(
+    return build_run(
         config, build_strategy(config.parallel, ranks, torch.distributed.PrefixStore(name, store))
     )
 
@@ -137,7 +138,7 @@ def sizes_of_parts(ranks: Any, store: Any) -> dict[str, tuple[int, int]]:
     """
     parts = built(ranks, store, "sizes", "model.ema.decay=0.9")
     state = parts.state
-    state.wrapped(*next(parts.train.epoch(0)))[0].backward()
+    state.wrapped(*next(parts.train_loader.epoch(0)))[0].backward()
     gradients = [parameter.grad for parameter in state.model.parameters()]
     state.optimizer.step()
     assert state.ema is not None
@@ -168,9 +169,9 @@ def test_each_of_3_fsdp_ranks_holds_a_third_of_weights_gradients_optimizer_and_e
 def contents_of_checkpoint(ranks: Any, store: Any) -> int:
     """Return the number of tensor elements in the checkpoint contents of this rank."""
     parts = built(ranks, store, "contents", "model.ema.decay=0.9")
-    parts.state.wrapped(*next(parts.train.epoch(0)))[0].backward()
+    parts.state.wrapped(*next(parts.train_loader.epoch(0)))[0].backward()
     parts.state.optimizer.step()
-    saved = checkpoint.snapshot(parts.state, parts.strategy)
+    saved = saving.snapshot(parts.state, parts.strategy)
     tensors = tree_leaves([saved["model"], saved["optimizer"], saved["ema"]])
     assert not any(isinstance(tensor, DTensor) for tensor in tensors)
     parts.strategy.close()
@@ -209,8 +210,8 @@ def three_steps_of_each_optimizer(ranks: Any, store: Any) -> dict[str, Any]:
             state.optimizer.step()
             state.optimizer.zero_grad()
             if step == 1:
-                saved = parts.strategy.group.share_state(checkpoint.snapshot(state, parts.strategy))
-                checkpoint.restore(state, parts.strategy, saved)
+                saved = parts.strategy.group.share_state(saving.snapshot(state, parts.strategy))
+                restoring.restore(state, parts.strategy, saved)
         whole = [
             parts.strategy.whole(parameter.detach()).flatten()
             for parameter in state.model.parameters()
@@ -240,7 +241,7 @@ def collectives_of_a_step(ranks: Any, store: Any) -> list[dict[str, int]]:
     counts = []
     for batches in (1, 3):
         parts = built(ranks, store, str(batches))
-        images, labels = next(parts.train.epoch(0))
+        images, labels = next(parts.train_loader.epoch(0))
         parts.state.wrapped(images, labels)[0].backward()  # the first step also sets up
         with CommDebugMode() as communication:
             for _ in range(batches - 1):
@@ -356,7 +357,7 @@ def evaluated(ranks: Any, store: Any, stops: bool) -> list[float | None] | None:
     others.
     """
     parts = built(ranks, store, f"evaluation{stops}")
-    loader = parts.evaluation["val"]
+    loader = parts.eval_loaders["val"]
     loader.sampler.indices = loader.sampler.indices[
         : {0: 9, 1: 8, 2: 0}[ranks.rank] if store is not None else 540
     ]
@@ -376,7 +377,7 @@ def evaluated(ranks: Any, store: Any, stops: bool) -> list[float | None] | None:
         "still gathered"
     )
     # Training continues after an evaluation.
-    parts.state.wrapped.train()(*next(parts.train.epoch(0)))[0].backward()
+    parts.state.wrapped.train()(*next(parts.train_loader.epoch(0)))[0].backward()
     parts.strategy.close()
     return None if actual is None else [actual.samples, actual.numbers["loss"]]
 

@@ -12,7 +12,7 @@ from torch.distributed import PrefixStore
 from torch.nn import functional
 
 from src.parallel import build_strategy
-from src.train.build import RunParts
+from src.train.build import build_run
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.testing.configs import resolved
 from timm_parallel.testing.ranks import in_ranks
@@ -77,8 +77,8 @@ def refusals_of_fsdp(ranks: Ranks, store: Any) -> list[str]:
             config.model.name, config.model.kwargs = f"{HERE}.{name}", {}
         strategy = build_strategy(config.parallel, ranks, PrefixStore(str(number), store))
         try:
-            run = RunParts(config, strategy)
-            run.state.wrapped(*next(run.train.epoch(0)))[0].backward()
+            run = build_run(config, strategy)
+            run.state.wrapped(*next(run.train_loader.epoch(0)))[0].backward()
             messages.append("")
         except ValueError as error:
             messages.append(str(error))

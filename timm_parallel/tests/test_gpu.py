@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from src.parallel import build_strategy
 from src.schema import ResolvedConfig
-from src.train.build import RunParts
+from src.train.build import build_run
 from src.train.loop import train_epoch
 from src.train.losses import softmax_losses
 from src.train.metrics import METRICS
@@ -141,16 +141,22 @@ def losses_and_evaluation(config: ResolvedConfig) -> tuple[list[float], float]:
     """Train one epoch and return (loss of each step, loss of the evaluation after the epoch)."""
     torch.manual_seed(config.seed)
     strategy = build_strategy(config.parallel, Ranks(), None)
-    run = RunParts(config, strategy)
+    run = build_run(config, strategy)
     assert measured_world_size(strategy) == config.parallel.devices
     steps = train_epoch(
-        run.state, run.train.epoch(0), config, strategy, run.hooks, run.steps_per_epoch, run.mixing
+        run.state,
+        run.train_loader.epoch(0),
+        config,
+        strategy,
+        run.hooks,
+        run.steps_per_epoch,
+        run.mixing,
     )
     losses = [report.means["loss"] for report in steps]
     autocast = Autocast(run.state.model, strategy.device.type, AUTOCAST[config.train.precision])
     evaluation = evaluate(
         strategy.for_evaluation(autocast),
-        run.evaluation["val"],
+        run.eval_loaders["val"],
         METRICS,
         softmax_losses,
         strategy.group,

@@ -320,7 +320,7 @@ def test_config_error_of_a_torchrun_job_is_printed_once_per_node(
 
 def _build_other_data(ranks: Ranks, store: Store, change: str) -> str:
     from src.parallel import build_strategy
-    from src.train.build import RunParts
+    from src.train.build import build_run
 
     config = resolved("parallel=ddp", "parallel.devices=2", "data=synthetic")
     if ranks.rank == 1:
@@ -332,7 +332,7 @@ def _build_other_data(ranks: Ranks, store: Store, change: str) -> str:
         shift_synthetic_labels(ranks.rank)
     strategy = build_strategy(config.parallel, ranks, store)
     try:
-        RunParts(config, strategy)
+        build_run(config, strategy)
     except ValueError as error:
         return str(error)
     finally:
@@ -434,15 +434,15 @@ def _train(
     )
     run = Trainer(config, Path(folder), ranks, store)
     if ranks.rank == 1:
-        run.saved_at -= 1e6  # by its clock a save is overdue; only rank 0's clock counts
+        run.run.saved_at -= 1e6  # by its clock a save is overdue; only rank 0's clock counts
     saved: list[int] = []
-    ordinary = run.save
+    ordinary = run.run.save
 
-    def save(is_best: bool) -> None:
+    def save(is_best: bool = False) -> None:
         saved.append(run.progress.step)
         ordinary(is_best)
 
-    run.save = save  # type: ignore[method-assign]
+    run.run.save = save  # type: ignore[method-assign]
     run.train()
     result = read_result(Path(folder))
     return {**result.communication, "parameters": result.parameters}, saved

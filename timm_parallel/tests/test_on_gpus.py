@@ -36,12 +36,13 @@ from timm_parallel.machine import hardware
 from timm_parallel.machine.nvidia import Driver
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.parallel.group import ProcessGroup
-from timm_parallel.runtime import checkpoint, segments
+from timm_parallel.runtime import checkpoint, restoring
 from timm_parallel.runtime.determinism import seed_step, use_deterministic_algorithms
 from timm_parallel.runtime.interfaces import TrainState
 from timm_parallel.runtime.meter import Meter
 from timm_parallel.runtime.metric_window import MetricWindow
 from timm_parallel.runtime.model_checks import check_image_size
+from timm_parallel.runtime.run import Run
 from timm_parallel.runtime.step_hooks import StepHooks
 from timm_parallel.testing.configs import evaluate_batches, resolved
 
@@ -302,20 +303,24 @@ def test_resume_loads_checkpoint_into_cpu_memory(
         "format": 2,
         "model": {"weight": torch.ones(2)},
         "optimizer": {"state": {0: {"step": torch.ones(())}}},
+        "segments": [],
     }
     torch.save(contents, tmp_path / "checkpoints" / "step_1.pt")
-    training: Any = object.__new__(Trainer)
-    training.folder, training.parts = tmp_path, None
-    training.state = SimpleNamespace(progress=SimpleNamespace(step=1))
-    training.strategy, training.group = (
-        SimpleNamespace(device=torch.device("meta")),
-        ProcessGroup(Ranks()),
+    run: Any = object.__new__(Run)
+    run.folder, run.group = tmp_path, ProcessGroup(Ranks())
+    run.parts = SimpleNamespace(
+        strategy=SimpleNamespace(device=torch.device("meta")),
+        config=SimpleNamespace(parallel=SimpleNamespace(devices=1)),
+        progress=SimpleNamespace(step=1),
     )
     restored: list[Any] = []
-    monkeypatch.setattr(
-        segments, "continue_from", lambda run, contents, folder: restored.append(contents)
-    )
-    training.resume()
+
+    def restore_run(parts: Any, contents: dict[str, Any]) -> dict[str, Any]:
+        restored.append(contents)
+        return {}
+
+    monkeypatch.setattr(restoring, "restore_run", restore_run)
+    run.resume()
     tensors = [restored[0]["model"]["weight"], restored[0]["optimizer"]["state"][0]["step"]]
     assert [tensor.device.type for tensor in tensors] == ["cpu", "cpu"]
 
@@ -374,7 +379,7 @@ def test_deterministic_training_uses_only_deterministic_algorithms(tmp_path: Pat
     )
     assert not torch.backends.cudnn.benchmark and os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     training.train()
-    training.close()
+    training.run.close()
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

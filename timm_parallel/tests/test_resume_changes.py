@@ -105,7 +105,7 @@ def step(training: Trainer, count: int = 1) -> None:
     until = state.progress.step + count
     while state.progress.step < until:
         first = state.progress.step_in_epoch * training.config.train.accumulate
-        batches = run.train.epoch(state.progress.epoch, first)
+        batches = run.train_loader.epoch(state.progress.epoch, first)
         for _ in train_epoch(
             state,
             batches,
@@ -136,8 +136,8 @@ def stopped(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Folders:
             prepare(config, folder)
             training = attempt(config, folder, resume=False)
             step(training, at_step)
-            training.save(is_best=False)
-            training.close()
+            training.run.save()
+            training.run.close()
             record_end(config, folder, "interrupted", "stopped")
             made[at_step, *overrides] = folder
         return made[at_step, *overrides]
@@ -373,7 +373,7 @@ def test_resume_with_fewer_images_trains_all_epochs_of_the_schedule(
     shutil.copytree(stopped(12), folder)
     training = attempt(config, folder)
     training.train()
-    training.close()
+    training.run.close()
     result = read_result(folder)
     assert (result.status, result.steps, result.epochs) == ("done", 14, 4.0)
     lines = [line for line in read_lines(folder / "metrics.jsonl") if "lr" in line]
@@ -389,7 +389,7 @@ def test_trainer_raises_when_step_in_epoch_exceeds_the_steps_of_an_epoch(
     training.progress.step_in_epoch = 9
     with pytest.raises(RuntimeError, match=r"step 9 of .* 4 steps"):
         training.train()
-    training.close()
+    training.run.close()
 
 
 def test_resume_mid_epoch_refuses_changed_batches_even_when_resume_strict_is_false(
@@ -436,7 +436,7 @@ def test_resume_with_a_different_checkpoint_metric_resets_the_best_value(
     first = attempt(config_of(data), folder)
     first.progress.add_evaluation({"loss": 1.0, "acc": 0.5}, "acc", METRICS)
     first.progress.add_evaluation({"loss": 0.9, "acc": 0.5}, "acc", METRICS)
-    first.save(is_best=False)
+    first.run.save()
     same = attempt(config_of(data), folder).progress
     assert (same.best, same.best_metric, same.evaluations_since_best) == (0.5, "acc", 1)
     with caplog.at_level("INFO", logger="timm_parallel"):
@@ -767,7 +767,7 @@ def check_any_change(
     event("trained")
     expected = reference(config, contents_of(folder), scratch)
     assert_trains_as(training, expected)
-    announced = training.parts.segments[-1]["changed"]
+    announced = training.run.segments[-1]["changed"]
     before, now = contents_of(folder)["config"], {key: value for key, value, _ in leaves(config)}
     ignored = ("resume", "print_config")
     assert set(announced) == {

@@ -20,7 +20,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from src.parallel import build_strategy
 from src.parallel.distributed import has_only_batch_norm_buffers
-from src.train.build import RunParts
+from src.train.build import build_run
 from src.train.loop import train_epoch
 from src.train.run import Trainer
 from src.train.step import TrainStep, set_matmul_precision
@@ -86,10 +86,10 @@ def count_reads(steps: int, *overrides: str) -> int:
         *overrides,
     )
     strategy = build_strategy(config.parallel, Ranks(), None)
-    run = RunParts(config, strategy)
+    run = build_run(config, strategy)
     with ValueReads() as reads:
         for _ in train_epoch(
-            run.state, run.train.epoch(0), config, strategy, run.hooks, steps, run.mixing
+            run.state, run.train_loader.epoch(0), config, strategy, run.hooks, steps, run.mixing
         ):
             pass
     return reads.count
@@ -162,7 +162,7 @@ def count_writes(steps: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> C
         )  # fmt: skip
         training = Trainer(config, folder, Ranks(), None)
         training.train()
-        training.close()
+        training.run.close()
     monkeypatch.undo()
     return calls
 
@@ -293,14 +293,14 @@ def test_training_step_between_log_steps_does_not_synchronize_with_the_gpu(
     on = ("parallel=single", f"parallel.accelerator={accelerator}", "data.batch_size=8")
     config = resolved(*on, *options, "data=synthetic")
     strategy = build_strategy(config.parallel, Ranks(), None)
-    run = RunParts(config, strategy)
+    run = build_run(config, strategy)
 
     def train(sync_step: int, progress: Progress) -> None:
         """Train up to and including the sync step."""
         run.state.progress, config.train.log_every = progress, sync_step
         next(
             train_epoch(
-                run.state, run.train.epoch(0), config, strategy, run.hooks, 10**9, run.mixing
+                run.state, run.train_loader.epoch(0), config, strategy, run.hooks, 10**9, run.mixing
             )
         )
 

@@ -28,9 +28,9 @@ from src.train import run as lifecycle
 from timm_parallel.keys import TrackerConfig
 from timm_parallel.machine import process
 from timm_parallel.machine.ranks import Ranks
+from timm_parallel.machine.signals import Stopped
 from timm_parallel.record import recorder
 from timm_parallel.record.confusion import draw_confusion
-from timm_parallel.record.console import Console
 from timm_parallel.testing.commands import Refuse, Train
 from timm_parallel.testing.configs import read_lines, resolved
 from timm_parallel.trackers import tracker as trackers
@@ -147,7 +147,7 @@ def test_picture_that_cannot_be_drawn_is_a_warning_and_the_tracker_still_ends(
 
     monkeypatch.setattr(recorder, "draw_confusion", fail)
     monkeypatch.setattr("torchvision.utils.make_grid", fail)
-    made = recorder.Recorder(config_with(kept=Kept), tmp_path, True, Console(False, 1, 0), 0)
+    made = recorder.Recorder(config_with(kept=Kept), tmp_path, True, 0)
     made.images(torch.zeros(2, 3, 8, 8), torch.zeros(3, 1, 1), torch.ones(3, 1, 1))
     result: Any = SimpleNamespace(steps=4, status="done", throughput={}, seconds={})
     made.end(result, {"val": torch.eye(2)}, ["a", "b"])
@@ -179,7 +179,7 @@ def test_tracker_end_status_is_failed_or_interrupted_when_the_run_raises(
 ) -> None:
     for error, status in (
         (RuntimeError("the accident"), "failed"),
-        (lifecycle.Stopped(15), "interrupted"),
+        (Stopped(15), "interrupted"),
     ):
 
         def end_epoch(self: lifecycle.Trainer, error: BaseException = error) -> None:

@@ -67,7 +67,7 @@ def train(ranks: Ranks, store: Any, root: str, folder: str, overrides: tuple[str
     multiprocessing.set_start_method("fork", force=True)  # as in a rank, for its loader workers
     run = Trainer(resolved(*SETTINGS, f"data.root={root}", *overrides), Path(folder), ranks, store)
     run.train()
-    run.close()
+    run.run.close()
 
 
 @pytest.mark.slow

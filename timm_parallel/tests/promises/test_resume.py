@@ -66,7 +66,7 @@ class StopsAt(nn.Module):
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
         if self.training and self.trained.progress.step + 1 == self.step:
-            self.trained.group.stop.request(signal.SIGTERM)
+            self.trained.strategy.group.stop.request(signal.SIGTERM)
         return self.head(features)  # type: ignore[no-any-return]
 
 
@@ -88,7 +88,7 @@ def train(
     multiprocessing.set_start_method("fork", force=True)  # as in a rank, for its loader workers
     training = Trainer(config, Path(folder), ranks, store)
     training.resume()
-    model, reader, read = training.state.model, training.parts.train.fetcher, []
+    model, reader, read = training.state.model, training.parts.train_loader.fetcher, []
     if stop_at is not None:
         head = model.get_classifier()  # type: ignore[operator]
         inner = head.forward
@@ -102,7 +102,7 @@ def train(
 
     if training.config.data.workers != 2:  # a spy cannot be pickled for loader workers
         reader.read = spy  # type: ignore[method-assign]
-    training.show_images = lambda: None  # type: ignore[method-assign]  # it would read the first batch once more
+    training.run.show_images = lambda: None  # type: ignore[method-assign]  # it would read the first batch once more
     try:
         training.train()
         assert stop_at is None, "the run did not stop"
@@ -110,7 +110,7 @@ def train(
         assert training.progress.step in (stop_at, (stop_at or 0) + 1)
         training.strategy.close()
     finally:
-        training.close()
+        training.run.close()
     return read
 
 

@@ -1,0 +1,258 @@
+"""Restore a run from the contents of a checkpoint: check that they fit, load the training state,
+and log changed settings.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections import defaultdict
+from textwrap import shorten
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from timm_parallel.faults.liveness import liveness
+from timm_parallel.parallel.strategy import HasParameters, Strategy
+from timm_parallel.runtime.interfaces import OF_STEP, RunParts, TrainState
+from timm_parallel.runtime.progress import Progress
+from timm_parallel.runtime.saving import data_of_a_step, parameter_names, plain_config
+from timm_parallel.runtime.segments import change_text
+
+log = logging.getLogger(__name__)
+NOT_ANNOUNCED = ("resume", "print_config")
+# The step counter that some optimizers keep in a parameter group. All other entries are
+# hyperparameters of the config.
+COUNTER = "step"
+
+
+def restore_run(parts: RunParts, contents: dict[str, Any]) -> dict[str, list[Any]]:
+    """Load the contents of a checkpoint into a new run, and log changed settings. Return them as
+    key -> [before, now]. Raises ValueError if the contents do not fit.
+    """
+    announcements = _check_data(parts, contents)
+    restore(parts.state, parts.strategy, contents)
+    progress, train = parts.progress, parts.config.train
+    parts.state.schedule.step_update(progress.schedule_step(parts.steps_per_epoch))
+    if parts.total_steps < progress.step:
+        limit = f"train.max_steps={train.max_steps}"
+        if progress.step_in_epoch > (train.epochs - progress.epoch) * parts.steps_per_epoch:
+            limit = f"train.epochs={train.epochs}"
+        raise ValueError(
+            f"resume: {limit} is reached: the checkpoint is at step {progress.step}, "
+            f"{progress.step_in_epoch} steps into epoch {progress.epoch + 1}; give a larger value "
+            "to continue"
+        )
+    parts.hooks.meter.expect(parts.total_steps - progress.step)
+    now = plain_config(parts)
+    changed = {
+        key: [before, now[key]]
+        for key, before in contents["config"].items()
+        if key in now and now[key] != before and not key.startswith(NOT_ANNOUNCED)
+    }
+    announcements += [change_text(key, *values) for key, values in changed.items()]
+    metric = parts.config.checkpoint.metric
+    if progress.start_new_best(metric.removeprefix("val/")):
+        announcements.append(
+            f"best.pt and train.early_stop start again, by checkpoint.metric={metric}"
+        )
+    for line in announcements:
+        log.info("resume: %s", line)
+    return changed
+
+
+def _check_data(parts: RunParts, contents: dict[str, Any]) -> list[str]:
+    """Return how the training data changed, [] if not. Raises ValueError for changed classes or a
+    change in mid-epoch.
+    """
+    _check_classes(contents["classes"], list(parts.dataset.class_names))
+    step = contents["progress"]["step_in_epoch"]
+    remedy = "start a new run with model.weights=<folder>/checkpoints/last.pt"
+    # Older checkpoints have `balance` only in their config.
+    before = {"balance": contents["config"].get("data.balance", 0.0), **contents["trained_on"]}
+    now = data_of_a_step(parts)
+    differences = [
+        f"{name}: {before.get(name)} -> {value}"
+        for name, value in now.items()
+        if before.get(name) != value
+    ]
+    if differences and step:
+        raise ValueError(
+            f"resume: the training data changed in mid-epoch (step {step} of "
+            f"{before['steps_per_epoch']}): {', '.join(differences)}; the rest of the epoch would "
+            f"read other images: restore the data and keys, or {remedy}"
+        )
+    return [f"training data: {', '.join(differences)}"] if differences else []
+
+
+def _check_classes(before: list[str], now: list[str]) -> None:
+    if before == now:
+        return
+    removed = (
+        shorten(", ".join(name for name in before if name not in now), 100, placeholder=" …")
+        or "none"
+    )
+    added = (
+        shorten(", ".join(name for name in now if name not in before), 100, placeholder=" …")
+        or "none"
+    )
+    raise ValueError(
+        "resume: the data's class names are not those of the checkpoint: only in the checkpoint: "
+        f"{removed}; only in the data: {added}; labels would mean other classes: rename the "
+        "folders back, or start a new run"
+    )
+
+
+def restore(state: TrainState, strategy: Strategy, contents: dict[str, Any]) -> None:
+    """Load weights, optimizer state and progress from the result of `snapshot`. Hyperparameters
+    keep the config's values.
+    """
+    missing = {"optimizer", "scaler", "ema", "progress"} - contents.keys()
+    if missing:
+        raise ValueError(
+            f"resume: the checkpoint has only weights, no {', '.join(sorted(missing))}"
+        )
+    restore_weights(state, strategy, contents)
+    for name, module in state.modules.items():
+        strategy.buffers.restore_own(module, contents.get("buffers_by_rank", {}).get(name))
+    state.progress = Progress(**contents["progress"])
+    restore_optimizer(state.optimizer, state, contents["optimizer"], strategy)
+    if state.scaler is not None and contents["scaler"] is not None:
+        state.scaler.load_state_dict(contents["scaler"])
+    # Older versions saved no state of a strategy.
+    saved = contents.get("strategy", {})
+    if saved.get("kind") == strategy.kind:
+        strategy.load_state_dict(saved["state"])
+
+
+def restore_weights(state: TrainState, strategy: Strategy, contents: dict[str, Any]) -> None:
+    """Load the weights and, with model.ema.decay, their moving average; without one in the
+    checkpoint, load the weights.
+
+    Also loads what the training step has besides the model.
+    """
+    for name, module in state.modules.items():
+        which = "model" if contents[name] is None else name
+        current, saved = module.state_dict(), contents[which]
+        parts = {
+            key: strategy.part(value, current[key]) if key in current else value
+            for key, value in saved.items()
+        }
+        fill(module, {which: parts}, which)
+    _restore_step(state, strategy, contents.get(OF_STEP, {}))
+
+
+@torch.no_grad()
+def _restore_step(state: TrainState, strategy: Strategy, saved: dict[str, Tensor]) -> None:
+    """Load the tensors that the training step has besides the model. Raises ValueError if a
+    parameter is not in `saved`.
+    """
+    own = state.own_tensors()
+    # Older versions saved none of them. A buffer keeps the value that it was built with.
+    lacking = [name for name in state.own_parameters if name not in saved]
+    changed = [
+        name for name, tensor in own.items() if name in saved and saved[name].shape != tensor.shape
+    ]
+    if lacking or changed:
+        raise ValueError(
+            f"train.loss: the checkpoint has no {', '.join(lacking + changed)} of this shape, "
+            "which the loss or the training step trains; give train.loss and train.loss_kwargs as "
+            "they were, or start a new run with model.weights=<folder>/checkpoints/last.pt"
+        )
+    for name, tensor in own.items():
+        if name in saved:
+            tensor.copy_(strategy.part(saved[name], tensor))
+
+
+def fill(model: nn.Module, contents: dict[str, Any], which: str) -> None:
+    """Load weights of a checkpoint into `model`. `which`: `model` for the trained weights, `ema`
+    for their moving average.
+    """
+    if contents.get(which) is None:
+        raise ValueError(
+            f"weights={which}: the checkpoint has no averaged weights; the run had no "
+            "model.ema.decay"
+        )
+    try:
+        model.load_state_dict(contents[which])
+    except RuntimeError as error:
+        raise ValueError(
+            "model.name: the checkpoint was written by a different model "
+            f"({' '.join(str(error).split())[:300]})"
+        ) from None
+
+
+def restore_optimizer(
+    optimizer: Optimizer, model: HasParameters, saved: dict[str, Any], strategy: Strategy
+) -> None:
+    """Load the result of `optimizer_state`. Hyperparameters keep the config's values."""
+    names, kind = parameter_names(optimizer, model), type(optimizer).__name__
+    if saved["kind"] != kind:
+        log.info(
+            "resume: optimizer %s -> %s: the saved state does not fit, so it starts with new state",
+            saved["kind"],
+            kind,
+        )
+        return
+    group_of = {name: group for group in saved["param_groups"] for name in group["params"]}
+    groups = optimizer.state_dict()["param_groups"]
+    for group in groups:
+        before = group_of.get(names[group["params"][0]], {}) if group["params"] else {}
+        if COUNTER in before:
+            # A copy, because two groups made from one saved group would both increment a shared
+            # tensor.
+            group[COUNTER] = copy.deepcopy(before[COUNTER])
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    # Shard the values before loading, which copies them to the device.
+    state = {
+        index: {
+            key: _part(value, parameter, strategy) for key, value in saved["state"][name].items()
+        }
+        for index, (name, parameter) in enumerate(zip(names, parameters, strict=True))
+        if name in saved["state"]
+    }
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+    _check_state_is_complete(optimizer)
+
+
+def _part(value: Any, parameter: Tensor, strategy: Strategy) -> Any:
+    """Return this rank's shard of a state value if it is a tensor in the shape of `parameter`, else
+    the value itself.
+    """
+    is_like = isinstance(value, Tensor) and value.shape == parameter.shape
+    return strategy.part(value, parameter) if is_like else value
+
+
+def _check_state_is_complete(optimizer: Optimizer) -> None:
+    """Raise ValueError if a step needs state that the checkpoint lacks, for example with
+    amsgrad=true. Steps on copies.
+    """
+    for group in optimizer.param_groups:
+        smallest = min(
+            (p for p in group["params"] if optimizer.state.get(p)),
+            key=lambda p: p.numel(),
+            default=None,
+        )
+        if smallest is None:
+            continue
+        probe = torch.zeros_like(smallest, requires_grad=True)
+        probe.grad = torch.zeros_like(smallest)
+        trial = copy.copy(optimizer)
+        settings = {key: value for key, value in group.items() if key != "params"}
+        trial.param_groups = [{**copy.deepcopy(settings), "params": [probe]}]
+        trial.state = defaultdict(dict, {probe: copy.deepcopy(optimizer.state[smallest])})
+        try:
+            with liveness.on_trial():
+                trial.step()
+        # Some optimizers, such as kron, keep more than their groups and state, so a copy cannot
+        # step.
+        except AttributeError:
+            continue
+        except KeyError as error:
+            raise ValueError(
+                f"optim: {type(optimizer).__name__} with these settings needs state that the "
+                f"checkpoint does not have ({error}); give optim.kwargs and optim.momentum as they "
+                "were, or start a new run"
+            ) from None

@@ -1,0 +1,231 @@
+"""One training run on one rank: resume, begin, numbers, images, checkpoints and end.
+
+All ranks call each method, because most are collective. Only rank 0 writes.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+from torch import Tensor
+
+from timm_parallel.config.compose import save_config
+from timm_parallel.data.prefetch import Batch
+from timm_parallel.errors import NotFiniteError
+from timm_parallel.faults.liveness import SAVING
+from timm_parallel.machine.signals import Stopped, stop_handler
+from timm_parallel.record.console import Console
+from timm_parallel.record.recorder import Numbers, Recorder
+from timm_parallel.record.result import write_result
+from timm_parallel.runtime import checkpoint, restoring, saving
+from timm_parallel.runtime.banner import show_banner, show_end
+from timm_parallel.runtime.evaluation import SplitEvaluation
+from timm_parallel.runtime.interfaces import RunParts
+from timm_parallel.runtime.replica_checks import check_replicas_at_end, check_replicas_at_start
+from timm_parallel.runtime.run_result import make_result
+from timm_parallel.runtime.segments import describe_segments, new_segment
+
+log = logging.getLogger(__name__)
+
+
+class Run:
+    """Records a training run. Owns its segments (attempts) and the newest evaluation of each
+    split.
+    """
+
+    def __init__(self, parts: RunParts, folder: Path) -> None:
+        self.parts, self.folder = parts, folder
+        self.config, self.strategy, self.group = parts.config, parts.strategy, parts.strategy.group
+        self.segments = [new_segment(parts, folder, {})]
+        self.evaluations: dict[str, SplitEvaluation] = {}
+        self.saved_at = time.monotonic()
+        self._epoch_began_at = 0
+        self._on_close = ExitStack()
+        for loader in (parts.train_loader, *parts.eval_loaders.values()):
+            self._on_close.callback(loader.close)
+
+    def resume(self) -> None:
+        """Continue from rank 0's newest undamaged checkpoint, whose contents rank 0 sends to the
+        other ranks. Without a checkpoint, the run starts at step 0.
+        """
+        newest = checkpoint.load_newest(self.folder) if self.group.is_first else None
+        if not self.group.gather(newest is not None)[0]:
+            return
+        path, contents = newest or ("rank 0's checkpoint", None)
+        contents = self.group.share_state(contents)
+        changed = restoring.restore_run(self.parts, contents)
+        self.segments = [*contents["segments"], new_segment(self.parts, self.folder, changed)]
+        if self.group.is_first and (lines := describe_segments(self.segments)):
+            save_config(self.config, self.folder, lines)
+        log.info("resumed from %s, step %d", path, self.parts.progress.step)
+
+    @contextmanager
+    def begin(self) -> Iterator[None]:
+        """Check that all ranks are equal, log the banner, and open metrics.jsonl and the trackers.
+        The progress bar is shown in the `with` block.
+        """
+        parts, is_first = self.parts, self.strategy.is_first
+        self._at_start = check_replicas_at_start(parts.state, self.strategy)
+        show_banner(parts, self.folder)
+        step = parts.progress.step
+        with Console(is_first, parts.total_steps, step) as self._console:
+            self._recorder = Recorder(self.config, self.folder, is_first, step)
+            self._on_close.callback(self._recorder.close)
+            stop_handler.request = self.group.stop.request
+            try:
+                yield
+            except NotFiniteError as error:
+                raise NotFiniteError(
+                    f"{error}; {self.describe_step(error.step)}", error.step
+                ) from None
+
+    def train_batches(self) -> Iterator[Batch]:
+        """Return the training batches from the current step to the end of its epoch."""
+        progress = self.parts.progress
+        self._epoch_began_at = progress.step - progress.step_in_epoch
+        first = progress.step_in_epoch * self.config.train.accumulate
+        return self.parts.train_loader.epoch(progress.epoch, first)
+
+    def eval_batches(self, split: str) -> Iterator[Batch]:
+        """Yield the batches of `split`, counted in the progress bar."""
+        loader = self.parts.eval_loaders[split]
+        return self._console.counted(split, loader, len(loader.sampler))
+
+    def show_images(self) -> None:
+        """Show the augmented images of the next training batch in the trackers."""
+        if self._recorder.enabled:
+            loader = self.parts.train_loader
+            prefetcher = loader.prefetcher
+            self._recorder.images(loader.peek(), prefetcher.mean, 1 / prefetcher.inverse_std)
+
+    def log_step(self, numbers: Numbers) -> None:
+        """Log the numbers of a step, and the speed since the last logged step."""
+        self.strategy.telemetry.sample()
+        meter = self.parts.hooks.meter
+        speed = meter.recent()
+        per_device = speed / self.config.parallel.devices if speed else None
+        measured = {
+            "train/images_per_sec": speed,
+            "train/images_per_sec_per_device": per_device,
+            "train/data_wait": meter.data_wait(),
+        }
+        step = self.parts.progress.step
+        self._recorder.numbers(step, self.parts.epochs_done, numbers | measured)
+        self._console.step(step, numbers["train/loss"] or 0.0, speed)
+
+    def log_evaluation(self, evaluation: SplitEvaluation) -> bool:
+        """Log an evaluation, and keep it for result.json. Return True if it is the best on val so
+        far.
+        """
+        parts, progress, split = self.parts, self.parts.progress, evaluation.split
+        numbers, is_best = evaluation.numbers, False
+        if split == "val":
+            metric = self.config.checkpoint.metric.removeprefix("val/")
+            is_best = progress.add_evaluation(numbers, metric, parts.metrics)
+            best: Numbers = {f"{name}_best": value for name, value in progress.best_values.items()}
+            numbers = numbers | best
+        self.evaluations[split] = replace(evaluation, numbers=numbers)
+        values = {f"{split}/{name}": value for name, value in numbers.items()}
+        self._recorder.numbers(progress.step, parts.epochs_done, values)
+        return is_best
+
+    def end_epoch(self, is_evaluated: bool) -> None:
+        """End the epoch, and log its means, memory and, if `is_evaluated`, its metrics on val."""
+        parts, progress = self.parts, self.parts.progress
+        number = progress.epoch + 1
+        val = self.evaluations["val"].numbers if is_evaluated else {}
+        progress.end_epoch(is_whole=progress.step_in_epoch == parts.steps_per_epoch)
+        memory = self.strategy.telemetry.memory()
+        self._recorder.memory(progress.step, parts.epochs_done, memory)
+        self._recorder.epoch(number, self.config.train.epochs, progress.epoch_means, val)
+
+    def save_if_due(self) -> None:
+        """Save at the steps of checkpoint.every_steps and every_minutes, except at the end of an
+        epoch, which is always saved.
+        """
+        config, progress = self.config.checkpoint, self.parts.progress
+        due = config.every_steps is not None and progress.step % config.every_steps == 0
+        if not due and config.every_minutes is not None:
+            seconds = time.monotonic() - self.saved_at
+            # Rank 0's clock decides for all ranks.
+            due = self.group.gather(seconds > 60 * config.every_minutes)[0]
+        if due and progress.step_in_epoch < self.parts.steps_per_epoch:
+            self.save()
+
+    def save(self, is_best: bool = False) -> None:
+        """Save last.pt, and best.pt if `is_best`. Raises NotFiniteError for non-finite weights."""
+        self.saved_at = time.monotonic()
+        with self.parts.hooks.aside(SAVING):
+            contents = saving.checkpoint_of(self.parts, self.segments)
+            if self.group.is_first:
+                folder, config = self.folder / "checkpoints", self.config.checkpoint
+                step = self.parts.progress.step
+                checkpoint.save(folder, contents, step, config.keep, is_best, config.top)
+
+    def stop(self) -> NoReturn:
+        """Save a checkpoint and exit after a stop signal. Works after any step, also between two
+        logged steps.
+        """
+        self.save()
+        number = self.group.stop.signal
+        assert number is not None
+        log.info("saved at step %d", self.parts.progress.step)
+        raise Stopped(number)
+
+    def check_replicas(self) -> None:
+        """Check that all ranks end with equal weights. Call it before `load_best`, which makes
+        them equal.
+        """
+        self._at_end = check_replicas_at_end(self.parts.state, self.strategy)
+
+    def load_best(self) -> None:
+        """Load the best weights, if there are any, from rank 0's best.pt."""
+        best = self.folder / "checkpoints" / "best.pt"
+        if self.group.gather(best.exists())[0]:
+            contents = checkpoint.load(best) if self.group.is_first else None
+            contents = self.group.share_state(contents)
+            restoring.restore_weights(self.parts.state, self.strategy, contents)
+
+    def end(self) -> None:
+        """Write result.json, end the trackers, log the results, and leave the process group."""
+        metrics: dict[str, dict[str, Any]] = {}
+        confusions: dict[str, Tensor] = {}
+        for split, evaluation in self.evaluations.items():
+            metrics[split] = evaluation.numbers | evaluation.details
+            confusions |= evaluation.confusions
+        result = make_result(
+            self.parts, self.folder, metrics, self.segments, self._at_start, self._at_end
+        )
+        views = self._recorder.end(result, confusions, self.parts.dataset.class_names)
+        if self.group.is_first:
+            write_result(self.folder, result)
+            lines = describe_segments(self.segments)
+            show_end(self.config, self.folder, result, lines, views)
+        self._recorder.close()
+        self.group.barrier()
+        self.strategy.close()
+
+    def close(self) -> None:
+        """End loader workers and close log files, also after an error."""
+        self._on_close.close()
+
+    def describe_step(self, step: int) -> str:
+        """Describe the images that a failed step read, and the last good checkpoint. Logs all image
+        indices.
+        """
+        per_step = self.config.train.accumulate
+        first = (step - 1 - self._epoch_began_at) * per_step
+        indices = self.parts.train_loader.global_batches(first, per_step)
+        log.error("training images of step %d, by index: %s", step, indices)
+        last = self.folder / "checkpoints" / "last.pt"
+        good = (
+            f"the last good checkpoint is {last}" if last.exists() else "there is no checkpoint yet"
+        )
+        shown = ", ".join(map(str, indices[:8]))
+        return f"it read the training images {shown} … (all in the log); {good}"
