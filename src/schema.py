@@ -637,6 +637,7 @@ class TrainConfig(keys.TrainConfig):
 
     def problems(self, whole: Config) -> Iterator[str]:
         yield from self._task_problems(whole)
+        yield from self._loss_problems(whole.data.augment)
         if self.early_stop is not None and self.evaluate_every == 0:
             yield (
                 f"train.early_stop={self.early_stop}: needs evaluations; set "
@@ -700,6 +701,25 @@ class TrainConfig(keys.TrainConfig):
                     f"train.task=multilabel: data={data.name} has one label per image; use data=csv"
                 )
 
+    def _loss_problems(self, augment: AugmentConfig) -> Iterator[str]:
+        """Yield an error for each option that the loss does not read."""
+        reads = loss_reads(self.loss)
+        # Mixed targets are smoothed whatever the loss reads.
+        smoothing = 0 if augment.mixes else self.smoothing
+        options = {
+            "train.smoothing": ("smoothing", smoothing),
+            "train.class_weights": ("class_weights", self.class_weights),
+            "data.augment.mixup": ("mixup", augment.mixup),
+            "data.augment.cutmix": ("mixup", augment.cutmix),
+            "data.augment.cutmix_minmax": ("mixup", augment.cutmix_minmax),
+        }
+        for option, (name, value) in options.items():
+            if value and name not in reads:
+                yield (
+                    f"{option}={value}: train.loss={self.loss} does not read it; leave it "
+                    f"out, or add {name} to `reads` of the loss"
+                )
+
     def profile_problems(self, steps: int) -> Iterator[str]:
         """Yield an error if no steps are left to time after the profiled steps."""
         if self.untimed_steps is not None and steps <= self.untimed_steps:
@@ -756,3 +776,14 @@ def loss_tasks() -> dict[str, tuple[str, ...]]:
     from src.train.losses import LOSSES
 
     return {name: loss.tasks for name, loss in LOSSES.items()}
+
+
+def loss_reads(name: str) -> tuple[str, ...]:
+    """Return the options that a loss of src/train/losses.py, or your own class, reads: smoothing,
+    mixup, class_weights.
+    """
+    from src.train.losses import LOSSES
+
+    if name in LOSSES:
+        return LOSSES[name].reads
+    return tuple(class_attributes(name).get("reads", ()))

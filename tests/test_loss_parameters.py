@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ from src.commands.export import export_safetensors
 from src.commands.load import load_trained
 from src.parallel import build_strategy
 from src.parallel.data_parallel import DataParallelStrategy
-from src.schema import ResolvedConfig
+from src.schema import AugmentConfig, ResolvedConfig, TrainConfig
 from src.train.build import build_run
 from src.train.loop import _clip_gradients
 from src.train.losses import build_criterion
@@ -399,3 +400,23 @@ def test_each_dp_replica_has_its_own_copy_of_the_class_weights() -> None:
 
 # fsdp
 # --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("mixup", "expected"), [(0.0, 0.1), (0.2, 0.0)])
+def test_own_loss_class_that_reads_smoothing_gets_it_unless_mixed_targets_have_it(
+    mixup: float, expected: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Reader(nn.Module):
+        reads = ("smoothing", "mixup")
+
+        def __init__(self, smoothing: float) -> None:
+            super().__init__()
+            self.smoothing = smoothing
+
+    module = ModuleType("src.train.reader")
+    module.Reader = Reader  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    train = TrainConfig(loss="src.train.reader.Reader", smoothing=0.1)
+    criterion = build_criterion(train, AugmentConfig(mixup=mixup))
+    assert isinstance(criterion, Reader)
+    assert criterion.smoothing == expected

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from timm_parallel.errors import refuse_wrong_arguments
 from timm_parallel.machine.process import import_class
@@ -151,18 +151,29 @@ class Loss:
     # True if an image has a term for each class, not only for its own. train.class_weights then
     # weight these terms.
     has_class_terms: bool = False
+    # Those of smoothing, mixup (with cutmix) and class_weights that the loss reads. train.py
+    # refuses the others.
+    reads: tuple[str, ...] = ()
 
 
 LOSSES = {
-    "ce": Loss(cross_entropy),
+    "ce": Loss(cross_entropy, reads=("smoothing", "mixup", "class_weights")),
     "bce": Loss(
         binary_cross_entropy,
         sigmoid_losses,
         lambda scores: scores.sigmoid(),
         ("classification", "multilabel"),
         True,
+        ("smoothing", "mixup", "class_weights"),
     ),
-    "asl": Loss(asymmetric, sigmoid_losses, lambda scores: scores.sigmoid(), ("multilabel",), True),
+    "asl": Loss(
+        asymmetric,
+        sigmoid_losses,
+        lambda scores: scores.sigmoid(),
+        ("multilabel",),
+        True,
+        ("smoothing", "class_weights"),
+    ),
 }
 
 
@@ -173,7 +184,16 @@ def find_loss(name: str) -> Loss:
     if name in LOSSES:
         return LOSSES[name]
     loss_class = import_class(name)
-    return Loss(lambda config, augment, **kwargs: loss_class(**kwargs))
+    reads = getattr(loss_class, "reads", ())
+
+    def build(config: TrainConfig, augment: AugmentConfig, **kwargs: Any) -> Criterion:
+        if "smoothing" in reads:
+            # Mixed targets are already smoothed.
+            kwargs.setdefault("smoothing", 0.0 if augment.mixes else config.smoothing)
+        criterion: Criterion = loss_class(**kwargs)
+        return criterion
+
+    return Loss(build, reads=reads)
 
 
 def build_criterion(

@@ -661,13 +661,15 @@ def test_custom_training_loop_saves_at_sigterm_and_ends_at_max_steps(
         slower.replace("from typing import Any\n", "import time\nfrom typing import Any\n")
     )
     for overrides in STRATEGIES:
-        folder = copy / "runs" / overrides[0]
-        settings = [*SMALL, "model=tiny", "data.limit_train=160", "train.max_steps=8", *overrides]
-        command = [sys.executable, "train.py", *settings, f"hydra.run.dir={folder}"]
+        folder = copy / "runs" / overrides[0].partition("=")[2]
+        given = (*SMALL, "model=tiny", "data.limit_train=160", "train.max_steps=8", *overrides)
+        settings = {word.partition("=")[0]: word for word in given}
+        command = [sys.executable, "train.py", *settings.values(), f"hydra.run.dir={folder}"]
         log = folder / "metrics.jsonl"
         with subprocess.Popen(command, cwd=copy) as training:
             deadline = time.monotonic() + 120
             while not (log.exists() and log.read_text()) and time.monotonic() < deadline:
+                assert training.poll() is None
                 time.sleep(0.1)
             training.terminate()
             training.wait(60)
@@ -677,7 +679,7 @@ def test_custom_training_loop_saves_at_sigterm_and_ends_at_max_steps(
         numbers = result(run(copy, line, "data.limit_train=160", folder=folder))
         assert numbers["steps"] == 8
         assert numbers["train"].keys() == {"loss", "acc"}
-        assert numbers["images_per_sec"] > 0
+        assert numbers["throughput"]["images_per_sec"] > 0
 
 
 BUSY = (
@@ -798,6 +800,9 @@ def test_momentum_of_averages_continues_bit_for_bit_in_a_resumed_run(scratch: Pa
         (("checkpoint.metric=val/f2",), "did you mean val/f1"),
         (("optimized_metric=val/f2",), "did you mean val/f1"),
         (("train.loss=fokal",), "did you mean focal"),
+        (("train.loss=focal", "train.smoothing=0.1"), "train.smoothing=0.1: train.loss=focal"),
+        (("train.loss=focal", "data.augment.mixup=0.2"), "data.augment.mixup=0.2: "),
+        (("train.loss=src.train.poly.PolyLoss", "train.class_weights=auto"), "class_weights=auto"),
         (("parallel.strategy=src.parallel.local_sgd.LocalSgt",), "no such strategy"),
         (("parallel=local_sgd", "parallel.gradient_as_bucket_view=true"), "an option of ddp"),
         (("parallel=ddp", "+parallel.options.a=1"), "parallel.options="),

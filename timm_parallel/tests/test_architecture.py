@@ -23,6 +23,7 @@ ALLOWED = {
     r"(hydra|omegaconf)": (
         "timm_parallel/main.py",
         "timm_parallel/config/",
+        "timm_parallel/patches.py",
         "timm_parallel/launch/resume.py",
         "timm_parallel/lab/sweep/",
         "timm_parallel/lab/search/",
@@ -45,6 +46,7 @@ ALLOWED = {
         "src/data/",
         "src/train/",
         "src/commands/",
+        "timm_parallel/patches.py",
         "timm_parallel/lab/doctor/probe.py",
         "scripts/maintain/",
     ),
@@ -52,6 +54,8 @@ ALLOWED = {
 # --help, a refused value and a report import no torch. Files below these folders may import it
 # inside functions only.
 NO_TORCH_AT_THE_TOP = (
+    "timm_parallel/class_source.py",
+    "timm_parallel/patches.py",
     "train.py",
     "evaluate.py",
     "src/schema.py",

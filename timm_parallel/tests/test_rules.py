@@ -8,10 +8,20 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from typing import Any
 
 import pytest
 
-from src.schema import STRATEGIES, Config, ModelConfig, OptimConfig
+from src.schema import (
+    STRATEGIES,
+    AugmentConfig,
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimConfig,
+    TrainConfig,
+)
+from src.train.losses import LOSSES, Loss
 from timm_parallel.class_source import class_attributes
 from timm_parallel.config.validate import check_combination
 from timm_parallel.keys import ParallelConfig, strategy_options
@@ -84,6 +94,31 @@ def test_strategy_named_by_its_class_is_bound_by_the_rules_of_its_attributes() -
     ):
         with pytest.raises(ValueError, match=f"^{key}="):
             check_combination(refused)
+
+
+@pytest.mark.parametrize(
+    ("train", "augment", "key"),
+    [
+        ({"smoothing": 0.1}, {}, "train.smoothing"),
+        ({"class_weights": "auto"}, {}, "train.class_weights"),
+        ({}, {"mixup": 0.2}, "data.augment.mixup"),
+        ({}, {"cutmix": 1.0}, "data.augment.cutmix"),
+        ({}, {"cutmix_minmax": [0.2, 0.8]}, "data.augment.cutmix_minmax"),
+    ],
+)
+def test_option_that_the_loss_does_not_read_is_refused(
+    train: dict[str, Any], augment: dict[str, Any], key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def config_with(loss: str) -> Config:
+        data = DataConfig(augment=AugmentConfig(**augment))
+        return Config(train=TrainConfig(loss=loss, **train), data=data)
+
+    check_combination(config_with("ce"))
+    monkeypatch.setitem(LOSSES, "plain", Loss(LOSSES["ce"].build))
+    # The second is a class without `reads`.
+    for loss in ("plain", "src.train.step.TrainStep"):
+        with pytest.raises(ValueError, match=rf"^{key}=.* train\.loss={loss} does not read it"):
+            check_combination(config_with(loss))
 
 
 def test_config_validation_imports_no_torch_timm_or_hydra() -> None:
