@@ -12,8 +12,8 @@ from timm.data import create_dataset
 from torch import Tensor
 
 from src.schema import DataConfig
-from timm_parallel.data.dataset import InMemory, Sample
-from timm_parallel.data.decode import decode, decode_file, from_pil
+from timm_parallel.data.dataset import InMemory
+from timm_parallel.data.decode import decode, from_pil
 from timm_parallel.data.tar_index import read_splits
 
 
@@ -64,7 +64,7 @@ class TorchvisionSplit:
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitem__(self, index: int) -> Sample:
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
         image, label = self.dataset[index]
         return image if isinstance(image, Tensor) else from_pil(image, self.mode), int(label)
 
@@ -80,7 +80,7 @@ class HubSplit:
     def __len__(self) -> int:
         return len(self.reader)
 
-    def __getitem__(self, index: int) -> Sample:
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
         file, label, *_ = self.reader[index]
         with file:
             return decode(file.read(), f"image {index} of {self.reader.split}"), int(label)
@@ -88,7 +88,7 @@ class HubSplit:
 
 def _load_file(path: str | Path) -> Tensor:
     """Decode an image file of a torchvision dataset."""
-    return decode_file(Path(path))
+    return decode(Path(path))
 
 
 def _create(config: DataConfig, split: str, **options: Any) -> Any:
