@@ -136,10 +136,7 @@ def _data(config: Config) -> Iterator[str]:
     elif source == "torch" and dataset not in OF_TORCH:
         yield f"data.name={name}: timm has no such dataset{hint(dataset, OF_TORCH)}"
     elif not (is_timm_dataset(name) or name in DATASETS):
-        yield (
-            f"data.name={name}: no such dataset{hint(name, (*DATASETS, 'tar', 'wds'))}, or "
-            "torch/…, hfds/…"
-        )
+        yield (f"data.name={name}: no such dataset{hint(name, DATASETS)}, or torch/…, hfds/…")
     if aa is not None and not any(re.fullmatch(pattern, aa) for pattern in AUTO_AUGMENT):
         yield (
             f"data.augment.aa={aa}: expected timm's syntax, e.g. rand-m9-mstd0.5-inc1, "

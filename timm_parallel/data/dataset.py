@@ -31,6 +31,7 @@ class Split(Protocol):
 class DataKeys(Protocol):
     """Keys of the group `data` that datasets of files read."""
 
+    name: str
     root: str | None
     val_fraction: float | None
     test_fraction: float | None

@@ -1,4 +1,4 @@
-"""Decode image files to tensors, and read a split of image files."""
+"""Decode image files to tensors, and read splits of image files and of tar files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from torchvision.transforms.functional import pil_to_tensor
 
 from timm_parallel.data.dataset import IMAGE_FORMATS, Sample, image_files
-from timm_parallel.data.fractions import Listing
+from timm_parallel.data.fractions import Listing, Member
 from timm_parallel.errors import UnreadableImageError
 
 log = logging.getLogger(__name__)
@@ -135,6 +135,32 @@ class Files:
     def __getitem__(self, index: int) -> Sample:
         path, label = self.files[index]
         return decode(path, mode=self.mode), label
+
+
+class TarSplit:
+    """A split read from tar files by image index. Holds the position and label of each image."""
+
+    def __init__(self, tars: list[Path], members: list[Member], classes: list[str]) -> None:
+        numbers = {name: number for number, name in enumerate(classes)}
+        self.tars = tars
+        self.tar, self.offset, self.size = np.array([position for *position, _ in members]).T
+        try:
+            self.labels = np.array([numbers[label] for *_, label in members])
+        except KeyError as error:
+            raise ValueError(
+                f"data.root={tars[0].parent}: the class {error} is in val or test, but not in "
+                "train; add it to train"
+            ) from None
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> Sample:
+        path, offset = self.tars[self.tar[index]], int(self.offset[index])
+        with open(path, "rb", buffering=0) as tar:
+            tar.seek(offset)
+            encoded = tar.read(int(self.size[index]))
+        return decode(encoded, f"{path} at byte {offset}"), int(self.labels[index])
 
 
 def files_of(listing: Listing) -> tuple[Any, Any, Any]:

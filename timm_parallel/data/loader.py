@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.util import get_temp_dir
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -29,9 +29,7 @@ from timm_parallel.errors import UnreadableImageError
 from timm_parallel.machine import hardware
 from timm_parallel.machine.process import kill_on_parent_exit
 from timm_parallel.machine.signals import ignore_stop_signals
-
-if TYPE_CHECKING:
-    from timm_parallel.parallel.group import ProcessGroup
+from timm_parallel.parallel.group import ProcessGroup
 
 # Changes an image [C, H, W].
 Transform = Callable[[Tensor], Tensor]
