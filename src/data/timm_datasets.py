@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -47,7 +46,7 @@ class TimmImages(ImageDataset):
             for dataset in datasets:
                 # torchvision would open files of any format that Pillow knows.
                 if hasattr(dataset, "loader"):
-                    dataset.loader = _load_file
+                    dataset.loader = decode
             first, _ = datasets[0][0]
             self.in_chans = 1 if not isinstance(first, Tensor) and first.mode in ("L", "1") else 3
             splits = [
@@ -61,7 +60,7 @@ class TimmImages(ImageDataset):
 
 class TorchvisionSplit:
     """A split of a torchvision dataset, whose items are labels with PIL images, or with tensors of
-    `_load_file`.
+    `decode`.
     """
 
     def __init__(self, dataset: Any, mode: str) -> None:
@@ -97,11 +96,6 @@ class HubSplit:
         file, label, *_ = self.reader[index]
         with file:
             return decode(file.read(), f"image {index} of {self.reader.split}"), int(label)
-
-
-def _load_file(path: str | Path) -> Tensor:
-    """Decode an image file of a torchvision dataset."""
-    return decode(Path(path))
 
 
 def _create(config: DataConfig, split: str, **options: Any) -> Any:

@@ -24,15 +24,17 @@ log = logging.getLogger(__name__)
 JPEG = b"\xff\xd8\xff"
 
 
-def decode(file: bytes | Path, name: str = "", mode: str = "RGB") -> Tensor:
-    """Decode an image file, or the bytes of one, to uint8 [3, H, W], or [1, H, W] for mode L,
+def decode(file: bytes | str | Path, name: str = "", mode: str = "RGB") -> Tensor:
+    """Decode an image file, given as path or bytes, to uint8 [3, H, W], or [1, H, W] for mode L,
     rotated as EXIF says.
 
     Transparency is ignored, as in torchvision's ImageFolder. Raises UnreadableImageError for
     anything but a complete image, with the `name` of bytes.
     """
-    if isinstance(file, Path):
-        return decode(_read(file), str(file), mode)
+    if not isinstance(file, bytes):
+        # A new Path would parse and join its parts again, which takes 10 us.
+        path = file if isinstance(file, Path) else Path(file)
+        return decode(_read(path), str(path), mode)
     if file.startswith(JPEG) and (decode_jpeg := find_jpeg_decoder()) is not None:
         # Faster than PIL, which gets the file if it is damaged or of a kind that only PIL reads.
         # Rotates as EXIF says.

@@ -52,7 +52,6 @@ class BatchStep(Protocol):
 
         A thread may call it while training uses those.
         """
-        ...
 
     def __call__(self, images: Tensor, *draws: Tensor) -> Tensor: ...
 
@@ -364,8 +363,12 @@ def eval_loader(
     """
     fetcher = BatchFetcher(split, num_classes, transform, seed, on_error)
     sampler = EvalSampler(len(split), batch_size, group.rank, group.world_size)
-    count = num_workers(workers, fetcher, prefetcher.device, group.local_world_size)
-    return Loader(fetcher, sampler, prefetcher, count)
+    return Loader(
+        fetcher,
+        sampler,
+        prefetcher,
+        num_workers(workers, fetcher, prefetcher.device, group.local_world_size),
+    )
 
 
 def train_loader(
@@ -411,8 +414,12 @@ def train_loader(
         on_pixels=on_pixels,
         on_normalized=on_normalized,
     )
-    count = num_workers(workers, fetcher, prefetcher.device, group.local_world_size)
-    return TrainLoader(fetcher, sampler, prefetcher, count)
+    return TrainLoader(
+        fetcher,
+        sampler,
+        prefetcher,
+        num_workers(workers, fetcher, prefetcher.device, group.local_world_size),
+    )
 
 
 def _start_worker(worker: int) -> None:

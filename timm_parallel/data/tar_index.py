@@ -43,10 +43,12 @@ class TarDataset(ImageDataset):
         _check_overlap(root, names, tars)
         members = [_read_index(paths, webdataset) for paths in tars]
         labels = {label for *_, label in members[0]}
-        self.class_names = sorted(labels)
-        if webdataset:
-            # Numbers up to the largest label.
-            self.class_names = [str(number) for number in range(max(map(int, labels)) + 1)]
+        # The labels of webdataset are numbers, of which some may be missing.
+        self.class_names = (
+            [str(number) for number in range(max(map(int, labels)) + 1)]
+            if webdataset
+            else sorted(labels)
+        )
         splits = [
             TarSplit(paths, index, self.class_names)
             for paths, index in zip(tars, members, strict=True)
