@@ -47,8 +47,11 @@ DATASETS = {
     "synthetic": "src.data.datasets.Synthetic",
     "folder": "timm_parallel.data.folder.FolderDataset",
     "csv": "timm_parallel.data.csv_listing.CsvDataset",
-    "timm": "src.data.datasets.TimmImages",
+    "tar": "timm_parallel.data.tar_index.TarDataset",
+    "wds": "timm_parallel.data.tar_index.TarDataset",
 }
+# The class of timm's datasets, by names such as torch/cifar10.
+TIMM = "src.data.timm_datasets.TimmImages"
 # Datasets made in memory. They have one image size and do not read data.root.
 MADE_IN_MEMORY = ("digits", "synthetic")
 SCHEDULES = ("constant", "cosine", "tanh", "step", "multistep", "poly", "wsd", "rsqrt")

@@ -22,7 +22,6 @@ from src.train.build import DataAndModel, build_data_and_model
 from src.train.losses import find_loss
 from src.train.metrics import details, metrics_of
 from src.train.step import AUTOCAST, Autocast
-from timm_parallel.data.folder import class_difference
 from timm_parallel.data.loader import Loader
 from timm_parallel.machine.files import write_text
 from timm_parallel.machine.ranks import Ranks
@@ -134,9 +133,8 @@ def _load_weights(
         return load_weights(model, path, dataset.class_names, for_evaluation=True)
     if folder is None:
         _check_head(config, model, len(dataset.class_names))
-    elif contents.get("classes", dataset.class_names) != dataset.class_names:
-        difference = class_difference(contents["classes"], dataset.class_names)
-        raise ValueError(f"data: expected the same classes as in the run {folder} ({difference})")
+    else:
+        dataset.check_classes(contents.get("classes", dataset.class_names), folder)
     return ""
 
 

@@ -21,7 +21,6 @@ from src.schema import ResolvedParallel
 from src.train.losses import find_loss
 from src.train.step import AUTOCAST, Autocast
 from timm_parallel.data.decode import Files
-from timm_parallel.data.folder import image_files
 from timm_parallel.data.loader import Loader, eval_loader
 from timm_parallel.data.prefetch import DevicePrefetcher
 from timm_parallel.machine.ranks import Ranks
@@ -47,9 +46,10 @@ def predict(request: PredictionRequest, ranks: Ranks, store: Any) -> list[Predic
     """Predict the image files of `request`, shared among the ranks. Return the predictions of all
     files on every rank.
     """
-    paths = [request.images] if request.images.is_file() else list(image_files(request.images))
-    if not paths:
+    files = Files.below(request.images).files
+    if not files:
         raise ValueError(f"images={request.images}: no image in this folder")
+    paths = [path for path, _ in files]
     strategy = build_strategy(request.parallel, ranks, store)
     trained = load_trained(request.run, request.checkpoint, request.weights, strategy.device)
     model = strategy.for_evaluation(
@@ -57,7 +57,7 @@ def predict(request: PredictionRequest, ranks: Ranks, store: Any) -> list[Predic
     )
     predictions: dict[int, Prediction] = {}
     hidden = not (strategy.is_first and sys.stderr.isatty())
-    with closing(_loader(trained, paths, request, strategy)) as loader:
+    with closing(_loader(trained, files, request, strategy)) as loader:
         bar = track(
             loader, "images", len(loader.sampler), console=Console(stderr=True), disable=hidden
         )
@@ -79,20 +79,22 @@ def predict(request: PredictionRequest, ranks: Ranks, store: Any) -> list[Predic
 
 
 def _loader(
-    trained: Trained, paths: list[Path], request: PredictionRequest, strategy: Strategy
+    trained: Trained,
+    files: list[tuple[Path, int]],
+    request: PredictionRequest,
+    strategy: Strategy,
 ) -> Loader:
     """Build a loader of image files. The label of an image is its index, to match predictions with
     files.
     """
     mode = "L" if trained.preprocessing.input_size[0] == 1 else "RGB"
-    files = Files([(path, number) for number, path in enumerate(paths)], mode)
     preprocessing = trained.preprocessing
     prefetcher = DevicePrefetcher(
         strategy.device, preprocessing.mean, preprocessing.std, trained.config.model.channels_last
     )
     return eval_loader(
-        files,
-        len(paths),
+        Files(files, mode),
+        len(files),
         prefetcher,
         strategy.group,
         batch_size=request.batch_size * strategy.group.world_size,

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
-from src.schema import DATASETS, DataConfig
+from src.schema import DATASETS, TIMM, DataConfig
 from timm_parallel.config.timm_names import is_timm_dataset
 from timm_parallel.data.dataset import ImageDataset, InMemory
 from timm_parallel.errors import refuse_wrong_arguments
@@ -100,46 +100,9 @@ class Synthetic(MadeInMemory):
         return int(config.kwargs.get("num_samples", 2048))
 
 
-class TimmImages(ImageDataset):
-    """`data=timm data.name=<name> data.root=<folder>`, with further options in `data.kwargs`."""
-
-    def __init__(
-        self,
-        config: DataConfig,
-        train_split: str = "train",
-        val_split: str = "validation",
-        test_split: str | None = None,
-        download: bool = False,
-        input_key: str = "image",
-        target_key: str = "label",
-    ) -> None:
-        """The arguments have timm's names. `input_key` and `target_key` are columns of a Hugging
-        Face dataset.
-        """
-        from src.data.timm_datasets import open_splits
-
-        names = [name for name in (train_split, val_split, test_split) if name is not None]
-        splits, self.class_names, self.in_chans = open_splits(
-            config, names, download, input_key, target_key
-        )
-        self.train, self.val = splits[0], splits[1]
-        self.test = splits[2] if test_split is not None else None
-
-    @classmethod
-    def check(
-        cls, config: DataConfig, evaluated: str | None = None, multilabel: bool = False
-    ) -> None:
-        """Raise ValueError for a missing folder of tars."""
-        is_tar = config.name.partition("/")[0] in ("tar", "wds")
-        if is_tar and not (config.root and Path(config.root).is_dir()):
-            raise ValueError(
-                f"data.root={config.root}: no such folder; give the one that contains the tars"
-            )
-
-
 def built_in(name: str) -> type[ImageDataset] | None:
-    """Import the class of a built-in dataset, without torch; None if `name` is a class of yours."""
-    dotted = DATASETS.get("timm" if is_timm_dataset(name) else name)
+    """Import the class of a built-in dataset, without torch; None for timm's datasets and yours."""
+    dotted = DATASETS.get(name.partition("/")[0])
     return None if dotted is None else cast(type[ImageDataset], import_class(dotted))
 
 
@@ -151,7 +114,7 @@ def build_dataset(
     """
     dataset_class: Any = built_in(config.name)
     if dataset_class is None:
-        dataset_class = import_class(config.name)
+        dataset_class = import_class(TIMM if is_timm_dataset(config.name) else config.name)
         if not (isinstance(dataset_class, type) and dataset_class.__module__.startswith("src.")):
             raise ValueError(
                 f"data.name={config.name}: not a class of this project; give src.<module>.<Class>"

@@ -1,10 +1,7 @@
-"""Splits of the datasets that timm's factory names: `torch/cifar10`, `hfds/…`, and tar files
-(`tar`, `wds`).
-"""
+"""Datasets by the names of timm's factory: `torch/cifar10` and `hfds/…`."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,43 +9,58 @@ from timm.data import create_dataset
 from torch import Tensor
 
 from src.schema import DataConfig
-from timm_parallel.data.dataset import InMemory, Sample
-from timm_parallel.data.decode import decode, decode_file, from_pil
-from timm_parallel.data.tar_index import read_splits
+from timm_parallel.data.dataset import ImageDataset, InMemory
+from timm_parallel.data.decode import decode, from_pil
 
 
-def open_splits(
-    config: DataConfig, names: list[str], download: bool, input_key: str, target_key: str
-) -> tuple[list[Any], list[str], int]:
-    """Open the splits `names`. Return them, the class names and the number of channels."""
-    scheme = config.name.partition("/")[0]
-    if scheme in ("tar", "wds"):
-        root = Path(str(config.root))
-        return *read_splits(root, names, webdataset=scheme == "wds"), 3
-    if scheme == "hfds":
-        readers = [
-            _create(config, name, input_key=input_key, target_key=target_key).reader
-            for name in names
-        ]
-        numbers = readers[0].class_to_idx or {
-            str(n): n for n in range(max(readers[0].dataset[target_key]) + 1)
-        }
-        classes = sorted(numbers, key=numbers.__getitem__)
-        return [HubSplit(reader) for reader in readers], classes, 3
-    datasets = [_create(config, name, download=download) for name in names]
-    for dataset in datasets:
-        # torchvision would open files of any format that Pillow knows.
-        if hasattr(dataset, "loader"):
-            dataset.loader = _load_file
-    first, _ = datasets[0][0]
-    is_gray = not isinstance(first, Tensor) and first.mode in ("L", "1")
-    splits = [TorchvisionSplit(dataset, "L" if is_gray else "RGB") for dataset in datasets]
-    return splits, [str(name) for name in datasets[0].classes], 1 if is_gray else 3
+class TimmImages(ImageDataset):
+    """`data=timm data.name=<name> data.root=<folder>`, with further options in `data.kwargs`."""
+
+    def __init__(
+        self,
+        config: DataConfig,
+        train_split: str = "train",
+        val_split: str = "validation",
+        test_split: str | None = None,
+        download: bool = False,
+        input_key: str = "image",
+        target_key: str = "label",
+    ) -> None:
+        """The arguments have timm's names. `input_key` and `target_key` are columns of a Hugging
+        Face dataset.
+        """
+        names = [name for name in (train_split, val_split, test_split) if name is not None]
+        splits: list[Any]
+        if config.name.partition("/")[0] == "hfds":
+            readers = [
+                _create(config, name, input_key=input_key, target_key=target_key).reader
+                for name in names
+            ]
+            splits = [HubSplit(reader) for reader in readers]
+            numbers = readers[0].class_to_idx or {
+                str(n): n for n in range(max(readers[0].dataset[target_key]) + 1)
+            }
+            self.class_names = sorted(numbers, key=numbers.__getitem__)
+        else:
+            datasets = [_create(config, name, download=download) for name in names]
+            for dataset in datasets:
+                # torchvision would open files of any format that Pillow knows.
+                if hasattr(dataset, "loader"):
+                    dataset.loader = decode
+            first, _ = datasets[0][0]
+            self.in_chans = 1 if not isinstance(first, Tensor) and first.mode in ("L", "1") else 3
+            splits = [
+                TorchvisionSplit(dataset, "L" if self.in_chans == 1 else "RGB")
+                for dataset in datasets
+            ]
+            self.class_names = [str(name) for name in datasets[0].classes]
+        self.train, self.val = splits[0], splits[1]
+        self.test = splits[2] if test_split is not None else None
 
 
 class TorchvisionSplit:
     """A split of a torchvision dataset, whose items are labels with PIL images, or with tensors of
-    `_load_file`.
+    `decode`.
     """
 
     def __init__(self, dataset: Any, mode: str) -> None:
@@ -64,7 +76,7 @@ class TorchvisionSplit:
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitem__(self, index: int) -> Sample:
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
         image, label = self.dataset[index]
         return image if isinstance(image, Tensor) else from_pil(image, self.mode), int(label)
 
@@ -80,15 +92,10 @@ class HubSplit:
     def __len__(self) -> int:
         return len(self.reader)
 
-    def __getitem__(self, index: int) -> Sample:
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
         file, label, *_ = self.reader[index]
         with file:
             return decode(file.read(), f"image {index} of {self.reader.split}"), int(label)
-
-
-def _load_file(path: str | Path) -> Tensor:
-    """Decode an image file of a torchvision dataset."""
-    return decode_file(Path(path))
 
 
 def _create(config: DataConfig, split: str, **options: Any) -> Any:

@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from timm_parallel.data.dataset import ImageDataset
-from timm_parallel.data.folder import first
 from timm_parallel.data.fractions import Listing, check_splits, split_of
 from timm_parallel.keys import DataConfig
-from timm_parallel.machine.text import plural
+from timm_parallel.machine.text import first, plural
 
 SEPARATOR = ";"  # between the labels of one image, with train.task=multilabel
 SPLITS = ("train", "val", "test")
@@ -49,7 +48,12 @@ class CsvDataset(ImageDataset):
         """
         from timm_parallel.data.decode import files_of
 
-        self.class_names, listing = _list_csv(config, trained_classes, multilabel)
+        path = csv_file(config)
+        rows = read_rows(path, multilabel)
+        if trained_classes is None and not multilabel:
+            _check_combinations(rows, path)
+        divided = _divide(rows, path, config)
+        self.class_names, listing = _list(divided, path, config, trained_classes, multilabel)
         self.train, self.val, self.test = files_of(listing)
 
     @classmethod
@@ -197,22 +201,6 @@ def _divide(rows: Sequence[Row], path: Path, data: DataConfig) -> dict[str, list
     return divided
 
 
-def _list_csv(
-    data: DataConfig, classes: list[str] | None, multilabel: bool
-) -> tuple[list[str], Listing]:
-    """Return the class names, and each split's files with labels. `classes`: the class names of
-    trained weights.
-
-    A label is a class number; with `multilabel` a number per class, 1 if the image has that label,
-    else 0.
-    """
-    path = csv_file(data)
-    rows = read_rows(path, multilabel)
-    if classes is None and not multilabel:
-        _check_combinations(rows, path)
-    return _list(_divide(rows, path, data), path, data, classes, multilabel)
-
-
 def _list(
     divided: dict[str, list[Row]],
     path: Path,
@@ -220,6 +208,12 @@ def _list(
     classes: list[str] | None,
     multilabel: bool,
 ) -> tuple[list[str], Listing]:
+    """Return the class names, and each split's files with labels. `classes`: the class names of
+    trained weights.
+
+    A label is a class number; with `multilabel` a number per class, 1 if the image has that label,
+    else 0.
+    """
     names = classes or sorted(
         {label for of_split in divided.values() for row in of_split for label in row.labels}
     )

@@ -1,11 +1,14 @@
-"""Dataset interface: splits whose samples are read by index."""
+"""Dataset interface: splits whose samples are read by index. Imports no torch."""
 
 from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
+
+from timm_parallel.machine.text import first
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -64,6 +67,12 @@ class ImageDataset:
         """
         return None
 
+    def check_classes(self, trained: list[str], run: Path | None) -> None:
+        """Raise ValueError if the classes are not those of a trained run, in the same order."""
+        if trained != self.class_names:
+            difference = class_difference(trained, self.class_names)
+            raise ValueError(f"data: expected the same classes as in the run {run} ({difference})")
+
 
 class InMemory:
     """A split that fits in memory. Reading a batch is one indexing operation, which worker
@@ -92,6 +101,36 @@ class InMemory:
 
     def __getitem__(self, index: int) -> Sample:
         return self.images[index], self.labels[index].item()
+
+
+def image_files(folder: Path) -> Iterator[Path]:
+    """Yield the image files below `folder` in a fixed order. Follows each link to a folder once."""
+    seen: set[tuple[int, int]] = set()
+    for directory, subdirectories, files in os.walk(folder, followlinks=True):
+        status = Path(directory).stat()
+        # A link to a folder above.
+        if (status.st_dev, status.st_ino) in seen:
+            subdirectories.clear()
+            continue
+        seen.add((status.st_dev, status.st_ino))
+        subdirectories.sort()
+        for name in sorted(files):
+            if name.lower().endswith(IMAGE_SUFFIXES) and not name.startswith("."):
+                yield Path(directory, name)
+
+
+def class_difference(trained: list[str], data: list[str]) -> str:
+    """Describe the difference between the classes of trained weights and of the data: counts and a
+    few names.
+    """
+    parts = []
+    for owner, names, others in (
+        ("trained weights", trained, set(data)),
+        ("data", data, set(trained)),
+    ):
+        if only := [name for name in names if name not in others]:
+            parts.append(f"{len(only)} of {len(names)} only in the {owner}: {first(only)}")
+    return "; ".join(parts) or "the same names in another order"
 
 
 def train_labels(split: Split, chosen: Tensor | None) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""Decode image files to tensors, and read a split of image files."""
+"""Decode image files to tensors, and read splits of image files and of tar files."""
 
 from __future__ import annotations
 
@@ -16,29 +16,33 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 from torchvision.transforms.functional import pil_to_tensor
 
-from timm_parallel.data.dataset import IMAGE_FORMATS, Sample
-from timm_parallel.data.fractions import Listing
+from timm_parallel.data.dataset import IMAGE_FORMATS, Sample, image_files
+from timm_parallel.data.fractions import Listing, Member
 from timm_parallel.errors import UnreadableImageError
 
 log = logging.getLogger(__name__)
 JPEG = b"\xff\xd8\xff"
 
 
-def decode(encoded: bytes, name: str, mode: str = "RGB") -> Tensor:
-    """Decode an image file's bytes to uint8 [3, H, W], or [1, H, W] for mode L, rotated as EXIF
-    says.
+def decode(file: bytes | str | Path, name: str = "", mode: str = "RGB") -> Tensor:
+    """Decode an image file, given as path or bytes, to uint8 [3, H, W], or [1, H, W] for mode L,
+    rotated as EXIF says.
 
-    Transparency is ignored, as in torchvision's ImageFolder. Raises UnreadableImageError with
-    `name` for anything but a complete image.
+    Transparency is ignored, as in torchvision's ImageFolder. Raises UnreadableImageError for
+    anything but a complete image, with the `name` of bytes.
     """
-    if encoded.startswith(JPEG) and (decode_jpeg := find_jpeg_decoder()) is not None:
+    if not isinstance(file, bytes):
+        # A new Path would parse and join its parts again, which takes 10 us.
+        path = file if isinstance(file, Path) else Path(file)
+        return decode(_read(path), str(path), mode)
+    if file.startswith(JPEG) and (decode_jpeg := find_jpeg_decoder()) is not None:
         # Faster than PIL, which gets the file if it is damaged or of a kind that only PIL reads.
         # Rotates as EXIF says.
         with suppress(RuntimeError):
-            data = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
+            data = torch.frombuffer(bytearray(file), dtype=torch.uint8)
             return decode_jpeg(data, mode="GRAY" if mode == "L" else mode)
     try:
-        with open_image(encoded) as image:
+        with open_image(file) as image:
             return from_pil(image, mode)
     except UnidentifiedImageError:
         reason = f"its content is none of {', '.join(IMAGE_FORMATS)}"
@@ -79,22 +83,18 @@ def find_jpeg_decoder() -> Callable[..., Tensor] | None:
     return decode_jpeg  # type: ignore[return-value]
 
 
-def decode_file(path: Path, mode: str = "RGB") -> Tensor:
-    """Read and decode an image file. Raises UnreadableImageError, also for a file that cannot be
-    opened.
-    """
+def _read(path: Path) -> bytes:
     try:
         # Reading from a pipe may never return.
         if not path.is_file() and path.exists():
             raise UnreadableImageError(
                 f"{path}: not a regular file; remove it from the image folder"
             )
-        encoded = path.read_bytes()
+        return path.read_bytes()
     except OSError as error:
         raise UnreadableImageError(
             f"{path}: cannot be read ({error.strerror}); remove or replace it"
         ) from None
-    return decode(encoded, str(path), mode)
 
 
 def from_pil(image: Any, mode: str = "RGB") -> Tensor:
@@ -125,12 +125,44 @@ class Files:
         """`files`: paths with labels. `mode`: RGB, or L for images of one channel."""
         self.files, self.mode = files, mode
 
+    @classmethod
+    def below(cls, path: Path) -> Files:
+        """List an image file, or all of a folder, each labeled with its position in the list."""
+        paths = [path] if path.is_file() else image_files(path)
+        return cls([(file, number) for number, file in enumerate(paths)])
+
     def __len__(self) -> int:
         return len(self.files)
 
     def __getitem__(self, index: int) -> Sample:
         path, label = self.files[index]
-        return decode_file(path, self.mode), label
+        return decode(path, mode=self.mode), label
+
+
+class TarSplit:
+    """A split read from tar files by image index. Holds the position and label of each image."""
+
+    def __init__(self, tars: list[Path], members: list[Member], classes: list[str]) -> None:
+        numbers = {name: number for number, name in enumerate(classes)}
+        self.tars = tars
+        self.tar, self.offset, self.size = np.array([position for *position, _ in members]).T
+        try:
+            self.labels = np.array([numbers[label] for *_, label in members])
+        except KeyError as error:
+            raise ValueError(
+                f"data.root={tars[0].parent}: the class {error} is in val or test, but not in "
+                "train; add it to train"
+            ) from None
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> Sample:
+        path, offset = self.tars[self.tar[index]], int(self.offset[index])
+        with open(path, "rb", buffering=0) as tar:
+            tar.seek(offset)
+            encoded = tar.read(int(self.size[index]))
+        return decode(encoded, f"{path} at byte {offset}"), int(self.labels[index])
 
 
 def files_of(listing: Listing) -> tuple[Any, Any, Any]:

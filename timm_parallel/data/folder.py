@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
-from timm_parallel.data.dataset import IMAGE_SUFFIXES, ImageDataset
+from timm_parallel.data.dataset import IMAGE_SUFFIXES, ImageDataset, image_files
 from timm_parallel.data.fractions import Listing, check_splits, split_of
 from timm_parallel.keys import DataConfig
-from timm_parallel.machine.text import plural
+from timm_parallel.machine.text import first, plural
 
 # Folder names that mean a split, in lower case -> the name that data=folder reads.
 SPLIT_NAMES = {
@@ -77,22 +77,6 @@ def class_names(split: Path) -> list[str]:
         return sorted(
             entry.name for entry in entries if entry.is_dir() and not entry.name.startswith(".")
         )
-
-
-def image_files(folder: Path) -> Iterator[Path]:
-    """Yield the image files below `folder` in a fixed order. Follows each link to a folder once."""
-    seen: set[tuple[int, int]] = set()
-    for directory, subdirectories, files in os.walk(folder, followlinks=True):
-        status = Path(directory).stat()
-        # A link to a folder above.
-        if (status.st_dev, status.st_ino) in seen:
-            subdirectories.clear()
-            continue
-        seen.add((status.st_dev, status.st_ino))
-        subdirectories.sort()
-        for name in sorted(files):
-            if name.lower().endswith(IMAGE_SUFFIXES) and not name.startswith("."):
-                yield Path(directory, name)
 
 
 def _list_folder(data: DataConfig, trained_classes: list[str] | None) -> tuple[list[str], Listing]:
@@ -288,22 +272,3 @@ def check_known_classes(folder: Path, known: list[str], of: str) -> None:
             f"data.root={folder.parent}: {of} does not have {len(unknown)} of the {len(names)} "
             f"classes of {folder}: {first(unknown)}; it has {first(known)}"
         )
-
-
-def class_difference(trained: list[str], data: list[str]) -> str:
-    """Describe the difference between the classes of trained weights and of the data: counts and a
-    few names.
-    """
-    parts = []
-    for owner, names, others in (
-        ("trained weights", trained, set(data)),
-        ("data", data, set(trained)),
-    ):
-        if only := [name for name in names if name not in others]:
-            parts.append(f"{len(only)} of {len(names)} only in the {owner}: {first(only)}")
-    return "; ".join(parts) or "the same names in another order"
-
-
-def first(names: list[str], count: int = 5) -> str:
-    """Join the first `count` names with commas. Append `…` if there are more."""
-    return ", ".join(names[:count]) + (" …" if len(names) > count else "")

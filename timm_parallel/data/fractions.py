@@ -15,6 +15,8 @@ from timm_parallel.machine.text import plural
 # Split -> image files, each with its label: a class number, or a number per class
 # (train.task=multilabel).
 Listing = dict[str, list[tuple[Path, Any]]]
+# An image in a tar file: number of the tar, bytes before the image, its bytes, its label.
+Member = tuple[int, int, int, str]
 
 
 def split_of(key: str, data: DataConfig) -> str:

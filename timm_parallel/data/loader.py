@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.util import get_temp_dir
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -29,9 +29,7 @@ from timm_parallel.errors import UnreadableImageError
 from timm_parallel.machine import hardware
 from timm_parallel.machine.process import kill_on_parent_exit
 from timm_parallel.machine.signals import ignore_stop_signals
-
-if TYPE_CHECKING:
-    from timm_parallel.parallel.group import ProcessGroup
+from timm_parallel.parallel.group import ProcessGroup
 
 # Changes an image [C, H, W].
 Transform = Callable[[Tensor], Tensor]
@@ -54,7 +52,6 @@ class BatchStep(Protocol):
 
         A thread may call it while training uses those.
         """
-        ...
 
     def __call__(self, images: Tensor, *draws: Tensor) -> Tensor: ...
 
@@ -366,8 +363,12 @@ def eval_loader(
     """
     fetcher = BatchFetcher(split, num_classes, transform, seed, on_error)
     sampler = EvalSampler(len(split), batch_size, group.rank, group.world_size)
-    count = num_workers(workers, fetcher, prefetcher.device, group.local_world_size)
-    return Loader(fetcher, sampler, prefetcher, count)
+    return Loader(
+        fetcher,
+        sampler,
+        prefetcher,
+        num_workers(workers, fetcher, prefetcher.device, group.local_world_size),
+    )
 
 
 def train_loader(
@@ -413,8 +414,12 @@ def train_loader(
         on_pixels=on_pixels,
         on_normalized=on_normalized,
     )
-    count = num_workers(workers, fetcher, prefetcher.device, group.local_world_size)
-    return TrainLoader(fetcher, sampler, prefetcher, count)
+    return TrainLoader(
+        fetcher,
+        sampler,
+        prefetcher,
+        num_workers(workers, fetcher, prefetcher.device, group.local_world_size),
+    )
 
 
 def _start_worker(worker: int) -> None:

@@ -60,10 +60,6 @@ class DevicePrefetcher:
         self._blocks = BatchMemory()
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def __call__(self, batch: Batch) -> Batch:
-        images, labels = self.send(batch)
-        return self.normalize(images), labels
-
     def send(self, batch: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Copy the tensors of a batch to the device. A GPU copies them while it computes what was
         launched before.

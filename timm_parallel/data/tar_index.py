@@ -13,26 +13,63 @@ import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
-
-from timm_parallel.data.dataset import IMAGE_SUFFIXES, Sample
-from timm_parallel.data.decode import decode
+from timm_parallel.data.dataset import IMAGE_SUFFIXES, ImageDataset
+from timm_parallel.data.fractions import Member
+from timm_parallel.keys import DataConfig
 
 SYNONYMS = {"validation": ("validation", "val", "valid"), "val": ("val", "validation", "valid")}
 # (key, suffix) of a member's name: webdataset's key ends at the first dot of the file's name.
 # Hidden files do not match.
 KEY_AND_SUFFIX = re.compile(r"((?:.*/)?[^/.]+)\.([^/]*)")
-Member = tuple[
-    int, int, int, str
-]  # of an image: number of its tar, bytes before it, its bytes, label
 LabeledImages = Iterator[tuple[tarfile.TarInfo, str]]
 
 
-def read_splits(root: Path, names: list[str], webdataset: bool) -> tuple[list[TarSplit], list[str]]:
-    """Return the splits `names` and the class names of the first one: for webdataset, numbers up to
-    its largest label.
+class TarDataset(ImageDataset):
+    """`data=timm data.name=tar` (or wds) `data.root=<folder>`, with the names or patterns of the
+    tars in `data.kwargs`.
     """
-    tars = [find_tars(root, name) for name in names]
+
+    def __init__(
+        self,
+        config: DataConfig,
+        train_split: str = "train",
+        val_split: str = "validation",
+        test_split: str | None = None,
+    ) -> None:
+        from timm_parallel.data.decode import TarSplit
+
+        root, webdataset = Path(str(config.root)), config.name.partition("/")[0] == "wds"
+        names = [name for name in (train_split, val_split, test_split) if name is not None]
+        tars = [find_tars(root, name) for name in names]
+        _check_overlap(root, names, tars)
+        members = [_read_index(paths, webdataset) for paths in tars]
+        labels = {label for *_, label in members[0]}
+        # The labels of webdataset are numbers, of which some may be missing.
+        self.class_names = (
+            [str(number) for number in range(max(map(int, labels)) + 1)]
+            if webdataset
+            else sorted(labels)
+        )
+        splits = [
+            TarSplit(paths, index, self.class_names)
+            for paths, index in zip(tars, members, strict=True)
+        ]
+        self.train, self.val = splits[:2]
+        self.test = splits[2] if test_split is not None else None
+
+    @classmethod
+    def check(
+        cls, config: DataConfig, evaluated: str | None = None, multilabel: bool = False
+    ) -> None:
+        """Raise ValueError for a missing folder of tars."""
+        if not (config.root and Path(config.root).is_dir()):
+            raise ValueError(
+                f"data.root={config.root}: no such folder; give the one that contains the tars"
+            )
+
+
+def _check_overlap(root: Path, names: list[str], tars: list[list[Path]]) -> None:
+    """Raise ValueError for a tar of the first split that another split has, too."""
     for name, paths in zip(names[1:], tars[1:], strict=True):
         if name != names[0] and (both := sorted({*paths} & {*tars[0]})):
             raise ValueError(
@@ -40,42 +77,6 @@ def read_splits(root: Path, names: list[str], webdataset: bool) -> tuple[list[Ta
                 f"their tars in data.kwargs.train_split and val_split, with * or {{0000..0146}} "
                 "for several"
             )
-    members = [_read_index(paths, webdataset) for paths in tars]
-    labels = {label for *_, label in members[0]}
-    classes = (
-        [str(number) for number in range(max(map(int, labels)) + 1)]
-        if webdataset
-        else sorted(labels)
-    )
-    return [
-        TarSplit(paths, index, classes) for paths, index in zip(tars, members, strict=True)
-    ], classes
-
-
-class TarSplit:
-    """A split read from tar files by image index. Holds the position and label of each image."""
-
-    def __init__(self, tars: list[Path], members: list[Member], classes: list[str]) -> None:
-        numbers = {name: number for number, name in enumerate(classes)}
-        self.tars = tars
-        self.tar, self.offset, self.size = np.array([position for *position, _ in members]).T
-        try:
-            self.labels = np.array([numbers[label] for *_, label in members])
-        except KeyError as error:
-            raise ValueError(
-                f"data.root={tars[0].parent}: the class {error} is in val or test, but not in "
-                "train; add it to train"
-            ) from None
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitem__(self, index: int) -> Sample:
-        path, offset = self.tars[self.tar[index]], int(self.offset[index])
-        with open(path, "rb", buffering=0) as tar:
-            tar.seek(offset)
-            encoded = tar.read(int(self.size[index]))
-        return decode(encoded, f"{path} at byte {offset}"), int(self.labels[index])
 
 
 def find_tars(root: Path, split: str) -> list[Path]:

@@ -25,11 +25,10 @@ from torchvision.transforms.functional import to_pil_image
 
 from timm_parallel.data.dataset import ImageDataset
 from timm_parallel.data.decode import open_image
-from timm_parallel.data.folder import first
 from timm_parallel.errors import UnreadableImageError
 from timm_parallel.machine.files import write_text
 from timm_parallel.machine.hardware import cores
-from timm_parallel.machine.text import for_terminal
+from timm_parallel.machine.text import first, for_terminal
 
 ABSENT = "classes without an image"
 MAX_LINES = 20  # of a table, or of a kind of problem; the JSON file has all

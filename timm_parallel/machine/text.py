@@ -1,5 +1,5 @@
-"""Format a count with its noun or a value in YAML's spelling, escape text for a terminal, and read
-numbers of records.
+"""Format a count with its noun, a list of names or a value in YAML's spelling, escape text for a
+terminal, and read numbers of records.
 """
 
 from __future__ import annotations
@@ -12,6 +12,11 @@ from typing import Any
 def plural(count: int, noun: str, ending: str = "s") -> str:
     """Return the count with its noun: `1 device`, `2 devices`, `2 processes`."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}{ending}"
+
+
+def first(names: list[str], count: int = 5) -> str:
+    """Join the first `count` names with commas. Append `…` if there are more."""
+    return ", ".join(names[:count]) + (" …" if len(names) > count else "")
 
 
 def for_terminal(text: str) -> str:

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from timm_parallel.data.folder import class_difference, first
+from timm_parallel.data.dataset import class_difference
+from timm_parallel.machine.text import first
 
 
 @dataclass

@@ -64,6 +64,7 @@ NO_TORCH_AT_THE_TOP = (
     "src/data/datasets.py",
     "timm_parallel/data/csv_listing.py",
     "timm_parallel/data/folder.py",
+    "timm_parallel/data/tar_index.py",
     "timm_parallel/data/fractions.py",
     "src/parallel/__init__.py",
     "src/train/__init__.py",

@@ -66,7 +66,7 @@ def test_prefetcher_accepts_smaller_last_batch() -> None:
     prefetcher = DevicePrefetcher(torch.device("cpu"), **plain(3), channels_last=False)
     for size in (4, 4, 3, 4, 1, 4):
         images = torch.randint(0, 256, (size, 3, 8, 8), dtype=torch.uint8)
-        assert torch.equal(prefetcher((images, torch.zeros(size)))[0], images.float())
+        assert torch.equal(prefetcher.normalize(images), images.float())
 
 
 @pytest.mark.parametrize(("size", "is_kept"), [(32, False), (256, True)])
@@ -79,7 +79,7 @@ def test_prefetcher_uses_batch_memory_only_for_large_batches(
         BatchMemory, "empty", lambda self, *shape: shapes.append(shape) or empty(self, *shape)
     )
     prefetcher = DevicePrefetcher(torch.device("cpu"), **plain(3), channels_last=False)
-    received, _ = prefetcher((torch.zeros(6, 3, size, size, dtype=torch.uint8), torch.zeros(6)))
+    received = prefetcher.normalize(torch.zeros(6, 3, size, size, dtype=torch.uint8))
     assert received.shape == (6, 3, size, size)
     assert shapes == ([(6, 3, size, size)] if is_kept else [])
 
@@ -90,7 +90,7 @@ def test_prefetcher_normalizes_in_both_memory_formats(channels_last: bool) -> No
         torch.device("cpu"), **plain(3, mean=0.5, std=0.25), channels_last=channels_last
     )
     images = torch.randint(0, 256, (4, 3, 8, 8), dtype=torch.uint8)
-    received, _ = prefetcher((images, torch.zeros(4)))
+    received = prefetcher.normalize(images)
     torch.testing.assert_close(received, (images / 255 - 0.5) / 0.25)
     expected = torch.channels_last if channels_last else torch.contiguous_format
     assert received.is_contiguous(memory_format=expected)

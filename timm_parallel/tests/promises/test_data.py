@@ -14,10 +14,9 @@ import pytest
 import torch
 from PIL import Image
 
-from timm_parallel.data.decode import decode as decode_bytes
-from timm_parallel.data.decode import decode_file as decode
-from timm_parallel.data.decode import find_jpeg_decoder, from_pil
-from timm_parallel.data.folder import class_names, image_files
+from timm_parallel.data.dataset import image_files
+from timm_parallel.data.decode import decode, find_jpeg_decoder, from_pil
+from timm_parallel.data.folder import class_names
 from timm_parallel.errors import UnreadableImageError
 
 RED, GREEN, GREY = (250, 10, 10), (10, 250, 10), (128, 128, 128)
@@ -147,7 +146,7 @@ def test_jpeg_decoder_returns_the_same_pixels_as_pil(kind: str, mode: str) -> No
     with Image.open(io.BytesIO(data)) as opened:
         opened.draft(mode, opened.size)
         expected = from_pil(opened, mode)
-    assert torch.equal(decode_bytes(data, kind, mode), expected)
+    assert torch.equal(decode(data, kind, mode), expected)
 
 
 def test_jpeg_is_decoded_by_pil_when_torchcodec_cannot_be_loaded(
@@ -155,12 +154,12 @@ def test_jpeg_is_decoded_by_pil_when_torchcodec_cannot_be_loaded(
 ) -> None:
     """The torchcodec wheel needs CUDA libraries, which a CPU build of torch does not install."""
     data = scanned("exif_6")
-    expected = decode_bytes(data, "exif_6")
+    expected = decode(data, "exif_6")
     monkeypatch.setitem(sys.modules, "torchcodec.decoders", None)
     find_jpeg_decoder.cache_clear()
     try:
-        assert torch.equal(decode_bytes(data, "exif_6"), expected)
-        assert torch.equal(decode_bytes(data, "exif_6"), expected)
+        assert torch.equal(decode(data, "exif_6"), expected)
+        assert torch.equal(decode(data, "exif_6"), expected)
     finally:
         find_jpeg_decoder.cache_clear()
     assert sum("torchcodec" in line for line in caplog.messages) == 1
@@ -170,7 +169,7 @@ def test_decoded_cmyk_jpeg_differs_from_pil_by_at_most_2() -> None:
     """PIL and the JPEG decoder round differently when they convert CMYK to RGB."""
     data = scanned("cmyk")
     with Image.open(io.BytesIO(data)) as opened:
-        difference = decode_bytes(data, "cmyk").int() - from_pil(opened).int()
+        difference = decode(data, "cmyk").int() - from_pil(opened).int()
     assert difference.abs().max() <= 2
 
 
@@ -181,7 +180,7 @@ def test_jpeg_with_zeroed_bytes_is_decoded_to_full_size_without_an_error() -> No
     data = bytearray(scanned("baseline"))
     middle = len(data) // 2
     data[middle : middle + 50] = bytes(50)
-    assert decode_bytes(bytes(data), "zeros.jpg").shape == (3, 67, 101)
+    assert decode(bytes(data), "zeros.jpg").shape == (3, 67, 101)
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -207,7 +206,7 @@ def test_decode_to_one_channel_keeps_exact_gray_values(tmp_path: Path, name: str
     (tmp_path / name).write_bytes(GOOD[name][0]())
     with Image.open(tmp_path / name) as opened:
         expected = 128 if name != "rgb.png" else np.asarray(opened.convert("L"))[8, 3]
-    assert decode(tmp_path / name, "L")[:, 8, 3].tolist() == [expected]
+    assert decode(tmp_path / name, mode="L")[:, 8, 3].tolist() == [expected]
 
 
 def test_image_folder_follows_symlinks_and_decode_error_names_a_broken_link(tmp_path: Path) -> None:

@@ -21,12 +21,12 @@ import pytest
 import torch
 from PIL import EpsImagePlugin, Image
 
-from src.data.datasets import TimmImages, build_dataset
+from src.data.datasets import build_dataset
+from src.data.timm_datasets import TimmImages
 from src.schema import DataConfig, ModelConfig
 from timm_parallel.config.compose import compose_command
 from timm_parallel.data.dataset import IMAGE_FORMATS, IMAGE_SUFFIXES
-from timm_parallel.data.decode import Files
-from timm_parallel.data.decode import decode_file as decode
+from timm_parallel.data.decode import Files, decode
 from timm_parallel.data.loader import BatchFetcher
 from timm_parallel.data.samplers import IndexBatch
 from timm_parallel.errors import UnreadableImageError
