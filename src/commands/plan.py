@@ -31,8 +31,8 @@ from timm_parallel.data.dataset import ImageDataset
 from timm_parallel.data.fractions import batches_per_epoch
 from timm_parallel.lab.forecast.plan import Bytes, Plan
 from timm_parallel.parallel.blocks import blocks_of
-from timm_parallel.runtime.banner import count_parameters
 from timm_parallel.runtime.flops import flop_counter, saved_for_backward
+from timm_parallel.runtime.interfaces import count_parameters
 from timm_parallel.runtime.progress import count_steps
 
 SMALL_FOR_BATCHNORM = (

@@ -44,3 +44,8 @@ def as_number(value: Any) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return None
     return float(value)
+
+
+def change_text(key: str, before: Any, now: Any) -> str:
+    """Format a changed setting: `key: before -> now`."""
+    return f"{key}: {yaml_text(before)} -> {yaml_text(now)}"

@@ -8,12 +8,10 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
-from torch import nn
-
 from timm_parallel.keys import ResolvedConfig
 from timm_parallel.machine.text import plural
 from timm_parallel.record.result import Result
-from timm_parallel.runtime.interfaces import RunParts
+from timm_parallel.runtime.interfaces import RunParts, count_parameters
 from timm_parallel.runtime.step_profiler import summary_lines
 
 log = logging.getLogger(__name__)
@@ -152,8 +150,3 @@ def _metrics(config: ResolvedConfig, result: Result) -> list[str]:
 
 def _number(value: Any) -> str:
     return "none" if value is None else f"{value:.4f}"
-
-
-def count_parameters(model: nn.Module) -> int:
-    """Return the number of elements in all parameters of `model`."""
-    return sum(parameter.numel() for parameter in model.parameters())

@@ -11,13 +11,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from timm_parallel.data.dataset import ImageDataset, split_fingerprint
 from timm_parallel.data.loader import Loader, TrainLoader
-from timm_parallel.keys import ResolvedConfig
+from timm_parallel.keys import ResolvedConfig, leaves
+from timm_parallel.machine.secrets import hide_in
 from timm_parallel.metric import Metric
 from timm_parallel.parallel.communication import Communication
-from timm_parallel.parallel.strategy import Strategy, own_parameters
+from timm_parallel.parallel.strategy import HasParameters, Strategy, own_parameters
 from timm_parallel.runtime.progress import Progress
 from timm_parallel.runtime.step_hooks import StepHooks
 
@@ -122,3 +124,38 @@ class RunParts:
     def listing(self) -> str:
         """Return the fingerprint of the training images."""
         return split_fingerprint(self.dataset.train)
+
+
+def data_of_a_step(parts: RunParts) -> dict[str, Any]:
+    """Return all settings that decide which images a step reads; the number of devices is not one
+    of them.
+    """
+    config = parts.config
+    return {
+        "images": parts.train_loader.sampler.num_images,
+        "listing": parts.listing,
+        "steps_per_epoch": parts.steps_per_epoch,
+        "images_per_step": config.global_batch * config.train.accumulate,
+        "seed": config.seed,
+        **config.data.sampling,
+    }
+
+
+def plain_config(parts: RunParts) -> dict[str, Any]:
+    """Return the config of a run as dotted key -> value, with secrets replaced."""
+    return dict(hide_in({key: value for key, value, _ in leaves(parts.config)}))
+
+
+def parameter_names(optimizer: Optimizer, model: HasParameters) -> list[str]:
+    """Return the names of the optimizer's parameters, in the order of their numbers in
+    `state_dict()`.
+    """
+    name_of = {id(parameter): name for name, parameter in model.named_parameters()}
+    return [
+        name_of[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]
+    ]
+
+
+def count_parameters(model: nn.Module) -> int:
+    """Return the number of elements in all parameters of `model`."""
+    return sum(parameter.numel() for parameter in model.parameters())

@@ -15,11 +15,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from timm_parallel.faults.liveness import liveness
+from timm_parallel.machine.text import change_text
 from timm_parallel.parallel.strategy import HasParameters, Strategy
-from timm_parallel.runtime.interfaces import OF_STEP, RunParts, TrainState
+from timm_parallel.runtime.interfaces import (
+    OF_STEP,
+    RunParts,
+    TrainState,
+    data_of_a_step,
+    parameter_names,
+    plain_config,
+)
 from timm_parallel.runtime.progress import Progress
-from timm_parallel.runtime.saving import data_of_a_step, parameter_names, plain_config
-from timm_parallel.runtime.segments import change_text
 
 log = logging.getLogger(__name__)
 NOT_ANNOUNCED = ("resume", "print_config")

@@ -14,8 +14,7 @@ from timm_parallel.machine.ranks import host_name
 from timm_parallel.record.environment import read_environment
 from timm_parallel.record.guard import flags, guard
 from timm_parallel.record.result import Result
-from timm_parallel.runtime.banner import count_parameters
-from timm_parallel.runtime.interfaces import RunParts
+from timm_parallel.runtime.interfaces import RunParts, count_parameters
 from timm_parallel.runtime.meter import Meter
 
 log = logging.getLogger(__name__)

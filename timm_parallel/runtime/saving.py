@@ -15,11 +15,16 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from timm_parallel.errors import NotFiniteError
-from timm_parallel.keys import leaves
-from timm_parallel.machine.secrets import hide_in
 from timm_parallel.parallel.group import ProcessGroup
 from timm_parallel.parallel.strategy import HasParameters, Strategy
-from timm_parallel.runtime.interfaces import OF_STEP, RunParts, TrainState
+from timm_parallel.runtime.interfaces import (
+    OF_STEP,
+    RunParts,
+    TrainState,
+    data_of_a_step,
+    parameter_names,
+    plain_config,
+)
 
 
 def checkpoint_of(parts: RunParts, segments: list[dict[str, Any]]) -> dict[str, Any]:
@@ -46,26 +51,6 @@ def checkpoint_of(parts: RunParts, segments: list[dict[str, Any]]) -> dict[str, 
         "config": plain_config(parts),
         "segments": segments,
     }
-
-
-def data_of_a_step(parts: RunParts) -> dict[str, Any]:
-    """Return all settings that decide which images a step reads; the number of devices is not one
-    of them.
-    """
-    config = parts.config
-    return {
-        "images": parts.train_loader.sampler.num_images,
-        "listing": parts.listing,
-        "steps_per_epoch": parts.steps_per_epoch,
-        "images_per_step": config.global_batch * config.train.accumulate,
-        "seed": config.seed,
-        **config.data.sampling,
-    }
-
-
-def plain_config(parts: RunParts) -> dict[str, Any]:
-    """Return the config of a run as dotted key -> value, with secrets replaced."""
-    return dict(hide_in({key: value for key, value, _ in leaves(parts.config)}))
 
 
 def snapshot(state: TrainState, strategy: Strategy) -> dict[str, Any]:
@@ -117,16 +102,6 @@ def optimizer_state(optimizer: Optimizer, model: HasParameters) -> dict[str, Any
             for group in state["param_groups"]
         ],
     }
-
-
-def parameter_names(optimizer: Optimizer, model: HasParameters) -> list[str]:
-    """Return the names of the optimizer's parameters, in the order of their numbers in
-    `state_dict()`.
-    """
-    name_of = {id(parameter): name for name, parameter in model.named_parameters()}
-    return [
-        name_of[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]
-    ]
 
 
 def check_finite(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from timm_parallel.machine.process import started_at
-from timm_parallel.machine.text import yaml_text
+from timm_parallel.machine.text import change_text
 from timm_parallel.record.environment import read_environment
 from timm_parallel.runtime.interfaces import RunParts
 
@@ -27,10 +27,6 @@ def describe_segments(segments: Sequence[dict[str, Any]]) -> list[str]:
             + (f"  ({changes})" if changes else "")
         )
     return lines
-
-
-def change_text(key: str, before: Any, now: Any) -> str:
-    return f"{key}: {yaml_text(before)} -> {yaml_text(now)}"
 
 
 def new_segment(parts: RunParts, folder: Path, changed: dict[str, list[Any]]) -> dict[str, Any]:
