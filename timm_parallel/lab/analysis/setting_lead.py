@@ -13,7 +13,7 @@ from timm_parallel.lab.analysis.recommendation import Recommendation, command
 from timm_parallel.lab.analysis.runs import RunRecord
 from timm_parallel.lab.analysis.selection import corrected_values
 from timm_parallel.lab.analysis.settings import Setting, SettingGroup
-from timm_parallel.lab.analysis.statistics import INCONCLUSIVE, SUPPORTED, Contrast, mean_interval
+from timm_parallel.lab.analysis.statistics import INCONCLUSIVE, SUPPORTED, Contrast
 from timm_parallel.lab.analysis.wording import (
     difference_text,
     join_short,
@@ -125,7 +125,7 @@ def _none_better(group: SettingGroup) -> Recommendation:
 
 def _only_setting(group: SettingGroup) -> Recommendation:
     [setting] = group.alive
-    ends = mean_interval(setting.values.values(), group.scale, group.rounding)
+    ends = group.interval(setting)
     interval = f" (95 % interval {range_text(group.scale, ends)})" if ends else ""
     sentence = (
         f"{_name(setting)} reaches {group.metric} "
@@ -159,7 +159,7 @@ def _expected(group: SettingGroup, chosen: Setting) -> Recommendation:
         return Recommendation(group, "")
     value, baseline = fmean(scores.values()), group.baseline.values
     differences = [score - baseline[block] for block, score in scores.items() if block in baseline]
-    interval = mean_interval(chosen.values.values(), group.scale, group.rounding)
+    interval = group.interval(chosen)
     if interval is not None and chosen.mean is not None:
         # The values that the correction allows for, next to those of a setting that was not chosen
         # by its mean.

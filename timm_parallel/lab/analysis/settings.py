@@ -26,6 +26,7 @@ from timm_parallel.lab.analysis.statistics import (
     Model,
     Row,
     decide,
+    mean_interval,
 )
 from timm_parallel.lab.analysis.wording import join_short, model_name
 from timm_parallel.machine.text import yaml_text
@@ -151,6 +152,10 @@ class SettingGroup:
         return " and ".join(
             dict.fromkeys(run.hardware for setting in self.settings for run in setting.runs)
         )
+
+    def interval(self, setting: Setting) -> tuple[float, float] | None:
+        """Return the 95 % interval of the mean of a setting; None for a single value."""
+        return mean_interval(setting.values.values(), self.scale, self.rounding)
 
     def named(self, label: str) -> Setting:
         return next(setting for setting in self.settings if setting.label == label)

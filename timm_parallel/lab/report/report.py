@@ -28,7 +28,6 @@ from timm_parallel.lab.report.claims import evaluate_claims
 from timm_parallel.lab.report.collect import collect
 from timm_parallel.lab.report.evidence import ClaimResult, Evidence
 from timm_parallel.lab.report.records import plain, relative, row
-from timm_parallel.lab.report.setting_plots import draw_settings
 from timm_parallel.machine.files import write_json, write_text
 from timm_parallel.project import ROOT
 from timm_parallel.record.jobs import UNFINISHED, Jobs, read_jobs
@@ -188,7 +187,7 @@ def _draw(report: Report, folder: Path) -> Drawn:
     size = 0
     groups: list[Group | SettingGroup] = [*report.settings, *of_speed]
     for number, group in enumerate(groups[:MOST_GROUPS_PLOTTED], start=1):
-        of_group = draw_settings(group) if isinstance(group, SettingGroup) else plots.draw(group)
+        of_group = plots.draw(group)
         size += sum(len(plot.svg) for plot in of_group)
         if size > MOST_PLOT_BYTES:
             break
