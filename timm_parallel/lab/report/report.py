@@ -23,7 +23,7 @@ from timm_parallel.lab.analysis.settings import SettingGroup, setting_groups
 from timm_parallel.lab.analysis.statistics import SMALLEST_DIFFERENCE
 from timm_parallel.lab.analysis.tuning import recommend_fastest
 from timm_parallel.lab.analysis.wording import join_short, percent
-from timm_parallel.lab.report import plots, setting_tables, tables
+from timm_parallel.lab.report import plots, tables
 from timm_parallel.lab.report.claims import evaluate_claims
 from timm_parallel.lab.report.collect import collect
 from timm_parallel.lab.report.evidence import ClaimResult, Evidence
@@ -94,9 +94,8 @@ class Report:
     @property
     def table(self) -> tables.Table | None:
         """Table of the first group of configurations; None without groups."""
-        if self.settings:
-            return setting_tables.settings_table(self.settings[0])
-        return tables.points_table(self.groups[0]) if self.groups else None
+        groups = self.settings or self.groups
+        return tables.results_table(groups[0]) if groups else None
 
 
 def compare(runs: list[RunRecord], folders: Sequence[Path]) -> Report:
@@ -165,7 +164,6 @@ def _render(kind: str, report: Report, drawn: Drawn, out: Path) -> str:
         undefined=jinja2.StrictUndefined,
     )
     environment.filters["markdown"] = _markdown
-    environment.globals.update(setting_tables=setting_tables)
     environment.globals.update(
         tables=tables, href=href, page_href=page_href, report=report, plots=drawn
     )
