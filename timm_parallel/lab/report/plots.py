@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from timm_parallel.lab.analysis.contrasts import SPEED
-from timm_parallel.lab.analysis.groups import Group
+from timm_parallel.lab.analysis.groups import SPEED, Group
 from timm_parallel.lab.analysis.runs import STEP_PARTS
 from timm_parallel.lab.analysis.settings import Setting, SettingGroup
 from timm_parallel.lab.report.collect import read_curve
@@ -106,7 +105,9 @@ def _plot(
 def _of_speed(group: Group) -> Iterable[Plot]:
     """Draw ratios, speed, step time and memory. Of many points, shows the fastest ones."""
     fastest = sorted(
-        group.points, key=lambda point: point.speed.median if point.speed else 0, reverse=True
+        group.members,
+        key=lambda point: point.speed.median if point.speed else 0,
+        reverse=True,
     )
     shown = [point.label for point in fastest[:MOST_POINTS]]
     runs, ratios = group.speeds, _ratios(group)
@@ -242,9 +243,7 @@ def _short(label: str) -> str:
 
 def _ratios(group: Group) -> pd.DataFrame:
     columns = ["a", "b", "ratio", "low", "high", "n", "detectable", "verdict"]
-    known = [
-        contrast.fields for contrast in group.contrasts.get(SPEED, ()) if contrast.low is not None
-    ]
+    known = [contrast.fields for contrast in group.contrasts if contrast.low is not None]
     return pd.DataFrame(known, columns=columns).assign(of_interest=group.smallest_difference)
 
 
@@ -309,7 +308,7 @@ def _paint_speeds(axes: Axes, frame: pd.DataFrame) -> None:
 def _steps(group: Group) -> pd.DataFrame:
     runs = [
         (point, run.step_parts)
-        for point in group.points
+        for point in group.members
         for run in point.runs
         if not point.is_simulated
     ]
@@ -344,7 +343,7 @@ def _memory(group: Group) -> pd.DataFrame:
     where devices share memory.
     """
     rows = []
-    for point in group.points if group.accelerator != "cpu" else ():
+    for point in group.members if group.accelerator != "cpu" else ():
         for device, peak in enumerate(point.peak_bytes):
             gib = [value / 2**30 for value in (peak.median, peak.low, peak.high)]
             rows.append([point.label, point.strategy, device, *gib])

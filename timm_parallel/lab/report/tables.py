@@ -11,8 +11,8 @@ from textwrap import shorten
 import pandas as pd
 
 from timm_parallel.config.suggest import is_lower_better
-from timm_parallel.lab.analysis.configurations import values
 from timm_parallel.lab.analysis.groups import Group, MeasuredPoint
+from timm_parallel.lab.analysis.questions import values
 from timm_parallel.lab.analysis.runs import RunRecord
 from timm_parallel.lab.analysis.settings import Setting, SettingGroup
 from timm_parallel.lab.analysis.statistics import Contrast, Summary
@@ -76,19 +76,19 @@ def _without_empty(rows: Sequence[dict[str, str]], kept: Sequence[str]) -> list[
 
 def _points_table(group: Group) -> Table:
     """Return a table of speed, memory and metrics."""
-    metrics = list(dict.fromkeys(name for point in group.points for name in point.metrics))
-    largest = max((peak.high for point in group.points for peak in point.peak_bytes), default=0)
+    metrics = list(dict.fromkeys(name for point in group.members for name in point.metrics))
+    largest = max((peak.high for point in group.members for peak in point.peak_bytes), default=0)
     unit, factor = ("GiB", 2**-30) if largest >= 2**30 else ("MiB", 2**-20)
     memory = f"{'resident' if group.accelerator == 'cpu' else 'peak'} memory, {unit}, by device"
     rows = []
-    for point in group.points:
+    for point in group.members:
         row = _point_row(group, point)
         for name in metrics:
             title = f"{name} (lower is better)" if is_lower_better(name) else name
             row[title] = _summary(point.metrics.get(name))
         rows.append(row | {memory: _peaks(point, factor)})
     caption = f"{group.scaling.capitalize()}: medians (smallest–largest) of the repeats"
-    runs = [point.runs for point in group.points]
+    runs = [point.runs for point in group.members]
     return Table(_without_empty(rows, ["images/s"]), caption, _notes(group), ["point"], runs)
 
 
@@ -123,7 +123,7 @@ def _settings_table(group: SettingGroup) -> Table:
     shown = group.best(MOST_SETTINGS)
     rows = _without_empty([_setting_row(group, setting) for setting in shown], group.keys)
     notes = [group.note] if group.note else []
-    if any(setting.lost for setting in group.settings):
+    if any(setting.lost for setting in group.members):
         notes.append(
             "The mean of a setting that lost runs is that of the runs that are left, and may be "
             "too good."
@@ -136,7 +136,7 @@ def _settings_table(group: SettingGroup) -> Table:
             f"{group.unit_of_repeats}s that both settings have, so it is not exactly the "
             "difference of two means of this table."
         )
-    notes += _rest(len(group.settings) - len(shown), "{} more settings, in report.json.")
+    notes += _rest(len(group.members) - len(shown), "{} more settings, in report.json.")
     caption = f"{group.metric} by setting: mean over the {group.unit_of_repeats}s"
     text = [*group.keys, "setting", VERDICT]
     return Table(rows, caption, notes, text, [setting.runs for setting in shown])
@@ -150,8 +150,8 @@ def _differs_from_means(group: SettingGroup, contrast: Contrast) -> bool:
 
 
 def _setting_row(group: SettingGroup, setting: Setting) -> dict[str, str]:
-    is_baseline = setting is group.baseline and len(group.settings) > 1
-    contrast = group.contrast(setting)
+    is_baseline = setting is group.baseline and len(group.members) > 1
+    contrast = group.contrast(setting, group.baseline)
     unit = ", points" if group.scale.is_proportion else ""
     lower = ", lower is better" if group.scale.lower_is_better else ""
     peak = max((peak.median for peak in setting.peak_bytes), default=None)
@@ -210,7 +210,7 @@ def contrasts_table(group: Group) -> Table:
             DETECTABLE: DASH if contrast.detectable is None else percent(contrast.detectable, 1),
             "runs of each": str(contrast.n),
         }
-        for contrast in group.contrasts.get("images_per_sec", ())
+        for contrast in group.contrasts
     ]
     return Table(rows, "Comparisons", text_columns=["A over B, images/s", "A faster than B?"])
 
@@ -219,7 +219,7 @@ def disturbed_table(group: Group) -> Table:
     """Return a table of runs, at most MOST_NAMED, whose speed was disturbed by other programs or
     heat, with reasons.
     """
-    flagged = [(run, point) for point in group.points for run in point.runs if run.flags]
+    flagged = [(run, point) for point in group.members for run in point.runs if run.flags]
     rows = [
         {"disturbed run": r.name, "point": p.label, "why": "; ".join(r.flags)}
         for r, p in flagged[:MOST_NAMED]
@@ -277,16 +277,16 @@ def _notes(group: Group) -> list[str]:
             "No run of single on 1 device is done here, so there is no ratio to it and no "
             "efficiency."
         )
-    if any(point.is_simulated for point in group.points):
+    if any(point.is_simulated for point in group.members):
         notes.append(
             "* Its devices are threads on CPU: its speed says nothing about GPUs and is not "
             "compared."
         )
     for threads, cores in sorted(
-        {point.needless_threads for point in group.points if point.needless_threads}
+        {point.needless_threads for point in group.members if point.needless_threads}
     ):
         notes.append(f"† {threads} threads on {cores} cores.")
-    if not all(map(group.same_threads, group.points)):
+    if not all(map(group.same_threads, group.members)):
         notes.append(
             "‡ Its devices have another number of threads than single's: the ratio mixes both "
             "effects."
