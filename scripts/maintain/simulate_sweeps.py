@@ -22,8 +22,9 @@ from scipy.stats import beta
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from timm_parallel.lab.analysis.headline import recommend
+from timm_parallel.lab.analysis.questions import with_contrasts
 from timm_parallel.lab.analysis.runs import RunRecord
-from timm_parallel.lab.analysis.setting_lead import recommend_setting
 from timm_parallel.lab.analysis.settings import setting_groups
 
 Array = np.ndarray
@@ -95,8 +96,8 @@ class Verdict:
 
 def judge(sweep: Sweep) -> Verdict:
     """Write the headline and contrasts of a simulated sweep, and compare them with the truth."""
-    [group] = setting_groups(sweep.records())
-    lead = recommend_setting(group)
+    [group] = with_contrasts(setting_groups(sweep.records()))
+    lead = recommend(group)
     truth = np.zeros(len(sweep.values)) if sweep.truth is None else sweep.truth
 
     def true(label: str) -> float:

@@ -11,4 +11,3 @@ import pytest
 def without_plots(monkeypatch: pytest.MonkeyPatch) -> None:
     """Skip the plots of reports, which take most of their time."""
     monkeypatch.setattr("timm_parallel.lab.report.plots.draw", lambda group: [])
-    monkeypatch.setattr("timm_parallel.lab.report.report.draw_settings", lambda group: [])

@@ -5,24 +5,32 @@ strategy and devices.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from typing import Any
 
 import pandas as pd
 
-from timm_parallel.lab.analysis.configurations import (
+from timm_parallel.lab.analysis.questions import (
     NOT_A_SETTING,
     Configuration,
+    Question,
     summarize_columns,
     varied,
 )
 from timm_parallel.lab.analysis.runs import RunRecord
-from timm_parallel.lab.analysis.statistics import SMALLEST_DIFFERENCE, Contrast, Summary
+from timm_parallel.lab.analysis.statistics import LEVEL, Contrast, Row, Summary
 from timm_parallel.lab.analysis.wording import describe_settings, model_name, percent
 
+SPEED = "images_per_sec"
+# Chance of a wrong verdict, by measure. Speed, the subject of a sweep, has LEVEL; the other
+# measures share a fifth of it. So a page on which nothing differs has a wrong verdict in 6 % of
+# cases at most.
+LEVELS = {SPEED: LEVEL} | dict.fromkeys(
+    ("first_step_seconds", "cpu_seconds", "busy"), LEVEL / 5 / 3
+)
 COMPLEXITY = {"single": 0, "dp": 1, "ddp": 2, "fsdp": 3}  # custom strategies come last
 SLOW_RANK = 1.1  # the report warns of a rank that takes this many times as long as the median rank
 # Settings by which the configurations of one group differ on purpose, and fields of the group.
@@ -38,15 +46,7 @@ class MeasuredPoint(Configuration):
     nodes: int
     # Parallel options that differ from other configurations with this strategy and device count.
     options: str
-
-    @property
-    def label(self) -> str:
-        return f"{self.strategy} × {self.devices}{self.suffix}"
-
-    @property
-    def suffix(self) -> str:
-        nodes = f" on {self.nodes} nodes" if self.nodes > 1 else ""
-        return f"{nodes} ({self.options})" if self.options else nodes
+    suffix: str  # of the label: nodes and options
 
     @property
     def needless_threads(self) -> tuple[int, int] | None:
@@ -65,7 +65,7 @@ class MeasuredPoint(Configuration):
 
 
 @dataclass(frozen=True)
-class Group:
+class Group(Question[MeasuredPoint]):
     """Configurations whose speeds one table compares: same hardware, model, batch and other
     settings.
     """
@@ -77,11 +77,6 @@ class Group:
     batch: int | None
     settings: str  # other settings that differ between the groups of the report
     model_name: str  # `model`; if model.kwargs changes it, with its option and size
-    points: tuple[MeasuredPoint, ...] = ()
-    contrasts: Mapping[str, Sequence[Contrast]] = field(
-        default_factory=dict, compare=False
-    )  # by measure
-    smallest_difference: float = SMALLEST_DIFFERENCE  # of the contrasts' verdicts
 
     @property
     def title(self) -> str:
@@ -94,9 +89,36 @@ class Group:
             return f"weak scaling, batch {batch} per device"
         return f"strong scaling, global batch {batch}"
 
-    @property
-    def runs(self) -> list[RunRecord]:
-        return [run for point in self.points for run in point.runs]
+    def rows(self, measure: str) -> list[Row]:
+        """Return (configuration, repeat on one host, value of `measure`) of each run whose value
+        may be compared.
+
+        Excludes runs with concurrent jobs and, except for the time to the first step, runs of dp
+        over CPU threads.
+        """
+        measured: list[Row] = []
+        for point in self.members:
+            for run in point.runs:
+                value = run.measure(measure)
+                is_meaningful = measure == "first_step_seconds" or not run.is_simulated
+                if value is not None and is_meaningful and not run.neighbours:
+                    measured.append((point.label, (run.sweep, run.block, run.hosts[:1]), value))
+        return measured
+
+    def pairs(self, measure: str) -> list[tuple[str, str]]:
+        """Return the pairs of configurations to compare: ddp and dp on equally many devices; for
+        speed, also each with single.
+        """
+        # Each additional pair would widen all confidence intervals.
+        labels = []
+        for a in self.members:
+            opponents = [self.single] if measure == SPEED else []
+            if a.strategy == "ddp" and a.devices > 1:
+                opponents.append(self.at("dp", a.devices))
+            for b in opponents:
+                if b is not None and b is not a and (measure != SPEED or (a.speed and b.speed)):
+                    labels.append((a.label, b.label))
+        return labels
 
     @cached_property
     def speeds(self) -> pd.DataFrame:
@@ -104,48 +126,21 @@ class Group:
         configuration's median.
         """
         columns = ["point", "run", "sweep", "position", "block", "strategy", "devices", "series"]
-        columns += ["images_per_sec", "relative", "flagged"]
-        rows = []
-        for point in self.points:
-            speed = point.speed
-            if speed is None or speed.median <= 0:
-                continue
-            for run in point.runs:
-                value = run.measure("images_per_sec")
-                if value is not None:
-                    rows.append(
-                        [
-                            point.label,
-                            run.name,
-                            run.sweep,
-                            run.position,
-                            run.block,
-                            point.strategy,
-                            point.devices,
-                        ]
-                        + [
-                            point.strategy + point.suffix,
-                            value,
-                            value / speed.median,
-                            bool(run.flags),
-                        ]
-                    )
+        columns += [SPEED, "relative", "flagged"]
+        rows = [
+            [p.label, run.name, run.sweep, run.position, run.block, p.strategy, p.devices]
+            + [p.strategy + p.suffix, value, value / speed.median, bool(run.flags)]
+            for p in self.members
+            if (speed := p.speed) and speed.median > 0
+            for run in p.runs
+            if (value := run.measure(SPEED)) is not None
+        ]
         frame = pd.DataFrame(rows, columns=columns).astype({"position": "Int64", "block": "Int64"})
         return frame.sort_values(["sweep", "position"], ignore_index=True)
 
     @property
-    def disturbed(self) -> bool:
-        """True if most runs were disturbed, see RunRecord.flags.
-        The report then gives no verdict.
-        """
-        return 2 * sum(bool(run.flags) for run in self.runs) > len(self.runs)
-
-    @property
     def single(self) -> MeasuredPoint | None:
         return self.at("single", 1)
-
-    def named(self, label: str) -> MeasuredPoint:
-        return next(point for point in self.points if point.label == label)
 
     def at(self, strategy: str, devices: int) -> MeasuredPoint | None:
         """Return the configuration of this strategy and device count; of several, the simplest."""
@@ -155,15 +150,14 @@ class Group:
             return point.nodes, options_set, point.options
 
         points = [
-            point for point in self.points if (point.strategy, point.devices) == (strategy, devices)
+            point
+            for point in self.members
+            if (point.strategy, point.devices) == (strategy, devices)
         ]
         return min(points, key=simplicity, default=None)
 
     def over_single(self, point: MeasuredPoint) -> Contrast | None:
-        pair = (point.label, self.single.label if self.single else None)
-        return next(
-            (c for c in self.contrasts.get("images_per_sec", ()) if (c.a, c.b) == pair), None
-        )
+        return self.contrast(point, self.single)
 
     def efficiency(self, point: MeasuredPoint) -> float | None:
         """Return the scaling efficiency: images/s per device, divided by the images/s of strategy
@@ -197,7 +191,7 @@ class Group:
                 f"Runs on {len(hosts)} hosts ({', '.join(hosts[:4])}): each host is a separate "
                 "block."
             )
-        for point in self.points:
+        for point in self.members:
             for rank, share in summarize_columns(run.rank_shares for run in point.runs).items():
                 if share.median >= SLOW_RANK:
                     longer = (
@@ -242,8 +236,8 @@ def group_runs(runs: Iterable[RunRecord]) -> list[Group]:
             model_name=model_name(run),
         )
         groups[key].append(run)
-    full = [replace(empty, points=_points(members)) for empty, members in groups.items()]
-    return sorted(full, key=lambda group: (-len(group.points), group.hardware, group.title))
+    full = [replace(empty, members=_points(members)) for empty, members in groups.items()]
+    return sorted(full, key=lambda group: (-len(group.members), group.hardware, group.title))
 
 
 def _points(runs: list[RunRecord]) -> tuple[MeasuredPoint, ...]:
@@ -255,7 +249,12 @@ def _points(runs: list[RunRecord]) -> tuple[MeasuredPoint, ...]:
         for text, repeats in groupby(
             members, key=lambda run: describe_settings(run, options, "parallel.")
         ):
-            points.append(MeasuredPoint(tuple(repeats), strategy, devices, nodes, text))
+            suffix = f" on {nodes} nodes" if nodes > 1 else ""
+            suffix += f" ({text})" if text else ""
+            label = f"{strategy} × {devices}{suffix}"
+            points.append(
+                MeasuredPoint(tuple(repeats), label, strategy, devices, nodes, text, suffix)
+            )
     return tuple(points)
 
 

@@ -8,24 +8,27 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import fmean, stdev
 
 from timm_parallel.config.suggest import is_lower_better, is_proportion
-from timm_parallel.lab.analysis.configurations import NOT_A_SETTING, Configuration, varied
+from timm_parallel.lab.analysis.questions import (
+    NOT_A_SETTING,
+    Configuration,
+    Question,
+    varied,
+)
 from timm_parallel.lab.analysis.runs import IMAGES_PER_SECOND, RunRecord, parse_overrides
 from timm_parallel.lab.analysis.scales import RATIO, Scale, level_scale, proportion_scale
 from timm_parallel.lab.analysis.selection import may_be_best
 from timm_parallel.lab.analysis.statistics import (
-    NOT_MEASURABLE,
-    SMALLEST_DIFFERENCE,
     SUPPORTED,
     Contrast,
     Estimate,
     Model,
     Row,
-    decide,
+    mean_interval,
 )
 from timm_parallel.lab.analysis.wording import join_short, model_name
 from timm_parallel.machine.text import yaml_text
@@ -40,7 +43,6 @@ class Setting(Configuration):
     """All runs of one configuration of a sweep over settings."""
 
     settings: Mapping[str, str]  # swept key -> value as given
-    label: str = ""
     lost: tuple[RunRecord, ...] = ()  # runs that failed, or whose value is not finite
     block: str = "seed"  # the key by which repeats differ
 
@@ -74,30 +76,68 @@ class Setting(Configuration):
 
 # Compared by identity.
 @dataclass(frozen=True, eq=False)
-class SettingGroup:
+class SettingGroup(Question[Setting]):
     """Configurations on the same data and code that are compared by their headline metric."""
 
-    metric: str
-    scale: Scale
     title: str  # data and code where the groups of the report differ
-    settings: tuple[Setting, ...]  # in the order of the sweep
     baseline: Setting
     note: str = ""  # why the baseline is not the requested one
-    contrasts: Sequence[Contrast] = field(default=())  # of all other settings with the baseline
-    highest: str = (
-        ""  # label of the setting with the best mean, of those without lost runs if there are any
-    )
-    may_be_best: frozenset[str] = (
-        frozenset()
-    )  # labels of the settings that cannot be told from the best
 
     @property
     def keys(self) -> list[str]:
-        return list(dict.fromkeys(key for setting in self.settings for key in setting.settings))
+        return list(dict.fromkeys(key for setting in self.members for key in setting.settings))
 
-    @property
-    def rows(self) -> list[Row]:
-        return [(s.label, block, value) for s in self.settings for block, value in s.values.items()]
+    def rows(self, measure: str = "") -> list[Row]:
+        """Return (setting, repeat, value of the metric) of all settings."""
+        return [(s.label, block, value) for s in self.members for block, value in s.values.items()]
+
+    def pairs(self, measure: str) -> list[tuple[str, str]]:
+        """Return the pairs to compare: all other settings with the baseline."""
+        return [(s.label, self.baseline.label) for s in self.alive if s is not self.baseline]
+
+    def estimates(self, measure: str, pairs: Sequence[tuple[str, str]]) -> list[Estimate]:
+        """Estimate the differences of pairs of settings, and allow for lost runs."""
+        return [self._bounded(self.model.compare(a, b)) for a, b in pairs]
+
+    @cached_property
+    def model(self) -> Model:
+        # The noise of all settings is about equal for speed only.
+        return Model(self.rows(), self.scale, self.is_about_speed, self.rounding)
+
+    def _bounded(self, e: Estimate) -> Estimate:
+        """Return an estimate that allows for any value of lost runs between the extremes of all
+        values of the group.
+        """
+        a, b = self.named(e.a), self.named(e.b)
+        if not a.lost and not b.lost:
+            return e
+        values = [value for *_, value in self.rows()]
+        sign = self.scale.sign
+        worst, best = sorted((min(values), max(values)), key=lambda value: sign * value)
+        down = _lost_shift(a, worst, self.scale) + _lost_shift(b, best, self.scale)
+        up = _lost_shift(a, best, self.scale) + _lost_shift(b, worst, self.scale)
+        return replace(e, slack=(up, down) if self.scale.lower_is_better else (down, up))
+
+    def is_void(self, contrast: Contrast) -> bool:
+        """Return True if the better setting has ended runs itself: the values that are left say
+        nothing about them.
+        """
+        return contrast.verdict == SUPPORTED and not self.named(contrast.a).is_sound
+
+    @cached_property
+    def highest(self) -> str:
+        """Label of the setting with the best mean, of those without lost runs if there are any."""
+        estimates = self.estimates(self.metric, self.pairs(self.metric))
+        better = {e.a: e.better for e in estimates if e.difference is not None}
+        better[self.baseline.label] = 0.0
+        candidates = [s.label for s in self.complete if s.label in better]
+        return max(candidates or [self.baseline.label], key=lambda label: better[label])
+
+    @cached_property
+    def may_be_best(self) -> set[str]:
+        """Labels of the settings that cannot be told from the best."""
+        others = [(self.highest, s.label) for s in self.alive if s.label != self.highest]
+        return may_be_best(self.estimates(self.metric, others)) | {self.highest}
 
     @property
     def is_about_speed(self) -> bool:
@@ -105,34 +145,29 @@ class SettingGroup:
 
     @property
     def blocks(self) -> int:
-        return len({block for _, block, _ in self.rows})
+        return len({block for _, block, _ in self.rows()})
 
     @property
     def unit_of_repeats(self) -> str:
-        return "repeat" if self.is_about_speed else self.settings[0].block.removeprefix("data.")
+        return "repeat" if self.is_about_speed else self.members[0].block.removeprefix("data.")
 
     @property
     def alive(self) -> list[Setting]:
         """Settings with a value."""
-        return [setting for setting in self.settings if setting.values]
+        return [setting for setting in self.members if setting.values]
 
     @property
     def complete(self) -> list[Setting]:
         """Settings without lost runs; if there are none, all with a value."""
         return [setting for setting in self.alive if not setting.lost] or self.alive
 
-    @property
+    @cached_property
     def rounding(self) -> float:
         """Share of one image in those evaluated: no smaller difference of a proportion means
         anything. 0 if unknown.
         """
         key = f"{self.metric.partition('/')[0]}.samples"
-        counts = [
-            count
-            for setting in self.settings
-            for run in setting.runs
-            if (count := run.integer(key))
-        ]
+        counts = [count for run in self.runs if (count := run.integer(key))]
         if not counts or not self.scale.is_proportion:
             return 0.0
         # Folds have different images.
@@ -144,16 +179,15 @@ class SettingGroup:
         training.
         """
         key = f"data.{self.metric.partition('/')[0]}"
-        return len({run.result.get(key) for setting in self.settings for run in setting.runs}) == 1
+        return len({run.result.get(key) for run in self.runs}) == 1
 
     @property
     def hardware(self) -> str:
-        return " and ".join(
-            dict.fromkeys(run.hardware for setting in self.settings for run in setting.runs)
-        )
+        return " and ".join(dict.fromkeys(run.hardware for run in self.runs))
 
-    def named(self, label: str) -> Setting:
-        return next(setting for setting in self.settings if setting.label == label)
+    def interval(self, setting: Setting) -> tuple[float, float] | None:
+        """Return the 95 % interval of the mean of a setting; None for a single value."""
+        return mean_interval(setting.values.values(), self.scale, self.rounding)
 
     def best(self, count: int) -> list[Setting]:
         """Return the baseline and the settings with the best means, `count` in all, in the order of
@@ -161,24 +195,19 @@ class SettingGroup:
         """
         worst = -math.inf
         ranked = sorted(
-            self.settings,
+            self.members,
             key=lambda s: (
                 s is self.baseline,
                 worst if s.mean is None else self.scale.sign * s.mean,
             ),
             reverse=True,
         )
-        return [setting for setting in self.settings if setting in ranked[:count]]
-
-    def contrast(self, setting: Setting) -> Contrast | None:
-        return next((contrast for contrast in self.contrasts if contrast.a == setting.label), None)
+        return [setting for setting in self.members if setting in ranked[:count]]
 
 
-def setting_groups(
-    runs: Iterable[RunRecord], smallest_difference: float = SMALLEST_DIFFERENCE
-) -> list[SettingGroup]:
-    """Return the groups of a sweep over settings, compared with a baseline; [] for a sweep over
-    strategies and devices.
+def setting_groups(runs: Iterable[RunRecord]) -> list[SettingGroup]:
+    """Return the groups of a sweep over settings, largest first; [] for a sweep over strategies and
+    devices. Computes no contrasts.
     """
     # What varies shows in the configs of all jobs, also of those that failed or wait.
     known = [
@@ -209,65 +238,12 @@ def setting_groups(
         settings = _settings(of_group, keys)
         if any(setting.values for setting in settings):
             baseline, note = _baseline(settings)
-            groups.append(
-                SettingGroup(names[0], _scale(names[0], settings), title, settings, baseline, note)
+            scale = _scale(names[0], settings)
+            group = SettingGroup(
+                title, baseline, note, members=settings, metric=names[0], scale=scale
             )
-    groups.sort(key=lambda group: -len(group.rows))
-    return _compared(groups, smallest_difference)
-
-
-def _compared(groups: Sequence[SettingGroup], smallest_difference: float) -> list[SettingGroup]:
-    """Return the groups with contrasts of all settings with the baseline, and the settings that may
-    be the best.
-    """
-    models = [
-        Model(group.rows, group.scale, group.is_about_speed, group.rounding) for group in groups
-    ]
-    estimates = [
-        [
-            _bounded(group, model.compare(s.label, group.baseline.label))
-            for s in group.alive
-            if s is not group.baseline
-        ]
-        for group, model in zip(groups, models, strict=True)
-    ]
-    # In one call, because Holm's rule corrects for the number of contrasts in all groups.
-    decided = iter(decide([e for of_group in estimates for e in of_group], smallest_difference))
-    compared = []
-    for group, model, of_group in zip(groups, models, estimates, strict=True):
-        contrasts = []
-        for contrast in (next(decided) for _ in of_group):
-            # The values that are left say nothing about the runs that the setting itself ended.
-            is_cut = contrast.verdict == SUPPORTED and not group.named(contrast.a).is_sound
-            contrasts.append(replace(contrast, verdict=NOT_MEASURABLE) if is_cut else contrast)
-        better = {e.a: e.better for e in of_group if e.difference is not None} | {
-            group.baseline.label: 0.0
-        }
-        candidates = [s.label for s in group.complete if s.label in better] or [
-            group.baseline.label
-        ]
-        highest = max(candidates, key=lambda label: better[label])
-        others = [s.label for s in group.alive if s.label != highest] if model.total else []
-        over = [_bounded(group, model.compare(highest, label)) for label in others]
-        labels = may_be_best(over) if over else {s.label for s in group.alive}
-        compared.append(
-            replace(group, contrasts=contrasts, highest=highest, may_be_best=frozenset(labels))
-        )
-    return compared
-
-
-def _bounded(group: SettingGroup, e: Estimate) -> Estimate:
-    """Return an estimate that allows for any value of lost runs between the extremes of all values
-    of the group.
-    """
-    a, b = group.named(e.a), group.named(e.b)
-    if not a.lost and not b.lost:
-        return e
-    values = [value for *_, value in group.rows]
-    worst, best = sorted((min(values), max(values)), key=lambda value: group.scale.sign * value)
-    down = _lost_shift(a, worst, group.scale) + _lost_shift(b, best, group.scale)
-    up = _lost_shift(a, best, group.scale) + _lost_shift(b, worst, group.scale)
-    return replace(e, slack=(up, down) if group.scale.lower_is_better else (down, up))
+            groups.append(group)
+    return sorted(groups, key=lambda group: -len(group.rows()))
 
 
 def _lost_shift(setting: Setting, end: float, scale: Scale) -> float:
@@ -324,7 +300,7 @@ def _settings(runs: Sequence[RunRecord], keys: Sequence[str]) -> tuple[Setting, 
         lost = tuple(run for run in members if run.is_lost)
         settings.append(
             Setting(
-                tuple(run for run in members if run not in lost), of_setting, label, lost, block
+                tuple(run for run in members if run not in lost), label, of_setting, lost, block
             )
         )
     return tuple(settings)

@@ -1,31 +1,11 @@
-"""Choose the settings that train fastest: those to measure again after a screening, and the ones to
-recommend.
-"""
+"""Choose the settings of a tuning that are measured again after its screening."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from timm_parallel.lab.analysis.recommendation import Recommendation, command, disturbed_sentence
+from timm_parallel.lab.analysis.headline import CHANGES_TRAINING
 from timm_parallel.lab.analysis.runs import parse_overrides
-from timm_parallel.lab.analysis.settings import Setting, SettingGroup
-from timm_parallel.lab.analysis.statistics import (
-    SMALLEST_DIFFERENCE,
-    SUPPORTED,
-    Contrast,
-    decide,
-    estimate,
-)
-from timm_parallel.lab.analysis.wording import figure, interval_text, percent, times
-from timm_parallel.machine.text import plural
-
-# Settings that change more than speed and memory, with the advice that a recommendation of them
-# adds.
-CHANGES_TRAINING = {
-    "train.precision": "rounds differently: compare the accuracy of both before you rely on it",
-    "data.batch_size": "trains differently: choose the learning rate again",
-    "data.batch_size_per_device": "trains differently: choose the learning rate again",
-}
 
 
 def finalists(
@@ -56,113 +36,3 @@ def finalists(
         if settings
     }
     return sorted(chosen, key=lambda overrides: (len(overrides), overrides))
-
-
-def recommend_fastest(group: SettingGroup) -> Recommendation:
-    """Recommend settings that are shown to train faster than the current ones; if none is, state
-    the detectable gain.
-
-    Settings with more changes are recommended only if they are also shown to be faster than those
-    with fewer.
-    """
-    runs = [run for setting in group.settings for run in setting.runs]
-    if 2 * sum(bool(run.flags) for run in runs) > len(runs):
-        return Recommendation(group, disturbed_sentence(runs))
-    baseline, repeats = group.baseline, plural(group.blocks, "repeat")
-    shown = {contrast.a: contrast for contrast in group.contrasts if contrast.verdict == SUPPORTED}
-    smallest = float(runs[0].config.get("sweep.smallest_difference") or SMALLEST_DIFFERENCE)
-    if not shown:
-        return Recommendation(group, _no_gain(group, smallest))
-    # In the order of the sweep, which is that of the number of changes.
-    labels = [setting.label for setting in group.settings if setting.label in shown]
-    pairs = [(b, a) for place, a in enumerate(labels) for b in labels[place + 1 :]]
-    among = decide(estimate(group.rows, pairs, group.scale), smallest)
-    faster = {(contrast.a, contrast.b) for contrast in among if contrast.verdict == SUPPORTED}
-    label = labels[0]
-    for other in labels[1:]:
-        if (other, label) in faster:
-            label = other
-    contrast, winner = shown[label], group.named(label)
-    sentences = [
-        f"{_changes(winner, baseline)} trains {times(contrast)} as fast as the current "
-        f"settings{interval_text(contrast)}, from {repeats}.",
-        *_memory(winner, baseline),
-        *_advice(winner, baseline),
-        *_without_changes(group, winner, shown),
-    ]
-    return Recommendation(
-        group, " ".join(sentences), command(winner.runs[0]), winner.label, contrast
-    )
-
-
-def _no_gain(group: SettingGroup, smallest: float) -> str:
-    sentence = (
-        f"No setting is shown to train more than {percent(smallest)} faster than the current ones"
-    )
-    detectable = [
-        contrast.detectable for contrast in group.contrasts if contrast.detectable is not None
-    ]
-    if detectable:
-        return f"{sentence}; this sweep could detect a gain of {percent(max(detectable), 1)}."
-    return f"{sentence}: without repeats the noise is unknown; use sweep.repeats=5."
-
-
-def _memory(winner: Setting, baseline: Setting) -> list[str]:
-    if not (winner.peak_bytes and baseline.peak_bytes):
-        return []
-    peaks = [max(peak.median for peak in setting.peak_bytes) for setting in (winner, baseline)]
-    of_winner, of_baseline = (figure(peak / 2**20) for peak in peaks)
-    return [f"Peak memory: {of_winner} MiB instead of {of_baseline} MiB."]
-
-
-def _advice(winner: Setting, baseline: Setting) -> list[str]:
-    """Return a warning for each changed setting that changes more than speed, and the time that
-    compiling takes.
-    """
-    changed = _changed(winner, baseline)
-    advised = {
-        CHANGES_TRAINING[key]: f"{key}={value}"
-        for key, value in changed.items()
-        if key in CHANGES_TRAINING
-    }
-    lines = [f"{text} {advice}." for advice, text in advised.items()]
-    if "model.compile" in changed:
-        starts = [_start_seconds(setting) for setting in (winner, baseline)]
-        lines.append(f"The first step of a run comes after {starts[0]} s instead of {starts[1]} s.")
-    return lines
-
-
-def _changed(setting: Setting, baseline: Setting) -> dict[str, str]:
-    return {
-        key: value for key, value in setting.settings.items() if value != baseline.settings.get(key)
-    }
-
-
-def _changes(setting: Setting, baseline: Setting) -> str:
-    return ", ".join(f"{key}={value}" for key, value in _changed(setting, baseline).items())
-
-
-def _start_seconds(setting: Setting) -> str:
-    seconds = setting.measure("first_step_seconds")
-    return figure(seconds.median) if seconds else "an unknown number of"
-
-
-def _without_changes(
-    group: SettingGroup, winner: Setting, shown: Mapping[str, Contrast]
-) -> list[str]:
-    """Return a sentence on the fastest setting that changes only speed and memory, in a list that
-    is empty without one.
-    """
-
-    def only_speed(setting: Setting) -> bool:
-        return not CHANGES_TRAINING.keys() & _changed(setting, group.baseline).keys()
-
-    others = [contrast for label, contrast in shown.items() if only_speed(group.named(label))]
-    if only_speed(winner) or not others:
-        return []
-    best = max(others, key=lambda contrast: contrast.ratio or 0)
-    text = _changes(group.named(best.a), group.baseline)
-    return [
-        f"Of the settings that change only speed and memory, {text} is the fastest: "
-        f"{times(best)}{interval_text(best)}."
-    ]

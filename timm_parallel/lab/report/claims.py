@@ -10,8 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from timm_parallel.errors import ReplicasDifferError
-from timm_parallel.lab.analysis.contrasts import SPEED
-from timm_parallel.lab.analysis.groups import Group, MeasuredPoint
+from timm_parallel.lab.analysis.groups import SPEED, Group, MeasuredPoint
 from timm_parallel.lab.analysis.runs import RunRecord
 from timm_parallel.lab.analysis.statistics import (
     INCONCLUSIVE,
@@ -165,7 +164,7 @@ def _depth(group: Group) -> int:
     """Return the number of layers in model.kwargs: `depth`, or the sum of `layers` over the stages;
     0 if unknown.
     """
-    config = group.points[0].runs[0].config
+    config = group.members[0].runs[0].config
     depth, layers = config.get("model.kwargs.depth"), config.get("model.kwargs.layers")
     if isinstance(layers, list) and all(isinstance(count, int) for count in layers):
         return sum(layers)

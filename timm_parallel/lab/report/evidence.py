@@ -91,7 +91,7 @@ class Evidence:
         ]
 
     def points(self, strategy: str) -> list[tuple[Group, MeasuredPoint]]:
-        points = [(group, point) for group in self.groups for point in group.points]
+        points = [(group, point) for group in self.groups for point in group.members]
         return [
             (group, point)
             for group, point in points
@@ -104,7 +104,7 @@ class Evidence:
         """
         comparisons = []
         for group in self.groups:
-            for contrast in group.contrasts.get(measure, ()):
+            for contrast in group.by_measure.get(measure, ()):
                 a, b = group.named(contrast.a), group.named(contrast.b)
                 if (
                     (a.strategy, b.strategy) == (strategy, other)

@@ -5,26 +5,31 @@ survive gray print.
 from __future__ import annotations
 
 import io
+import math
 import re
 import textwrap
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from timm_parallel.lab.analysis.contrasts import SPEED
-from timm_parallel.lab.analysis.groups import Group
+from timm_parallel.lab.analysis.groups import SPEED, Group
 from timm_parallel.lab.analysis.runs import STEP_PARTS
+from timm_parallel.lab.analysis.settings import Setting, SettingGroup
+from timm_parallel.lab.report.collect import read_curve
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-INK, QUIET = (
-    "#010101",
-    "#808080",
-)  # INK becomes the reader's text color: dark on paper, light in dark mode
+# INK becomes the reader's text color: dark on paper, light in dark mode.
+INK, QUIET = "#010101", "#808080"
+COLORS = ("#0080c8", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#777777", INK)
+DASHES = ("-", "--", "-.", ":")
+MARKS = "os^Dv"
 LOOKS = {"single": ("o", INK), "dp": ("s", "#d55e00"), "ddp": ("^", "#0080c8")}  # mark and color
 OTHER = ("D", QUIET)
 # Parts of a step: name, color, hatch.
@@ -35,14 +40,15 @@ PARTS = {
     "other_ms": ("everything else", "#c9c9c9", ".."),
 }
 STYLE = Path(__file__).with_name("plots.mplstyle")
-DASHES = ("-", "--", "-.", ":")
 HEIGHT = 3.2  # inches
 LONGEST_LABEL = 44  # characters
 RATIO_TICKS = (0.1, 0.2, 0.5, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 2, 3, 4, 6, 8, 12, 16, 32, 64)
-MOST_POINTS, MOST_LINES = (
-    24,
-    8,
-)  # in one plot, the fastest ones; the tables and the data files have all
+# In one plot, the fastest ones; the tables and the data files have all.
+MOST_POINTS, MOST_LINES = 24, 8
+MOST_SETTINGS = 20  # in one plot; of more, the best ones and the baseline, ranked
+MOST_STEPS = 100  # evaluations of a curve; longer ones are thinned
+MOST_CELLS = 100  # of a heat map
+DECADES = 10  # values that span this factor have a logarithmic axis
 
 
 @dataclass(frozen=True)
@@ -52,42 +58,29 @@ class Plot:
     data: pd.DataFrame
 
 
-def draw(group: Group) -> list[Plot]:
-    """Draw the plots of speed, step time and memory for which this group has measurements."""
-    fastest = sorted(
-        group.points, key=lambda point: point.speed.median if point.speed else 0, reverse=True
-    )
-    shown = [point.label for point in fastest[:MOST_POINTS]]
-    runs = group.speeds
-    scales = len(runs[["strategy", "devices"]].drop_duplicates()) > 1
-    plots: dict[str, tuple[pd.DataFrame, Callable[[Axes, pd.DataFrame], None]]] = {
-        "ratios": (_ratios(group), _paint_ratios),
-        "speed": (runs if scales else runs[:0], _paint_speeds),
-        "step": (_steps(group), _paint_steps),
-        "memory": (_memory(group), _paint_memory),
-    }
-    drawn = []
-    for name, (frame, paint) in plots.items():
-        picked = frame[frame[frame.columns[0]].isin(shown)].reset_index(drop=True)
-        if len(picked):
-            height = height_of(picked["a"] + " over " + picked["b"]) if name == "ratios" else HEIGHT
-            drawn.append(Plot(name, svg(paint, picked, f"{group.title}{name}", height), frame))
-    return drawn
+def draw(group: Group | SettingGroup) -> list[Plot]:
+    """Draw the plots for which this group has measurements."""
+    return list(_of_settings(group) if isinstance(group, SettingGroup) else _of_speed(group))
 
 
-def svg(
+def _plot(
+    group: Group | SettingGroup,
+    name: str,
     paint: Callable[[Axes, pd.DataFrame], None],
     frame: pd.DataFrame,
-    salt: str,
-    height: float = HEIGHT,
-) -> str:
-    """Return what `paint(axes, frame)` draws as SVG text. `salt` makes its ids unique; `height` is
-    in inches.
+    data: pd.DataFrame | None = None,
+) -> Plot:
+    """Return what `paint(axes, frame)` draws. `data` is what the file next to the plot has, if it
+    is not `frame`. A column `label` names the lines of text of a plot of intervals.
     """
     import matplotlib
     from matplotlib.figure import Figure
 
-    with matplotlib.rc_context({"svg.hashsalt": salt}, fname=STYLE):
+    height = HEIGHT
+    if "label" in frame:
+        height = 1.4 + 0.24 * sum(_whole(text).count("\n") + 1 for text in frame["label"])
+    # The salt makes the ids of a plot unique.
+    with matplotlib.rc_context({"svg.hashsalt": f"{group.title}{name}"}, fname=STYLE):
         # Without pyplot there is no display and no global state.
         figure = Figure(figsize=(5.0, height), layout="constrained")
         axes = figure.add_subplot()
@@ -106,29 +99,95 @@ def svg(
     # Matplotlib counts ids from 1 in every figure, but the ids of a page must be unique.
     drawn = re.sub(r'<g id="[^"]*"', "<g", drawn)
     drawn = re.sub(r"'DejaVu Sans'[^;\"]*", "Helvetica, Arial, 'DejaVu Sans', sans-serif", drawn)
-    return drawn.replace(INK, "currentColor")
+    return Plot(name, drawn.replace(INK, "currentColor"), frame if data is None else data)
 
 
-def whole(label: str) -> str:
-    """Break a label into lines of at most LONGEST_LABEL characters."""
-    return textwrap.fill(label, LONGEST_LABEL)
+def _of_speed(group: Group) -> Iterable[Plot]:
+    """Draw ratios, speed, step time and memory. Of many points, shows the fastest ones."""
+    fastest = sorted(
+        group.members,
+        key=lambda point: point.speed.median if point.speed else 0,
+        reverse=True,
+    )
+    shown = [point.label for point in fastest[:MOST_POINTS]]
+    runs, ratios = group.speeds, _ratios(group)
+    scales = len(runs[["strategy", "devices"]].drop_duplicates()) > 1
+    tables: list[tuple[str, Callable[[Axes, pd.DataFrame], None], pd.DataFrame]] = [
+        ("ratios", _paint_ratios, ratios.assign(label=ratios["a"] + " over " + ratios["b"])),
+        ("speed", _paint_speeds, runs if scales else runs[:0]),
+        ("step", _paint_steps, _steps(group)),
+        ("memory", _paint_memory, _memory(group)),
+    ]
+    for name, paint, table in tables:
+        picked = table[table[table.columns[0]].isin(shown)].reset_index(drop=True)
+        if len(picked):
+            yield _plot(group, name, paint, picked, table.drop(columns="label", errors="ignore"))
 
 
-def height_of(labels: Iterable[str]) -> float:
-    """Return the height in inches of a plot with a line of text per label."""
-    return 1.4 + 0.24 * sum(whole(label).count("\n") + 1 for label in labels)
+def _of_settings(group: SettingGroup) -> Iterable[Plot]:
+    """Draw the metric by seed, over the steps, by swept key and against speed. Of many settings,
+    shows the best ones and the baseline.
+    """
+    factor = 100 if group.scale.is_proportion else 1
+    name = f"{group.metric}, %" if group.scale.is_proportion else group.metric
+    shown = [setting for setting in group.best(MOST_SETTINGS) if setting.values]
+    if len(group.alive) > MOST_SETTINGS:
+        shown.sort(key=lambda setting: -group.scale.sign * (setting.mean or 0.0))
+    rows = [
+        [s.label, str(block), value * factor]
+        for s in group.alive
+        for block, value in s.values.items()
+    ]
+    runs = pd.DataFrame(rows, columns=["setting", "block", "value"])
+    if len(shown) > 1:
+        means = _means(group, shown, factor)
+        yield _plot(group, "values", partial(_paint_values, runs=runs, name=name), means, runs)
+    curves = _curves([s for s in group.best(MOST_LINES) if s.values], group.metric, factor)
+    if len(curves) > curves["setting"].nunique():
+        yield _plot(group, "curves", partial(_paint_settings, x="step", name=name), curves)
+    yield from _by_key(group, runs, factor, name)
+    speeds = pd.DataFrame(
+        [
+            [s.label, s.speed.median, s.mean * factor]
+            for s in shown
+            if s.speed and s.mean is not None
+        ],
+        columns=["setting", "images_per_sec", "mean"],
+    )
+    if len(speeds) > 1 and not group.is_about_speed:
+        named = speeds.rename(columns={"images_per_sec": "images/s"})
+        paint = partial(_paint_settings, x="images/s", name=name)
+        yield _plot(group, "tradeoff", paint, named, speeds)
 
 
-def paint_intervals(
-    axes: Axes, frame: pd.DataFrame, looks: Callable[[str], tuple[str, str]]
+def _by_key(group: SettingGroup, runs: pd.DataFrame, factor: int, name: str) -> Iterable[Plot]:
+    """Draw the metric against one swept key, if its values are numbers, or by two swept keys."""
+    keys = group.keys
+    table = pd.DataFrame(
+        [{**s.settings, "mean": s.mean * factor} for s in group.alive if s.mean is not None]
+    )
+    if len(keys) == 1 and len(table) > 2:
+        numbers = pd.to_numeric(table[keys[0]], errors="coerce").astype(float)
+        if numbers.abs().lt(math.inf).all():
+            x = dict(zip((s.label for s in group.alive), numbers, strict=True))
+            line = runs.assign(x=runs["setting"].map(x))
+            yield _plot(group, "key", partial(_paint_key, name=name, key=keys[0]), line)
+    if len(keys) == 2 and table[keys].nunique().gt(1).all() and len(table) <= MOST_CELLS:
+        # Light is good, whatever the direction of the metric.
+        colors = "Blues" if group.scale.lower_is_better else "Blues_r"
+        yield _plot(group, "keys", partial(_paint_heat, name=name, colors=colors), table)
+
+
+def _paint_intervals(
+    axes: Axes, frame: pd.DataFrame, look_of: Callable[[str], tuple[str, str]]
 ) -> None:
     """Draw the columns `middle`, `low` and `high` of each row as a mark with an interval, next to
     its `label`.
 
-    `looks` returns mark and color of a label. A row without an interval is a mark.
+    `look_of` returns mark and color of a label. A row without an interval is a mark.
     """
     for y, row in enumerate(frame.itertuples()):
-        marker, color = looks(str(row.label))
+        marker, color = look_of(str(row.label))
         reach = None if pd.isna(row.low) else [[row.middle - row.low], [row.high - row.middle]]
         axes.errorbar(
             row.middle,
@@ -140,39 +199,51 @@ def paint_intervals(
             markersize=5,
             linewidth=1.2,
         )
-    axes.set_yticks(range(len(frame)), [whole(label) for label in frame["label"]])
+    axes.set_yticks(range(len(frame)), [_whole(label) for label in frame["label"]])
     axes.invert_yaxis()
     axes.margins(y=0.6 / len(frame))
 
 
-def paint_xy(
+def _paint_xy(
     axes: Axes,
     points: pd.DataFrame,
-    middle: str,
-    dash: str,
-    marker: str,
-    line: str,
-    color: str,
+    look: tuple[str, str, str],
+    middle: str = "mean",
     label: str | None = None,
 ) -> None:
-    """Draw the columns `x` and `y` as marks, and a line through the `middle` (mean or median) of
-    each x.
+    """Draw the columns `x` and `y` as marks, a line through the `middle` (mean or median) of each
+    x, and a band between the columns `low` and `high`, if there are any.
+
+    `look`: dash, mark and color; the dash or the mark may be "none".
     """
-    middles = points.groupby("x")["y"].agg(middle)
-    axes.plot(middles.index, middles, dash, color=line, linewidth=1.2, label=label)
-    axes.plot(points["x"], points["y"], marker, color=color, markersize=4.5, alpha=0.75)
+    dash, mark, color = look
+    if "low" in points:
+        axes.fill_between(
+            points["x"], points["low"], points["high"], color=color, alpha=0.15, linewidth=0
+        )
+    if dash != "none":
+        middles = points.groupby("x")["y"].agg(middle)
+        axes.plot(middles.index, middles, dash, color=color, linewidth=1.2, label=label)
+        label = None
+    if mark != "none":
+        axes.plot(
+            points["x"], points["y"], mark, color=color, markersize=4.5, alpha=0.75, label=label
+        )
 
 
-def short(label: str) -> str:
+def _whole(label: str) -> str:
+    """Break a label into lines of at most LONGEST_LABEL characters."""
+    return textwrap.fill(label, LONGEST_LABEL)
+
+
+def _short(label: str) -> str:
     """Cut a label to LONGEST_LABEL characters, so that the axes keep their room."""
     return label if len(label) <= LONGEST_LABEL else f"{label[: LONGEST_LABEL - 1]}…"
 
 
 def _ratios(group: Group) -> pd.DataFrame:
     columns = ["a", "b", "ratio", "low", "high", "n", "detectable", "verdict"]
-    known = [
-        contrast.fields for contrast in group.contrasts.get(SPEED, ()) if contrast.low is not None
-    ]
+    known = [contrast.fields for contrast in group.contrasts if contrast.low is not None]
     return pd.DataFrame(known, columns=columns).assign(of_interest=group.smallest_difference)
 
 
@@ -196,14 +267,12 @@ def _paint_ratios(axes: Axes, frame: pd.DataFrame) -> None:
         low=frame["low"].clip(lower=1 / end / end),
         high=frame["high"].clip(upper=end),
     )
-    cut["label"] = frame["a"] + " over " + frame["b"]
-    paint_intervals(axes, cut, lambda label: LOOKS.get(label.split(" ")[0], OTHER))
+    _paint_intervals(axes, cut, lambda label: LOOKS.get(label.split(" ")[0], OTHER))
     left, right = axes.get_xlim()
     left, right = max(left, min(frame["ratio"].min(), 1) / 4), min(right, end)
     axes.set_xlim(left, right)
     ticks = [tick for tick in RATIO_TICKS if left <= tick <= right]
-    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-    axes.minorticks_off()
+    _set_ticks(axes, ticks)
     axes.set_xlabel("ratio of images/s")
 
 
@@ -225,7 +294,8 @@ def _paint_speeds(axes: Axes, frame: pd.DataFrame) -> None:
     for number, (name, runs) in enumerate(kept.groupby("series", sort=False)):
         marker, color = LOOKS.get(runs["strategy"].iloc[0], OTHER)
         points = runs.rename(columns={"devices": "x", SPEED: "y"})
-        paint_xy(axes, points, "median", DASHES[number % 4], marker, color, color, str(name))
+        look = (DASHES[number % len(DASHES)], marker, color)
+        _paint_xy(axes, points, look, "median", str(name))
     flagged = kept[kept["flagged"]]
     if len(flagged):
         ring: dict[str, Any] = {"markersize": 10, "markerfacecolor": "none", "label": "flagged"}
@@ -238,7 +308,7 @@ def _paint_speeds(axes: Axes, frame: pd.DataFrame) -> None:
 def _steps(group: Group) -> pd.DataFrame:
     runs = [
         (point, run.step_parts)
-        for point in group.points
+        for point in group.members
         for run in point.runs
         if not point.is_simulated
     ]
@@ -273,7 +343,7 @@ def _memory(group: Group) -> pd.DataFrame:
     where devices share memory.
     """
     rows = []
-    for point in group.points if group.accelerator != "cpu" else ():
+    for point in group.members if group.accelerator != "cpu" else ():
         for device, peak in enumerate(point.peak_bytes):
             gib = [value / 2**30 for value in (peak.median, peak.low, peak.high)]
             rows.append([point.label, point.strategy, device, *gib])
@@ -300,8 +370,109 @@ def _name_bars(axes: Axes, names: list[str], height: str) -> None:
     is_long = sum(map(len, names)) > 50
     axes.set_xticks(
         range(len(names)),
-        [*map(short, names)],
+        [*map(_short, names)],
         rotation=40 if is_long else 0,
         ha="right" if is_long else "center",
     )
     axes.set_ylabel(height)
+
+
+def _means(group: SettingGroup, settings: list[Setting], factor: int) -> pd.DataFrame:
+    """Return a table of the mean of each setting with its 95 % interval, which is empty for a
+    single value.
+    """
+    rows = []
+    for setting in settings:
+        mean, ends = setting.mean, group.interval(setting)
+        assert mean is not None
+        # On a scale, the interval is not symmetric, and with few values it may not hold the plain
+        # mean.
+        low, high = (min(ends[0], mean), max(ends[1], mean)) if ends else (math.nan, math.nan)
+        rows.append([setting.label, mean * factor, low * factor, high * factor])
+    return pd.DataFrame(rows, columns=["label", "middle", "low", "high"])
+
+
+def _paint_values(axes: Axes, frame: pd.DataFrame, runs: pd.DataFrame, name: str) -> None:
+    labels = list(frame["label"])
+    picked = runs[runs["setting"].isin(labels)].assign(
+        y=lambda table: table["setting"].map(labels.index)
+    )
+    for _, block in picked.sort_values("y").groupby("block"):
+        axes.plot(block["value"], block["y"], "-", color=QUIET, alpha=0.35, linewidth=0.7, zorder=1)
+    axes.plot(picked["value"], picked["y"], "o", color=COLORS[0], alpha=0.6, markersize=4)
+    _paint_intervals(axes, frame, lambda _: ("|", INK))
+    axes.set_xlabel(name)
+
+
+def _curves(settings: list[Setting], metric: str, factor: int) -> pd.DataFrame:
+    """Return a table of mean, smallest and largest value over the seeds, for each step that all
+    runs evaluated.
+    """
+    rows = []
+    for setting in settings:
+        steps: dict[int, list[float]] = defaultdict(list)
+        runs = [read_curve(run.folder, metric.removesuffix("_best")) for run in setting.runs]
+        for curve in runs:
+            for step, value in curve.items():
+                steps[step].append(value * factor)
+        known = [
+            (step, values) for step, values in sorted(steps.items()) if len(values) == len(runs)
+        ]
+        stride = math.ceil(len(known) / MOST_STEPS)
+        # The last evaluation is always kept.
+        for step, values in reversed(known[:: -stride or None]):
+            rows.append([setting.label, step, sum(values) / len(values), min(values), max(values)])
+    return pd.DataFrame(rows, columns=["setting", "step", "mean", "low", "high"])
+
+
+def _paint_settings(axes: Axes, frame: pd.DataFrame, x: str, name: str) -> None:
+    """Draw the mean over the column `x`, as a line if a setting has several rows."""
+    points = frame.rename(columns={x: "x", "mean": "y"})
+    has_lines = points["setting"].duplicated().any()
+    has_legend = points["setting"].nunique() <= MOST_LINES
+    for number, (setting, of_setting) in enumerate(points.groupby("setting", sort=False)):
+        dash, mark = DASHES[number % len(DASHES)], MARKS[number % len(MARKS)]
+        look = (dash if has_lines else "none", "none" if has_lines else mark)
+        label = _short(str(setting)) if has_legend else None
+        _paint_xy(axes, of_setting, (*look, COLORS[number % len(COLORS)]), label=label)
+    axes.set(xlabel=x, ylabel=name)
+    axes.set_xlim(left=0)
+
+
+def _paint_key(axes: Axes, frame: pd.DataFrame, name: str, key: str) -> None:
+    _paint_xy(axes, frame.rename(columns={"value": "y"}), ("-", "o", COLORS[0]))
+    if frame["x"].min() > 0 and frame["x"].max() / frame["x"].min() >= DECADES:
+        axes.set_xscale("log")
+        # Matplotlib's own labels are formulas, which the SVG would show as text.
+        _set_ticks(axes, sorted(frame["x"].unique()))
+    axes.set(xlabel=key, ylabel=name)
+
+
+def _set_ticks(axes: Axes, ticks: list[float]) -> None:
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.minorticks_off()
+
+
+def _paint_heat(axes: Axes, frame: pd.DataFrame, name: str, colors: str) -> None:
+    x, y = frame.columns[:2]
+    columns, rows = list(dict.fromkeys(frame[x])), list(dict.fromkeys(frame[y]))
+    cells = frame.pivot_table(index=y, columns=x, values="mean").reindex(
+        index=rows, columns=columns
+    )
+    mesh = axes.pcolormesh(cells.to_numpy(), cmap=colors, edgecolors="white", linewidth=1)
+    axes.figure.colorbar(mesh, ax=axes, label=name)
+    for row, of_row in enumerate(cells.to_numpy()):
+        for column, value in enumerate(of_row):
+            is_dark = sum(mesh.cmap(mesh.norm(value))[:3]) < 1.6
+            color = "white" if is_dark else "black"
+            axes.text(
+                column + 0.5,
+                row + 0.5,
+                f"{value:#.4g}".rstrip("."),
+                ha="center",
+                va="center",
+                color=color,
+            )
+    axes.set_xticks([place + 0.5 for place in range(len(columns))], columns)
+    axes.set_yticks([place + 0.5 for place in range(len(rows))], rows)
+    axes.set(xlabel=x, ylabel=y)

@@ -7,8 +7,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from timm_parallel.lab.analysis.configurations import values, varied
 from timm_parallel.lab.analysis.groups import Group, MeasuredPoint
+from timm_parallel.lab.analysis.questions import values, varied
 from timm_parallel.lab.analysis.runs import MEASURES, RunRecord
 from timm_parallel.lab.analysis.settings import SettingGroup
 from timm_parallel.lab.analysis.statistics import Contrast, Summary
@@ -44,6 +44,7 @@ _OF_A_GROUP = (
 
 def plain(report: Report, out: Path) -> dict[str, Any]:
     """Convert a report to the contents of report.json."""
+    questions: list[Group | SettingGroup] = [*report.groups, *report.settings]
     leads = [
         {
             **_place(lead.group),
@@ -74,20 +75,20 @@ def plain(report: Report, out: Path) -> dict[str, Any]:
         "lead": leads[0] if leads else None,
         "leads": leads,
         "groups": [
-            {**_pick(group, *_OF_A_GROUP), "points": [point.label for point in group.points]}
+            {
+                **_pick(group, *_OF_A_GROUP),
+                "points": [point.label for point in group.members],
+            }
             for group in report.groups
         ],
-        "points": [_plain_point(group, point) for group in report.groups for point in group.points],
+        "points": [
+            _plain_point(group, point) for group in report.groups for point in group.members
+        ],
         "contrasts": [
             {**_place(group), "measure": measure, **contrast.fields}
-            for group in report.groups
-            for measure, contrasts in group.contrasts.items()
+            for group in questions
+            for measure, contrasts in group.by_measure.items()
             for contrast in contrasts
-        ]
-        + [
-            {**_place(group), "measure": group.metric, **contrast.fields}
-            for group in report.settings
-            for contrast in group.contrasts
         ],
         "settings": [_plain_settings(group) for group in report.settings],
         "table": list(report.table.rows) if report.table else [],
@@ -166,7 +167,7 @@ def _plain_settings(group: SettingGroup) -> dict[str, Any]:
             "images_per_sec": _fields(setting.speed),
             "peak_bytes": [_fields(peak) for peak in setting.peak_bytes],
         }
-        for setting in group.settings
+        for setting in group.members
     ]
     names = _pick(group, "metric", "unit_of_repeats", "blocks", "keys", "note")
     return {

@@ -14,21 +14,18 @@ from urllib.parse import quote
 import jinja2
 import pandas as pd
 
-from timm_parallel.lab.analysis.contrasts import recommend, with_contrasts
-from timm_parallel.lab.analysis.groups import Group, group_runs
-from timm_parallel.lab.analysis.recommendation import Recommendation
+from timm_parallel.lab.analysis.groups import LEVELS, Group, group_runs
+from timm_parallel.lab.analysis.headline import Recommendation, recommend
+from timm_parallel.lab.analysis.questions import with_contrasts
 from timm_parallel.lab.analysis.runs import RunRecord
-from timm_parallel.lab.analysis.setting_lead import recommend_setting
 from timm_parallel.lab.analysis.settings import SettingGroup, setting_groups
 from timm_parallel.lab.analysis.statistics import SMALLEST_DIFFERENCE
-from timm_parallel.lab.analysis.tuning import recommend_fastest
 from timm_parallel.lab.analysis.wording import join_short, percent
-from timm_parallel.lab.report import plots, setting_tables, tables
+from timm_parallel.lab.report import plots, tables
 from timm_parallel.lab.report.claims import evaluate_claims
 from timm_parallel.lab.report.collect import collect
 from timm_parallel.lab.report.evidence import ClaimResult, Evidence
 from timm_parallel.lab.report.records import plain, relative, row
-from timm_parallel.lab.report.setting_plots import draw_settings
 from timm_parallel.machine.files import write_json, write_text
 from timm_parallel.project import root
 from timm_parallel.record.jobs import UNFINISHED, Jobs, read_jobs
@@ -95,9 +92,8 @@ class Report:
     @property
     def table(self) -> tables.Table | None:
         """Table of the first group of configurations; None without groups."""
-        if self.settings:
-            return setting_tables.settings_table(self.settings[0])
-        return tables.points_table(self.groups[0]) if self.groups else None
+        groups = self.settings or self.groups
+        return tables.results_table(groups[0]) if groups else None
 
 
 def compare(runs: list[RunRecord], folders: Sequence[Path]) -> Report:
@@ -110,12 +106,9 @@ def compare(runs: list[RunRecord], folders: Sequence[Path]) -> Report:
         (limit for limit in limits if isinstance(limit, float) and limit > 0),
         default=SMALLEST_DIFFERENCE,
     )
-    groups, settings = with_contrasts(group_runs(runs), smallest), setting_groups(runs, smallest)
-    leads = [
-        recommend_fastest(group) if group.is_about_speed else recommend_setting(group)
-        for group in settings
-    ]
-    leads = leads or [recommend(group) for group in groups]
+    groups = with_contrasts(group_runs(runs), smallest, LEVELS)
+    settings = with_contrasts(setting_groups(runs), smallest)
+    leads = [recommend(group) for group in settings or groups]
     claims = {}
     for hardware in dict.fromkeys(group.hardware for group in groups):
         # A job that never started has no hardware record. It counts as evidence for each kind of
@@ -166,7 +159,6 @@ def _render(kind: str, report: Report, drawn: Drawn, out: Path) -> str:
         undefined=jinja2.StrictUndefined,
     )
     environment.filters["markdown"] = _markdown
-    environment.globals.update(setting_tables=setting_tables)
     environment.globals.update(
         tables=tables, href=href, page_href=page_href, report=report, plots=drawn
     )
@@ -183,12 +175,12 @@ def _draw(report: Report, folder: Path) -> Drawn:
     for stale in folder.glob("[0-9]*_*.*"):
         stale.unlink()
     # Below a comparison of settings, the speed of a group with one configuration is in the table.
-    of_speed = [group for group in report.groups if not report.settings or len(group.points) > 1]
+    of_speed = [group for group in report.groups if not report.settings or len(group.members) > 1]
     drawn: Drawn = {}
     size = 0
     groups: list[Group | SettingGroup] = [*report.settings, *of_speed]
     for number, group in enumerate(groups[:MOST_GROUPS_PLOTTED], start=1):
-        of_group = draw_settings(group) if isinstance(group, SettingGroup) else plots.draw(group)
+        of_group = plots.draw(group)
         size += sum(len(plot.svg) for plot in of_group)
         if size > MOST_PLOT_BYTES:
             break

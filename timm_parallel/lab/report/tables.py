@@ -1,5 +1,5 @@
-"""Convert groups and runs to tables of text for HTML and Markdown. A missing value is a dash, never
-0.
+"""Convert groups and runs to tables of text for HTML and Markdown, and that of settings also for an
+article. A missing value is a dash, never 0.
 """
 
 from __future__ import annotations
@@ -8,17 +8,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from textwrap import shorten
 
+import pandas as pd
+
 from timm_parallel.config.suggest import is_lower_better
-from timm_parallel.lab.analysis.configurations import values
 from timm_parallel.lab.analysis.groups import Group, MeasuredPoint
+from timm_parallel.lab.analysis.questions import values
 from timm_parallel.lab.analysis.runs import RunRecord
-from timm_parallel.lab.analysis.statistics import Summary
+from timm_parallel.lab.analysis.settings import Setting, SettingGroup
+from timm_parallel.lab.analysis.statistics import Contrast, Summary
 from timm_parallel.lab.analysis.wording import (
     DASH,
     effect_text,
     figure,
     join_short,
     percent,
+    points,
+    size_text,
+    value_text,
     verdict_text,
     with_range,
 )
@@ -30,6 +36,8 @@ OUTLIER = 0.75  # a run below this share of its configuration's median speed is 
 MOST_DEVICES = 8
 MOST_UNFINISHED = 300  # rows: report.html stays small; report.csv has all
 LONGEST_REASON = 240  # characters
+MOST_SETTINGS = 60  # rows, the best ones; report.json has all
+VERDICT, DETECTABLE = "better?", "min. detectable difference"
 # Columns that say nothing about GPUs if the devices are threads on CPU.
 _OF_GPUS = (
     "images/s",
@@ -53,27 +61,35 @@ class Table:
     ] = ()  # of each row; a last column links to the first MOST_LINKS of them
 
 
-def points_table(group: Group) -> Table:
-    """Return a table of speed, memory and metrics with a row per configuration, without empty
-    columns.
-    """
-    metrics = list(dict.fromkeys(name for point in group.points for name in point.metrics))
-    largest = max((peak.high for point in group.points for peak in point.peak_bytes), default=0)
+def results_table(group: Group | SettingGroup) -> Table:
+    """Return the table of a group with a row per configuration, without empty columns."""
+    return _settings_table(group) if isinstance(group, SettingGroup) else _points_table(group)
+
+
+def _without_empty(rows: Sequence[dict[str, str]], kept: Sequence[str]) -> list[dict[str, str]]:
+    """Drop the columns without a value in any row, except those `kept`."""
+    filled = {*kept}
+    for row in rows:
+        filled |= {name for name, text in row.items() if text not in (DASH, NOT_HERE, "")}
+    return [{name: text for name, text in row.items() if name in filled} for row in rows]
+
+
+def _points_table(group: Group) -> Table:
+    """Return a table of speed, memory and metrics."""
+    metrics = list(dict.fromkeys(name for point in group.members for name in point.metrics))
+    largest = max((peak.high for point in group.members for peak in point.peak_bytes), default=0)
     unit, factor = ("GiB", 2**-30) if largest >= 2**30 else ("MiB", 2**-20)
     memory = f"{'resident' if group.accelerator == 'cpu' else 'peak'} memory, {unit}, by device"
     rows = []
-    for point in group.points:
+    for point in group.members:
         row = _point_row(group, point)
         for name in metrics:
             title = f"{name} (lower is better)" if is_lower_better(name) else name
             row[title] = _summary(point.metrics.get(name))
         rows.append(row | {memory: _peaks(point, factor)})
-    filled = {
-        name for row in rows for name, text in row.items() if text not in (DASH, NOT_HERE)
-    } | {"images/s"}
-    shown = [{name: text for name, text in row.items() if name in filled} for row in rows]
     caption = f"{group.scaling.capitalize()}: medians (smallest–largest) of the repeats"
-    return Table(shown, caption, _notes(group), ["point"], [point.runs for point in group.points])
+    runs = [point.runs for point in group.members]
+    return Table(_without_empty(rows, ["images/s"]), caption, _notes(group), ["point"], runs)
 
 
 def _point_row(group: Group, point: MeasuredPoint) -> dict[str, str]:
@@ -102,6 +118,84 @@ def _point_row(group: Group, point: MeasuredPoint) -> dict[str, str]:
     return row | dict.fromkeys(_OF_GPUS, NOT_HERE) if point.is_simulated else row
 
 
+def _settings_table(group: SettingGroup) -> Table:
+    """Return a table of the metric, in the order of the sweep."""
+    shown = group.best(MOST_SETTINGS)
+    rows = _without_empty([_setting_row(group, setting) for setting in shown], group.keys)
+    notes = [group.note] if group.note else []
+    if any(setting.lost for setting in group.members):
+        notes.append(
+            "The mean of a setting that lost runs is that of the runs that are left, and may be "
+            "too good."
+        )
+    if not group.is_about_speed and any(
+        _differs_from_means(group, contrast) for contrast in group.contrasts
+    ):
+        notes.append(
+            f"A difference comes from means on the {group.scale.name} scale in the "
+            f"{group.unit_of_repeats}s that both settings have, so it is not exactly the "
+            "difference of two means of this table."
+        )
+    notes += _rest(len(group.members) - len(shown), "{} more settings, in report.json.")
+    caption = f"{group.metric} by setting: mean over the {group.unit_of_repeats}s"
+    text = [*group.keys, "setting", VERDICT]
+    return Table(rows, caption, notes, text, [setting.runs for setting in shown])
+
+
+def _differs_from_means(group: SettingGroup, contrast: Contrast) -> bool:
+    a, b = group.named(contrast.a).mean, group.named(contrast.b).mean
+    if a is None or b is None or contrast.effect is None:
+        return False
+    return abs(contrast.effect - (a - b)) > (0.001 if group.scale.is_proportion else 0.01 * abs(b))
+
+
+def _setting_row(group: SettingGroup, setting: Setting) -> dict[str, str]:
+    is_baseline = setting is group.baseline and len(group.members) > 1
+    contrast = group.contrast(setting, group.baseline)
+    unit = ", points" if group.scale.is_proportion else ""
+    lower = ", lower is better" if group.scale.lower_is_better else ""
+    peak = max((peak.median for peak in setting.peak_bytes), default=None)
+    detectable = contrast.detectable if contrast else None
+    deviation = DASH
+    if setting.deviation is not None:
+        to_text = points if group.scale.is_proportion else figure
+        deviation = to_text(setting.deviation)
+    return {
+        **(setting.settings or {"setting": setting.label}),
+        f"{group.unit_of_repeats}s": str(len(setting.values)),
+        "runs lost": f"{len(setting.lost)} of {len(setting.lost) + len(setting.runs)}"
+        if setting.lost
+        else DASH,
+        f"{group.metric}{lower}": value_text(group.scale, setting.mean),
+        "sd": deviation,
+        f"{'ratio' if group.is_about_speed else 'difference'}{unit} (95 %)": "baseline"
+        if is_baseline
+        else effect_text(contrast),
+        VERDICT: verdict_text(contrast).partition(":")[0] if contrast else "",
+        DETECTABLE: DASH if detectable is None else size_text(group.scale, detectable),
+        "images/s": _summary(setting.speed),
+        "memory, MiB": DASH if peak is None else figure(peak / 2**20),
+        "J per image": _median(setting.measure("joules_per_image")),
+    }
+
+
+def for_article(table: Table, kind: str) -> str:
+    """Return the table as Markdown (`markdown`) or LaTeX with booktabs (`latex`), without verdicts
+    and links.
+    """
+    frame = pd.DataFrame(table.rows).drop(columns=[VERDICT, DETECTABLE], errors="ignore")
+    if kind == "markdown":
+        rule = ["---" if name in table.text_columns else "---:" for name in frame]
+        lines = [list(frame), rule, *frame.to_numpy().tolist()]
+        return "\n".join(
+            f"| {' | '.join(text.replace('|', '/') for text in line)} |" for line in lines
+        )
+    align = "".join("l" if name in table.text_columns else "r" for name in frame)
+    latex = frame.to_latex(index=False, escape=True, column_format=align).rstrip()
+    # Older versions of LaTeX know these characters only with a package.
+    return latex.replace("–", "--").replace("×", r"$\times$").replace(DASH, "---")
+
+
 def contrasts_table(group: Group) -> Table:
     """Return a table of the compared pairs of configurations: ratio of images/s, interval and
     verdict.
@@ -113,12 +207,10 @@ def contrasts_table(group: Group) -> Table:
             "A faster than B?": "disturbed: no verdict"
             if group.disturbed
             else verdict_text(contrast),
-            "min. detectable difference": DASH
-            if contrast.detectable is None
-            else percent(contrast.detectable, 1),
+            DETECTABLE: DASH if contrast.detectable is None else percent(contrast.detectable, 1),
             "runs of each": str(contrast.n),
         }
-        for contrast in group.contrasts.get("images_per_sec", ())
+        for contrast in group.contrasts
     ]
     return Table(rows, "Comparisons", text_columns=["A over B, images/s", "A faster than B?"])
 
@@ -127,16 +219,12 @@ def disturbed_table(group: Group) -> Table:
     """Return a table of runs, at most MOST_NAMED, whose speed was disturbed by other programs or
     heat, with reasons.
     """
-    flagged = [(run, point) for point in group.points for run in point.runs if run.flags]
+    flagged = [(run, point) for point in group.members for run in point.runs if run.flags]
     rows = [
         {"disturbed run": r.name, "point": p.label, "why": "; ".join(r.flags)}
         for r, p in flagged[:MOST_NAMED]
     ]
-    notes = (
-        [f"{len(flagged) - MOST_NAMED} more disturbed runs, in report.csv."]
-        if len(flagged) > MOST_NAMED
-        else []
-    )
+    notes = _rest(len(flagged) - MOST_NAMED, "{} more disturbed runs, in report.csv.")
     return Table(rows, "Disturbed runs, which are kept", notes, ["disturbed run", "point", "why"])
 
 
@@ -177,11 +265,7 @@ def unfinished_table(runs: Sequence[RunRecord]) -> Table:
         }
         for run in shown
     ]
-    notes = (
-        [f"and {len(unfinished) - len(shown)} more, in report.csv"]
-        if len(unfinished) > len(shown)
-        else []
-    )
+    notes = _rest(len(unfinished) - len(shown), "and {} more, in report.csv")
     folders = [[run] if run.folder.is_dir() else [] for run in shown]
     return Table(rows, "", notes, ["point", "overrides", "status", "reason"], folders)
 
@@ -193,16 +277,16 @@ def _notes(group: Group) -> list[str]:
             "No run of single on 1 device is done here, so there is no ratio to it and no "
             "efficiency."
         )
-    if any(point.is_simulated for point in group.points):
+    if any(point.is_simulated for point in group.members):
         notes.append(
             "* Its devices are threads on CPU: its speed says nothing about GPUs and is not "
             "compared."
         )
     for threads, cores in sorted(
-        {point.needless_threads for point in group.points if point.needless_threads}
+        {point.needless_threads for point in group.members if point.needless_threads}
     ):
         notes.append(f"† {threads} threads on {cores} cores.")
-    if not all(map(group.same_threads, group.points)):
+    if not all(map(group.same_threads, group.members)):
         notes.append(
             "‡ Its devices have another number of threads than single's: the ratio mixes both "
             "effects."
@@ -214,9 +298,12 @@ def _notes(group: Group) -> list[str]:
         for run in outliers.itertuples()
     ]
     notes += [f"Outlier, kept: {text}" for text in slow[:MOST_NAMED]]
-    if len(slow) > MOST_NAMED:
-        notes.append(f"Outlier, kept: {len(slow) - MOST_NAMED} more, in report.csv.")
-    return notes
+    return notes + _rest(len(slow) - MOST_NAMED, "Outlier, kept: {} more, in report.csv.")
+
+
+def _rest(count: int, note: str) -> list[str]:
+    """Return the note on the rows that are not shown; empty if all are."""
+    return [note.format(count)] if count > 0 else []
 
 
 def _summary(summary: Summary | None) -> str:

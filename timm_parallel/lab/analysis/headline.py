@@ -1,0 +1,560 @@
+"""Headline result of a report: a sentence, and the command that trains the recommended
+configuration. Each question has its policy.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean, median
+
+from timm_parallel.keys import TrainConfig
+from timm_parallel.lab.analysis.groups import SPEED, Group, MeasuredPoint
+from timm_parallel.lab.analysis.runs import RunRecord
+from timm_parallel.lab.analysis.selection import choose, corrected_values
+from timm_parallel.lab.analysis.settings import Setting, SettingGroup
+from timm_parallel.lab.analysis.statistics import (
+    INCONCLUSIVE,
+    NOT_SUPPORTED,
+    SMALLEST_DIFFERENCE,
+    SUPPORTED,
+    Contrast,
+    decide,
+    estimate,
+)
+from timm_parallel.lab.analysis.wording import (
+    difference_text,
+    figure,
+    interval_text,
+    join_short,
+    percent,
+    range_text,
+    size_text,
+    times,
+    value_text,
+    verdict_text,
+    with_range,
+)
+from timm_parallel.machine.text import plural
+
+FAR = 8.0  # standard deviations from the median of its setting at which a run is named
+# Settings that change more than speed and memory, with the advice that a recommendation of them
+# adds.
+CHANGES_TRAINING = {
+    "train.precision": "rounds differently: compare the accuracy of both before you rely on it",
+    "data.batch_size": "trains differently: choose the learning rate again",
+    "data.batch_size_per_device": "trains differently: choose the learning rate again",
+}
+TUNE = "experiment=tune"
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """Headline result of a group of configurations. Recommends none if the measurements are
+    inconclusive.
+    """
+
+    group: Group | SettingGroup
+    sentence: str
+    command: str = ""
+    point: str | None = None  # label of the recommended configuration
+    contrast: Contrast | None = None
+    value: float | None = (
+        None  # of the headline metric, corrected for the choice; None on a page about speed
+    )
+    value_interval: tuple[float, float] | None = None  # of 95 %
+    difference: float | None = None  # of `contrast`, corrected for the choice
+    notes: tuple[str, ...] = ()  # what a reader must know to rely on the sentence, a sentence each
+
+
+def command(run: RunRecord) -> str:
+    """Return the `python train.py …` command with the settings of this run, but without the step
+    limit of a benchmark.
+    """
+    full: dict[str, object] = {}
+    if run.is_benchmark:
+        # The benchmark also chose the epochs, which it did not reach.
+        full = {"train.max_steps": "null", "train.epochs": TrainConfig.epochs}
+        full["train.evaluate_every"] = TrainConfig.evaluate_every
+    arguments = ["--config-path", str(run.folder), "--config-name", "config"]
+    if run.overrides:
+        given = {override.lstrip("+~").partition("=")[0]: override for override in run.overrides}
+        dropped = ("hydra.", "hydra/", "sweep.")
+        kept = [
+            key
+            for key in given
+            if not key.startswith(dropped) and key not in ("debug", "print_config", *full)
+        ]
+        if given.get("experiment") == TUNE:
+            # Nothing in that file is for a real training.
+            kept.remove("experiment")
+            full = {}
+        arguments = [given[key] for key in kept]
+    return shlex.join(
+        ["python", "train.py", *arguments, *(f"{key}={value}" for key, value in full.items())]
+    )
+
+
+def _disturbed(runs: Sequence[RunRecord]) -> str:
+    """Return the sentence that a report has no verdict,
+    because most of its `runs` were disturbed.
+    """
+    disturbed = [run for run in runs if run.flags]
+    [(reason, _)] = Counter(flag for run in disturbed for flag in run.flags).most_common(1)
+    return (
+        f"No verdict: {len(disturbed)} of {len(runs)} runs were disturbed ({reason}). "
+        "The figures below are what was measured; run the sweep again on a quiet machine."
+    )
+
+
+def recommend(group: Group | SettingGroup) -> Recommendation:
+    """Return the headline result by the policy of the question: of strategies the simplest that is
+    not relevantly slower, of settings the best that is shown to be better, and of a tuning the
+    fewest changes that are.
+    """
+    if isinstance(group, SettingGroup) and not group.is_about_speed:
+        return _recommend_better(group)
+    if group.disturbed:
+        return Recommendation(group, _disturbed(group.runs))
+    return _recommend_simple(group) if isinstance(group, Group) else _recommend_fastest(group)
+
+
+def _recommend_simple(group: Group) -> Recommendation:
+    """Recommend the fastest configuration of a group, or a simpler one that is not relevantly
+    slower.
+    """
+    # Points are sorted by strategy. The sort, which is stable, puts fewer devices first and keeps
+    # single, dp, ddp.
+    simplest_first = sorted(group.members, key=lambda point: (point.nodes, point.devices))
+    chosen = choose(
+        group.rows(SPEED), [point.label for point in simplest_first], group.smallest_difference
+    )
+    if chosen is None:
+        return Recommendation(group, "No finished run here has images/s to compare yet.")
+    label, contrast, others = chosen
+    point, apart = group.named(label), join_short(others)
+    if contrast is None:
+        contrast, sentence = _compare_with_single(group, point)
+        if apart and contrast is None:
+            return Recommendation(
+                group,
+                f"No verdict: no repeat ran {_describe(point)} on the same host as any of these: "
+                f"{apart}.",
+            )
+    else:
+        sentence = (
+            f"{_describe(point)} is the simplest choice at most "
+            f"{percent(group.smallest_difference)} slower than the highest estimate: it runs at "
+            f"{times(contrast)} the speed of "
+            f"{_describe(group.named(contrast.b))}{interval_text(contrast)}."
+        )
+    if apart:
+        sentence += f" Not compared, because no repeat ran them on the same host: {apart}."
+    return Recommendation(group, sentence, command(point.runs[0]), point.label, contrast)
+
+
+def _compare_with_single(group: Group, point: MeasuredPoint) -> tuple[Contrast | None, str]:
+    """Return the contrast between strategy single and `point`, or its best rival if `point` is
+    single, and a sentence.
+    """
+    assert point.speed is not None
+    if point is group.single:
+        against = [c for p in group.members if (c := group.over_single(p)) and c.ratio is not None]
+        if not against:
+            return (
+                None,
+                f"{_describe(point)}: {with_range(point.speed)} images/s. There is nothing to "
+                "compare it with.",
+            )
+        # Prefer several devices to other settings of one device, because the question is if more
+        # devices pay.
+        second = max(
+            against, key=lambda contrast: (group.named(contrast.a).devices > 1, contrast.ratio or 0)
+        )
+        other = group.named(second.a)
+        gain = {1: "from another setting", 2: "from a second device"}.get(
+            other.devices, "from more devices"
+        )
+        ratio = f"runs at {times(second)} the speed of {_describe(point)}{interval_text(second)}"
+        return second, f"No gain {gain} here: {_describe(other)} {ratio}."
+    contrast = group.over_single(point)
+    if contrast is None or contrast.ratio is None:
+        return None, (
+            f"{_describe(point)} has the highest estimate, {with_range(point.speed)} images/s. To "
+            "compare it with one device, add parallel=single parallel.devices=1 to the sweep."
+        )
+    sentence = (
+        f"{_describe(point)} is {times(contrast)} as fast as single{interval_text(contrast)}."
+    )
+    if contrast.verdict != SUPPORTED:
+        sentence += f" The claim that it is faster is {verdict_text(contrast)}."
+    return contrast, sentence + _second_device(group, point)
+
+
+def _second_device(group: Group, point: MeasuredPoint) -> str:
+    """Return a sentence on the gain from a second device. It is empty if `point` has two, or if the
+    gain is unknown.
+    """
+    pairs = [
+        (p, c)
+        for p in group.members
+        if p.devices == 2 and (c := group.over_single(p)) and c.ratio is not None
+    ]
+    if point.devices == 2 or not pairs:
+        return ""
+    other, contrast = max(pairs, key=lambda pair: pair[1].ratio or 0)
+    answers = {SUPPORTED: "A second device pays", NOT_SUPPORTED: "A second device does not pay"}
+    answer = answers.get(contrast.verdict, "Inconclusive for a second device")
+    return (
+        f" {answer}: {_describe(other)} runs at {times(contrast)} the speed of "
+        f"single{interval_text(contrast)}."
+    )
+
+
+def _describe(point: MeasuredPoint) -> str:
+    if point.strategy == "single" and not point.options:
+        return "single"
+    text = f"{point.strategy} on {plural(point.devices, 'device')}"
+    if point.nodes > 1:
+        text += f" of {point.nodes} nodes"
+    if point.options:
+        text += f" with {point.options}"
+    return text
+
+
+def _recommend_better(group: SettingGroup) -> Recommendation:
+    """Recommend the best setting that is shown to be better than the baseline; if none, state the
+    detectable difference.
+    """
+    shown = [c for c in group.contrasts if c.verdict == SUPPORTED]
+    if len(group.alive) == 1:
+        lead = _only_setting(group)
+    elif shown or (group.may_be_best == {group.baseline.label} and group.baseline.is_sound):
+        # With equal numbers of runs, this is the setting with the best mean, or the next to the
+        # baseline.
+        contrast = max(shown or group.contrasts, key=lambda c: group.scale.sign * (c.effect or 0))
+        lead = _shown_best(group, contrast)
+    else:
+        lead = _none_better(group)
+    return replace(lead, notes=tuple(_notes(group)))
+
+
+def _shown_best(group: SettingGroup, contrast: Contrast) -> Recommendation:
+    """Recommend the better setting of a contrast with the baseline, or the baseline itself."""
+    other, baseline = group.named(contrast.a), group.baseline
+    chosen = other if contrast.verdict == SUPPORTED else baseline
+    expected = _expected(group, chosen)
+    source = f"from {plural(contrast.n, group.unit_of_repeats)}"
+    if not contrast.n:
+        source = f"through other settings, because they share no {group.unit_of_repeats}"
+    value = _value(group, chosen, expected)
+    if chosen is baseline:
+        sentence = (
+            f"{_name(baseline)}, the baseline, is shown to be the best of {len(group.alive)} "
+            f"settings: {group.metric} of the next, {_name(other)}, is "
+            f"{difference_text(contrast)}, {source}. {value}"
+        )
+    else:
+        sentence = (
+            f"{_name(chosen)} is better than {_name(baseline)}: {group.metric} is "
+            f"{difference_text(contrast, expected.difference)}, {source}. "
+            f"{value}{_rivals(group, chosen)}"
+        )
+    return replace(
+        expected,
+        sentence=sentence,
+        command=command(chosen.runs[0]),
+        point=chosen.label,
+        contrast=contrast,
+    )
+
+
+def _none_better(group: SettingGroup) -> Recommendation:
+    highest, unit = group.named(group.highest), group.unit_of_repeats
+    sentence = f"No setting is shown to be better than {_name(group.baseline)}"
+    detectable = group.detectable
+    if not detectable:
+        word = "lowest" if group.scale.lower_is_better else "highest"
+        shared = max((contrast.n for contrast in group.contrasts), default=0)
+        few = f"with {plural(shared, unit)}" if shared else f"with settings that share no {unit}s"
+        sentence += (
+            f": {few}, no difference can be told from chance. The {word} {group.metric} is that of "
+            f"{_name(highest)}, {value_text(group.scale, highest.mean)}. Use sweep.repeats=5 for "
+            "an answer."
+        )
+        return Recommendation(group, sentence)
+    expected = _expected(group, highest)
+    sentence += (
+        f"; this sweep could detect a difference of {size_text(group.scale, median(detectable))}."
+    )
+    if highest is group.baseline:
+        sentence += f" It has the best mean {group.metric} itself."
+    else:
+        contrast = group.contrast(highest, group.baseline)
+        decide = ""
+        if contrast is not None and contrast.verdict == INCONCLUSIVE:
+            needed = (
+                f"about {contrast.blocks_needed}" if contrast.blocks_needed else "more than 1,000"
+            )
+            decide = f"; {needed} {unit}s would decide"
+        sentence += f" {_name(highest)} has the best mean {group.metric}{decide}."
+    sentence += f" {_value(group, highest, expected)}{_rivals(group, highest)}"
+    return replace(expected, sentence=sentence)
+
+
+def _only_setting(group: SettingGroup) -> Recommendation:
+    [setting] = group.alive
+    ends = group.interval(setting)
+    interval = f" (95 % interval {range_text(group.scale, ends)})" if ends else ""
+    sentence = (
+        f"{_name(setting)} reaches {group.metric} "
+        f"{value_text(group.scale, setting.mean)}{interval}, from "
+        f"{plural(len(setting.values), group.unit_of_repeats)}."
+    )
+    if len(group.members) > 1:
+        sentence += " There is no other setting to compare it with."
+    lead = Recommendation(group, sentence, value=setting.mean, value_interval=ends)
+    if not setting.is_sound:
+        return lead
+    return replace(lead, command=command(setting.runs[0]), point=setting.label)
+
+
+def _expected(group: SettingGroup, chosen: Setting) -> Recommendation:
+    """Estimate value and difference of `chosen` in new runs: each repeat scores the setting that is
+    best on the others.
+    """
+    # Settings with lost runs are not candidates: chance chose which of their runs are counted.
+    settings, blocks = group.complete, {block for _, block, _ in group.rows()}
+    if chosen not in settings:
+        settings, blocks = [*settings, chosen], set(chosen.values)
+    rows = [
+        (s.label, block, value)
+        for s in settings
+        for block, value in s.values.items()
+        if block in blocks
+    ]
+    scores = corrected_values(rows, group.scale)
+    if not scores:
+        return Recommendation(group, "")
+    value, baseline = fmean(scores.values()), group.baseline.values
+    differences = [score - baseline[block] for block, score in scores.items() if block in baseline]
+    interval = group.interval(chosen)
+    if interval is not None and chosen.mean is not None:
+        # The values that the correction allows for, next to those of a setting that was not chosen
+        # by its mean.
+        low, high = (end - (chosen.mean - value) for end in interval)
+        interval = min(low, interval[0]), max(high, interval[1])
+        if group.scale.is_proportion:
+            interval = max(interval[0], 0.0), min(interval[1], 1.0)
+    difference = fmean(differences) if differences else None
+    return Recommendation(group, "", value=value, value_interval=interval, difference=difference)
+
+
+def _value(group: SettingGroup, chosen: Setting, expected: Recommendation) -> str:
+    interval = (
+        f" (95 % interval {range_text(group.scale, expected.value_interval)})"
+        if expected.value_interval
+        else ""
+    )
+    return (
+        f"Expect {value_text(group.scale, expected.value)}{interval}, corrected for choosing among "
+        f"{len(group.members)} settings; its mean is {value_text(group.scale, chosen.mean)}."
+    )
+
+
+def _rivals(group: SettingGroup, named: Setting) -> str:
+    """Return a sentence on the settings that cannot be told from the best; empty if that is true of
+    all settings.
+    """
+    rivals = [
+        setting
+        for setting in group.alive
+        if setting.label in group.may_be_best and setting is not named
+    ]
+    if not rivals:
+        return f" It is shown to be the best of the {len(group.alive)} that have a value."
+    if len(rivals) > 1 and len(rivals) + 1 == len(group.alive):
+        return " No setting is shown to be worse than it."
+    sound = [_name(setting) for setting in rivals if setting.is_sound]
+    return f" Not shown to be worse than it: {join_short(sound, 3)}." if sound else ""
+
+
+def _name(setting: Setting) -> str:
+    """Return the label of a setting, with the number of its lost runs and the reason, e.g. `lr=1 (2
+    of 5 runs failed)`.
+    """
+    return f"{setting.label} ({_lost(setting)})" if setting.lost else setting.label
+
+
+def _lost(setting: Setting) -> str:
+    reasons = Counter(
+        "not finite" if run.status == "done" else run.status.replace("_", " ")
+        for run in setting.lost
+    )
+    total = len(setting.lost) + len(setting.runs)
+    return ", ".join(f"{count} of {total} runs {reason}" for reason, count in reasons.items())
+
+
+def _notes(group: SettingGroup) -> list[str]:
+    notes = [group.note] if group.note else []
+    lost = [setting for setting in group.members if setting.lost]
+    if lost:
+        notes.append(
+            f"Lost runs: {join_short(map(_name, lost))}. A mean is that of the runs that are left."
+        )
+        if not all(setting.is_sound for setting in lost if setting.values):
+            notes.append(
+                "A setting whose own values ended runs (not finite, out of memory) is not "
+                "recommended."
+            )
+    far = list(_far_off(group))
+    if far:
+        runs = join_short(
+            f"{run.name} ({s.label}): {value_text(group.scale, run.metric_value)}" for s, run in far
+        )
+        notes.append(
+            f"Runs that are far worse than the others of their setting: {runs}. They count."
+        )
+    if any(len(setting.values) > 1 for setting in group.members):
+        if group.unit_of_repeats == "fold":
+            notes.append(
+                "The intervals are over folds: they hold, approximately, for other images like "
+                "these."
+            )
+        elif group.is_on_fixed_images:
+            notes.append(
+                "The intervals are over seeds on the same images: they hold for training again, "
+                "not for others."
+            )
+    return notes
+
+
+def _far_off(group: SettingGroup) -> Iterable[tuple[Setting, RunRecord]]:
+    """Yield the runs that are much worse than the median of their setting, such as diverged ones,
+    with the setting.
+    """
+    shortfalls: list[tuple[float, Setting, RunRecord]] = []
+    for setting in group.alive:
+        known = {
+            run: group.scale.to(run.metric_value)
+            for run in setting.runs
+            if run.metric_value is not None
+        }
+        if len(known) > 2:
+            middle = median(known.values())
+            shortfalls += [
+                (group.scale.sign * (middle - shift), setting, run) for run, shift in known.items()
+            ]
+    # Median absolute deviation, which a few diverged runs do not change.
+    usual = 1.4826 * median(abs(shortfall) for shortfall, *_ in shortfalls) if shortfalls else 0.0
+    if usual:
+        yield from (
+            (setting, run) for shortfall, setting, run in shortfalls if shortfall > FAR * usual
+        )
+
+
+def _recommend_fastest(group: SettingGroup) -> Recommendation:
+    """Recommend settings that are shown to train faster than the current ones; if none is, state
+    the detectable gain.
+
+    Settings with more changes are recommended only if they are also shown to be faster than those
+    with fewer.
+    """
+    baseline, repeats = group.baseline, plural(group.blocks, "repeat")
+    shown = {contrast.a: contrast for contrast in group.contrasts if contrast.verdict == SUPPORTED}
+    smallest = float(group.runs[0].config.get("sweep.smallest_difference") or SMALLEST_DIFFERENCE)
+    if not shown:
+        return Recommendation(group, _no_gain(group, smallest))
+    # In the order of the sweep, which is that of the number of changes.
+    labels = [setting.label for setting in group.members if setting.label in shown]
+    pairs = [(b, a) for place, a in enumerate(labels) for b in labels[place + 1 :]]
+    among = decide(estimate(group.rows(), pairs, group.scale), smallest)
+    faster = {(contrast.a, contrast.b) for contrast in among if contrast.verdict == SUPPORTED}
+    label = labels[0]
+    for other in labels[1:]:
+        if (other, label) in faster:
+            label = other
+    contrast, winner = shown[label], group.named(label)
+    sentences = [
+        f"{_changes(winner, baseline)} trains {times(contrast)} as fast as the current "
+        f"settings{interval_text(contrast)}, from {repeats}.",
+        *_memory(winner, baseline),
+        *_advice(winner, baseline),
+        *_without_changes(group, winner, shown),
+    ]
+    return Recommendation(
+        group, " ".join(sentences), command(winner.runs[0]), winner.label, contrast
+    )
+
+
+def _no_gain(group: SettingGroup, smallest: float) -> str:
+    sentence = (
+        f"No setting is shown to train more than {percent(smallest)} faster than the current ones"
+    )
+    detectable = group.detectable
+    if detectable:
+        return f"{sentence}; this sweep could detect a gain of {percent(max(detectable), 1)}."
+    return f"{sentence}: without repeats the noise is unknown; use sweep.repeats=5."
+
+
+def _memory(winner: Setting, baseline: Setting) -> list[str]:
+    if not (winner.peak_bytes and baseline.peak_bytes):
+        return []
+    peaks = [max(peak.median for peak in setting.peak_bytes) for setting in (winner, baseline)]
+    of_winner, of_baseline = (figure(peak / 2**20) for peak in peaks)
+    return [f"Peak memory: {of_winner} MiB instead of {of_baseline} MiB."]
+
+
+def _advice(winner: Setting, baseline: Setting) -> list[str]:
+    """Return a warning for each changed setting that changes more than speed, and the time that
+    compiling takes.
+    """
+    changed = _changed(winner, baseline)
+    advised = {
+        CHANGES_TRAINING[key]: f"{key}={value}"
+        for key, value in changed.items()
+        if key in CHANGES_TRAINING
+    }
+    lines = [f"{text} {advice}." for advice, text in advised.items()]
+    if "model.compile" in changed:
+        starts = [_start_seconds(setting) for setting in (winner, baseline)]
+        lines.append(f"The first step of a run comes after {starts[0]} s instead of {starts[1]} s.")
+    return lines
+
+
+def _changed(setting: Setting, baseline: Setting) -> dict[str, str]:
+    return {
+        key: value for key, value in setting.settings.items() if value != baseline.settings.get(key)
+    }
+
+
+def _changes(setting: Setting, baseline: Setting) -> str:
+    return ", ".join(f"{key}={value}" for key, value in _changed(setting, baseline).items())
+
+
+def _start_seconds(setting: Setting) -> str:
+    seconds = setting.measure("first_step_seconds")
+    return figure(seconds.median) if seconds else "an unknown number of"
+
+
+def _without_changes(
+    group: SettingGroup, winner: Setting, shown: Mapping[str, Contrast]
+) -> list[str]:
+    """Return a sentence on the fastest setting that changes only speed and memory, in a list that
+    is empty without one.
+    """
+
+    def only_speed(setting: Setting) -> bool:
+        return not CHANGES_TRAINING.keys() & _changed(setting, group.baseline).keys()
+
+    others = [contrast for label, contrast in shown.items() if only_speed(group.named(label))]
+    if only_speed(winner) or not others:
+        return []
+    best = max(others, key=lambda contrast: contrast.ratio or 0)
+    text = _changes(group.named(best.a), group.baseline)
+    return [
+        f"Of the settings that change only speed and memory, {text} is the fastest: "
+        f"{times(best)}{interval_text(best)}."
+    ]
