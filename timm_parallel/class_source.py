@@ -5,6 +5,7 @@ import the classes that the config names.
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
@@ -12,14 +13,25 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-# Name in a config -> dotted name, of the classes that the project names (name_classes).
+# Name in a config -> dotted name, of the classes that the project names.
 _named: dict[str, str] = {}
+_package = "src"
 
 
-def name_classes(named: Mapping[str, str]) -> None:
-    """Let a config name classes otherwise than by their dotted names."""
+def use_classes_of(package: str, named: Mapping[str, str]) -> None:
+    """Let a config name the classes of a package, some of them otherwise than by a dotted name."""
+    global _package
+    _package = package
     _named.update(named)
     class_attributes.cache_clear()
+
+
+def is_own_class(name: str, folder: str = "") -> bool:
+    """Return True for `src.<module>.<Class>`, a class of this project. A config may name no other
+    classes. `folder`: one of the package, which the class must be in.
+    """
+    start = rf"{_package}\.{folder}\." if folder else rf"{_package}\."
+    return re.fullmatch(rf"{start}[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", name) is not None
 
 
 def find_class(name: str) -> tuple[ast.Module, ast.ClassDef] | None:
@@ -27,6 +39,8 @@ def find_class(name: str) -> tuple[ast.Module, ast.ClassDef] | None:
     no such class.
     """
     module, _, class_name = name.rpartition(".")
+    if not module:
+        return None
     for folder in sys.path:
         path = Path(folder).joinpath(*module.split("."))
         for file in (path.with_suffix(".py"), path / "__init__.py"):

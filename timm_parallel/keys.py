@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from timm_parallel.class_source import class_attributes
+from timm_parallel.class_source import class_attributes, is_own_class
 from timm_parallel.errors import ONE_DEVICE, Problem
 
 # Built-in trackers: name of the package, and of the file in timm_parallel/trackers/ -> class.
@@ -53,13 +53,6 @@ def leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
             yield from leaves(value, f"{key}.")
         else:
             yield key, value, entry
-
-
-def is_own_class(name: str) -> bool:
-    """Return True for `src.<module>.<Class>`, a class of this project. A config may name no other
-    classes.
-    """
-    return re.fullmatch(r"src(\.[A-Za-z_]\w*){2,}", name) is not None
 
 
 def is_regular_expression(text: str) -> bool:

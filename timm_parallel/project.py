@@ -13,7 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from timm_parallel.class_source import name_classes
+from timm_parallel.class_source import use_classes_of
 from timm_parallel.keys import Config, ResolvedConfig, ResolvedParallel
 from timm_parallel.machine.process import import_class, imports_without_gc
 from timm_parallel.metric import Metric
@@ -51,7 +51,12 @@ class Project(Generic[C, R]):
     def __post_init__(self) -> None:
         global _current
         _current = self
-        name_classes(self.strategies)
+        use_classes_of(self.package, self.strategies)
+
+    @property
+    def package(self) -> str:
+        """Name of the project's package."""
+        return self.name.partition(".")[0]
 
     def own(self, config: Config) -> C:
         """Return a config with the type that the project gave it."""
@@ -111,7 +116,7 @@ def as_resolved(config: Config) -> ResolvedConfig:
 def code_files() -> dict[str, Path]:
     """Return the files of code that a run uses, by their name below the project or the library."""
     project, library = root(), Path(__file__).parent
-    package = project / current().name.partition(".")[0]
+    package = project / current().package
     own = [project / "train.py", *sorted(package.rglob("*.py"))]
     files = {path.relative_to(project).as_posix(): path for path in own}
     for path in sorted(library.rglob("*.py")):

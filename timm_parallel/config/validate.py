@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from timm_parallel.class_source import is_own_class
 from timm_parallel.config.cluster import cluster_rules
 from timm_parallel.config.suggest import hint, objectives, own_class_exists
 from timm_parallel.errors import RefusedError
@@ -88,7 +89,7 @@ def own_class_problems(key: str, name: str) -> Iterator[str]:
 def _strategy(config: Config) -> Iterator[str]:
     name = config.parallel.strategy
     known = ("auto", *current().strategies)
-    if name not in known and not (name.startswith("src.parallel.") and own_class_exists(name)):
+    if name not in known and not (is_own_class(name, "parallel") and own_class_exists(name)):
         yield (
             f"parallel.strategy={name}: no such strategy{hint(name, known)}, or give "
             "src.parallel.<module>.<Class>"

@@ -36,6 +36,7 @@ from timm_parallel.machine.signals import (
     ignore_stop_signals,
     stop_handler,
 )
+from timm_parallel.project import current
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -150,7 +151,7 @@ def _set_up_output(rank_log: Path, ranks: Ranks) -> TextIO:
         os.dup2(stream.fileno(), 2)
     handlers[0].setFormatter(HidingFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=handlers, force=True)
-    for name in ("src", "timm_parallel"):
+    for name in (current().package, "timm_parallel"):
         logging.getLogger(name).setLevel(logging.INFO)
     logging.captureWarnings(True)
     faulthandler.enable(stream, all_threads=True)

@@ -1,0 +1,51 @@
+"""The small project, as the library sees it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from timm_parallel import keys
+from timm_parallel.app import App
+from timm_parallel.keys import number
+from timm_parallel.metric import Metric
+
+
+@dataclass
+class LineConfig(keys.DataConfig):
+    """The data: points on a line."""
+
+    slope: float = number(3.0, gt=0, help="Slope of the line.")
+
+
+@dataclass
+class Config(keys.Config):
+    """Keys of the small project."""
+
+    data: LineConfig = field(default_factory=LineConfig)
+
+
+@dataclass
+class ResolvedConfig(Config, keys.ResolvedConfig):
+    """Resolved keys of the small project."""
+
+    parallel: keys.ResolvedParallel = field(default_factory=keys.ResolvedParallel)
+
+
+app = App(
+    name="small.app:app",
+    root=Path(__file__).resolve().parents[1],
+    config=Config,
+    resolved=ResolvedConfig,
+    run="small.fit.fit",
+    check_data="small.checks.check_data",
+    check_batch="small.checks.check_batch",
+    training_size="small.checks.training_size",
+    strategies={
+        "one": "small.strategies.One",
+        "each": "small.strategies.Each",
+    },
+    metrics={"loss": Metric(lower_is_better=True)},
+    preload=("small.fit",),
+    trial=("train.max_steps=2",),
+)

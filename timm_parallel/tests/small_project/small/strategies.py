@@ -1,0 +1,33 @@
+"""Two strategies of the small project."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from timm_parallel.machine.ranks import Ranks
+from timm_parallel.parallel.strategy import Strategy
+
+
+class One(Strategy):
+    """One device."""
+
+    has_one_device = True
+
+    def wrap(self, step: Any) -> nn.Module:
+        return step
+
+
+class Each(Strategy):
+    """A rank per device."""
+
+    process_per_device = True
+
+    def choose_devices(self, ranks: Ranks) -> list[torch.device]:
+        return [torch.device("cpu")]
+
+    def wrap(self, step: Any) -> nn.Module:
+        return DistributedDataParallel(step)

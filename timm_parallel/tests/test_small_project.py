@@ -1,0 +1,91 @@
+"""The library runs a project that is not this template: it has another package, its own config
+classes, strategies, data and training function (small_project/).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROJECT = Path(__file__).with_name("small_project")
+LIBRARY = Path(__file__).parents[2]
+
+pytestmark = [pytest.mark.slow(seconds=6), pytest.mark.processes]
+
+
+def start(*words: str, code: int = 0) -> str:
+    """Run a Python command in the folder of the small project, and return its output."""
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")
+    } | {"PYTHONPATH": str(LIBRARY)}
+    done = subprocess.run(
+        [sys.executable, *words],
+        cwd=PROJECT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == code, f"{done.stdout[-3000:]}{done.stderr[-3000:]}"
+    return done.stdout + done.stderr
+
+
+def result_of(folder: Path) -> dict[str, object]:
+    return dict(json.loads((folder / "result.json").read_text(encoding="utf-8")))
+
+
+def test_run_on_two_ranks_equals_a_run_on_one_device(tmp_path: Path) -> None:
+    start("train.py", "parallel.strategy=one", f"hydra.run.dir={tmp_path / 'one'}")
+    start("train.py", "parallel.devices=2", f"hydra.run.dir={tmp_path / 'two'}")
+    one, two = result_of(tmp_path / "one"), result_of(tmp_path / "two")
+    assert (one["world_size"], two["world_size"]) == (1, 2)
+    assert two["objective"] == pytest.approx(one["objective"], rel=1e-5)
+
+
+def test_ranks_of_torchrun_train_the_project(tmp_path: Path) -> None:
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
+    start(*torchrun, "train.py", f"hydra.run.dir={tmp_path / 'run'}")
+    assert result_of(tmp_path / "run")["world_size"] == 2
+
+
+def test_sweep_over_strategies_and_devices_records_each_world_size(tmp_path: Path) -> None:
+    jobs = ("parallel.strategy=one,each", "parallel.devices=1,2")
+    start("train.py", "-m", *jobs, f"hydra.sweep.dir={tmp_path}")
+    jobs_file = json.loads((tmp_path / "jobs.json").read_text(encoding="utf-8"))["jobs"]
+    assert [job["status"] for job in jobs_file] == ["done", "skipped", "done", "done"]
+    assert jobs_file[1]["code"] == "one_device"
+    sizes = [result_of(tmp_path / number)["world_size"] for number in ("0", "2", "3")]
+    assert sizes == [1, 1, 2]
+
+
+def test_search_minimizes_the_metric_of_the_project(tmp_path: Path) -> None:
+    space = "search.params={optim.lr: 'interval(0.01,0.2)'}"
+    search = ("search.sampler=random", "search.n_trials=3", "parallel.strategy=one")
+    start("train.py", "-m", *search, space, f"hydra.sweep.dir={tmp_path}")
+    objectives = [float(str(result_of(tmp_path / str(n))["objective"])) for n in range(3)]
+    best = json.loads((tmp_path / "best.json").read_text(encoding="utf-8"))
+    assert best["value"] == pytest.approx(min(objectives))
+
+
+def test_wrong_keys_and_data_are_refused_by_the_rules_of_the_project() -> None:
+    assert "did you mean data.slope" in start("train.py", "data.slpe=2", code=2)
+    assert "data.name=digits" in start("train.py", "data.name=digits", code=2)
+    assert "parallel.strategy=ddp" in start("train.py", "parallel.strategy=ddp", code=2)
+
+
+def test_library_imports_nothing_of_a_project() -> None:
+    files = [
+        path
+        for path in sorted((LIBRARY / "timm_parallel").rglob("*.py"))
+        if not {"tests", "testing"} & {*path.parts}
+    ]
+    assert len(files) > 100
+    for path in files:
+        text = path.read_text(encoding="utf-8")
+        assert "\nfrom src" not in text and "    from src" not in text, path
