@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from PIL import ImageOps
 from timm.data import IMAGENET_DEFAULT_MEAN, auto_augment
 from timm.data.transforms import (
     CenterCropOrPad,
@@ -24,6 +23,7 @@ from torchvision.transforms import InterpolationMode, v2
 
 from src.schema import AugmentConfig
 from timm_parallel.data.dataset import InMemory
+from timm_parallel.patches import posterize_to_black
 
 Transform = Callable[[Tensor], Tensor]
 BLUR = 23  # pixels, timm's kernel
@@ -213,9 +213,7 @@ class _TimmAutoAugment:
     """
 
     def __init__(self, text: str, size: int, interpolation: str, mean: tuple[float, ...]) -> None:
-        for name in auto_augment.NAME_TO_OP:
-            if "Posterize" in name:
-                auto_augment.NAME_TO_OP[name] = _posterize
+        posterize_to_black()
         # The values of timm's own transforms. Images of one channel become RGB for a policy.
         colors = mean * 3 if len(mean) == 1 else mean[:3]
         values: dict[str, Any] = {"translate_const": int(size * 0.45)}
@@ -233,16 +231,3 @@ class _TimmAutoAugment:
     def __call__(self, image: Tensor) -> Tensor:
         pil = v2.functional.to_pil_image(image)
         return v2.functional.pil_to_tensor(self.policy(pil.convert("RGB")).convert(pil.mode))
-
-
-def _posterize(image: Any, bits_to_keep: int, **options: Any) -> Any:
-    """Posterize as timm does. For 0 bits return a black image, because newer versions of Pillow
-    raise an error.
-    """
-    if bits_to_keep >= 8:
-        return image
-    return (
-        ImageOps.posterize(image, bits_to_keep)
-        if bits_to_keep > 0
-        else image.point(lambda value: 0)
-    )

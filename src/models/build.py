@@ -10,13 +10,13 @@ from typing import Any
 import timm
 import torch
 from timm.layers import convert_sync_batchnorm
-from timm.models import _builder
 from torch import nn
 
 from src.schema import ModelConfig
 from timm_parallel.errors import refuse_wrong_arguments
 from timm_parallel.keys import is_own_class
 from timm_parallel.machine.process import import_class
+from timm_parallel.patches import create_model_with_filter
 from timm_parallel.runtime.model_checks import skip_unreachable_hub
 
 
@@ -78,7 +78,7 @@ def _timm_model(config: ModelConfig, arguments: dict[str, Any], image_size: int 
         arguments["img_size"] = image_size
     arguments |= config.kwargs
     if config.weights is not None:
-        return _with_checkpoint_filter(config.name, arguments)
+        return create_model_with_filter(config.name, arguments)
     if not config.pretrained:
         return timm.create_model(config.name, **arguments)
     skip_unreachable_hub()
@@ -92,28 +92,6 @@ def _timm_model(config: ModelConfig, arguments: dict[str, Any], image_size: int 
             f"({reason}); check the network, copy a filled cache to HF_HOME, or give a file: "
             "model.weights=<file>"
         ) from None
-
-
-def _with_checkpoint_filter(name: str, arguments: dict[str, Any]) -> Any:
-    """Build a timm model with random weights. Store timm's filter for its weight files as
-    `checkpoint_filter`.
-
-    timm passes the filter to its loader and does not keep it, so this function intercepts that
-    call.
-    """
-    passed: dict[str, Any] = {}
-
-    def take_arguments(model: nn.Module, **kwargs: Any) -> None:
-        passed.update(kwargs)
-
-    load = _builder.load_pretrained
-    _builder.load_pretrained = take_arguments  # type: ignore[assignment]
-    try:
-        model: Any = timm.create_model(name, pretrained=True, **arguments)
-    finally:
-        _builder.load_pretrained = load
-    model.checkpoint_filter = passed.get("filter_fn")
-    return model
 
 
 def _takes_image_size(name: str) -> bool:

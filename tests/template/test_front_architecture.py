@@ -55,6 +55,7 @@ def test_user_code_imports_only_the_permitted_engine_packages() -> None:
         "config",
         "errors",
         "class_source",
+        "patches",
         "lab.forecast",
         "keys",
         "metric",

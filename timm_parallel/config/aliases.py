@@ -46,17 +46,3 @@ def _expanded(node: Any, counts: dict[int, float]) -> float:
         ]
         counts[id(node)] = 1 + sum(_expanded(child, counts) for child in children)
     return counts[id(node)]
-
-
-def check_aliases_of(repository: Any) -> None:
-    """Patch Hydra's config repository: its `load_config` checks the aliases of each file first."""
-    load = repository.load_config
-
-    def load_config(config_path: str) -> Any:
-        files = [source for source in repository.get_sources() if source.scheme() == "file"]
-        for source in files:
-            if source.is_config(config_path):
-                check_aliases(Path(source.path) / source._normalize_file_name(config_path))
-        return load(config_path)
-
-    repository.load_config = load_config

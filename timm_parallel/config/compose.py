@@ -22,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from src.schema import Config, ResolvedConfig, as_resolved
-from timm_parallel.config.aliases import check_aliases, check_aliases_of
+from timm_parallel.config.aliases import check_aliases
 from timm_parallel.config.arguments import parse_command_line
 from timm_parallel.config.hydra_allowlist import (
     check_before_composing,
@@ -35,6 +35,7 @@ from timm_parallel.config.validate import check_combination, check_values
 from timm_parallel.keys import leaves
 from timm_parallel.machine.files import write_text
 from timm_parallel.machine.secrets import IN_URL, REFERENCE, hide_in, is_written_out
+from timm_parallel.patches import check_files_first, share_config_store
 from timm_parallel.project import ROOT
 
 CONF = ROOT / "conf"
@@ -65,7 +66,7 @@ def compose_command(arguments: Any, saved: Any = None) -> Command:
 
     try:
         hydra = _hydra(arguments)
-        check_aliases_of(hydra.config_loader.repository)
+        check_files_first(hydra.config_loader.repository, check_aliases)
         name = _store_over(saved) if saved is not None else arguments.config_name or "train"
         overrides = OverridesParser.create(hydra.config_loader).parse_overrides(arguments.overrides)
         check_before_composing(hydra.config_loader, name, overrides)
@@ -166,9 +167,7 @@ def store_schema() -> None:
     from hydra.core.config_store import ConfigStore
 
     ConfigStore.instance().store("schema", node=Config)
-    # Hydra copies the whole store for each group: half the time of composing, most of --help. It
-    # copies what it loads again, so this copy is not needed.
-    ConfigStore.__deepcopy__ = lambda store, memo: store  # type: ignore[attr-defined]
+    share_config_store()
     OmegaConf.register_new_resolver("device_counts", device_counts, replace=True)
     OmegaConf.register_new_resolver("by_device", by_device, replace=True)
 

@@ -24,6 +24,7 @@ ALLOWED = {
         "train.py",
         "evaluate.py",
         "timm_parallel/config/",
+        "timm_parallel/patches.py",
         "timm_parallel/launch/resume.py",
         "timm_parallel/lab/sweep/",
         "timm_parallel/lab/search/",
@@ -46,6 +47,7 @@ ALLOWED = {
         "src/data/",
         "src/train/",
         "src/commands/",
+        "timm_parallel/patches.py",
         "timm_parallel/lab/doctor/probe.py",
         "scripts/maintain/",
     ),
@@ -53,6 +55,8 @@ ALLOWED = {
 # --help, a refused value and a report import no torch. Files below these folders may import it
 # inside functions only.
 NO_TORCH_AT_THE_TOP = (
+    "timm_parallel/class_source.py",
+    "timm_parallel/patches.py",
     "train.py",
     "evaluate.py",
     "src/schema.py",

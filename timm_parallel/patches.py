@@ -1,0 +1,87 @@
+"""Every run-time patch of a foreign library, with the versions that need it and why. The test of a
+patch fails when a newer version no longer needs it, or changes what it replaces.
+
+Each library is imported by its patch alone: train.py composes a config without torch and timm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def share_config_store() -> None:
+    """Hydra 1.3: do not copy the config store.
+
+    `CachingConfigRepository` copies its sources with the whole store for each composition, which
+    takes half the time of composing and most of --help (hydra-ecosystem/hydra#1543). Hydra copies
+    what it loads again, so this copy is not needed.
+    """
+    from hydra.core.config_store import ConfigStore
+
+    ConfigStore.__deepcopy__ = lambda store, memo: store  # type: ignore[attr-defined]
+
+
+def check_files_first(repository: Any, check: Callable[[Path], None]) -> None:
+    """Hydra 1.3: call `check` on each config file before `repository` loads it.
+
+    Hydra has no hook before it parses a file, and the aliases of a small file may expand to
+    millions of values.
+    """
+    load = repository.load_config
+
+    def load_config(config_path: str) -> Any:
+        files = [source for source in repository.get_sources() if source.scheme() == "file"]
+        for source in files:
+            if source.is_config(config_path):
+                check(Path(source.path) / source._normalize_file_name(config_path))
+        return load(config_path)
+
+    repository.load_config = load_config
+
+
+def create_model_with_filter(name: str, arguments: dict[str, Any]) -> Any:
+    """timm 1.0: build a model with random weights. Store timm's filter for its weight files as
+    `checkpoint_filter`.
+
+    timm passes the filter to its loader and does not keep it, so this function intercepts that
+    call.
+    """
+    import timm
+    from timm.models import _builder
+
+    passed: dict[str, Any] = {}
+
+    def take_arguments(model: Any, **kwargs: Any) -> None:
+        passed.update(kwargs)
+
+    load = _builder.load_pretrained
+    _builder.load_pretrained = take_arguments  # type: ignore[assignment]
+    try:
+        model: Any = timm.create_model(name, pretrained=True, **arguments)
+    finally:
+        _builder.load_pretrained = load
+    model.checkpoint_filter = passed.get("filter_fn")
+    return model
+
+
+def posterize_to_black() -> None:
+    """timm 1.0 with Pillow 13: return a black image for 0 bits, which timm's policies draw and
+    Pillow refuses.
+    """
+    from timm.data import auto_augment
+
+    for name in auto_augment.NAME_TO_OP:
+        if "Posterize" in name:
+            auto_augment.NAME_TO_OP[name] = _posterize
+
+
+def _posterize(image: Any, bits_to_keep: int, **options: Any) -> Any:
+    from PIL import ImageOps
+
+    if bits_to_keep >= 8:
+        return image
+    if bits_to_keep > 0:
+        return ImageOps.posterize(image, bits_to_keep)
+    return image.point(lambda value: 0)

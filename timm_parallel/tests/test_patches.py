@@ -1,0 +1,85 @@
+"""Each run-time patch of a foreign library works, and is still needed."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+from hydra._internal.config_repository import CachingConfigRepository, ConfigRepository
+from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
+from hydra.core.config_store import ConfigStore
+from hydra.core.plugins import Plugins
+from PIL import Image, ImageOps
+from timm.data import auto_augment
+from timm.models import _builder
+
+from timm_parallel.patches import (
+    check_files_first,
+    create_model_with_filter,
+    posterize_to_black,
+    share_config_store,
+)
+
+
+def repository_of(folder: str) -> ConfigRepository:
+    # Registers the kinds of sources.
+    Plugins.instance()
+    search = ConfigSearchPathImpl()
+    search.append("main", folder)
+    return ConfigRepository(search)
+
+
+def test_hydra_copies_its_config_store_which_the_patch_shares(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store, copied = ConfigStore.instance(), []
+
+    def record(store: ConfigStore, memo: Any) -> ConfigStore:
+        copied.append(store)
+        return store
+
+    monkeypatch.setattr(ConfigStore, "__deepcopy__", record, raising=False)
+    CachingConfigRepository(repository_of("structured://"))
+    assert copied == [store]
+    share_config_store()
+    assert copy.deepcopy(store) is store
+
+
+def test_hydra_repository_checks_a_config_file_before_it_parses_it(tmp_path: Path) -> None:
+    (tmp_path / "broken.yaml").write_text("a: [")
+    repository, checked = repository_of(f"file://{tmp_path}"), []
+
+    def refuse(path: Path) -> None:
+        checked.append(path)
+        raise ValueError("refused")
+
+    check_files_first(repository, refuse)
+    with pytest.raises(ValueError, match=r"^refused$"):
+        repository.load_config("broken")
+    assert checked == [tmp_path / "broken.yaml"]
+
+
+def test_timm_model_keeps_the_filter_for_its_weight_files() -> None:
+    load = _builder.load_pretrained
+    model = create_model_with_filter("test_vit", {"num_classes": 3})
+    assert callable(model.checkpoint_filter)
+    assert model.head.out_features == 3
+    assert _builder.load_pretrained is load
+    assert not hasattr(timm.create_model("test_vit"), "checkpoint_filter")
+
+
+def test_pillow_refuses_to_posterize_to_0_bits_and_the_patch_returns_black() -> None:
+    image = Image.new("RGB", (2, 2), (200, 100, 50))
+    with pytest.raises(ValueError, match="bits"):
+        ImageOps.posterize(image, 0)
+    posterize_to_black()
+    names = [name for name in auto_augment.NAME_TO_OP if "Posterize" in name]
+    assert len(names) == 3
+    for name in names:
+        operation: Any = auto_augment.NAME_TO_OP[name]
+        assert operation(image, 0).getextrema() == ((0, 0),) * 3
+        assert operation(image, 2).tobytes() == ImageOps.posterize(image, 2).tobytes()
+        assert operation(image, 8).tobytes() == image.tobytes()
