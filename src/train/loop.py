@@ -50,7 +50,9 @@ def train_epoch(
     Updates `state`. Raises NotFiniteError for a loss that is not finite, on all ranks at the same
     step.
     """
-    steps = EpochSteps(state.progress, config, strategy, hooks, steps_per_epoch)
+    steps = EpochSteps(
+        state.progress, config, strategy, hooks, steps_per_epoch, config.train.log_every
+    )
     accumulate = config.train.accumulate
     state.wrapped.train()
     for step in steps:

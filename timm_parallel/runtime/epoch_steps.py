@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from src.schema import Config
 from timm_parallel.data.prefetch import Batch
 from timm_parallel.faults.liveness import FORWARD, READING
+from timm_parallel.keys import Config
 from timm_parallel.parallel.strategy import Strategy
 from timm_parallel.runtime.determinism import seed_step
 from timm_parallel.runtime.metric_window import MetricWindow
@@ -33,6 +33,7 @@ class EpochSteps:
         strategy: Strategy,
         hooks: StepHooks,
         steps_per_epoch: int,
+        log_every: int,
     ) -> None:
         # Without this check, no step would follow and the epoch would never end.
         if progress.step_in_epoch > steps_per_epoch:
@@ -42,6 +43,7 @@ class EpochSteps:
             )
         self.progress, self.config, self.strategy, self.hooks = progress, config, strategy, hooks
         self.steps_per_epoch, self.last_step = steps_per_epoch, config.train.max_steps or math.inf
+        self.log_every = log_every
         self.window = MetricWindow(strategy.device)
         self.is_sync_step = self.stops = False
 
@@ -90,4 +92,4 @@ class EpochSteps:
 
     def _is_logged_or_saved(self, step: int) -> bool:
         every = self.config.checkpoint.every_steps
-        return step % self.config.train.log_every == 0 or (every is not None and step % every == 0)
+        return step % self.log_every == 0 or (every is not None and step % every == 0)

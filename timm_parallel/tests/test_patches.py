@@ -36,8 +36,12 @@ def test_hydra_copies_its_config_store_which_the_patch_shares(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     store, copied = ConfigStore.instance(), []
-    count: Any = lambda store, memo: copied.append(store) or store  # noqa: E731
-    monkeypatch.setattr(ConfigStore, "__deepcopy__", count, raising=False)
+
+    def record(store: ConfigStore, memo: Any) -> ConfigStore:
+        copied.append(store)
+        return store
+
+    monkeypatch.setattr(ConfigStore, "__deepcopy__", record, raising=False)
     CachingConfigRepository(repository_of("structured://"))
     assert copied == [store]
     share_config_store()

@@ -56,20 +56,21 @@ def test_ranks_of_torchrun_train_the_project(tmp_path: Path) -> None:
 
 def test_sweep_over_strategies_and_devices_records_each_world_size(tmp_path: Path) -> None:
     jobs = ("parallel.strategy=one,each", "parallel.devices=1,2")
-    start("train.py", "-m", *jobs, f"hydra.sweep.dir={tmp_path}")
-    jobs_file = json.loads((tmp_path / "jobs.json").read_text(encoding="utf-8"))["jobs"]
+    start("train.py", "-m", *jobs, f"hydra.sweep.dir={tmp_path / 'sweep'}")
+    jobs_file = json.loads((tmp_path / "sweep/jobs.json").read_text(encoding="utf-8"))["jobs"]
     assert [job["status"] for job in jobs_file] == ["done", "skipped", "done", "done"]
     assert jobs_file[1]["code"] == "one_device"
-    sizes = [result_of(tmp_path / number)["world_size"] for number in ("0", "2", "3")]
+    sizes = [result_of(tmp_path / "sweep" / number)["world_size"] for number in ("0", "2", "3")]
     assert sizes == [1, 1, 2]
 
 
 def test_search_minimizes_the_metric_of_the_project(tmp_path: Path) -> None:
-    space = "search.params={optim.lr: 'interval(0.01,0.2)'}"
-    search = ("search.sampler=random", "search.n_trials=3", "parallel.strategy=one")
-    start("train.py", "-m", *search, space, f"hydra.sweep.dir={tmp_path}")
-    objectives = [float(str(result_of(tmp_path / str(n))["objective"])) for n in range(3)]
-    best = json.loads((tmp_path / "best.json").read_text(encoding="utf-8"))
+    search = ("search=lr", "parallel.strategy=one", f"hydra.sweep.dir={tmp_path / 'search'}")
+    start("train.py", "-m", *search)
+    objectives = [
+        float(str(result_of(tmp_path / "search" / str(n))["objective"])) for n in range(3)
+    ]
+    best = json.loads((tmp_path / "search/best.json").read_text(encoding="utf-8"))
     assert best["value"] == pytest.approx(min(objectives))
 
 

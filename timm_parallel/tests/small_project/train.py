@@ -1,6 +1,7 @@
 """Fit a line: a project that is not this template, for tests of the library."""
 
 from small.app import app
+
 from timm_parallel.main import main
 
 if __name__ == "__main__":
