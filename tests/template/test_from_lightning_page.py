@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from test_typical_mistakes import KEYS, ROOT, suggestions_for
+from timm_parallel.tests.test_typical_mistakes import KEYS, ROOT, suggestions_for
 
 
 def test_page_for_lightning_users_says_what_messages_suggest() -> None:

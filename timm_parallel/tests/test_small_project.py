@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import optuna
 import pytest
 
 PROJECT = Path(__file__).with_name("small_project")
@@ -70,8 +71,10 @@ def test_search_minimizes_the_metric_of_the_project(tmp_path: Path) -> None:
     objectives = [
         float(str(result_of(tmp_path / "search" / str(n))["objective"])) for n in range(3)
     ]
-    best = json.loads((tmp_path / "search/best.json").read_text(encoding="utf-8"))
-    assert best["value"] == pytest.approx(min(objectives))
+    study = optuna.load_study(
+        study_name=None, storage=f"sqlite:///{tmp_path / 'search' / 'study.db'}"
+    )
+    assert study.best_value == pytest.approx(min(objectives))
 
 
 def test_wrong_keys_and_data_are_refused_by_the_rules_of_the_project() -> None:
