@@ -177,7 +177,7 @@ def merge(
             old = commit_fork(scratch, base, record)
             new = commit_fork(scratch, newest, record, old)
             git(scratch, "checkout", "--quiet", "--detach", "--force", head)
-            # resolve ignores renames. Otherwise your change could move into an engine file, which
+            # resolve ignores renames. Otherwise your change could move into a library file, which
             # is replaced below.
             picked = run_git(scratch, "cherry-pick", "--no-commit", "--strategy=resolve", new)
             if picked.returncode > 1:

@@ -30,7 +30,7 @@ class Problem(str):
 
 
 class RefusedError(ValueError):
-    """Error for a setting or file of the user that cannot work. The engine prints its message, and
+    """Error for a setting or file of the user that cannot work. The library prints its message, and
     exits with code 2.
     """
 

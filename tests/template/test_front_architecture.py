@@ -44,7 +44,7 @@ def test_source_code_has_no_import_cycle_between_files_or_packages() -> None:
     assert find_cycle() == []
 
 
-def test_user_code_imports_only_the_permitted_engine_packages() -> None:
+def test_user_code_imports_only_the_permitted_library_packages() -> None:
     allowed = {
         "data",
         "parallel",

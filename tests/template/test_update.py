@@ -172,7 +172,7 @@ def read(path: Path) -> str:
 
 
 @WITH_AND_WITHOUT_COMMON_HISTORY
-def test_update_replaces_the_engine_and_merges_other_files(template: Path, mine: Path) -> None:
+def test_update_replaces_the_library_and_merges_other_files(template: Path, mine: Path) -> None:
     commit(
         mine, {"timm_parallel/core.py": "VERSION = 'mine'\n", "timm_parallel/mine.py": "# mine\n"}
     )
@@ -182,7 +182,7 @@ def test_update_replaces_the_engine_and_merges_other_files(template: Path, mine:
     newest = commit(template, {})
     head = git(mine, "rev-parse", "HEAD")
     assert update(mine) == 0
-    # The engine and its tests are the template's, all of them.
+    # The library and its tests are the template's, all of them.
     assert read(mine / "timm_parallel/core.py") == "VERSION = 2\n"
     assert sorted(path.name for path in (mine / "timm_parallel").iterdir()) == [
         "core.py",
@@ -251,7 +251,7 @@ def test_update_names_conflicts_and_changes_nothing_unless_they_are_kept(
     assert read(mine / "timm_parallel/core.py") == "VERSION = 2\n"
 
 
-def test_file_moved_into_the_engine_is_a_conflict_when_the_fork_changed_it(
+def test_file_moved_into_the_library_is_a_conflict_when_the_fork_changed_it(
     template: Path, mine: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     commit(template, {"timm_parallel/front.py": SMALL["src/front.py"], "src/front.py": None})

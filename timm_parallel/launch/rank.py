@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 log = logging.getLogger(__name__)
-# The work of a rank. Callers pass it in, because the engine does not import your code.
+# The work of a rank. Callers pass it in, because the library does not import your code.
 RankMain = Callable[[ResolvedConfig, Path, Ranks, "Store | None"], None]
 # Seconds after a signal until a rank exits that waits in a collective for ranks that have exited.
 STUCK_SECONDS = 8.0

@@ -30,7 +30,7 @@ class Job:
     )
     status: str = "waiting"  # waiting, running, or a status of result.json
     reason: str = ""
-    code: str = ""  # of the reason to skip it, see engine/errors.py; empty for a reason without one
+    code: str = ""  # of the reason to skip it, see errors.py; empty for a reason without one
     started: str | None = None
     ended: str | None = None
     seconds: float | None = None

@@ -1,5 +1,5 @@
-"""Objects that src/train/ builds and the engine uses: the training state, and the parts of a run on
-one rank.
+"""Objects that src/train/ builds and the library uses: the training state, and the parts of a run
+on one rank.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rules on combinations of keys are methods of config classes. The engine calls the rules of every
+"""Rules on combinations of keys are methods of config classes. The library calls the rules of every
 config group.
 """
 

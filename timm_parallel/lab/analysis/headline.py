@@ -24,6 +24,7 @@ from timm_parallel.lab.analysis.statistics import (
     decide,
     estimate,
 )
+from timm_parallel.lab.analysis.tuning import CHANGES_TRAINING
 from timm_parallel.lab.analysis.wording import (
     difference_text,
     figure,
@@ -40,13 +41,6 @@ from timm_parallel.lab.analysis.wording import (
 from timm_parallel.machine.text import plural
 
 FAR = 8.0  # standard deviations from the median of its setting at which a run is named
-# Settings that change more than speed and memory, with the advice that a recommendation of them
-# adds.
-CHANGES_TRAINING = {
-    "train.precision": "rounds differently: compare the accuracy of both before you rely on it",
-    "data.batch_size": "trains differently: choose the learning rate again",
-    "data.batch_size_per_device": "trains differently: choose the learning rate again",
-}
 TUNE = "experiment=tune"
 
 

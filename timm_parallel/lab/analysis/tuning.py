@@ -4,8 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from timm_parallel.lab.analysis.headline import CHANGES_TRAINING
 from timm_parallel.lab.analysis.runs import parse_overrides
+
+# Settings that change more than speed and memory, with the advice that a recommendation of them
+# adds.
+CHANGES_TRAINING = {
+    "train.precision": "rounds differently: compare the accuracy of both before you rely on it",
+    "data.batch_size": "trains differently: choose the learning rate again",
+    "data.batch_size_per_device": "trains differently: choose the learning rate again",
+}
 
 
 def finalists(

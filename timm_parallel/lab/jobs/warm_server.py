@@ -1,5 +1,5 @@
 """Client, in the process of a sweep or search, of the server that forks its jobs
-(engine/launch/fork_server.py).
+(timm_parallel/launch/fork_server.py).
 """
 
 from __future__ import annotations
