@@ -47,6 +47,7 @@ def plan_for(*overrides: str, devices: int = 1) -> Plan:
         ("model.ema.decay=0.9", "data.augment.mixup=0.2", "model.num_classes=20"),
     ],
 )
+@pytest.mark.slow(seconds=2)
 def test_plan_memory_estimate_matches_memory_allocated_by_a_training_step(
     overrides: tuple[str, ...],
 ) -> None:

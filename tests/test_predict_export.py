@@ -94,6 +94,7 @@ def test_predict_reaches_test_accuracy_of_run_and_lists_unreadable_images(
 
 @pytest.mark.processes
 @pytest.mark.parametrize(("parallel", "world"), [("dp", 1), ("ddp", 2), ("ddp", 3)])
+@pytest.mark.slow(seconds=2)
 def test_predictions_of_dp_and_ddp_match_those_of_single(
     finished_run: Finished, digits: Path, parallel: str, world: int
 ) -> None:
@@ -289,6 +290,7 @@ def test_exports_state_no_tag_or_license_of_other_weights_but_the_base_model_of_
     assert header.get("base_model") == origin and "license" not in header
 
 
+@pytest.mark.slow(seconds=3)
 def test_torch_export_program_matches_the_model_for_any_batch_size(
     finished_run: Finished, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -441,6 +443,7 @@ def test_hub_export_config_has_no_license_and_states_num_classes_once(hub_folder
 
 
 @pytest.mark.skipif(find_spec("transformers") is None, reason="needs requirements-export.txt")
+@pytest.mark.slow(seconds=3)
 def test_hub_export_loads_in_transformers_with_class_names_and_normalization(
     finished_run: Finished, hub_folder: Path
 ) -> None:

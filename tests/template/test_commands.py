@@ -492,6 +492,7 @@ def check(command: str, capsys: pytest.CaptureFixture[str], **places: Path) -> N
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("command", scripts_like(ALONE))
+@pytest.mark.slow(seconds=2)
 def test_documented_command_of_plan_py_prints_memory_per_device(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -212,6 +212,7 @@ def test_update_replaces_the_library_and_merges_other_files(template: Path, mine
 
 
 @WITH_AND_WITHOUT_COMMON_HISTORY
+@pytest.mark.slow(seconds=2)
 def test_update_starts_from_the_commit_of_the_last_update(template: Path, mine: Path) -> None:
     commit(template, NEWER)
     assert update(mine) == 0

@@ -370,6 +370,7 @@ def trained_twice(ranks: Ranks, store: Any, folder: str) -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.slow(seconds=5)
 def test_resumed_run_keeps_top_checkpoints_from_before_and_after_the_resume(tmp_path: Path) -> None:
     in_ranks(trained_twice, 1, str(tmp_path / "run"))
     lines = [line for line in read_lines(tmp_path / "run" / "metrics.jsonl") if "val/acc" in line]

@@ -135,6 +135,7 @@ def slow_rank(ranks: Ranks, store: Any, folder: str, slow: int, *overrides: str)
 
 
 @pytest.mark.parametrize("slow", [1, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.slow(seconds=3)
 def test_ddp_result_has_longer_compute_time_for_the_slowed_rank_only(
     tmp_path: Path, slow: int
 ) -> None:
@@ -371,6 +372,7 @@ def metered(
 
 @pytest.mark.processes
 @pytest.mark.parametrize(("uuids", "gpus"), [(["GPU-a", "GPU-b"], 2), (["GPU-a", "GPU-a"], 1)])
+@pytest.mark.slow(seconds=2)
 def test_result_energy_is_summed_over_the_distinct_gpus_of_all_ranks(
     tmp_path: Path, uuids: list[str], gpus: int
 ) -> None:

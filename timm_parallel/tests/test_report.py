@@ -423,6 +423,7 @@ def test_report_ratio_plot_changes_with_sweep_smallest_difference(tmp_path: Path
 
 @pytest.mark.usefixtures("plots")
 @pytest.mark.parametrize(("points", "fastest"), [(9, 8), (30, 29)])
+@pytest.mark.slow(seconds=2)
 def test_every_report_plot_shows_the_fastest_configuration_when_there_are_many(
     tmp_path: Path, points: int, fastest: int
 ) -> None:

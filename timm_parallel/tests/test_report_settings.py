@@ -566,6 +566,7 @@ def test_report_html_on_settings_puts_speed_into_a_collapsed_section_below(tmp_p
 
 
 @pytest.mark.usefixtures("plots")
+@pytest.mark.slow(seconds=3)
 def test_report_draws_plots_of_metric_values_curves_swept_key_and_speed_tradeoff(
     tmp_path: Path,
 ) -> None:

@@ -254,6 +254,7 @@ def test_resume_with_changed_optim_key_trains_like_a_new_run_given_the_checkpoin
 
 
 @pytest.mark.parametrize("opt", ["lamb", "adan"])
+@pytest.mark.slow(seconds=1)
 def test_resume_continues_step_counters_of_lamb_and_adan_parameter_groups(
     stopped: Folders, data: Path, tmp_path: Path, opt: str
 ) -> None:
@@ -341,6 +342,7 @@ def changed_data(data: Path, to: Path, change: str) -> Path:
         ("move", 5, None),
     ],
 )
+@pytest.mark.slow(seconds=1)
 def test_resume_accepts_changed_data_only_at_the_start_of_an_epoch(
     stopped: Folders,
     data: Path,

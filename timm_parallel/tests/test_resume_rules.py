@@ -153,6 +153,7 @@ ANOTHER_TRAINING = [
 ]
 
 
+@pytest.mark.slow(seconds=5)
 def test_resume_is_refused_with_the_key_that_would_change_the_training(main: Main) -> None:
     folder = main.start("day/1")
     before = contents(folder)
@@ -260,6 +261,7 @@ def test_resume_auto_continues_the_newest_unfinished_run(main: Main) -> None:
     assert main.ran[-1].resolve() == newest
 
 
+@pytest.mark.slow(seconds=3)
 def test_resume_auto_continues_only_a_run_with_exactly_the_given_config(main: Main) -> None:
     """Two requeued jobs with the same task_name must not swap folders."""
     slow = main.start("2026-01-01/09-00-00", "optim.lr=0.1")
@@ -277,6 +279,7 @@ def test_resume_auto_continues_only_a_run_with_exactly_the_given_config(main: Ma
     assert "optim.lr=0.2" in err and "starting a new run" in err
 
 
+@pytest.mark.slow(seconds=3)
 def test_resume_auto_without_overrides_keeps_the_config_of_the_newest_unfinished_run(
     main: Main,
 ) -> None:

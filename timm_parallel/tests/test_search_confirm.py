@@ -60,6 +60,7 @@ def finish(folder: Path, job: Job) -> None:
     (folder / job.folder / "result.json").write_text(json.dumps({"status": "done", "reason": ""}))
 
 
+@pytest.mark.slow(seconds=4)
 def test_search_confirm_trains_best_trial_and_default_settings_with_new_seeds(
     tmp_path: Path, confirmations: list[Confirmation]
 ) -> None:

@@ -199,6 +199,7 @@ def test_sweep_runs_an_out_of_memory_job_again_alone(
 
 
 @pytest.mark.processes
+@pytest.mark.slow(seconds=3)
 def test_sweep_runs_a_job_only_twice_when_it_is_always_out_of_memory(
     tmp_path: Path, fake_jobs: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

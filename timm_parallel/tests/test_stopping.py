@@ -58,7 +58,7 @@ def test_epoch_steps_end_at_max_steps_a_stop_request_or_the_end_of_the_epoch(
     )
     strategy, progress = Single(config.parallel, Ranks()), Progress()
     hooks = StepHooks(Meter(4, 6), strategy.group.stop)
-    steps = EpochSteps(progress, config, strategy, hooks, steps_per_epoch=6, log_every=10)
+    steps = EpochSteps(progress, config, strategy, hooks, steps_per_epoch=6, log_every=2)
     batches = iter([(torch.zeros(4, 1), torch.zeros(4))] * 6)
     reported = []
     for step in steps:
@@ -150,6 +150,7 @@ def in_a_long_call(ranks: Ranks, store: Any, is_stuck: bool) -> list[int]:
 
 
 @pytest.mark.processes
+@pytest.mark.slow(seconds=3)
 def test_sigterm_waits_for_a_long_c_call_unless_another_rank_has_exited() -> None:
     assert in_ranks(in_a_long_call, 1, False) == [[signal.SIGTERM]]
     with pytest.raises(pytest.fail.Exception, match=r"rank 0: 143"):

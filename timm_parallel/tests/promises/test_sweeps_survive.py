@@ -74,6 +74,7 @@ def statuses(folder: Path) -> list[str]:
 
 
 @pytest.mark.processes
+@pytest.mark.slow(seconds=3)
 def test_sweep_job_with_done_result_does_not_run_again_when_killed_sweep_is_resumed(
     tmp_path: Path,
 ) -> None:
