@@ -16,14 +16,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from src.app import app
 from timm_parallel.config.arguments import CommandLine, errors_in_one_line
-from timm_parallel.machine.process import exit_process, kill_on_parent_exit
-from timm_parallel.machine.ranks import Ranks, ranks_from_environment
+from timm_parallel.machine.process import exit_process
+from timm_parallel.machine.ranks import Ranks
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 
 @errors_in_one_line
@@ -58,38 +61,32 @@ def main(arguments: list[str]) -> int:
 
 def _evaluate(given: argparse.Namespace, overrides: list[str], arguments: list[str]) -> int:
     from src.data.check import check_data
+    from timm_parallel.launch.torchrun import run_on_devices
 
     if given.run is None and given.checkpoint is not None:
         raise ValueError(f"checkpoint={given.checkpoint}: needs a run; give run=<run folder> too")
     if given.run is None and given.weights is not None:
         raise ValueError(f"weights={given.weights}: needs a run; give run=<run folder> too")
-    ranks = ranks_from_environment(os.environ)
-    config = app.evaluation_config(given.run, overrides, ranks)
+    config = app.evaluation_config(given.run, overrides)
     check_data(config, None if given.run is None else given.split)
-    if config.parallel.has_ranks and ranks is None:
-        from timm_parallel.launch.torchrun import start_as_ranks
 
-        return start_as_ranks(config.parallel, __file__, arguments)
-    from src.commands.evaluate import evaluate_config
-    from timm_parallel.launch.rendezvous import open_store
+    def evaluate(ranks: Ranks, store: Store | None) -> None:
+        from src.commands.evaluate import evaluate_config
 
-    if ranks is not None:
-        kill_on_parent_exit()
-    ranks = ranks or Ranks()
-    store = open_store(ranks) if config.parallel.has_ranks else None
-    for split, numbers in evaluate_config(
-        config,
-        given.run,
-        given.split,
-        given.checkpoint,
-        ranks,
-        store,
-        given.predictions,
-        given.weights,
-    ):
-        if ranks.is_first:
-            print(json.dumps({"split": split, **numbers}), flush=True)
-    return 0
+        for split, numbers in evaluate_config(
+            config,
+            given.run,
+            given.split,
+            given.checkpoint,
+            ranks,
+            store,
+            given.predictions,
+            given.weights,
+        ):
+            if ranks.is_first:
+                print(json.dumps({"split": split, **numbers}), flush=True)
+
+    return run_on_devices(config.parallel, __file__, arguments, evaluate)
 
 
 if __name__ == "__main__":

@@ -6,19 +6,24 @@ python scripts/predict.py run=<run folder> images=<folder or file>
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 # Python adds the folder of a script, not the root of the project.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from src.app import app
 from src.schema import Config, DataConfig
 from timm_parallel.config.arguments import CommandLine, errors_in_one_line, number
 from timm_parallel.keys import CheckpointConfig, ParallelConfig, ResolvedParallel
 from timm_parallel.machine.process import exit_process
-from timm_parallel.machine.ranks import Ranks, ranks_from_environment
+from timm_parallel.machine.ranks import Ranks
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 
 @errors_in_one_line
@@ -57,21 +62,16 @@ def main(argv: list[str]) -> int:
         raise ValueError(f"images={given.images}: no such file or folder")
     if not (given.run / "config.yaml").is_file():
         raise ValueError(f"run={given.run}: not a run folder: it has no config.yaml")
-    ranks = ranks_from_environment(os.environ)
-    parallel = _resolved(given, ranks)
-    if parallel.has_ranks and ranks is None:
-        from timm_parallel.launch.torchrun import start_as_ranks
+    from timm_parallel.launch.torchrun import run_on_devices
 
-        return start_as_ranks(parallel, __file__, argv)
-    _predict(given, parallel, ranks)
-    return 0
+    parallel = _resolved(given)
+    return run_on_devices(parallel, __file__, argv, partial(_predict, given, parallel))
 
 
-def _resolved(given: argparse.Namespace, ranks: Ranks | None) -> ResolvedParallel:
+def _resolved(given: argparse.Namespace) -> ResolvedParallel:
     """Resolve the strategy and the number of devices for this machine, or for the ranks that
     torchrun started.
     """
-    from timm_parallel.config.resolve import resolve
     from timm_parallel.config.validate import check_combination
 
     parallel = ParallelConfig(strategy=given.parallel, devices=given.devices)
@@ -82,18 +82,13 @@ def _resolved(given: argparse.Namespace, ranks: Ranks | None) -> ResolvedParalle
         checkpoint=CheckpointConfig(metric="val/loss"),
     )
     check_combination(config)
-    sizes = (
-        (ranks.world_size, ranks.local_world_size)
-        if ranks is not None and parallel.has_ranks
-        else ()
-    )
-    return resolve(config, *sizes).parallel
+    return app.resolve_for_ranks(config).parallel
 
 
-def _predict(given: argparse.Namespace, parallel: ResolvedParallel, ranks: Ranks | None) -> None:
+def _predict(
+    given: argparse.Namespace, parallel: ResolvedParallel, ranks: Ranks, store: Store | None
+) -> None:
     from src.commands.predict import PredictionRequest, predict
-    from timm_parallel.launch.rendezvous import open_store
-    from timm_parallel.machine.process import kill_on_parent_exit
     from timm_parallel.machine.text import plural
     from timm_parallel.runtime.predictions import write_predictions
 
@@ -108,10 +103,7 @@ def _predict(given: argparse.Namespace, parallel: ResolvedParallel, ranks: Ranks
         workers=given.workers,
         parallel=parallel,
     )
-    if ranks is not None:
-        kill_on_parent_exit()
-    ranks = ranks or Ranks()
-    predictions = predict(request, ranks, open_store(ranks) if parallel.has_ranks else None)
+    predictions = predict(request, ranks, store)
     if ranks.is_first:
         form = given.format or "console"
         if given.format is None and given.output is not None:

@@ -64,6 +64,9 @@ ELSEWHERE = {
     r"python timm_parallel/tests/architecture\.py": "test_import_levels_and_strategy_methods_stay_within_their_limits",
     r"make schema$": "test_schema_json_and_keys_page_equal_those_generated_from_schema_py",
     r"make fork\b": "test_make_fork_replaces_every_occurrence_of_the_template_name",
+    r"pip install --no-deps": (
+        "test_fork_trains_and_sweeps_when_the_library_is_installed_from_a_tag"
+    ),
     r"make update": "test_update_replaces_the_library_and_merges_other_files",
     r"make gpu-check$": "test_make_gpu_check_prints_one_line_when_no_gpu_is_visible",
     r"make docs$": "test_documentation_site_builds_and_the_build_fails_on_a_broken_link",

@@ -10,6 +10,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -26,8 +27,8 @@ from timm_parallel.launch.job import conclude, prepare
 from timm_parallel.launch.rank import RankMain, run_rank
 from timm_parallel.launch.rendezvous import open_store
 from timm_parallel.launch.supervisor import run_agent
-from timm_parallel.machine.process import terminate_descendants
-from timm_parallel.machine.ranks import Ranks, host_name
+from timm_parallel.machine.process import kill_on_parent_exit, terminate_descendants
+from timm_parallel.machine.ranks import Ranks, host_name, ranks_from_environment
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -156,6 +157,28 @@ def _refuse_elastic_nodes() -> None:
         raise ValueError(
             f"--nnodes={given[-1]}: a run has one number of nodes; give torchrun --nnodes={maximum}"
         )
+
+
+def run_on_devices(
+    parallel: ResolvedParallel,
+    script: str,
+    arguments: list[str],
+    work: Callable[[Ranks, Store | None], None],
+) -> int:
+    """Call `work` in each rank of `parallel`, or in this process if it has no ranks, for a script
+    such as evaluate.py. Return the exit code.
+
+    A process that is no rank yet runs the script again, as one rank per device of this machine.
+    `work`: takes the identity of the rank and the store through which the ranks find each other.
+    """
+    ranks = ranks_from_environment(os.environ)
+    if parallel.has_ranks and ranks is None:
+        return start_as_ranks(parallel, script, arguments)
+    if ranks is not None:
+        kill_on_parent_exit()
+    ranks = ranks or Ranks()
+    work(ranks, open_store(ranks) if parallel.has_ranks else None)
+    return 0
 
 
 def start_as_ranks(parallel: ResolvedParallel, script: str, arguments: list[str]) -> int:
