@@ -67,6 +67,7 @@ ELSEWHERE = {
     r"pip install --no-deps": (
         "test_fork_trains_and_sweeps_when_the_library_is_installed_from_a_tag"
     ),
+    r"python -m timm_parallel\.rank": "test_run_on_two_ranks_equals_a_run_on_one_device",
     r"make update": "test_update_replaces_the_library_and_merges_other_files",
     r"make gpu-check$": "test_make_gpu_check_prints_one_line_when_no_gpu_is_visible",
     r"make docs$": "test_documentation_site_builds_and_the_build_fails_on_a_broken_link",

@@ -16,7 +16,7 @@ import pytest
 PROJECT = Path(__file__).with_name("small_project")
 LIBRARY = Path(__file__).parents[2]
 
-pytestmark = [pytest.mark.slow(seconds=6), pytest.mark.processes]
+pytestmark = pytest.mark.processes
 
 
 def start(*words: str, code: int = 0) -> str:
@@ -41,6 +41,7 @@ def result_of(folder: Path) -> dict[str, object]:
     return dict(json.loads((folder / "result.json").read_text(encoding="utf-8")))
 
 
+@pytest.mark.slow(seconds=8)
 def test_run_on_two_ranks_equals_a_run_on_one_device(tmp_path: Path) -> None:
     start("train.py", "parallel.strategy=one", f"hydra.run.dir={tmp_path / 'one'}")
     start("train.py", "parallel.devices=2", f"hydra.run.dir={tmp_path / 'two'}")
@@ -49,12 +50,14 @@ def test_run_on_two_ranks_equals_a_run_on_one_device(tmp_path: Path) -> None:
     assert two["objective"] == pytest.approx(one["objective"], rel=1e-5)
 
 
+@pytest.mark.slow(seconds=8)
 def test_ranks_of_torchrun_train_the_project(tmp_path: Path) -> None:
     torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
     start(*torchrun, "train.py", f"hydra.run.dir={tmp_path / 'run'}")
     assert result_of(tmp_path / "run")["world_size"] == 2
 
 
+@pytest.mark.slow(seconds=8)
 def test_sweep_over_strategies_and_devices_records_each_world_size(tmp_path: Path) -> None:
     jobs = ("parallel.strategy=one,each", "parallel.devices=1,2")
     start("train.py", "-m", *jobs, f"hydra.sweep.dir={tmp_path / 'sweep'}")
@@ -65,6 +68,7 @@ def test_sweep_over_strategies_and_devices_records_each_world_size(tmp_path: Pat
     assert sizes == [1, 1, 2]
 
 
+@pytest.mark.slow(seconds=8)
 def test_search_minimizes_the_metric_of_the_project(tmp_path: Path) -> None:
     search = ("search=lr", "parallel.strategy=one", f"hydra.sweep.dir={tmp_path / 'search'}")
     start("train.py", "-m", *search)
