@@ -64,7 +64,7 @@ ELSEWHERE = {
     r"python timm_parallel/tests/architecture\.py": "test_import_levels_and_strategy_methods_stay_within_their_limits",
     r"make schema$": "test_schema_json_and_keys_page_equal_those_generated_from_schema_py",
     r"make fork\b": "test_make_fork_replaces_every_occurrence_of_the_template_name",
-    r"pip install --no-deps": (
+    r"(git rm -r timm_parallel|pip install --no-deps)": (
         "test_fork_trains_and_sweeps_when_the_library_is_installed_from_a_tag"
     ),
     r"python -m timm_parallel\.rank": "test_run_on_two_ranks_equals_a_run_on_one_device",
