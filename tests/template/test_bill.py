@@ -388,6 +388,7 @@ class TestCommands:
             assert len(logged) == 3 and all(0.1 <= value <= 1 for value in logged)
             assert 0.1 <= result(folder)["train"]["confidence"] <= 1
 
+    @pytest.mark.nightly
     def test_custom_parameter_group_rule_decays_only_matrices_that_are_not_embeddings(
         self, scratch: Path
     ) -> None:
@@ -417,6 +418,7 @@ class TestCommands:
         assert curves[1] == pytest.approx(curves[0], rel=1e-3)
         assert curves[2] == pytest.approx(curves[0], rel=1e-3)
 
+    @pytest.mark.nightly
     def test_custom_schedule_sets_learning_rates_and_refuses_unused_warmup_epochs(
         self, scratch: Path
     ) -> None:
@@ -439,6 +441,7 @@ class TestCommands:
         assert done.returncode == 2
         assert "optim.warmup_epochs=1.0: " in done.stderr
 
+    @pytest.mark.nightly
     def test_lora_training_changes_only_adapters_and_head_under_single_dp_and_ddp(
         self, scratch: Path
     ) -> None:
@@ -477,6 +480,7 @@ class TestCommands:
         assert done.returncode == 0, done.stdout + done.stderr
         assert json.loads(done.stdout)["loss"] == pytest.approx(result(folder)["val"]["loss"])
 
+    @pytest.mark.nightly
     def test_custom_tracker_receives_the_values_of_metrics_jsonl(self, scratch: Path) -> None:
         alone, both = EXAMPLES["A tracker"].commands
         folder = run(scratch, alone, "model=tiny", "parallel=ddp", "parallel.devices=2")
@@ -587,6 +591,7 @@ def test_run_of_every_example_is_evaluated_predicted_with_and_resumed(
 
 @pytest.mark.slow
 @pytest.mark.processes
+@pytest.mark.nightly
 def test_regression_example_reaches_same_error_under_single_and_ddp(
     alone: Callable[[str], Path],
 ) -> None:
@@ -610,6 +615,7 @@ def test_regression_example_reaches_same_error_under_single_and_ddp(
 
 @pytest.mark.slow
 @pytest.mark.processes
+@pytest.mark.nightly
 def test_auxiliary_z_loss_adds_to_the_training_loss_and_is_logged_as_a_metric(
     scratch: Path, alone: Callable[[str], Path]
 ) -> None:
@@ -631,6 +637,7 @@ def test_auxiliary_z_loss_adds_to_the_training_loss_and_is_logged_as_a_metric(
 
 @pytest.mark.slow
 @pytest.mark.processes
+@pytest.mark.nightly
 def test_custom_training_loop_is_not_stopped_by_watchdog(alone: Callable[[str], Path]) -> None:
     copy = alone("A training loop")
     file = copy / "src/train/plain_loop.py"

@@ -152,6 +152,7 @@ def test_killing_the_warm_server_kills_its_forked_jobs_and_marks_them_lost(
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_sweep_resumes_its_jobs_as_new_processes_when_the_warm_server_is_killed(
     tmp_path: Path,
 ) -> None:
