@@ -60,8 +60,10 @@ QUICK = ("dp2", "ddp2", "fsdp2")
 
 def _case(training: str, spread: str) -> Any:
     marks = [] if spread.startswith("dp") else [pytest.mark.processes]
-    if spread not in QUICK:
-        marks.append(pytest.mark.slow(seconds=1))
+    if spread not in QUICK or training != "sgd":
+        marks.append(pytest.mark.slow(seconds=2))
+    if spread not in QUICK and training != "sgd":
+        marks.append(pytest.mark.nightly)
     return pytest.param(training, spread, marks=marks)
 
 

@@ -740,6 +740,7 @@ def test_custom_model_loss_and_metric_train_under_local_sgd(averaged: Path) -> N
 
 @pytest.mark.slow
 @pytest.mark.processes
+@pytest.mark.nightly
 def test_evaluate_py_reproduces_best_metric_with_and_without_local_sgd(
     scratch: Path, averaged: Path
 ) -> None:
@@ -763,6 +764,7 @@ def test_evaluate_py_reproduces_best_metric_with_and_without_local_sgd(
 
 @pytest.mark.slow
 @pytest.mark.processes
+@pytest.mark.nightly
 def test_local_sgd_with_period_1_matches_ddp(scratch: Path) -> None:
     settings = (*BUSY, "optim=sgd", "optim.clip_grad=null")
     ways = (("parallel=ddp", "parallel.devices=2"), (*LOCAL_SGD, "+parallel.options.period=1"))
@@ -779,6 +781,7 @@ def test_local_sgd_with_period_1_matches_ddp(scratch: Path) -> None:
 
 @pytest.mark.slow(seconds=30)
 @pytest.mark.processes
+@pytest.mark.nightly
 def test_momentum_of_averages_continues_bit_for_bit_in_a_resumed_run(scratch: Path) -> None:
     # Without state in the optimizer, of which a checkpoint has rank 0's alone.
     settings = (

@@ -84,7 +84,7 @@ def fork_at_start(forked: Path) -> Path:
 
 @pytest.mark.slow(seconds=9)
 @pytest.mark.parametrize("name", EXAMPLES)
-@pytest.mark.sample(7)
+@pytest.mark.sample(14)
 def test_checks_of_a_fork_pass_with_one_example_of_docs_extend_md(
     name: str, fork_at_start: Path
 ) -> None:

@@ -191,6 +191,7 @@ def test_resumed_run_has_weights_and_curves_of_an_uninterrupted_run(
 
 
 @pytest.mark.parametrize(("world_size", "stop_at"), [slow(2, 3), slow(2, EPOCH)])
+@pytest.mark.sample(2)
 def test_resumed_fsdp_run_has_weights_and_curves_of_an_uninterrupted_run(
     undisturbed: Any, tmp_path: Path, world_size: int, stop_at: int
 ) -> None:
@@ -199,6 +200,7 @@ def test_resumed_fsdp_run_has_weights_and_curves_of_an_uninterrupted_run(
 
 @pytest.mark.slow(seconds=8)
 @pytest.mark.parametrize("stop_at", [EPOCH, 3])
+@pytest.mark.sample(2)
 def test_resumed_run_with_dist_bn_reduce_has_weights_and_curves_of_an_uninterrupted_run(
     undisturbed: Any, tmp_path: Path, stop_at: int
 ) -> None:
@@ -248,7 +250,7 @@ def assert_resume_changes_nothing(
         assert steps == sorted(set(steps)), f"{tag} has duplicate steps"
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("before", "after"),
     [
