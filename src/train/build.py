@@ -71,12 +71,14 @@ def build_data_and_model(
     """
     set_matmul_precision(config.train.precision)
     multilabel = config.train.task == "multilabel"
+    # One rank of a node downloads; the others then find the files in the cache.
     may_download = config.model.pretrained or is_timm_dataset(config.data.name)
     with strategy.group.one_of_node_first() if may_download else nullcontext():
         dataset = build_dataset(config.data, trained_classes, multilabel)
         num_classes = len(dataset.class_names)
         size = config.data.image_size or dataset.image_size
         model = build_model(config.model, num_classes, dataset.in_chans, size, strategy.device)
+    # Weights of a file are used with the mean and std that they were trained with.
     weights = config.model.weights
     of_weights = None if weights is None else preprocessing_of(Path(weights))
     preprocessing = preprocessing_for(model, config.data, dataset, of_weights)
@@ -110,6 +112,7 @@ def build_run(config: ResolvedConfig, strategy: Strategy) -> RunParts:
     """Build the parts of a training run on this rank."""
     built = build_data_and_model(config, strategy)
     dataset, model, num_classes = built.dataset, built.model, built.num_classes
+    # Ranks that read different files would train on different labels without an error.
     check_same_data(dataset, strategy.group)
     if config.model.weights is not None:
         path, strict = Path(config.model.weights), config.model.weights_strict
@@ -207,6 +210,7 @@ def _build_state(
     """
     model = built.model
     criterion = build_criterion(config.train, config.data.augment, weights)
+    # A copy of the plain model: wrapping replaces its parameters or adds hooks to them.
     ema = build_ema(model, config.model.ema, foreach=not strategy.shards)
     compiled = compile_model(model, config.model.compile, strategy.device)
     autocast = Autocast(compiled, strategy.device.type, AUTOCAST[config.train.precision])
@@ -218,6 +222,7 @@ def _build_state(
         check_sharded_model(sharded, built.preprocessing.input_size, strategy.group)
     if ema is not None:
         strategy.lay_out(ema.module)
+    # After wrapping, because fsdp replaces the parameters.
     optimizer = build_optimizer(config.optim, config.learning_rate, model, strategy.shards, step)
     schedule = build_schedule(config.optim, config.train, optimizer, steps_per_epoch)
     scaler = (

@@ -59,6 +59,7 @@ def train_epoch(
         # Compute the gradients of the step.
         for index in range(accumulate):
             images, targets = _fetch(state, steps, batches, mix)
+            # Gradients are sums until the last batch, so only that one has to send them.
             is_last = index + 1 == accumulate
             with nullcontext() if is_last else strategy.skip_sync(state.wrapped):
                 loss, metrics = _add_gradients(state, hooks, images, targets, accumulate)
@@ -75,6 +76,7 @@ def train_epoch(
             if steps.is_sync_step
             else math.nan
         )
+        # After the strategy, which may change the weights, so that every rank averages the same.
         if state.ema is not None:
             state.ema.update(state.model, step)
 
@@ -117,6 +119,7 @@ def _clip_gradients(
     limit, mode = optim.clip_grad, optim.clip_mode
     if limit is None and not needed:
         return None
+    # Under fp16 the gradients carry the loss scale, which their norm must not contain.
     if state.scaler is not None:
         state.scaler.unscale_(state.optimizer)
     if limit is not None and mode == "norm":
@@ -136,8 +139,10 @@ def _clip_gradients(
 
 def _step_optimizer(state: TrainState) -> None:
     if state.scaler is not None:
+        # Skips a step whose gradients overflowed. Averaged gradients overflow on all ranks alike.
         state.scaler.step(state.optimizer)
         state.scaler.update()
     else:
         state.optimizer.step()
+    # None and not zero: the next backward pass then writes gradients instead of adding to them.
     state.optimizer.zero_grad(set_to_none=True)
