@@ -175,6 +175,18 @@ def strategy_methods(root: Path = ROOT) -> list[str]:
     return [name for name in names if name not in ("__init__", "is_first", "close")]
 
 
+def names_from_library(root: Path = ROOT) -> set[str]:
+    """Return the names that src/, the scripts and the entry points import from the library."""
+    scripts = sorted((root / "scripts").glob("*.py"))
+    outside = [path for path in source_files(root) if "timm_parallel" not in path.parts]
+    return {
+        named.name
+        for path in [*outside, *scripts]
+        for named in names_in(path.read_text(encoding="utf-8"))
+        if named.is_import and named.name.startswith("timm_parallel.")
+    }
+
+
 def measure(root: Path = ROOT) -> dict[str, int]:
     """Return the measured value of every entry of LIMITS."""
     values = (len(strategy_methods(root)), max(import_levels(root).values()))
@@ -192,6 +204,11 @@ def main() -> int:
     print(
         "import levels:",
         ", ".join(f"{name or 'entry points'} {levels}" for name, levels in import_levels().items()),
+    )
+    names = names_from_library()
+    lab = {name for name in names if name.startswith("timm_parallel.lab.")}
+    print(
+        f"names that outside code imports: {len(names - lab)} of the library, {len(lab)} of its lab"
     )
     print("import cycle:", " > ".join(find_cycle()) or "none")
     return int(any(value > LIMITS[name] for name, value in measured.items()))
