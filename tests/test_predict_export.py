@@ -149,11 +149,11 @@ def test_predict_py_uses_srun_tasks_as_ranks(
     for name, value in (("NUM_TASKS", "2"), ("NUM_NODES", "1"), ("TASKS_PER_NODE", "2")):
         monkeypatch.setenv(f"SLURM_STEP_{name}", value)
     given: list[Ranks] = []
-    monkeypatch.setattr("timm_parallel.machine.process.kill_on_parent_exit", lambda: None)
+    monkeypatch.setattr("timm_parallel.launch.torchrun.kill_on_parent_exit", lambda: None)
     monkeypatch.setattr(
         "timm_parallel.launch.torchrun.start_as_ranks", lambda *_: pytest.fail("started ranks")
     )
-    monkeypatch.setattr("timm_parallel.launch.rendezvous.open_store", lambda ranks: None)
+    monkeypatch.setattr("timm_parallel.launch.torchrun.open_store", lambda ranks: None)
     monkeypatch.setattr(
         "src.commands.predict.predict", lambda request, ranks, store: given.append(ranks) or []
     )
