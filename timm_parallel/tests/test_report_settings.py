@@ -375,6 +375,7 @@ def test_report_names_a_setting_that_lost_a_run_together_with_this_fact(tmp_path
     )
     assert lead["contrast"]["n"] == 3 and "from 3 seeds" in lead["sentence"]
     assert lead["contrast"]["low"] < whole["contrast"]["low"] - 0.05
+    assert "worse than it: optim.lr=0.001" not in lead["sentence"]
 
 
 def test_report_compares_with_another_setting_and_says_so_when_all_baseline_runs_failed(
