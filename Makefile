@@ -8,7 +8,7 @@ PYTEST := $(BIN)/python -m pytest
 ON_ALL_CORES := -n logical --dist loadfile --no-loadscope-reorder
 # In a fork: leave out the tests of the library while it is that of the template's commit.
 OWN = $(shell test -f .template.json && \
-	grep -q "\"engine_hash\": \"$$($(PYTHON) scripts/engine_hash.py)\"" .template.json && echo --ignore=timm_parallel/tests)
+	grep -q "\"library_hash\": \"$$($(PYTHON) scripts/library_hash.py)\"" .template.json && echo -o testpaths=tests)
 
 .DEFAULT_GOAL := help
 .PHONY: help doctor train compare tune test test-fast test-all test-nightly check lint format lock schema update clean

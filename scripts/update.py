@@ -19,7 +19,7 @@ from typing import Any
 
 RECORD = ".template.json"
 # Folders that a fork takes from the template without merging.
-ENGINE = ("timm_parallel",)
+LIBRARY = ("timm_parallel",)
 MAKE_FORK = "scripts/maintain/fork.py"
 
 
@@ -189,7 +189,7 @@ def merge(
                 "--staged",
                 "--worktree",
                 "--",
-                *ENGINE,
+                *LIBRARY,
                 RECORD,
             )
             conflicts = settle(scratch, head, keep)
@@ -202,7 +202,7 @@ def merge(
                     f'KEEP="{names}"'
                 )
             replaced = paths(
-                git(root, "diff", "--name-only", "--no-renames", "-z", old, head, "--", *ENGINE)
+                git(root, "diff", "--name-only", "--no-renames", "-z", old, head, "--", *LIBRARY)
             )
             if replaced:
                 print(

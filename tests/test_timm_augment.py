@@ -372,7 +372,7 @@ def test_number_of_operations_on_a_batch_does_not_grow_with_the_batch(name: str)
     assert len(counts) == 1 and counts.pop() < 40
 
 
-def test_adaptive_clipping_takes_a_few_operations_more_than_one_norm_and_one_product_per_tensor() -> (
+def test_adaptive_clipping_takes_a_few_operations_more_than_one_norm_and_one_product_per_tensor() -> (  # noqa: E501
     None
 ):
     counts = []

@@ -1,4 +1,6 @@
-"""The app of a project: what the library needs to know, and what Python code asks of it."""
+"""The app of a project, which src/app.py makes: names and classes for the library, and configs for
+Python code.
+"""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+# Set by the project (project.py), which imports keys.py, which asks this file for attributes.
 # Name in a config -> dotted name, of the classes that the project names.
 _named: dict[str, str] = {}
 _package = "src"
@@ -26,12 +27,17 @@ def use_classes_of(package: str, named: Mapping[str, str]) -> None:
     class_attributes.cache_clear()
 
 
+def package() -> str:
+    """Return the name of the project's package."""
+    return _package
+
+
 def is_own_class(name: str, folder: str = "") -> bool:
     """Return True for `src.<module>.<Class>`, a class of this project. A config may name no other
     classes. `folder`: one of the package, which the class must be in.
     """
-    start = rf"{_package}\.{folder}\." if folder else rf"{_package}\."
-    return re.fullmatch(rf"{start}[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", name) is not None
+    place = f"{_package}.{folder}" if folder else _package
+    return re.fullmatch(rf"{re.escape(place)}(\.[A-Za-z_]\w*){{2,}}", name) is not None
 
 
 def find_class(name: str) -> tuple[ast.Module, ast.ClassDef] | None:
@@ -55,8 +61,8 @@ def find_class(name: str) -> tuple[ast.Module, ast.ClassDef] | None:
 
 @cache
 def class_attributes(name: str) -> dict[str, Any]:
-    """Return the class attributes that have a plain value, with those of base classes in this
-    project; an empty dict for an unknown class.
+    """Return the class attributes that have a plain value, with those of its base classes;
+    an empty dict for an unknown class.
     """
     name = _named.get(name, name)
     found = find_class(name)

@@ -537,7 +537,9 @@ class Config:
 
     @property
     def data_check_reads(self) -> tuple[Any, ...]:
-        """What `App.check_data` reads. Jobs of a sweep that have it in common are checked once."""
+        """Values that `App.check_data` reads. Jobs of a sweep that have them in common are checked
+        once.
+        """
         return (self.data,)
 
     @property

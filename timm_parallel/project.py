@@ -1,4 +1,5 @@
-"""What the library knows of a project: one `App` (timm_parallel/app.py), which src/app.py makes.
+"""The project that the library trains. The rest of the library imports this file, and a project
+makes an `App` (timm_parallel/app.py), which adds methods that need the rest.
 
 The library imports nothing of the project. It reads names and classes from the app, and imports
 the project's functions by their dotted names when it calls them, so that a refused config and
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from timm_parallel.class_source import use_classes_of
 from timm_parallel.keys import Config, ResolvedConfig, ResolvedParallel
-from timm_parallel.machine.process import import_class, imports_without_gc
+from timm_parallel.machine.process import import_name, imports_without_gc
 from timm_parallel.metric import Metric
 
 if TYPE_CHECKING:
@@ -69,8 +70,8 @@ class Project(Generic[C, R]):
         return config
 
     def call(self, function: str, *arguments: Any) -> Any:
-        """Import a function by its dotted name and call it."""
-        return import_class(function)(*arguments)
+        """Import a function of the project by its dotted name and call it."""
+        return import_name(function)(*arguments)
 
     def train(
         self, config: ResolvedConfig, folder: Path, ranks: Ranks, store: Store | None
@@ -79,7 +80,7 @@ class Project(Generic[C, R]):
         rank records import errors.
         """
         with imports_without_gc():
-            run = import_class(self.run)
+            run = import_name(self.run)
         run(config, folder, ranks, store)
 
     def import_all(self) -> None:

@@ -22,7 +22,7 @@ from pathlib import Path
 # Python adds the folder of a script, not the root of the project.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from scripts.engine_hash import engine_hash
+from scripts.library_hash import library_hash
 
 RECIPES = (
     *(
@@ -126,7 +126,7 @@ def fork(root: Path, name: str, holder: str, drop_demo: bool) -> None:
         )
     # make update forks newer commits of the template in the same way.
     record = {"name": name, "holder": holder, "drop_demo": drop_demo, "template_commit": commit}
-    record["engine_hash"] = engine_hash(root)
+    record["library_hash"] = library_hash(root)
     (root / ".template.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     # `git commit -a` would leave a new file out.
     _git(root, "add", ".template.json")

@@ -15,7 +15,7 @@ from src.schema import DATASETS, TIMM, DataConfig
 from timm_parallel.config.timm_names import is_timm_dataset
 from timm_parallel.data.dataset import ImageDataset, InMemory
 from timm_parallel.errors import refuse_wrong_arguments
-from timm_parallel.machine.process import import_class
+from timm_parallel.machine.process import import_name
 
 
 class MadeInMemory(ImageDataset):
@@ -103,7 +103,7 @@ class Synthetic(MadeInMemory):
 def built_in(name: str) -> type[ImageDataset] | None:
     """Import the class of a built-in dataset, without torch; None for timm's datasets and yours."""
     dotted = DATASETS.get(name.partition("/")[0])
-    return None if dotted is None else cast(type[ImageDataset], import_class(dotted))
+    return None if dotted is None else cast(type[ImageDataset], import_name(dotted))
 
 
 def build_dataset(
@@ -114,7 +114,7 @@ def build_dataset(
     """
     dataset_class: Any = built_in(config.name)
     if dataset_class is None:
-        dataset_class = import_class(TIMM if is_timm_dataset(config.name) else config.name)
+        dataset_class = import_name(TIMM if is_timm_dataset(config.name) else config.name)
         if not (isinstance(dataset_class, type) and dataset_class.__module__.startswith("src.")):
             raise ValueError(
                 f"data.name={config.name}: not a class of this project; give src.<module>.<Class>"

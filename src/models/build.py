@@ -15,7 +15,7 @@ from torch import nn
 from src.schema import ModelConfig
 from timm_parallel.errors import refuse_wrong_arguments
 from timm_parallel.keys import is_own_class
-from timm_parallel.machine.process import import_class
+from timm_parallel.machine.process import import_name
 from timm_parallel.patches import create_model_with_filter
 from timm_parallel.runtime.model_checks import skip_unreachable_hub
 
@@ -65,7 +65,7 @@ def build_model(
 
 
 def _own_model(config: ModelConfig, arguments: dict[str, Any]) -> Any:
-    model_class = import_class(config.name)
+    model_class = import_name(config.name)
     if not (isinstance(model_class, type) and issubclass(model_class, nn.Module)):
         raise ValueError(
             f"model.name={config.name}: not a torch.nn.Module class; give src.<module>.<Class>"

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from src.schema import STRATEGIES, ResolvedParallel
-from timm_parallel.machine.process import import_class
+from timm_parallel.machine.process import import_name
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -23,7 +23,7 @@ def build_strategy(config: ResolvedParallel, ranks: Ranks, store: Store | None) 
     """Build the strategy of a resolved config: set up its devices and join its process group."""
     from timm_parallel.parallel.strategy import Strategy
 
-    strategy = import_class(STRATEGIES.get(config.strategy, config.strategy))
+    strategy = import_name(STRATEGIES.get(config.strategy, config.strategy))
     if not issubclass(strategy, Strategy):
         raise ValueError(
             f"parallel.strategy={config.strategy}: expected a class that extends Single or "

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from timm_parallel.errors import refuse_wrong_arguments
-from timm_parallel.machine.process import import_class
+from timm_parallel.machine.process import import_name
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -183,7 +183,7 @@ def find_loss(name: str) -> Loss:
     """
     if name in LOSSES:
         return LOSSES[name]
-    loss_class = import_class(name)
+    loss_class = import_name(name)
     reads = getattr(loss_class, "reads", ())
 
     def build(config: TrainConfig, augment: AugmentConfig, **kwargs: Any) -> Criterion:

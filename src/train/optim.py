@@ -20,7 +20,7 @@ from src.models.freeze import head_names
 from src.schema import OptimConfig, TrainConfig
 from timm_parallel.errors import refuse_wrong_arguments
 from timm_parallel.keys import is_own_class
-from timm_parallel.machine.process import import_class
+from timm_parallel.machine.process import import_name
 from timm_parallel.parallel.strategy import own_parameters
 
 # Optimizers whose fused kernel can update a parameter of which each rank has a part.
@@ -87,7 +87,7 @@ def _register(dotted: str) -> str:
     """Register your optimizer class with timm, which then builds its parameter groups. Return its
     name there.
     """
-    optimizer_class = import_class(dotted)
+    optimizer_class = import_name(dotted)
     if not issubclass(optimizer_class, torch.optim.Optimizer):
         raise ValueError(f"optim.opt={dotted}: expected a class that extends torch.optim.Optimizer")
     has_momentum = "momentum" in inspect.signature(optimizer_class).parameters

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.engine_hash import engine_hash
+from scripts.library_hash import library_hash
 from scripts.maintain.fork import COMMANDS, OF_THE_TEMPLATE, OLD_NAME, RECIPES, RUN_FOLDER, fork
 from timm_parallel.testing.commands import ROOT
 
@@ -76,7 +76,7 @@ def test_make_fork_replaces_every_occurrence_of_the_template_name(clone: Path) -
         "drop_demo": False,
         "template_commit": commit,
     }
-    record["engine_hash"] = engine_hash(clone)
+    record["library_hash"] = library_hash(clone)
     assert json.loads(read(clone / ".template.json")) == record
     pages = "".join(map(read, [*clone.glob("README*.md"), *(clone / "docs").glob("*.md")]))
     assert "outputs/train" not in pages
@@ -183,21 +183,21 @@ def test_make_test_of_a_fork_tests_the_library_only_after_a_change_of_it(clone: 
             words, cwd=clone, capture_output=True, text=True, timeout=300, check=True
         ).stdout
 
-    ignored = "--ignore=timm_parallel/tests"
-    assert ignored not in command()
+    only_own = "-o testpaths=tests"
+    assert only_own not in command()
     fork(clone, "mine", "Ada", drop_demo=False)
     assert (
-        ignored in command()
-        and ignored in command("test-fast")
-        and ignored not in command("test-all")
+        only_own in command()
+        and only_own in command("test-fast")
+        and only_own not in command("test-all")
     )
     (clone / "src" / "models" / "own.py").write_text("# mine\n")
-    assert ignored in command()
+    assert only_own in command()
     for changed in ("timm_parallel/own.py", "timm_parallel/tests/test_own.py"):
         (clone / changed).write_text("# mine\n")
-        assert ignored not in command()
+        assert only_own not in command()
         git(clone, "add", "-A")
         git(clone, "commit", "-qm", "the library changed")
-        assert ignored not in command()
+        assert only_own not in command()
         (clone / changed).unlink()
-        assert ignored in command()
+        assert only_own in command()

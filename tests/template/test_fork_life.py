@@ -39,8 +39,10 @@ QUICK = {
 }
 
 
-def run_in(folder: Path, *command: str, **variables: str) -> None:
-    """Run a command without the variables of this test run, and fail with its output."""
+def run_in(folder: Path, *command: str, **variables: str) -> str:
+    """Run a command without the variables of this test run, and return its output, or fail with
+    it.
+    """
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")
     } | variables
@@ -54,6 +56,7 @@ def run_in(folder: Path, *command: str, **variables: str) -> None:
         check=False,
     )
     assert done.returncode == 0, f"{done.stdout[-6000:]}{done.stderr[-2000:]}"
+    return done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -119,9 +122,10 @@ def test_make_lint_test_of_a_fork_passes_with_all_examples_of_docs_extend_md(
     installed = [
         word for stamp in ("development", "runtime") for word in ("-o", f"{sys.prefix}/{stamp}")
     ]
-    # test_fork.py checks that make leaves the library's tests out by itself.
-    own = "OWN=--ignore=timm_parallel/tests"
-    run_in(fork_at_start, "make", "lint", "test", own, f"VENV={sys.prefix}", *installed)
+    make = ("make", f"VENV={sys.prefix}", *installed)
+    listed = run_in(fork_at_start, *make, "test", "ARGS=--collect-only -n0")
+    assert "\ntests/test_step.py::" in listed and "\ntimm_parallel/tests/" not in listed
+    run_in(fork_at_start, *make, "lint", "test")
 
 
 @pytest.mark.slow(seconds=15)

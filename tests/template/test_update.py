@@ -44,7 +44,7 @@ if options.drop_demo:
 commit = subprocess.check_output(["git", "rev-parse", "HEAD"], text=True).strip()
 record = {"name": options.name, "holder": options.holder, "drop_demo": options.drop_demo, "template_commit": commit}
 Path(".template.json").write_text(json.dumps(record))
-"""
+"""  # noqa: E501
 SMALL = {
     "README.md": "# template\n\nOne.\n\nTwo.\n\nThree.\n",
     "demo.txt": "a recipe\n",

@@ -44,7 +44,7 @@ def dataset_problems(name: str, own: Iterable[str]) -> Iterator[str]:
     if source == "torch" and dataset not in OF_TORCH:
         yield f"data.name={name}: timm has no such dataset{hint(dataset, OF_TORCH)}"
     elif not is_timm_dataset(name) and name not in own:
-        yield (f"data.name={name}: no such dataset{hint(name, own)}, or torch/…, hfds/…")
+        yield f"data.name={name}: no such dataset{hint(name, own)}, or torch/…, hfds/…"
 
 
 def auto_augment_problems(text: str | None) -> Iterator[str]:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from timm_parallel.class_source import is_own_class
+from timm_parallel.class_source import is_own_class, package
 from timm_parallel.config.cluster import cluster_rules
 from timm_parallel.config.suggest import hint, objectives, own_class_exists
 from timm_parallel.errors import RefusedError
@@ -81,8 +81,8 @@ def own_class_problems(key: str, name: str) -> Iterator[str]:
     """Yield an error message if a class of the project does not exist."""
     if not own_class_exists(name):
         yield (
-            f"{key}={name}: no such class; expected src.<module>.<Class> with <module> a file "
-            "under src/"
+            f"{key}={name}: no such class; expected {package()}.<module>.<Class> with <module> "
+            f"a file under {package()}/"
         )
 
 
@@ -92,7 +92,7 @@ def _strategy(config: Config) -> Iterator[str]:
     if name not in known and not (is_own_class(name, "parallel") and own_class_exists(name)):
         yield (
             f"parallel.strategy={name}: no such strategy{hint(name, known)}, or give "
-            "src.parallel.<module>.<Class>"
+            f"{package()}.parallel.<module>.<Class>"
         )
 
 

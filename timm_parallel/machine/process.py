@@ -87,8 +87,8 @@ def imports_without_gc() -> Iterator[None]:
         gc.enable()
 
 
-def import_class(name: str) -> Any:
-    """Return the class with a dotted name, for example `src.models.cifar_resnet.CifarResNet18`."""
+def import_name(name: str) -> Any:
+    """Import a class or function by its dotted name, such as `torch.optim.SGD`."""
     module, _, class_name = name.rpartition(".")
     return getattr(import_module(module), class_name)
 

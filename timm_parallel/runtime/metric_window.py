@@ -32,7 +32,7 @@ class MetricWindow:
         if self._names not in ((), names):
             now, before = (", ".join(each[1:]) or "none" for each in (names, self._names))
             raise ValueError(
-                "src/train/step.py: the step must return the same metrics in every call; got "
+                "the training step must return the same metrics in every call; got "
                 f"{now}, before {before}"
             )
         self._names = names

@@ -427,7 +427,7 @@ def test_checkpoint_save_does_not_delete_copies_made_by_the_user(
 def test_progress_ignores_nan_losses_when_it_tracks_the_best_value() -> None:
     progress = Progress()
     losses = [float("nan"), 2.0, float("nan"), 1.0, 3.0]
-    assert [progress.add_evaluation({"loss": loss, "acc": 0.5}, "loss", METRICS) for loss in losses] == [
+    assert [progress.add_evaluation({"loss": loss, "acc": 0.5}, "loss", METRICS) for loss in losses] == [  # noqa: E501
         False, True, False, True, False,
     ]  # fmt: skip
     assert (progress.best, progress.evaluations_since_best) == (-1.0, 1)

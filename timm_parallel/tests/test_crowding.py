@@ -140,7 +140,7 @@ while not watch.idle and time.monotonic() < until:
 assert watch.idle, "no idle teams were made"
 time.sleep(0.2)
 print(spinning, steps(1.5))
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.slow

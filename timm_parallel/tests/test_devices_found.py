@@ -431,7 +431,7 @@ int cuDeviceGet(int *device, int index) { *device = index + 40; return 0; }
 int cuDeviceGetName(char *name, int size, int device) { strncpy(name, device == 41 ? "second" : "first", size); return 0; }
 int cuDeviceTotalMem_v2(size_t *bytes, int device) { *bytes = (size_t) device << 32; return 0; }
 int cuDeviceGetUuid_v2(char *uuid, int device) { memset(uuid, device, 16); return 0; }
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.skipif(

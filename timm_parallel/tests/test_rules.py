@@ -25,7 +25,7 @@ from src.train.losses import LOSSES, Loss
 from timm_parallel.class_source import class_attributes
 from timm_parallel.config.validate import check_combination
 from timm_parallel.keys import ParallelConfig, strategy_options
-from timm_parallel.machine.process import import_class
+from timm_parallel.machine.process import import_name
 from timm_parallel.testing.commands import ROOT
 
 pytestmark = pytest.mark.portable
@@ -73,7 +73,7 @@ def test_class_attributes_of_a_strategy_read_from_source_equal_those_of_its_clas
     strategy: str,
 ) -> None:
     names = ("process_per_device", "has_one_device", "shards", "compiles", "has_buckets")
-    strategy_class = import_class(STRATEGIES[strategy])
+    strategy_class = import_name(STRATEGIES[strategy])
     read = class_attributes(STRATEGIES[strategy])
     assert {name: read[name] for name in names} == {
         name: getattr(strategy_class, name) for name in names

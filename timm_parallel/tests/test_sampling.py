@@ -19,6 +19,7 @@ from src.data.datasets import Synthetic
 from src.data.erasing import Erasing
 from src.data.transforms import train_transform
 from src.schema import AugmentConfig, DataConfig
+from timm_parallel.data.fractions import batches_per_epoch
 from timm_parallel.data.loader import BatchFetcher, TrainLoader
 from timm_parallel.data.prefetch import DevicePrefetcher
 from timm_parallel.data.samplers import EvalSampler, IndexBatch, TrainSampler, class_balance
@@ -358,3 +359,13 @@ def test_balanced_sampler_divides_the_same_draws_among_2_or_4_ranks(world_size: 
 def test_data_balance_is_refused_when_images_have_no_single_class() -> None:
     with pytest.raises(ValueError, match=r"data\.balance=1"):
         class_balance(None, 1)
+
+
+@pytest.mark.parametrize(
+    ("images", "batch_size", "accumulate", "batches"),
+    [(100, 10, 1, 10), (109, 10, 1, 10), (100, 10, 3, 9), (119, 10, 4, 8), (40, 10, 4, 4)],
+)
+def test_epoch_has_full_batches_in_whole_optimizer_steps(
+    images: int, batch_size: int, accumulate: int, batches: int
+) -> None:
+    assert batches_per_epoch(images, batch_size, accumulate) == batches

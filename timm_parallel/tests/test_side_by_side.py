@@ -116,7 +116,7 @@ ran = {"cores": sorted(os.sched_getaffinity(0)), "began": began, "ended": time.m
 (folder / "ran.json").write_text(json.dumps(ran))
 (folder / "result.json").write_text(json.dumps({"status": "out_of_memory" if short else "done", "reason": ""}))
 sys.exit(int(short))
-"""
+"""  # noqa: E501
 
 
 @pytest.fixture

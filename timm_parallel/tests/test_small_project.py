@@ -85,15 +85,3 @@ def test_wrong_keys_and_data_are_refused_by_the_rules_of_the_project() -> None:
     assert "did you mean data.slope" in start("train.py", "data.slpe=2", code=2)
     assert "data.name=digits" in start("train.py", "data.name=digits", code=2)
     assert "parallel.strategy=ddp" in start("train.py", "parallel.strategy=ddp", code=2)
-
-
-def test_library_imports_nothing_of_a_project() -> None:
-    files = [
-        path
-        for path in sorted((LIBRARY / "timm_parallel").rglob("*.py"))
-        if not {"tests", "testing"} & {*path.parts}
-    ]
-    assert len(files) > 100
-    for path in files:
-        text = path.read_text(encoding="utf-8")
-        assert "\nfrom src" not in text and "    from src" not in text, path

@@ -158,7 +158,7 @@ def count_writes(steps: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> C
                 counted(owner, name)
     with monkeypatch.context():
         config = resolved(
-            "parallel=single", "parallel.accelerator=cpu", "data.batch_size=8", "data.limit_train=640",
+            "parallel=single", "parallel.accelerator=cpu", "data.batch_size=8", "data.limit_train=640",  # noqa: E501
             f"train.max_steps={steps}", "train.epochs=1", "train.log_every=1000", "data=synthetic",
         )  # fmt: skip
         training = Trainer(config, folder, Ranks(), None)
@@ -187,7 +187,7 @@ def buffers_and_bits(ranks: Ranks, store: Any, broadcast: str) -> tuple[bool, li
     steps).
     """
     config = resolved(
-        "parallel=ddp", "parallel.devices=2", "parallel.accelerator=cpu", "data.batch_size=8", "model.name=resnet10t",
+        "parallel=ddp", "parallel.devices=2", "parallel.accelerator=cpu", "data.batch_size=8", "model.name=resnet10t",  # noqa: E501
         f"parallel.broadcast_buffers={broadcast}",
     )  # fmt: skip
     strategy = build_strategy(config.parallel, ranks, store)

@@ -20,7 +20,7 @@ import numpy as np
 from timm_parallel.keys import ResolvedConfig
 from timm_parallel.machine import process
 from timm_parallel.machine.files import write_text
-from timm_parallel.machine.process import import_class
+from timm_parallel.machine.process import import_name
 from timm_parallel.machine.secrets import mask
 
 log = logging.getLogger(__name__)
@@ -114,7 +114,7 @@ class Channel:
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._work, name=f"tracker {name}", daemon=True)
         try:
-            self.tracker = import_class(path)(config, folder, resume_step)
+            self.tracker = import_name(path)(config, folder, resume_step)
         except Exception as error:
             self._give_up(f"{type(error).__name__}: {error}")
         self._thread.start()

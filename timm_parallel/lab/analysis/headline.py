@@ -254,7 +254,7 @@ def _shown_best(group: SettingGroup, contrast: Contrast) -> Recommendation:
         sentence = (
             f"{_name(chosen)} is better than {_name(baseline)}: {group.metric} is "
             f"{difference_text(contrast, expected.difference)}, {source}. "
-            f"{value}{_rivals(group, chosen, beaten=baseline)}"
+            f"{value}{_rivals(group, chosen)}"
         )
     return replace(
         expected,
@@ -358,14 +358,14 @@ def _value(group: SettingGroup, chosen: Setting, expected: Recommendation) -> st
     )
 
 
-def _rivals(group: SettingGroup, named: Setting, beaten: Setting | None = None) -> str:
+def _rivals(group: SettingGroup, named: Setting) -> str:
     """Return a sentence on the settings that cannot be told from the best; empty if that is true of
-    all settings. `beaten`: the baseline that `named` is shown to be better than.
+    all settings.
     """
     rivals = [
         setting
         for setting in group.alive
-        if setting.label in group.may_be_best and setting not in (named, beaten)
+        if setting.label in group.may_be_best and setting is not named
     ]
     if not rivals:
         return f" It is shown to be the best of the {len(group.alive)} that have a value."

@@ -137,7 +137,9 @@ class SettingGroup(Question[Setting]):
     def may_be_best(self) -> set[str]:
         """Labels of the settings that cannot be told from the best."""
         others = [(self.highest, s.label) for s in self.alive if s.label != self.highest]
-        return may_be_best(self.estimates(self.metric, others)) | {self.highest}
+        # A setting with lost runs is never the highest, but it may be shown to beat the baseline.
+        beaten = {contrast.b for contrast in self.contrasts if contrast.verdict == SUPPORTED}
+        return (may_be_best(self.estimates(self.metric, others)) | {self.highest}) - beaten
 
     @property
     def is_about_speed(self) -> bool:

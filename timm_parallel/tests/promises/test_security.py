@@ -167,7 +167,7 @@ if ranks.rank == 0:
     Path(sys.argv[1]).write_text(" ".join(sorted(places)))
 distributed.barrier()
 sys.exit(2 * ranks.rank)
-"""
+"""  # noqa: E501
 START = """
 import sys
 from timm_parallel.launch.torchrun import start_as_ranks

@@ -31,7 +31,7 @@ import subprocess, sys
 child = subprocess.Popen([sys.executable, "-c", {DEAF!r}], start_new_session=True, stdout=subprocess.PIPE)
 child.stdout.readline()
 print(child.pid, flush=True)
-"""
+"""  # noqa: E501
 
 
 def _launch(answers: Any) -> None:

@@ -87,7 +87,7 @@ class Nodes:
             (self.base / name).mkdir()
             self.hosts += f"{address} {name}\n"
         ip(
-            *f"link add eth0 netns {self.names[0]} type veth peer name eth0 netns {self.names[1]}".split()
+            *f"link add eth0 netns {self.names[0]} type veth peer name eth0 netns {self.names[1]}".split()  # noqa: E501
         )
         for name, address in zip(self.names, ADDRESSES, strict=True):
             ip("-n", name, "address", "add", f"{address}/24", "dev", "eth0")

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from small.checks import IMAGES
-from timm_parallel.machine.process import import_class
+from timm_parallel.machine.process import import_name
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.project import current
 from timm_parallel.record.result import Result, write_result
@@ -18,7 +18,7 @@ from timm_parallel.record.result import Result, write_result
 def fit(config: Any, folder: Path, ranks: Ranks, store: Any) -> None:
     """Fit the line with gradient descent, and write result.json on rank 0."""
     torch.manual_seed(config.seed)
-    strategy = import_class(current().strategies[config.parallel.strategy])(
+    strategy = import_name(current().strategies[config.parallel.strategy])(
         config.parallel, ranks, store
     )
     model = nn.Linear(1, 1)

@@ -14,7 +14,7 @@ from pathlib import Path
 LIBRARY = ("timm_parallel",)
 
 
-def engine_hash(root: Path) -> str:
+def library_hash(root: Path) -> str:
     """Hash the library in the working tree of the repository `root`, with changes that are not
     committed.
     """
@@ -40,4 +40,4 @@ def engine_hash(root: Path) -> str:
 
 
 if __name__ == "__main__":
-    print(engine_hash(Path(__file__).resolve().parents[1]))
+    print(library_hash(Path(__file__).resolve().parents[1]))
