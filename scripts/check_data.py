@@ -38,17 +38,18 @@ def main(argv: list[str]) -> int:
     from src.app import app
     from src.data.check import check_data
     from src.data.datasets import build_dataset
+    from src.tasks import find_task
     from timm_parallel.data.csv_listing import CsvDataset
     from timm_parallel.lab.image_check import check_images, show, write_page
     from timm_parallel.machine.files import write_json
 
     config = app.compose(*arguments.overrides)
-    is_csv, multilabel = config.data.name == "csv", config.train.task == "multilabel"
+    is_csv, target = config.data.name == "csv", find_task(config.train.task).target
     # Missing files of a CSV and its groups in two splits are reported with the other problems.
     if not is_csv:
         check_data(config)
-    dataset = build_dataset(config.data, multilabel=multilabel)
-    report = check_images(dataset, CsvDataset.groups(config.data, multilabel) if is_csv else None)
+    dataset = build_dataset(config.data, target=target)
+    report = check_images(dataset, CsvDataset.groups(config.data, target) if is_csv else None)
     show(report)
     if arguments.output is not None:
         write_json(arguments.output, {"format": 1, **asdict(report)})

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from src.app import app
-from src.schema import Config, DataConfig
+from src.schema import CheckpointConfig, Config, DataConfig
 from timm_parallel.config.arguments import CommandLine, errors_in_one_line, number
-from timm_parallel.keys import CheckpointConfig, ParallelConfig, ResolvedParallel
+from timm_parallel.keys import ParallelConfig, ResolvedParallel
 from timm_parallel.machine.process import exit_process
 from timm_parallel.machine.ranks import Ranks
 
@@ -103,13 +103,13 @@ def _predict(
         workers=given.workers,
         parallel=parallel,
     )
-    predictions = predict(request, ranks, store)
+    predictions, task = predict(request, ranks, store)
     if ranks.is_first:
         form = given.format or "console"
         if given.format is None and given.output is not None:
             form = "json" if given.output.suffix == ".json" else "csv"
-        write_predictions(predictions, form, given.output)
-        unreadable = sum(not image.classes for image in predictions)
+        write_predictions(predictions, task, form, given.output)
+        unreadable = sum(image.values is None for image in predictions)
         print(
             f"{plural(len(predictions), 'image')} in {time.monotonic() - started:.1f} s, "
             f"{unreadable} unreadable",

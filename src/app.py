@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from src.schema import STRATEGIES, Config, ResolvedConfig
-from src.train.metrics import METRICS, MULTILABEL_METRICS
+from src.tasks import all_metrics
 from timm_parallel.app import App
 
 app = App(
@@ -18,7 +18,7 @@ app = App(
     check_batch="src.data.check.check_batch",
     training_size="src.data.check.training_size",
     strategies=STRATEGIES,
-    metrics=METRICS | MULTILABEL_METRICS,
+    metrics=all_metrics(),
     preload=("src.train.run", "src.parallel.data_parallel", "torch.utils.tensorboard"),
     trial=("debug=fast", "model=tiny", "data=synthetic", "data.batch_size=32"),
 )

@@ -23,7 +23,7 @@ from timm_parallel import keys
 from timm_parallel.class_source import class_attributes
 from timm_parallel.config import timm_rules
 from timm_parallel.config.suggest import hint
-from timm_parallel.config.validate import own_class_problems
+from timm_parallel.config.validate import option_problems, own_class_problems
 from timm_parallel.keys import (
     ResolvedParallel,
     choice,
@@ -334,11 +334,12 @@ class AugmentConfig:
 class DataConfig(keys.DataConfig):
     """The dataset, its batches and its preprocessing."""
 
-    image_size: int | None = number(
-        None, ge=1, help="Pixels per side; null: the data's size, else the model's."
+    image_size: Any = key(
+        None,
+        help="Pixels per side, or [height, width]; null: the data's size, else the model's.",
     )
-    eval_image_size: int | None = number(
-        None, ge=1, help="Pixels per side in evaluation; null: image_size."
+    eval_image_size: Any = key(
+        None, help="Pixels per side, or [height, width], in evaluation; null: image_size."
     )
     mean: list[float] | None = key(
         None, help="Mean per channel of images in 0..1; null: the data's, else the model's."
@@ -383,6 +384,12 @@ class DataConfig(keys.DataConfig):
         yield from timm_rules.auto_augment_problems(self.augment.aa)
 
     def problems(self, whole: Config) -> Iterator[str]:
+        for name in ("image_size", "eval_image_size"):
+            if not is_size(getattr(self, name)):
+                yield (
+                    f"data.{name}={getattr(self, name)}: expected a number of pixels, or [height, "
+                    "width]"
+                )
         yield from self._split_problems()
         yield from self.augment.problems(whole)
         per_device = self.batch_size_per_device
@@ -604,18 +611,10 @@ class OptimConfig(keys.OptimConfig):
 class TrainConfig(keys.TrainConfig):
     """The training loop."""
 
-    loss: str = key(
-        "ce",
-        help="A name in LOSSES of src/train/losses.py (ce, bce, asl), or `src.<module>.<Class>`.",
-    )
-    task: str = choice(
-        "classification", "classification", "multilabel", help="One label per image, or any number."
-    )
     class_weights: Any = key(
         None,
         help="Weights of the classes in the loss, scaled to mean 1: auto (by frequency) or a list.",
     )
-    loss_kwargs: dict[str, Any] = key({}, help="More arguments of the loss, e.g. {gamma: 2}.")
     smoothing: float = number(0.0, ge=0, le=1, help="Label smoothing, in training only.")
     bce_target_thresh: float | None = number(
         None, ge=0, le=1, help="bce: a mixed target above this becomes 1, else 0."
@@ -633,14 +632,20 @@ class TrainConfig(keys.TrainConfig):
         return None if self.profile_steps is None else 11 + self.profile_steps
 
     def value_problems(self) -> Iterator[str]:
+        from src.tasks import TASKS
+
+        if is_own_class(self.task, "tasks"):
+            yield from own_class_problems("train.task", self.task)
+        elif self.task not in TASKS:
+            yield (
+                f"train.task={self.task}: unknown{hint(self.task, TASKS)}, or give "
+                "src.tasks.<module>.<Class>"
+            )
         if is_own_class(self.loss):
             yield from own_class_problems("train.loss", self.loss)
-        elif self.loss not in loss_tasks():
-            yield f"train.loss={self.loss}: unknown{hint(self.loss, loss_tasks())}"
 
     def problems(self, whole: Config) -> Iterator[str]:
         yield from self._task_problems(whole)
-        yield from self._loss_problems(whole.data.augment)
         if self.early_stop is not None and self.evaluate_every == 0:
             yield (
                 f"train.early_stop={self.early_stop}: needs evaluations; set "
@@ -656,9 +661,9 @@ class TrainConfig(keys.TrainConfig):
 
     def _task_problems(self, whole: Config) -> Iterator[str]:
         """Yield an error for each key that does not fit train.task."""
-        from src.train.metrics import metrics_of
+        from src.tasks import find_task
 
-        weights, data = self.class_weights, whole.data
+        task, weights, data = find_task(self.task), self.class_weights, whole.data
         is_list = isinstance(weights, list) and all(
             isinstance(w, int | float) and w >= 0 for w in weights
         )
@@ -669,9 +674,12 @@ class TrainConfig(keys.TrainConfig):
                 f"data.balance={data.balance}: train.class_weights={weights} corrects for rare "
                 "classes too; use one of the two"
             )
-        if not is_own_class(self.loss) and self.task not in loss_tasks()[self.loss]:
-            fitting = ", ".join(name for name, tasks in loss_tasks().items() if self.task in tasks)
-            yield f"train.loss={self.loss}: not for train.task={self.task}; use {fitting}"
+        yield from option_problems("train.task_kwargs", task.Options, self.task_kwargs)
+        if not is_own_class(self.loss) and self.loss not in task.losses:
+            yield (
+                f"train.loss={self.loss}: not a loss of train.task={self.task}"
+                f"{hint(self.loss, task.losses)}; it has {', '.join(task.losses)}"
+            )
         metrics = {
             "checkpoint.metric": whole.checkpoint.metric,
             "optimized_metric": whole.objective,
@@ -682,46 +690,43 @@ class TrainConfig(keys.TrainConfig):
                     f"{setting}={metric}: needs averaged weights; set model.ema.decay, e.g. 0.9998"
                 )
             name = metric.removeprefix("val/").removesuffix("_best").removesuffix("_ema")
-            if metric.startswith("val/") and name not in metrics_of(self.task):
-                known = ", ".join(f"val/{name}" for name in metrics_of(self.task))
+            if metric.startswith("val/") and name not in task.metrics:
+                known = ", ".join(f"val/{name}" for name in task.metrics)
                 yield (
                     f"{setting}={metric}: not a metric of train.task={self.task}; use one of "
                     f"{known}"
                 )
-        if self.task == "multilabel":
-            if data.augment.mixes:
-                yield (
-                    "data.augment.mixup and cutmix: mix images of one label each, but "
-                    "train.task=multilabel; set both to 0"
-                )
-            if data.balance:
-                yield (
-                    f"data.balance={data.balance}: draws images by their one label, but "
-                    "train.task=multilabel; set it to 0"
-                )
-            if data.name != "csv" and not is_own_class(data.name):
-                yield (
-                    f"train.task=multilabel: data={data.name} has one label per image; use data=csv"
-                )
-
-    def _loss_problems(self, augment: AugmentConfig) -> Iterator[str]:
-        """Yield an error for each option that the loss does not read."""
-        reads = loss_reads(self.loss)
         # Mixed targets are smoothed whatever the loss reads.
-        smoothing = 0 if augment.mixes else self.smoothing
+        smoothing = 0 if data.augment.mixes else self.smoothing
+        reads = loss_reads(task, self.loss)
         options = {
             "train.smoothing": ("smoothing", smoothing),
             "train.class_weights": ("class_weights", self.class_weights),
-            "data.augment.mixup": ("mixup", augment.mixup),
-            "data.augment.cutmix": ("mixup", augment.cutmix),
-            "data.augment.cutmix_minmax": ("mixup", augment.cutmix_minmax),
+            "data.augment.mixup": ("mixup", data.augment.mixup),
+            "data.augment.cutmix": ("mixup", data.augment.cutmix),
+            "data.augment.cutmix_minmax": ("mixup", data.augment.cutmix_minmax),
+            "data.augment.reprob": ("erasing", data.augment.reprob),
+            "data.augment.aa": ("auto_augment", data.augment.aa),
+            "data.balance": ("balance", data.balance),
         }
         for option, (name, value) in options.items():
-            if value and name not in reads:
+            if not value:
+                continue
+            if name not in task.applies:
+                yield f"{option}={value}: not for train.task={self.task}; leave it out"
+            elif name in ("smoothing", "class_weights", "mixup") and name not in reads:
                 yield (
                     f"{option}={value}: train.loss={self.loss} does not read it; leave it "
                     f"out, or add {name} to `reads` of the loss"
                 )
+        kinds = target_kinds(data.name)
+        if kinds is not None and task.target not in (*kinds, "none"):
+            able = [name for name in DATASETS if task.target in (target_kinds(name) or ())]
+            yield (
+                f"train.task={self.task}: its targets are of the kind {task.target}, but "
+                f"data={data.name} gives {' or '.join(kinds)}; use "
+                f"{' or '.join(f'data={name}' for name in able) or 'a dataset of your own'}"
+            )
 
     def profile_problems(self, steps: int) -> Iterator[str]:
         """Yield an error if no steps are left to time after the profiled steps."""
@@ -734,6 +739,15 @@ class TrainConfig(keys.TrainConfig):
 
 
 @dataclass
+class CheckpointConfig(keys.CheckpointConfig):
+    """Checkpoints: last.pt, best.pt and step_N.pt in `checkpoints/` of the run folder."""
+
+    metric: str = key(
+        "val/acc", help="Metric of best.pt: val/<metric of the task in src/tasks/>, or with _ema."
+    )
+
+
+@dataclass
 class Config(keys.Config):
     """Keys of a run that are in no group."""
 
@@ -741,6 +755,7 @@ class Config(keys.Config):
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
     @property
     def data_check_reads(self) -> tuple[Any, ...]:
@@ -774,19 +789,25 @@ class ResolvedConfig(Config, keys.ResolvedConfig):
         return f"{rate}, {self.optim.sched}"
 
 
-def loss_tasks() -> dict[str, tuple[str, ...]]:
-    """Map the name of each loss in src/train/losses.py to the tasks that it supports."""
-    from src.train.losses import LOSSES
+def is_size(sides: Any) -> bool:
+    """Return True for a value of data.image_size that means a size, or null."""
+    pair = sides if isinstance(sides, list) else [sides, sides]
+    return sides is None or (
+        len(pair) == 2 and all(type(side) is int and side >= 1 for side in pair)
+    )
 
-    return {name: loss.tasks for name, loss in LOSSES.items()}
 
-
-def loss_reads(name: str) -> tuple[str, ...]:
-    """Return the options that a loss of src/train/losses.py, or your own class, reads: smoothing,
-    mixup, class_weights.
+def loss_reads(task: Any, name: str) -> tuple[str, ...]:
+    """Return the options that a loss of a task, or your own class, reads: smoothing, mixup,
+    class_weights.
     """
-    from src.train.losses import LOSSES
-
-    if name in LOSSES:
-        return LOSSES[name].reads
+    if name in task.losses:
+        return tuple(task.losses[name].reads)
     return tuple(class_attributes(name).get("reads", ()))
+
+
+def target_kinds(dataset: str) -> tuple[str, ...] | None:
+    """Return the kinds of targets that a dataset gives; None for a class that does not tell."""
+    dotted = DATASETS.get(dataset.partition("/")[0], dataset if is_own_class(dataset) else TIMM)
+    kinds = class_attributes(dotted).get("targets")
+    return None if is_own_class(dataset) and kinds is None else tuple(kinds or ("label",))

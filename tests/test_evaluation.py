@@ -8,7 +8,6 @@ import json
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,6 @@ from src.data.datasets import build_dataset
 from src.parallel import build_strategy
 from src.parallel.single import Single
 from src.train.build import build_data_and_model
-from src.train.losses import LOSSES
 from timm_parallel.config.compose import save_config
 from timm_parallel.config.evaluation import evaluation_config
 from timm_parallel.data.loader import Loader
@@ -163,8 +161,9 @@ def test_bce_prediction_returns_sigmoid_of_each_class(with_sigmoids: Path, tmp_p
     asked = PredictionRequest(
         with_sigmoids, tmp_path, None, None, topk=10, batch_size=1, workers=0, parallel=parallel
     )
-    (actual,) = predict(asked, Ranks(), None)
-    assert actual.probabilities == pytest.approx(
+    (actual,), _ = predict(asked, Ranks(), None)
+    assert actual.values is not None
+    assert actual.values["probabilities"] == pytest.approx(
         sorted(scores.sigmoid().tolist(), reverse=True), rel=1e-4
     )
 
@@ -309,23 +308,6 @@ def test_evaluate_py_refuses_data_with_different_classes(
     assert (
         "class_0, class_1" in err and "0, 1, 2, 3, 4 …" in err and str(finished_run.folder) in err
     )
-
-
-def test_evaluate_py_of_a_loss_without_probabilities_prints_no_ece_and_refuses_predictions(
-    finished_run: Finished,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    """As for a regression, whose outputs are values."""
-    monkeypatch.setitem(LOSSES, "ce", replace(LOSSES["ce"], probabilities=None))
-    words = [f"run={finished_run.folder}", "split=val", "data.workers=0"]
-    assert entry.main(words) == 0
-    printed = json.loads(capfd.readouterr().out)
-    assert printed.keys() >= {"loss", "acc"} and "ece" not in printed
-    assert entry.main([*words, f"predictions={tmp_path / 'x.csv'}"]) == 2
-    assert capfd.readouterr().err.startswith("evaluate.py: predictions=")
-    assert not (tmp_path / "x.csv").exists()
 
 
 def test_evaluate_py_refuses_head_with_wrong_number_of_classes() -> None:

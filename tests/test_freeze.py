@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from src.models.freeze import freeze, frozen_modules
 from src.train.optim import build_optimizer, build_schedule
 from src.train.step import TrainStep
-from timm_parallel.testing.configs import resolved
+from timm_parallel.testing.configs import resolved, task_of
 from timm_parallel.testing.ranks import train_warm
 
 SMALL = (
@@ -79,7 +79,7 @@ def test_model_freeze_refuses_an_invalid_number_of_groups_or_pattern(
 def test_train_step_keeps_frozen_modules_in_evaluation_mode() -> None:
     model = timm.create_model("resnet18", num_classes=4)
     freeze(model, 2)
-    step = TrainStep(model, nn.CrossEntropyLoss()).train()
+    step = TrainStep(model, nn.CrossEntropyLoss(), task_of(4)).train()
     modes = {name: module.training for name, module in model.named_modules()}
     assert not any(modes[name] for name in ("bn1", "layer1", "layer1.0.bn1"))
     assert all(modes[name] for name in ("", "layer2", "layer2.0.bn1", "fc"))

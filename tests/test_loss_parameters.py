@@ -26,10 +26,9 @@ from src.commands.export import export_safetensors
 from src.commands.load import load_trained
 from src.parallel import build_strategy
 from src.parallel.data_parallel import DataParallelStrategy
-from src.schema import AugmentConfig, ResolvedConfig, TrainConfig
+from src.schema import ResolvedConfig, TrainConfig
 from src.train.build import build_run
 from src.train.loop import _clip_gradients
-from src.train.losses import build_criterion
 from src.train.run import Trainer
 from src.train.step import TrainStep
 from timm_parallel.errors import NotFiniteError
@@ -43,7 +42,7 @@ from timm_parallel.runtime import checkpoint, restoring, saving
 from timm_parallel.runtime.interfaces import RunParts
 from timm_parallel.runtime.model_checks import check_is_complete
 from timm_parallel.runtime.replica_checks import parameters_hash
-from timm_parallel.testing.configs import read_lines, resolved
+from timm_parallel.testing.configs import read_lines, resolved, task_of
 from timm_parallel.testing.ranks import in_ranks
 
 STEPS = 8  # in 2 epochs
@@ -322,9 +321,9 @@ def test_checkpoint_without_the_parameters_of_the_loss_is_refused_in_one_line() 
 
 @pytest.mark.parametrize("loss", ["ce", "bce", "asl"])
 def test_built_in_losses_with_class_weights_leave_checkpoints_unchanged(loss: str) -> None:
-    config = resolved()
-    config.train.loss = loss
-    criterion = build_criterion(config.train, config.data.augment, {"class_weight": torch.rand(10)})
+    name = "multilabel" if loss == "asl" else "classification"
+    train = TrainConfig(task=name, loss=loss, class_weights=torch.rand(10).tolist())
+    criterion = task_of(10, train).build_criterion(None)
     assert isinstance(criterion, nn.Module)
     assert list(criterion.buffers())
     assert not criterion.state_dict()
@@ -368,7 +367,7 @@ def test_dp_moves_the_loss_to_the_device_of_the_outputs() -> None:
     strategy, criterion = DataParallelStrategy(config, Ranks()), ArcFace()
     # A device that every machine has.
     strategy.output_device = torch.device("meta")
-    step = TrainStep(nn.Linear(4, 18), criterion)
+    step = TrainStep(nn.Linear(4, 18), criterion, task_of(10))
     strategy.wrap(step)
     assert {tensor.device.type for tensor in (*criterion.parameters(), *criterion.buffers())} == {
         "meta"
@@ -380,10 +379,11 @@ def test_each_dp_replica_has_its_own_copy_of_the_class_weights() -> None:
     config = ParallelConfig(
         strategy="dp", devices=2, accelerator="cpu", threads_per_device=1, loss_in_replica=True
     )
-    strategy, settings = DataParallelStrategy(config, Ranks()), resolved()
-    criterion = build_criterion(
-        settings.train, settings.data.augment, {"class_weight": torch.rand(3)}
+    strategy, task = (
+        DataParallelStrategy(config, Ranks()),
+        task_of(3, TrainConfig(class_weights=[1.0, 2.0, 3.0])),
     )
+    criterion = task.build_criterion(None)
     assert isinstance(criterion, nn.Module)
     weights: dict[int, int] = {}
 
@@ -393,7 +393,7 @@ def test_each_dp_replica_has_its_own_copy_of_the_class_weights() -> None:
     criterion.register_forward_pre_hook(note)
     images, labels = torch.randn(6, 4), torch.tensor([0, 1, 2, 0, 1, 2])
     model = nn.Linear(4, 3)
-    loss, _ = strategy.wrap(TrainStep(model, criterion))(images, labels)
+    loss, _ = strategy.wrap(TrainStep(model, criterion, task))(images, labels)
     assert len(weights) == len(set(weights.values())) == 2
     assert loss.item() == pytest.approx(criterion(model(images), labels).item())
 
@@ -417,6 +417,6 @@ def test_own_loss_class_that_reads_smoothing_gets_it_unless_mixed_targets_have_i
     module.Reader = Reader  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
     train = TrainConfig(loss="src.train.reader.Reader", smoothing=0.1)
-    criterion = build_criterion(train, AugmentConfig(mixup=mixup))
+    criterion = task_of(3, train, mixup=mixup).build_criterion(None)
     assert isinstance(criterion, Reader)
     assert criterion.smoothing == expected

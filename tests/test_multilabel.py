@@ -21,11 +21,10 @@ from sklearn.utils.class_weight import compute_class_weight
 from torch import Tensor
 
 import evaluate as entry
-from src.schema import AugmentConfig, TrainConfig
-from src.train.losses import build_criterion, class_weights
-from src.train.metrics import MULTILABEL_METRICS, count_labels, macro_f1, mean_average_precision
+from src.schema import TrainConfig
+from src.tasks.multilabel import Multilabel, count_labels, macro_f1, mean_average_precision
 from timm_parallel.record.result import read_result
-from timm_parallel.testing.configs import resolved
+from timm_parallel.testing.configs import resolved, task_of
 from timm_parallel.testing.ranks import run_warm
 
 LABELS = ("beach", "night", "people")
@@ -113,7 +112,7 @@ def test_multilabel_metrics_of_ddp_on_2_or_3_ranks_match_those_of_single(
         read_result(folder).val for folder in (multilabel_run, run_warm(tmp_path, *words))
     )
     assert one["samples"] == other["samples"]
-    for name in MULTILABEL_METRICS:
+    for name in Multilabel.metrics:
         assert one[name] == pytest.approx(other[name], rel=1e-4), name
 
 
@@ -221,20 +220,21 @@ def test_loss_metric_mixup_or_balance_config_is_refused_when_incompatible_with_t
 
 def test_class_weights_auto_are_inversely_proportional_to_class_frequency() -> None:
     labels = torch.tensor([0] * 6 + [1] * 3 + [2])
-    weights = class_weights(TrainConfig(class_weights="auto"), labels, 3)["class_weight"]
+    weights = task_of(3, TrainConfig(class_weights="auto")).class_weights(labels)["class_weight"]
     # scikit-learn's class_weight="balanced".
     balanced = compute_class_weight("balanced", classes=np.arange(3), y=labels.numpy())
     assert weights.tolist() == pytest.approx(balanced.tolist())
     several = torch.tensor([[1.0, 0.0], [1.0, 1.0], [1.0, 0.0], [0.0, 0.0]])
-    weights_of = class_weights(TrainConfig(class_weights="auto"), several, 2)
+    train = TrainConfig(task="multilabel", loss="bce", class_weights="auto")
+    weights_of = task_of(2, train).class_weights(several)
     assert weights_of["pos_weight"].tolist() == pytest.approx([1 / 3, 3])
     assert weights_of["class_weight"].tolist() == pytest.approx([4 / 2, 4 / 6])
 
 
 def loss_of(config: TrainConfig, scores: Tensor, labels: Tensor) -> float:
     """Return the training loss on all training images in one batch."""
-    weights = {} if config.class_weights is None else class_weights(config, labels, scores.shape[1])
-    return build_criterion(config, AugmentConfig(), weights)(scores, labels).item()
+    criterion = task_of(scores.shape[1], config).build_criterion(labels)
+    return float(criterion(scores, labels).item())
 
 
 frequencies = st.lists(st.integers(1, 200), min_size=2, max_size=5)
@@ -307,14 +307,14 @@ def test_class_weights_of_several_labels_keep_the_size_of_the_loss(
 
 def test_class_weights_are_refused_when_no_training_image_has_a_weight() -> None:
     with pytest.raises(ValueError, match=r"train\.class_weights=\[0\.0, 1\.0\]"):
-        class_weights(TrainConfig(class_weights=[0.0, 1.0]), torch.tensor([0, 0]), 2)
+        task_of(2, TrainConfig(class_weights=[0.0, 1.0])).class_weights(torch.tensor([0, 0]))
 
 
 def test_class_weights_must_have_one_number_per_class_and_auto_includes_absent_classes() -> None:
     with pytest.raises(ValueError, match=r"train\.class_weights=\[1\.0, 2\.0\]: .* 3 classes"):
-        class_weights(TrainConfig(class_weights=[1.0, 2.0]), None, 3)
+        task_of(3, TrainConfig(class_weights=[1.0, 2.0])).class_weights(None)
     # The last class has no training image, as with data.limit_train.
-    weights = class_weights(TrainConfig(class_weights="auto"), torch.tensor([0, 0, 1]), 3)
+    weights = task_of(3, TrainConfig(class_weights="auto")).class_weights(torch.tensor([0, 0, 1]))
     assert weights["class_weight"].tolist() == pytest.approx([0.75, 1.5, 1.125])
 
 
@@ -323,7 +323,7 @@ def test_class_weighted_cross_entropy_is_the_mean_over_images_not_over_weights(
     smoothing: float,
 ) -> None:
     config = TrainConfig(class_weights=[0.5, 2.0, 1.0], smoothing=smoothing)
-    criterion = build_criterion(config, AugmentConfig(), class_weights(config, None, 3))
+    criterion = task_of(3, config).build_criterion(None)
     scores, labels = (
         torch.randn(8, 3, generator=torch.Generator().manual_seed(0)),
         torch.tensor([0, 1, 2, 1] * 2),

@@ -89,7 +89,7 @@ def test_val_fraction_assigns_every_image_to_exactly_one_split(flowers: Path) ->
     config = DataConfig(name="folder", root=str(flowers), val_fraction=0.3, test_fraction=0.2)
     check_data(Config(data=config))
     dataset = build_dataset(config)
-    assert dataset.class_names == list(CLASSES)
+    assert dataset.target_names == list(CLASSES)
     parts = [names_of(split) for split in (dataset.train, dataset.val, dataset.test)]
     assert all(parts)
     assert sum(map(len, parts)) == len(set.union(*parts)) == 36
@@ -134,11 +134,11 @@ def test_csv_split_column_puts_each_image_into_the_named_split(flowers: Path) ->
     rows = rows_of(flowers, split=lambda number: ("train", "val", "test", "train")[number % 4])
     path = write_csv(flowers / "split.csv", rows)
     dataset = build_dataset(DataConfig(name="csv", root=str(path)))
-    assert dataset.class_names == list(CLASSES)
+    assert dataset.target_names == list(CLASSES)
     assert names_of(dataset.val) == {row["file"] for row in rows if row["split"] == "val"}
     assert names_of(dataset.test) == {row["file"] for row in rows if row["split"] == "test"}
     assert all(
-        dataset.class_names[label] == file.parent.name for file, label in dataset.train.files
+        dataset.target_names[label] == file.parent.name for file, label in dataset.train.files
     )
 
 
@@ -199,11 +199,11 @@ def test_csv_group_column_keeps_all_images_of_a_group_in_one_split(flowers: Path
             "1 label .*y.*line 3",
         ),
         # Several labels in a cell, of which one is a label by itself, or is in two combinations.
-        (["file,label,split", "a.png,x;y,train", "b.png,y,val"], {}, r"line 2.*train=multilabel"),
+        (["file,label,split", "a.png,x;y,train", "b.png,y,val"], {}, r"line 2.*train.task"),
         (
             ["file,label,split", "a.png,x;y,train", "b.png,z; y,val"],
             {},
-            r"line 2.*train=multilabel",
+            r"line 2.*train.task",
         ),
         # Groups in two splits.
         (
@@ -272,7 +272,7 @@ def test_csv_label_with_a_semicolon_is_a_class_when_its_parts_are_not_labels(
 ) -> None:
     path = tmp_path / "labels.csv"
     path.write_text("\n".join(["file,label,split", *lines]))
-    assert build_dataset(DataConfig(name="csv", root=str(path))).class_names == [
+    assert build_dataset(DataConfig(name="csv", root=str(path))).target_names == [
         "salt; pepper",
         "sugar",
     ]
@@ -298,7 +298,7 @@ def test_csv_empty_label_is_refused_before_the_start_only_without_multilabel(flo
     assert training_size(data) == 3
     with pytest.raises(ValueError, match="line 3") as refusal:
         check_data(Config(data=data))
-    assert "train=multilabel" in str(refusal.value)
+    assert "train.task" in str(refusal.value)
 
 
 def test_run_with_groups_in_two_splits_is_refused_in_training_but_evaluated(flowers: Path) -> None:

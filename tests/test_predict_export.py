@@ -28,6 +28,7 @@ from src.commands.load import load_trained
 from src.commands.predict import PredictionRequest, predict
 from src.data.datasets import build_dataset
 from src.schema import DataConfig
+from src.tasks import build_task
 from timm_parallel.keys import ResolvedParallel
 from timm_parallel.machine.ranks import NEEDED, Ranks
 from timm_parallel.record.result import Result, write_result
@@ -70,26 +71,26 @@ def wanted(run: Path, images: Path, **more: Any) -> PredictionRequest:
 
 
 def predicted(ranks: Ranks, store: Any, what: PredictionRequest) -> list[Prediction]:
-    return predict(what, ranks, store)
+    return predict(what, ranks, store)[0]
 
 
 def share_right(actual: list[Prediction]) -> float:
-    readable = [one for one in actual if one.classes]
-    return sum(one.classes[0] == Path(one.path).parent.name for one in readable) / len(readable)
+    right = [one.values["classes"][0] == Path(one.path).parent.name for one in actual if one.values]
+    return sum(right) / len(right)
 
 
 def test_predict_reaches_test_accuracy_of_run_and_lists_unreadable_images(
     finished_run: Finished, digits: Path
 ) -> None:
-    actual = predict(wanted(finished_run.folder, digits), Ranks(), None)
+    actual = predict(wanted(finished_run.folder, digits), Ranks(), None)[0]
     assert share_right(actual) == pytest.approx(finished_run.result["test"]["acc"], abs=1e-9)
-    assert [Path(one.path).name for one in actual if not one.classes] == ["torn.png"]
+    assert [Path(one.path).name for one in actual if one.values is None] == ["torn.png"]
     assert [one.path for one in actual] == sorted(str(path) for path in digits.rglob("*.png"))
     for one in actual:
-        assert one.probabilities == sorted(one.probabilities, reverse=True) and len(
-            one.classes
-        ) in (0, 3)
-        assert all(0 <= share <= 1 for share in one.probabilities)
+        values = one.values or {"classes": "abc", "probabilities": []}
+        assert values["probabilities"] == sorted(values["probabilities"], reverse=True)
+        assert len(values["classes"]) == 3
+        assert all(0 <= share <= 1 for share in values["probabilities"])
 
 
 @pytest.mark.processes
@@ -99,22 +100,25 @@ def test_predictions_of_dp_and_ddp_match_those_of_single(
     finished_run: Finished, digits: Path, parallel: str, world: int
 ) -> None:
     what = wanted(finished_run.folder, digits, parallel=parallel, devices=max(2, world))
-    alone = predict(wanted(finished_run.folder, digits), Ranks(), None)
+    alone = predict(wanted(finished_run.folder, digits), Ranks(), None)[0]
     for actual in in_ranks(predicted, world, what):
-        assert [(one.path, one.classes[:1]) for one in actual] == [
-            (one.path, one.classes[:1]) for one in alone
-        ]
         for one, other in zip(actual, alone, strict=True):
-            assert one.probabilities == pytest.approx(other.probabilities, abs=1e-5)
+            assert one.path == other.path
+            assert (one.values is None) == (other.values is None)
+            if one.values is not None and other.values is not None:
+                assert one.values["classes"][:1] == other.values["classes"][:1]
+                expected = pytest.approx(other.values["probabilities"], abs=1e-5)
+                assert one.values["probabilities"] == expected
 
 
 def test_predict_lists_all_classes_when_topk_exceeds_the_number_of_classes(
     finished_run: Finished, digits: Path
 ) -> None:
     file = next((digits / "7").glob("*.png"))
-    (actual,) = predict(wanted(finished_run.folder, file, topk=99), Ranks(), None)
-    assert sorted(actual.classes) == [str(n) for n in range(10)]
-    assert sum(actual.probabilities) == pytest.approx(1, abs=1e-5)
+    (actual,) = predict(wanted(finished_run.folder, file, topk=99), Ranks(), None)[0]
+    assert actual.values is not None
+    assert sorted(actual.values["classes"]) == [str(n) for n in range(10)]
+    assert sum(actual.values["probabilities"]) == pytest.approx(1, abs=1e-5)
 
 
 @pytest.mark.slow
@@ -155,7 +159,8 @@ def test_predict_py_uses_srun_tasks_as_ranks(
     )
     monkeypatch.setattr("timm_parallel.launch.torchrun.open_store", lambda ranks: None)
     monkeypatch.setattr(
-        "src.commands.predict.predict", lambda request, ranks, store: given.append(ranks) or []
+        "src.commands.predict.predict",
+        lambda request, ranks, store: (given.append(ranks) or [], None),
     )
     (tmp_path / "config.yaml").touch()
     assert predict_script.main([f"run={tmp_path}", f"images={tmp_path}", "parallel=ddp"]) == 0
@@ -466,8 +471,9 @@ def test_hub_export_of_a_multilabel_model_declares_the_problem_type_and_shows_si
     short.
     """
     trained = load_trained(finished_run.folder, None, None, CPU)
-    trained.config = replace(trained.config, train=replace(trained.config.train, task="multilabel"))
-    trained.class_names = trained.class_names[:8]
+    train = replace(trained.config.train, task="multilabel", loss="bce")
+    trained.config = replace(trained.config, train=train)
+    trained.task = build_task(trained.config, trained.task.names[:8])
     hub.export_hub(trained, tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["problem_type"] == "multi_label_classification"
@@ -603,6 +609,6 @@ def test_predictions_are_unchanged_when_the_run_folder_is_copied_elsewhere(
     moved = tmp_path / "elsewhere"
     shutil.copytree(finished_run.folder, moved)
     there, here = (
-        predict(wanted(run, digits / "3"), Ranks(), None) for run in (moved, finished_run.folder)
+        predict(wanted(run, digits / "3"), Ranks(), None)[0] for run in (moved, finished_run.folder)
     )
     assert there == here

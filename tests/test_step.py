@@ -16,7 +16,7 @@ from src.train.build import build_run
 from src.train.loop import train_epoch
 from src.train.step import Autocast, TrainStep
 from timm_parallel.machine.ranks import Ranks
-from timm_parallel.testing.configs import resolved
+from timm_parallel.testing.configs import resolved, task_of
 from timm_parallel.testing.ranks import in_ranks
 
 # Three steps; the first report is of two, the second of the epoch's last one. The model has no
@@ -86,7 +86,7 @@ def test_train_loss_and_accuracy_under_dp_ddp_and_accumulation_match_those_of_si
 
 
 def test_train_accuracy_ignores_outputs_beyond_the_classes_of_the_data() -> None:
-    step = TrainStep(nn.Identity(), nn.CrossEntropyLoss(), num_classes=2)
+    step = TrainStep(nn.Identity(), nn.CrossEntropyLoss(), task_of(2))
     _, metrics = step(torch.tensor([[0.0, 1.0, 9.0], [1.0, 0.0, 9.0]]), torch.tensor([1, 1]))
     assert metrics["acc"] == 0.5
 
@@ -94,6 +94,6 @@ def test_train_accuracy_ignores_outputs_beyond_the_classes_of_the_data() -> None
 def test_train_step_gives_its_model_and_dtype_with_and_without_autocast() -> None:
     model = nn.Identity()
     for wrapped, dtype in ((model, None), (Autocast(model, "cpu", torch.bfloat16), torch.bfloat16)):
-        step = TrainStep(wrapped, nn.CrossEntropyLoss())
+        step = TrainStep(wrapped, nn.CrossEntropyLoss(), task_of(2))
         assert step.bare_model is model
         assert step.dtype == dtype

@@ -32,14 +32,13 @@ from src.parallel import build_strategy
 from src.schema import AugmentConfig, OptimConfig, TrainConfig
 from src.train.build import build_run
 from src.train.loop import _clip_gradients
-from src.train.losses import build_criterion
 from src.train.mixing import Mixing
 from src.train.optim import build_schedule, clip_adaptively
 from timm_parallel.data.dataset import InMemory
 from timm_parallel.data.samplers import seed_draws
 from timm_parallel.data.seeds import seed_for, seeds_for
 from timm_parallel.machine.ranks import Ranks
-from timm_parallel.testing.configs import resolved
+from timm_parallel.testing.configs import resolved, task_of
 
 SIZE = 48
 
@@ -108,7 +107,7 @@ def test_train_transform_matches_timm_for_equal_random_draws(
     name: str, mean: tuple[float, ...]
 ) -> None:
     ours, theirs, tolerance = SAME_DRAWS[name]
-    transform = train_transform(AugmentConfig(**ours), SIZE, resize=False, mean=mean)
+    transform = train_transform(AugmentConfig(**ours), (SIZE, SIZE), resize=False, mean=mean)
     assert transform is not None
     arguments = {
         "hflip": 0.0,
@@ -138,7 +137,9 @@ def test_train_transform_matches_timm_for_equal_random_draws(
 def test_train_crop_mode_matches_timm_for_equal_random_draws(
     mode: str, given: dict[str, Any]
 ) -> None:
-    transform = train_transform(AugmentConfig(train_crop_mode=mode, **given), SIZE, resize=True)
+    transform = train_transform(
+        AugmentConfig(train_crop_mode=mode, **given), (SIZE, SIZE), resize=True
+    )
     assert transform is not None
     crop = transforms_imagenet_train(
         SIZE,
@@ -161,7 +162,7 @@ def test_train_crop_mode_matches_timm_for_equal_random_draws(
 
 def test_train_crop_mode_rrc_uses_the_default_scale_range_of_timm() -> None:
     plain, named = (
-        train_transform(AugmentConfig(**given), SIZE, resize=True)
+        train_transform(AugmentConfig(**given), (SIZE, SIZE), resize=True)
         for given in ({"scale": [0.08, 1.0]}, {"train_crop_mode": "rrc"})
     )
     assert repr(plain).replace("[0.08, 1.0]", "(0.08, 1)") == repr(named)
@@ -235,15 +236,15 @@ def test_batched_crop_and_flips_equal_those_of_each_image_bit_for_bit(
     batch: int, channels: int, size: int, padding: int, chances: tuple[float, float], base: int
 ) -> None:
     config = AugmentConfig(crop_padding=padding, hflip=chances[0], vflip=chances[1])
-    each = train_transform(config, size, resize=False)
+    each = train_transform(config, (size, size), resize=False)
     images = torch.randint(0, 256, (batch, channels, size, size), dtype=torch.uint8)
-    step = batch_step(config, InMemory(images, torch.zeros(batch)), size)
+    step = batch_step(config, InMemory(images, torch.zeros(batch)), (size, size))
     assert (step is None) == (each is None)
     if step is None or each is None:
         return
     indices = np.arange(base, base + batch)
     before = torch.get_rng_state()
-    found = step(images, *step.draw(seeds_for(3, 5, indices), images.shape))
+    found, _ = step(images, images, *step.draw(seeds_for(3, 5, indices), images.shape))
     assert torch.equal(torch.get_rng_state(), before)
     expected = []
     for index, image in zip(indices.tolist(), images, strict=True):
@@ -251,7 +252,8 @@ def test_batched_crop_and_flips_equal_those_of_each_image_bit_for_bit(
         expected.append(each(image))
     assert torch.equal(found, torch.stack(expected))
     # The last image alone: its draws do not depend on the rest of the batch.
-    alone = step(images[-1:], *step.draw(seeds_for(3, 5, indices[-1:]), images[-1:].shape))
+    last, draws = images[-1:], step.draw(seeds_for(3, 5, indices[-1:]), images[-1:].shape)
+    alone, _ = step(last, last, *draws)
     assert torch.equal(alone, found[-1:])
 
 
@@ -266,7 +268,7 @@ def test_training_batches_of_digits_are_equal_with_and_without_batched_augmentat
     seen = []
     for batched in (True, False):
         if not batched:
-            monkeypatch.setattr("src.train.build.batch_step", lambda *_: None)
+            monkeypatch.setattr("src.data.transforms.batch_step", lambda *_: None)
         run = build_run(config, build_strategy(config.parallel, Ranks(), None))
         assert run.train_loader.fetcher.gathers == batched
         seen.append([images for images, _ in run.train_loader.epoch(1, first_batch=2)])
@@ -290,11 +292,11 @@ def test_batch_step_leaves_other_augmentation_and_other_sizes_to_the_transform(
     options = {"crop_padding": 2, "hflip": 0.5}
     assert (
         batch_step(
-            AugmentConfig(**options), InMemory(split.images[:, :, :16, :16], split.labels), 16
+            AugmentConfig(**options), InMemory(split.images[:, :, :16, :16], split.labels), (16, 16)
         )
         is not None
     )
-    assert batch_step(AugmentConfig(**(options | changed)), split, 16) is None
+    assert batch_step(AugmentConfig(**(options | changed)), split, (16, 16)) is None
 
 
 @given(
@@ -368,7 +370,8 @@ def test_number_of_operations_on_a_batch_does_not_grow_with_the_batch(name: str)
             else CropAndFlip(AugmentConfig(crop_padding=2))
         )
         draws = step.draw(list(range(size)), images.shape)
-        counts.add(count_operations(step, images.float() if erasing else images, *draws))
+        inputs = (images.float(),) if erasing else (images, images)
+        counts.add(count_operations(step, *inputs, *draws))
     assert len(counts) == 1 and counts.pop() < 40
 
 
@@ -501,7 +504,8 @@ def test_bce_loss_matches_timm_with_sum_classes_and_pos_weight() -> None:
     )
     scores, labels = torch.randn(6, 4), torch.randint(0, 4, (6,))
     expected = BinaryCrossEntropy(smoothing=0.1, sum_classes=True, pos_weight=2.0)(scores, labels)
-    assert torch.equal(build_criterion(config, AugmentConfig())(scores, labels), expected)
+    criterion = task_of(4, config).build_criterion(None)
+    assert torch.equal(criterion(scores, labels), expected)
 
 
 @pytest.mark.parametrize(
@@ -544,4 +548,4 @@ def test_augmentation_clip_or_warmup_key_is_refused_when_unused_or_invalid(
 
 def test_gaussian_blur_prob_is_refused_when_images_are_too_small() -> None:
     with pytest.raises(ValueError, match=r"data\.augment\.gaussian_blur_prob"):
-        train_transform(AugmentConfig(gaussian_blur_prob=0.5), 8, resize=False)
+        train_transform(AugmentConfig(gaussian_blur_prob=0.5), (8, 8), resize=False)

@@ -18,7 +18,7 @@ import torchvision
 from PIL import Image
 
 from src.data.datasets import build_dataset
-from src.data.transforms import train_transform
+from src.data.transforms import OnImage, train_transform
 from src.parallel import build_strategy
 from src.schema import Config
 from src.train.build import build_data_and_model, build_run
@@ -69,7 +69,7 @@ def write_mnist(root: Path, count: int) -> None:
 def test_torchvision_dataset_is_read_when_already_downloaded(tmp_path: Path) -> None:
     write_mnist(tmp_path, 24)
     images = build_dataset(config_of("torch/mnist", tmp_path).data)
-    assert (images.in_chans, len(images.class_names), len(images.train)) == (1, 10, 24)
+    assert (images.in_chans, len(images.target_names), len(images.train)) == (1, 10, 24)
     image, label = images.train[7]
     assert (image.shape, image.dtype, int(image[0, 3, 3]), label) == (
         (1, 28, 28),
@@ -101,8 +101,9 @@ def test_batches_of_a_torchvision_array_are_gathered_and_equal_its_images(tmp_pa
         fetcher, request = run.train_loader.fetcher, IndexBatch(0, np.arange(6))
         if side == 28:
             images, labels, _, draws = fetcher.read(request)
-            batches.append((fetcher.finish(images, draws, lambda pixels: pixels), labels))
-            fetcher.transform = train_transform(run.config.data.augment, side, resize=True)
+            batches.append(fetcher.finish(images, labels, draws, lambda pixels: pixels))
+            each = train_transform(run.config.data.augment, (side, side), resize=True)
+            fetcher.transform = OnImage.of(each)
             fetcher.gathers, fetcher.on_pixels = False, None
             batches.append(fetcher.read(request)[:2])
         for loader in loaders:
@@ -165,7 +166,7 @@ def test_hugging_face_dataset_is_read_from_local_files(tmp_path: Path) -> None:
     images = build_dataset(
         config_of(f"hfds/{tmp_path / 'here'}", tmp_path / "cache", *columns).data
     )
-    assert images.class_names == list(CLASSES)
+    assert images.target_names == list(CLASSES)
     assert values_and_labels(images.train) == [(n, n % 2) for n in range(6)]
     assert [images.val[n][1] for n in range(2)] == [0, 1]
     with pytest.raises(UnreadableImageError, match="image 2 of validation"):

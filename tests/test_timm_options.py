@@ -376,7 +376,7 @@ def test_impossible_timm_option_combination_is_refused_with_its_key_in_one_line(
         (("+optim.sched_kwargs.cycle=2",), r"optim\.sched_kwargs=.*: cosine"),
         (("data.image_size=4",), r"data\.image_size=4: .*4x4"),
         (("+model.kwargs.depht=3",), r"model\.kwargs=.*depht"),
-        (("model.num_classes=3",), r"model\.num_classes=3: the data has 10 classes"),
+        (("model.num_classes=3",), r"model\.num_classes=3: the task has 10 outputs"),
         (("model.in_chans=3",), r"model\.in_chans=3: the data's images have 1 channels"),
         (("data.mean=[0.5,0.5,0.5]", "data.std=[0.5,0.5,0.5]"), r"data\.mean=.*channels"),
         (("model=resnet18", "model.name=test_byobnet", "model.grad_checkpointing=true"), None),
@@ -446,11 +446,11 @@ def test_exception_inside_custom_model_or_dataset_is_raised_unchanged(
 def test_train_image_size_is_that_of_the_model_when_only_eval_image_size_is_set() -> None:
     model, config = timm.create_model("test_vit"), DataConfig(name="folder", eval_image_size=96)
     images: Any = SimpleNamespace(image_size=None, in_chans=3, val=None, mean=None, std=None)
-    assert train_image_size(model, config, images) == 160
+    assert train_image_size(model, config, images) == (160, 160)
     assert preprocessing_for(model, config, images).input_size == (3, 96, 96)
     images.image_size = 48
-    assert train_image_size(model, config, images) == 48
-    assert train_image_size(model, DataConfig(image_size=64), images) == 64
+    assert train_image_size(model, config, images) == (48, 48)
+    assert train_image_size(model, DataConfig(image_size=64), images) == (64, 64)
 
 
 def test_eval_image_size_is_refused_when_a_custom_dataset_is_in_memory() -> None:

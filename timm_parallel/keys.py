@@ -462,6 +462,13 @@ class TrainConfig:
     max_steps: int | None = number(
         None, ge=1, help="Optimizer steps after which training ends, if epochs is longer."
     )
+    task: str = key(
+        "classification",
+        help="What is learned: a name in src/tasks/, or `src.tasks.<module>.<Class>` of your own.",
+    )
+    task_kwargs: dict[str, Any] = key({}, help="Options of the task, see its class.")
+    loss: str = key("ce", help="A loss of the task by name, or `src.<module>.<Class>`.")
+    loss_kwargs: dict[str, Any] = key({}, help="More arguments of the loss, e.g. {gamma: 2}.")
     precision: str = choice(
         "fp32", "fp32", "tf32", "bf16", "fp16", help="Number format; bf16, fp16: autocast."
     )
@@ -496,9 +503,7 @@ class CheckpointConfig:
         ge=1,
         help="Number of best checkpoints to keep, by metric: best_step_N.pt; 1: best.pt only.",
     )
-    metric: str = key(
-        "val/acc", help="Metric of best.pt: val/<name in src/train/metrics.py>, or with _ema."
-    )
+    metric: str = key("val/loss", help="Metric of best.pt: val/<metric>, or with _ema.")
 
 
 @dataclass

@@ -17,11 +17,10 @@ class Metric:
     """An evaluation metric, exact on any number of ranks. Define `sums` and `from_sums`, or
     `from_rows`.
 
-    - `sums(scores, labels, losses)`: a tensor of fixed shape, which is added over batches and
-      ranks. scores: [B, classes], labels and losses: [B]. Metrics with the same function share its
-      sums.
+    - `sums(scores, targets, losses)`: a tensor of fixed shape, which is added over batches and
+      ranks. scores and targets: [B, …], losses: [B]. Metrics with the same function share its sums.
     - `from_sums(sums, samples)`: the value.
-    - `from_rows(scores, labels)`: the value from all rows of the split, in the order of the
+    - `from_rows(scores, targets)`: the value from all rows of the split, in the order of the
       dataset, on the host.
 
     A value may be None, for example the score of a class without images.
@@ -32,4 +31,9 @@ class Metric:
     from_rows: Callable[[Tensor, Tensor], float | None] | None = None
     lower_is_better: bool = False
     is_proportion: bool = False  # from 0 to 1; the report shows it in percent
-    min_classes: int = 0  # with fewer, it has no value
+    min_outputs: int = 0  # of the task; with fewer, it has no value
+
+    @property
+    def shown_as(self) -> tuple[bool, bool]:
+        """What reports and searches know of a metric by its name."""
+        return self.lower_is_better, self.is_proportion

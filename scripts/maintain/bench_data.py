@@ -78,19 +78,21 @@ def _our_loader(folder: Path, workers: int) -> Any:
     import torch
 
     from src.data.datasets import build_dataset
-    from src.data.transforms import train_transform
+    from src.data.transforms import OnImage, train_transform
     from src.schema import AugmentConfig, DataConfig
     from timm_parallel.data.loader import train_loader
     from timm_parallel.data.prefetch import DevicePrefetcher
     from timm_parallel.machine.ranks import Ranks
     from timm_parallel.parallel.group import ProcessGroup
+    from timm_parallel.task import Targets
 
     split = build_dataset(DataConfig(name="folder", root=str(folder))).train
-    transform = train_transform(AugmentConfig(scale=[0.08, 1.0], hflip=0.5), SIZE, True)
+    augment = AugmentConfig(scale=[0.08, 1.0], hflip=0.5)
+    transform = OnImage.of(train_transform(augment, (SIZE, SIZE), True))
     prefetcher = DevicePrefetcher(torch.device("cpu"), (0.5,) * 3, (0.5,) * 3, channels_last=False)
     return train_loader(
         split,
-        2,
+        Targets(),
         prefetcher,
         ProcessGroup(Ranks()),
         batch_size=BATCH,

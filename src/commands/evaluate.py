@@ -8,7 +8,6 @@ import itertools
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,22 +18,14 @@ from src.models.weights import load_weights
 from src.parallel import build_strategy
 from src.schema import ResolvedConfig
 from src.train.build import DataAndModel, build_data_and_model
-from src.train.losses import find_loss
-from src.train.metrics import details, metrics_of
 from src.train.step import AUTOCAST, Autocast
-from timm_parallel.data.loader import Loader
 from timm_parallel.machine.files import write_text
 from timm_parallel.machine.ranks import Ranks
-from timm_parallel.metric import Metric
 from timm_parallel.parallel.strategy import Strategy
 from timm_parallel.runtime import checkpoint, restoring
 from timm_parallel.runtime.determinism import use_deterministic_algorithms
 from timm_parallel.runtime.evaluation import Evaluation, evaluate
-from timm_parallel.runtime.predictions import (
-    calibration_error,
-    count_by_confidence,
-    prediction_table,
-)
+from timm_parallel.runtime.predictions import prediction_table
 from timm_parallel.runtime.replica_checks import measured_world_size
 from timm_parallel.runtime.weights import preprocessing_of
 
@@ -62,11 +53,6 @@ def evaluate_config(
     write, with a line per image. `weights`: model, or ema (averaged); None: evaluate both, and
     predict with those that checkpoint.metric evaluates.
     """
-    if predictions is not None and find_loss(config.train.loss).probabilities is None:
-        raise ValueError(
-            f"predictions={predictions}: needs probabilities of classes, which "
-            f"train.loss={config.train.loss} has not; leave predictions out"
-        )
     if config.train.deterministic:
         use_deterministic_algorithms()
     with ExitStack() as on_close:
@@ -80,7 +66,8 @@ def evaluate_config(
         elif config.model.weights is not None:
             _prepare_as_trained(config, preprocessing_of(Path(config.model.weights)))
         built = build_data_and_model(config, strategy, contents.get("classes"))
-        dataset, model, loaders = built.dataset, built.model, built.eval_loaders
+        dataset, task, model = built.dataset, built.task, built.model
+        loaders = built.eval_loaders
         for loader in loaders.values():
             on_close.callback(loader.close)
         line = _load_weights(config, folder, contents, built)
@@ -99,13 +86,9 @@ def evaluate_config(
             if contents:
                 restoring.fill(model, contents, evaluated)
             keeps_rows = predictions is not None and evaluated == predicting
-            evaluation = _evaluate_split(config, strategy, model, loaders[name], keeps_rows)
+            evaluation = _evaluate_split(config, strategy, built, name, keeps_rows)
             if keeps_rows and strategy.is_first:
-                probabilities = find_loss(config.train.loss).probabilities
-                assert probabilities is not None
-                rows = prediction_table(
-                    evaluation, getattr(dataset, name), dataset.class_names, probabilities
-                )
+                rows = prediction_table(evaluation, getattr(dataset, name), task)
                 tables.append(rows.assign(split=name, weights=evaluated))
             source = (
                 {"checkpoint": str(path), "weights": evaluated}
@@ -115,7 +98,12 @@ def evaluate_config(
             world_size = measured_world_size(strategy)
             yield (
                 name,
-                {**source, "world_size": world_size, **evaluation.numbers, **details(evaluation)},
+                {
+                    **source,
+                    "world_size": world_size,
+                    **evaluation.numbers,
+                    **task.details(evaluation),
+                },
             )
         if predictions is not None and tables:
             write_text(predictions, pd.concat(tables).to_csv(index=False, lineterminator="\n"))
@@ -130,33 +118,25 @@ def _load_weights(
     dataset, model = built.dataset, built.model
     if config.model.weights is not None:
         path = Path(config.model.weights)
-        return load_weights(model, path, dataset.class_names, for_evaluation=True)
+        return load_weights(model, path, dataset.target_names, for_evaluation=True)
     if folder is None:
-        _check_head(config, model, len(dataset.class_names))
+        _check_head(config, model, len(dataset.target_names))
     else:
-        dataset.check_classes(contents.get("classes", dataset.class_names), folder)
+        dataset.check_classes(contents.get("classes", dataset.target_names), folder)
     return ""
 
 
 def _evaluate_split(
-    config: ResolvedConfig, strategy: Strategy, model: nn.Module, loader: Loader, keep_rows: bool
+    config: ResolvedConfig, strategy: Strategy, built: DataAndModel, split: str, keep_rows: bool
 ) -> Evaluation:
-    loss, task = find_loss(config.train.loss), config.train.task
-    metrics = metrics_of(task)
-    if task == "classification" and loss.probabilities is not None:
-        metrics = metrics | {
-            "ece": Metric(partial(count_by_confidence, loss.probabilities), calibration_error)
-        }
+    autocast = Autocast(built.model, strategy.device.type, AUTOCAST[config.train.precision])
     evaluation = evaluate(
-        strategy.for_evaluation(
-            Autocast(model, strategy.device.type, AUTOCAST[config.train.precision])
-        ),
-        loader,
-        metrics,
-        loss.of_images,
+        strategy.for_evaluation(autocast),
+        built.eval_loaders[split],
+        built.task,
         strategy.group,
+        metrics=built.task.checked_metrics,
         keep_rows=keep_rows,
-        multilabel=task == "multilabel",
     )
     # None only if a stop was requested.
     assert evaluation is not None
@@ -177,9 +157,9 @@ def _check_head(config: ResolvedConfig, model: nn.Module, classes: int) -> None:
     """Raise ValueError for weights with other classes than the data, because timm would create a
     random head.
     """
-    trained_classes = getattr(model, "pretrained_cfg", {}).get("num_classes")
-    if trained_classes != classes:
+    trained_outputs = getattr(model, "pretrained_cfg", {}).get("num_classes")
+    if trained_outputs != classes:
         raise ValueError(
-            f"model.name={config.model.name}: its weights are for {trained_classes} classes, the "
+            f"model.name={config.model.name}: its weights are for {trained_outputs} classes, the "
             f"data has {classes}; train it on the data first, and give run=<run folder>"
         )

@@ -54,7 +54,7 @@ def export_safetensors(trained: Trained, folder: Path) -> list[str]:
     save_for_hf(
         trained.model.to(memory_format=torch.contiguous_format),  # type: ignore[call-overload]
         str(folder),
-        model_config={"label_names": trained.class_names},
+        model_config={"label_names": trained.task.names},
         safe_serialization=True,
         data_config=dataclasses.asdict(trained.preprocessing),
     )
@@ -136,7 +136,7 @@ def export_onnx(trained: Trained, folder: Path) -> list[str]:
     # torch and onnx raise many types here, all about the model.
     except Exception as error:
         raise _untraceable(trained, "onnx", error) from None
-    metadata = {"class_names": trained.class_names, **dataclasses.asdict(trained.preprocessing)}
+    metadata = {"class_names": trained.task.names, **dataclasses.asdict(trained.preprocessing)}
     # Weights of more than 2 GB are in a second file, which stays as it is.
     written = onnx.load(path, load_external_data=False)
     onnx.helper.set_model_props(

@@ -13,7 +13,6 @@ import timm
 
 from src.commands.export import base_model, check_same, export_safetensors
 from src.commands.load import Trained
-from src.train.metrics import metrics_of
 from timm_parallel.machine.files import write_json, write_text
 from timm_parallel.record.environment import read_environment
 from timm_parallel.record.result import Result, read_metrics, read_result
@@ -55,10 +54,10 @@ def _complete_config(trained: Trained, path: Path) -> None:
     # transformers passes num_classes as well, and two values are an error.
     config["model_args"].pop("num_classes", None)
     # With fewer names than outputs, transformers ignores all names.
-    unnamed = range(len(trained.class_names), config["num_classes"])
-    config["label_names"] = [*trained.class_names, *(f"unused_{number}" for number in unnamed)]
-    if trained.config.train.task == "multilabel":
-        config["problem_type"] = "multi_label_classification"
+    unnamed = range(len(trained.task.names), config["num_classes"])
+    config["label_names"] = [*trained.task.names, *(f"unused_{number}" for number in unnamed)]
+    if trained.task.problem_type is not None:
+        config["problem_type"] = trained.task.problem_type
     write_json(path, config)
 
 
@@ -94,7 +93,7 @@ def _metrics(trained: Trained, result: Result) -> list[tuple[str, str, float, in
         numbers |= {f"test/{name}": value for name, value in result.test.items()}
     suffix, rows = "_ema" if trained.weights == "ema" else "", []
     for split, evaluated in (("val", result.val), ("test", result.test)):
-        for name in metrics_of(trained.config.train.task):
+        for name in trained.task.metrics:
             if (value := numbers.get(f"{split}/{name}{suffix}")) is not None:
                 rows.append((split, name, value, evaluated["samples"]))
     return rows

@@ -12,17 +12,20 @@ from src.app import app
 from src.data.transforms import Preprocessing
 from src.models.build import build_model
 from src.schema import ResolvedConfig
+from src.tasks import build_task
+from timm_parallel.data.dataset import as_size
 from timm_parallel.runtime import checkpoint, restoring
+from timm_parallel.task import Task
 
 
 @dataclass
 class Trained:
-    """Model of a run with its config, preprocessing and class names."""
+    """Model of a run with its config, task and preprocessing."""
 
     model: nn.Module  # in evaluation mode
     config: ResolvedConfig
     preprocessing: Preprocessing
-    class_names: list[str]
+    task: Task[ResolvedConfig]
     checkpoint: Path
     weights: str  # model or ema
     run: Path
@@ -44,15 +47,18 @@ def load_trained(
     size = config.data.image_size
     if size is None and config.data.eval_image_size is None:
         # The data's size, else the model's.
-        size = preprocessing.input_size[-1]
+        size = preprocessing.input_size[1:]
     untrained = replace(
         config.model, pretrained=False, weights=None, grad_checkpointing=False, sync_bn=False
     )
+    task = build_task(config, contents["classes"])
     model = build_model(
-        untrained, len(contents["classes"]), preprocessing.input_size[0], size, device
+        untrained,
+        task.num_outputs,
+        preprocessing.input_size[0],
+        None if size is None else as_size(size),
+        device,
     )
     restoring.fill(model, contents, weights)
     step = contents["progress"]["step"]
-    return Trained(
-        model.eval(), config, preprocessing, contents["classes"], path, weights, folder, step
-    )
+    return Trained(model.eval(), config, preprocessing, task, path, weights, folder, step)

@@ -23,17 +23,18 @@ from src.models.build import build_model
 from src.models.freeze import freeze, groups_of
 from src.models.preprocessing import train_image_size
 from src.schema import Config, ResolvedConfig
-from src.train.losses import build_criterion
+from src.tasks import build_task, find_task
 from src.train.optim import build_optimizer
 from src.train.step import AUTOCAST, Autocast, TrainStep
 from timm_parallel.config.validate import check_combination
-from timm_parallel.data.dataset import ImageDataset
+from timm_parallel.data.dataset import ImageDataset, as_size
 from timm_parallel.data.fractions import batches_per_epoch
 from timm_parallel.lab.forecast.plan import Bytes, Plan
 from timm_parallel.parallel.blocks import blocks_of
 from timm_parallel.runtime.flops import flop_counter, saved_for_backward
 from timm_parallel.runtime.interfaces import count_parameters
 from timm_parallel.runtime.progress import count_steps
+from timm_parallel.task import Task
 
 SMALL_FOR_BATCHNORM = (
     16  # images per device; below, error rises (Wu & He 2018, arXiv:1803.08494, figure 1)
@@ -45,7 +46,7 @@ class Sizes(ImageDataset):
     """A dataset of which only the sizes are known, because its images are not on this machine."""
 
     def __init__(self, num_images: int, num_classes: int, in_chans: int) -> None:
-        self.class_names = [f"class_{index}" for index in range(num_classes)]
+        self.target_names = [f"class_{index}" for index in range(num_classes)]
         self.in_chans = in_chans
         # Only its length is read.
         self.train = cast(Any, range(num_images))
@@ -65,14 +66,14 @@ def plan(
             raise ValueError(
                 f"{error}; or give images=N classes=N to plan without the data"
             ) from None
-    multilabel = config.train.task == "multilabel"
     images = (
-        build_dataset(config.data, multilabel=multilabel)
+        build_dataset(config.data, target=find_task(config.train.task).target)
         if sizes is None
         else Sizes(*sizes, config.model.in_chans or 3)
     )
     # A plan does not depend on the values of the weights.
     config.model.pretrained, config.model.weights = False, None
+    config.train.class_weights = None
     plans = []
     for devices in counts:
         try:
@@ -108,20 +109,24 @@ def _count(config: ResolvedConfig, images: ImageDataset, devices: int) -> Plan:
     dropped = size - batches * batch
     steps_per_epoch, steps = count_steps(train, batches)
     chunk = math.ceil(batch / devices)
-    side = config.data.image_size or images.image_size
+    sides = config.data.image_size or images.image_size
+    task = build_task(config, images.target_names)
     # On meta, because timm reads values of some tensors while it builds a model, which fake tensors
     # lack.
     with torch.device("meta"):
         model = build_model(
-            config.model, len(images.class_names), images.in_chans, side, torch.device("meta")
+            config.model,
+            task.num_outputs,
+            images.in_chans,
+            None if sides is None else as_size(sides),
+            torch.device("meta"),
         )
     with FakeTensorMode(allow_non_fake_inputs=True):
         model.to_empty(device="cpu")
         pixels = train_image_size(model, config.data, images)
-        num_classes = config.model.num_classes or len(images.class_names)
-        flops, memory = _step(
-            config, model, torch.empty(chunk, images.in_chans, pixels, pixels), num_classes
-        )
+        views = (task.views,) if task.views > 1 else ()
+        batch_images = torch.empty(chunk, *views, images.in_chans, *pixels)
+        flops, memory = _step(config, model, task, batch_images)
     return Plan(
         devices=devices,
         strategy=config.parallel.strategy,
@@ -141,21 +146,19 @@ def _count(config: ResolvedConfig, images: ImageDataset, devices: int) -> Plan:
 
 
 def _step(
-    config: ResolvedConfig, model: nn.Module, images: Tensor, num_classes: int
+    config: ResolvedConfig, model: nn.Module, task: Task[ResolvedConfig], images: Tensor
 ) -> tuple[int, Bytes]:
     """Run a step on a fake batch of one device. Return its FLOPs (forward and backward) and its
     memory.
     """
-    task = config.train.task
-    is_dense = config.data.augment.mixes or task == "multilabel"
-    targets = (
-        torch.rand(len(images), num_classes)
-        if is_dense
-        else torch.zeros(len(images), dtype=torch.int64)
-    )
+    size = (images.shape[-2], images.shape[-1])
+    scores, targets = task.blank(len(images), size)
+    if config.data.augment.mixes:
+        # As many as the model has outputs.
+        targets = scores.new_zeros(len(images), config.model.num_classes or task.num_outputs)
     freeze(model, config.model.freeze)
     autocast = Autocast(model, "cpu", AUTOCAST[config.train.precision])
-    step = TrainStep(autocast, build_criterion(config.train, config.data.augment), task).train()
+    step = TrainStep(autocast, task.build_criterion(None), task).train()
     optimizer = build_optimizer(config.optim, config.learning_rate, model, step=step)
     averaged = [*model.parameters(), *model.buffers()]
     weights = [*step.parameters(), *step.buffers()]

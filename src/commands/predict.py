@@ -1,4 +1,4 @@
-"""Predict the most likely classes of image files with a trained model, in file order."""
+"""Predict image files with a trained model, in file order."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from rich.progress import track
 from torch import Tensor
 
 from src.commands.load import Trained, load_trained
-from src.data.transforms import evaluation_transform
+from src.data.transforms import OnImage, evaluation_transform
 from src.parallel import build_strategy
 from src.schema import ResolvedParallel
-from src.train.losses import find_loss
 from src.train.step import AUTOCAST, Autocast
 from timm_parallel.data.decode import Files
 from timm_parallel.data.loader import Loader, eval_loader
@@ -26,6 +25,7 @@ from timm_parallel.data.prefetch import DevicePrefetcher
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.parallel.strategy import Strategy
 from timm_parallel.runtime.predictions import Prediction
+from timm_parallel.task import Targets, Task
 
 
 @dataclass
@@ -42,9 +42,11 @@ class PredictionRequest:
     parallel: ResolvedParallel
 
 
-def predict(request: PredictionRequest, ranks: Ranks, store: Any) -> list[Prediction]:
+def predict(
+    request: PredictionRequest, ranks: Ranks, store: Any
+) -> tuple[list[Prediction], Task[Any]]:
     """Predict the image files of `request`, shared among the ranks. Return the predictions of all
-    files on every rank.
+    files on every rank, and the task that formats them.
     """
     files = Files.below(request.images).files
     if not files:
@@ -64,7 +66,7 @@ def predict(request: PredictionRequest, ranks: Ranks, store: Any) -> list[Predic
         for images, numbers in bar:
             predictions.update(_best(model, trained, images, numbers, paths, request.topk))
     for number in loader.unreadable:
-        predictions[number] = Prediction(str(paths[number]), [], [])
+        predictions[number] = Prediction(str(paths[number]), None)
     by_rank = strategy.group.gather(
         {number: asdict(prediction) for number, prediction in predictions.items()}
     )
@@ -75,7 +77,7 @@ def predict(request: PredictionRequest, ranks: Ranks, store: Any) -> list[Predic
         for number, values in gathered.items()
     }
     assert len(merged) == len(paths), f"{len(merged)} predictions for {len(paths)} files"
-    return [merged[number] for number in sorted(merged)]
+    return [merged[number] for number in sorted(merged)], trained.task
 
 
 def _loader(
@@ -94,11 +96,11 @@ def _loader(
     )
     return eval_loader(
         Files(files, mode),
-        len(files),
+        Targets(),
         prefetcher,
         strategy.group,
         batch_size=request.batch_size * strategy.group.world_size,
-        transform=evaluation_transform(preprocessing),
+        transform=OnImage(evaluation_transform(preprocessing)),
         workers=request.workers,
         on_error="skip",
     )
@@ -113,13 +115,6 @@ def _best(
     paths: list[Path],
     topk: int,
 ) -> Iterator[tuple[int, Prediction]]:
-    names = trained.class_names
-    scores = model(images)[:, : len(names)].float()
-    probabilities = find_loss(trained.config.train.loss).probabilities
-    # A regression predicts values: they stand where probabilities stand.
-    shown = scores if probabilities is None else probabilities(scores)
-    best = shown.topk(min(topk, len(names)))
-    for number, indices, values in zip(
-        numbers.tolist(), best.indices.tolist(), best.values.tolist(), strict=True
-    ):
-        yield number, Prediction(str(paths[number]), [names[index] for index in indices], values)
+    values = trained.task.predictions(trained.task.predict(model, images), topk)
+    for number, prediction in zip(numbers.tolist(), values, strict=True):
+        yield number, Prediction(str(paths[number]), prediction)

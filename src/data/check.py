@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from src.data.datasets import built_in
 from src.schema import Config, DataConfig, ResolvedConfig
+from src.tasks import find_task
 from timm_parallel.data.fractions import batches_per_epoch
 
 
@@ -12,7 +13,7 @@ def check_data(config: Config, evaluated: str | None = None) -> None:
     all.
     """
     if (dataset_class := built_in(config.data.name)) is not None:
-        dataset_class.check(config.data, evaluated, config.train.task == "multilabel")
+        dataset_class.check(config.data, evaluated, find_task(config.train.task).target)
 
 
 def check_batch(config: ResolvedConfig) -> None:

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from src.schema import DATASETS, TIMM, DataConfig
 from timm_parallel.config.timm_names import is_timm_dataset
-from timm_parallel.data.dataset import ImageDataset, InMemory
+from timm_parallel.data.dataset import ImageDataset, InMemory, as_size
 from timm_parallel.errors import refuse_wrong_arguments
 from timm_parallel.machine.process import import_name
 
@@ -22,9 +22,7 @@ class MadeInMemory(ImageDataset):
     """A dataset that reads no folder."""
 
     @classmethod
-    def check(
-        cls, config: DataConfig, evaluated: str | None = None, multilabel: bool = False
-    ) -> None:
+    def check(cls, config: DataConfig, evaluated: str | None = None, target: str = "label") -> None:
         """Raise ValueError for a folder."""
         if config.root is not None:
             raise ValueError(
@@ -38,7 +36,7 @@ class Digits(MadeInMemory):
     values 0..16.
     """
 
-    class_names = [str(digit) for digit in range(10)]
+    target_names = [str(digit) for digit in range(10)]
     in_chans = 1
     # Of the training split.
     mean = (0.3053,)
@@ -48,7 +46,7 @@ class Digits(MadeInMemory):
         import numpy as np
         import torch
 
-        self.image_size = config.image_size or 32
+        self.image_size = as_size(config.image_size or 32)
         # Read from the file directly, because importing sklearn.datasets takes 0.8 s.
         spec = find_spec("sklearn")
         assert spec is not None and spec.origin is not None
@@ -57,8 +55,9 @@ class Digits(MadeInMemory):
         ) as file:
             table = torch.from_numpy(np.loadtxt(file, delimiter=",", dtype=np.float32))
         gray = table[:, :-1].view(-1, 1, 8, 8) / 16
-        size = (self.image_size, self.image_size)
-        images = torch.nn.functional.interpolate(gray, size, mode="bilinear", align_corners=False)
+        images = torch.nn.functional.interpolate(
+            gray, self.image_size, mode="bilinear", align_corners=False
+        )
         images = (images * 255).round().to(torch.uint8)
         labels = table[:, -1].long()
         # A fixed seed, so that the splits never change.
@@ -81,14 +80,14 @@ class Synthetic(MadeInMemory):
         import numpy as np
         import torch
 
-        self.class_names = [f"class_{index}" for index in range(num_classes)]
+        self.target_names = [f"class_{index}" for index in range(num_classes)]
         self.in_chans = in_chans
-        self.image_size = config.image_size or 32
+        self.image_size = as_size(config.image_size or 32)
         # NumPy draws bytes four times as fast as torch.randint.
         draw = np.random.default_rng(0)
         splits = []
         for count in (num_samples, max(1, num_samples // 8)):
-            shape = (count, in_chans, self.image_size, self.image_size)
+            shape = (count, in_chans, *self.image_size)
             images = torch.from_numpy(draw.integers(0, 256, shape, dtype=np.uint8))
             labels = torch.from_numpy(draw.integers(0, num_classes, count))
             splits.append(InMemory(images, labels))
@@ -107,10 +106,10 @@ def built_in(name: str) -> type[ImageDataset] | None:
 
 
 def build_dataset(
-    config: DataConfig, trained_classes: list[str] | None = None, multilabel: bool = False
+    config: DataConfig, trained_names: list[str] | None = None, target: str = "label"
 ) -> ImageDataset:
-    """Build the dataset `data.name`. `trained_classes`: the class names of a run that will be
-    evaluated on it.
+    """Build the dataset `data.name`. `trained_names`: the names of the outputs of a run that will
+    be evaluated on it. `target`: the kind that the task needs.
     """
     dataset_class: Any = built_in(config.name)
     if dataset_class is None:
@@ -119,7 +118,7 @@ def build_dataset(
             raise ValueError(
                 f"data.name={config.name}: not a class of this project; give src.<module>.<Class>"
             )
-    context = {"trained_classes": trained_classes, "multilabel": multilabel}
+    context = {"trained_names": trained_names, "target": target}
     more = {name: context[name] for name in dataset_class.takes}
     with refuse_wrong_arguments("data.kwargs", config.kwargs, config.name):
         return cast(ImageDataset, dataset_class(config, **more, **config.kwargs))

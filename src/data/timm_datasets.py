@@ -40,7 +40,7 @@ class TimmImages(ImageDataset):
             numbers = readers[0].class_to_idx or {
                 str(n): n for n in range(max(readers[0].dataset[target_key]) + 1)
             }
-            self.class_names = sorted(numbers, key=numbers.__getitem__)
+            self.target_names = sorted(numbers, key=numbers.__getitem__)
         else:
             datasets = [_create(config, name, download=download) for name in names]
             for dataset in datasets:
@@ -53,7 +53,7 @@ class TimmImages(ImageDataset):
                 TorchvisionSplit(dataset, "L" if self.in_chans == 1 else "RGB")
                 for dataset in datasets
             ]
-            self.class_names = [str(name) for name in datasets[0].classes]
+            self.target_names = [str(name) for name in datasets[0].classes]
         self.train, self.val = splits[0], splits[1]
         self.test = splits[2] if test_split is not None else None
 

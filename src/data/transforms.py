@@ -26,7 +26,22 @@ from timm_parallel.data.dataset import InMemory
 from timm_parallel.patches import posterize_to_black
 
 Transform = Callable[[Tensor], Tensor]
+Size = tuple[int, int]  # height and width in pixels
 BLUR = 23  # pixels, timm's kernel
+
+
+class OnImage:
+    """A transform of the image alone; the target stays."""
+
+    def __init__(self, transform: Transform) -> None:
+        self.transform = transform
+
+    @classmethod
+    def of(cls, transform: Transform | None) -> OnImage | None:
+        return None if transform is None else cls(transform)
+
+    def __call__(self, image: Tensor, target: Any) -> tuple[Tensor, Any]:
+        return self.transform(image), target
 
 
 @dataclass(frozen=True)
@@ -46,10 +61,10 @@ class Preprocessing:
 
 
 def train_transform(
-    config: AugmentConfig, size: int, resize: bool, mean: tuple[float, ...] = IMAGENET_DEFAULT_MEAN
+    config: AugmentConfig, size: Size, resize: bool, mean: tuple[float, ...] = IMAGENET_DEFAULT_MEAN
 ) -> Transform | None:
-    """Build the training augmentation: uint8 [C, H, W] -> uint8 [C, size, size]; None if the config
-    asks for none.
+    """Build the training augmentation: uint8 [C, H, W] -> uint8 [C, *size]; None if the config asks
+    for none.
 
     Its steps and their order are those of timm.data.transforms_imagenet_train. Erasing follows
     normalization (erasing.py). `resize`: True if images may have other sizes than `size`. `mean`:
@@ -69,7 +84,7 @@ def train_transform(
         ]
         steps.append(crops[0] if len(crops) == 1 else v2.RandomChoice(crops))
     elif resize:
-        steps += [v2.Resize(size, _mode(config.interpolation)), v2.CenterCrop(size)]
+        steps += [_resize(size, config.interpolation), v2.CenterCrop(size)]
     if config.crop_padding:
         steps.append(v2.RandomCrop(size, padding=config.crop_padding))
     if config.hflip:
@@ -85,10 +100,10 @@ def train_transform(
     if config.grayscale_prob:
         steps.append(v2.RandomGrayscale(config.grayscale_prob))
     if config.gaussian_blur_prob:
-        if size <= BLUR // 2:
+        if min(size) <= BLUR // 2:
             raise ValueError(
                 f"data.augment.gaussian_blur_prob={config.gaussian_blur_prob}: expected images of "
-                f"{BLUR // 2 + 1} pixels per side or more, not {size}; use 0"
+                f"{BLUR // 2 + 1} pixels per side or more, not {min(size)}; use 0"
             )
         steps.append(v2.RandomApply([v2.GaussianBlur(BLUR)], config.gaussian_blur_prob))
     return v2.Compose(steps) if steps else None
@@ -121,25 +136,29 @@ class CropAndFlip:
         draws[:, used] = shares
         return [torch.cat([corners, draws < torch.tensor(self.chances)], 1)]
 
-    def __call__(self, images: Tensor, *draws: Tensor) -> Tensor:
-        """Crop and flip square uint8 images [B, C, size, size], with one gather."""
-        size, padding = images.shape[-1], self.padding
-        corners, flips = draws[0][:, :2, None], draws[0][:, 2:, None]
-        steps = torch.arange(size, device=images.device)
-        # Rows and columns that each pixel comes from: [B, size].
-        rows, columns = (corners + torch.where(flips == 1, size - 1 - steps, steps)).unbind(1)
-        source = (rows[:, :, None] * (size + 2 * padding) + columns[:, None]).flatten(1)
+    def __call__(self, images: Tensor, targets: Tensor, *draws: Tensor) -> tuple[Tensor, Tensor]:
+        """Crop and flip uint8 images [B, C, H, W], with one gather. The targets stay."""
+        padding, sources = self.padding, []
+        for axis, side in enumerate(images.shape[2:]):
+            corner, flip = draws[0][:, axis, None], draws[0][:, 2 + axis, None]
+            steps = torch.arange(side, device=images.device)
+            # Rows or columns that each pixel comes from: [B, side].
+            sources.append(corner + torch.where(flip == 1, side - 1 - steps, steps))
+        rows, columns = sources
+        width = images.shape[3] + 2 * padding
+        source = (rows[:, :, None] * width + columns[:, None]).flatten(1)
         padded = torch.nn.functional.pad(images, [padding] * 4).flatten(2)
-        return padded.gather(2, source[:, None].expand(-1, images.shape[1], -1)).view(images.shape)
+        source = source[:, None].expand(-1, images.shape[1], -1)
+        return padded.gather(2, source).view(images.shape), targets
 
 
-def batch_step(config: AugmentConfig, in_memory: InMemory | None, size: int) -> CropAndFlip | None:
+def batch_step(config: AugmentConfig, in_memory: InMemory | None, size: Size) -> CropAndFlip | None:
     """Return the augmentation of batches in place of `train_transform`, or None if only that one
     can do it.
 
     `in_memory`: the training split; None: its images are decoded or resized.
     """
-    if in_memory is None or in_memory.images.shape[2:] != (size, size):
+    if in_memory is None or tuple(in_memory.images.shape[2:]) != size:
         return None
     others = train_transform(
         replace(config, crop_padding=0, hflip=0.0, vflip=0.0), size, resize=False
@@ -151,7 +170,7 @@ def batch_step(config: AugmentConfig, in_memory: InMemory | None, size: int) -> 
     )
 
 
-def _keep_ratio_crop(config: AugmentConfig, size: int) -> list[Any]:
+def _keep_ratio_crop(config: AugmentConfig, size: Size) -> list[Any]:
     """Build timm's rkrc (center crop) or rkrr (random crop), which zoom and stretch half of the
     images at random.
     """
@@ -165,7 +184,7 @@ def _keep_ratio_crop(config: AugmentConfig, size: int) -> list[Any]:
         random_aspect_range=config.ratio or (0.9, 1 / 0.9),
     )
     crop = CenterCropOrPad if config.train_crop_mode == "rkrc" else RandomCropOrPad
-    return [resize, crop(size, padding_mode="reflect")]
+    return [resize, crop(list(size), padding_mode="reflect")]
 
 
 def evaluation_transform(preprocessing: Preprocessing) -> Transform:
@@ -181,9 +200,20 @@ def evaluation_transform(preprocessing: Preprocessing) -> Transform:
             _resize_and_pad, size=(height, width), resized=resized, fill=fill, mode=mode
         )
         return v2.Compose([padded, v2.CenterCrop((height, width))])
+    resize = v2.Resize(resized, mode)
     if preprocessing.crop_mode != "squash":
-        resized = [min(resized)]
-    return v2.Compose([v2.Resize(resized, mode), v2.CenterCrop((height, width))])
+        resize = _resize((resized[0], resized[1]), preprocessing.interpolation)
+    return v2.Compose([resize, v2.CenterCrop((height, width))])
+
+
+def _resize(size: Size, interpolation: str) -> Any:
+    """Build a step that resizes an image to cover `size`, and keeps its aspect ratio, as in
+    timm.
+    """
+    if size[0] == size[1]:
+        # The shorter side.
+        return v2.Resize(size[0], _mode(interpolation))
+    return ResizeKeepRatio(size, interpolation=interpolation)
 
 
 def _mode(name: str) -> InterpolationMode:
@@ -212,11 +242,11 @@ class _TimmAutoAugment:
     for loader workers.
     """
 
-    def __init__(self, text: str, size: int, interpolation: str, mean: tuple[float, ...]) -> None:
+    def __init__(self, text: str, size: Size, interpolation: str, mean: tuple[float, ...]) -> None:
         posterize_to_black()
         # The values of timm's own transforms. Images of one channel become RGB for a policy.
         colors = mean * 3 if len(mean) == 1 else mean[:3]
-        values: dict[str, Any] = {"translate_const": int(size * 0.45)}
+        values: dict[str, Any] = {"translate_const": int(min(size) * 0.45)}
         values["img_mean"] = tuple(min(255, round(255 * color)) for color in colors)
         if interpolation != "random":
             values["interpolation"] = str_to_pil_interp(interpolation)

@@ -21,22 +21,26 @@ from timm_parallel.runtime.model_checks import skip_unreachable_hub
 
 
 def build_model(
-    config: ModelConfig, classes: int, in_chans: int, image_size: int | None, device: torch.device
+    config: ModelConfig,
+    outputs: int,
+    in_chans: int,
+    image_size: tuple[int, int] | None,
+    device: torch.device,
 ) -> nn.Module:
-    """Build the configured model for the data's classes, channels and image size. The caller loads
-    model.weights.
+    """Build the configured model for the task's outputs, and the data's channels and image size.
+    The caller loads model.weights.
     """
-    if config.num_classes is not None and config.num_classes < classes:
+    if config.num_classes is not None and config.num_classes < outputs:
         raise ValueError(
-            f"model.num_classes={config.num_classes}: the data has {classes} classes; use "
-            f"{classes} or more"
+            f"model.num_classes={config.num_classes}: the task has {outputs} outputs; use "
+            f"{outputs} or more"
         )
     if config.in_chans not in (None, in_chans):
         raise ValueError(
             f"model.in_chans={config.in_chans}: the data's images have {in_chans} channels; leave "
             "it at null"
         )
-    arguments: dict[str, Any] = {"num_classes": config.num_classes or classes, "in_chans": in_chans}
+    arguments: dict[str, Any] = {"num_classes": config.num_classes or outputs, "in_chans": in_chans}
     # An experiment's model.name replaces that of model=<option>, but not the option's other keys.
     fix = "; give the model.name that they are for, or remove them" if config.kwargs else ""
     receiver = f"model.name={config.name}"
@@ -73,7 +77,9 @@ def _own_model(config: ModelConfig, arguments: dict[str, Any]) -> Any:
     return model_class(**arguments, **config.kwargs)
 
 
-def _timm_model(config: ModelConfig, arguments: dict[str, Any], image_size: int | None) -> Any:
+def _timm_model(
+    config: ModelConfig, arguments: dict[str, Any], image_size: tuple[int, int] | None
+) -> Any:
     if image_size is not None and _takes_image_size(config.name):
         arguments["img_size"] = image_size
     arguments |= config.kwargs

@@ -12,16 +12,15 @@ from torch import nn
 
 from src.data.transforms import Preprocessing
 from src.schema import DataConfig
-from timm_parallel.data.dataset import ImageDataset, InMemory
+from timm_parallel.data.dataset import ImageDataset, InMemory, as_size
 
 
-def train_image_size(model: nn.Module, config: DataConfig, images: ImageDataset) -> int:
-    """Return the side of training images in pixels, from the config, else the dataset, else the
-    model.
+def train_image_size(model: nn.Module, config: DataConfig, images: ImageDataset) -> tuple[int, int]:
+    """Return height and width of training images in pixels, from the config, else the dataset, else
+    the model.
     """
-    return int(
-        config.image_size or images.image_size or resolve_model_data_config(model)["input_size"][-1]
-    )
+    of_model = resolve_model_data_config(model)["input_size"][1:]
+    return as_size(config.image_size or images.image_size or of_model)
 
 
 def preprocessing_for(
@@ -56,7 +55,7 @@ def preprocessing_for(
                 f"data.{key}={list(values)}: expected a number for each of the {channels} channels"
             )
     return Preprocessing(
-        input_size=(channels, sides, sides) if sides else (channels, *of_model["input_size"][1:]),
+        input_size=(channels, *as_size(sides or of_model["input_size"][1:])),
         mean=tuple(mean),
         std=tuple(std),
         crop_pct=config.crop_pct

@@ -14,21 +14,20 @@ from torch import nn
 
 from src.data.datasets import build_dataset
 from src.data.erasing import Erasing
-from src.data.transforms import Preprocessing, batch_step, evaluation_transform, train_transform
+from src.data.transforms import Preprocessing
 from src.models.build import build_model
 from src.models.ema import build_ema
 from src.models.freeze import freeze
 from src.models.preprocessing import preprocessing_for, train_image_size
 from src.models.weights import load_weights
 from src.schema import ResolvedConfig
-from src.train.losses import build_criterion, class_weights
-from src.train.metrics import check_metric, metrics_of
+from src.tasks import build_task, find_task
 from src.train.mixing import Mixing
 from src.train.optim import build_optimizer, build_schedule, waits_for_scaler
 from src.train.step import AUTOCAST, Autocast, TrainStep, set_matmul_precision
 from timm_parallel.config.timm_names import is_timm_dataset
 from timm_parallel.config.validate import refuse
-from timm_parallel.data.dataset import ImageDataset, InMemory
+from timm_parallel.data.dataset import ImageDataset, InMemory, as_size
 from timm_parallel.data.loader import Loader, TrainLoader, eval_loader, train_loader
 from timm_parallel.data.prefetch import DevicePrefetcher
 from timm_parallel.parallel.lockstep import Lockstep
@@ -36,56 +35,62 @@ from timm_parallel.parallel.strategy import Strategy
 from timm_parallel.runtime.flops import count_flops
 from timm_parallel.runtime.interfaces import RunParts, TrainState
 from timm_parallel.runtime.model_checks import (
-    check_image_size,
     check_is_complete,
     check_sharded_model,
     compile_model,
+    run_on_black_image,
 )
 from timm_parallel.runtime.progress import count_steps
 from timm_parallel.runtime.replica_checks import check_same_data
 from timm_parallel.runtime.step_profiler import build_hooks
 from timm_parallel.runtime.weights import preprocessing_of
+from timm_parallel.task import Criterion, Task
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class DataAndModel:
-    """Dataset, model, and loaders of val and test on this rank: what training and evaluate.py both
-    need.
+    """Dataset, task, model, and loaders of val and test on this rank: what training and evaluate.py
+    both need.
     """
 
     dataset: ImageDataset
+    task: Task[ResolvedConfig]
     model: nn.Module  # on the device, not wrapped, with random or timm's weights
-    num_classes: int  # of the data
     preprocessing: Preprocessing
     prefetcher: DevicePrefetcher
     eval_loaders: dict[str, Loader]  # by split
 
 
 def build_data_and_model(
-    config: ResolvedConfig, strategy: Strategy, trained_classes: list[str] | None = None
+    config: ResolvedConfig, strategy: Strategy, trained_names: list[str] | None = None
 ) -> DataAndModel:
-    """Build what training and evaluation both need. `trained_classes`: class names of the run to
-    evaluate.
+    """Build what training and evaluation both need. `trained_names`: of the outputs of the run
+    to evaluate.
     """
     set_matmul_precision(config.train.precision)
-    multilabel = config.train.task == "multilabel"
     # One rank of a node downloads; the others then find the files in the cache.
     may_download = config.model.pretrained or is_timm_dataset(config.data.name)
     with strategy.group.one_of_node_first() if may_download else nullcontext():
-        dataset = build_dataset(config.data, trained_classes, multilabel)
-        num_classes = len(dataset.class_names)
-        size = config.data.image_size or dataset.image_size
-        model = build_model(config.model, num_classes, dataset.in_chans, size, strategy.device)
+        target = find_task(config.train.task).target
+        dataset = build_dataset(config.data, trained_names, target)
+        task = build_task(config, dataset.target_names)
+        sides = config.data.image_size or dataset.image_size
+        size = None if sides is None else as_size(sides)
+        model = build_model(config.model, task.num_outputs, dataset.in_chans, size, strategy.device)
     # Weights of a file are used with the mean and std that they were trained with.
     weights = config.model.weights
     of_weights = None if weights is None else preprocessing_of(Path(weights))
     preprocessing = preprocessing_for(model, config.data, dataset, of_weights)
-    outputs = check_image_size(model, preprocessing.input_size, num_classes, strategy.device)
-    if outputs > num_classes and strategy.is_first:
-        names = f"{outputs} outputs, but the data has {num_classes} classes"
-        log.warning("the model has %s; evaluation uses the first %d outputs", names, num_classes)
+    outputs = run_on_black_image(model, preprocessing.input_size, strategy.device)
+    task.check_outputs(outputs)
+    if outputs.shape[1] > task.num_outputs and strategy.is_first:
+        log.warning(
+            "the model has %d outputs; evaluation uses the first %d",
+            outputs.shape[1],
+            task.num_outputs,
+        )
     mean, std = preprocessing.mean, preprocessing.std
     prefetcher = DevicePrefetcher(strategy.device, mean, std, config.model.channels_last)
     eval_loaders: dict[str, Loader] = {}
@@ -96,56 +101,54 @@ def build_data_and_model(
             is_ready = rows is split or (rows is not None and preprocessing.crop_pct == 1)
             eval_loaders[name] = eval_loader(
                 split,
-                num_classes,
+                task,
                 prefetcher,
                 strategy.group,
                 batch_size=config.global_batch,
-                transform=None if is_ready else evaluation_transform(preprocessing),
+                transform=None if is_ready else task.evaluation_transform(preprocessing),
                 seed=config.seed,
                 workers=config.data.workers,
                 on_error=config.data.on_error,
             )
-    return DataAndModel(dataset, model, num_classes, preprocessing, prefetcher, eval_loaders)
+    return DataAndModel(dataset, task, model, preprocessing, prefetcher, eval_loaders)
 
 
 def build_run(config: ResolvedConfig, strategy: Strategy) -> RunParts:
     """Build the parts of a training run on this rank."""
     built = build_data_and_model(config, strategy)
-    dataset, model, num_classes = built.dataset, built.model, built.num_classes
+    dataset, task, model = built.dataset, built.task, built.model
     # Ranks that read different files would train on different labels without an error.
     check_same_data(dataset, strategy.group)
     if config.model.weights is not None:
         path, strict = Path(config.model.weights), config.model.weights_strict
-        log.info("weights      %s", load_weights(model, path, dataset.class_names, strict=strict))
+        log.info("weights      %s", load_weights(model, path, dataset.target_names, strict=strict))
     if frozen := freeze(model, config.model.freeze):
         log.info("frozen       %s", frozen)
     image_size = train_image_size(model, config.data, dataset)
     batches = _build_train_loader(config, strategy, built, image_size)
     steps_per_epoch, total_steps = count_steps(config.train, batches.sampler.batches_per_epoch)
     refuse(config.train.profile_problems(total_steps))
-    check_metric(config.checkpoint.metric, num_classes)
-    outputs = config.model.num_classes or num_classes
-    weights: dict[str, torch.Tensor] = {}
-    if config.train.class_weights is not None:
-        weights = class_weights(config.train, batches.labels(), outputs)
+    task.check_metric(config.headline_metric)
     # Before the strategy wraps or shards the model, and on the rank that writes result.json.
     flops = _count_flops(config, built, image_size) if strategy.is_first else None
-    state = _build_state(config, strategy, built, weights, steps_per_epoch)
+    criterion = task.build_criterion(batches.labels())
+    state = _build_state(config, strategy, built, criterion, steps_per_epoch)
     check_is_complete(state.optimizer, state)
     augment, mixing = config.data.augment, None
     if augment.mixes:
         rank = strategy.group.rank
+        outputs = config.model.num_classes or task.num_outputs
         mixing = Mixing(augment, config.train.smoothing, outputs, config.seed, rank)
     communication = strategy.communication(state.wrapped)
     return RunParts(
         config=config,
         strategy=strategy,
         dataset=dataset,
+        task=task,
         preprocessing=built.preprocessing,
         image_size=image_size,
         train_loader=batches,
         eval_loaders=built.eval_loaders,
-        metrics=metrics_of(config.train.task),
         state=state,
         mixing=mixing,
         communication=communication,
@@ -163,18 +166,18 @@ def build_run(config: ResolvedConfig, strategy: Strategy) -> RunParts:
 
 
 def _build_train_loader(
-    config: ResolvedConfig, strategy: Strategy, built: DataAndModel, size: int
+    config: ResolvedConfig, strategy: Strategy, built: DataAndModel, size: tuple[int, int]
 ) -> TrainLoader:
-    split, augment = built.dataset.train, config.data.augment
-    rows = InMemory.of(split, (size, size))
+    split, augment, task = built.dataset.train, config.data.augment, built.task
+    rows = InMemory.of(split, size)
     # A batch step replaces the transform of each image.
-    on_pixels = batch_step(augment, rows, size)
+    on_pixels = task.batch_augmentation(rows, size)
     transform = None
     if on_pixels is None:
-        transform = train_transform(augment, size, rows is None, built.preprocessing.mean)
+        transform = task.train_transform(size, rows is None, built.preprocessing.mean)
     return train_loader(
         split,
-        built.num_classes,
+        task,
         built.prefetcher,
         strategy.group,
         batch_size=config.global_batch,
@@ -191,9 +194,10 @@ def _build_train_loader(
     )
 
 
-def _count_flops(config: ResolvedConfig, built: DataAndModel, size: int) -> int | None:
+def _count_flops(config: ResolvedConfig, built: DataAndModel, size: tuple[int, int]) -> int | None:
     """Count the FLOPs of an optimizer step. Takes a tenth of a second."""
-    images = (config.global_batch, built.preprocessing.input_size[0], size, size)
+    count = config.global_batch * built.task.views
+    images = (count, built.preprocessing.input_size[0], *size)
     flops = count_flops(built.model, images)
     return None if flops is None else flops * config.train.accumulate
 
@@ -202,20 +206,19 @@ def _build_state(
     config: ResolvedConfig,
     strategy: Strategy,
     built: DataAndModel,
-    weights: dict[str, torch.Tensor],
+    criterion: Criterion,
     steps_per_epoch: int,
 ) -> TrainState:
     """Wrap the model, then build optimizer, schedule and EMA. A strategy may replace parameters
     while it wraps.
     """
     model = built.model
-    criterion = build_criterion(config.train, config.data.augment, weights)
     # A copy of the plain model: wrapping replaces its parameters or adds hooks to them.
     ema = build_ema(model, config.model.ema, foreach=not strategy.shards)
     compiled = compile_model(model, config.model.compile, strategy.device)
     autocast = Autocast(compiled, strategy.device.type, AUTOCAST[config.train.precision])
     # The loss, and modules that you add to the step, go to the model's device.
-    step = TrainStep(autocast, criterion, config.train.task, built.num_classes).to(strategy.device)
+    step = TrainStep(autocast, criterion, built.task).to(strategy.device)
     wrapped = strategy.wrap(step)
     sharded = strategy.for_evaluation(autocast) if strategy.shards else None
     if isinstance(sharded, Lockstep):

@@ -16,8 +16,6 @@ from src.parallel import build_strategy
 from src.schema import ResolvedConfig
 from src.train.build import build_run
 from src.train.loop import train_epoch
-from src.train.losses import find_loss
-from src.train.metrics import confusion, details
 from src.train.step import AUTOCAST, Autocast
 from timm_parallel.errors import RefusedError
 from timm_parallel.faults.liveness import EVALUATING
@@ -143,12 +141,11 @@ class Trainer:
         raw = self.evaluate_weights(self.state.model, split, may_stop)
         averaged = None if ema is None else self.evaluate_weights(ema.module, split, may_stop)
         evaluations = {split: raw, f"{split}_ema": averaged}
-        confusions = {
-            name: evaluation.sums[confusion]
-            for name, evaluation in evaluations.items()
-            if evaluation is not None and confusion in evaluation.sums
+        of_weights = {
+            name: evaluation for name, evaluation in evaluations.items() if evaluation is not None
         }
-        return SplitEvaluation(split, raw.with_averaged(averaged), details(raw), confusions)
+        details = self.parts.task.details(raw)
+        return SplitEvaluation(split, raw.with_averaged(averaged), details, of_weights)
 
     def evaluate_weights(self, model: nn.Module, split: str, may_stop: bool) -> Evaluation:
         """Evaluate one set of weights (raw or averaged) on a split. Exits after a stop signal, if
@@ -160,12 +157,10 @@ class Trainer:
         evaluation = evaluate(
             strategy.for_evaluation(autocast),
             self.parts.eval_loaders[split],
-            self.parts.metrics,
-            find_loss(train.loss).of_images,
+            self.parts.task,
             strategy.group,
             should_stop=strategy.group.stop.stop_requested if may_stop else None,
             batches=self.run.eval_batches(split),
-            multilabel=train.task == "multilabel",
         )
         if evaluation is None:
             self.run.stop()

@@ -1,20 +1,19 @@
-"""The training step: (images, targets) to (loss, metrics). Edit it for an auxiliary loss, a teacher
-or a training metric.
+"""The training step: (images, targets) to (loss, metrics). Loss and metrics are those of the task
+(src/tasks/). Edit it for an auxiliary loss of every task.
 
 It is single-device code, which a strategy spreads over devices from outside (src/parallel/).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from src.models.freeze import frozen_modules
+from timm_parallel.task import Criterion, Task
 
-Criterion = Callable[[Tensor, Tensor], Tensor]
 AUTOCAST = {"fp32": None, "tf32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -25,22 +24,13 @@ class TrainStep(nn.Module):
     than the targets.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        criterion: Criterion,
-        task: str = "classification",
-        num_classes: int | None = None,
-    ) -> None:
-        """`num_classes`: of the data, if the model may have more outputs."""
+    def __init__(self, model: nn.Module, criterion: Criterion, task: Task[Any]) -> None:
         super().__init__()
-        self.model, self.criterion, self.task, self.num_classes = (
-            model,
-            criterion,
-            task,
-            num_classes,
-        )
+        self.model, self.criterion, self.task = model, criterion, task
         self.frozen = frozen_modules(model)
+        # A teacher of the loss, for example.
+        if isinstance(criterion, nn.Module):
+            self.frozen += frozen_modules(criterion)
 
     @property
     def bare_model(self) -> nn.Module:
@@ -62,29 +52,13 @@ class TrainStep(nn.Module):
         return self
 
     def forward(self, images: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Map images [B, C, H, W] and targets ([B], or [B, classes] under mixup) to a mean loss and
-        metrics.
+        """Map images [B, C, H, W] and targets [B, …] to a mean loss and metrics.
 
         A metric is a detached float scalar, the mean over the images of this call. The loop
         averages metrics over ranks, replicas and accumulated batches, weighted by images. Anything
-        but a mean over images belongs in metrics.py.
+        but a mean over images belongs into the metrics of the task.
         """
-        outputs = self.model(images)
-        targets = targets.to(outputs.device, non_blocking=True)
-        loss = self.criterion(outputs, targets)
-        # As in evaluation, further outputs are no scores.
-        outputs = outputs[:, : self.num_classes]
-        if self.task == "multilabel":
-            return loss, {}
-        return loss, {"acc": accuracy(outputs.detach(), targets)}
-
-
-def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Compute the share of images whose label has the highest score. The label of a mixed image is
-    the larger one.
-    """
-    labels = targets if targets.ndim == 1 else targets.argmax(1)
-    return (outputs.argmax(1) == labels).float().mean()
+        return self.task.step(self.model, self.criterion, images, targets)
 
 
 class Autocast(nn.Module):

@@ -338,7 +338,7 @@ def take_a_step(ranks: Ranks, store: Any, config: ResolvedConfig) -> float:
                 run.state.model.eval(), strategy.device.type, AUTOCAST[config.train.precision]
             )
             outputs = strategy.for_evaluation(autocast)(images)
-        assert outputs.shape == (len(images), len(run.dataset.class_names)) and bool(
+        assert outputs.shape == (len(images), len(run.dataset.target_names)) and bool(
             outputs.isfinite().all()
         )
         assert len(reports) == run.state.progress.step == 1

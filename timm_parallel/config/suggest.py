@@ -294,8 +294,12 @@ def _expected(key: str) -> str:
     default = "" if value is None else f"; the default is {key}={yaml_text(value)}"
     if "choices" in entry.metadata:
         return f"allowed: {', '.join(map(yaml_text, entry.metadata['choices']))}{default}"
-    types = TYPES.get(entry.type) or " or ".join(TYPES[name] for name in entry.type.split(" | "))
-    return f"expected {types}{default}"
+    return f"expected {type_text(entry)}{default}"
+
+
+def type_text(entry: Any) -> str:
+    """Describe the type of a dataclass field."""
+    return TYPES.get(entry.type) or " or ".join(TYPES[name] for name in entry.type.split(" | "))
 
 
 def own_class_exists(name: str) -> bool:

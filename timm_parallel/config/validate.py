@@ -6,15 +6,19 @@ A rule yields an error message per problem: key, value and fix. Imports no torch
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import re
 from collections.abc import Iterator
 from typing import Any
 
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
 from timm_parallel.class_source import is_own_class, package
 from timm_parallel.config.cluster import cluster_rules
-from timm_parallel.config.suggest import hint, objectives, own_class_exists
+from timm_parallel.config.suggest import hint, objectives, own_class_exists, type_text
 from timm_parallel.errors import RefusedError
 from timm_parallel.keys import TRACKERS, Config, leaves
 from timm_parallel.project import current
@@ -75,6 +79,25 @@ def _out_of_bounds(value: Any, bounds: Any) -> Iterator[str]:
         yield f"expected > {above}"
     elif most is not None and value > most:
         yield f"expected <= {most}"
+
+
+def option_problems(key: str, options: type[Any], given: dict[str, Any]) -> Iterator[str]:
+    """Yield an error message for each value that a dataclass of options does not declare, or that
+    has another type or is out of bounds.
+    """
+    declared = {entry.name: entry for entry in dataclasses.fields(options)}
+    for name, value in given.items():
+        if name not in declared:
+            known = f"it has {', '.join(declared)}" if declared else "it has no options"
+            yield f"{key}.{name}={value}: unknown{hint(name, declared)}; {known}"
+            continue
+        try:
+            OmegaConf.merge(OmegaConf.structured(options), {name: value})
+        except OmegaConfBaseException:
+            yield f"{key}.{name}={value}: expected {type_text(declared[name])}"
+            continue
+        for problem in _out_of_bounds(value, declared[name].metadata):
+            yield f"{key}.{name}={value}: {problem}"
 
 
 def own_class_problems(key: str, name: str) -> Iterator[str]:

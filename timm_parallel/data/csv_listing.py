@@ -17,7 +17,7 @@ from timm_parallel.data.fractions import Listing, check_splits, split_of
 from timm_parallel.keys import DataConfig
 from timm_parallel.machine.text import first, plural
 
-SEPARATOR = ";"  # between the labels of one image, with train.task=multilabel
+SEPARATOR = ";"  # between the labels of one image, if it may have several
 SPLITS = ("train", "val", "test")
 COLUMNS = ("file", "label", "split", "fold", "group")
 
@@ -38,40 +38,40 @@ class Row:
 class CsvDataset(ImageDataset):
     """Images and labels listed in a CSV file."""
 
-    takes = ("trained_classes", "multilabel")
+    targets = ("label", "labels")
+    takes = ("trained_names", "target")
 
     def __init__(
-        self, config: DataConfig, trained_classes: list[str] | None = None, multilabel: bool = False
+        self, config: DataConfig, trained_names: list[str] | None = None, target: str = "label"
     ) -> None:
-        """`trained_classes`: in an evaluation, the class names of the evaluated run. `multilabel`:
-        see train.task.
+        """`trained_names`: in an evaluation, the class names of the evaluated run. `target`: label,
+        or labels if an image may have any number of them.
         """
         from timm_parallel.data.decode import files_of
 
+        several = target == "labels"
         path = csv_file(config)
-        rows = read_rows(path, multilabel)
-        if trained_classes is None and not multilabel:
+        rows = read_rows(path, several)
+        if trained_names is None and not several:
             _check_combinations(rows, path)
         divided = _divide(rows, path, config)
-        self.class_names, listing = _list(divided, path, config, trained_classes, multilabel)
+        self.target_names, listing = _list(divided, path, config, trained_names, several)
         self.train, self.val, self.test = files_of(listing)
 
     @classmethod
-    def check(
-        cls, config: DataConfig, evaluated: str | None = None, multilabel: bool = False
-    ) -> None:
+    def check(cls, config: DataConfig, evaluated: str | None = None, target: str = "label") -> None:
         """Raise ValueError for a CSV file that cannot be used. Checks that one image of each label
         exists.
 
         Without `evaluated`, also raise it for labels that mean several, files and groups in two
         splits, and labels that only val or test has.
         """
-        path = csv_file(config)
-        rows = read_rows(path, multilabel)
+        path, several = csv_file(config), target == "labels"
+        rows = read_rows(path, several)
         divided = _divide(rows, path, config)
-        _list(divided, path, config, None, multilabel)
+        _list(divided, path, config, None, several)
         if evaluated is None:
-            if not multilabel:
+            if not several:
                 _check_combinations(rows, path)
             _check_files(divided, path)
             _check_groups(divided, path)
@@ -84,12 +84,12 @@ class CsvDataset(ImageDataset):
     def size(cls, config: DataConfig, enough: int | None = None) -> int:
         """Count the training images. Their number is the same for any train.task."""
         path = csv_file(config)
-        return len(_divide(read_rows(path, multilabel=True), path, config)["train"])
+        return len(_divide(read_rows(path, several=True), path, config)["train"])
 
     @classmethod
-    def groups(cls, config: DataConfig, multilabel: bool) -> dict[str, str]:
+    def groups(cls, config: DataConfig, target: str) -> dict[str, str]:
         """Return the group of each file that has one: path -> value of the column group."""
-        rows = read_rows(csv_file(config), multilabel)
+        rows = read_rows(csv_file(config), several=target == "labels")
         return {str(row.file): row.group for row in rows if row.group}
 
 
@@ -104,22 +104,22 @@ def csv_file(data: DataConfig) -> Path:
     return path
 
 
-def read_rows(path: Path, multilabel: bool) -> list[Row]:
+def read_rows(path: Path, several: bool) -> list[Row]:
     """Read the CSV file: columns file (relative to the CSV's folder) and label, and optionally
     split, fold and group.
 
-    Only with `multilabel` may an image have several labels, or none.
+    Only with `several` may an image have several labels, or none.
     """
     try:
         with open(path, newline="", encoding="utf-8-sig") as lines:
-            return _parse(csv.DictReader(lines), path, multilabel)
+            return _parse(csv.DictReader(lines), path, several)
     except UnicodeDecodeError as error:
         raise ValueError(
             f"data.root={path}: not UTF-8 ({error.reason}); save the file as UTF-8"
         ) from None
 
 
-def _parse(reader: csv.DictReader[str], path: Path, multilabel: bool) -> list[Row]:
+def _parse(reader: csv.DictReader[str], path: Path, several: bool) -> list[Row]:
     if missing := {"file", "label"} - set(reader.fieldnames or ()):
         present = ", ".join(reader.fieldnames or ()) or "no columns, because it is empty"
         raise ValueError(
@@ -129,13 +129,13 @@ def _parse(reader: csv.DictReader[str], path: Path, multilabel: bool) -> list[Ro
     rows = []
     for entry in reader:
         file, label, split, fold, group = ((entry.get(column) or "").strip() for column in COLUMNS)
-        if not file or not (label or multilabel):
+        if not file or not (label or several):
             reason = (
                 f"line {reader.line_num} has no value in the column {'label' if file else 'file'}"
             )
-            fix = "; images without a label need train=multilabel" if file else ""
+            fix = "; a train.task with several labels reads images without one" if file else ""
             raise ValueError(f"data.root={path}: {reason}{fix}")
-        labels = _parts(label) if multilabel else [label]
+        labels = _parts(label) if several else [label]
         # pandas writes the folds of a column with gaps as 0.0, 1.0, …
         fold = fold.removesuffix(".0")
         group = unicodedata.normalize("NFC", group)
@@ -206,12 +206,12 @@ def _list(
     path: Path,
     data: DataConfig,
     classes: list[str] | None,
-    multilabel: bool,
+    several: bool,
 ) -> tuple[list[str], Listing]:
     """Return the class names, and each split's files with labels. `classes`: the class names of
     trained weights.
 
-    A label is a class number; with `multilabel` a number per class, 1 if the image has that label,
+    A label is a class number; with `several` a number per class, 1 if the image has that label,
     else 0.
     """
     names = classes or sorted(
@@ -230,7 +230,7 @@ def _list(
                 f"data.root={path}: line {row.line}: the run has no class "
                 f"{', '.join(sorted(unknown))}"
             )
-        if multilabel:
+        if several:
             return tuple(float(name in row.labels) for name in names)
         return number_of[row.labels[0]]
 
@@ -263,7 +263,7 @@ def _check_combinations(rows: list[Row], path: Path) -> None:
         if SEPARATOR in label and common:
             raise ValueError(
                 f"data.root={path}: line {line_of[label]}: {label} is read as one class, but other "
-                f"lines have {common[0]} too; for several labels per image set train=multilabel"
+                f"lines have {common[0]} too; several labels per image need another train.task"
             )
 
 

@@ -13,7 +13,7 @@ from timm_parallel.machine.text import first
 if TYPE_CHECKING:
     from torch import Tensor
 
-Sample: TypeAlias = "tuple[Tensor, int | float]"
+Sample: TypeAlias = "tuple[Tensor, Any]"
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm")
 # Pillow's names of the formats of these suffixes. Pillow looks at a file's content alone, and for
 # others it may start programs: Ghostscript for PostScript.
@@ -21,7 +21,7 @@ IMAGE_FORMATS = ("JPEG", "PNG", "BMP", "GIF", "TIFF", "WEBP", "PPM")
 
 
 class Split(Protocol):
-    """Samples of one split. An index gives a uint8 image [C, H, W] and its label."""
+    """Samples of one split. An index gives a uint8 image [C, H, W] and its target."""
 
     def __len__(self) -> int: ...
 
@@ -34,13 +34,17 @@ class ImageDataset:
     A subclass is built from the group `data` of the config, and data.kwargs.
     """
 
-    # More arguments that the constructor takes. `trained_classes`: in an evaluation, the class
-    # names of the evaluated run. `multilabel`: True if an image may have several labels.
+    # Kinds of targets that the dataset can give; a task needs one of them (Task.target).
+    targets: ClassVar[tuple[str, ...]] = ("label",)
+    # More arguments that the constructor takes. `trained_names`: in an evaluation, the
+    # target_names of the evaluated run. `target`: the kind of target that the task needs.
     takes: ClassVar[tuple[str, ...]] = ()
 
-    class_names: list[str]
+    # What the outputs of a model mean: the names of classes, or of columns of numbers.
+    target_names: list[str]
     in_chans: int = 3
-    image_size: int | None = None  # pixels; None: any, the loader resizes
+    # Pixels per side, or height and width. None: any, the loader resizes.
+    image_size: int | tuple[int, int] | None = None
     # Per channel, of images in 0..1. None: use the values of the model.
     mean: tuple[float, ...] | None = None
     std: tuple[float, ...] | None = None
@@ -52,11 +56,11 @@ class ImageDataset:
     # in functions only.
 
     @classmethod
-    def check(cls, config: Any, evaluated: str | None = None, multilabel: bool = False) -> None:
+    def check(cls, config: Any, evaluated: str | None = None, target: str = "label") -> None:
         """Raise ValueError for data that cannot be used. Reads as little as possible.
 
         `config`: the group `data`. `evaluated`: the split to evaluate a trained run on (val, test,
-        or all, which needs one of them); None: to train on.
+        or all, which needs one of them); None: to train on. `target`: the kind that the task needs.
         """
 
     @classmethod
@@ -69,8 +73,8 @@ class ImageDataset:
 
     def check_classes(self, trained: list[str], run: Path | None) -> None:
         """Raise ValueError if the classes are not those of a trained run, in the same order."""
-        if trained != self.class_names:
-            difference = class_difference(trained, self.class_names)
+        if trained != self.target_names:
+            difference = class_difference(trained, self.target_names)
             raise ValueError(f"data: expected the same classes as in the run {run} ({difference})")
 
 
@@ -80,7 +84,7 @@ class InMemory:
     """
 
     def __init__(self, images: Tensor, labels: Tensor) -> None:
-        """images: uint8 [N, C, H, W]; labels: int64 [N], or float for regression."""
+        """images: uint8 [N, C, H, W]; labels: the targets, [N, …]."""
         self.images, self.labels = images, labels
 
     @staticmethod
@@ -100,7 +104,14 @@ class InMemory:
         return len(self.images)
 
     def __getitem__(self, index: int) -> Sample:
-        return self.images[index], self.labels[index].item()
+        label = self.labels[index]
+        return self.images[index], label if label.ndim else label.item()
+
+
+def as_size(sides: Any) -> tuple[int, int]:
+    """Return height and width of a value of data.image_size: a side of a square, or both sides."""
+    height, width = (sides, sides) if isinstance(sides, int) else sides
+    return int(height), int(width)
 
 
 def image_files(folder: Path) -> Iterator[Path]:

@@ -30,21 +30,19 @@ class FolderDataset(ImageDataset):
     or in `<root>/<class>/` with data.val_fraction.
     """
 
-    takes = ("trained_classes",)
+    takes = ("trained_names",)
 
-    def __init__(self, config: DataConfig, trained_classes: list[str] | None = None) -> None:
-        """`trained_classes`: in an evaluation, the class names of the evaluated run; then train/
+    def __init__(self, config: DataConfig, trained_names: list[str] | None = None) -> None:
+        """`trained_names`: in an evaluation, the class names of the evaluated run; then train/
         may be missing.
         """
         from timm_parallel.data.decode import files_of
 
-        self.class_names, listing = _list_folder(config, trained_classes)
+        self.target_names, listing = _list_folder(config, trained_names)
         self.train, self.val, self.test = files_of(listing)
 
     @classmethod
-    def check(
-        cls, config: DataConfig, evaluated: str | None = None, multilabel: bool = False
-    ) -> None:
+    def check(cls, config: DataConfig, evaluated: str | None = None, target: str = "label") -> None:
         """Raise ValueError if data.root lacks splits, classes or images. Looks at one file per
         class, to be fast on large data.
         """
@@ -67,7 +65,7 @@ class FolderDataset(ImageDataset):
         return sum(1 for _ in islice(_training_files(config), enough))
 
 
-def class_names(split: Path) -> list[str]:
+def class_folders(split: Path) -> list[str]:
     """Return the names of the class folders of a split. They are sorted, and their order defines
     the labels.
     """
@@ -79,20 +77,20 @@ def class_names(split: Path) -> list[str]:
         )
 
 
-def _list_folder(data: DataConfig, trained_classes: list[str] | None) -> tuple[list[str], Listing]:
-    """Return the class names and the files of each split of data=folder. `trained_classes`: of a
+def _list_folder(data: DataConfig, trained_names: list[str] | None) -> tuple[list[str], Listing]:
+    """Return the class names and the files of each split of data=folder. `trained_names`: of a
     run to evaluate.
     """
     root = Path(str(data.root))
     if data.val_fraction is not None:
-        names = trained_classes or class_names(root)
+        names = trained_names or class_folders(root)
         return names, _divided(root, names, data)
-    names = trained_classes or class_names(root / "train")
+    names = trained_names or class_folders(root / "train")
     listing: Listing = {}
-    for split in ("train", "val", "test") if trained_classes is None else ("val", "test"):
+    for split in ("train", "val", "test") if trained_names is None else ("val", "test"):
         if (root / split).is_dir():
             check_known_classes(
-                root / split, names, "train/" if trained_classes is None else "the run"
+                root / split, names, "train/" if trained_names is None else "the run"
             )
             listing[split] = _labeled_files(root / split, names)
     return names, listing
@@ -113,7 +111,7 @@ def _training_files(data: DataConfig) -> Iterator[Path]:
     """Yield the training images, as they are found: counting a few does not list the others."""
     root = Path(str(data.root))
     folder = root if data.val_fraction is not None else root / "train"
-    for name in class_names(folder):
+    for name in class_folders(folder):
         for path in image_files(folder / name):
             if data.val_fraction is None or _split_of_file(path, root, data) == "train":
                 yield path
@@ -148,7 +146,7 @@ def _check_trained_folder(root: Path) -> None:
     for folder in (root / "train", root / "val"):
         if not folder.is_dir():
             _refuse_missing_split(root, folder)
-    train = class_names(root / "train")
+    train = class_folders(root / "train")
     _check_no_splits(root, root / "train", train, f"set data.root={root / 'train'}")
     if len(train) < 2:
         classes = f"only the class {train[0]}" if train else "no class folders"
@@ -166,7 +164,7 @@ def _refuse_missing_split(root: Path, missing: Path) -> None:
     """Raise ValueError for a root without train/ or val/,
     with a fix for the folders that it has.
     """
-    splits = _split_folders(root, class_names(root)) if root.is_dir() else {}
+    splits = _split_folders(root, class_folders(root)) if root.is_dir() else {}
     fix = f"expected {root}/train/<class>/ and {root}/val/<class>/"
     if missing.name in splits.values():
         fix = _renames({name: split for name, split in splits.items() if split == missing.name})
@@ -191,7 +189,7 @@ def _split_folders(root: Path, names: list[str]) -> dict[str, str]:
     splits = {name: SPLIT_NAMES[name.lower()] for name in names if name.lower() in SPLIT_NAMES}
     if len(splits) == len(names):
         return splits
-    return {name: split for name, split in splits.items() if class_names(root / name)}
+    return {name: split for name, split in splits.items() if class_folders(root / name)}
 
 
 def _renames(splits: dict[str, str]) -> str:
@@ -223,7 +221,7 @@ def _check_no_splits(root: Path, folder: Path, names: list[str], to_read_splits:
 def _check_class_folders(root: Path, is_trained: bool) -> None:
     if not root.is_dir():
         raise ValueError(f"data.root={root}: no such folder; expected {root}/<class>/<image>")
-    names = class_names(root)
+    names = class_folders(root)
     # A run that was trained on such classes can still be evaluated.
     if is_trained:
         _check_no_splits(root, root, names, "set data.val_fraction=null")
@@ -248,7 +246,7 @@ def _check_evaluated_folder(root: Path, split: str) -> None:
 
 
 def _check_split(root: Path, folder: Path) -> None:
-    names = class_names(folder)
+    names = class_folders(folder)
     if not names:
         raise ValueError(
             f"data.root={root}: no class folders in {folder}; expected {folder}/<class>/<image>"
@@ -266,7 +264,7 @@ def check_known_classes(folder: Path, known: list[str], of: str) -> None:
     """Raise ValueError if `folder` has a class folder that is not in `known`. `of`: the source of
     `known`, for the message.
     """
-    names = class_names(folder)
+    names = class_folders(folder)
     if unknown := sorted(set(names) - set(known)):
         raise ValueError(
             f"data.root={folder.parent}: {of} does not have {len(unknown)} of the {len(names)} "

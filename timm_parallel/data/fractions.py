@@ -13,7 +13,7 @@ from timm_parallel.keys import DataConfig
 from timm_parallel.machine.text import plural
 
 # Split -> image files, each with its label: a class number, or a number per class
-# (train.task=multilabel).
+# (several labels per image).
 Listing = dict[str, list[tuple[Path, Any]]]
 # An image in a tar file: number of the tar, bytes before the image, its bytes, its label.
 Member = tuple[int, int, int, str]

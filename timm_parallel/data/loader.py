@@ -30,9 +30,10 @@ from timm_parallel.machine import hardware
 from timm_parallel.machine.process import kill_on_parent_exit
 from timm_parallel.machine.signals import ignore_stop_signals
 from timm_parallel.parallel.group import ProcessGroup
+from timm_parallel.task import Targets
 
-# Changes an image [C, H, W].
-Transform = Callable[[Tensor], Tensor]
+# Changes an image [C, H, W] and its target.
+Transform = Callable[[Tensor, Any], Sample]
 # A batch, the indices that could not be read for it, and the random draws of its batch steps.
 Fetched = tuple[Tensor, Tensor, list[int], list[Tensor]]
 # Seconds until the kernel reports the end of a worker whose connections it has closed.
@@ -41,9 +42,9 @@ SIGNAL_SECONDS = 1.0
 MAX_IN_A_ROW = 100
 
 
-class BatchStep(Protocol):
-    """Augmentation of whole batches on their device. Its random numbers are drawn on the host,
-    where a batch is read.
+class Draws(Protocol):
+    """Augmentation of whole batches, whose random numbers are drawn on the host, where a batch is
+    read.
     """
 
     def draw(self, seeds: list[int], shape: torch.Size) -> list[Tensor]:
@@ -53,23 +54,33 @@ class BatchStep(Protocol):
         A thread may call it while training uses those.
         """
 
+
+class PixelStep(Draws, Protocol):
+    """Augmentation of uint8 images and their targets, on their device."""
+
+    def __call__(self, images: Tensor, targets: Tensor, *draws: Tensor) -> Batch: ...
+
+
+class NormalizedStep(Draws, Protocol):
+    """Augmentation of normalized images, on their device."""
+
     def __call__(self, images: Tensor, *draws: Tensor) -> Tensor: ...
 
 
 class BatchFetcher:
-    """Reads batches of uint8 images and labels, in loader workers or in the rank itself."""
+    """Reads batches of uint8 images and targets, in loader workers or in the rank itself."""
 
     def __init__(
         self,
         split: Split,
-        num_classes: int,
+        targets: Targets,
         transform: Transform | None,
         seed: int,
         on_error: str = "raise",
         substitutes: int = 0,
         chosen: Tensor | None = None,
-        on_pixels: BatchStep | None = None,
-        on_normalized: BatchStep | None = None,
+        on_pixels: PixelStep | None = None,
+        on_normalized: NormalizedStep | None = None,
     ) -> None:
         """`on_error`: an unreadable image ends the run (raise), or is replaced or left out (skip).
 
@@ -78,9 +89,9 @@ class BatchFetcher:
         the images of the split to read; None: all. `on_pixels`, `on_normalized`: steps on uint8
         images after `transform`, and on normalized images.
         """
-        self.split, self.num_classes, self.transform, self.seed = (
+        self.split, self.targets, self.transform, self.seed = (
             split,
-            num_classes,
+            targets,
             transform,
             seed,
         )
@@ -94,7 +105,7 @@ class BatchFetcher:
         self.in_memory = InMemory.of(split)
         self.gathers = self.in_memory is not None and transform is None
         if self.in_memory is not None:
-            self._check_labels(self.in_memory.labels)
+            targets.check_targets(self.in_memory.labels)
 
     def read(self, batch: IndexBatch) -> Fetched:
         images, labels, unreadable = self._gather(batch) if self.gathers else self._read_each(batch)
@@ -110,13 +121,22 @@ class BatchFetcher:
     __getitems__ = read
 
     def finish(
-        self, images: Tensor, draws: Sequence[Tensor], normalize: Callable[[Tensor], Tensor]
-    ) -> Tensor:
-        """Apply the batch steps, and between them `normalize`, to uint8 images on their device."""
+        self,
+        images: Tensor,
+        targets: Tensor,
+        draws: Sequence[Tensor],
+        normalize: Callable[[Tensor], Tensor],
+    ) -> Batch:
+        """Apply the batch steps, and between them `normalize`, to uint8 images and their targets on
+        their device.
+        """
         if self.on_pixels is not None:
-            images, draws = self.on_pixels(images, draws[0]), draws[1:]
+            images, targets = self.on_pixels(images, targets, draws[0])
+            draws = draws[1:]
         images = normalize(images)
-        return images if self.on_normalized is None else self.on_normalized(images, *draws)
+        if self.on_normalized is not None:
+            images = self.on_normalized(images, *draws)
+        return images, targets
 
     def _draw(self, batch: IndexBatch, shape: torch.Size) -> list[Tensor]:
         draws: list[Tensor] = []
@@ -151,8 +171,8 @@ class BatchFetcher:
         if not samples:
             return torch.empty(0), torch.empty(0, dtype=torch.int64), unreadable
         images, targets = zip(*samples, strict=True)
-        labels = torch.tensor(targets)
-        self._check_labels(labels)
+        labels = self.targets.collate(targets)
+        self.targets.check_targets(labels)
         return torch.stack(images), labels, unreadable
 
     def numbers(self, indices: list[int]) -> list[int]:
@@ -166,19 +186,6 @@ class BatchFetcher:
         # torch reuses pinned memory once the device has copied it, so no pages are faulted in.
         pinned = torch.empty((len(indices), *of.shape[1:]), dtype=of.dtype, pin_memory=True)
         return torch.index_select(of, 0, indices, out=pinned)
-
-    def _check_labels(self, labels: Tensor) -> None:
-        """Raise ValueError for a label outside the head's classes. A GPU would abort without naming
-        the label.
-        """
-        if labels.is_floating_point() or not len(labels):
-            return
-        smallest, largest = int(labels.min()), int(labels.max())
-        if smallest < 0 or largest >= self.num_classes:
-            raise ValueError(
-                f"the data has labels from {smallest} to {largest}, but {self.num_classes} classes "
-                "(0 is the first): fix the labels or the dataset's class_names"
-            )
 
     def _sample(self, epoch: int, index: int, unreadable: list[int]) -> Sample | None:
         """Read a sample. If it is unreadable, return the same substitute on any rank or worker, or
@@ -197,7 +204,7 @@ class BatchFetcher:
                 continue
             if self.transform is not None:
                 seed_draws(self.seed, epoch, index)
-                image = self.transform(image)
+                image, label = self.transform(image, label)
             return image, label
         raise ValueError(
             f"data.on_error=skip: {MAX_IN_A_ROW} unreadable images in a row, up to number "
@@ -271,7 +278,7 @@ class Loader:
 
     def _to_device(self, batch: tuple[Tensor, ...]) -> Batch:
         images, labels, *draws = self.prefetcher.send(batch)
-        return self.fetcher.finish(images, draws, self.prefetcher.normalize), labels
+        return self.fetcher.finish(images, labels, draws, self.prefetcher.normalize)
 
     def close(self) -> None:
         """End the worker processes. They ignore SIGTERM, so the interpreter would wait for them
@@ -345,7 +352,7 @@ def num_workers(
 
 def eval_loader(
     split: Split,
-    num_classes: int,
+    targets: Targets,
     prefetcher: DevicePrefetcher,
     group: ProcessGroup,
     *,
@@ -361,7 +368,7 @@ def eval_loader(
     memory is then read by the batch. `on_error`: an unreadable image ends the run (raise), or is
     left out (skip).
     """
-    fetcher = BatchFetcher(split, num_classes, transform, seed, on_error)
+    fetcher = BatchFetcher(split, targets, transform, seed, on_error)
     sampler = EvalSampler(len(split), batch_size, group.rank, group.world_size)
     return Loader(
         fetcher,
@@ -373,15 +380,15 @@ def eval_loader(
 
 def train_loader(
     split: Split,
-    num_classes: int,
+    targets: Targets,
     prefetcher: DevicePrefetcher,
     group: ProcessGroup,
     *,
     batch_size: int,
     seed: int,
     transform: Transform | None = None,
-    on_pixels: BatchStep | None = None,
-    on_normalized: BatchStep | None = None,
+    on_pixels: PixelStep | None = None,
+    on_normalized: NormalizedStep | None = None,
     workers: int | str = "auto",
     on_error: str = "raise",
     accumulate: int = 1,
@@ -405,7 +412,7 @@ def train_loader(
     )
     fetcher = BatchFetcher(
         split,
-        num_classes,
+        targets,
         transform,
         seed,
         on_error,

@@ -9,7 +9,7 @@ import weakref
 import torch
 from torch import Tensor
 
-Batch = tuple[Tensor, Tensor]  # images [B, C, H, W], labels int64 [B]
+Batch = tuple[Tensor, Tensor]  # images [B, C, H, W], or with views [B, V, C, H, W]; targets [B, …]
 
 # Values of a batch from which on it gets memory of BatchMemory. For smaller ones malloc is faster:
 # it keeps their memory, and looking for a free block takes 40 us with cold caches.
@@ -79,6 +79,8 @@ class DevicePrefetcher:
 
     def normalize(self, images: Tensor) -> Tensor:
         """Return normalized float32 images in the memory format of the model."""
+        if images.ndim == 5:
+            return self.normalize(images.flatten(0, 1)).unflatten(0, images.shape[:2])
         normalized = self._empty_like(images)
         if self._copies is not None:
             # One kernel reads bytes and writes floats. autocast rounds them later, because some

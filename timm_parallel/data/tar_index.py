@@ -45,22 +45,20 @@ class TarDataset(ImageDataset):
         members = [_read_index(paths, webdataset) for paths in tars]
         labels = {label for *_, label in members[0]}
         # The labels of webdataset are numbers, of which some may be missing.
-        self.class_names = (
+        self.target_names = (
             [str(number) for number in range(max(map(int, labels)) + 1)]
             if webdataset
             else sorted(labels)
         )
         splits = [
-            TarSplit(paths, index, self.class_names)
+            TarSplit(paths, index, self.target_names)
             for paths, index in zip(tars, members, strict=True)
         ]
         self.train, self.val = splits[:2]
         self.test = splits[2] if test_split is not None else None
 
     @classmethod
-    def check(
-        cls, config: DataConfig, evaluated: str | None = None, multilabel: bool = False
-    ) -> None:
+    def check(cls, config: DataConfig, evaluated: str | None = None, target: str = "label") -> None:
         """Raise ValueError for a missing folder of tars."""
         if not (config.root and Path(config.root).is_dir()):
             raise ValueError(

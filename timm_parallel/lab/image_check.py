@@ -97,7 +97,7 @@ class ImageReader(Dataset[CheckedImage]):
         try:
             image, label = split[index]
         except UnreadableImageError as error:
-            return CheckedImage(name, index, str(path), self._class_names(label), error=str(error))
+            return CheckedImage(name, index, str(path), self._label_names(label), error=str(error))
         content, mode = (
             image.numpy().tobytes() + str(image.shape).encode(),
             f"{len(image)} channels",
@@ -109,14 +109,14 @@ class ImageReader(Dataset[CheckedImage]):
         _, height, width = image.shape
         digest = hashlib.blake2b(content, digest_size=16).hexdigest()
         return CheckedImage(
-            name, index, str(path), self._class_names(label), width, height, mode, digest
+            name, index, str(path), self._label_names(label), width, height, mode, digest
         )
 
-    def _class_names(self, label: Any) -> tuple[str, ...]:
+    def _label_names(self, label: Any) -> tuple[str, ...]:
         """Return the class names for a class number or a multi-hot label. A regression target
         becomes text.
         """
-        names = self.dataset.class_names
+        names = self.dataset.target_names
         if isinstance(label, int | float):
             return (names[label] if isinstance(label, int) else str(label),)
         return tuple(name for name, value in zip(names, label, strict=False) if value > 0.5)
@@ -144,18 +144,18 @@ def check_images(dataset: ImageDataset, groups: Mapping[str, str] | None = None)
         disable=not sys.stderr.isatty(),
     )
     return summarize(
-        dataset.class_names, splits, [image for batch in shown for image in batch], groups
+        dataset.target_names, splits, [image for batch in shown for image in batch], groups
     )
 
 
 def summarize(
-    class_names: list[str],
+    target_names: list[str],
     splits: list[str],
     images: list[CheckedImage],
     groups: Mapping[str, str] | None = None,
 ) -> Report:
     """Build the report: problems, and counts of images, sizes, modes and classes per split."""
-    of_class: dict[str, list[CheckedImage]] = {name: [] for name in class_names}
+    of_class: dict[str, list[CheckedImage]] = {name: [] for name in target_names}
     for image in images:
         for label in of_class.keys() & set(image.labels):
             of_class[label].append(image)

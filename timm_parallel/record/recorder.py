@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import math
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from PIL import Image
 from torch import Tensor
 
 from timm_parallel.keys import ResolvedConfig
 from timm_parallel.machine.secrets import mask
 from timm_parallel.machine.signals import Stopped
-from timm_parallel.record.confusion import draw_confusion
 from timm_parallel.record.result import MetricsLog, Result
 from timm_parallel.trackers.tracker import END_SECONDS, Channel
 
@@ -69,6 +72,8 @@ class Recorder:
         if self.enabled:
             from torchvision.utils import make_grid
 
+            # Views of a sample become images.
+            batch = batch.flatten(0, -4)
             shown = (batch[:32].detach().float().cpu() * std.cpu() / 255 + mean.cpu() / 255).clamp(
                 0, 1
             )
@@ -105,18 +110,25 @@ class Recorder:
             "".join(f"  {label} {value:.4f}" for label, value in shown.items()),
         )
 
-    def end(self, result: Result, confusions: dict[str, Tensor], classes: list[str]) -> list[str]:
-        """Send confusion matrices [true, predicted], and end the run in the trackers. Return
-        commands or URLs to show it.
+    def draw(self, step: int, name: str, draw: Callable[[], Mapping[str, Any]]) -> None:
+        """Send the pictures that `draw` returns, uint8 arrays [H, W, 3] by name, as `<name>/…`. An
+        error of `draw` is a warning.
         """
+        if self.enabled:
+            with self._picture(name):
+                for picture, pixels in draw().items():
+                    self._track("image", f"{name}/{picture}", step, pixels)
+
+    def image(self, step: int, name: str, image: Any) -> None:
+        """Send an image: uint8 [H, W, 3], a PIL image, or a matplotlib figure."""
+        if self.enabled:
+            with self._picture(name):
+                self._track("image", name, step, as_pixels(image))
+
+    def end(self, result: Result) -> list[str]:
+        """End the run in the trackers. Return commands or URLs to show it."""
         if not self.enabled:
             return []
-        for split, counts in confusions.items():
-            matrix = counts.cpu().numpy()
-            with self._picture(f"{split}/confusion"):
-                self._track(
-                    "image", f"{split}/confusion", result.steps, draw_confusion(matrix, classes)
-                )
         self._track("end", result.status, finite_numbers(result.throughput | result.seconds))
         return [mask(channel.tracker.view) for channel in self._trackers if channel.tracker.view]
 
@@ -150,6 +162,20 @@ class Recorder:
     def _track(self, method: str, *arguments: Any) -> None:
         for channel in self._trackers:
             channel.put(method, *arguments)
+
+
+def as_pixels(image: Any) -> NDArray[np.uint8]:
+    """Return an array, a PIL image or a matplotlib figure as uint8 [H, W, 3]."""
+    if hasattr(image, "savefig"):
+        file = io.BytesIO()
+        image.savefig(file, format="png")
+        image = Image.open(file)
+    if isinstance(image, Image.Image):
+        image = image.convert("RGB")
+    pixels = np.asarray(image)
+    if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] != 3:
+        raise ValueError(f"expected uint8 [H, W, 3], got {pixels.dtype} {list(pixels.shape)}")
+    return pixels
 
 
 def finite_numbers(values: dict[str, Any]) -> dict[str, float]:

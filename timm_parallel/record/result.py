@@ -42,7 +42,8 @@ class Result:
     tags: list[str] = field(default_factory=list)  # of the user
     model: str = ""
     parameters: int | None = None
-    image_size: int | None = None  # side of a training image in pixels
+    # Side of a training image in pixels, or its height and width.
+    image_size: int | list[int] | None = None
     batch_size: int | None = None  # global
     # Floating-point operations of an optimizer step over all devices: forward and backward passes
     # of the model.

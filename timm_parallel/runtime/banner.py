@@ -39,7 +39,7 @@ def show_banner(parts: RunParts, folder: Path) -> None:
         "step": _own_parameters(parts),
         "data": f"{config.data.name}, {sampler.num_images:,} training images, {sampler.dropped} "
         f"dropped per epoch, {loading}",
-        "classes": _classes(parts.dataset.class_names),
+        "classes": _classes(parts.dataset.target_names),
         "strategy": _strategy(parts),
         "batch": _batch(parts),
         "steps": steps,

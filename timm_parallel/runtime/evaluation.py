@@ -17,8 +17,7 @@ from timm_parallel.faults.liveness import COUNTING, EVALUATING, liveness
 from timm_parallel.metric import Metric
 from timm_parallel.parallel.group import ProcessGroup
 from timm_parallel.parallel.lockstep import Lockstep
-
-ImageLosses = Callable[[Tensor, Tensor], Tensor]  # scores [B, classes] and labels [B] -> losses [B]
+from timm_parallel.task import Task
 
 
 @dataclass
@@ -28,8 +27,8 @@ class Evaluation:
     samples: int
     numbers: dict[str, float | None]  # values by metric name
     sums: dict[Any, Tensor]  # on the CPU, by the metric function that computed them
-    # With keep_rows: indices [N], scores [N, classes] and labels of all readable images, in the
-    # dataset's order.
+    # With keep_rows: indices [N], scores [N, …] and targets of all readable images, in the order of
+    # the dataset.
     rows: tuple[Tensor, Tensor, Tensor] | None = None
 
     def with_averaged(self, averaged: Evaluation | None) -> dict[str, float | None]:
@@ -47,53 +46,52 @@ class SplitEvaluation:
     split: str
     numbers: dict[str, float | None]  # by metric; with the suffix `_ema` of the averaged weights
     details: dict[str, Any]  # further entries of result.json
-    confusions: dict[str, Tensor]  # counts [true, predicted], by `<split>` and `<split>_ema`
+    of_weights: dict[str, Evaluation]  # by `<split>`, and `<split>_ema` of the averaged weights
 
 
 @torch.inference_mode()
 def evaluate(
     model: nn.Module,
     loader: Loader,
-    metrics: Mapping[str, Metric],
-    image_losses: ImageLosses,
+    task: Task[Any],
     group: ProcessGroup,
     *,
+    metrics: Mapping[str, Metric] | None = None,
     should_stop: Callable[[], bool] | None = None,
     batches: Any = None,
     keep_rows: bool = False,
-    multilabel: bool = False,
 ) -> Evaluation | None:
     """Evaluate `model` on the whole split of a loader, over all ranks, which must have equal
     buffers. Collective.
 
-    A model may have more outputs than the data has classes: only the first ones count as scores.
-    `batches`: iterates over the loader, for example with a progress bar. Returns None on all ranks
-    if `should_stop` returned True on any rank.
+    `metrics`: None for those of the task. `batches`: iterates over the loader, for example with a
+    progress bar. Returns None on all ranks if `should_stop` returned True on any rank.
     """
     model.eval()
-    device, num_classes = loader.prefetcher.device, loader.fetcher.num_classes
-    used = {name: metric for name, metric in metrics.items() if num_classes >= metric.min_classes}
-    no_scores = torch.empty(0, num_classes, device=device)
-    no_labels = no_scores if multilabel else no_scores[:, 0].long()
-    totals = _zeros(used, no_scores, no_labels)
+    device, metrics = loader.prefetcher.device, metrics or task.metrics
+    used = {
+        name: metric for name, metric in metrics.items() if task.num_outputs >= metric.min_outputs
+    }
+    scores, targets = (tensor.to(device) for tensor in task.blank(1, (1, 1)))
+    totals = _zeros(used, scores, targets)
     keep_rows = keep_rows or any(metric.from_rows is not None for metric in used.values())
-    rows = [(no_scores, no_labels)]
+    rows = [(scores[:0], targets[:0])]
     samples = 0
     stopped = torch.zeros((), dtype=torch.int64, device=device)
-    for images, labels in loader if batches is None else batches:
+    for images, targets in loader if batches is None else batches:
         liveness.at(EVALUATING)
         # All ranks return below if one has stopped: otherwise the others would wait for it in the
         # sums.
         if should_stop is not None and should_stop():
             stopped += 1
             break
-        scores = model(images).float()[:, :num_classes]
-        losses = _to_double(image_losses(scores, labels))
-        samples += len(labels)
+        scores = task.predict(model, images)
+        losses = _to_double(task.loss.of_samples(scores, targets))
+        samples += len(targets)
         for function, total in totals.items():
-            totals[function] = total + function(scores, labels, losses)
+            totals[function] = total + function(scores, targets, losses)
         if keep_rows:
-            rows.append((scores, labels))
+            rows.append((scores, targets))
     if isinstance(model, Lockstep):
         model.finish()
     liveness.at(COUNTING)
@@ -102,7 +100,7 @@ def evaluate(
     samples = _check_count(loader, samples, group)
     sums = {function: group.sum(total).cpu() for function, total in totals.items()}
     all_rows = _gather_rows(rows, loader, group) if keep_rows else None
-    # A metric that needs more classes than the data has is None.
+    # A metric that needs more outputs than the task has is None.
     numbers: dict[str, float | None] = dict.fromkeys(metrics)
     for name, metric in used.items():
         if metric.from_rows is not None:
@@ -118,19 +116,13 @@ def _to_double(values: Tensor) -> Tensor:
     return values if values.device.type == "mps" else values.double()
 
 
-def _zeros(used: Mapping[str, Metric], no_scores: Tensor, no_labels: Tensor) -> dict[Any, Tensor]:
+def _zeros(used: Mapping[str, Metric], scores: Tensor, targets: Tensor) -> dict[Any, Tensor]:
     """Return metric function -> tensor of zeros in the shape of its sums, for ranks that evaluate
-    no image.
+    no image. `scores`, `targets`: of one sample.
     """
-    scores, labels = (
-        no_scores.new_zeros(1, *no_scores.shape[1:]),
-        no_labels.new_zeros(1, *no_labels.shape[1:]),
-    )
     functions = dict.fromkeys(metric.sums for metric in used.values() if metric.sums is not None)
-    return {
-        function: torch.zeros_like(function(scores, labels, _to_double(scores[:, 0])))
-        for function in functions
-    }
+    losses = _to_double(scores.new_zeros(1))
+    return {function: torch.zeros_like(function(scores, targets, losses)) for function in functions}
 
 
 def _check_count(loader: Loader, samples: int, group: ProcessGroup) -> int:
@@ -153,19 +145,20 @@ def _check_count(loader: Loader, samples: int, group: ProcessGroup) -> int:
 def _gather_rows(
     rows: list[tuple[Tensor, Tensor]], loader: Loader, group: ProcessGroup
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the indices, scores and labels of the images of all ranks, in dataset order, in CPU
+    """Return the indices, scores and targets of the images of all ranks, in dataset order, in CPU
     memory. Collective.
     """
-    scores, labels = (torch.cat(tensors) for tensors in zip(*rows, strict=True))
+    scores, targets = (torch.cat(tensors) for tensors in zip(*rows, strict=True))
     assert isinstance(loader.sampler, EvalSampler)
     read = [index for index in loader.sampler.indices.tolist() if index not in loader.unreadable]
     indices = torch.tensor(read, dtype=torch.int64, device=scores.device)
     # Shards may differ by a few rows: pad them to the longest one. Padding has the index -1.
     missing = max(group.gather(len(read))) - len(read)
-    all_scores = group.rows(nn.functional.pad(scores, (0, 0, 0, missing))).flatten(0, 1)
-    padding = (0,) * (2 * labels.ndim - 1) + (missing,)
-    all_labels = group.rows(nn.functional.pad(labels, padding)).flatten(0, 1)
+    all_scores, all_targets = (
+        group.rows(nn.functional.pad(of, (0,) * (2 * of.ndim - 1) + (missing,))).flatten(0, 1)
+        for of in (scores, targets)
+    )
     all_indices = group.rows(nn.functional.pad(indices, (0, missing), value=-1)).flatten()
     is_row = all_indices >= 0
     indices, order = all_indices[is_row].sort()
-    return indices.cpu(), all_scores[is_row][order].cpu(), all_labels[is_row][order].cpu()
+    return indices.cpu(), all_scores[is_row][order].cpu(), all_targets[is_row][order].cpu()

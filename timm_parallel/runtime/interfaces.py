@@ -4,7 +4,7 @@ on one rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -17,11 +17,11 @@ from timm_parallel.data.dataset import ImageDataset, split_fingerprint
 from timm_parallel.data.loader import Loader, TrainLoader
 from timm_parallel.keys import ResolvedConfig, leaves
 from timm_parallel.machine.secrets import hide_in
-from timm_parallel.metric import Metric
 from timm_parallel.parallel.communication import Communication
 from timm_parallel.parallel.strategy import HasParameters, Strategy, own_parameters
 from timm_parallel.runtime.progress import Progress
 from timm_parallel.runtime.step_hooks import StepHooks
+from timm_parallel.task import Task
 
 # Begins the names of the step's own parameters, after those of the model.
 OF_STEP = "train_step"
@@ -94,11 +94,11 @@ class RunParts:
     config: ResolvedConfig
     strategy: Strategy
     dataset: ImageDataset
+    task: Task[Any]
     preprocessing: Any  # a dataclass: how images are prepared
-    image_size: int  # pixels of a side of training images
+    image_size: tuple[int, int]  # height and width of training images in pixels
     train_loader: TrainLoader
     eval_loaders: dict[str, Loader]  # by split
-    metrics: Mapping[str, Metric]  # of the task, by name
     state: TrainState
     mixing: Any  # None, or (images, targets, epoch) -> mixed images and targets
     communication: Communication

@@ -13,7 +13,7 @@ from urllib.request import getproxies
 
 import torch
 from huggingface_hub import constants
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from timm_parallel.machine.text import yaml_text
@@ -67,17 +67,16 @@ def compile_model(model: nn.Module, mode: bool | str, device: torch.device) -> n
     return compiled
 
 
-def check_image_size(
-    model: nn.Module, input_size: tuple[int, int, int], num_classes: int, device: torch.device
-) -> int:
-    """Run `model` on one black image of `input_size` (channels, height, width). Return its number
-    of outputs.
+def run_on_black_image(
+    model: nn.Module, input_size: tuple[int, int, int], device: torch.device
+) -> Any:
+    """Run `model` on one black image of `input_size` (channels, height, width). Return its outputs.
 
-    Raises ValueError if the model does not accept the size, or does not return a score for each
-    class.
+    Raises ValueError if the model does not accept the size.
     """
     image = torch.zeros(1, *input_size, device=device)
     height, width = image.shape[-2:]
+    sides = height if height == width else [height, width]
     was_training, cudnn = model.training, torch.backends.cudnn
     # cuDNN would time its algorithms for a batch of one.
     benchmark, cudnn.benchmark = cudnn.benchmark, False
@@ -90,19 +89,13 @@ def check_image_size(
     except (AssertionError, RuntimeError, ValueError) as error:
         reason = " ".join(str(error).split())[:200]
         raise ValueError(
-            f"data.image_size={height}: the model does not accept images of {height}x{width} "
+            f"data.image_size={sides}: the model does not accept images of {height}x{width} "
             f"({reason})"
         ) from None
     finally:
         model.train(was_training)
         cudnn.benchmark = benchmark
-    if not isinstance(outputs, Tensor) or outputs.ndim != 2 or outputs.shape[1] < num_classes:
-        shape = list(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
-        raise ValueError(
-            f"model.name: {type(model).__name__} must return a score per class, [1, "
-            f"{num_classes}] for one image, not {shape}"
-        )
-    return outputs.shape[1]
+    return outputs
 
 
 def check_sharded_model(

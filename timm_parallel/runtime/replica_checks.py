@@ -30,7 +30,7 @@ def check_same_data(dataset: ImageDataset, group: ProcessGroup) -> None:
     # fewer images.
     if group.world_size == 1:
         return
-    facts = {f"class {label}": name for label, name in enumerate(dataset.class_names)}
+    facts = {f"class {label}": name for label, name in enumerate(dataset.target_names)}
     for name, split in (("train", dataset.train), ("val", dataset.val), ("test", dataset.test)):
         if split is not None:
             facts |= {

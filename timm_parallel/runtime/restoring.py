@@ -73,7 +73,7 @@ def _check_data(parts: RunParts, contents: dict[str, Any]) -> list[str]:
     """Return how the training data changed, [] if not. Raises ValueError for changed classes or a
     change in mid-epoch.
     """
-    _check_classes(contents["classes"], list(parts.dataset.class_names))
+    _check_classes(contents["classes"], list(parts.dataset.target_names))
     step = contents["progress"]["step_in_epoch"]
     remedy = "start a new run with model.weights=<folder>/checkpoints/last.pt"
     # Older checkpoints have `balance` only in their config.

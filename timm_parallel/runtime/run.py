@@ -10,10 +10,9 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
-
-from torch import Tensor
 
 from timm_parallel.config.compose import save_config
 from timm_parallel.data.prefetch import Batch
@@ -104,6 +103,14 @@ class Run:
             prefetcher = loader.prefetcher
             self._recorder.images(loader.peek(), prefetcher.mean, 1 / prefetcher.inverse_std)
 
+    def image(self, name: str, image: Any) -> None:
+        """Show an image in the trackers, at the current step: uint8 [H, W, 3], or a PIL image."""
+        self._recorder.image(self.parts.progress.step, name, image)
+
+    def figure(self, name: str, figure: Any) -> None:
+        """Show a matplotlib figure in the trackers, at the current step."""
+        self.image(name, figure)
+
     def log_step(self, numbers: Numbers) -> None:
         """Log the numbers of a step, and the speed since the last logged step."""
         self.strategy.telemetry.sample()
@@ -127,7 +134,7 @@ class Run:
         numbers, is_best = evaluation.numbers, False
         if split == "val":
             metric = self.config.checkpoint.metric.removeprefix("val/")
-            is_best = progress.add_evaluation(numbers, metric, parts.metrics)
+            is_best = progress.add_evaluation(numbers, metric, parts.task.metrics)
             best: Numbers = {f"{name}_best": value for name, value in progress.best_values.items()}
             numbers = numbers | best
         self.evaluations[split] = replace(evaluation, numbers=numbers)
@@ -195,14 +202,16 @@ class Run:
     def end(self) -> None:
         """Write result.json, end the trackers, log the results, and leave the process group."""
         metrics: dict[str, dict[str, Any]] = {}
-        confusions: dict[str, Tensor] = {}
         for split, evaluation in self.evaluations.items():
             metrics[split] = evaluation.numbers | evaluation.details
-            confusions |= evaluation.confusions
         result = make_result(
             self.parts, self.folder, metrics, self.segments, self._at_start, self._at_end
         )
-        views = self._recorder.end(result, confusions, self.parts.dataset.class_names)
+        for evaluation in self.evaluations.values():
+            for name, of_weights in evaluation.of_weights.items():
+                draw = partial(self.parts.task.draw, of_weights)
+                self._recorder.draw(result.steps, name, draw)
+        views = self._recorder.end(result)
         if self.group.is_first:
             write_result(self.folder, result)
             lines = describe_segments(self.segments)

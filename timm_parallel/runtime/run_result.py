@@ -31,6 +31,7 @@ def make_result(
     """Return the contents of result.json for a finished run. `metrics`: by split. `start`, `end`:
     results of replica_checks.py. Collective.
     """
+    height, width = parts.image_size
     config, strategy, step = parts.config, parts.strategy, parts.progress.step
     (world_size, hash_at_start), (digest, drift_flags) = start, end
     started, first_step_at = started_at(), parts.hooks.meter.first_step_at
@@ -49,7 +50,7 @@ def make_result(
         tags=config.tags,
         model=config.model.name,
         parameters=count_parameters(parts.state.model),
-        image_size=parts.image_size,
+        image_size=height if height == width else [height, width],
         batch_size=config.global_batch,
         flops_per_step=parts.flops_per_step,
         steps=step,

@@ -39,7 +39,7 @@ def checkpoint_of(parts: RunParts, segments: list[dict[str, Any]]) -> dict[str, 
     )
     return {
         **contents,
-        "classes": list(parts.dataset.class_names),
+        "classes": list(parts.dataset.target_names),
         "preprocessing": dataclasses.asdict(parts.preprocessing),
         "made_by": {
             "strategy": parts.strategy.kind,

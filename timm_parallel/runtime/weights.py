@@ -26,7 +26,7 @@ class WeightsFile:
     path: Path
     tensors: dict[str, Tensor]
     label: str = ""  # raw or averaged weights, if the file has both
-    class_names: list[str] | None = None
+    target_names: list[str] | None = None
     input_size: tuple[int, ...] | None = None  # (channels, height, width) of its evaluation images
 
 
@@ -113,7 +113,7 @@ def fill_model(
     model: nn.Module,
     file: WeightsFile,
     head: set[str],
-    class_names: list[str],
+    target_names: list[str],
     for_evaluation: bool,
     strict: bool,
 ) -> str:
@@ -121,16 +121,16 @@ def fill_model(
     those that stay random.
 
     `head`: names of the head's tensors. They stay random if one of them does not fit, or if the
-    file has other classes than `class_names`. Raises ValueError if other tensors would stay random,
-    unless `strict` is false; in evaluation for any.
+    file has other classes than `target_names`. Raises ValueError if other tensors would stay
+    random, unless `strict` is false; in evaluation for any.
     """
     own = model.state_dict()
     problems = {name: _problem(name, file, own) for name in own}
     why_fresh = ""
-    if file.class_names is not None and file.class_names != class_names:
+    if file.target_names is not None and file.target_names != target_names:
         why_fresh = (
             "its classes are not those of the data "
-            f"({class_difference(file.class_names, class_names)})"
+            f"({class_difference(file.target_names, target_names)})"
         )
         if for_evaluation:
             raise ValueError(

@@ -10,9 +10,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from src.schema import ResolvedConfig
-from src.train.losses import softmax_losses
-from src.train.metrics import METRICS
+from src.schema import AugmentConfig, ResolvedConfig, TrainConfig
+from src.tasks import build_task
 from timm_parallel.config.compose import compose_command
 from timm_parallel.config.resolve import resolve
 from timm_parallel.metric import Metric
@@ -62,22 +61,31 @@ def plain(channels: int, mean: float = 0.0, std: float = 1 / 255) -> dict[str, t
     return {"mean": (mean,) * channels, "std": (std,) * channels}
 
 
+def task_of(classes: int, train: TrainConfig | None = None, **augment: Any) -> Any:
+    """Build the task of so many classes. `augment`: keys of data.augment."""
+    config = resolved()
+    config.train = train or config.train
+    config.data.augment = AugmentConfig(**augment)
+    return build_task(config, [str(number) for number in range(classes)])
+
+
 def evaluate_batches(
     model: Any,
     batches: Iterable[Any],
     strategy: Strategy,
     num_samples: int,
     num_classes: int,
-    metrics: Mapping[str, Metric] = METRICS,
+    metrics: Mapping[str, Metric] | None = None,
 ) -> Evaluation:
     """Evaluate on given batches without a loader. Metrics from rows are not supported, because they
     need a loader.
     """
     prefetcher = SimpleNamespace(device=strategy.device)
-    fetcher = SimpleNamespace(split=range(num_samples), num_classes=num_classes)
+    fetcher = SimpleNamespace(split=range(num_samples))
     loader: Any = SimpleNamespace(prefetcher=prefetcher, unreadable=set(), fetcher=fetcher)
+    task = task_of(num_classes)
     evaluation = evaluate(
-        model, loader, metrics, softmax_losses, strategy.group, batches=iter(batches)
+        model, loader, task, strategy.group, metrics=metrics, batches=iter(batches)
     )
     assert evaluation is not None
     return evaluation

@@ -23,8 +23,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from src.app import app
 from src.parallel import build_strategy
 from src.parallel.single import Single
+from src.tasks.classification import Classification
 from src.train.build import build_run
-from src.train.metrics import METRICS
 from src.train.run import run
 from timm_parallel.faults.liveness import liveness
 from timm_parallel.machine import hardware
@@ -60,7 +60,7 @@ def contents_of(run: RunParts, step: int = 1) -> Contents:
     made_by = {"strategy": "single", "devices": 1}
     return {
         **saving.snapshot(run.state, run.strategy),
-        "classes": run.dataset.class_names,
+        "classes": run.dataset.target_names,
         "made_by": made_by,
     }
 
@@ -427,7 +427,7 @@ def test_checkpoint_save_does_not_delete_copies_made_by_the_user(
 def test_progress_ignores_nan_losses_when_it_tracks_the_best_value() -> None:
     progress = Progress()
     losses = [float("nan"), 2.0, float("nan"), 1.0, 3.0]
-    assert [progress.add_evaluation({"loss": loss, "acc": 0.5}, "loss", METRICS) for loss in losses] == [  # noqa: E501
+    assert [progress.add_evaluation({"loss": loss, "acc": 0.5}, "loss", Classification.metrics) for loss in losses] == [  # noqa: E501
         False, True, False, True, False,
     ]  # fmt: skip
     assert (progress.best, progress.evaluations_since_best) == (-1.0, 1)

@@ -13,8 +13,7 @@ from torch.nn import functional
 
 from src.data.datasets import InMemory
 from src.parallel import build_strategy
-from src.train.losses import softmax_losses
-from src.train.metrics import METRICS, confusion, details
+from src.tasks.classification import Classification, confusion
 from timm_parallel.data.loader import BatchFetcher, Loader
 from timm_parallel.data.prefetch import DevicePrefetcher
 from timm_parallel.data.samplers import EvalSampler
@@ -23,7 +22,7 @@ from timm_parallel.keys import ParallelConfig
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.metric import Metric
 from timm_parallel.runtime.evaluation import evaluate
-from timm_parallel.testing.configs import evaluate_batches, plain
+from timm_parallel.testing.configs import evaluate_batches, plain, task_of
 from timm_parallel.testing.ranks import in_ranks
 
 SPLITS = (
@@ -55,19 +54,18 @@ def measured(ranks: Ranks, store: Any, kind: str, devices: int) -> list[dict[str
     strategy = build_strategy(config, ranks, store)
     actual = []
     for num_samples, num_classes in SPLITS:
-        data = split(num_samples, num_classes)
+        data, task = split(num_samples, num_classes), task_of(num_classes)
         requests = EvalSampler(len(data), 6, strategy.group.rank, strategy.group.world_size)
         feed = DevicePrefetcher(torch.device("cpu"), **plain(1, 0.5, 0.25), channels_last=False)
         evaluation = evaluate(
             strategy.for_evaluation(model(num_classes)),
-            Loader(BatchFetcher(data, num_classes, None, 0), requests, feed, 0),
-            METRICS,
-            softmax_losses,
+            Loader(BatchFetcher(data, task, None, 0), requests, feed, 0),
+            task,
             strategy.group,
         )
         assert evaluation is not None
         counts = evaluation.sums[confusion].tolist()
-        actual.append({**evaluation.numbers, **details(evaluation), "confusion": counts})
+        actual.append({**evaluation.numbers, **task.details(evaluation), "confusion": counts})
     strategy.close()
     return actual
 
@@ -197,9 +195,14 @@ def value_of_rows(ranks: Ranks, store: Any) -> list[float | None]:
         prefetcher = DevicePrefetcher(
             torch.device("cpu"), **plain(1, 0.5, 0.25), channels_last=False
         )
-        loader = Loader(BatchFetcher(data, 4, None, 0, on_error="skip"), sampler, prefetcher, 0)
-        metrics = {"acc": METRICS["acc"], "by_row": Metric(from_rows=weighted_by_row)}
-        actual = evaluate(model(4), loader, metrics, softmax_losses, strategy.group)
+        loader = Loader(
+            BatchFetcher(data, task_of(4), None, 0, on_error="skip"), sampler, prefetcher, 0
+        )
+        metrics = {
+            "acc": Classification.metrics["acc"],
+            "by_row": Metric(from_rows=weighted_by_row),
+        }
+        actual = evaluate(model(4), loader, task_of(4), strategy.group, metrics=metrics)
         assert actual is not None and actual.samples == num_samples - len(unreadable)
         values.append(actual.numbers["by_row"])
     strategy.close()

@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 
 from src.data.datasets import InMemory
+from src.data.transforms import OnImage
 from timm_parallel.data.loader import BatchFetcher, TrainLoader, num_workers
 from timm_parallel.data.prefetch import BatchMemory, DevicePrefetcher
 from timm_parallel.data.samplers import TrainSampler
 from timm_parallel.machine import hardware
+from timm_parallel.task import Targets
 from timm_parallel.testing.configs import plain
 
 
@@ -105,7 +107,7 @@ def test_loader_yields_a_batch_before_it_asks_for_the_next_one_and_keeps_none(
         torch.zeros(20, 3, 4, 4, dtype=torch.uint8), torch.zeros(20, dtype=torch.int64)
     )
     loader = TrainLoader(
-        BatchFetcher(split, 1, None, 0), TrainSampler(20, 4, 0, 1, seed=0), prefetcher, 0
+        BatchFetcher(split, Targets(), None, 0), TrainSampler(20, 4, 0, 1, seed=0), prefetcher, 0
     )
     sent: list[weakref.ref[Tensor]] = []
     to_device = prefetcher.send
@@ -130,7 +132,10 @@ def test_train_loader_gathers_batches_into_pinned_memory_in_a_thread(
     split = InMemory(images, torch.arange(40))
     prefetcher = DevicePrefetcher(torch.device("cpu"), **plain(3), channels_last=False)
     loader = TrainLoader(
-        BatchFetcher(split, 40, None, 0), TrainSampler(len(split), 8, 0, 1, seed=0), prefetcher, 0
+        BatchFetcher(split, Targets(), None, 0),
+        TrainSampler(len(split), 8, 0, 1, seed=0),
+        prefetcher,
+        0,
     )
     expected = list(loader.epoch(0))
     pinned: list[int] = []
@@ -159,7 +164,7 @@ def test_loader_workers_do_not_pin_memory() -> None:
     prefetcher.device = torch.device("cuda")  # no GPU is used
     for workers in (0, 2):
         loader = TrainLoader(
-            BatchFetcher(split, 1, None, 0),
+            BatchFetcher(split, Targets(), None, 0),
             TrainSampler(len(split), 4, 0, 1, seed=0),
             prefetcher,
             workers,
@@ -173,7 +178,10 @@ def test_workers_auto_is_0_for_data_in_memory_unless_a_gpu_waits_for_transforms_
     monkeypatch.setattr(hardware, "cores", lambda: 8)
     split = InMemory(torch.zeros(8, 3, 4, 4, dtype=torch.uint8), torch.zeros(8, dtype=torch.int64))
     cuda, cpu = torch.device("cuda"), torch.device("cpu")
-    gathers, each = BatchFetcher(split, 1, None, 0), BatchFetcher(split, 1, lambda image: image, 0)
+    gathers, each = (
+        BatchFetcher(split, Targets(), None, 0),
+        BatchFetcher(split, Targets(), OnImage(torch.clone), 0),
+    )
     workers = [
         num_workers("auto", fetcher, device, 2)
         for fetcher in (gathers, each)

@@ -39,7 +39,7 @@ from timm_parallel.record.jobs import Jobs
 from timm_parallel.record.result import Result
 from timm_parallel.runtime.banner import show_end
 from timm_parallel.testing.commands import Train
-from timm_parallel.testing.configs import parse, resolved
+from timm_parallel.testing.configs import parse, resolved, task_of
 from timm_parallel.testing.ranks import in_ranks, run_warm
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -367,7 +367,7 @@ def two_steps(ranks: Ranks, store: object, find: bool) -> str:
         find_unused_parameters=find or None,
     )
     strategy = build_strategy(config, ranks, store)  # type: ignore[arg-type]
-    step = TrainStep(Autocast(HalfUsed(), "cpu", None), nn.functional.cross_entropy)
+    step = TrainStep(Autocast(HalfUsed(), "cpu", None), nn.functional.cross_entropy, task_of(10))
     wrapped = strategy.wrap(step)
     try:
         for _ in range(2):

@@ -19,8 +19,6 @@ from src.models.freeze import groups_of
 from src.parallel import build_strategy
 from src.schema import OPTIMIZERS_OF_PARTS
 from src.train.build import build_run
-from src.train.losses import find_loss
-from src.train.metrics import metrics_of
 from src.train.run import Trainer
 from src.train.step import Autocast
 from timm_parallel.parallel.blocks import blocks_of, vector_layers
@@ -368,8 +366,7 @@ def evaluated(ranks: Any, store: Any, stops: bool) -> list[float | None] | None:
     actual = evaluate(
         model,
         loader,
-        metrics_of("classification"),
-        find_loss("ce").of_images,
+        parts.task,
         parts.strategy.group,
         should_stop=(lambda: ranks.rank == 0 and next(calls) == 1) if stops else None,
     )

@@ -13,8 +13,6 @@ from src.parallel import build_strategy
 from src.schema import ResolvedConfig
 from src.train.build import build_run
 from src.train.loop import train_epoch
-from src.train.losses import softmax_losses
-from src.train.metrics import METRICS
 from src.train.step import AUTOCAST, Autocast
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.record.result import read_result
@@ -157,8 +155,7 @@ def losses_and_evaluation(config: ResolvedConfig) -> tuple[list[float], float]:
     evaluation = evaluate(
         strategy.for_evaluation(autocast),
         run.eval_loaders["val"],
-        METRICS,
-        softmax_losses,
+        run.task,
         strategy.group,
     )
     assert evaluation is not None and evaluation.numbers["loss"] is not None

@@ -29,7 +29,7 @@ from timm_parallel.parallel.ddp_timing import TimedDistributedDataParallel
 from timm_parallel.record.guard import flags, guard
 from timm_parallel.record.result import read_result
 from timm_parallel.testing.commands import ROOT, Train
-from timm_parallel.testing.configs import read_lines, resolved
+from timm_parallel.testing.configs import read_lines, resolved, task_of
 from timm_parallel.testing.ranks import in_ranks
 
 QUIET: dict[str, Any] = {
@@ -163,7 +163,7 @@ def hooked(ranks: Ranks, store: Any, delay: float, blocks: int, norm: bool) -> t
         nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8) if norm else nn.Identity())
         for _ in range(blocks)
     ]
-    wrapped = strategy.wrap(TrainStep(nn.Sequential(*layers), nn.CrossEntropyLoss()))
+    wrapped = strategy.wrap(TrainStep(nn.Sequential(*layers), nn.CrossEntropyLoss(), task_of(10)))
     assert isinstance(wrapped, TimedDistributedDataParallel)
 
     def hook(state: Any, bucket: Any) -> Any:
@@ -207,7 +207,7 @@ def test_ddp_communication_time_matches_the_delay_added_by_a_comm_hook(norm: boo
 def alone(ranks: Ranks, store: Any) -> Any:
     strategy = build_strategy(resolved("parallel=ddp", "parallel.devices=1").parallel, ranks, store)
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
-    wrapped = strategy.wrap(TrainStep(model, nn.CrossEntropyLoss()))
+    wrapped = strategy.wrap(TrainStep(model, nn.CrossEntropyLoss(), task_of(10)))
     communication = strategy.communication(wrapped)
     communication.start_measuring()
     for _ in range(3):

@@ -41,10 +41,10 @@ from timm_parallel.runtime.determinism import seed_step, use_deterministic_algor
 from timm_parallel.runtime.interfaces import TrainState
 from timm_parallel.runtime.meter import Meter
 from timm_parallel.runtime.metric_window import MetricWindow
-from timm_parallel.runtime.model_checks import check_image_size
+from timm_parallel.runtime.model_checks import run_on_black_image
 from timm_parallel.runtime.run import Run
 from timm_parallel.runtime.step_hooks import StepHooks
-from timm_parallel.testing.configs import evaluate_batches, resolved
+from timm_parallel.testing.configs import evaluate_batches, resolved, task_of
 
 # Raised where fake tensors need data, so everything before has worked.
 NEEDS_DATA = (DataDependentOutputException, DynamicOutputShapeException)
@@ -193,7 +193,7 @@ def test_dp_places_the_training_loss_on_the_configured_output_device(
     )
     with strategy.device:
         model: nn.Module = Seen()
-    wrapped = strategy.wrap(TrainStep(model, nn.CrossEntropyLoss()))
+    wrapped = strategy.wrap(TrainStep(model, nn.CrossEntropyLoss(), task_of(10)))
     schedule: Any = None
     state = TrainState(
         model, model, wrapped, torch.optim.SGD(model.parameters(), 0.1), schedule, None, None
@@ -400,11 +400,11 @@ def test_image_size_check_does_not_benchmark_cudnn_for_one_image(
     class Model(torch.nn.Module):
         def forward(self, images: torch.Tensor) -> torch.Tensor:
             seen.append(torch.backends.cudnn.benchmark)
-            return images.flatten(1)[:, : 0 if fails else 2]
+            return images.flatten(1).view(1, 3 if fails else -1)
 
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
-    with pytest.raises(ValueError, match=r"model\.name") if fails else nullcontext():
-        check_image_size(Model(), (1, 4, 4), 2, torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"data\.image_size=4") if fails else nullcontext():
+        run_on_black_image(Model(), (1, 4, 4), torch.device("cpu"))
     assert seen == [False] and torch.backends.cudnn.benchmark
 
 

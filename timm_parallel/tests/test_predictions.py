@@ -13,20 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.calibration import calibration_curve
 
+from src.tasks.classification import calibration_error, count_by_confidence
 from timm_parallel.runtime.evaluation import Evaluation
-from timm_parallel.runtime.predictions import (
-    Prediction,
-    calibration_error,
-    count_by_confidence,
-    prediction_table,
-    write_predictions,
-)
+from timm_parallel.runtime.predictions import Prediction, prediction_table, write_predictions
+from timm_parallel.testing.configs import task_of
 
 
 def test_predict_writes_predictions_as_csv_json_or_console_lines(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_predictions(FOUND, "csv", tmp_path / "x.csv")
+    write_predictions(FOUND, task_of(2), "csv", tmp_path / "x.csv")
     with open(tmp_path / "x.csv", newline="", encoding="utf-8") as file:
         first, second = csv.DictReader(file)
     assert (
@@ -35,9 +31,9 @@ def test_predict_writes_predictions_as_csv_json_or_console_lines(
         and first["class_1"] == "cat"
     )
     assert second["path"] == "torn.png" and second["class_1"] == ""
-    write_predictions(FOUND, "json", tmp_path / "x.json")
+    write_predictions(FOUND, task_of(2), "json", tmp_path / "x.json")
     assert json.loads((tmp_path / "x.json").read_text())[0]["probabilities"] == [0.75, 0.25]
-    write_predictions(FOUND, "console", None)
+    write_predictions(FOUND, task_of(2), "console", None)
     assert capsys.readouterr().out.splitlines() == [
         "a, b.png  cat 0.7500, dog 0.2500",
         "torn.png  unreadable",
@@ -64,12 +60,15 @@ def test_calibration_error_matches_scikit_learn_calibration_curve(
 
 def test_prediction_table_of_one_label_has_the_documented_columns() -> None:
     rows = (torch.arange(2), torch.eye(7)[:2], torch.tensor([0, 2]))
-    table = prediction_table(
-        Evaluation(2, {}, {}, rows), None, list("abcdefg"), lambda scores: scores.softmax(1)
-    )
+    task = task_of(7)
+    task.names = list("abcdefg")
+    table = prediction_table(Evaluation(2, {}, {}, rows), None, task)
     places = [f"{column}_{place}" for place in range(1, 6) for column in ("class", "probability")]
     assert list(table.columns) == ["path", "label", *places]
     assert table["probability_1"][0] == "0.311791" and table["class_1"][0] == "a"
 
 
-FOUND = [Prediction("a, b.png", ["cat", "dog"], [0.75, 0.25]), Prediction("torn.png", [], [])]
+FOUND = [
+    Prediction("a, b.png", {"classes": ["cat", "dog"], "probabilities": [0.75, 0.25]}),
+    Prediction("torn.png", None),
+]

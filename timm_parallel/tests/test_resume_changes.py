@@ -20,8 +20,8 @@ from PIL import Image
 
 from src.app import app
 from src.schema import Config, ResolvedConfig
+from src.tasks.classification import Classification
 from src.train.loop import train_epoch
-from src.train.metrics import METRICS
 from src.train.run import Trainer
 from timm_parallel.config.compose import load_config
 from timm_parallel.config.validate import check_combination, check_values
@@ -436,8 +436,8 @@ def test_resume_with_a_different_checkpoint_metric_resets_the_best_value(
     folder = tmp_path / "run"
     shutil.copytree(stopped(4), folder)
     first = attempt(config_of(data), folder)
-    first.progress.add_evaluation({"loss": 1.0, "acc": 0.5}, "acc", METRICS)
-    first.progress.add_evaluation({"loss": 0.9, "acc": 0.5}, "acc", METRICS)
+    first.progress.add_evaluation({"loss": 1.0, "acc": 0.5}, "acc", Classification.metrics)
+    first.progress.add_evaluation({"loss": 0.9, "acc": 0.5}, "acc", Classification.metrics)
     first.run.save()
     same = attempt(config_of(data), folder).progress
     assert (same.best, same.best_metric, same.evaluations_since_best) == (0.5, "acc", 1)
@@ -448,7 +448,7 @@ def test_resume_with_a_different_checkpoint_metric_resets_the_best_value(
     assert (other.best, other.evaluations_since_best, other.best_values["acc"]) == (None, 0, 0.5)
     assert sum("best.pt" in line for line in caplog.messages) == 1
     assert [
-        other.add_evaluation({"loss": loss, "acc": 0.4}, "loss", METRICS)
+        other.add_evaluation({"loss": loss, "acc": 0.4}, "loss", Classification.metrics)
         for loss in (1.4, 1.3, 1.5)
     ] == [
         True,

@@ -21,7 +21,7 @@ from src.schema import (
     OptimConfig,
     TrainConfig,
 )
-from src.train.losses import LOSSES, Loss
+from src.tasks.classification import Classification, ClassLoss
 from timm_parallel.class_source import class_attributes
 from timm_parallel.config.validate import check_combination
 from timm_parallel.keys import ParallelConfig, strategy_options
@@ -114,7 +114,10 @@ def test_option_that_the_loss_does_not_read_is_refused(
         return Config(train=TrainConfig(loss=loss, **train), data=data)
 
     check_combination(config_with("ce"))
-    monkeypatch.setitem(LOSSES, "plain", Loss(LOSSES["ce"].build))
+    losses = Classification.losses
+    monkeypatch.setattr(
+        Classification, "losses", {**losses, "plain": ClassLoss(losses["ce"].build)}
+    )
     # The second is a class without `reads`.
     for loss in ("plain", "src.train.step.TrainStep"):
         with pytest.raises(ValueError, match=rf"^{key}=.* train\.loss={loss} does not read it"):

@@ -17,7 +17,7 @@ from torch.utils.data import DistributedSampler
 
 from src.data.datasets import Synthetic
 from src.data.erasing import Erasing
-from src.data.transforms import train_transform
+from src.data.transforms import OnImage, train_transform
 from src.schema import AugmentConfig, DataConfig
 from timm_parallel.data.fractions import batches_per_epoch
 from timm_parallel.data.loader import BatchFetcher, TrainLoader
@@ -25,7 +25,8 @@ from timm_parallel.data.prefetch import DevicePrefetcher
 from timm_parallel.data.samplers import EvalSampler, IndexBatch, TrainSampler, class_balance
 from timm_parallel.data.seeds import seed_for
 from timm_parallel.machine.ranks import Ranks
-from timm_parallel.testing.configs import plain
+from timm_parallel.task import Targets
+from timm_parallel.testing.configs import plain, task_of
 from timm_parallel.testing.ranks import in_ranks
 
 pytestmark = pytest.mark.portable
@@ -168,8 +169,11 @@ def images_by_index(world: int, epoch: int, num_workers: int, seed: int = 7) -> 
     split = Synthetic(DataConfig(image_size=16), num_samples=12).train
     images_of: dict[int, Tensor] = {}
     for rank in range(world):
-        transform, erasing = train_transform(EVERYTHING, 16, resize=False), Erasing(EVERYTHING)
-        fetcher = BatchFetcher(split, 10, transform, seed, on_normalized=erasing)
+        transform, erasing = (
+            OnImage.of(train_transform(EVERYTHING, (16, 16), resize=False)),
+            Erasing(EVERYTHING),
+        )
+        fetcher = BatchFetcher(split, Targets(), transform, seed, on_normalized=erasing)
         sampler = TrainSampler(len(split), 6, rank, world, seed)
         prefetcher = DevicePrefetcher(torch.device("cpu"), **plain(3), channels_last=False)
         loader = TrainLoader(fetcher, sampler, prefetcher, num_workers)
@@ -213,7 +217,9 @@ def test_augmented_images_differ_between_epochs_and_seeds() -> None:
 
 def test_augmentation_of_an_image_does_not_depend_on_earlier_random_draws() -> None:
     split = Synthetic(DataConfig(image_size=16), num_samples=12).train
-    fetcher = BatchFetcher(split, 10, train_transform(EVERYTHING, 16, resize=False), 7)
+    fetcher = BatchFetcher(
+        split, Targets(), OnImage.of(train_transform(EVERYTHING, (16, 16), resize=False)), 7
+    )
     first = fetcher.read(IndexBatch(0, np.array([5])))[0][0]
     fetcher.read(IndexBatch(0, np.arange(4)))
     torch.rand(100)
@@ -236,7 +242,7 @@ def test_random_erasing_differs_between_copies_of_an_image_but_not_between_rank_
         images: dict[int, Tensor] = {}
         for rank in range(world):
             erasing = Erasing(AugmentConfig(reprob=1.0))
-            fetcher = BatchFetcher(split, 10, None, 7, substitutes=12, on_normalized=erasing)
+            fetcher = BatchFetcher(split, Targets(), None, 7, substitutes=12, on_normalized=erasing)
             sampler = TrainSampler(12, 6, rank, world, 7, copies=2)
             prefetcher = DevicePrefetcher(torch.device("cpu"), **plain(3), channels_last=False)
             batches = TrainLoader(fetcher, sampler, prefetcher, num_workers).epoch(epoch)
@@ -258,9 +264,9 @@ def test_batch_fetcher_restores_torch_random_state_after_augmentation() -> None:
     """
     split = Synthetic(DataConfig(image_size=16), num_samples=12).train
     before = torch.get_rng_state()
-    BatchFetcher(split, 10, train_transform(EVERYTHING, 16, resize=False), 7).read(
-        IndexBatch(0, np.arange(4))
-    )
+    BatchFetcher(
+        split, Targets(), OnImage.of(train_transform(EVERYTHING, (16, 16), resize=False)), 7
+    ).read(IndexBatch(0, np.arange(4)))
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -274,7 +280,7 @@ def test_batch_fetcher_refuses_a_label_outside_the_number_of_classes(label: int)
             return torch.zeros(3, 4, 4, dtype=torch.uint8), label if index == 1 else 0
 
     with pytest.raises(ValueError, match=rf"labels from .*{label}.*, but 2 classes"):
-        BatchFetcher(Split(), 2, None, 0).read(IndexBatch(0, np.arange(3)))
+        BatchFetcher(Split(), task_of(2), None, 0).read(IndexBatch(0, np.arange(3)))
 
 
 @given(

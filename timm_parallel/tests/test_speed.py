@@ -28,7 +28,7 @@ from timm_parallel.machine.ranks import Ranks
 from timm_parallel.record.console import Console
 from timm_parallel.record.result import MetricsLog
 from timm_parallel.runtime.progress import Progress
-from timm_parallel.testing.configs import evaluate_batches, resolved
+from timm_parallel.testing.configs import evaluate_batches, resolved, task_of
 from timm_parallel.testing.ranks import in_ranks
 
 # Every option of a step that does not read values by its nature.
@@ -195,7 +195,7 @@ def buffers_and_bits(ranks: Ranks, store: Any, broadcast: str) -> tuple[bool, li
     model = nn.Sequential(
         nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4 * 36, 10)
     )
-    wrapped = strategy.wrap(TrainStep(model, nn.CrossEntropyLoss()))
+    wrapped = strategy.wrap(TrainStep(model, nn.CrossEntropyLoss(), task_of(10)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     torch.manual_seed(ranks.rank)
     for _ in range(5):

@@ -15,11 +15,10 @@ from PIL import Image
 
 from src.data.datasets import build_dataset
 from src.schema import Config, TrainConfig
-from src.train.losses import class_weights
 from timm_parallel.data import tar_index as tars
 from timm_parallel.data.dataset import train_labels
 from timm_parallel.data.samplers import class_balance
-from timm_parallel.testing.configs import resolved
+from timm_parallel.testing.configs import resolved, task_of
 
 CLASSES = ("cat", "dog")
 
@@ -86,7 +85,7 @@ def test_tar_and_webdataset_samples_are_read_with_labels_from_several_file_layou
             write_tar(tmp_path / file, members(count, start))
             start += count
     images = build_dataset(config_of(name, tmp_path).data)
-    assert images.class_names == (list(CLASSES) if name == "tar" else ["0", "1"])
+    assert images.target_names == (list(CLASSES) if name == "tar" else ["0", "1"])
     assert values_and_labels(images.train) == [(n, n % 2) for n in range(6)]
     assert values_and_labels(images.val) == [(n, n % 2) for n in range(3)]
 
@@ -96,7 +95,7 @@ def test_labels_of_tar_files_give_class_weights_and_balanced_draws(tmp_path: Pat
     write_tar(tmp_path / "val.tar", folders(2))
     labels = train_labels(build_dataset(config_of("tar", tmp_path).data).train, None)
     assert labels is not None
-    weights = class_weights(TrainConfig(class_weights="auto"), labels, 2)["class_weight"]
+    weights = task_of(2, TrainConfig(class_weights="auto")).class_weights(labels)["class_weight"]
     assert weights.tolist() == pytest.approx([5 / 6, 5 / 4])
     assert class_balance(labels, 1.0).tolist() == pytest.approx([1 / 3, 1 / 2, 1 / 3, 1 / 2, 1 / 3])
 
@@ -152,7 +151,7 @@ def test_tar_dataset_accepts_numeric_and_dotted_member_names_and_ignores_hidden_
     for split in ("train", "val"):
         write_tar(tmp_path / f"{split}.tar", members)
     images = build_dataset(config_of(name, tmp_path).data)
-    assert images.class_names == classes
+    assert images.target_names == classes
     assert values_and_labels(images.train) == [(0, 0), (1, 1)]
 
 

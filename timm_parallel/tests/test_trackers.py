@@ -145,17 +145,18 @@ def test_picture_that_cannot_be_drawn_is_a_warning_and_the_tracker_still_ends(
     def fail(*arguments: Any, **options: Any) -> Any:
         raise ValueError("the accident of this test")
 
-    monkeypatch.setattr(recorder, "draw_confusion", fail)
     monkeypatch.setattr("torchvision.utils.make_grid", fail)
     made = recorder.Recorder(config_with(kept=Kept), tmp_path, True, 0)
     made.images(torch.zeros(2, 3, 8, 8), torch.zeros(3, 1, 1), torch.ones(3, 1, 1))
     result: Any = SimpleNamespace(steps=4, status="done", throughput={}, seconds={})
-    made.end(result, {"val": torch.eye(2)}, ["a", "b"])
+    made.draw(4, "val", fail)
+    made.image(4, "val/figure", np.zeros((2, 2)))
+    made.end(result)
     made.close()
     assert [call[0] for call in Kept.calls] == ["start", "end"]
     lines = [record.getMessage() for record in caplog.records if record.name == recorder.__name__]
-    assert len(lines) == 2 and "train/images" in lines[0] and "val/confusion" in lines[1]
-    assert all("the accident of this test" in line for line in lines)
+    assert [line.split()[0] for line in lines] == ["train/images", "val", "val/figure"]
+    assert all("the accident of this test" in line for line in lines[:2])
 
 
 @given(

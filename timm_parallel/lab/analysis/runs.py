@@ -12,8 +12,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from timm_parallel.keys import CheckpointConfig
 from timm_parallel.machine.text import as_number, plural
+from timm_parallel.project import current
 from timm_parallel.record.jobs import FAILED
 
 STEP_PARTS = ("data_ms", "compute_ms", "communication_ms", "other_ms")
@@ -215,7 +215,7 @@ class RunRecord:
         """
         if self.is_of_tuning:
             return IMAGES_PER_SECOND
-        metric = str(self.config.get("checkpoint.metric") or CheckpointConfig.metric)
+        metric = str(self.config.get("checkpoint.metric") or current().config().checkpoint.metric)
         best = f"{metric.removesuffix('_ema')}_best"
         return str(self.config.get("optimized_metric") or best) if self.is_trial else metric
 

@@ -21,6 +21,7 @@ from timm_parallel.data.samplers import EvalSampler, IndexBatch
 from timm_parallel.errors import UnreadableImageError
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.record.result import read_metrics, read_result
+from timm_parallel.task import Targets
 from timm_parallel.testing.commands import Train
 from timm_parallel.testing.configs import plain, resolved
 from timm_parallel.testing.ranks import in_ranks
@@ -114,7 +115,7 @@ def test_unreadable_image_is_replaced_in_training_and_dropped_in_evaluation(tmp_
             return torch.full((1, 2, 2), index, dtype=torch.uint8), 10 * index
 
     training, evaluation = (
-        BatchFetcher(Split(), 99, None, 0, "skip", substitutes) for substitutes in (6, 0)
+        BatchFetcher(Split(), Targets(), None, 0, "skip", substitutes) for substitutes in (6, 0)
     )
     _, labels, unreadable, _ = training.read(IndexBatch(0, np.arange(6)))
     assert labels.tolist() == [0, 20, 20, 30, 0, 0]
@@ -142,7 +143,9 @@ def test_on_error_skip_reads_an_image_in_the_next_epoch_when_it_became_readable(
 
     split = Split()
     prefetcher = DevicePrefetcher(torch.device("cpu"), **plain(1), channels_last=False)
-    loader = Loader(BatchFetcher(split, 1, None, 0, "skip"), EvalSampler(3, 2, 0, 1), prefetcher, 0)
+    loader = Loader(
+        BatchFetcher(split, Targets(), None, 0, "skip"), EvalSampler(3, 2, 0, 1), prefetcher, 0
+    )
     for is_available, read, unreadable in ((False, 2, {1}), (True, 3, set())):
         split.is_available = is_available
         assert sum(len(labels) for _, labels in loader) == read
@@ -158,7 +161,7 @@ def test_on_error_skip_raises_after_100_unreadable_images_in_a_row() -> None:
             raise UnreadableImageError("damaged")
 
     with pytest.raises(ValueError, match=r"data\.on_error=skip: 100 "):
-        BatchFetcher(Split(), 99, None, 0, "skip", 1000).read(IndexBatch(0, np.array([7])))
+        BatchFetcher(Split(), Targets(), None, 0, "skip", 1000).read(IndexBatch(0, np.array([7])))
 
 
 def test_on_error_skip_does_not_catch_exceptions_other_than_unreadable_image() -> None:
@@ -170,7 +173,7 @@ def test_on_error_skip_does_not_catch_exceptions_other_than_unreadable_image() -
             raise ValueError("a fault")
 
     with pytest.raises(ValueError, match="a fault"):
-        BatchFetcher(Split(), 99, None, 0, "skip", 3).read(IndexBatch(0, np.array([0])))
+        BatchFetcher(Split(), Targets(), None, 0, "skip", 3).read(IndexBatch(0, np.array([0])))
 
 
 @pytest.mark.slow

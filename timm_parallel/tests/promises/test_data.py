@@ -16,7 +16,7 @@ from PIL import Image
 
 from timm_parallel.data.dataset import image_files
 from timm_parallel.data.decode import decode, find_jpeg_decoder, from_pil
-from timm_parallel.data.folder import class_names
+from timm_parallel.data.folder import class_folders
 from timm_parallel.errors import UnreadableImageError
 
 RED, GREEN, GREY = (250, 10, 10), (10, 250, 10), (128, 128, 128)
@@ -232,7 +232,7 @@ def test_image_folder_ignores_hidden_folders_and_files_that_are_not_images(tmp_p
     (tmp_path / "café").mkdir()
     for name in (".DS_Store", "Thumbs.db", "labels.csv", "._a.png", "README", "a.png"):
         (tmp_path / "café" / name).write_bytes(GOOD["rgb.png"][0]())
-    assert class_names(tmp_path) == ["café"]
+    assert class_folders(tmp_path) == ["café"]
     assert [path.name for path in image_files(tmp_path / "café")] == ["a.png"]
 
 
@@ -240,4 +240,4 @@ def test_class_names_of_2000_class_folders_are_sorted(tmp_path: Path) -> None:
     names = [f"class {number}" for number in range(2000)]
     for name in names:
         (tmp_path / name).mkdir()
-    assert class_names(tmp_path) == sorted(names)
+    assert class_folders(tmp_path) == sorted(names)

@@ -33,6 +33,7 @@ from timm_parallel.errors import UnreadableImageError
 from timm_parallel.lab.image_check import ImageReader
 from timm_parallel.launch.job import job_command
 from timm_parallel.runtime import checkpoint
+from timm_parallel.task import Targets
 from timm_parallel.testing.commands import ROOT, Refuse
 from timm_parallel.testing.configs import conf, parse
 
@@ -380,9 +381,9 @@ def test_any_error_of_a_decoder_makes_the_image_unreadable(
         decode(tmp_path / "0.png")
     assert "\n" not in str(refusal.value)
     split = Files([(tmp_path / "0.png", 0)])
-    dataset: Any = SimpleNamespace(train=split, class_names=["a"])
+    dataset: Any = SimpleNamespace(train=split, target_names=["a"])
     assert ImageReader(dataset)["train", 0].error
-    _, labels, unreadable, _ = BatchFetcher(split, 1, None, 0, "skip").read(
+    _, labels, unreadable, _ = BatchFetcher(split, Targets(), None, 0, "skip").read(
         IndexBatch(0, np.array([0]))
     )
     assert len(labels) == 0 and unreadable == [0]

@@ -15,6 +15,7 @@ import psutil
 import pytest
 import torch
 
+from src.data.transforms import OnImage
 from src.train import run as lifecycle
 from timm_parallel.data.dataset import InMemory
 from timm_parallel.data.loader import BatchFetcher, TrainLoader
@@ -23,6 +24,7 @@ from timm_parallel.data.samplers import TrainSampler
 from timm_parallel.machine.process import exit_at_once, exit_process
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.record.recorder import Recorder
+from timm_parallel.task import Targets
 from timm_parallel.testing.commands import ROOT
 from timm_parallel.testing.configs import plain, read_lines, resolved
 from timm_parallel.testing.ranks import warm_processes
@@ -128,7 +130,10 @@ def _kill_worker_and_exit(temporary: Path) -> None:
     sampler = TrainSampler(64, 4, rank=0, world_size=1, seed=0)
     prefetcher = DevicePrefetcher(torch.device("cpu"), **plain(3), channels_last=False)
     loader = TrainLoader(
-        BatchFetcher(split, 10, torch.clone, seed=0, substitutes=64), sampler, prefetcher, 1
+        BatchFetcher(split, Targets(), OnImage(torch.clone), seed=0, substitutes=64),
+        sampler,
+        prefetcher,
+        1,
     )
     next(loader.epoch(0))
     assert list(temporary.glob("pymp-*"))
@@ -159,7 +164,7 @@ def test_error_names_the_killed_loader_worker_when_its_connection_breaks_first(
         torch.zeros(64, 3, 8, 8, dtype=torch.uint8), torch.zeros(64, dtype=torch.int64)
     )
     prefetcher = DevicePrefetcher(torch.device("cpu"), **plain(3), channels_last=False)
-    fetcher = BatchFetcher(split, 10, torch.clone, seed=0, substitutes=64)
+    fetcher = BatchFetcher(split, Targets(), OnImage(torch.clone), seed=0, substitutes=64)
     loader = TrainLoader(fetcher, TrainSampler(64, 4, rank=0, world_size=1, seed=0), prefetcher, 1)
     others = set(psutil.Process().children())
     batches = loader.epoch(0)

@@ -1,0 +1,173 @@
+"""Several labels: each image has any number of the classes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from src.schema import ResolvedConfig
+from src.tasks.classification import (
+    LOSS,
+    Classification,
+    ClassLoss,
+    binary_cross_entropy,
+    sigmoid,
+    sigmoid_losses,
+    without_state,
+)
+from timm_parallel.data.csv_listing import SEPARATOR
+from timm_parallel.metric import Metric
+from timm_parallel.task import Criterion
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from timm_parallel.runtime.evaluation import Evaluation
+
+
+def asymmetric(
+    config: ResolvedConfig,
+    class_weight: Tensor | None = None,
+    pos_weight: Tensor | None = None,
+    gamma_pos: float = 1.0,
+    gamma_neg: float = 4.0,
+    clip: float = 0.05,
+) -> Criterion:
+    """Build the asymmetric loss (Ridnik et al. 2021, arXiv:2009.14119): negatives that the model is
+    sure of count less.
+    """
+    from timm.loss import create_classification_loss
+
+    criterion = create_classification_loss(
+        "asl",
+        multi_label=True,
+        smoothing=config.train.smoothing,
+        class_weight=class_weight,
+        pos_weight=pos_weight,
+        asl_gamma_pos=gamma_pos,
+        asl_gamma_neg=gamma_neg,
+        asl_clip=clip,
+    )
+    return without_state(criterion)
+
+
+def count_labels(scores: Tensor, labels: Tensor, losses: Tensor) -> Tensor:
+    """Count, by class, images that have the label and are predicted, that are predicted, and that
+    have it: [3, classes].
+    """
+    import torch
+
+    # The sigmoid of 0 is 0.5.
+    predicted, has_label = scores >= 0, labels > 0.5
+    return torch.stack([(predicted & has_label).sum(0), predicted.sum(0), has_label.sum(0)])
+
+
+def macro_f1(counts: Tensor, samples: int) -> float:
+    """Return macro F1: the mean of 2 TP / (predicted + labeled) over the classes; a class with
+    neither counts as 0.
+    """
+    hits, predicted, labeled = counts.double()
+    return float((2 * hits / (predicted + labeled).clamp(min=1)).mean())
+
+
+def mean_average_precision(scores: Tensor, labels: Tensor) -> float:
+    """Return the mean over classes of average precision (sum of precision x recall gain); 0 for a
+    class without images.
+    """
+    from timm.task import MultiLabelClassificationEvaluator
+
+    evaluator = MultiLabelClassificationEvaluator()
+    evaluator.update(scores, labels)
+    return float(evaluator.compute()["map"]) / 100
+
+
+class Multilabel(Classification):
+    """Any number of labels per image. Targets are 1 for a label, else 0: float [B, classes]."""
+
+    target = "labels"
+    # Mixup and balance need images of one label each.
+    applies = ("erasing", "auto_augment", "smoothing", "class_weights")
+    losses: ClassVar[Mapping[str, ClassLoss]] = {
+        "bce": ClassLoss(
+            partial(binary_cross_entropy, True),
+            sigmoid_losses,
+            ("smoothing", "class_weights"),
+            sigmoid,
+            has_class_terms=True,
+        ),
+        "asl": ClassLoss(
+            asymmetric,
+            sigmoid_losses,
+            ("smoothing", "class_weights"),
+            sigmoid,
+            has_class_terms=True,
+        ),
+    }
+    metrics: ClassVar[Mapping[str, Metric]] = {
+        "loss": LOSS,
+        "map": Metric(from_rows=mean_average_precision, is_proportion=True),
+        "f1_macro": Metric(count_labels, macro_f1, is_proportion=True),
+    }
+    problem_type = "multi_label_classification"
+
+    def check_targets(self, targets: Tensor) -> None:
+        if len(targets) and targets.shape[1:] != (len(self.names),):
+            raise ValueError(
+                f"the data has labels of shape {list(targets.shape[1:])}, expected a number for "
+                f"each of the {len(self.names)} classes"
+            )
+
+    def class_weights(self, targets: Tensor | None) -> dict[str, Tensor]:
+        """Return the keyword arguments that pass train.class_weights to the loss.
+
+        auto gives half of the weight to the positives of a class and half to its negatives: N / (2
+        n) for the n positives among N images, N / (2 (N - n)) for the negatives. The loss
+        multiplies `class_weight`, that of negatives, by `pos_weight`, which is timm's negatives /
+        positives. A class that has only one of them keeps weight 1. A list has mean 1 over the
+        classes.
+        """
+        import torch
+
+        if self.config.train.class_weights != "auto" or targets is None:
+            return super().class_weights(targets)
+        images, positives = len(targets), self.count_classes(targets)
+        negatives = images - positives
+        has_both = (positives > 0) & (negatives > 0)
+        of_positives, of_negatives = (
+            torch.where(has_both, images / (2 * count), 1.0) for count in (positives, negatives)
+        )
+        return {"class_weight": of_negatives, "pos_weight": of_positives / of_negatives}
+
+    def count_classes(self, targets: Tensor) -> Tensor:
+        return (targets > 0.5).sum(0)
+
+    def train_metrics(self, scores: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        return {}
+
+    def blank(self, count: int, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        scores, _ = super().blank(count, size)
+        return scores, scores
+
+    @property
+    def checked_metrics(self) -> dict[str, Metric]:
+        return dict(self.metrics)
+
+    def details(self, evaluation: Evaluation) -> dict[str, Any]:
+        return {"samples": evaluation.samples}
+
+    def draw(self, evaluation: Evaluation) -> dict[str, Any]:
+        return {}
+
+    def table(self, evaluation: Evaluation) -> dict[str, list[Any]]:
+        """Return the labels, and all classes with their probabilities, to compute metrics from."""
+        assert evaluation.rows is not None
+        _, scores, labels = evaluation.rows
+        joined = [
+            SEPARATOR.join(name for name, value in zip(self.names, row, strict=True) if value > 0.5)
+            for row in labels.tolist()
+        ]
+        # In single precision, different scores above 17 would have equal probabilities. `repr` has
+        # all digits.
+        best = self.best_columns(scores.double(), len(self.names), "{!r}")
+        return {"label": joined} | best
