@@ -60,7 +60,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _evaluate(given: argparse.Namespace, overrides: list[str], arguments: list[str]) -> int:
-    from src.data.check import check_data
+    from src.train.check import check_data
     from timm_parallel.launch.torchrun import run_on_devices
 
     if given.run is None and given.checkpoint is not None:

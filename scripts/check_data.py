@@ -36,9 +36,9 @@ def main(argv: list[str]) -> int:
             raise ValueError(f"{option}={path}: is a folder; expected a file to write")
 
     from src.app import app
-    from src.data.check import check_data
     from src.data.datasets import build_dataset
     from src.tasks import find_task
+    from src.train.check import check_data
     from timm_parallel.data.csv_listing import CsvDataset
     from timm_parallel.lab.image_check import check_images, show, write_page
     from timm_parallel.machine.files import write_json

@@ -22,8 +22,7 @@ from typing import Any
 from timm_parallel import keys
 from timm_parallel.class_source import class_attributes
 from timm_parallel.config import timm_rules
-from timm_parallel.config.suggest import hint
-from timm_parallel.config.validate import option_problems, own_class_problems
+from timm_parallel.config.validate import own_class_problems
 from timm_parallel.keys import (
     ResolvedParallel,
     choice,
@@ -632,20 +631,10 @@ class TrainConfig(keys.TrainConfig):
         return None if self.profile_steps is None else 11 + self.profile_steps
 
     def value_problems(self) -> Iterator[str]:
-        from src.tasks import TASKS
-
-        if is_own_class(self.task, "tasks"):
-            yield from own_class_problems("train.task", self.task)
-        elif self.task not in TASKS:
-            yield (
-                f"train.task={self.task}: unknown{hint(self.task, TASKS)}, or give "
-                "src.tasks.<module>.<Class>"
-            )
         if is_own_class(self.loss):
             yield from own_class_problems("train.loss", self.loss)
 
     def problems(self, whole: Config) -> Iterator[str]:
-        yield from self._task_problems(whole)
         if self.early_stop is not None and self.evaluate_every == 0:
             yield (
                 f"train.early_stop={self.early_stop}: needs evaluations; set "
@@ -658,75 +647,6 @@ class TrainConfig(keys.TrainConfig):
             )
         if self.max_steps is not None:
             yield from self.profile_problems(self.max_steps)
-
-    def _task_problems(self, whole: Config) -> Iterator[str]:
-        """Yield an error for each key that does not fit train.task."""
-        from src.tasks import find_task
-
-        task, weights, data = find_task(self.task), self.class_weights, whole.data
-        is_list = isinstance(weights, list) and all(
-            isinstance(w, int | float) and w >= 0 for w in weights
-        )
-        if weights not in (None, "auto") and not is_list:
-            yield f"train.class_weights={weights}: expected auto, or a number >= 0 for each class"
-        if weights is not None and data.balance:
-            yield (
-                f"data.balance={data.balance}: train.class_weights={weights} corrects for rare "
-                "classes too; use one of the two"
-            )
-        yield from option_problems("train.task_kwargs", task.Options, self.task_kwargs)
-        if not is_own_class(self.loss) and self.loss not in task.losses:
-            yield (
-                f"train.loss={self.loss}: not a loss of train.task={self.task}"
-                f"{hint(self.loss, task.losses)}; it has {', '.join(task.losses)}"
-            )
-        metrics = {
-            "checkpoint.metric": whole.checkpoint.metric,
-            "optimized_metric": whole.objective,
-        }
-        for setting, metric in metrics.items():
-            if metric.endswith("_ema") and whole.model.ema.decay is None:
-                yield (
-                    f"{setting}={metric}: needs averaged weights; set model.ema.decay, e.g. 0.9998"
-                )
-            name = metric.removeprefix("val/").removesuffix("_best").removesuffix("_ema")
-            if metric.startswith("val/") and name not in task.metrics:
-                known = ", ".join(f"val/{name}" for name in task.metrics)
-                yield (
-                    f"{setting}={metric}: not a metric of train.task={self.task}; use one of "
-                    f"{known}"
-                )
-        # Mixed targets are smoothed whatever the loss reads.
-        smoothing = 0 if data.augment.mixes else self.smoothing
-        reads = loss_reads(task, self.loss)
-        options = {
-            "train.smoothing": ("smoothing", smoothing),
-            "train.class_weights": ("class_weights", self.class_weights),
-            "data.augment.mixup": ("mixup", data.augment.mixup),
-            "data.augment.cutmix": ("mixup", data.augment.cutmix),
-            "data.augment.cutmix_minmax": ("mixup", data.augment.cutmix_minmax),
-            "data.augment.reprob": ("erasing", data.augment.reprob),
-            "data.augment.aa": ("auto_augment", data.augment.aa),
-            "data.balance": ("balance", data.balance),
-        }
-        for option, (name, value) in options.items():
-            if not value:
-                continue
-            if name not in task.applies:
-                yield f"{option}={value}: not for train.task={self.task}; leave it out"
-            elif name in ("smoothing", "class_weights", "mixup") and name not in reads:
-                yield (
-                    f"{option}={value}: train.loss={self.loss} does not read it; leave it "
-                    f"out, or add {name} to `reads` of the loss"
-                )
-        kinds = target_kinds(data.name)
-        if kinds is not None and task.target not in (*kinds, "none"):
-            able = [name for name in DATASETS if task.target in (target_kinds(name) or ())]
-            yield (
-                f"train.task={self.task}: its targets are of the kind {task.target}, but "
-                f"data={data.name} gives {' or '.join(kinds)}; use "
-                f"{' or '.join(f'data={name}' for name in able) or 'a dataset of your own'}"
-            )
 
     def profile_problems(self, steps: int) -> Iterator[str]:
         """Yield an error if no steps are left to time after the profiled steps."""
@@ -795,19 +715,3 @@ def is_size(sides: Any) -> bool:
     return sides is None or (
         len(pair) == 2 and all(type(side) is int and side >= 1 for side in pair)
     )
-
-
-def loss_reads(task: Any, name: str) -> tuple[str, ...]:
-    """Return the options that a loss of a task, or your own class, reads: smoothing, mixup,
-    class_weights.
-    """
-    if name in task.losses:
-        return tuple(task.losses[name].reads)
-    return tuple(class_attributes(name).get("reads", ()))
-
-
-def target_kinds(dataset: str) -> tuple[str, ...] | None:
-    """Return the kinds of targets that a dataset gives; None for a class that does not tell."""
-    dotted = DATASETS.get(dataset.partition("/")[0], dataset if is_own_class(dataset) else TIMM)
-    kinds = class_attributes(dotted).get("targets")
-    return None if is_own_class(dataset) and kinds is None else tuple(kinds or ("label",))

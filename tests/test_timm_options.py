@@ -361,7 +361,7 @@ def test_timm_options_change_training_losses_except_four_listed_options(
 def test_impossible_timm_option_combination_is_refused_with_its_key_in_one_line(
     overrides: tuple[str, ...], message: str
 ) -> None:
-    from src.data.check import check_data
+    from src.train.check import check_data
 
     with pytest.raises(ValueError, match=message) as refusal:
         check_data(resolved(*overrides))

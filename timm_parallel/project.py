@@ -40,6 +40,7 @@ class Project(Generic[C, R]):
     resolved: type[R]
     # Dotted names of functions.
     run: str  # (config, folder, ranks, store): train as one rank
+    rules: str  # (config): yield an error message for each key that does not fit the others
     check_data: str  # (config): raise ValueError for data that cannot be read
     check_batch: str  # (config): raise ValueError for more than a batch of the data
     training_size: str  # (config.data): number of training images, None if it takes long to count

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from src.app import app
-from src.data.check import check_data
 from src.data.datasets import build_dataset
 from src.models.build import build_model
 from src.models.freeze import freeze, groups_of
 from src.models.preprocessing import train_image_size
 from src.schema import Config, ResolvedConfig
 from src.tasks import build_task, find_task
+from src.train.check import check_data
 from src.train.optim import build_optimizer
 from src.train.step import AUTOCAST, Autocast, TrainStep
 from timm_parallel.config.validate import check_combination

@@ -235,14 +235,14 @@ def test_every_example_in_docs_extend_md_is_linked_in_its_table_and_has_a_comman
 
 
 def test_f1_metric_in_docs_extend_md_matches_scikit_learn(scratch: Path) -> None:
-    metrics = module(scratch, "src/train/metrics.py")
+    metrics = module(scratch, "src/tasks/classification.py")
     truth, answers = (
         torch.randint(0, 6, (200,), generator=torch.Generator().manual_seed(seed))
         for seed in (0, 1)
     )
     confusion = torch.zeros(7, 7, dtype=torch.int64)  # the last class never occurs
     confusion.index_put_((truth, answers), torch.ones_like(truth), accumulate=True)
-    actual = metrics.METRICS["f1"].from_sums(confusion, 200)
+    actual = metrics.Classification.metrics["f1"].from_sums(confusion, 200)
     assert actual == pytest.approx(f1_score(truth, answers, average="macro"), abs=1e-12)
 
 
@@ -265,7 +265,7 @@ def test_npz_dataset_returns_images_and_labels_and_refuses_a_different_image_siz
     dataset_class = module(scratch, "src/data/npz.py").Npz
     data = dataset_class(DataConfig(root=str(npz)))
     assert [len(split) for split in (data.train, data.val, data.test)] == [64, 16, 8]
-    assert data.class_names == ["0", "1"]
+    assert data.target_names == ["0", "1"]
     assert (data.in_chans, data.image_size) == (1, 32)
     with np.load(npz) as arrays:
         image, label = data.train[5]

@@ -61,6 +61,7 @@ def test_user_code_imports_only_the_permitted_library_packages() -> None:
         "app",
         "main",
         "metric",
+        "task",
         "trackers",
     }
     wrong = [

@@ -372,9 +372,9 @@ def test_fork_of_this_project_takes_a_newer_template(
     start_repository(template, {})
     mine = copy_of(template, tmp_path / "mine", shared)
     make_fork(mine, "my_project", "Ada Example", drop_demo=True)
-    losses = read(mine / "src/train/losses.py")
+    losses = read(mine / "src/tasks/multilabel.py")
     entry = read(mine / "train.py")
-    commit(mine, {"src/train/losses.py": losses + "\n# mine\n", "docs/forecast.md": None})
+    commit(mine, {"src/tasks/multilabel.py": losses + "\n# mine\n", "docs/forecast.md": None})
     readme = read(template / "README.md")
     newer = {
         "README.md": readme.replace("MIT license.", "The MIT license."),
@@ -405,8 +405,8 @@ def test_fork_of_this_project_takes_a_newer_template(
     )
     assert json.loads(read(mine / ".template.json"))["template_commit"] == newest
     commit(mine, {})
-    commit(template, {"src/train/losses.py": losses + "\n# the template's\n"})
+    commit(template, {"src/tasks/multilabel.py": losses + "\n# the template's\n"})
     before = state(mine)
     assert update(mine) == 1
-    assert "conflict in src/train/losses.py" in capfd.readouterr().err
+    assert "conflict in src/tasks/multilabel.py" in capfd.readouterr().err
     assert state(mine) == before

@@ -47,11 +47,13 @@ def check_values(config: Config) -> None:
 
 
 def check_combination(config: Config) -> None:
-    """Refuse keys that cannot work together, by the rules of `cluster` and by the method `problems`
-    of each group.
+    """Refuse keys that cannot work together, by the rules of `cluster`, by the method `problems` of
+    each group, and by those of the project.
     """
     groups = [group for group in vars(config).values() if hasattr(group, "problems")]
-    refuse(cluster_rules(config), *(group.problems(config) for group in groups))
+    app = current()
+    rules = app.call(app.rules, config)
+    refuse(cluster_rules(config), *(group.problems(config) for group in groups), rules)
 
 
 def _bounds(config: Config) -> Iterator[str]:

@@ -77,16 +77,10 @@ def _library(root: Path) -> list[Path]:
     return [path for path in files if not {"tests", "testing"} & {*path.relative_to(root).parts}]
 
 
-# Names that schema.py reads before torch is imported.
-REGISTRIES = ("src/train/losses.py", "src/train/metrics.py")
-
-
 def package_of(file: str) -> str:
     """Return the package of a file: `timm_parallel/launch/job.py` -> `timm_parallel.launch`,
     `src/models/build.py` -> `models`.
     """
-    if file in REGISTRIES:
-        return "schema"
     parts = Path(file).with_suffix("").parts
     if len(parts) == 1:
         return ""

@@ -17,8 +17,8 @@ import pytest
 from PIL import Image
 
 from src.app import app
-from src.data.check import check_data
 from src.schema import Config
+from src.train.check import check_data
 from timm_parallel.errors import ONE_DEVICE
 from timm_parallel.lab.jobs.folders import write_job_folder
 from timm_parallel.lab.multirun import run_multirun

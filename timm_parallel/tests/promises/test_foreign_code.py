@@ -244,11 +244,11 @@ def test_class_path_in_config_is_refused_when_it_is_not_a_model_or_dataset() -> 
     for name in (
         "src.data.datasets.Digits",
         "src.schema.Config",
-        "src.data.check.check_data",
+        "src.train.check.check_data",
     ):
         with pytest.raises(ValueError, match="not a torch"):
             build_model(ModelConfig(name=name), 10, images.in_chans, None, torch.device("cpu"))
-    for name in ("src.data.datasets.Path", "src.data.check.check_data", "src.models.build.nn"):
+    for name in ("src.data.datasets.Path", "src.train.check.check_data", "src.models.build.nn"):
         with pytest.raises(ValueError, match="not a class of this project"):
             build_dataset(DataConfig(name=name))
     with pytest.raises(ValueError, match="does not accept them"):

@@ -38,6 +38,7 @@ app = App(
     config=Config,
     resolved=ResolvedConfig,
     run="small.fit.fit",
+    rules="small.checks.rules",
     check_data="small.checks.check_data",
     check_batch="small.checks.check_batch",
     training_size="small.checks.training_size",
