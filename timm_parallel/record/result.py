@@ -44,6 +44,7 @@ class Result:
     parameters: int | None = None
     image_size: int | None = None  # side of a training image in pixels
     batch_size: int | None = None  # global
+    accumulate: int | None = None  # batches per optimizer step
     # Floating-point operations of an optimizer step over all devices: forward and backward passes
     # of the model.
     flops_per_step: int | None = None

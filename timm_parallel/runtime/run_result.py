@@ -51,6 +51,7 @@ def make_result(
         parameters=count_parameters(parts.state.model),
         image_size=parts.image_size,
         batch_size=config.global_batch,
+        accumulate=config.train.accumulate,
         flops_per_step=parts.flops_per_step,
         steps=step,
         epochs=parts.epochs_done,
