@@ -8,6 +8,7 @@ the project's functions by their dotted names when it calls them, so that a refu
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
@@ -130,6 +131,14 @@ def code_files() -> dict[str, Path]:
         if path.relative_to(library).parts[0] not in ("tests", "testing"):
             files[path.relative_to(library.parent).as_posix()] = path
     return files
+
+
+def code_hashes() -> dict[str, str]:
+    """Return a hash of each file of code that a run uses."""
+    return {
+        name: hashlib.sha256(path.read_bytes()).hexdigest()[:8]
+        for name, path in code_files().items()
+    }
 
 
 def find_app(name: str) -> Project[Any, Any]:
