@@ -11,11 +11,14 @@ from timm_parallel.config.compose import (
     asks_for_accumulate,
     compose_command,
     load_config,
+    save_config,
     save_hydra_files,
 )
+from timm_parallel.config.evaluation import evaluation_config
 from timm_parallel.config.resolve import halve_batches, resolve
 from timm_parallel.faults.failure import RankExits
 from timm_parallel.keys import ResolvedConfig
+from timm_parallel.lab.jobs.folders import config_folder, write_job_folder
 from timm_parallel.lab.report.collect import collect
 from timm_parallel.launch import job
 from timm_parallel.launch.resume import (
@@ -24,6 +27,8 @@ from timm_parallel.launch.resume import (
     folder_to_resume,
     keep_accumulate,
 )
+from timm_parallel.machine.ranks import Ranks
+from timm_parallel.record.jobs import Job
 from timm_parallel.record.result import read_result
 from timm_parallel.testing.commands import ROOT, Train
 from timm_parallel.testing.configs import parse, resolved, tiny
@@ -91,6 +96,30 @@ def test_resumed_run_keeps_the_accumulate_that_auto_found(
     config = keep_accumulate(config, command.config, halved)
     assert (config.train.accumulate, config.data.batch_size) == (2, 16)
     check_resumable(config, halved)
+
+
+def test_continued_job_of_a_sweep_keeps_the_accumulate_that_auto_found(tmp_path: Path) -> None:
+    job = Job(0, "auto", "0", [], configuration=0, seed=42)
+    source = config_folder(tmp_path, job)
+    command = compose_command(parse(*tiny(*DDP, "train.accumulate=auto")))
+    save_hydra_files(command.tree, source)
+    save_config(resolve(command.config), source)
+    folder = write_job_folder(tmp_path, job)
+    half = halve_batches(load_config(folder))
+    assert half is not None
+    save_config(half, folder)
+    # An attempt without a checkpoint starts with the whole batch again.
+    assert load_config(write_job_folder(tmp_path, job)).train.accumulate == 1
+    save_config(half, folder)
+    (folder / "checkpoints").mkdir()
+    (folder / "checkpoints" / "last.pt").touch()
+    assert load_config(write_job_folder(tmp_path, job)).train.accumulate == 2
+
+
+def test_evaluation_on_ranks_ignores_accumulate_auto_of_its_experiment(tmp_path: Path) -> None:
+    overrides = ["experiment=finetune", f"data.root={tmp_path}", "parallel=ddp"]
+    config = evaluation_config(None, overrides, Ranks(0, 2, 0, 2))
+    assert (config.train.accumulate, config.parallel.devices) == (1, 2)
 
 
 @pytest.mark.processes
