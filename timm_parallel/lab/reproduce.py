@@ -127,8 +127,8 @@ def _problems(run: Path, environment: dict[str, Any], end: Result) -> Iterator[s
             "without them"
         )
     diff = run / CODE_DIFF
-    text = diff.read_text(encoding="utf-8") if diff.is_file() else f"\n{CUT}"
-    if environment.get("dirty") and f"\n{CUT}" in text:
+    text = diff.read_text(encoding="utf-8") if diff.is_file() else CUT
+    if environment.get("dirty") and f"\n{CUT}" in f"\n{text}":
         yield f"{diff}: missing, or cut as too large; commit the changes and train again"
     if environment.get("dirty") and "***" in text:
         yield (
@@ -144,7 +144,9 @@ def _train(run: Path, folder: Path, more: list[str]) -> int:
     code = (folder / "code").resolve()
     command = [sys.executable, str(code / "train.py")]
     command += ["--config-path", str(run.resolve()), "--config-name", "config", *more]
-    command += [f"hydra.run.dir='{(folder / 'run').resolve()}'", "resume=null", "tracker.use={}"]
+    command += [f"hydra.run.dir='{(folder / 'run').resolve()}'", "resume=null"]
+    # Not the trackers of the run, which others see. `tracker.use={}` would change nothing.
+    command += [f"tracker.{name}=null" for name in ("use", "entity", "mode", "uri")]
     # A new run, with all devices on this machine.
     command += ["search.sampler=null", "cluster.scheduler=local", "cluster.nodes=1"]
     environment = {**os.environ, **no_repository(code)}

@@ -15,6 +15,8 @@ import pytest
 from PIL import Image
 
 from scripts import reproduce as script
+from timm_parallel.config.compose import load_config
+from timm_parallel.keys import TrackerConfig
 from timm_parallel.lab import reproduce
 from timm_parallel.lab.code_copy import apply_diff, copy_commit
 from timm_parallel.record.code_diff import CODE_DIFF
@@ -90,7 +92,11 @@ def certificate(base: Path, code: int, steps: int = STEPS) -> dict[str, Any]:
 def test_repeated_run_has_equal_losses_and_weights(
     copy: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    # The repetition is not sent to the server that the run was sent to.
+    edit(copy / "run/config.yaml", "tensorboard: true", "mlflow: true")
+    edit(copy / "run/config.yaml", "  uri: null", "  uri: http://localhost:1")
     found = certificate(copy, 0, steps=50)
+    assert load_config(copy / "run" / "reproduced" / "run").tracker == TrackerConfig()
     assert (found["steps"], found["losses"], found["equal_losses"]) == (15, 5, 5)
     assert (found["reproduced"], found["weights_compared"]) == (True, True)
     assert (found["first_difference"], found["differences"], found["newer_files"]) == (None, {}, [])
@@ -176,6 +182,7 @@ def resume_with_other_settings(base: Path) -> None:
         (lambda base: write_environment(base / "run", commit=None), STEPS, "has no commit"),
         (lambda base: write_environment(base / "run", dirty=True), STEPS, "code.diff: missing"),
         (write_diff("diff --git a/x b/x\n+1\ncut: larger\n"), STEPS, "cut as"),
+        (write_diff("cut: larger\n"), STEPS, "cut as"),
         (write_diff("diff --git a/x b/x\n+token = ***\n"), STEPS, "masked"),
         (write_diff("diff --git a/x b/x\n--- a/x\n+++ b/x\n"), STEPS, "cannot be restored"),
         (resume_with_other_settings, STEPS, "resumed with other settings"),
