@@ -668,6 +668,13 @@ class CheckpointConfig(keys.CheckpointConfig):
 
 
 @dataclass
+class ResolvedTrain(TrainConfig, keys.ResolvedTrain):
+    """TrainConfig without `auto`."""
+
+    accumulate: int = 1
+
+
+@dataclass
 class Config(keys.Config):
     """Keys of a run that are in no group."""
 
@@ -687,6 +694,7 @@ class ResolvedConfig(Config, keys.ResolvedConfig):
     """Config resolved for a machine; the content of a run's config.yaml."""
 
     parallel: ResolvedParallel = field(default_factory=ResolvedParallel)
+    train: ResolvedTrain = field(default_factory=ResolvedTrain)
 
     @property
     def learning_rate(self) -> float:

@@ -129,6 +129,14 @@ def test_plan_predicts_steps_parameters_and_bytes_of_a_real_ddp_run(
     assert planned.bytes.optimizer == sum(tensor.nbytes for tensor in tensors)
 
 
+def test_plan_of_accumulate_auto_has_the_whole_batch_on_several_devices() -> None:
+    auto, fixed = (
+        plan([*TINY, "parallel=ddp", f"train.accumulate={value}"], [2]) for value in ("auto", "1")
+    )
+    assert auto == fixed
+    assert auto[0].reason == ""
+
+
 @pytest.mark.slow(seconds=6)
 def test_plan_for_fsdp_divides_weight_gradient_optimizer_and_ema_bytes_by_shard_size() -> None:
     overrides = ("model=vit_tiny", "model.ema.decay=0.9", "data.batch_size=16")

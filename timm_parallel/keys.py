@@ -475,7 +475,9 @@ class TrainConfig:
     deterministic: bool = key(
         False, help="Use only torch's deterministic algorithms, for equal bits on a GPU; slower."
     )
-    accumulate: int = number(1, ge=1, help="Batches per optimizer step.")
+    accumulate: int | str = number(
+        1, ge=1, help="Batches per optimizer step; auto: divide the batch until it fits in memory."
+    )
     evaluate_every: int = number(
         1, ge=0, help="Epochs between two evaluations; 0: only at the end."
     )
@@ -564,12 +566,20 @@ class ResolvedParallel(ParallelConfig):
 
 
 @dataclass
+class ResolvedTrain(TrainConfig):
+    """TrainConfig in which the number of batches per optimizer step is an integer, not `auto`."""
+
+    accumulate: int = 1
+
+
+@dataclass
 class ResolvedConfig(Config):
     """Config resolved for a machine by timm_parallel/config/resolve.py; the content of a run's
     config.yaml.
     """
 
     parallel: ResolvedParallel = field(default_factory=ResolvedParallel)
+    train: ResolvedTrain = field(default_factory=ResolvedTrain)
 
     @property
     def global_batch(self) -> int:

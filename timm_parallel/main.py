@@ -151,6 +151,7 @@ def _run(app: App[Any, Any], arguments: Any, ranks: Ranks | None) -> int:
         check_resumable,
         compose_run,
         folder_to_resume,
+        keep_accumulate,
         records_of,
         restore_records,
     )
@@ -171,8 +172,10 @@ def _run(app: App[Any, Any], arguments: Any, ranks: Ranks | None) -> int:
     if ranks is not None:
         negotiate(config, command.config.parallel, ranks)
     check_scheduler(config.cluster)
-    folder = remembered or folder_to_resume(config)
+    folder = remembered or folder_to_resume(config, command.config)
     is_resumed = folder is not None
+    if folder is not None:
+        config = keep_accumulate(config, command.config, folder)
     folder = folder or claim_folder(command.run_dir)
     is_ours = not is_resumed
     try:

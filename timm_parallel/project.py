@@ -8,6 +8,7 @@ the project's functions by their dotted names when it calls them, so that a refu
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from timm_parallel.class_source import use_classes_of
-from timm_parallel.keys import Config, ResolvedConfig, ResolvedParallel
+from timm_parallel.keys import Config, ResolvedConfig
 from timm_parallel.machine.process import import_name, imports_without_gc
 from timm_parallel.metric import Metric
 
@@ -108,11 +109,17 @@ def as_resolved(config: Config) -> ResolvedConfig:
     """Convert a config without `auto` values to the project's class of a resolved one. Raises
     ValueError if one is left.
     """
-    parallel = ResolvedParallel(**vars(config.parallel))
-    for name in ("devices", "threads_per_device"):
-        if not isinstance(getattr(parallel, name), int):
-            raise ValueError(f"parallel.{name}=auto: expected an integer in the config of a run")
-    return current().resolved(**{**vars(config), "parallel": parallel})
+    default = current().resolved()
+    parallel = type(default.parallel)(**vars(config.parallel))
+    train = type(default.train)(**vars(config.train))
+    for key, value in (
+        ("parallel.devices", parallel.devices),
+        ("parallel.threads_per_device", parallel.threads_per_device),
+        ("train.accumulate", train.accumulate),
+    ):
+        if not isinstance(value, int):
+            raise ValueError(f"{key}=auto: expected an integer in the config of a run")
+    return current().resolved(**{**vars(config), "parallel": parallel, "train": train})
 
 
 def code_files() -> dict[str, Path]:
@@ -125,6 +132,14 @@ def code_files() -> dict[str, Path]:
         if path.relative_to(library).parts[0] not in ("tests", "testing"):
             files[path.relative_to(library.parent).as_posix()] = path
     return files
+
+
+def code_hashes() -> dict[str, str]:
+    """Return a hash of each file of code that a run uses."""
+    return {
+        name: hashlib.sha256(path.read_bytes()).hexdigest()[:8]
+        for name, path in code_files().items()
+    }
 
 
 def find_app(name: str) -> Project[Any, Any]:

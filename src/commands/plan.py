@@ -97,6 +97,9 @@ def _resolved_for(config: Config, devices: int) -> ResolvedConfig:
     """Resolve the config for `devices` devices without checking the hardware of this machine."""
     config = copy.deepcopy(config)
     config.parallel.devices = devices
+    # A plan of auto is that of the first attempt, with the whole batch.
+    if config.train.accumulate == "auto":
+        config.train.accumulate = 1
     config.parallel.choose_strategy(several=devices > 1)
     check_combination(config)
     return app.resolve(config, devices, 1) if config.parallel.has_ranks else app.resolve(config)

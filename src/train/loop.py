@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from timm.models import model_parameters
 from torch import Tensor, nn
 
-from src.schema import Config, OptimConfig
+from src.schema import OptimConfig, ResolvedConfig
 from src.train.optim import clip_adaptively
 from timm_parallel.data.prefetch import Batch
 from timm_parallel.faults.liveness import BACKWARD
@@ -38,7 +38,7 @@ class StepReport:
 def train_epoch(
     state: TrainState,
     batches: Iterator[Batch],
-    config: Config,
+    config: ResolvedConfig,
     strategy: Strategy,
     hooks: StepHooks,
     steps_per_epoch: int,

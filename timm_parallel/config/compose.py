@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -278,6 +279,16 @@ def load_config(folder: Path) -> ResolvedConfig:
             f"{folder}: expected a run folder, but it has no readable config.yaml"
         ) from None
     return as_resolved(to_config(task))
+
+
+def asks_for_accumulate(folder: Path) -> bool:
+    """Return True if the command of a run set train.accumulate=auto, for which its config.yaml has
+    a number.
+    """
+    # Searching the text is quick; parsing it takes 10 ms.
+    path = folder / ".hydra" / "config.yaml"
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    return re.search(r"^train:\n(?:  .*\n)*?  accumulate: auto$", text, re.MULTILINE) is not None
 
 
 def copy_config(source: Path, folder: Path, seed: int) -> None:

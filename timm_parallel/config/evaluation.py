@@ -47,7 +47,7 @@ def evaluation_config(
             )
     # These concern training only.
     config.model.for_evaluation()
-    config.tracker = TrackerConfig()
+    config.tracker, config.train.accumulate = TrackerConfig(), 1
     check_combination(config)
     return resolve(config, *((ranks.world_size, ranks.local_world_size) if ranks else ()))
 

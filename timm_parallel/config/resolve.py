@@ -32,6 +32,9 @@ def resolve(
     if config.data.batch_size is None and config.data.batch_size_per_device is None:
         config.data.batch_size = type(config.data).batch_size
     _check_starter(config, world_size)
+    if config.train.accumulate == "auto":
+        # The launcher doubles it after an attempt that ran out of memory.
+        config.train.accumulate = 1
     elsewhere = config.cluster.scheduler != "local"
     if elsewhere:
         fill_in(config)
@@ -51,6 +54,20 @@ def resolve(
     resolved = as_resolved(config)
     refuse(_unfit_sizes(resolved))
     return resolved
+
+
+def halve_batches(config: ResolvedConfig) -> ResolvedConfig | None:
+    """Return a copy of `config` with half the batch and twice train.accumulate, which is the same
+    training; None if the devices cannot share half the batch.
+    """
+    half = copy.deepcopy(config)
+    half.train.accumulate *= 2
+    for name in ("batch_size", "batch_size_per_device"):
+        if (size := getattr(half.data, name)) is not None:
+            if size % 2:
+                return None
+            setattr(half.data, name, size // 2)
+    return None if any(_unfit_sizes(half)) else half
 
 
 def notices(asked: Config, resolved: ResolvedConfig, world_size: int | None = None) -> list[str]:
@@ -130,6 +147,15 @@ def _check_starter(config: Config, world_size: int | None) -> None:
         )
         raise ValueError(
             f"cluster.nodes={cluster.nodes}: cluster=local starts ranks on this machine only; {fix}"
+        )
+    # Only a launcher that starts all ranks can start them again with smaller batches. The pod of a
+    # Kubernetes job gets config.yaml only, which has a number.
+    if config.train.accumulate == "auto" and (
+        world_size is not None or cluster.nodes > 1 or cluster.scheduler == "kubernetes"
+    ):
+        raise ValueError(
+            "train.accumulate=auto: needs python train.py to start all ranks, on one machine and "
+            "not in a pod; set a number, e.g. train.accumulate=1"
         )
 
 

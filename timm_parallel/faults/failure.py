@@ -17,6 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from timm_parallel.config.resolve import halve_batches
 from timm_parallel.errors import ConnectError, NotFiniteError, RefusedError, UnreadableImageError
 from timm_parallel.faults.run_folder import GONE
 from timm_parallel.keys import ResolvedConfig
@@ -268,10 +269,15 @@ def _full_device(error: Exception, text: str, accelerator: str) -> str | None:
 
 
 def _out_of_memory(text: str, device: str, config: ResolvedConfig, ranks: Ranks) -> str:
-    batch, parallel, accumulate = config.global_batch, config.parallel, config.train.accumulate
+    smaller = ""
+    if (half := halve_batches(config)) is not None:
+        name = "batch_size" if half.data.batch_size else "batch_size_per_device"
+        smaller = (
+            f"data.{name}={getattr(half.data, name)} train.accumulate={half.train.accumulate} "
+            "(the same training), "
+        )
     return (
-        f"{ranks.name}: out of memory on {device} with {batch // parallel.devices} images per "
-        f"device: {text[:300]}; try data.batch_size={max(parallel.devices, batch // 2)} "
-        f"train.accumulate={accumulate * 2} (the same training), train.precision=bf16, "
-        "model.grad_checkpointing=true, or more devices"
+        f"{ranks.name}: out of memory on {device} with "
+        f"{config.global_batch // config.parallel.devices} images per device: {text[:300]}; try "
+        f"{smaller}train.precision=bf16, model.grad_checkpointing=true, or more devices"
     )

@@ -15,7 +15,8 @@ from typing import Any, TextIO
 
 from timm_parallel.cluster.kubernetes import write_manifest
 from timm_parallel.cluster.slurm import write_script
-from timm_parallel.config.compose import load_config, save_config
+from timm_parallel.config.compose import asks_for_accumulate, load_config, save_config
+from timm_parallel.config.resolve import halve_batches
 from timm_parallel.faults.failure import RankExits, failure_files, failure_text, first_failure
 from timm_parallel.keys import ResolvedConfig
 from timm_parallel.launch.supervisor import StartRank, run_ranks, start_command
@@ -60,7 +61,43 @@ def run_job(config: ResolvedConfig, folder: Path, start_rank: StartRank = start_
         write_job_file(config, folder)
         return 0
     prepare(config, folder)
-    return conclude(config, folder, run_ranks(config, folder, start_rank=start_rank))
+    ended = run_ranks(config, folder, start_rank=start_rank)
+    config, ended = repeat_until_it_fits(config, folder, ended)
+    return conclude(config, folder, ended)
+
+
+def repeat_until_it_fits(
+    config: ResolvedConfig, folder: Path, ended: RankExits
+) -> tuple[ResolvedConfig, RankExits]:
+    """With train.accumulate=auto, start all ranks again with half the batches while they end out of
+    memory. Return config and exits of the last attempt.
+    """
+    while (half := _after_out_of_memory(config, folder, ended)) is not None:
+        config = half
+        print(
+            "train.accumulate=auto: out of memory, so all ranks start again with "
+            f"train.accumulate={config.train.accumulate} and batches of {config.global_batch} "
+            "images (the same training)",
+            flush=True,
+        )
+        prepare(config, folder)
+        # A forked rank can start only once, so this is a command.
+        ended = run_ranks(config, folder)
+    return config, ended
+
+
+def _after_out_of_memory(
+    config: ResolvedConfig, folder: Path, ended: RankExits
+) -> ResolvedConfig | None:
+    """Return the config of the next attempt; None if the run has ended. A run that has a checkpoint
+    keeps its batches.
+    """
+    if ended.signal is not None or not ended.exit_codes or not asks_for_accumulate(folder):
+        return None
+    has_checkpoint = any((folder / "checkpoints").glob("*.pt"))
+    if has_checkpoint or first_failure(folder, ended)["status"] != "out_of_memory":
+        return None
+    return halve_batches(config)
 
 
 def prepare(config: ResolvedConfig, folder: Path) -> None:
@@ -162,6 +199,7 @@ def record_end(
         nodes=config.cluster.nodes,
         model=config.model.name,
         batch_size=config.global_batch,
+        accumulate=config.train.accumulate,
         tags=config.tags,
         started=segments[0]["started"] if segments else None,
         segments=segments,

@@ -17,7 +17,7 @@ from timm_parallel.faults import failure
 from timm_parallel.faults.heartbeat import publish_failure, published_failures
 from timm_parallel.keys import Config, ResolvedConfig
 from timm_parallel.launch import nodes
-from timm_parallel.launch.job import conclude, prepare, record_end
+from timm_parallel.launch.job import conclude, prepare, record_end, repeat_until_it_fits
 from timm_parallel.launch.rendezvous import POLL_SECONDS, Rendezvous, ranks_store
 from timm_parallel.launch.supervisor import run_ranks
 from timm_parallel.launch.torchrun import node_end
@@ -146,6 +146,7 @@ def run_node_zero(config: ResolvedConfig, folder: Path, address: NodeAddress) ->
         nodes.share_config(rendezvous.store, folder)
     try:
         ended = run_ranks(config, folder, rendezvous)
+        config, ended = repeat_until_it_fits(config, folder, ended)
     except Stopped as stop:  # before the first rank has started
         ended = failure.RankExits(signal=stop.number)
     if rendezvous is not None and ended.exit_codes and ended.signal is None:

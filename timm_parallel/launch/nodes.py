@@ -4,7 +4,6 @@ srun started.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import platform
 import time
@@ -19,7 +18,7 @@ from timm_parallel.keys import ParallelConfig, ResolvedConfig
 from timm_parallel.machine import hardware
 from timm_parallel.machine.files import write_text
 from timm_parallel.machine.ranks import first_difference, host_name
-from timm_parallel.project import code_files
+from timm_parallel.project import code_hashes
 from timm_parallel.record.environment import version_of
 
 if TYPE_CHECKING:
@@ -66,9 +65,7 @@ def _software(arguments: list[str]) -> dict[str, str]:
     software = {key: value for key, _, value in (argument.partition("=") for argument in arguments)}
     software["Python"] = ".".join(platform.python_version_tuple()[:2])
     software |= {name: version_of(name) or "missing" for name in LIBRARIES}
-    for name, path in code_files().items():
-        software[name] = hashlib.sha256(path.read_bytes()).hexdigest()[:8]
-    return software
+    return software | code_hashes()
 
 
 def collect_inventories(

@@ -7,6 +7,7 @@ for job files, always stays within the task.
 
 from __future__ import annotations
 
+import copy
 import math
 import sys
 from collections.abc import Iterator
@@ -73,9 +74,25 @@ def compose_run(arguments: Any, remembered: Path | None = None) -> Command:
     return command
 
 
-def folder_to_resume(config: ResolvedConfig) -> Path | None:
+def keep_accumulate(config: ResolvedConfig, asked: Config, folder: Path) -> ResolvedConfig:
+    """Return `config` with the batches that train.accumulate=auto has found in the run `folder`,
+    if an optimizer step has as many images there. `asked`: the config with `auto`.
+    """
+    if asked.train.accumulate != "auto":
+        return config
+    saved = load_config(folder)
+    if saved.global_batch * saved.train.accumulate != config.global_batch:
+        return config
+    kept = copy.deepcopy(config)
+    kept.train.accumulate = saved.train.accumulate
+    kept.data.batch_size = saved.data.batch_size
+    kept.data.batch_size_per_device = saved.data.batch_size_per_device
+    return kept
+
+
+def folder_to_resume(config: ResolvedConfig, asked: Config) -> Path | None:
     """Return the run folder that `resume` names or, with auto, the task's newest unfinished run
-    with this config; None: new run.
+    with this config; None: new run. `asked`: the config with `auto`.
     """
     if config.resume not in AUTO:
         return None if config.resume is None else Path(config.resume)
@@ -83,7 +100,7 @@ def folder_to_resume(config: ResolvedConfig) -> Path | None:
     for folder in _unfinished(config):
         changes = [
             each
-            for each in _changes(config, load_config(folder))
+            for each in _changes(keep_accumulate(config, asked, folder), load_config(folder))
             if not _is_part_of(each[0], NOT_TRAINING)
         ]
         if not changes:

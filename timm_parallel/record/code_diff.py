@@ -14,6 +14,7 @@ from timm_parallel.record.environment import output_of
 CODE_DIFF = "code.diff"
 # A changed notebook or data file can have a diff of any size.
 LARGEST, SECONDS = 1_000_000, 5  # bytes to keep; seconds that git may take
+CUT = "cut: "  # begins the last line of a diff of which a part is missing
 # The user's settings of git may add colors or run other programs. `git apply` needs the prefixes a/
 # and b/.
 DIFF = (
@@ -61,4 +62,4 @@ def _diff(root: Path) -> str:
         return output.decode(errors="replace")
     # Drop the incomplete last line, in which a secret would not be recognized.
     lines = output[: output.rfind(b"\n", 0, LARGEST) + 1].decode(errors="replace")
-    return f"{lines}cut: larger than {LARGEST:,} bytes, or git failed\n"
+    return f"{lines}{CUT}larger than {LARGEST:,} bytes, or git failed\n"

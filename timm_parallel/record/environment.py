@@ -19,7 +19,7 @@ import psutil
 
 from timm_parallel.keys import Config
 from timm_parallel.machine import hardware, nvidia
-from timm_parallel.project import root
+from timm_parallel.project import code_hashes, root
 
 LIBRARIES = ("torch", "torchvision", "timm", "hydra-core", "omegaconf", "numpy", "tensorboard")
 
@@ -39,6 +39,7 @@ def environment_facts(config: Config) -> dict[str, Any]:
         "host": platform.node(),
         "commit": output_of(*git, "rev-parse", "HEAD"),
         "dirty": None if changes is None else changes != "",
+        "code": code_hashes(),
         "libraries": {name: version_of(name) for name in LIBRARIES},
         "cpu": {
             "model": hardware.cpu_model(),

@@ -45,6 +45,7 @@ class Result:
     # Side of a training image in pixels, or its height and width.
     image_size: int | list[int] | None = None
     batch_size: int | None = None  # global
+    accumulate: int | None = None  # batches per optimizer step
     # Floating-point operations of an optimizer step over all devices: forward and backward passes
     # of the model.
     flops_per_step: int | None = None

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from timm_parallel.keys import TrainConfig
+from timm_parallel.keys import ResolvedTrain, TrainConfig
 from timm_parallel.metric import Metric
 
 
@@ -126,7 +126,7 @@ class Progress:
         return is_best
 
 
-def count_steps(train: TrainConfig, batches_per_epoch: int) -> tuple[int, int]:
+def count_steps(train: ResolvedTrain, batches_per_epoch: int) -> tuple[int, int]:
     """Return the optimizer steps per epoch and in total."""
     per_epoch = batches_per_epoch // train.accumulate
     return per_epoch, Progress().last_step(train, per_epoch)

@@ -8,6 +8,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from timm_parallel.data.dataset import data_fingerprints
 from timm_parallel.machine.process import started_at
 from timm_parallel.machine.ranks import host_name
@@ -52,6 +54,7 @@ def make_result(
         parameters=count_parameters(parts.state.model),
         image_size=height if height == width else [height, width],
         batch_size=config.global_batch,
+        accumulate=config.train.accumulate,
         flops_per_step=parts.flops_per_step,
         steps=step,
         epochs=parts.epochs_done,
@@ -130,7 +133,8 @@ def _measurements(parts: RunParts, drift_flags: list[str]) -> dict[str, Any]:
         "step": step,
         "ranks": list(ranks),
         "cpu": {
-            "seconds_per_second": sum(usage["own"] for usage in usages) / wall if wall else None
+            "seconds_per_second": sum(usage["own"] for usage in usages) / wall if wall else None,
+            "capability": torch.backends.cpu.get_cpu_capability(),
         },
         "data_wait": meter.data_wait(),
         "communication": _communication(parts, [pair for pair in communicated if pair]),

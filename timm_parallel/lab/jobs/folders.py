@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import cache
 from pathlib import Path
 
-from timm_parallel.config.compose import copy_config, load_config
+from timm_parallel.config.compose import asks_for_accumulate, copy_config, load_config
 from timm_parallel.keys import ResolvedConfig
 from timm_parallel.machine.files import claim_folder
 from timm_parallel.record.jobs import Job
@@ -44,9 +44,13 @@ def frozen_config(folder: Path) -> ResolvedConfig:
 def write_job_folder(folder: Path, job: Job) -> Path:
     """Write the run folder of a job that starts: the config of its configuration, with the job's
     seed. Return the folder.
+
+    A job with a checkpoint keeps its config, which has the batches that train.accumulate=auto has
+    found.
     """
     run_folder, source = folder / job.folder, config_folder(folder, job)
-    if source != run_folder:
+    has_checkpoint = any((run_folder / "checkpoints").glob("*.pt"))
+    if source != run_folder and not (has_checkpoint and asks_for_accumulate(run_folder)):
         assert job.seed is not None
         copy_config(source, run_folder, job.seed)
     return run_folder

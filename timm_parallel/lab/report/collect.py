@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from timm_parallel.config.compose import asks_for_accumulate
 from timm_parallel.lab.analysis.runs import RunRecord, parse_overrides
 from timm_parallel.machine.text import as_number
 from timm_parallel.record.code_diff import CODE_DIFF
@@ -68,6 +69,14 @@ def _read_run(folder: Path, root: Path, job: Job | None, sweep: str = "") -> Run
         status, reason = "failed", f"{folder.name}: no result.json, although jobs.json says done"
     name = os.path.relpath(folder, root)
     config = _read(folder / "config.yaml", "YAML", lambda text: yaml.load(text, Loader=SafeLoader))
+    if asks_for_accumulate(folder):
+        # Repeats may need different numbers of batches, which are the same training.
+        count = config.get("train.accumulate") or 1
+        config["train.accumulate"] = 1
+        for values in (config, result):
+            for key in ("data.batch_size", "data.batch_size_per_device", "batch_size"):
+                if values.get(key) is not None:
+                    values[key] *= count
     return RunRecord(
         name=folder.name if name == "." else name,
         folder=folder,

@@ -30,6 +30,7 @@ class ResolvedConfig(Config, keys.ResolvedConfig):
     """Resolved keys of the small project."""
 
     parallel: keys.ResolvedParallel = field(default_factory=keys.ResolvedParallel)
+    train: keys.ResolvedTrain = field(default_factory=keys.ResolvedTrain)
 
 
 app = App(

@@ -1,0 +1,34 @@
+"""Repeat a run and compare it bit for bit: `python scripts/reproduce.py run=<run folder>
+[steps=50]`.
+
+Trains the recorded commit, with code.diff, and the saved config on as many devices, in
+`<run>/reproduced`. Compares losses, metrics and the hash of the weights, and writes
+`<run>/certificate.json`. Exit code 0: reproduced, 3: not reproduced, 2: refused, 1: the repeated
+run failed.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+# Python adds the folder of a script, not the root of the project.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from timm_parallel.config.arguments import CommandLine, errors_in_one_line, number
+from timm_parallel.lab.reproduce import reproduce
+
+
+@errors_in_one_line
+def main(argv: list[str]) -> int:
+    parser = CommandLine(__doc__)
+    parser.add_argument("--run", type=Path, required=True, help="run folder")
+    parser.add_argument(
+        "--steps", type=number(int, least=1), default=50, help="steps to repeat (default: 50)"
+    )
+    arguments = parser.parse_intermixed_args(argv)
+    return reproduce(arguments.run, arguments.steps)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
