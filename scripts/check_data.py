@@ -49,7 +49,9 @@ def main(argv: list[str]) -> int:
     if not is_csv:
         check_data(config)
     dataset = build_dataset(config.data, target=target)
-    report = check_images(dataset, CsvDataset.groups(config.data, target) if is_csv else None)
+    report = check_images(
+        dataset, target, CsvDataset.groups(config.data, target) if is_csv else None
+    )
     show(report)
     if arguments.output is not None:
         write_json(arguments.output, {"format": 1, **asdict(report)})

@@ -364,7 +364,6 @@ class DataConfig(keys.DataConfig):
     limit_train: int | None = number(
         None, ge=1, help="Train on so many images, of a fixed permutation."
     )
-    kwargs: dict[str, Any] = key({}, help="More arguments of the dataset's class.")
     augment: AugmentConfig = field(default_factory=AugmentConfig)
 
     @property

@@ -256,6 +256,7 @@ class DataConfig:
     batch_size_per_device: int | None = number(
         None, ge=1, help="Set instead of batch_size, e.g. for weak scaling."
     )
+    kwargs: dict[str, Any] = key({}, help="More arguments of the dataset's class.")
 
     @property
     def pairs_images(self) -> bool:

@@ -22,6 +22,7 @@ from timm_parallel.task import Task
 TASKS = {
     "classification": "src.tasks.classification.Classification",
     "multilabel": "src.tasks.multilabel.Multilabel",
+    "regression": "src.tasks.regression.Regression",
 }
 
 
@@ -48,7 +49,9 @@ def all_metrics() -> dict[str, Metric]:
     for found in iter_modules(__path__):
         module = import_module(f"{__name__}.{found.name}")
         for task in vars(module).values():
-            if not (isinstance(task, type) and issubclass(task, Task)) or task is Task:
+            if not (isinstance(task, type) and issubclass(task, Task)) or not hasattr(
+                task, "metrics"
+            ):
                 continue
             for name, metric in task.metrics.items():
                 known = metrics.setdefault(name, metric)

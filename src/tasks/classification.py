@@ -8,14 +8,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from src.schema import ResolvedConfig
+from src.tasks.images import LOSS, ImageTask, per_image
 from timm_parallel.metric import Metric
-from timm_parallel.task import OPTIONS, Criterion, Loss, Task
+from timm_parallel.task import OPTIONS, Criterion, Loss
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from src.data.transforms import Preprocessing
-    from timm_parallel.data.dataset import InMemory
     from timm_parallel.runtime.evaluation import Evaluation
 
 BINS = 15  # of confidence, for the calibration error
@@ -129,11 +128,6 @@ class ClassLoss(Loss):
 # Metrics. Each names a function whose sums are added over batches and ranks.
 
 
-def total_loss(scores: Tensor, labels: Tensor, losses: Tensor) -> Tensor:
-    """Sum the losses of the images."""
-    return losses.sum()
-
-
 def confusion(scores: Tensor, labels: Tensor, losses: Tensor) -> Tensor:
     """Count images by true class (row) and predicted class (column): int64 [classes, classes]."""
     import torch
@@ -148,11 +142,6 @@ def confusion(scores: Tensor, labels: Tensor, losses: Tensor) -> Tensor:
 def hits_in_top5(scores: Tensor, labels: Tensor, losses: Tensor) -> Tensor:
     """Count images whose label has one of the five highest scores."""
     return (scores.topk(5, 1).indices == labels[:, None]).any(1).sum()
-
-
-def per_image(total: Tensor, samples: int) -> float:
-    """Return the mean over images."""
-    return float(total.item()) / samples
 
 
 def on_diagonal(counts: Tensor, samples: int) -> float:
@@ -186,9 +175,6 @@ def calibration_error(sums: Tensor, samples: int) -> float:
     return float((sums[1] - sums[2]).abs().sum() / samples)
 
 
-LOSS = Metric(total_loss, per_image, lower_is_better=True)
-
-
 def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
     """Compute the share of images whose label has the highest score. The label of a mixed image is
     the larger one.
@@ -197,7 +183,7 @@ def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
     return (outputs.argmax(1) == labels).float().mean()
 
 
-class Classification(Task[ResolvedConfig]):
+class Classification(ImageTask):
     """One class per image. Targets are class numbers: int64 [B]."""
 
     target = "label"
@@ -248,21 +234,6 @@ class Classification(Task[ResolvedConfig]):
                 f"the data has labels from {smallest} to {largest}, but {len(self.names)} classes "
                 "(0 is the first): fix the labels or the dataset's target_names"
             )
-
-    def train_transform(self, size: tuple[int, int], resize: bool, mean: tuple[float, ...]) -> Any:
-        from src.data.transforms import OnImage, train_transform
-
-        return OnImage.of(train_transform(self.config.data.augment, size, resize, mean))
-
-    def evaluation_transform(self, preprocessing: Preprocessing) -> Any:
-        from src.data.transforms import OnImage, evaluation_transform
-
-        return OnImage(evaluation_transform(preprocessing))
-
-    def batch_augmentation(self, rows: InMemory | None, size: tuple[int, int]) -> Any:
-        from src.data.transforms import batch_step
-
-        return batch_step(self.config.data.augment, rows, size)
 
     def class_weights(self, targets: Tensor | None) -> dict[str, Tensor]:
         """Return the keyword arguments that pass train.class_weights to the loss.

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from src.schema import ResolvedConfig
 from src.tasks.classification import (
-    LOSS,
     Classification,
     ClassLoss,
     binary_cross_entropy,
@@ -16,6 +15,7 @@ from src.tasks.classification import (
     sigmoid_losses,
     without_state,
 )
+from src.tasks.images import LOSS
 from timm_parallel.data.csv_listing import SEPARATOR
 from timm_parallel.metric import Metric
 from timm_parallel.task import Criterion

@@ -28,8 +28,6 @@ pytestmark = [
     pytest.mark.processes,
 ]
 # Example -> files of tests, besides that of conf/ and the schema, which start no processes here.
-# Not Regression: it replaces accuracy, which the default of checkpoint.metric and the tests of the
-# step name.
 QUICK = {
     "A training metric": ("step",),
     "An auxiliary loss": ("step",),

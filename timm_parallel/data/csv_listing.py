@@ -5,10 +5,12 @@ anything.
 from __future__ import annotations
 
 import csv
+import math
 import os
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,24 +40,32 @@ class Row:
 class CsvDataset(ImageDataset):
     """Images and labels listed in a CSV file."""
 
-    targets = ("label", "labels")
+    targets = ("label", "labels", "numbers")
     takes = ("trained_names", "target")
 
     def __init__(
-        self, config: DataConfig, trained_names: list[str] | None = None, target: str = "label"
+        self,
+        config: DataConfig,
+        trained_names: list[str] | None = None,
+        target: str = "label",
+        targets: list[str] | None = None,
     ) -> None:
-        """`trained_names`: in an evaluation, the class names of the evaluated run. `target`: label,
-        or labels if an image may have any number of them.
+        """`trained_names`: in an evaluation, the target names of the evaluated run. `target`:
+        label; labels, if an image may have any number of them; or numbers. `targets`: the columns
+        of the numbers; None: label.
         """
         from timm_parallel.data.decode import files_of
 
-        several = target == "labels"
-        path = csv_file(config)
-        rows = read_rows(path, several)
-        if trained_names is None and not several:
+        several, columns, path = target == "labels", _columns(config, target), csv_file(config)
+        rows = read_rows(path, several, columns)
+        if trained_names is None and target == "label":
             _check_combinations(rows, path)
         divided = _divide(rows, path, config)
-        self.target_names, listing = _list(divided, path, config, trained_names, several)
+        if columns:
+            self.target_names, listing = list(columns), _list_numbers(divided)
+            _complete(listing, path, config, trained_names is None)
+        else:
+            self.target_names, listing = _list(divided, path, config, trained_names, several)
         self.train, self.val, self.test = files_of(listing)
 
     @classmethod
@@ -66,16 +76,20 @@ class CsvDataset(ImageDataset):
         Without `evaluated`, also raise it for labels that mean several, files and groups in two
         splits, and labels that only val or test has.
         """
-        path, several = csv_file(config), target == "labels"
-        rows = read_rows(path, several)
+        path, several, columns = csv_file(config), target == "labels", _columns(config, target)
+        rows = read_rows(path, several, columns)
         divided = _divide(rows, path, config)
-        _list(divided, path, config, None, several)
+        if columns:
+            _complete(_list_numbers(divided), path, config, evaluated is None)
+        else:
+            _list(divided, path, config, None, several)
         if evaluated is None:
-            if not several:
+            if target == "label":
                 _check_combinations(rows, path)
             _check_files(divided, path)
             _check_groups(divided, path)
-            _check_known_labels(rows, path, config.fold)
+            if not columns:
+                _check_known_labels(rows, path, config.fold)
         for row in {tuple(row.labels): row for row in reversed(rows)}.values():
             if not row.file.is_file():
                 raise ValueError(f"data.root={path}: line {row.line}: no such file: {row.file}")
@@ -84,12 +98,14 @@ class CsvDataset(ImageDataset):
     def size(cls, config: DataConfig, enough: int | None = None) -> int:
         """Count the training images. Their number is the same for any train.task."""
         path = csv_file(config)
-        return len(_divide(read_rows(path, several=True), path, config)["train"])
+        rows = read_rows(path, several=True, columns=config.kwargs.get("targets", ()))
+        return len(_divide(rows, path, config)["train"])
 
     @classmethod
     def groups(cls, config: DataConfig, target: str) -> dict[str, str]:
         """Return the group of each file that has one: path -> value of the column group."""
-        rows = read_rows(csv_file(config), several=target == "labels")
+        columns = _columns(config, target)
+        rows = read_rows(csv_file(config), target == "labels", columns)
         return {str(row.file): row.group for row in rows if row.group}
 
 
@@ -104,23 +120,36 @@ def csv_file(data: DataConfig) -> Path:
     return path
 
 
-def read_rows(path: Path, several: bool) -> list[Row]:
+def _columns(config: DataConfig, target: str) -> Sequence[str]:
+    """Return the columns of the numbers that are learned; () for labels."""
+    columns = config.kwargs.get("targets")
+    if target == "numbers":
+        return columns or ("label",)
+    if columns:
+        raise ValueError(f"data.kwargs.targets={columns}: this train.task learns labels; remove it")
+    return ()
+
+
+def read_rows(path: Path, several: bool, columns: Sequence[str] = ()) -> list[Row]:
     """Read the CSV file: columns file (relative to the CSV's folder) and label, and optionally
     split, fold and group.
 
-    Only with `several` may an image have several labels, or none.
+    Only with `several` may an image have several labels, or none. `columns`: of numbers, which are
+    read instead of a label.
     """
     try:
         with open(path, newline="", encoding="utf-8-sig") as lines:
-            return _parse(csv.DictReader(lines), path, several)
+            return _parse(csv.DictReader(lines), path, several, columns)
     except UnicodeDecodeError as error:
         raise ValueError(
             f"data.root={path}: not UTF-8 ({error.reason}); save the file as UTF-8"
         ) from None
 
 
-def _parse(reader: csv.DictReader[str], path: Path, several: bool) -> list[Row]:
-    if missing := {"file", "label"} - set(reader.fieldnames or ()):
+def _parse(
+    reader: csv.DictReader[str], path: Path, several: bool, columns: Sequence[str]
+) -> list[Row]:
+    if missing := {"file", *(columns or ("label",))} - set(reader.fieldnames or ()):
         present = ", ".join(reader.fieldnames or ()) or "no columns, because it is empty"
         raise ValueError(
             f"data.root={path}: has no column {' and '.join(sorted(missing))}; it has {present}"
@@ -129,13 +158,22 @@ def _parse(reader: csv.DictReader[str], path: Path, several: bool) -> list[Row]:
     rows = []
     for entry in reader:
         file, label, split, fold, group = ((entry.get(column) or "").strip() for column in COLUMNS)
-        if not file or not (label or several):
+        if not file or not (label or several or columns):
             reason = (
                 f"line {reader.line_num} has no value in the column {'label' if file else 'file'}"
             )
             fix = "; a train.task with several labels reads images without one" if file else ""
             raise ValueError(f"data.root={path}: {reason}{fix}")
-        labels = _parts(label) if several else [label]
+        if columns:
+            labels = [(entry.get(column) or "").strip() for column in columns]
+            for column, text in zip(columns, labels, strict=True):
+                if not _is_number(text):
+                    raise ValueError(
+                        f"data.root={path}: line {reader.line_num}: {column}={text}: expected a "
+                        "number"
+                    )
+        else:
+            labels = _parts(label) if several else [label]
         # pandas writes the folds of a column with gaps as 0.0, 1.0, …
         fold = fold.removesuffix(".0")
         group = unicodedata.normalize("NFC", group)
@@ -151,6 +189,12 @@ def _parse(reader: csv.DictReader[str], path: Path, several: bool) -> list[Row]:
             )
         )
     return rows
+
+
+def _is_number(text: str) -> bool:
+    with suppress(ValueError):
+        return math.isfinite(float(text))
+    return False
 
 
 def _parts(label: str) -> list[str]:
@@ -237,16 +281,29 @@ def _list(
     listing = {
         split: [(row.file, encode(row)) for row in of_split] for split, of_split in divided.items()
     }
+    _complete(listing, path, data, classes is None)
+    return names, listing
+
+
+def _list_numbers(divided: dict[str, list[Row]]) -> Listing:
+    """Return each split's files with their numbers."""
+    return {
+        split: [(row.file, tuple(map(float, row.labels))) for row in rows]
+        for split, rows in divided.items()
+    }
+
+
+def _complete(listing: Listing, path: Path, data: DataConfig, is_trained: bool) -> None:
+    """Remove an empty test split. Raise ValueError if the data to train on have no val split."""
     if not listing["test"] and not data.test_fraction:
         del listing["test"]
-    if classes is None:
+    if is_trained:
         if not listing["val"] and data.val_fraction is None:
             raise ValueError(
                 f"data.root={path}: no image for val; set data.val_fraction=0.2 or data.fold, or "
                 "add a column named split"
             )
         check_splits(listing, data)
-    return names, listing
 
 
 def _check_combinations(rows: list[Row], path: Path) -> None:

@@ -86,8 +86,8 @@ class Report:
 class ImageReader(Dataset[CheckedImage]):
     """Reads the images of all splits as training does. Runs in worker processes."""
 
-    def __init__(self, dataset: ImageDataset) -> None:
-        self.dataset = dataset
+    def __init__(self, dataset: ImageDataset, target: str) -> None:
+        self.dataset, self.target = dataset, target
 
     def __getitem__(self, place: tuple[str, int]) -> CheckedImage:
         name, index = place
@@ -113,25 +113,28 @@ class ImageReader(Dataset[CheckedImage]):
         )
 
     def _label_names(self, label: Any) -> tuple[str, ...]:
-        """Return the class names for a class number or a multi-hot label. A regression target
-        becomes text.
-        """
+        """Return the names of a target's labels. Another target becomes text."""
         names = self.dataset.target_names
-        if isinstance(label, int | float):
-            return (names[label] if isinstance(label, int) else str(label),)
+        if self.target == "label":
+            return (names[label],) if isinstance(label, int) else ()
+        if self.target != "labels":
+            return (str(label),)
         return tuple(name for name, value in zip(names, label, strict=False) if value > 0.5)
 
 
-def check_images(dataset: ImageDataset, groups: Mapping[str, str] | None = None) -> Report:
+def check_images(
+    dataset: ImageDataset, target: str, groups: Mapping[str, str] | None = None
+) -> Report:
     """Read every image of a dataset, with one process per core, and return a report of problems and
     statistics.
 
-    `groups`: file -> the group whose images belong into one split.
+    `target`: the kind of target that the task learns. `groups`: file -> the group whose images
+    belong into one split.
     """
     splits = [name for name in ("train", "val", "test") if getattr(dataset, name, None) is not None]
     places = [(name, index) for name in splits for index in range(len(getattr(dataset, name)))]
     loader = DataLoader(
-        ImageReader(dataset), 64, sampler=places, num_workers=cores(), collate_fn=list
+        ImageReader(dataset, target), 64, sampler=places, num_workers=cores(), collate_fn=list
     )
     batches = iter(
         loader

@@ -1,0 +1,47 @@
+"""What tasks have in common whose targets do not depend on where things are in the image."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from src.schema import ResolvedConfig
+from timm_parallel.metric import Metric
+from timm_parallel.task import Task
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from src.data.transforms import Preprocessing
+    from timm_parallel.data.dataset import InMemory
+
+
+class ImageTask(Task[ResolvedConfig]):
+    """A task whose images are augmented and prepared as in timm. The targets stay."""
+
+    def train_transform(self, size: tuple[int, int], resize: bool, mean: tuple[float, ...]) -> Any:
+        from src.data.transforms import OnImage, train_transform
+
+        return OnImage.of(train_transform(self.config.data.augment, size, resize, mean))
+
+    def evaluation_transform(self, preprocessing: Preprocessing) -> Any:
+        from src.data.transforms import OnImage, evaluation_transform
+
+        return OnImage(evaluation_transform(preprocessing))
+
+    def batch_augmentation(self, rows: InMemory | None, size: tuple[int, int]) -> Any:
+        from src.data.transforms import batch_step
+
+        return batch_step(self.config.data.augment, rows, size)
+
+
+def total_loss(scores: Tensor, targets: Tensor, losses: Tensor) -> Tensor:
+    """Sum the losses of the images."""
+    return losses.sum()
+
+
+def per_image(total: Tensor, samples: int) -> float:
+    """Return the mean over images."""
+    return float(total.item()) / samples
+
+
+LOSS = Metric(total_loss, per_image, lower_is_better=True)

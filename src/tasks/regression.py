@@ -1,0 +1,134 @@
+"""Regression: each image has one or several numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from src.schema import ResolvedConfig
+from src.tasks.images import LOSS, ImageTask
+from timm_parallel.metric import Metric
+from timm_parallel.task import Criterion, Loss
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from timm_parallel.runtime.evaluation import Evaluation
+
+
+def squared_errors(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Compute the squared error of each image, the mean over its numbers: [B]."""
+    return (outputs - targets).square().mean(1)
+
+
+def absolute_errors(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Compute the absolute error of each image, the mean over its numbers: [B]."""
+    return (outputs - targets).abs().mean(1)
+
+
+def huber_errors(outputs: Tensor, targets: Tensor, delta: float = 1.0) -> Tensor:
+    """Compute the Huber loss of each image, the mean over its numbers: [B] (Huber 1964)."""
+    from torch.nn import functional
+
+    return functional.huber_loss(outputs, targets, reduction="none", delta=delta).mean(1)
+
+
+def mean_of(errors: Callable[..., Tensor]) -> Callable[..., Criterion]:
+    """Return a function that builds the mean of `errors` over the images of a batch."""
+
+    def build(config: ResolvedConfig, **options: float) -> Criterion:
+        import torch
+
+        # Refuses an unknown option before the first step.
+        errors(torch.zeros(1, 1), torch.zeros(1, 1), **options)
+        # The model may have more outputs than numbers.
+        return lambda outputs, targets: errors(
+            outputs[:, : targets.shape[1]], targets, **options
+        ).mean()
+
+    return build
+
+
+def error_sums(outputs: Tensor, targets: Tensor, losses: Tensor) -> Tensor:
+    """Sum up, for each number, absolute errors, squared errors, targets and squared targets:
+    [4, numbers].
+    """
+    import torch
+
+    # In double precision, where the device has it: the sums of squares nearly cancel in R².
+    errors, values = ((outputs - targets).to(losses.dtype), targets.to(losses.dtype))
+    return torch.stack(
+        [errors.abs().sum(0), errors.square().sum(0), values.sum(0), values.square().sum(0)]
+    )
+
+
+def mean_absolute_error(sums: Tensor, samples: int) -> float:
+    """Return the mean absolute error over images and numbers."""
+    return float(sums[0].mean()) / samples
+
+
+def root_mean_squared_error(sums: Tensor, samples: int) -> float:
+    """Return the root of the mean squared error over images and numbers."""
+    return float(sums[1].mean() / samples) ** 0.5
+
+
+def explained_share(sums: Tensor, samples: int) -> float | None:
+    """Return R², the mean over the numbers, as scikit-learn's r2_score. None if the targets of a
+    number are all equal.
+    """
+    _, squared_error, total, squares = sums
+    spread = squares - total.square() / samples
+    return float((1 - squared_error / spread).mean()) if bool((spread > 0).all()) else None
+
+
+class Regression(ImageTask):
+    """Numbers of an image. Targets are float32 [B, numbers]."""
+
+    target = "numbers"
+    applies = ("erasing", "auto_augment")
+    losses: ClassVar[Mapping[str, Loss]] = {
+        "mse": Loss(mean_of(squared_errors), squared_errors),
+        "l1": Loss(mean_of(absolute_errors), absolute_errors),
+        "huber": Loss(mean_of(huber_errors), huber_errors),
+    }
+    metrics: ClassVar[Mapping[str, Metric]] = {
+        "loss": LOSS,
+        "mae": Metric(error_sums, mean_absolute_error, lower_is_better=True),
+        "rmse": Metric(error_sums, root_mean_squared_error, lower_is_better=True),
+        "r2": Metric(error_sums, explained_share),
+    }
+    problem_type = "regression"
+
+    def check_targets(self, targets: Tensor) -> None:
+        if len(targets) and targets.shape[1:] != (len(self.names),):
+            raise ValueError(
+                f"the data has targets of shape {list(targets.shape[1:])}, expected "
+                f"{len(self.names)} numbers for each image ({', '.join(self.names)})"
+            )
+
+    def train_metrics(self, scores: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        return {"mae": (scores - targets).abs().mean()}
+
+    def blank(self, count: int, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        import torch
+
+        scores = torch.zeros(count, self.num_outputs)
+        return scores, scores
+
+    def details(self, evaluation: Evaluation) -> dict[str, Any]:
+        """Return the number of images, and the mean absolute error of each number."""
+        errors = evaluation.sums[error_sums][0] / evaluation.samples
+        return {
+            "samples": evaluation.samples,
+            "mae_per_number": dict(zip(self.names, errors.tolist(), strict=True)),
+        }
+
+    def table(self, evaluation: Evaluation) -> dict[str, list[Any]]:
+        """Return each number and its prediction, as `<name>` and `<name>_predicted`."""
+        assert evaluation.rows is not None
+        _, scores, targets = evaluation.rows
+        columns: dict[str, list[Any]] = {}
+        for number, name in enumerate(self.names):
+            columns[name] = targets[:, number].tolist()
+            columns[f"{name}_predicted"] = scores[:, number].tolist()
+        return columns

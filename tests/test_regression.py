@@ -1,0 +1,235 @@
+"""Regression: equal under all strategies, exact on any number of ranks, and a run that resumes."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from sklearn.metrics import mean_absolute_error, r2_score, root_mean_squared_error
+
+import evaluate as entry
+from src.parallel import build_strategy
+from src.schema import ResolvedParallel, TrainConfig
+from src.tasks.regression import Regression
+from timm_parallel.data.dataset import InMemory
+from timm_parallel.data.loader import eval_loader
+from timm_parallel.data.prefetch import DevicePrefetcher
+from timm_parallel.machine.ranks import Ranks
+from timm_parallel.record.result import read_result
+from timm_parallel.runtime.evaluation import evaluate
+from timm_parallel.testing.configs import plain, read_lines, resolved, task_of
+from timm_parallel.testing.ranks import in_ranks, run_warm
+
+NAMES = ("red", "green")
+SMALL = (
+    "train=regression",
+    "data=csv",
+    "+data.kwargs.targets=[red,green]",
+    "data.val_fraction=0.4",
+    "data.image_size=[16,24]",
+    "data.batch_size=12",
+    "data.limit_train=null",
+    "data.workers=0",
+    "train.epochs=2",
+    "parallel.accelerator=cpu",
+    "parallel.threads_per_device=1",
+)
+
+
+@pytest.fixture(scope="module")
+def colors(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write 60 images and a CSV with the shares of red and green."""
+    folder = tmp_path_factory.mktemp("colors")
+    draw = np.random.default_rng(0)
+    rows = []
+    for number in range(60):
+        shares = draw.random(2).round(3)
+        pixels = draw.integers(0, 30, (16, 24, 3))
+        pixels[..., :2] += (shares * 200).astype(int)
+        Image.fromarray(pixels.astype(np.uint8)).save(folder / f"{number}.png")
+        rows.append((f"{number}.png", *shares))
+    with open(folder / "labels.csv", "w", newline="") as file:
+        csv.writer(file).writerows([("file", *NAMES), *rows])
+    return folder
+
+
+def losses_of(folder: Path) -> list[float]:
+    lines = read_lines(folder / "metrics.jsonl")
+    return [line["train/loss"] for line in lines if "train/loss" in line]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("parallel", ["dp", "ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
+def test_regression_trains_alike_under_every_strategy(
+    colors: Path, tmp_path: Path, parallel: str
+) -> None:
+    results, losses = [], []
+    for name, devices in (("single", 1), (parallel, 2)):
+        words = (f"data.root={colors}", f"parallel={name}", f"parallel.devices={devices}")
+        folder = run_warm(tmp_path / name, *SMALL, *words, "train.log_every=1")
+        results.append(read_result(folder))
+        losses.append(losses_of(folder))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    for metric in ("loss", "mae", "rmse", "r2"):
+        assert results[0].val[metric] == pytest.approx(results[1].val[metric], rel=1e-4)
+    assert results[0].val["mae_per_number"].keys() == set(NAMES)
+
+
+def measured(ranks: Ranks, store: Any, numbers: int) -> dict[str, Any]:
+    draw = torch.Generator().manual_seed(0)
+    images = torch.randint(0, 256, (23, 1, 2, 2), generator=draw, dtype=torch.uint8)
+    targets = torch.randn(23, numbers, generator=draw) * 5 + 100
+    task = task_of(numbers, TrainConfig(task="regression", loss="mse"))
+    config = ResolvedParallel(
+        strategy="ddp", devices=ranks.world_size, accelerator="cpu", backend="gloo"
+    )
+    strategy = build_strategy(config, ranks, store)
+    group = strategy.group
+    prefetcher = DevicePrefetcher(torch.device("cpu"), **plain(1, 0.5, 0.25), channels_last=False)
+    loader = eval_loader(
+        InMemory(images, targets), task, prefetcher, group, batch_size=6, workers=0
+    )
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(4, numbers))
+    model[1].bias.data += 100
+    evaluation = evaluate(model, loader, task, group, keep_rows=True)
+    assert evaluation is not None and evaluation.rows is not None
+    _, scores, labels = evaluation.rows
+    expected = {
+        "mae": mean_absolute_error(labels, scores),
+        "rmse": float(((labels - scores).double().square().mean()).sqrt()),
+        "r2": r2_score(labels.double(), scores.double()),
+    }
+    assert evaluation.numbers["rmse"] == pytest.approx(expected["rmse"], rel=1e-6)
+    for name, value in expected.items():
+        assert evaluation.numbers[name] == pytest.approx(value, rel=1e-5), name
+    if numbers == 1:
+        theirs = root_mean_squared_error(labels, scores)
+        assert evaluation.numbers["rmse"] == pytest.approx(theirs, rel=1e-5)
+    strategy.close()
+    return evaluation.numbers
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("numbers", [1, 3])
+def test_regression_metrics_equal_scikit_learns_on_1_2_and_3_ranks(numbers: int) -> None:
+    alone = measured(Ranks(), None, numbers)
+    for world_size in (2, 3):
+        for of_rank in in_ranks(measured, world_size, numbers):
+            assert of_rank == pytest.approx(alone, rel=1e-9)
+
+
+def test_regression_of_equal_targets_has_no_r2() -> None:
+    sums = torch.tensor([[1.0], [1.0], [6.0], [12.0]])
+    assert Regression.metrics["r2"].from_sums is not None
+    assert Regression.metrics["r2"].from_sums(sums, 3) is None
+
+
+@pytest.mark.processes
+def test_regression_resumes_in_mid_epoch_with_equal_bits(colors: Path, tmp_path: Path) -> None:
+    words = (*SMALL, f"data.root={colors}", "parallel=ddp", "parallel.devices=2")
+    whole = run_warm(tmp_path / "whole", *words)
+    # Two epochs of three steps.
+    part = run_warm(tmp_path / "part", *words, "train.max_steps=4")
+    run_warm(part, *words)
+    weights = [
+        torch.load(folder / "checkpoints/last.pt", weights_only=True)["model"]
+        for folder in (whole, part)
+    ]
+    assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
+
+
+def test_evaluate_and_predict_write_each_number_by_name(
+    colors: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from scripts import predict
+
+    folder = run_warm(tmp_path / "run", *SMALL, f"data.root={colors}", "parallel=single")
+    table = tmp_path / "table.csv"
+    assert entry.main([f"run={folder}", "split=val", f"predictions={table}"]) == 0
+    with open(table, newline="") as file:
+        first = next(csv.DictReader(file))
+    capfd.readouterr()
+    assert predict.main([f"run={folder}", f"images={first['path']}", "format=csv"]) == 0
+    predicted = next(csv.DictReader(capfd.readouterr().out.splitlines()))
+    for name in NAMES:
+        assert float(predicted[name]) == pytest.approx(float(first[f"{name}_predicted"]), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        (("data=digits",), "train.task=regression"),
+        (("data.augment.mixup=0.2",), "data.augment.mixup=0.2"),
+        (("train.smoothing=0.1",), "train.smoothing=0.1"),
+        (("train.loss=ce",), "train.loss=ce"),
+        (("checkpoint.metric=val/acc",), "checkpoint.metric=val/acc"),
+    ],
+)
+def test_key_that_does_not_fit_a_regression_is_refused(words: tuple[str, ...], key: str) -> None:
+    with pytest.raises(ValueError) as refusal:  # noqa: PT011
+        resolved("train=regression", "data=csv", "data.root=x", *words)
+    assert str(refusal.value).startswith(key)
+
+
+@pytest.mark.parametrize(("cell", "named"), [("x", "red=x"), ("", "red="), ("nan", "red=nan")])
+def test_cell_that_is_no_number_is_refused_with_its_line(
+    tmp_path: Path, cell: str, named: str
+) -> None:
+    from src.train.check import check_data
+
+    (tmp_path / "labels.csv").write_text(f"file,red,green\na.png,1,2\nb.png,{cell},2\n")
+    config = resolved("train=regression", "data=csv", f"data.root={tmp_path}")
+    config.data.kwargs = {"targets": list(NAMES)}
+    with pytest.raises(ValueError, match=f"line 3: {named}"):
+        check_data(config)
+
+
+@pytest.mark.slow(seconds=8)
+def test_regression_equals_a_loop_of_ones_own_for_ten_epochs(colors: Path, tmp_path: Path) -> None:
+    """The loop is plain PyTorch: its own model, order of images, optimizer and schedule."""
+    import timm
+
+    words = (
+        *("optim=sgd", "optim.sched=constant", "data.augment.hflip=0", "data.augment.scale=null"),
+        *("optim.lr=0.01", "optim.weight_decay=0", "optim.warmup_epochs=0", "train.epochs=10"),
+        *("train.log_every=1", "parallel=single", "data.mean=[0.5,0.5,0.5]"),
+        *("data.std=[0.25,0.25,0.25]", "+optim.kwargs.nesterov=false"),
+    )
+    folder = run_warm(tmp_path / "ours", *SMALL, f"data.root={colors}", *words)
+    ours = losses_of(folder)
+    run = read_result(folder)
+    assert run.epochs == 10
+    # The same order of images and initial weights; everything else is done here.
+    from src.data.datasets import build_dataset
+    from src.tasks import build_task
+    from timm_parallel.data.samplers import TrainSampler
+    from timm_parallel.project import current
+
+    config: Any = current().load_config(folder)  # type: ignore[attr-defined]
+    data = build_dataset(config.data, target="numbers")
+    assert build_task(config, data.target_names).num_outputs == 2
+    torch.manual_seed(config.seed)
+    model = timm.create_model(
+        config.model.name, num_classes=2, img_size=(16, 24), **config.model.kwargs
+    ).train()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
+    sampler = TrainSampler(len(data.train), 12, 0, 1, config.seed)
+    theirs = []
+    for epoch in range(10):
+        sampler.start_at(epoch)
+        for batch in sampler:
+            samples = [data.train[index] for index in batch.indices.tolist()]
+            images = torch.stack([image for image, _ in samples]).float()
+            targets = torch.tensor([target for _, target in samples])
+            loss = ((model((images / 255 - 0.5) / 0.25) - targets) ** 2).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            theirs.append(loss.item())
+    assert ours == pytest.approx(theirs, rel=1e-3)
