@@ -634,7 +634,7 @@ class TrainConfig(keys.TrainConfig):
             yield from own_class_problems("train.loss", self.loss)
 
     def problems(self, whole: Config) -> Iterator[str]:
-        if self.early_stop is not None and self.evaluate_every == 0:
+        if self.early_stop is not None and not (self.evaluate_every or self.evaluate_every_steps):
             yield (
                 f"train.early_stop={self.early_stop}: needs evaluations; set "
                 "train.evaluate_every above 0"

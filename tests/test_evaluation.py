@@ -32,7 +32,7 @@ from timm_parallel.keys import ParallelConfig, ResolvedParallel
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.record.result import read_result
 from timm_parallel.testing.commands import ROOT, Finished
-from timm_parallel.testing.configs import evaluate_batches, resolved
+from timm_parallel.testing.configs import evaluate_batches, read_lines, resolved
 from timm_parallel.testing.ranks import run_warm
 
 
@@ -350,3 +350,41 @@ def test_evaluate_py_refuses_multirun_and_suggests_shell_loop(
 ) -> None:
     assert entry.main(["-m", "run=a,b"]) == 2
     assert "shell loop" in capfd.readouterr().err
+
+
+EVERY_TWO = (
+    *("model=tiny", "data.limit_train=60", "data.batch_size=12", "train.epochs=2"),
+    *("train.evaluate_every=0", "train.evaluate_every_steps=2", "parallel.accelerator=cpu"),
+)
+
+
+@pytest.mark.processes
+def test_run_evaluates_within_an_epoch_under_single_and_ddp_alike(tmp_path: Path) -> None:
+    values = []
+    for words in (("parallel=single",), ("parallel=ddp", "parallel.devices=2")):
+        folder = run_warm(tmp_path / words[0], *EVERY_TWO, *words)
+        lines = read_lines(folder / "metrics.jsonl")
+        evaluated = {line["step"]: line["val/loss"] for line in lines if "val/loss" in line}
+        # Five steps per epoch.
+        assert list(evaluated) == [2, 4, 6, 8, 10]
+        values.append(list(evaluated.values()))
+        best = torch.load(folder / "checkpoints/best.pt", weights_only=True)
+        assert best["progress"]["step"] in evaluated
+    assert values[0] == pytest.approx(values[1], rel=1e-4)
+
+
+def test_run_that_stops_between_two_evaluations_resumes_with_equal_bits(tmp_path: Path) -> None:
+    words = (*EVERY_TWO, "parallel=single")
+    whole = run_warm(tmp_path / "whole", *words)
+    run_warm(tmp_path / "parts", *words, "train.max_steps=3")
+    parts = run_warm(tmp_path / "parts", *words)
+    one, other = (
+        torch.load(folder / "checkpoints/last.pt", weights_only=True) for folder in (whole, parts)
+    )
+    assert all(torch.equal(tensor, other["model"][name]) for name, tensor in one["model"].items())
+
+
+def test_early_stop_ends_a_run_within_an_epoch(tmp_path: Path) -> None:
+    words = ("train.early_stop=1", "optim.lr=1e-12", "optim.warmup_lr=0", "optim.warmup_epochs=0")
+    folder = run_warm(tmp_path / "run", *EVERY_TWO, "parallel=single", *words)
+    assert read_result(folder).steps == 4

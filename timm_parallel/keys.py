@@ -482,6 +482,9 @@ class TrainConfig:
     evaluate_every: int = number(
         1, ge=0, help="Epochs between two evaluations; 0: only at the end."
     )
+    evaluate_every_steps: int | None = number(
+        None, ge=1, help="Steps between two evaluations within an epoch, each saved; null: none."
+    )
     target_loss: float | None = number(
         None, gt=0, help="The last lines state whether train/loss fell below it."
     )

@@ -133,7 +133,9 @@ class Task(Targets, Generic[C]):
         return len(self.names)
 
     def check_outputs(self, outputs: Any) -> None:
-        """Raise ValueError for a model's outputs on one image, if it does not fit the task."""
+        """Raise ValueError for a model's outputs on images [B, C, H, W], if it does not fit the
+        task. Called before `build_criterion`.
+        """
         shape = tuple(getattr(outputs, "shape", ()))
         if len(shape) != 2 or shape[1] < self.num_outputs:
             raise ValueError(

@@ -160,6 +160,7 @@ def _step(
         # As many as the model has outputs.
         targets = scores.new_zeros(len(images), config.model.num_classes or task.num_outputs)
     freeze(model, config.model.freeze)
+    task.check_outputs(model(images.flatten(0, -4)[:2]))
     autocast = Autocast(model, "cpu", AUTOCAST[config.train.precision])
     step = TrainStep(autocast, task.build_criterion(None), task).train()
     optimizer = build_optimizer(config.optim, config.learning_rate, model, step=step)

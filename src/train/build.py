@@ -99,6 +99,7 @@ def build_data_and_model(
             # Resizing to the same size and cropping all of it changes no image.
             rows = InMemory.of(split, preprocessing.input_size[1:])
             is_ready = rows is split or (rows is not None and preprocessing.crop_pct == 1)
+            is_ready &= task.views == 1
             eval_loaders[name] = eval_loader(
                 split,
                 task,

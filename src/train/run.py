@@ -84,12 +84,18 @@ class Trainer:
         """Return True after the epoch of the last step, or after `early_stop` evaluations without a
         better metric.
         """
-        progress, patience = self.progress, self.config.train.early_stop
+        progress = self.progress
         return (
             (progress.step >= self.parts.total_steps and progress.ended_at == progress.step)
             or progress.epoch >= self.config.train.epochs
-            or (patience is not None and progress.evaluations_since_best >= patience)
+            or self.stops_early
         )
+
+    @property
+    def stops_early(self) -> bool:
+        """True after `early_stop` evaluations without a better metric."""
+        patience = self.config.train.early_stop
+        return patience is not None and self.progress.evaluations_since_best >= patience
 
     def run_epoch(self) -> None:
         """Run the steps to the end of the epoch. Log metrics and save checkpoints at the steps that
@@ -98,6 +104,8 @@ class Trainer:
         parts, progress = self.parts, self.progress
         if progress.step == 0:
             self.run.show_images()
+        # A run may have been stopped in an evaluation, before its result was known.
+        self.evaluate_within_epoch()
         for report in train_epoch(
             self.state,
             self.run.train_batches(),
@@ -110,7 +118,10 @@ class Trainer:
             # Further numbers of a step go here.
             numbers = {f"train/{name}": value for name, value in report.means.items()}
             self.run.log_step({**numbers, "lr": report.lr, "train/grad_norm": report.grad_norm})
-            self.run.save_if_due()
+            if not self.evaluate_within_epoch():
+                self.run.save_if_due()
+            elif self.stops_early:
+                return
         if self.strategy.group.stop.stopped and progress.step_in_epoch < parts.steps_per_epoch:
             self.run.stop()
 
@@ -119,11 +130,33 @@ class Trainer:
         progress, every, is_best = self.progress, self.config.train.evaluate_every, False
         is_due = bool(every) and (progress.epoch + 1) % every == 0
         is_due |= progress.step >= self.parts.total_steps
-        if is_due:
-            with self.parts.hooks.aside(EVALUATING):
-                is_best = self.run.log_evaluation(self.evaluate_split("val", may_stop=True))
+        is_due |= self.is_evaluation_step()
+        if is_due and progress.evaluated_at != progress.step:
+            is_best = self.evaluate_val()
         self.run.end_epoch(is_evaluated=is_due)
         self.run.save(is_best)
+
+    def evaluate_within_epoch(self) -> bool:
+        """Evaluate and save at a step of train.evaluate_every_steps before the end of its epoch.
+        Return True if it was one.
+        """
+        step_in_epoch = self.progress.step_in_epoch
+        is_due = self.is_evaluation_step() and 0 < step_in_epoch < self.parts.steps_per_epoch
+        if is_due and self.progress.evaluated_at != self.progress.step:
+            self.run.save(self.evaluate_val())
+        return is_due
+
+    def evaluate_val(self) -> bool:
+        """Evaluate on val and log it. Return True if it is the best so far. Pictures of your own go
+        here: `self.run.image(name, pixels)`, `self.run.figure(name, figure)`.
+        """
+        with self.parts.hooks.aside(EVALUATING):
+            return self.run.log_evaluation(self.evaluate_split("val", may_stop=True))
+
+    def is_evaluation_step(self) -> bool:
+        """Return True at the steps of train.evaluate_every_steps."""
+        every = self.config.train.evaluate_every_steps
+        return every is not None and self.progress.step % every == 0
 
     def evaluate_at_end(self) -> None:
         """Evaluate the best weights on the test split, if there is one, and on val if no epoch

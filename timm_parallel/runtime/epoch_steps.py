@@ -21,9 +21,9 @@ class EpochSteps:
     """Iterator over the remaining steps of an epoch, which ends early at train.max_steps or after a
     stop signal. The loop calls `fetch` and `add` for each batch of a step, then `end`.
 
-    A sync step is a step to log or save at, or the last of an epoch. Between two of them nothing
-    waits for the device: losses and metrics stay there, and are fetched once, summed over the
-    ranks.
+    A sync step is a step to log, save or evaluate at, or the last of an epoch. Between two of them
+    nothing waits for the device: losses and metrics stay there, and are fetched once, summed over
+    the ranks.
     """
 
     def __init__(
@@ -91,5 +91,10 @@ class EpochSteps:
         return progress.close_window() if self.is_sync_step else None
 
     def _is_logged_or_saved(self, step: int) -> bool:
-        every = self.config.checkpoint.every_steps
-        return step % self.log_every == 0 or (every is not None and step % every == 0)
+        config = self.config
+        periods = (
+            self.log_every,
+            config.checkpoint.every_steps,
+            config.train.evaluate_every_steps,
+        )
+        return any(step % period == 0 for period in periods if period is not None)
