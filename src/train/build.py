@@ -85,7 +85,7 @@ def build_data_and_model(
     preprocessing = preprocessing_for(model, config.data, dataset, of_weights)
     outputs = run_on_black_image(model, preprocessing.input_size, strategy.device)
     task.check_outputs(outputs)
-    if outputs.shape[1] > task.num_outputs and strategy.is_first:
+    if outputs.shape[1] > task.num_outputs > 0 and strategy.is_first:
         log.warning(
             "the model has %d outputs; evaluation uses the first %d",
             outputs.shape[1],

@@ -44,6 +44,10 @@ BILL = {
     "A parameter-group rule": 1,
     "An optimizer": 1,
     "A schedule": 2,
+    "A task": 4,
+    "Pretraining without labels": 2,
+    "Distillation": 1,
+    "Pictures": 1,
     "A training loop": 2,
     "LoRA": 3,
     "A tracker": 2,
@@ -124,7 +128,9 @@ def examples() -> dict[str, Example]:
 EXAMPLES = examples()
 STRATEGIES = (("parallel=single",), ("parallel=ddp", "parallel.devices=2"))
 # Examples that replace code which other examples need.
-ALONE = ("An auxiliary loss", "A training loop")
+ALONE = ("An auxiliary loss", "A training loop", "Pictures")
+# Tasks have results of their own.
+TASKS = ("A task", "Pretraining without labels", "Distillation")
 
 
 @pytest.fixture(scope="module")
@@ -553,6 +559,39 @@ def words_for(name: str, npz: Path) -> list[str]:
 
 @pytest.mark.slow(seconds=20)
 @pytest.mark.processes
+def test_tasks_of_ones_own_train_alike_under_single_and_ddp_and_are_evaluated(
+    scratch: Path,
+) -> None:
+    first = run(scratch, "python train.py", "model=tiny", "parallel=single")
+    placeholder = "outputs/train/2026-01-01/12-00-00-000000"
+    for name in TASKS:
+        commands = [line.replace(placeholder, str(first)) for line in EXAMPLES[name].commands]
+        if name == "Distillation":
+            export = [sys.executable, *shlex.split(commands.pop(0))[1:]]
+            subprocess.run(export, cwd=scratch, check=True, timeout=300, capture_output=True)
+        folders = [
+            run(scratch, commands[0], "model=tiny", "data.workers=0", *overrides)
+            for overrides in STRATEGIES
+        ]
+        curves = [
+            [line["train/loss"] for line in read_lines(folder / "metrics.jsonl") if "lr" in line]
+            for folder in folders
+        ]
+        if name != "Pretraining without labels":
+            assert curves[0] == pytest.approx(curves[1], rel=1e-3), name
+        command = [sys.executable, "evaluate.py", f"run={folders[1]}", "split=val"]
+        done = subprocess.run(
+            command, cwd=scratch, capture_output=True, text=True, timeout=300, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        metric = {"A task": "near", "Pretraining without labels": "found"}.get(name, "acc")
+        assert json.loads(done.stdout)[metric] == pytest.approx(result(folders[1])["val"][metric])
+        if name == "Pretraining without labels":
+            run(scratch, commands[1].replace(str(first), str(folders[1])))
+
+
+@pytest.mark.slow(seconds=20)
+@pytest.mark.processes
 @pytest.mark.parametrize("which", [None, *ALONE])
 @pytest.mark.sample(2)
 def test_run_of_every_example_is_evaluated_predicted_with_and_resumed(
@@ -560,7 +599,8 @@ def test_run_of_every_example_is_evaluated_predicted_with_and_resumed(
 ) -> None:
     for number in range(2):
         Image.new("RGB", (32, 32), (100 * number, 50, 0)).save(tmp_path / f"{number}.png")
-    names = [which] if which else [name for name in EXAMPLES if name not in ALONE]
+    excluded = {*ALONE, *TASKS}
+    names = [which] if which else [name for name in EXAMPLES if name not in excluded]
     copy = alone(which) if which else scratch
     jobs = json.dumps({name: words_for(name, npz) for name in names})
     script = Path(__file__).with_name("example_runs.py")
@@ -781,8 +821,8 @@ def test_momentum_of_averages_continues_bit_for_bit_in_a_resumed_run(scratch: Pa
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (("checkpoint.metric=val/f2",), "did you mean val/f1"),
-        (("optimized_metric=val/f2",), "did you mean val/f1"),
+        (("checkpoint.metric=val/f2",), "val/f1"),
+        (("optimized_metric=val/f2",), "val/f1"),
         (("train.loss=fokal",), "did you mean focal"),
         (("train.loss=focal", "train.smoothing=0.1"), "train.smoothing=0.1: train.loss=focal"),
         (("train.loss=focal", "data.augment.mixup=0.2"), "data.augment.mixup=0.2: "),
