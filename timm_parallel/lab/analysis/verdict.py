@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
+from timm_parallel.lab.analysis.headline import recommend
 from timm_parallel.lab.analysis.questions import with_contrasts
 from timm_parallel.lab.analysis.runs import IMAGES_PER_SECOND, RunRecord, parse_overrides
 from timm_parallel.lab.analysis.settings import SettingGroup, setting_groups
@@ -31,6 +32,7 @@ from timm_parallel.lab.analysis.wording import (
     effect_text,
     figure,
     interval_text,
+    join_short,
     level_text,
     size_text,
     times,
@@ -102,7 +104,8 @@ def judge(
     if groups and groups[0].contrasts:
         contrasts[METRIC] = groups[0].contrasts[0]
     word, sentence = _answer(runs, record, contrasts, groups)
-    notes = (*record.notes, *_compute(runs), *_lost(runs), _share(record))
+    of_group = recommend(groups[0]).notes if groups else ()
+    notes = (*record.notes, *_compute(runs), *of_group, _share(record))
     rows = _rows(runs, record, contrasts, groups)
     return Verdict(word, sentence, notes, rows, contrasts, groups)
 
@@ -153,7 +156,8 @@ def _answer(
         return FAILED, f"No verdict: {len(broken)} of {len(runs)} jobs failed ({broken[0]})."
     lost, of_base = _lost_alone(runs, HEAD), _lost_alone(runs, BASE)
     if lost and not of_base:
-        return WORSE, f"Head is worse than base: {_losses(lost)}, where base has a value."
+        names = join_short(f"seed {run.seed} ({run.status.replace('_', ' ')})" for run in lost)
+        return WORSE, f"Head is worse than base: it has no value where base has one, with {names}."
     contrast, level = contrasts.get(record.on), record.level_of(record.on)
     if contrast is None or contrast.effect is None:
         why = (
@@ -200,26 +204,6 @@ def _lost_alone(runs: Sequence[RunRecord], code: str) -> list[RunRecord]:
         run.block for run in runs if run.comparable and not run.is_lost and code_of(run) != code
     }
     return [r for r in runs if r.lost_by_settings and code_of(r) == code and r.block in ended]
-
-
-def _losses(runs: Sequence[RunRecord]) -> str:
-    """Format lost runs, e.g. `2 runs not finite (seed 42, 44)`."""
-    seeds: dict[str, list[str]] = {}
-    for run in runs:
-        reason = "not finite" if run.status == "done" else run.status.replace("_", " ")
-        seeds.setdefault(reason, []).append(str(run.seed))
-    parts = (
-        f"{plural(len(s), 'run')} {reason} (seed {', '.join(s)})" for reason, s in seeds.items()
-    )
-    return " and ".join(parts)
-
-
-def _lost(runs: Sequence[RunRecord]) -> list[str]:
-    """Return a sentence per version that lost runs."""
-    lost = {code: [r for r in runs if r.is_lost and code_of(r) == code] for code in (BASE, HEAD)}
-    return [
-        f"Lost runs of {code}: {_losses(of_code)}." for code, of_code in lost.items() if of_code
-    ]
 
 
 def _compute(runs: Sequence[RunRecord]) -> list[str]:

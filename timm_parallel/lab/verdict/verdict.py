@@ -7,7 +7,6 @@ from __future__ import annotations
 import dataclasses
 import secrets
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,6 @@ from timm_parallel.lab.sweep.blocks import append_shuffled
 from timm_parallel.lab.sweep.headline import show_table
 from timm_parallel.lab.sweep.points import keys_that_may_change
 from timm_parallel.lab.sweep.runner import Runner
-from timm_parallel.lab.verdict.ledger import next_number
 from timm_parallel.lab.verdict.versions import (
     LARGEST,
     Version,
@@ -43,15 +41,17 @@ from timm_parallel.lab.verdict.versions import (
     copy_working_tree,
     find_commit,
 )
-from timm_parallel.machine.files import claim_folder, finite, write_json
-from timm_parallel.project import current
-from timm_parallel.record.jobs import UNFINISHED, VERDICT, Job, Jobs, new_jobs, read_jobs
+from timm_parallel.machine.files import claim_folder, finite, read_json, write_json
+from timm_parallel.machine.lock import lock_folder
+from timm_parallel.record.jobs import UNFINISHED, VERDICT, Job, Jobs, new_jobs, now, read_jobs
 
 EXIT_CODES = {BETTER: 0, REFUSED: 2, NO_DIFFERENCE: 3, WORSE: 4}  # else 1: no verdict
 # Keys that decide what the metric means.
 MEANING = ("checkpoint.metric", "train.task")
 REQUIREMENTS = ("requirements.txt", "requirements.lock", "pyproject.toml")
 COPIES = "code"  # folder of the versions in the sweep folder
+LEDGER, LEDGER_FORMAT = "verdicts.json", 1  # in the output folder: the verdicts on each base
+LOCK_SECONDS = 10.0  # for another verdict that starts at the same time
 
 Values = dict[str, Any]
 
@@ -70,9 +70,9 @@ def start_verdict(
     folder = claim_folder(Path(str(command.tree.hydra.sweep.dir)))
     try:
         notes = _copy(folder, *commits)
-        needs = _check(folder, overrides)
+        _check(folder, overrides)
         outputs = Path(command.config.paths.output_dir)
-        number = next_number(outputs, commits[0], folder, is_new)
+        number = _next_number(outputs, commits[0], folder, is_new)
         names = _name(base, commits[0]), _name(head, commits[1])
         record = Record(*names, number, on, overrides, notes)
         write_json(folder / VERDICT, dataclasses.asdict(record))
@@ -80,7 +80,7 @@ def start_verdict(
     except BaseException:  # also Ctrl-C: without jobs.json, the verdict could not be resumed
         shutil.rmtree(folder)
         raise
-    return VerdictRun(jobs, record, needs, command).conclude()
+    return VerdictRun(jobs, record, command).conclude()
 
 
 def resume_verdict(folder: Path, command: Command) -> tuple[int, Values]:
@@ -94,9 +94,8 @@ def resume_verdict(folder: Path, command: Command) -> tuple[int, Values]:
         if job.status in (*UNFINISHED, "failed") or not (folder / job.folder).is_dir():
             job.reset()
     jobs.status = "running"
-    needs = _check(folder, record.overrides)
     command = compose_command(parse_command_line(record.overrides))
-    return VerdictRun(jobs, record, needs, command).conclude()
+    return VerdictRun(jobs, record, command).conclude()
 
 
 def _check_sweep(command: Command) -> None:
@@ -136,14 +135,10 @@ def _name(given: str | None, commit: str | None) -> str:
     return commit[:10] if commit.startswith(given) else f"{given} ({commit[:10]})"
 
 
-def _check(folder: Path, overrides: list[str]) -> dict[str, Requirement]:
-    """Compose the config of each version. Return the devices that its jobs need.
-
-    Raises ValueError if a version refuses the command line, or if their metrics are not the same.
-    """
-    versions = _versions(folder)
-    configs = [flat(version.compose(overrides)) for version in versions]
-    old, new = configs
+def _check(folder: Path, overrides: list[str]) -> None:
+    """Raise ValueError if a version refuses the command line, or if their metrics differ."""
+    base, head = _versions(folder)
+    old, new = flat(base.compose(overrides)), flat(head.compose(overrides))
     for key in MEANING:
         if old.get(key) != new.get(key):
             raise ValueError(
@@ -152,22 +147,25 @@ def _check(folder: Path, overrides: list[str]) -> dict[str, Requirement]:
             )
     name = old["checkpoint.metric"]
     metric = metric_of(name)
-    if versions[0].code_of(metric) != versions[1].code_of(metric):
+    if base.code_of(metric) != head.code_of(metric):
         raise ValueError(
             f"checkpoint.metric={name}: its code differs between base and head, so it may mean "
             "another thing; commit the change of the metric, and use that commit as base"
         )
-    return {v.name: _need(config) for v, config in zip(versions, configs, strict=True)}
 
 
-def _need(values: Mapping[str, Any]) -> Requirement:
-    """Return the devices that a job with these values of a version needs."""
-    config = current().config()
-    config.data.batch_size = values["data.batch_size"]
-    config.data.batch_size_per_device = values["data.batch_size_per_device"]
-    for name, default in vars(config.parallel).items():
-        setattr(config.parallel, name, values.get(f"parallel.{name}", default))
-    return need_of(resolve(config))
+def _next_number(outputs: Path, commit: str, sweep: Path, is_new: bool) -> int:
+    """Enter a verdict into the ledger of its base. Return its number; 1 if `is_new`."""
+    outputs.mkdir(parents=True, exist_ok=True)
+    path = outputs / LEDGER
+    with lock_folder(outputs, LOCK_SECONDS):
+        empty = {"format": LEDGER_FORMAT, "bases": {}}
+        ledger: Values = read_json(path, LEDGER_FORMAT, "") if path.is_file() else empty
+        entries = ledger["bases"].setdefault(commit, [])
+        number = 1 if is_new or not entries else entries[-1]["number"] + 1
+        entries.append({"number": number, "sweep": str(sweep.resolve()), "started": now()})
+        write_json(path, ledger)
+    return number
 
 
 def _new_jobs(folder: Path, overrides: list[str], command: Command) -> Jobs:
@@ -228,12 +226,11 @@ class VerdictRun(Runner):
 
     needed_at_end = ()
 
-    def __init__(
-        self, jobs: Jobs, record: Record, needs: Mapping[str, Requirement], command: Command
-    ) -> None:
+    def __init__(self, jobs: Jobs, record: Record, command: Command) -> None:
         config = command.config
         super().__init__(jobs, jobs_at_a_time("sweep.jobs", config.sweep.jobs, config))
-        self._record, self._needs = record, needs
+        # Equal devices for both versions.
+        self._record, self._need_of_each = record, need_of(resolve(config))
         self._versions = {version.name: version for version in _versions(jobs.folder)}
         self._refused = ""
         self._values: Values = {}
@@ -247,7 +244,7 @@ class VerdictRun(Runner):
         return [] if self._refused else waits
 
     def need(self, job: Job) -> Requirement:
-        return self._needs[_code_of(job)]
+        return self._need_of_each
 
     def local_job(self, job: Job) -> LocalJob:
         return VersionJob(job, self.jobs.folder / job.folder, self._versions[_code_of(job)])
