@@ -101,9 +101,9 @@ def power(verdicts: int, case: tuple[int, int, int]) -> float:
     )
 
 
-def limit(count: int) -> str:
-    """Format LEVEL plus two standard errors of a share of `count`."""
-    return f"{100 * (LEVEL + 2 * math.sqrt(LEVEL * (1 - LEVEL) / count)):.1f} %"
+def most_false(count: int) -> float:
+    """Return LEVEL plus two standard errors of a share of `count`."""
+    return LEVEL + 2 * math.sqrt(LEVEL * (1 - LEVEL) / count)
 
 
 def main(argv: list[str]) -> None:
@@ -118,7 +118,8 @@ def main(argv: list[str]) -> None:
         for seeds, (word, table), family in zip(SEEDS, equal, false, strict=True):
             shares = word / verdicts, table / verdicts, family / families
             print(f"| {seeds} | {' | '.join(f'{100 * share:.1f} %' for share in shares)} |")
-        print(f"| limit | {limit(verdicts)} | {limit(verdicts)} | {limit(families)} |\n")
+        limits = [most_false(count) for count in (verdicts, verdicts, families)]
+        print(f"| at most | {' | '.join(f'{100 * share:.1f} %' for share in limits)} |\n")
         cases = [(n, seeds, d) for n in NUMBERS for seeds in SEEDS for d in DIFFERENCES]
         found = dict(
             zip(cases, pool.map(partial(power, verdicts), cases, chunksize=1), strict=True)
@@ -127,8 +128,8 @@ def main(argv: list[str]) -> None:
     print(f"|---:|---:|{'---:|' * len(DIFFERENCES)}")
     for number in NUMBERS:
         for seeds in SEEDS:
-            shares = (100 * found[number, seeds, d] for d in DIFFERENCES)
-            print(f"| {number} | {seeds} | {' | '.join(f'{share:.0f} %' for share in shares)} |")
+            powers = (100 * found[number, seeds, d] for d in DIFFERENCES)
+            print(f"| {number} | {seeds} | {' | '.join(f'{share:.0f} %' for share in powers)} |")
 
 
 if __name__ == "__main__":

@@ -568,7 +568,8 @@ def test_changed_default_of_real_project_is_found_worse(tmp_path: Path) -> None:
     path = copy / "conf/experiment/digits_resnet10t.yaml"
     path.write_text(path.read_text().replace("lr: 3e-3", "lr: 3e-5"))
     before = bytes_of(copy)
-    overrides = ["experiment=digits_resnet10t", "train.epochs=2", "sweep.repeats=3"]
+    overrides = ["experiment=digits_resnet10t", "train.epochs=3"]
+    overrides += ["checkpoint.metric=val/acc", "sweep.repeats=3"]
     command = [sys.executable, "scripts/verdict.py", "base=main", *overrides, "--json"]
     done = subprocess.run(
         command, cwd=copy, capture_output=True, text=True, timeout=800, check=False

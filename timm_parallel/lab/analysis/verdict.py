@@ -34,6 +34,7 @@ from timm_parallel.lab.analysis.wording import (
     interval_text,
     join_short,
     level_text,
+    percent,
     size_text,
     times,
     value_text,
@@ -105,9 +106,12 @@ def judge(
         contrasts[METRIC] = groups[0].contrasts[0]
     word, sentence = _answer(runs, record, contrasts, groups)
     of_group = recommend(groups[0]).notes if groups else ()
-    notes = (*record.notes, *_compute(runs), *of_group, _share(record))
+    notes = [*record.notes, *_compute(runs), *of_group, _share(record)]
+    if contrast.effect is None:
+        flagged = sum(bool(run.flags) for run in runs)
+        notes.append(f"images/s is not compared: {flagged} of {len(runs)} runs were disturbed.")
     rows = _rows(runs, record, contrasts, groups)
-    return Verdict(word, sentence, notes, rows, contrasts, groups)
+    return Verdict(word, sentence, tuple(notes), rows, contrasts, groups)
 
 
 def refusal(runs: Iterable[RunRecord]) -> str:
@@ -166,7 +170,7 @@ def _answer(
         return NO_DIFFERENCE, f"No difference shown: there is {why} of both versions."
     word = _word(contrast)
     name = IMAGES_PER_SECOND if record.on == SPEED else groups[0].metric
-    told = f"{name} of head is {_difference(contrast, level)}, from {plural(contrast.n, 'seed')}"
+    told = f"{name} is {_difference(contrast, level)}, from {plural(contrast.n, 'seed')}"
     if word != NO_DIFFERENCE:
         return word, f"Head is {word} than base: {told}."
     return word, f"No difference shown: {told}. {_what_would_decide(contrast)}"
@@ -186,7 +190,7 @@ def _difference(contrast: Contrast, level: float) -> str:
     interval = f"{level_text(level)} interval "
     if contrast.scale.is_ratio:
         return f"{times(contrast)} that of base{interval_text(contrast, interval)}"
-    return f"{difference_text(contrast, level=interval)} than that of base"
+    return difference_text(contrast, level=interval)
 
 
 def _what_would_decide(contrast: Contrast) -> str:
@@ -224,7 +228,7 @@ def _compute(runs: Sequence[RunRecord]) -> list[str]:
 def _share(record: Record) -> str:
     return (
         f"This is verdict {record.number} on this base: its level is {100 * record.level:.2g} % of "
-        f"the {100 * LEVEL:.0f} % for all verdicts on it, {DECIDING_SHARE:.0%} of that for "
+        f"the {percent(LEVEL)} for all verdicts on it, {percent(DECIDING_SHARE)} of that for "
         f"{record.on}."
     )
 
@@ -274,7 +278,7 @@ def _row(
     row = {"measure": name, BASE: texts[0], HEAD: texts[1], "difference": effect_text(contrast)}
     if contrast is None:
         return row
-    unit = ", points" if contrast.scale.is_proportion and contrast.effect is not None else ""
+    unit = " points" if contrast.scale.is_proportion and contrast.effect is not None else ""
     least = contrast.detectable
     return {
         **row,
