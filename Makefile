@@ -11,7 +11,7 @@ OWN = $(shell test -f .template.json && \
 	grep -q "\"library_hash\": \"$$($(PYTHON) scripts/library_hash.py)\"" .template.json && echo -o testpaths=tests)
 
 .DEFAULT_GOAL := help
-.PHONY: help doctor train compare tune test test-fast test-all test-nightly check lint format lock schema update clean
+.PHONY: help doctor train compare tune verdict test test-fast test-all test-nightly check lint format lock schema update clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -27,6 +27,9 @@ compare: $(VENV)/runtime ## DP against DDP on this machine's GPUs, with a report
 
 tune: $(VENV)/runtime ## find the fastest precision, memory format, compiling, workers, threads and batch for a model here
 	$(BIN)/python train.py -m experiment=tune $(ARGS)
+
+verdict: $(VENV)/runtime ## test if the working tree is better than a commit (BASE=main ARGS="… sweep.repeats=8")
+	$(BIN)/python scripts/verdict.py base=$(BASE) $(ARGS)
 
 test: $(VENV)/development ## run the tests, without the slow ones (in a fork: those of timm_parallel only if it was changed)
 	$(PYTEST) $(ON_ALL_CORES) $(OWN) -m "not slow and not nightly and not gpu and not slurm" $(ARGS)

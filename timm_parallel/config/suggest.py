@@ -321,15 +321,16 @@ def objectives() -> list[str]:
 
 def is_lower_better(objective: str) -> bool:
     """Return True if `objective`, a value of `optimized_metric`, must be minimized."""
-    return _metric_of(objective).lower_is_better
+    return metric_of(objective).lower_is_better
 
 
 def is_proportion(objective: str) -> bool:
     """Return True if `objective`, a value of `optimized_metric`, is from 0 to 1."""
-    return _metric_of(objective).is_proportion
+    return metric_of(objective).is_proportion
 
 
-def _metric_of(objective: str) -> Metric:
+def metric_of(objective: str) -> Metric:
+    """Return the metric of `objective`, a value of `optimized_metric`."""
     # images_per_sec is no metric; it has the defaults of one.
     return current().metrics.get(
         objective.rpartition("/")[2].removesuffix("_ema").removesuffix("_best"), Metric()

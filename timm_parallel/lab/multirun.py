@@ -16,6 +16,7 @@ from timm_parallel.lab.sweep.dry_run import show_points
 from timm_parallel.lab.sweep.points import check_jobs_data, expand
 from timm_parallel.lab.sweep.sweep import resume_sweep, start_sweep
 from timm_parallel.project import current
+from timm_parallel.record.jobs import VERDICT
 
 
 def main(arguments: Any) -> int:
@@ -56,6 +57,10 @@ def run_multirun(
         return resume_search(earlier, command, check_data)
     if earlier is not None and is_tuning(earlier):
         return resume_tuning(earlier, command)
+    if earlier is not None and (earlier / VERDICT).is_file():
+        from timm_parallel.lab.verdict.verdict import resume_verdict  # slow to import
+
+        return resume_verdict(earlier, command)[0]
     if earlier is not None:
         return resume_sweep(earlier, command, check_data)
     check_jobs_data([point.config for point in points if not point.reason], check_data)

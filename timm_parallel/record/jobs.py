@@ -13,6 +13,7 @@ from pathlib import Path
 from timm_parallel.machine.files import read_json, write_json
 
 FORMAT = 1
+VERDICT = "verdict.json"  # in the sweep folder of a verdict: what it compares
 UNFINISHED = ("waiting", "running", "interrupted")
 FAILED = ("failed", "out_of_memory", "not_finite")
 

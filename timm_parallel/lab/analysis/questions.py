@@ -76,6 +76,7 @@ class Question(Generic[C]):
     members: tuple[C, ...] = ()
     by_measure: Mapping[str, Sequence[Contrast]] = field(default_factory=dict, compare=False)
     smallest_difference: float = SMALLEST_DIFFERENCE  # of the contrasts' verdicts
+    level: float = LEVEL  # of the headline's measure: chance that any contrast is wrong
     metric: str = "images_per_sec"  # the measure of the headline
     scale: Scale = RATIO
 
@@ -134,7 +135,8 @@ def with_contrasts(
     levels: Mapping[str, float] | None = None,
 ) -> list[Q]:
     """Return the questions with a contrast (effect, interval and verdict) for each pair to compare,
-    by measure. `levels`: chance of a wrong verdict by measure; only of the headline's by default.
+    by measure. `levels`: chance of a wrong verdict by measure; "" is that of the headline, and by
+    default the only one.
     """
     known: list[dict[str, list[Contrast]]] = [{} for _ in questions]
     for measure, level in (levels or {"": LEVEL}).items():
@@ -151,8 +153,11 @@ def with_contrasts(
                 else contrast
                 for contrast in contrasts
             ]
+    level = (levels or {}).get("", LEVEL)
     return [
-        replace(question, by_measure=by_measure, smallest_difference=smallest_difference)
+        replace(
+            question, by_measure=by_measure, smallest_difference=smallest_difference, level=level
+        )
         for question, by_measure in zip(questions, known, strict=True)
     ]
 

@@ -103,7 +103,14 @@ def range_text(scale: Scale, ends: tuple[float, float]) -> str:
     return " to ".join(value_text(scale, end) for end in ends)
 
 
-def difference_text(contrast: Contrast, corrected: float | None = None) -> str:
+def level_text(chance: float) -> str:
+    """Format the level of an interval that misses the truth with this chance, e.g. `95 %`."""
+    return f"{100 * (1 - chance):.4g} %"
+
+
+def difference_text(
+    contrast: Contrast, corrected: float | None = None, level: str = "95 % interval "
+) -> str:
     """Format a difference, e.g. `7.9 points higher (95 % interval 1.4 to 14.4)`. `corrected` for
     the choice of the setting.
     """
@@ -119,7 +126,7 @@ def difference_text(contrast: Contrast, corrected: float | None = None) -> str:
     low_text, high_text = (
         size_text(contrast.scale, end).removesuffix(" points") for end in (low, high)
     )
-    return f"{text} (95 % interval {low_text} to {high_text})"
+    return f"{text} ({level}{low_text} to {high_text})"
 
 
 def percent(share: float, digits: int = 0) -> str:

@@ -65,17 +65,30 @@ class LocalJob:
         on all devices that this process may use.
         """
         variables, self._cores = share_of(need, names)
-        self._environment = {**with_project_on_path(os.environ), **variables}
-        (self.folder / "logs").mkdir(exist_ok=True)
+        self._environment = {**self.environment(), **variables}
+        self.console.parent.mkdir(exist_ok=True)
         if self._server is None:
             self._start_command()
         else:
             self._process = self._server.start(self.folder, self._environment, self._cores)
 
+    @property
+    def console(self) -> Path:
+        """File with the output of the job."""
+        return self.folder / "logs" / "console.log"
+
+    def environment(self) -> dict[str, str]:
+        """Return the environment variables of the job, on all devices."""
+        return with_project_on_path(os.environ)
+
+    def command(self) -> list[str]:
+        """Return the command that runs the job in a separate process."""
+        return job_command(self.folder)
+
     def _start_command(self) -> None:
-        with open(self.folder / "logs" / "console.log", "ab") as console:
+        with open(self.console, "ab") as console:
             self._process = subprocess.Popen(
-                job_command(self.folder),
+                self.command(),
                 env=self._environment,
                 stdin=subprocess.DEVNULL,
                 stdout=console,

@@ -16,9 +16,11 @@ import yaml
 
 from timm_parallel.config.compose import asks_for_accumulate
 from timm_parallel.lab.analysis.runs import RunRecord, parse_overrides
+from timm_parallel.lab.analysis.verdict import CODE, Record
+from timm_parallel.machine.files import read_json
 from timm_parallel.machine.text import as_number
 from timm_parallel.record.code_diff import CODE_DIFF
-from timm_parallel.record.jobs import Job, read_jobs
+from timm_parallel.record.jobs import VERDICT, Job, read_jobs
 from timm_parallel.record.result import read_metrics, read_result
 
 # Prefer libyaml's loader: the parser in Python needs 15 ms per config, a minute for a large study.
@@ -77,6 +79,11 @@ def _read_run(folder: Path, root: Path, job: Job | None, sweep: str = "") -> Run
             for key in ("data.batch_size", "data.batch_size_per_device", "batch_size"):
                 if values.get(key) is not None:
                     values[key] *= count
+    overrides = tuple(job.overrides) if job else ()
+    code = parse_overrides(overrides).get(CODE)
+    # The versions of a verdict are its swept settings, which no config holds.
+    if config and code:
+        config[CODE] = code
     return RunRecord(
         name=folder.name if name == "." else name,
         folder=folder,
@@ -85,7 +92,7 @@ def _read_run(folder: Path, root: Path, job: Job | None, sweep: str = "") -> Run
         sweep=sweep,
         block=job.block if job else 0,
         position=job.id if job else None,
-        overrides=tuple(job.overrides) if job else (),
+        overrides=overrides,
         model_option=_option(folder, "model"),
         # The override is of the trials of a search without search=… on its command line.
         is_trial=_option(folder, "search") not in ("", "null")
@@ -100,6 +107,13 @@ def _read_run(folder: Path, root: Path, job: Job | None, sweep: str = "") -> Run
         },
         environment=_read(folder / "environment.json", "JSON", json.loads),
     )
+
+
+def read_record(folder: Path) -> Record | None:
+    """Return what the verdict in a sweep folder compares; None if the sweep is no verdict."""
+    if not (folder / VERDICT).is_file():
+        return None
+    return Record(**read_json(folder / VERDICT, Record.format, "is this a verdict?"))
 
 
 def read_curve(folder: Path, metric: str) -> dict[int, float]:

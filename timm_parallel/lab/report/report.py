@@ -20,10 +20,11 @@ from timm_parallel.lab.analysis.questions import with_contrasts
 from timm_parallel.lab.analysis.runs import RunRecord
 from timm_parallel.lab.analysis.settings import SettingGroup, setting_groups
 from timm_parallel.lab.analysis.statistics import SMALLEST_DIFFERENCE
+from timm_parallel.lab.analysis.verdict import Verdict, judge
 from timm_parallel.lab.analysis.wording import join_short, percent
 from timm_parallel.lab.report import plots, tables
 from timm_parallel.lab.report.claims import evaluate_claims
-from timm_parallel.lab.report.collect import collect
+from timm_parallel.lab.report.collect import collect, read_record
 from timm_parallel.lab.report.evidence import ClaimResult, Evidence
 from timm_parallel.lab.report.records import plain, relative, row
 from timm_parallel.machine.files import write_json, write_text
@@ -49,6 +50,7 @@ class Report:
     groups: list[Group]
     settings: list[SettingGroup]  # empty on a page about speed
     claims: dict[str, list[ClaimResult]]  # by hardware
+    verdict: Verdict | None = None  # on a change of the code
 
     @property
     def title(self) -> str:
@@ -95,6 +97,12 @@ class Report:
         groups = self.settings or self.groups
         return tables.results_table(groups[0]) if groups else None
 
+    @property
+    def answer(self) -> tables.Table | None:
+        """Table of a verdict, with a row per measure; None on any other page."""
+        texts = ("measure", "verdict")
+        return tables.Table(self.verdict.rows, text_columns=texts) if self.verdict else None
+
 
 def compare(runs: list[RunRecord], folders: Sequence[Path]) -> Report:
     """Group and compare the runs, and return the report. Reads jobs.json of the sweep folders among
@@ -107,8 +115,14 @@ def compare(runs: list[RunRecord], folders: Sequence[Path]) -> Report:
         default=SMALLEST_DIFFERENCE,
     )
     groups = with_contrasts(group_runs(runs), smallest, LEVELS)
-    settings = with_contrasts(setting_groups(runs), smallest)
+    record = read_record(folders[0]) if len(folders) == 1 else None
+    verdict = judge(runs, record, smallest) if record else None
+    settings = verdict.groups if verdict else with_contrasts(setting_groups(runs), smallest)
     leads = [recommend(group) for group in settings or groups]
+    if verdict:
+        leads = [
+            Recommendation(lead.group, verdict.sentence, notes=verdict.notes) for lead in leads[:1]
+        ]
     claims = {}
     for hardware in dict.fromkeys(group.hardware for group in groups):
         # A job that never started has no hardware record. It counts as evidence for each kind of
@@ -121,7 +135,9 @@ def compare(runs: list[RunRecord], folders: Sequence[Path]) -> Report:
     counts = [f"{statuses.pop('done', 0)} of {len(runs)} jobs done"]
     counts += [f"{count} {status}" for status, count in sorted(statuses.items())]
     sweeps = [read_jobs(folder) for folder in folders if (folder / "jobs.json").is_file()]
-    return Report(sweeps, runs, ", ".join(counts), smallest, leads, groups, settings, claims)
+    return Report(
+        sweeps, runs, ", ".join(counts), smallest, leads, groups, settings, claims, verdict
+    )
 
 
 def write_report(sweep_folders: list[Path], out: Path | None = None) -> Path:

@@ -21,6 +21,7 @@ from timm_parallel.lab.analysis.wording import (
     effect_text,
     figure,
     join_short,
+    level_text,
     percent,
     points,
     size_text,
@@ -153,6 +154,7 @@ def _setting_row(group: SettingGroup, setting: Setting) -> dict[str, str]:
     is_baseline = setting is group.baseline and len(group.members) > 1
     contrast = group.contrast(setting, group.baseline)
     unit = ", points" if group.scale.is_proportion else ""
+    effect = f"{'ratio' if group.is_about_speed else 'difference'}{unit}"
     lower = ", lower is better" if group.scale.lower_is_better else ""
     peak = max((peak.median for peak in setting.peak_bytes), default=None)
     detectable = contrast.detectable if contrast else None
@@ -168,7 +170,7 @@ def _setting_row(group: SettingGroup, setting: Setting) -> dict[str, str]:
         else DASH,
         f"{group.metric}{lower}": value_text(group.scale, setting.mean),
         "sd": deviation,
-        f"{'ratio' if group.is_about_speed else 'difference'}{unit} (95 %)": "baseline"
+        f"{effect} ({level_text(group.level)})": "baseline"
         if is_baseline
         else effect_text(contrast),
         VERDICT: verdict_text(contrast).partition(":")[0] if contrast else "",

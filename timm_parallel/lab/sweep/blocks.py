@@ -51,7 +51,7 @@ def freeze_jobs(
             Job(0, name, subdir, point.overrides, seed=point.config.seed, configuration=number)
         )
         freeze_job(folder, first[-1], point)
-    _append(jobs, first, block=0)
+    append_shuffled(jobs, first, block=0)
     for _ in range(1, settings.repeats):
         append_block(jobs)
     jobs.write()
@@ -69,10 +69,10 @@ def append_block(jobs: Jobs) -> None:
             job.reset()
             claim_job_folder(jobs.folder, job)
             repeated.append(job)
-    _append(jobs, repeated, block)
+    append_shuffled(jobs, repeated, block)
 
 
-def _append(jobs: Jobs, more: list[Job], block: int) -> None:
+def append_shuffled(jobs: Jobs, more: list[Job], block: int) -> None:
     """Append `more` jobs as repeat number `block`; if the sweep is shuffled, in the random order of
     this repeat.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -19,7 +20,15 @@ def show_headline(folder: Path) -> None:
     from timm_parallel.lab.report.records import FORMAT  # slow to import
 
     report = read_json(folder / "report.json", FORMAT, "was a report written here?")
-    rows = report["table"]
+    console = show_table(report["table"])
+    # Without a finished job there is no lead; an inconclusive lead has no command.
+    lead = report["lead"] or {"sentence": "", "command": ""}
+    for line in filter(None, (lead["sentence"], lead["command"])):
+        console.print(line, soft_wrap=True)
+
+
+def show_table(rows: Sequence[Mapping[str, str]]) -> Console:
+    """Print the first rows of a table. Return the console."""
     console = Console(
         width=None if Console().is_terminal else 200, markup=False, emoji=False, highlight=False
     )
@@ -30,7 +39,4 @@ def show_headline(folder: Path) -> None:
         console.print(table)
     if len(rows) > MOST_ROWS:
         console.print(f"… {len(rows) - MOST_ROWS} more rows in the report")
-    # Without a finished job there is no lead; an inconclusive lead has no command.
-    lead = report["lead"] or {"sentence": "", "command": ""}
-    for line in filter(None, (lead["sentence"], lead["command"])):
-        console.print(line, soft_wrap=True)
+    return console

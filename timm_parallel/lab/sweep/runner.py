@@ -72,6 +72,16 @@ class Runner(ABC):
         """Return the saved config of a job, except for the seed of a repeat."""
         return frozen_config(config_folder(self.jobs.folder, job))
 
+    def need(self, job: Job) -> Requirement:
+        """Return the devices that a job needs."""
+        return need_of(self.config_of(job))
+
+    def local_job(self, job: Job) -> LocalJob:
+        """Write the run folder of a job that starts on this machine, and return the job."""
+        folder = write_job_folder(self.jobs.folder, job)
+        server = self._server if self._server.takes(self.config_of(job)) else None
+        return LocalJob(job, folder, self.watch(job), server)
+
     def watch(self, job: Job) -> Watch | None:
         """Return the function that decides whether to prune (stop early) the starting job; None:
         never prune.
@@ -145,12 +155,11 @@ class Runner(ABC):
         if chosen is None:
             return False
         job, names = waiting[chosen[0]], chosen[1]
-        folder, watch = write_job_folder(self.jobs.folder, job), self.watch(job)
         if self.slurm is None:
-            server = self._server if self._server.takes(self.config_of(job)) else None
-            starting = LocalJob(job, folder, watch, server)
+            starting = self.local_job(job)
         else:
-            starting = SlurmJob(job, folder, watch, self.slurm)
+            folder = write_job_folder(self.jobs.folder, job)
+            starting = SlurmJob(job, folder, self.watch(job), self.slurm)
         self._running[job.id] = starting
         job.status, job.started = "running", now()
         # Slurm gives each job its own devices.
@@ -189,7 +198,7 @@ class Runner(ABC):
             self.ended(job)
 
     def _need(self, job: Job) -> Requirement:
-        need = need_of(self.config_of(job))
+        need = self.need(job)
         return replace(need, alone=True) if job.id in self._alone else need
 
     def _has_memory(self) -> bool:

@@ -1,0 +1,136 @@
+"""Simulate verdicts with known truth and count what they say: python
+scripts/maintain/simulate_verdicts.py [verdicts] [families] [processes]
+
+Invented run records go through the function that decides (timm_parallel/lab/analysis/verdict.py).
+Prints Markdown tables: how often equal code is called better or worse, how often 20 verdicts in a
+row on one base say something false, and the power. Defaults: 1000 verdicts, 500 families, 2
+processes.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from functools import partial
+from multiprocessing import Pool
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from timm_parallel.lab.analysis.runs import RunRecord
+from timm_parallel.lab.analysis.statistics import LEVEL
+from timm_parallel.lab.analysis.verdict import BASE, BETTER, CODE, HEAD, WORSE, Record, judge
+
+SEEDS = (3, 5, 8)
+FAMILY = 20  # verdicts in a row on one base
+NUMBERS = (1, 5, 20)  # of the verdict, for the power
+DIFFERENCES = (1, 2, 3)  # in standard deviations of a run
+ACCURACY, NOISE, SEED_NOISE = 0.7, 0.01, 0.005
+IMAGES_PER_SECOND, SPEED_NOISE = 1000.0, 0.03
+
+
+def run_records(draw: np.random.Generator, seeds: int, difference: float = 0) -> list[RunRecord]:
+    """Invent the runs of a verdict. `difference`: of the accuracy of head, in standard deviations
+    of a run. The speeds are equal.
+    """
+    shared = SEED_NOISE * draw.standard_normal(seeds)
+    runs = []
+    for name, mean in ((BASE, ACCURACY), (HEAD, ACCURACY + difference * NOISE)):
+        accuracy = mean + shared + NOISE * draw.standard_normal(seeds)
+        speed = IMAGES_PER_SECOND * np.exp(SPEED_NOISE * draw.standard_normal(seeds))
+        for seed in range(seeds):
+            result = {
+                "val.acc": float(accuracy[seed]),
+                "throughput.images_per_sec": float(speed[seed]),
+                "val.samples": 10_000,
+                "devices": 1,
+            }
+            runs.append(
+                RunRecord(
+                    name=f"{name}_{seed}",
+                    folder=Path(name),
+                    status="done",
+                    block=seed,
+                    overrides=(f"{CODE}={name}",),
+                    result=result,
+                    config={CODE: name, "seed": seed, "checkpoint.metric": "val/acc"},
+                )
+            )
+    return runs
+
+
+def words(draw: np.random.Generator, seeds: int, number: int, difference: float = 0) -> list[str]:
+    """Return the word of a verdict, and what its table says about each measure."""
+    verdict = judge(run_records(draw, seeds, difference), Record(BASE, HEAD, number))
+    return [verdict.word, *(row.get("verdict", "") for row in verdict.rows)]
+
+
+def is_false(said: list[str]) -> bool:
+    """Return True if something is called better or worse, although nothing differs."""
+    return bool({BETTER, WORSE} & {*said})
+
+
+def count_equal(verdicts: int, seeds: int) -> tuple[int, int]:
+    """Return how many first verdicts on equal code are better or worse, and how many tables state
+    any difference.
+    """
+    draw = np.random.default_rng([39, seeds])
+    said = [words(draw, seeds, 1) for _ in range(verdicts)]
+    return sum(is_false(line[:1]) for line in said), sum(map(is_false, said))
+
+
+def count_false_families(families: int, seeds: int) -> int:
+    """Return how many families of verdicts on equal code say something false."""
+    draw = np.random.default_rng([40, seeds])
+    return sum(
+        any(is_false(words(draw, seeds, number)) for number in range(1, FAMILY + 1))
+        for _ in range(families)
+    )
+
+
+def power(verdicts: int, case: tuple[int, int, int]) -> float:
+    """Return the share of verdicts on a better head that say so. `case`: number of the verdict,
+    seeds, and difference.
+    """
+    number, seeds, difference = case
+    draw = np.random.default_rng([41, *case])
+    return (
+        sum(words(draw, seeds, number, difference)[0] == BETTER for _ in range(verdicts)) / verdicts
+    )
+
+
+def most_false(count: int) -> float:
+    """Return LEVEL plus two standard errors of a share of `count`."""
+    return LEVEL + 2 * math.sqrt(LEVEL * (1 - LEVEL) / count)
+
+
+def main(argv: list[str]) -> None:
+    verdicts, families, processes = (
+        int(word) for word in (argv + ["1000", "500", "2"][len(argv) :])[:3]
+    )
+    with Pool(processes) as pool:
+        print("| seeds | equal code: better or worse | any row of its table | 20 in a row |")
+        print("|---:|---:|---:|---:|", flush=True)
+        false = pool.map(partial(count_false_families, families), SEEDS, chunksize=1)
+        equal = pool.map(partial(count_equal, verdicts), SEEDS, chunksize=1)
+        for seeds, (word, table), family in zip(SEEDS, equal, false, strict=True):
+            shares = word / verdicts, table / verdicts, family / families
+            print(f"| {seeds} | {' | '.join(f'{100 * share:.1f} %' for share in shares)} |")
+        limits = [most_false(count) for count in (verdicts, verdicts, families)]
+        print(f"| at most | {' | '.join(f'{100 * share:.1f} %' for share in limits)} |\n")
+        cases = [(n, seeds, d) for n in NUMBERS for seeds in SEEDS for d in DIFFERENCES]
+        found = dict(
+            zip(cases, pool.map(partial(power, verdicts), cases, chunksize=1), strict=True)
+        )
+    print(f"| verdict | seeds | {' | '.join(f'{d} sd' for d in DIFFERENCES)} |")
+    print(f"|---:|---:|{'---:|' * len(DIFFERENCES)}")
+    for number in NUMBERS:
+        for seeds in SEEDS:
+            powers = (100 * found[number, seeds, d] for d in DIFFERENCES)
+            print(f"| {number} | {seeds} | {' | '.join(f'{share:.0f} %' for share in powers)} |")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

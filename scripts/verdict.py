@@ -1,0 +1,52 @@
+"""Test if a change of the code is better: `python scripts/verdict.py base=<commit> [head=<commit>]
+[key=value …] sweep.repeats=8`.
+
+Trains the code of `base` and that of `head`, by default the working tree, with the same seeds, and
+compares the metric and images/s. Keys are those of train.py. `sweep.resume=<folder>` continues.
+Exit code 0: head is better, 3: no difference shown, 4: worse, 2: refused, 1: jobs failed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from pathlib import Path
+
+# Python adds the folder of a script, not the root of the project.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from timm_parallel.config.arguments import CommandLine, errors_in_one_line, parse_command_line
+
+
+@errors_in_one_line
+def main(argv: list[str]) -> int:
+    parser = CommandLine(__doc__)
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for train.py")
+    parser.add_argument("--base", help="commit to compare with")
+    parser.add_argument("--head", help="commit with the change (default: the working tree)")
+    parser.add_argument("--on", choices=("metric", "speed"), default="metric", help="what decides")
+    parser.add_argument("--ledger", choices=("new",), help="start a new ledger of this base")
+    parser.add_argument("--json", action="store_true", help="print the verdict as JSON")
+    arguments = parser.parse_intermixed_args(argv)
+
+    from timm_parallel.config.compose import compose_command
+    from timm_parallel.lab.verdict.verdict import resume_verdict, start_verdict
+
+    # With --json, progress and tables go to stderr.
+    with contextlib.redirect_stdout(sys.stderr if arguments.json else sys.stdout):
+        if arguments.base is None:
+            command = compose_command(parse_command_line(["-m", *arguments.overrides]))
+            if command.config.sweep.resume is None:
+                raise ValueError("base: required; give a commit, such as base=main")
+            code, values = resume_verdict(Path(command.config.sweep.resume), command)
+        else:
+            options = arguments.head, arguments.on, arguments.ledger == "new"
+            code, values = start_verdict(arguments.overrides, arguments.base, *options)
+    if arguments.json:
+        print(json.dumps(values, indent=2))
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

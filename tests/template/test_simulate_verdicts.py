@@ -1,0 +1,40 @@
+"""Verdicts on invented runs keep their error rate. docs/report.md has the figures of more of them:
+scripts/maintain/simulate_verdicts.py.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from scripts.maintain.simulate_verdicts import (
+    SEEDS,
+    count_equal,
+    count_false_families,
+    most_false,
+    power,
+)
+
+
+@pytest.mark.parametrize(
+    "verdicts",
+    [pytest.param(200), pytest.param(1000, marks=pytest.mark.nightly)],
+)
+@pytest.mark.parametrize("seeds", SEEDS)
+def test_verdict_seldom_calls_equal_code_different(verdicts: int, seeds: int) -> None:
+    word, table = count_equal(verdicts, seeds)
+    assert word <= table <= most_false(verdicts) * verdicts
+
+
+@pytest.mark.parametrize(
+    "families",
+    [pytest.param(20), pytest.param(500, marks=pytest.mark.nightly)],
+)
+@pytest.mark.parametrize("seeds", SEEDS)
+def test_twenty_verdicts_in_a_row_seldom_say_anything_false(families: int, seeds: int) -> None:
+    assert count_false_families(families, seeds) <= most_false(families) * families
+
+
+def test_verdict_finds_large_difference_more_often_when_it_is_earlier() -> None:
+    first, fifth, twentieth = (power(100, (number, 8, 3)) for number in (1, 5, 20))
+    assert first >= 0.95
+    assert first > fifth > twentieth

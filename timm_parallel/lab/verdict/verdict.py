@@ -1,0 +1,288 @@
+"""Verdict on a change of the code: a sweep whose only setting is the code, base or head. The
+train.py of each version composes and starts its jobs; result.json is the interface.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+import shutil
+from pathlib import Path
+from typing import Any
+
+from timm_parallel.config.arguments import parse_command_line
+from timm_parallel.config.compose import Command, compose_command
+from timm_parallel.config.resolve import resolve
+from timm_parallel.config.suggest import metric_of
+from timm_parallel.lab.analysis.verdict import (
+    BASE,
+    BETTER,
+    CODE,
+    HEAD,
+    NO_DIFFERENCE,
+    REFUSED,
+    WORSE,
+    Record,
+    refusal,
+)
+from timm_parallel.lab.jobs.devices import jobs_at_a_time, need_of
+from timm_parallel.lab.jobs.local_job import LocalJob, sync_from_result
+from timm_parallel.lab.jobs.scheduler import Requirement
+from timm_parallel.lab.report.collect import collect, flat, read_record
+from timm_parallel.lab.report.report import compare, write_report
+from timm_parallel.lab.sweep.blocks import append_shuffled
+from timm_parallel.lab.sweep.headline import show_table
+from timm_parallel.lab.sweep.points import keys_that_may_change
+from timm_parallel.lab.sweep.runner import Runner
+from timm_parallel.lab.verdict.versions import (
+    LARGEST,
+    Version,
+    copy_commit,
+    copy_working_tree,
+    find_commit,
+)
+from timm_parallel.machine.files import claim_folder, finite, read_json, write_json
+from timm_parallel.machine.lock import lock_folder
+from timm_parallel.record.jobs import UNFINISHED, VERDICT, Job, Jobs, new_jobs, now, read_jobs
+
+EXIT_CODES = {BETTER: 0, REFUSED: 2, NO_DIFFERENCE: 3, WORSE: 4}  # else 1: no verdict
+# Keys that decide what the metric means.
+MEANING = ("checkpoint.metric", "train.task")
+REQUIREMENTS = ("requirements.txt", "requirements.lock", "pyproject.toml")
+COPIES = "code"  # folder of the versions in the sweep folder
+LEDGER, LEDGER_FORMAT = "verdicts.json", 1  # in the output folder: the verdicts on each base
+LOCK_SECONDS = 10.0  # for another verdict that starts at the same time
+
+Values = dict[str, Any]
+
+
+def start_verdict(
+    overrides: list[str], base: str, head: str | None, on: str, is_new: bool
+) -> tuple[int, Values]:
+    """Copy both versions and run their jobs. Return the exit code and the contents of --json.
+
+    `head`: a commit; None: the working tree. `on`: the measure that decides. `is_new`: start a new
+    ledger.
+    """
+    command = compose_command(parse_command_line(overrides))
+    commits = find_commit(BASE, base), head and find_commit(HEAD, head)
+    _check_sweep(command)
+    folder = claim_folder(Path(str(command.tree.hydra.sweep.dir)))
+    try:
+        notes = _copy(folder, *commits)
+        _check(folder, overrides)
+        outputs = Path(command.config.paths.output_dir)
+        number = _next_number(outputs, commits[0], folder, is_new)
+        names = _name(base, commits[0]), _name(head, commits[1])
+        record = Record(*names, number, on, overrides, notes)
+        write_json(folder / VERDICT, dataclasses.asdict(record))
+        jobs = _new_jobs(folder, overrides, command)
+    except BaseException:  # also Ctrl-C: without jobs.json, the verdict could not be resumed
+        shutil.rmtree(folder)
+        raise
+    return VerdictRun(jobs, record, command).conclude()
+
+
+def resume_verdict(folder: Path, command: Command) -> tuple[int, Values]:
+    """Run the missing and failed jobs of the verdict in `folder`, as `start_verdict` does."""
+    keys_that_may_change(command, folder)
+    record, jobs = read_record(folder), read_jobs(folder)
+    assert record is not None
+    for job in jobs.jobs:
+        sync_from_result(job, folder / job.folder)
+        # A run that diverged or ran out of memory has answered.
+        if job.status in (*UNFINISHED, "failed") or not (folder / job.folder).is_dir():
+            job.reset()
+    jobs.status = "running"
+    command = compose_command(parse_command_line(record.overrides))
+    return VerdictRun(jobs, record, command).conclude()
+
+
+def _check_sweep(command: Command) -> None:
+    """Raise ValueError for settings of the sweep that no verdict can have."""
+    repeats, scheduler = command.config.sweep.repeats, command.config.cluster.scheduler
+    if repeats < 2:
+        raise ValueError(f"sweep.repeats={repeats}: expected 2 seeds or more; use sweep.repeats=5")
+    if scheduler != "local":
+        raise ValueError(f"cluster={scheduler}: a verdict runs on one machine; use cluster=local")
+    jobs_at_a_time("sweep.jobs", command.config.sweep.jobs, command.config)
+
+
+def _versions(folder: Path) -> list[Version]:
+    return [Version(name, folder.resolve() / COPIES / name) for name in (BASE, HEAD)]
+
+
+def _copy(folder: Path, base: str, head: str | None) -> list[str]:
+    """Copy the files of both versions. Return sentences on what a reader must know of them."""
+    old, new = _versions(folder)
+    # The working tree first, because the sweep folder may be in it.
+    left_out = copy_working_tree(new.folder) if head is None else copy_commit(head, new.folder)
+    left_out = sorted({*left_out, *copy_commit(base, old.folder)})
+    notes = [
+        f"{name} differs: both versions run in the current Python environment."
+        for name in REQUIREMENTS
+        if old.read(name) != new.read(name)
+    ]
+    if left_out:
+        limit = f"larger than {LARGEST // 2**20} MiB, or no files"
+        notes.append(f"Left out of the copies, because {limit}: {', '.join(left_out)}.")
+    return notes
+
+
+def _name(given: str | None, commit: str | None) -> str:
+    if given is None or commit is None:
+        return "working tree"
+    return commit[:10] if commit.startswith(given) else f"{given} ({commit[:10]})"
+
+
+def _check(folder: Path, overrides: list[str]) -> None:
+    """Raise ValueError if a version refuses the command line, or if their metrics differ."""
+    base, head = _versions(folder)
+    old, new = flat(base.compose(overrides)), flat(head.compose(overrides))
+    for key in MEANING:
+        if old.get(key) != new.get(key):
+            raise ValueError(
+                f"{key}: {old.get(key)} in base, {new.get(key)} in head; a verdict needs one "
+                f"metric: give {key} on the command line"
+            )
+    name = old["checkpoint.metric"]
+    metric = metric_of(name)
+    if base.code_of(metric) != head.code_of(metric):
+        raise ValueError(
+            f"checkpoint.metric={name}: its code differs between base and head, so it may mean "
+            "another thing; commit the change of the metric, and use that commit as base"
+        )
+
+
+def _next_number(outputs: Path, commit: str, sweep: Path, is_new: bool) -> int:
+    """Enter a verdict into the ledger of its base. Return its number; 1 if `is_new`."""
+    outputs.mkdir(parents=True, exist_ok=True)
+    path = outputs / LEDGER
+    with lock_folder(outputs, LOCK_SECONDS):
+        empty = {"format": LEDGER_FORMAT, "bases": {}}
+        ledger: Values = read_json(path, LEDGER_FORMAT, "") if path.is_file() else empty
+        entries = ledger["bases"].setdefault(commit, [])
+        number = 1 if is_new or not entries else entries[-1]["number"] + 1
+        entries.append({"number": number, "sweep": str(sweep.resolve()), "started": now()})
+        write_json(path, ledger)
+    return number
+
+
+def _new_jobs(folder: Path, overrides: list[str], command: Command) -> Jobs:
+    """Write jobs.json: in each block both versions with one seed, in random order."""
+    jobs = new_jobs(folder)
+    jobs.order_seed = secrets.randbits(32)
+    for block in range(command.config.sweep.repeats):
+        seed = command.config.seed + block
+        pair = [
+            Job(
+                0,
+                f"{CODE}={name},seed={seed}",
+                f"{number}_{name}_block_{block}",
+                [f"{CODE}={name}", *overrides],
+                block,
+                seed,
+            )
+            for number, name in enumerate((BASE, HEAD))
+        ]
+        append_shuffled(jobs, pair, block)
+    jobs.write()
+    return jobs
+
+
+class VersionJob(LocalJob):
+    """Job that the train.py of a version runs."""
+
+    def __init__(self, job: Job, folder: Path, version: Version) -> None:
+        super().__init__(job, folder.resolve(), None)
+        self._version = version
+        self._resumes = any((folder / "checkpoints").glob("*.pt"))
+        # train.py starts a run in a new folder only.
+        if not self._resumes:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    @property
+    def console(self) -> Path:
+        return self.folder.parent / "logs" / f"{self.folder.name}.log"
+
+    def environment(self) -> dict[str, str]:
+        return self._version.environment
+
+    def command(self) -> list[str]:
+        if self._resumes:
+            return [*self._version.train, f"resume='{self.folder}'"]
+        where = [f"seed={self.job.seed}", f"hydra.run.dir='{self.folder}'"]
+        return [*self._version.train, *self.job.overrides[1:], *where]
+
+    def without_result(self, error: str) -> tuple[str, str]:
+        if self.exit_code() != 2:
+            return super().without_result(error)
+        self.job.code = REFUSED
+        return "failed", self.console.read_text(encoding="utf-8").strip().rpartition("\n")[2]
+
+
+class VerdictRun(Runner):
+    """Runner of the jobs of both versions. Ends early if these cannot be compared."""
+
+    needed_at_end = ()
+
+    def __init__(self, jobs: Jobs, record: Record, command: Command) -> None:
+        config = command.config
+        super().__init__(jobs, jobs_at_a_time("sweep.jobs", config.sweep.jobs, config))
+        # Equal devices for both versions.
+        self._record, self._need_of_each = record, need_of(resolve(config))
+        self._versions = {version.name: version for version in _versions(jobs.folder)}
+        self._refused = ""
+        self._values: Values = {}
+
+    def conclude(self) -> tuple[int, Values]:
+        """Run the jobs. Return the exit code and the contents of --json."""
+        return self.run(), self._values
+
+    def waiting(self) -> list[Job]:
+        waits = [job for job in self.jobs.jobs if job.status == "waiting"]
+        return [] if self._refused else waits
+
+    def need(self, job: Job) -> Requirement:
+        return self._need_of_each
+
+    def local_job(self, job: Job) -> LocalJob:
+        return VersionJob(job, self.jobs.folder / job.folder, self._versions[_code_of(job)])
+
+    def ended(self, job: Job) -> None:
+        super().ended(job)
+        if not self._refused:
+            reason = refusal(collect([self.jobs.folder]))
+            self._refused = f"{_code_of(job)}: {job.reason}" if job.code == REFUSED else reason
+
+    def _close(self) -> int:
+        folder = self.jobs.folder
+        page = write_report([folder])
+        verdict = compare(collect([folder]), [folder]).verdict
+        assert verdict is not None
+        word = REFUSED if self._refused else verdict.word
+        sentence = f"Refused: {self._refused}" if self._refused else verdict.sentence
+        print("\n".join([sentence, *verdict.notes]))
+        show_table(verdict.rows)
+        print(f"versions     base {self._record.base}, head {self._record.head}")
+        print(f"report       {page}")
+        code = EXIT_CODES.get(word, 1)
+        measures = {name: contrast.fields for name, contrast in verdict.contrasts.items()}
+        self._values = finite(
+            {
+                **dataclasses.asdict(self._record),
+                "verdict": word,
+                "exit_code": code,
+                "sentence": sentence,
+                "notes": verdict.notes,
+                "level": self._record.level,
+                "measures": measures,
+                "sweep": str(folder),
+                "report": str(page),
+            }
+        )
+        return code if self.stopped_by is None else self._say_stopped(self.stopped_by)
+
+
+def _code_of(job: Job) -> str:
+    return job.overrides[0].removeprefix(f"{CODE}=")
