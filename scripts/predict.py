@@ -36,6 +36,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--output", type=Path, help="file (default: printed); its suffix chooses the format"
     )
+    parser.add_argument("--folder", type=Path, help="folder for masks, with train=segmentation")
     parser.add_argument("--format", choices=["console", "csv", "json"])
     parser.add_argument("--checkpoint", help="best, last or a file")
     parser.add_argument(
@@ -102,6 +103,7 @@ def _predict(
         batch_size=given.batch_size,
         workers=given.workers,
         parallel=parallel,
+        folder=given.folder,
     )
     predictions, task = predict(request, ranks, store)
     if ranks.is_first:

@@ -44,15 +44,17 @@ STRATEGIES = {
 DATASETS = {
     "digits": "src.data.datasets.Digits",
     "synthetic": "src.data.datasets.Synthetic",
+    "shapes": "src.data.datasets.Shapes",
     "folder": "timm_parallel.data.folder.FolderDataset",
     "csv": "timm_parallel.data.csv_listing.CsvDataset",
     "tar": "timm_parallel.data.tar_index.TarDataset",
     "wds": "timm_parallel.data.tar_index.TarDataset",
+    "segmentation": "timm_parallel.data.masks.MaskDataset",
 }
 # The class of timm's datasets, by names such as torch/cifar10.
 TIMM = "src.data.timm_datasets.TimmImages"
 # Datasets made in memory. They have one image size and do not read data.root.
-MADE_IN_MEMORY = ("digits", "synthetic")
+MADE_IN_MEMORY = ("digits", "synthetic", "shapes")
 SCHEDULES = ("constant", "cosine", "tanh", "step", "multistep", "poly", "wsd", "rsqrt")
 # Modes of torch.compile, which timm names in --torchcompile-mode.
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
@@ -185,7 +187,8 @@ class ModelConfig(keys.ModelConfig):
         here = whole.cluster.scheduler == "local"
         if self.weights is not None and here and not Path(self.weights).is_file():
             yield f"model.weights={self.weights}: no such file"
-        if self.pretrained and is_own_class(self.name):
+        loads_weights = class_attributes(self.name).get("has_pretrained", False)
+        if self.pretrained and is_own_class(self.name) and not loads_weights:
             yield (
                 f"model.pretrained=true: timm has no weights for {self.name}; give a file: "
                 "model.weights=<file>"
@@ -419,9 +422,9 @@ class DataConfig(keys.DataConfig):
         dataset may read all of them.
         """
         readers = {
-            "val_fraction": ("folder", "csv"),
-            "test_fraction": ("folder", "csv"),
-            "group_pattern": ("folder",),
+            "val_fraction": ("folder", "csv", "segmentation"),
+            "test_fraction": ("folder", "csv", "segmentation"),
+            "group_pattern": ("folder", "segmentation"),
             "fold": ("csv",),
         }
         for name, datasets in readers.items():

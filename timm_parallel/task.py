@@ -240,5 +240,10 @@ class Task(Targets, Generic[C]):
         """Describe a prediction in a line on the console."""
         return ", ".join(f"{name} {value:.4f}" for name, value in prediction.items())
 
+    def prediction_transform(self, preprocessing: Any) -> Any:
+        """Build the preparation of an image without a target. None: that of timm."""
+        return None
+
     def write(self, scores: Tensor, image: Path, folder: Path) -> None:
-        """Write what a prediction of an image needs besides a table, as files in `folder`."""
+        """Write the prediction of an image as files in `folder`, from its scores."""
+        raise ValueError(f"folder={folder}: train.task={self.config.train.task} writes no files")

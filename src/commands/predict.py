@@ -40,6 +40,7 @@ class PredictionRequest:
     batch_size: int  # per rank
     workers: int | str
     parallel: ResolvedParallel
+    folder: Path | None = None  # for files of predictions, such as masks
 
 
 def predict(
@@ -64,7 +65,7 @@ def predict(
             loader, "images", len(loader.sampler), console=Console(stderr=True), disable=hidden
         )
         for images, numbers in bar:
-            predictions.update(_best(model, trained, images, numbers, paths, request.topk))
+            predictions.update(_predict(model, trained, images, numbers, paths, request))
     for number in loader.unreadable:
         predictions[number] = Prediction(str(paths[number]), None)
     by_rank = strategy.group.gather(
@@ -100,21 +101,25 @@ def _loader(
         prefetcher,
         strategy.group,
         batch_size=request.batch_size * strategy.group.world_size,
-        transform=OnImage(evaluation_transform(preprocessing)),
+        transform=trained.task.prediction_transform(preprocessing)
+        or OnImage(evaluation_transform(preprocessing)),
         workers=request.workers,
         on_error="skip",
     )
 
 
 @torch.inference_mode()
-def _best(
+def _predict(
     model: torch.nn.Module,
     trained: Trained,
     images: Tensor,
     numbers: Tensor,
     paths: list[Path],
-    topk: int,
+    request: PredictionRequest,
 ) -> Iterator[tuple[int, Prediction]]:
-    values = trained.task.predictions(trained.task.predict(model, images), topk)
-    for number, prediction in zip(numbers.tolist(), values, strict=True):
+    scores = trained.task.predict(model, images)
+    values = trained.task.predictions(scores, request.topk)
+    for number, prediction, of_image in zip(numbers.tolist(), values, scores, strict=True):
+        if request.folder is not None:
+            trained.task.write(of_image, paths[number], request.folder)
         yield number, Prediction(str(paths[number]), prediction)

@@ -99,6 +99,42 @@ class Synthetic(MadeInMemory):
         return int(config.kwargs.get("num_samples", 2048))
 
 
+class Shapes(MadeInMemory):
+    """Discs and squares on noise, with masks: uint8 [N, H, W], 0 for the background."""
+
+    targets = ("mask",)
+    target_names = ["background", "disc", "square"]
+
+    def __init__(self, config: DataConfig, num_samples: int = 512) -> None:
+        import torch
+
+        self.image_size = as_size(config.image_size or 64)
+        height, width = self.image_size
+        rows, columns = torch.arange(height)[:, None], torch.arange(width)
+        splits = []
+        for seed, count in enumerate((num_samples, num_samples // 4)):
+            draw = torch.Generator().manual_seed(seed)
+            size = (count, 3, height, width)
+            images = torch.randint(0, 120, size, generator=draw, dtype=torch.uint8)
+            masks = torch.zeros(count, height, width, dtype=torch.uint8)
+            shares = torch.rand(count, 2, 3, generator=draw)
+            for image, mask, pair in zip(images, masks, shares, strict=True):
+                for number, (top, left, share) in enumerate(pair.tolist(), start=1):
+                    side = min(height, width) * (0.1 + 0.1 * share)
+                    down, right = (rows - top * height).abs(), (columns - left * width).abs()
+                    is_disc = down**2 + right**2 <= side**2
+                    inside = is_disc if number == 1 else (down <= side) & (right <= side)
+                    mask[inside] = number
+                    image[:, inside] += 90
+            splits.append(InMemory(images, masks))
+        self.train, self.val = splits
+
+    @classmethod
+    def size(cls, config: DataConfig, enough: int | None = None) -> int:
+        """Return the size of the training split."""
+        return int(config.kwargs.get("num_samples", 512))
+
+
 def built_in(name: str) -> type[ImageDataset] | None:
     """Import the class of a built-in dataset, without torch; None for timm's datasets and yours."""
     dotted = DATASETS.get(name.partition("/")[0])

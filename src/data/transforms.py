@@ -19,6 +19,7 @@ from timm.data.transforms import (
     str_to_pil_interp,
 )
 from torch import Tensor
+from torchvision import tv_tensors
 from torchvision.transforms import InterpolationMode, v2
 
 from src.schema import AugmentConfig
@@ -61,14 +62,18 @@ class Preprocessing:
 
 
 def train_transform(
-    config: AugmentConfig, size: Size, resize: bool, mean: tuple[float, ...] = IMAGENET_DEFAULT_MEAN
+    config: AugmentConfig,
+    size: Size,
+    resize: bool,
+    mean: tuple[float, ...] = IMAGENET_DEFAULT_MEAN,
+    mask_fill: int = 0,
 ) -> Transform | None:
     """Build the training augmentation: uint8 [C, H, W] -> uint8 [C, *size]; None if the config asks
     for none.
 
     Its steps and their order are those of timm.data.transforms_imagenet_train. Erasing follows
     normalization (erasing.py). `resize`: True if images may have other sizes than `size`. `mean`:
-    per channel, of images in 0..1.
+    per channel, of images in 0..1. `mask_fill`: value around a mask that crop_padding pads.
     """
     steps: list[Any] = []
     if config.train_crop_mode in ("rkrc", "rkrr"):
@@ -86,7 +91,8 @@ def train_transform(
     elif resize:
         steps += [_resize(size, config.interpolation), v2.CenterCrop(size)]
     if config.crop_padding:
-        steps.append(v2.RandomCrop(size, padding=config.crop_padding))
+        fill: Any = {tv_tensors.Mask: mask_fill, "others": 0} if mask_fill else 0
+        steps.append(v2.RandomCrop(size, padding=config.crop_padding, fill=fill))
     if config.hflip:
         steps.append(v2.RandomHorizontalFlip(config.hflip))
     if config.vflip:

@@ -74,6 +74,10 @@ def _own_model(config: ModelConfig, arguments: dict[str, Any]) -> Any:
         raise ValueError(
             f"model.name={config.name}: not a torch.nn.Module class; give src.<module>.<Class>"
         )
+    if getattr(model_class, "has_pretrained", False):
+        if config.pretrained:
+            skip_unreachable_hub()
+        arguments["pretrained"] = config.pretrained
     return model_class(**arguments, **config.kwargs)
 
 

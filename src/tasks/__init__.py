@@ -23,6 +23,7 @@ TASKS = {
     "classification": "src.tasks.classification.Classification",
     "multilabel": "src.tasks.multilabel.Multilabel",
     "regression": "src.tasks.regression.Regression",
+    "segmentation": "src.tasks.segmentation.Segmentation",
 }
 
 

@@ -152,7 +152,8 @@ def train_labels(split: Split, chosen: Tensor | None) -> Tensor | None:
 
     files = getattr(split, "files", None)
     listed = [label for _, label in files] if files else getattr(split, "labels", None)
-    if listed is None:
+    # The label of an image with a mask is the name of a file.
+    if listed is None or (files and isinstance(listed[0], str)):
         return None
     # Splits of tar files have a numpy array.
     labels = torch.as_tensor(listed)

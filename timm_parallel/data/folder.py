@@ -102,7 +102,7 @@ def _divided(root: Path, names: list[str], data: DataConfig) -> Listing:
         split: [] for split in ("train", "val", "test") if split != "test" or data.test_fraction
     }
     for path, label in _labeled_files(root, names):
-        listing[_split_of_file(path, root, data)].append((path, label))
+        listing[split_of_file(path, root, data)].append((path, label))
     check_splits(listing, data)
     return listing
 
@@ -113,7 +113,7 @@ def _training_files(data: DataConfig) -> Iterator[Path]:
     folder = root if data.val_fraction is not None else root / "train"
     for name in class_folders(folder):
         for path in image_files(folder / name):
-            if data.val_fraction is None or _split_of_file(path, root, data) == "train":
+            if data.val_fraction is None or split_of_file(path, root, data) == "train":
                 yield path
 
 
@@ -123,7 +123,8 @@ def _labeled_files(folder: Path, names: list[str]) -> list[tuple[Path, int]]:
     ]
 
 
-def _split_of_file(path: Path, root: Path, data: DataConfig) -> str:
+def split_of_file(path: Path, root: Path, data: DataConfig) -> str:
+    """Return the split of a file by data.val_fraction and data.group_pattern."""
     return split_of(_group_of(path.relative_to(root).as_posix(), data), data)
 
 

@@ -117,6 +117,10 @@ class ImageReader(Dataset[CheckedImage]):
         names = self.dataset.target_names
         if self.target == "label":
             return (names[label],) if isinstance(label, int) else ()
+        if self.target == "mask":
+            # The classes that the mask has; none for a file that cannot be read.
+            present = label.unique().tolist() if hasattr(label, "unique") else ()
+            return tuple(names[number] for number in present if number < len(names))
         if self.target != "labels":
             return (str(label),)
         return tuple(name for name, value in zip(names, label, strict=False) if value > 0.5)

@@ -1,0 +1,64 @@
+"""A decoder over any backbone of timm: `model=segmenter model.kwargs.backbone=resnet50`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import timm
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+
+class Segmenter(nn.Module):
+    """Feature pyramid (Lin et al. 2017, arXiv:1612.03144): adds the features of all depths at the
+    size of the finest, and scores each pixel.
+    """
+
+    # model.pretrained=true loads the weights of the backbone.
+    has_pretrained = True
+
+    def __init__(
+        self,
+        num_classes: int,
+        in_chans: int,
+        backbone: str = "resnet18",
+        width: int = 64,
+        pretrained: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        """`width`: channels of the decoder. `kwargs`: of `timm.create_model`."""
+        super().__init__()
+        backbone_model: Any = timm.create_model(
+            backbone, features_only=True, in_chans=in_chans, pretrained=pretrained, **kwargs
+        )
+        self.backbone = backbone_model
+        config = timm.get_pretrained_cfg(backbone)
+        # Mean and std of the weights.
+        self.pretrained_cfg: dict[str, Any] = {} if config is None else config.to_dict()
+        channels = backbone_model.feature_info.channels()
+        self.laterals = nn.ModuleList(nn.Conv2d(count, width, 1) for count in channels)
+        self.smooth = nn.Sequential(
+            nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU()
+        )
+        self.head = nn.Conv2d(width, num_classes, 1)
+
+    def get_classifier(self) -> nn.Module:
+        """Return the head, as timm's models do."""
+        return self.head
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        backbone: Any = self.backbone
+        backbone.set_grad_checkpointing(enable)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Map images [B, in_chans, H, W] to scores [B, num_classes, H, W]."""
+        features = self.backbone(images)
+        merged = self.laterals[-1](features[-1])
+        for lateral, finer in zip(reversed(self.laterals[:-1]), features[-2::-1], strict=True):
+            merged = lateral(finer) + _resized(merged, finer.shape[2:])
+        return _resized(self.head(self.smooth(merged)), images.shape[2:])
+
+
+def _resized(maps: Tensor, size: torch.Size) -> Tensor:
+    return functional.interpolate(maps, size=size, mode="bilinear", align_corners=False)

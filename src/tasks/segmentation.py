@@ -1,0 +1,272 @@
+"""Segmentation: each pixel has one of the classes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from src.schema import ResolvedConfig
+from src.tasks.images import LOSS
+from timm_parallel.keys import number
+from timm_parallel.metric import Metric
+from timm_parallel.task import Criterion, Loss, Task
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from src.data.transforms import Preprocessing
+    from timm_parallel.runtime.evaluation import Evaluation
+
+IGNORED = 255  # in a mask: a pixel without a class
+
+
+class WithMask:
+    """Applies steps of torchvision to an image and its mask, uint8 [H, W], together."""
+
+    def __init__(self, steps: Callable[..., Any], ignore_index: int = IGNORED) -> None:
+        self.steps, self.ignore_index = steps, ignore_index
+
+    def __call__(self, image: Tensor, mask: Any) -> tuple[Tensor, Any]:
+        import torch
+        from torchvision import tv_tensors
+
+        # A prediction has no mask.
+        if not isinstance(mask, torch.Tensor):
+            return self.steps(tv_tensors.Image(image)).as_subclass(torch.Tensor), mask
+        image, mask = self.steps(tv_tensors.Image(image), tv_tensors.Mask(mask))
+        mask = mask.as_subclass(torch.Tensor)
+        if self.ignore_index != IGNORED:
+            mask = mask.masked_fill(mask == self.ignore_index, IGNORED)
+        return image.as_subclass(torch.Tensor), mask
+
+
+# Losses. Each is a mean over the labeled pixels of an image, so that the mean over images, and so
+# over ranks, is exact, however many pixels are not labeled.
+
+
+def pixel_losses(
+    scores: Tensor, masks: Tensor, class_weight: Tensor | None = None, smoothing: float = 0.0
+) -> Tensor:
+    """Compute the mean cross entropy of each image's labeled pixels: [B]."""
+    from torch.nn import functional
+
+    labels, is_labeled = masks.long(), masks != IGNORED
+    losses = functional.cross_entropy(
+        scores, labels, ignore_index=IGNORED, reduction="none", label_smoothing=smoothing
+    )
+    if class_weight is not None:
+        losses = losses * class_weight.to(losses.device)[labels.masked_fill(~is_labeled, 0)]
+    return (losses * is_labeled).sum((1, 2)) / is_labeled.sum((1, 2)).clamp(min=1)
+
+
+def dice_losses(scores: Tensor, masks: Tensor) -> Tensor:
+    """Compute 1 - the soft Dice coefficient of each image, the mean over classes: [B] (Milletari
+    et al. 2016, arXiv:1606.04797), with 1 added above and below for classes without a pixel.
+    """
+    import torch
+
+    is_labeled = (masks != IGNORED)[:, None]
+    shares = scores.softmax(1) * is_labeled
+    labels = masks.long().masked_fill(masks == IGNORED, 0)[:, None]
+    truth = torch.zeros_like(scores).scatter_(1, labels, 1.0) * is_labeled
+    common, total = (shares * truth).sum((2, 3)), (shares + truth).sum((2, 3))
+    return 1 - ((2 * common + 1) / (total + 1)).mean(1)
+
+
+def cross_entropy(config: ResolvedConfig, class_weight: Tensor | None = None) -> Criterion:
+    """Build cross entropy, with `train.smoothing`."""
+    smoothing = config.train.smoothing
+    return lambda scores, masks: pixel_losses(scores, masks, class_weight, smoothing).mean()
+
+
+def dice(config: ResolvedConfig) -> Criterion:
+    """Build the Dice loss."""
+    return lambda scores, masks: dice_losses(scores, masks).mean()
+
+
+def cross_entropy_and_dice(config: ResolvedConfig, class_weight: Tensor | None = None) -> Criterion:
+    """Build the sum of cross entropy and Dice loss."""
+    pixels, overlaps = cross_entropy(config, class_weight), dice(config)
+    return lambda scores, masks: pixels(scores, masks) + overlaps(scores, masks)
+
+
+# Metrics.
+
+
+def confusion(scores: Tensor, masks: Tensor, losses: Tensor) -> Tensor:
+    """Count labeled pixels by true class (row) and predicted class: int64 [classes, classes]."""
+    import torch
+
+    classes, is_labeled = scores.shape[1], masks != IGNORED
+    cells = masks.long() * classes + scores.argmax(1)
+    counts = torch.zeros(classes * classes, dtype=torch.int64, device=scores.device)
+    counts.index_add_(0, (cells * is_labeled).flatten(), is_labeled.long().flatten())
+    return counts.view(classes, classes)
+
+
+def ious(counts: Tensor) -> list[float | None]:
+    """Return intersection over union of each class; None for one that never occurs."""
+    union = counts.sum(0) + counts.sum(1) - counts.diag()
+    pairs = zip(counts.diag().tolist(), union.tolist(), strict=True)
+    return [hits / total if total else None for hits, total in pairs]
+
+
+def mean_iou(counts: Tensor, samples: int) -> float | None:
+    """Return the mean IoU of the classes that occur in masks or predictions."""
+    values = [value for value in ious(counts) if value is not None]
+    return sum(values) / len(values) if values else None
+
+
+def pixel_accuracy(counts: Tensor, samples: int) -> float | None:
+    """Return the share of labeled pixels whose class is predicted."""
+    total = int(counts.sum())
+    return int(counts.diag().sum()) / total if total else None
+
+
+@dataclass
+class SegmentationOptions:
+    ignore_index: int = number(
+        IGNORED, ge=0, le=255, help="Number in the masks of pixels without a class."
+    )
+
+
+class Segmentation(Task[ResolvedConfig]):
+    """Targets are masks, uint8 [B, H, W]: class numbers, or 255 without a class."""
+
+    target = "mask"
+    applies = ("erasing", "smoothing", "class_weights")
+    Options: ClassVar[type[Any]] = SegmentationOptions
+    losses: ClassVar[Mapping[str, Loss]] = {
+        "ce": Loss(cross_entropy, pixel_losses, ("smoothing", "class_weights")),
+        "dice": Loss(dice, pixel_losses),
+        "ce_dice": Loss(cross_entropy_and_dice, pixel_losses, ("smoothing", "class_weights")),
+    }
+    metrics: ClassVar[Mapping[str, Metric]] = {
+        "loss": LOSS,
+        "miou": Metric(confusion, mean_iou, is_proportion=True),
+        "pixel_acc": Metric(confusion, pixel_accuracy, is_proportion=True),
+    }
+
+    def check_targets(self, targets: Tensor) -> None:
+        largest = int(targets.masked_fill(targets == IGNORED, 0).max()) if len(targets) else 0
+        if largest >= len(self.names):
+            raise ValueError(
+                f"the data has masks with the class {largest}, but {len(self.names)} classes (0 is "
+                "the first): fix data.kwargs.classes, or set train.task_kwargs.ignore_index"
+            )
+
+    def check_outputs(self, outputs: Any) -> None:
+        shape = list(getattr(outputs, "shape", ()))
+        if len(shape) != 4 or shape[1] < self.num_outputs:
+            raise ValueError(
+                f"model.name: expected scores of each pixel, [1, {self.num_outputs}, height, "
+                f"width], got {shape or type(outputs).__name__}; use model=segmenter"
+            )
+
+    def class_weights(self, targets: Tensor | None) -> dict[str, Tensor]:
+        """Return the keyword arguments that pass train.class_weights, with mean 1, to the loss."""
+        import torch
+
+        given = self.config.train.class_weights
+        if given is None:
+            return {}
+        if given == "auto" or len(given) != self.num_outputs:
+            raise ValueError(
+                f"train.class_weights={given}: expected a number for each of the "
+                f"{self.num_outputs} classes"
+            )
+        weights = torch.tensor(given)
+        return {"class_weight": weights / weights.mean()}
+
+    def train_transform(self, size: tuple[int, int], resize: bool, mean: tuple[float, ...]) -> Any:
+        from torchvision.transforms import v2
+
+        from src.data.transforms import train_transform
+
+        augment = self.config.data.augment
+        if augment.train_crop_mode in ("rkrc", "rkrr"):
+            raise ValueError(
+                f"data.augment.train_crop_mode={augment.train_crop_mode}: not for masks; use rrc"
+            )
+        steps = train_transform(augment, size, False, mean, mask_fill=self.options.ignore_index)
+        if resize and augment.scale is None and augment.train_crop_mode is None:
+            steps = v2.Compose([v2.Resize(size), *([] if steps is None else [steps])])
+        return None if steps is None else WithMask(steps, self.options.ignore_index)
+
+    def evaluation_transform(self, preprocessing: Preprocessing) -> Any:
+        """Resize image and mask to the size of training, whatever their aspect ratio."""
+        from torchvision.transforms import v2
+
+        return WithMask(v2.Resize(preprocessing.input_size[1:]), self.options.ignore_index)
+
+    prediction_transform = evaluation_transform
+
+    def train_metrics(self, scores: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        is_labeled = targets != IGNORED
+        hits = ((scores.argmax(1) == targets) & is_labeled).sum((1, 2))
+        return {"pixel_acc": (hits / is_labeled.sum((1, 2)).clamp(min=1)).mean()}
+
+    def blank(self, count: int, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        import torch
+
+        return (
+            torch.zeros(count, self.num_outputs, *size),
+            torch.zeros(count, *size, dtype=torch.uint8),
+        )
+
+    def details(self, evaluation: Evaluation) -> dict[str, Any]:
+        """Return the number of images, and the IoU of each class."""
+        values = ious(evaluation.sums[confusion])
+        return {
+            "samples": evaluation.samples,
+            "iou_per_class": dict(zip(self.names, values, strict=True)),
+        }
+
+    def draw(self, evaluation: Evaluation) -> dict[str, Any]:
+        from timm_parallel.record.confusion import draw_confusion
+
+        counts = evaluation.sums[confusion].cpu().numpy()
+        return {"confusion": draw_confusion(counts, self.names)}
+
+    def table(self, evaluation: Evaluation) -> dict[str, list[Any]]:
+        raise ValueError("predictions=: masks are files; use scripts/predict.py folder=<folder>")
+
+    def predictions(self, scores: Tensor, topk: int) -> list[dict[str, Any]]:
+        """Return the share of pixels of each class."""
+        winners = scores.argmax(1).flatten(1)
+        shares = [
+            (winners == number).float().mean(1).tolist() for number in range(self.num_outputs)
+        ]
+        return [dict(zip(self.names, row, strict=True)) for row in zip(*shares, strict=True)]
+
+    def write(self, scores: Tensor, image: Path, folder: Path) -> None:
+        """Write the mask, a PNG of class numbers with a palette, and an overlay, both in the size
+        of the image.
+        """
+        from PIL import Image, ImageOps
+        from torch.nn import functional
+
+        with Image.open(image) as opened:
+            photo = ImageOps.exif_transpose(opened).convert("RGB")
+        size = (photo.height, photo.width)
+        whole = functional.interpolate(scores[None].float(), size=size, mode="bilinear")
+        mask = Image.fromarray(whole[0].argmax(0).byte().cpu().numpy(), "P")
+        mask.putpalette([part for color in PALETTE for part in color])
+        folder.mkdir(parents=True, exist_ok=True)
+        mask.save(folder / f"{image.stem}.png")
+        Image.blend(photo, mask.convert("RGB"), 0.5).save(folder / f"{image.stem}_overlay.png")
+
+
+def _color(number: int) -> tuple[int, int, int]:
+    """Return the color of a class in Pascal VOC: its bits, spread over red, green and blue."""
+    color = [0, 0, 0]
+    for bit in range(8):
+        for channel in range(3):
+            color[channel] |= (number >> channel & 1) << (7 - bit)
+        number >>= 3
+    return color[0], color[1], color[2]
+
+
+PALETTE = [_color(number) for number in range(256)]
