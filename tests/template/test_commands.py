@@ -74,7 +74,6 @@ ELSEWHERE = {
     r"python scripts/maintain/simulate_sweeps\.py": "test_report_seldom_states_a_false_difference_on_simulated_sweeps",
     r"python scripts/maintain/simulate_verdicts\.py": "test_verdict_seldom_calls_equal_code_different",
     r"(make verdict|python scripts/verdict\.py)": "test_script_compares_working_tree_with_base",
-    r"python train\.py -m sweep\.resume=<verdict": "test_sweep_resume_of_train_continues_verdict",
     r"make size$": "test_count_statements_leaves_out_docstrings_and_counts_nested_statements",
     r"python scripts/export\.py .*format=onnx": "test_onnx_export_matches_checkpoint_outputs_at_batch_sizes_1_and_7",
     r"python scripts/reproduce\.py ": "test_repeated_run_has_equal_losses_and_weights",

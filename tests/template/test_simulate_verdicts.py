@@ -27,7 +27,7 @@ def test_verdict_seldom_calls_equal_code_different(verdicts: int, seeds: int) ->
 
 @pytest.mark.parametrize(
     "families",
-    [pytest.param(20), pytest.param(500, marks=pytest.mark.nightly)],
+    [pytest.param(60), pytest.param(500, marks=pytest.mark.nightly)],
 )
 @pytest.mark.parametrize("seeds", SEEDS)
 def test_twenty_verdicts_in_a_row_seldom_say_anything_false(families: int, seeds: int) -> None:

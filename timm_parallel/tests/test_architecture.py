@@ -93,6 +93,7 @@ NO_TORCH_AT_THE_TOP = (
     "timm_parallel/lab/report/",
     "timm_parallel/lab/search/",
     "timm_parallel/lab/sweep/",
+    "timm_parallel/lab/verdict/",
     "timm_parallel/trackers/",
 )
 VAGUE_NAMES = {"utils", "util", "common", "misc", "helpers", "helper", "base", "extras"}

@@ -552,6 +552,23 @@ def test_sweep_resume_of_train_continues_verdict(
     assert (first / "result.json").is_file()
 
 
+def test_unfinished_run_continues_from_its_checkpoint(
+    repository: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, values = run(capsys)
+    folder = Path(values["sweep"])
+    jobs = read_jobs(folder)
+    stopped = folder / jobs.jobs[-1].folder
+    jobs.jobs[-1].status = "running"
+    jobs.write()
+    (stopped / "result.json").unlink()
+    (stopped / "checkpoints").mkdir()
+    (stopped / "checkpoints/last.pt").write_bytes(b"")
+    assert run(capsys, f"sweep.resume={folder}")[0] == 3
+    facts = json.loads(json.loads((stopped / "result.json").read_text())["tags"][0])
+    assert facts["words"] == [f"resume='{stopped.resolve()}'"]
+
+
 @pytest.mark.slow(120)
 @pytest.mark.processes
 def test_changed_default_of_real_project_is_found_worse(tmp_path: Path) -> None:

@@ -109,7 +109,9 @@ def judge(
     notes = [*record.notes, *_compute(runs), *of_group, _share(record)]
     if contrast.effect is None:
         flagged = sum(bool(run.flags) for run in runs)
-        notes.append(f"images/s is not compared: {flagged} of {len(runs)} runs were disturbed.")
+        notes.append(
+            f"images/s is not compared: {flagged} of {len(runs)} runs had other jobs or load."
+        )
     rows = _rows(runs, record, contrasts, groups)
     return Verdict(word, sentence, tuple(notes), rows, contrasts, groups)
 
@@ -190,6 +192,8 @@ def _difference(contrast: Contrast, level: float) -> str:
     interval = f"{level_text(level)} interval "
     if contrast.scale.is_ratio:
         return f"{times(contrast)} that of base{interval_text(contrast, interval)}"
+    if contrast.effect == 0:
+        return "equal on average"
     return difference_text(contrast, level=interval)
 
 
