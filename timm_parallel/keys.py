@@ -234,8 +234,8 @@ class DataConfig:
 
     name: str = key(
         "digits",
-        help="digits, folder, csv, synthetic, a timm dataset, or `src.<module>.<Class>` of your "
-        "own.",
+        help="digits, folder, csv, segmentation, shapes, synthetic, a timm dataset, or "
+        "`src.<module>.<Class>` of your own.",
     )
     root: str | None = key(
         None, help="Folder (or CSV file) to read; digits and synthetic refuse it."

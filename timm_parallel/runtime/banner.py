@@ -132,7 +132,7 @@ def show_end(
 
 
 def _metrics(config: ResolvedConfig, result: Result) -> list[str]:
-    """Return texts such as `val/acc 0.9 (best 0.9)` with the value of checkpoint.metric on each
+    """Return texts such as `val/loss 0.9 (best 0.9)` with the value of checkpoint.metric on each
     split, also with EMA weights.
     """
     name = config.headline_metric

@@ -198,3 +198,17 @@ def test_architecture_check_reports_forbidden_imports_and_long_functions(
     file: str, source: str, complaint: str
 ) -> None:
     assert any(complaint in line for line in broken_rules(file, source))
+
+
+# Words of the tasks in src/tasks/.
+WORDS_OF_TASKS = re.compile(r"\b(multilabel|class_names|num_classes|acc)\b")
+
+
+def test_library_has_no_word_of_a_task() -> None:
+    found = {
+        f"{name_of(path)}: {line.strip()}"
+        for path in SOURCES
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if WORDS_OF_TASKS.search(line)
+    }
+    assert found == set()
