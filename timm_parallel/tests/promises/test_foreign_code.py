@@ -349,7 +349,7 @@ def test_postscript_named_like_an_image_is_unreadable_and_starts_no_program(
     assert images.in_chans == 3 and images.train[0][0].shape == (3, 32, 32)
     with pytest.raises(UnreadableImageError, match=r"1\.png"):
         images.train[2]
-    checked = ImageReader(images)["train", 2]
+    checked = ImageReader(images, "label")["train", 2]
     assert "1.png" in checked.error
 
 
@@ -382,7 +382,7 @@ def test_any_error_of_a_decoder_makes_the_image_unreadable(
     assert "\n" not in str(refusal.value)
     split = Files([(tmp_path / "0.png", 0)])
     dataset: Any = SimpleNamespace(train=split, target_names=["a"])
-    assert ImageReader(dataset)["train", 0].error
+    assert ImageReader(dataset, "label")["train", 0].error
     _, labels, unreadable, _ = BatchFetcher(split, Targets(), None, 0, "skip").read(
         IndexBatch(0, np.array([0]))
     )
