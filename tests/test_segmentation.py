@@ -32,10 +32,10 @@ from timm_parallel.testing.ranks import in_ranks, run_warm
 
 MASKS = TrainConfig(task="segmentation")
 SMALL = (
-    "experiment=segmentation",
+    *("experiment=segmentation", "model=segmenter", "data=shapes", "train=segmentation"),
     "model.kwargs.backbone=test_resnet",
-    "model.kwargs.width=8",
-    "data.kwargs.num_samples=24",
+    "+model.kwargs.width=8",
+    "+data.kwargs.num_samples=24",
     "data.image_size=32",
     "data.batch_size=6",
     "data.limit_train=null",
@@ -62,9 +62,7 @@ def test_mask_that_is_drawn_from_the_image_stays_equal_to_it_after_every_augment
     scale: list[float] | None,
     size: tuple[int, int],
 ) -> None:
-    """A gradient, of which each pixel shows where it comes from; interpolation moves it by less
-    than the distance of a pixel.
-    """
+    """A gradient, of which each pixel shows where it comes from."""
     augment = {"hflip": flips[0], "vflip": flips[1], "scale": scale}
     task = task_of(250, MASKS, **augment, crop_padding=0 if scale else padding)
     transform = task.train_transform(size, True, (0.5, 0.5, 0.5))
@@ -75,7 +73,8 @@ def test_mask_that_is_drawn_from_the_image_stays_equal_to_it_after_every_augment
     assert image.shape == (3, *size) and moved.shape == size
     is_inside = moved != IGNORED
     difference = (image[0].int() - moved.int()).abs()[is_inside]
-    assert int(difference.max()) <= 12
+    # A pixel of the result in each direction; a flip of the image alone would be more.
+    assert int(difference.max()) <= sum(6 * (max(1, 20 / side) + 0.5) for side in size)
     if padding and not scale:
         assert bool((image[0][~is_inside] == 0).all())
 
@@ -140,7 +139,7 @@ def test_losses_of_images_ignore_unlabeled_pixels() -> None:
 def test_segmentation_trains_alike_under_every_strategy(tmp_path: Path, parallel: str) -> None:
     """Without BatchNorm's statistics of a rank's own images: the norms are frozen."""
     results, losses = [], []
-    frozen = ("model.freeze=.*(bn|norm|downsample|smooth.1)",)
+    frozen = ('model.freeze=".*(bn|norm|downsample|smooth.1)"',)
     for name, devices in (("single", 1), (parallel, 2)):
         words = (*SMALL, *frozen, f"parallel={name}", f"parallel.devices={devices}")
         folder = run_warm(tmp_path / name, *words)
