@@ -95,6 +95,7 @@ def follow(name: str, words: list[str], images: Path) -> dict[str, Any]:
 def main(jobs: str, images: str) -> int:
     job.run_ranks = run_rank_here
     torch.set_num_threads(1)
+    app.import_all()
     for name, words in json.loads(jobs).items():
         child = os.fork()
         if not child:
