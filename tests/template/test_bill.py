@@ -539,9 +539,11 @@ def words_for(name: str, npz: Path) -> list[str]:
         for word in given
         if not word.startswith(("parallel=", "parallel.devices=", "model.weights"))
     ]
-    small = {"A model": (), "A dataset": ("model=tiny", "data.limit_train=null")}.get(
-        name, ("model=tiny",)
-    )
+    small: dict[str, tuple[str, ...]] = {
+        "A model": (),
+        "A dataset": ("model=tiny", "data.limit_train=null"),
+        "A parameter-group rule": ("+model.kwargs.depth=1",),
+    }
     parallel = "local_sgd" if name == "A strategy" else "single"
     devices = (
         f"parallel={parallel}",
@@ -549,7 +551,7 @@ def words_for(name: str, npz: Path) -> list[str]:
         "parallel.accelerator=cpu",
         "data.workers=0",
     )
-    words = [*SMALL, *small, *given, *devices]
+    words = [*SMALL, *small.get(name, ("model=tiny",)), *given, *devices]
     return list({word.partition("=")[0]: word for word in words}.values())
 
 
