@@ -103,7 +103,8 @@ def test_metrics_and_weights_are_identical_under_torchrun_and_python(
     check_equal(by_torchrun, Finished(0, "", "", run_warm(tmp_path / "run", *TWO), 0.0))
 
 
-@pytest.mark.slow
+@pytest.mark.slow(seconds=15)
+@pytest.mark.nightly
 def test_concurrent_runs_with_same_folder_name_get_separate_folders(
     by_torchrun: Finished, train: Train
 ) -> None:
