@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 from src.schema import ResolvedConfig
@@ -80,39 +79,25 @@ class Trained:
         return [line[key] for line in self.lines if key in line]
 
 
-def train(ranks: Ranks, store: Any, jobs: list[tuple[ResolvedConfig, str]]) -> None:
-    for number, (config, folder) in enumerate(jobs):
-        own = None if store is None else torch.distributed.PrefixStore(str(number), store)
-        Trainer(config, Path(folder), ranks, own).train()
+def train(ranks: Ranks, store: Any, config: ResolvedConfig, folder: str) -> None:
+    Trainer(config, Path(folder), ranks, store).train()
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Trained]:
-    """Return a function `(training, spread) -> Trained`.
-
-    Each training runs once, and all trainings of one world size share one group of ranks.
-    """
+    """Return a function `(training, spread) -> Trained`. Each training runs once."""
     base = tmp_path_factory.mktemp("equivalence")
 
-    def folder(training: str, spread: str) -> Path:
-        return base / f"{training}_{spread}"
-
-    def train_all(spread: str, overrides: tuple[str, ...]) -> None:
-        jobs = [
-            (resolved(*COMMON, *TRAININGS[t], *overrides), str(folder(t, spread)))
-            for t in TRAININGS
-        ]
-        for _, path in jobs:
-            Path(path).mkdir()
-        if jobs[0][0].parallel.has_ranks:
-            in_ranks(train, jobs[0][0].parallel.devices, jobs)
-        else:
-            train(Ranks(), None, jobs)
-
     def get(training: str, spread: str) -> Trained:
-        at = folder(training, spread)
+        at = base / f"{training}_{spread}"
         if not at.exists():
-            train_all(spread, {"single": ("parallel=single",), **SPREADS}[spread])
+            at.mkdir()
+            overrides = {"single": ("parallel=single",), **SPREADS}[spread]
+            config = resolved(*COMMON, *TRAININGS[training], *overrides)
+            if config.parallel.has_ranks:
+                in_ranks(train, config.parallel.devices, config, str(at))
+            else:
+                train(Ranks(), None, config, str(at))
         weights = checkpoint.load(at / "checkpoints" / "last.pt")["model"]
         return Trained(weights, read_lines(at / "metrics.jsonl"), read_result(at))
 

@@ -4,7 +4,7 @@ docs/extend.md.
     python example_runs.py <jobs as JSON> <folder of images>     # in the copy, which is on the path
 
 Prints a JSON line per run. Each run is a process that is forked from this one, which has imported
-torch; its only rank is that process.
+torch and what the commands import; its only rank is that process.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pandas  # noqa: F401
 import torch.utils.tensorboard
 
 import evaluate
@@ -29,6 +30,7 @@ from timm_parallel.faults.failure import RankExits
 from timm_parallel.launch import job
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.main import run_command
+from timm_parallel.testing.configs import parse
 
 
 def run_rank_here(config: ResolvedConfig, folder: Path, **_: Any) -> RankExits:
@@ -95,6 +97,8 @@ def follow(name: str, words: list[str], images: Path) -> dict[str, Any]:
 def main(jobs: str, images: str) -> int:
     job.run_ranks = run_rank_here
     torch.set_num_threads(1)
+    app.import_all()
+    parse()  # imports Hydra
     for name, words in json.loads(jobs).items():
         child = os.fork()
         if not child:

@@ -409,6 +409,7 @@ class TestCommands:
             decayed = [name for name in matrices if "embed" not in name and "token" not in name]
             assert len(groups[1]["params"]) == len(decayed)
 
+    @pytest.mark.nightly
     def test_custom_optimizer_trains_equally_under_single_ddp_and_fsdp(self, scratch: Path) -> None:
         curves = []
         for overrides in (*STRATEGIES, ("parallel=fsdp", "parallel.devices=2")):
@@ -543,9 +544,11 @@ def words_for(name: str, npz: Path) -> list[str]:
         for word in given
         if not word.startswith(("parallel=", "parallel.devices=", "model.weights"))
     ]
-    small = {"A model": (), "A dataset": ("model=tiny", "data.limit_train=null")}.get(
-        name, ("model=tiny",)
-    )
+    small: dict[str, tuple[str, ...]] = {
+        "A model": (),
+        "A dataset": ("model=tiny", "data.limit_train=null"),
+        "A parameter-group rule": ("+model.kwargs.depth=1",),
+    }
     parallel = "local_sgd" if name == "A strategy" else "single"
     devices = (
         f"parallel={parallel}",
@@ -553,7 +556,7 @@ def words_for(name: str, npz: Path) -> list[str]:
         "parallel.accelerator=cpu",
         "data.workers=0",
     )
-    words = [*SMALL, *small, *given, *devices]
+    words = [*SMALL, *small.get(name, ("model=tiny",)), *given, *devices]
     return list({word.partition("=")[0]: word for word in words}.values())
 
 
@@ -670,8 +673,13 @@ def test_custom_training_loop_is_not_stopped_by_watchdog(alone: Callable[[str], 
 
 @pytest.mark.slow
 @pytest.mark.processes
+@pytest.mark.parametrize(
+    "overrides",
+    [STRATEGIES[1], pytest.param(STRATEGIES[0], marks=pytest.mark.nightly)],
+    ids=" ".join,
+)
 def test_custom_training_loop_saves_at_sigterm_and_ends_at_max_steps(
-    alone: Callable[[str], Path],
+    alone: Callable[[str], Path], overrides: tuple[str, ...]
 ) -> None:
     copy = alone("A training loop")
     file = copy / "src/train/plain_loop.py"
@@ -681,26 +689,25 @@ def test_custom_training_loop_saves_at_sigterm_and_ends_at_max_steps(
     file.write_text(
         slower.replace("from typing import Any\n", "import time\nfrom typing import Any\n")
     )
-    for overrides in STRATEGIES:
-        folder = copy / "runs" / overrides[0].partition("=")[2]
-        given = (*SMALL, "model=tiny", "data.limit_train=160", "train.max_steps=8", *overrides)
-        settings = {word.partition("=")[0]: word for word in given}
-        command = [sys.executable, "train.py", *settings.values(), f"hydra.run.dir={folder}"]
-        log = folder / "metrics.jsonl"
-        with subprocess.Popen(command, cwd=copy) as training:
-            deadline = time.monotonic() + 120
-            while not (log.exists() and log.read_text()) and time.monotonic() < deadline:
-                assert training.poll() is None
-                time.sleep(0.1)
-            training.terminate()
-            training.wait(60)
-        saved = torch.load(folder / "checkpoints/last.pt", weights_only=True)["progress"]["step"]
-        assert 1 <= saved < 8
-        line = f"python train.py resume={folder} train.max_steps=8"
-        numbers = result(run(copy, line, "data.limit_train=160", folder=folder))
-        assert numbers["steps"] == 8
-        assert numbers["train"].keys() == {"loss", "acc"}
-        assert numbers["throughput"]["images_per_sec"] > 0
+    folder = copy / "runs" / overrides[0].partition("=")[2]
+    given = (*SMALL, "model=tiny", "data.limit_train=160", "train.max_steps=8", *overrides)
+    settings = {word.partition("=")[0]: word for word in given}
+    command = [sys.executable, "train.py", *settings.values(), f"hydra.run.dir={folder}"]
+    log = folder / "metrics.jsonl"
+    with subprocess.Popen(command, cwd=copy) as training:
+        deadline = time.monotonic() + 120
+        while not (log.exists() and log.read_text()) and time.monotonic() < deadline:
+            assert training.poll() is None
+            time.sleep(0.1)
+        training.terminate()
+        training.wait(60)
+    saved = torch.load(folder / "checkpoints/last.pt", weights_only=True)["progress"]["step"]
+    assert 1 <= saved < 8
+    line = f"python train.py resume={folder} train.max_steps=8"
+    numbers = result(run(copy, line, "data.limit_train=160", folder=folder))
+    assert numbers["steps"] == 8
+    assert numbers["train"].keys() == {"loss", "acc"}
+    assert numbers["throughput"]["images_per_sec"] > 0
 
 
 BUSY = (

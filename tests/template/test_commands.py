@@ -67,7 +67,7 @@ ELSEWHERE = {
     r"(git rm -r timm_parallel|pip install --no-deps)": (
         "test_fork_trains_and_sweeps_when_the_library_is_installed_from_a_tag"
     ),
-    r"python -m timm_parallel\.rank": "test_run_on_two_ranks_equals_a_run_on_one_device",
+    r"python -m timm_parallel\.rank": "test_sweep_over_strategies_and_devices_trains_equally_on_one_and_two_ranks",
     r"make update": "test_update_replaces_the_library_and_merges_other_files",
     r"make gpu-check$": "test_make_gpu_check_prints_one_line_when_no_gpu_is_visible",
     r"make docs$": "test_documentation_site_builds_and_the_build_fails_on_a_broken_link",
@@ -538,10 +538,11 @@ def sweep(train_shared: Train) -> Path:
     return folder
 
 
+# In CI, test_report.py and test_forecast.py run both scripts on sweeps that they write.
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize("command", scripts_like(ON_A_SWEEP))
-@pytest.mark.sample(3)
+@pytest.mark.nightly
 def test_documented_report_and_forecast_commands_print_their_result_for_a_sweep(
     command: str, sweep: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -550,6 +551,7 @@ def test_documented_report_and_forecast_commands_print_their_result_for_a_sweep(
 
 @pytest.mark.slow
 @pytest.mark.processes
+@pytest.mark.nightly
 @pytest.mark.parametrize("command", scripts_like(WITH_RANKS))
 def test_documented_evaluate_command_runs_on_two_ddp_ranks(
     command: str, photos: Path, tmp_path: Path, train: Train
@@ -575,7 +577,7 @@ def test_documented_evaluate_command_runs_on_two_ddp_ranks(
         "python train.py -m parallel=single,dp,ddp parallel.devices=1,2,4",
     ],
 )
-@pytest.mark.sample(3)
+@pytest.mark.nightly
 def test_documented_training_command_exits_0_when_run_as_a_process(
     command: str, train: Train
 ) -> None:
@@ -598,6 +600,7 @@ def test_documented_training_command_exits_0_when_run_as_a_process(
 
 @pytest.mark.slow
 @pytest.mark.processes
+@pytest.mark.nightly
 def test_resume_auto_continues_newest_unfinished_run(train: Train) -> None:
     arguments = (
         *tiny("parallel=single", "train.epochs=30"),

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from timm_parallel.lab.doctor import examine as examination
 from timm_parallel.lab.doctor.examine import (
     GIB,
     Finding,
@@ -155,8 +156,21 @@ def test_doctor_reports_when_its_probe_of_torch_fails() -> None:
     assert "no_such" in probe("timm_parallel.lab.doctor.no_such")["error"]
 
 
+@pytest.mark.slow(seconds=8)
+@pytest.mark.processes
+def test_doctor_tries_single_and_prints_a_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(examination, "strategies_to_try", lambda facts: {"single": 1})
+    assert examination.examine(as_json=True) == 0
+    findings = json.loads(capsys.readouterr().out)
+    assert findings["can_train"] and findings["facts"]["tries"] == {"single": ""}
+    assert findings["command"].startswith("python train.py parallel=single")
+
+
 @pytest.mark.slow(seconds=25)
 @pytest.mark.processes
+@pytest.mark.nightly
 def test_doctor_script_prints_can_train_and_a_command_on_this_machine(train: Train) -> None:
     done = train.start_command(
         [sys.executable, "scripts/doctor.py", "--json"], train.base, timeout=600

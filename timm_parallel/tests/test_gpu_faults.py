@@ -24,7 +24,7 @@ on_cuda = pytest.mark.parametrize("accelerator", [pytest.param("cuda", marks=gpu
 on_both = pytest.mark.parametrize(
     "accelerator",
     [
-        pytest.param("cpu", marks=pytest.mark.slow),
+        pytest.param("cpu", marks=(pytest.mark.slow, pytest.mark.nightly)),
         pytest.param("cuda", marks=(*gpu, pytest.mark.real_gpu)),
     ],
 )

@@ -89,19 +89,22 @@ def check_equal(done: Finished, other: Finished) -> None:
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
+@pytest.mark.slow(seconds=10)
 def test_torchrun_with_two_ranks_writes_each_record_once_with_equal_parameter_hashes(
     by_torchrun: Finished,
 ) -> None:
     check(by_torchrun)
 
 
+@pytest.mark.slow(seconds=2)
 def test_metrics_and_weights_are_identical_under_torchrun_and_python(
     by_torchrun: Finished, tmp_path: Path
 ) -> None:
     check_equal(by_torchrun, Finished(0, "", "", run_warm(tmp_path / "run", *TWO), 0.0))
 
 
-@pytest.mark.slow
+@pytest.mark.slow(seconds=15)
+@pytest.mark.nightly
 def test_concurrent_runs_with_same_folder_name_get_separate_folders(
     by_torchrun: Finished, train: Train
 ) -> None:
@@ -149,6 +152,7 @@ def test_torchrun_fails_without_creating_folder_when_config_is_invalid(train: Tr
     assert not done.folder.exists()
 
 
+@pytest.mark.slow(seconds=3)
 def test_sweep_is_refused_under_torchrun(train: Train) -> None:
     ranks = by_hand(
         train, train.base / "run", 0, "-m", "parallel=ddp", f"hydra.sweep.dir={train.base}/sweep"

@@ -41,6 +41,7 @@ SMALL = (
     "optim.warmup_epochs=0",
     "data.limit_train=64",
     "train.epochs=2",
+    "parallel.threads_per_device=1",
 )
 
 
@@ -252,9 +253,15 @@ def study(folder: Path) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_killed_ddp_search_continues_to_its_last_trial_when_resumed(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "devices"), [("single", 1), pytest.param("ddp", 2, marks=pytest.mark.nightly)]
+)
+def test_killed_search_continues_to_its_last_trial_when_resumed(
+    tmp_path: Path, strategy: str, devices: int
+) -> None:
     folder = tmp_path / "search"
-    words = ("search.n_trials=3", "search.n_startup_trials=1", "parallel=ddp", "parallel.devices=2")
+    words = ("search.n_trials=3", "search.n_startup_trials=1")
+    words += (f"parallel={strategy}", f"parallel.devices={devices}")
     command = [
         sys.executable,
         "train.py",
@@ -285,7 +292,7 @@ def test_killed_ddp_search_continues_to_its_last_trial_when_resumed(tmp_path: Pa
     for job in jobs:
         result = json.loads((folder / job.folder / "result.json").read_text())
         assert result["status"] == job.status
-        assert job.status == "pruned" or result["world_size"] == 2
+        assert job.status == "pruned" or result["world_size"] == devices
     best = study(folder).best_trial
     html = (folder / "search.html").read_text()
     assert f'in trial <a href="{best.number}/">' in html

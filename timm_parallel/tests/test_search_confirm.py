@@ -205,8 +205,9 @@ def test_search_confirm_does_not_start_when_not_requested_or_when_the_search_fai
     assert confirmations == []
 
 
-@pytest.mark.slow(40)
+@pytest.mark.slow(seconds=25)
 @pytest.mark.processes
+@pytest.mark.nightly
 def test_killed_search_confirm_finishes_and_reports_on_new_seeds_when_resumed(
     tmp_path: Path, train: Train
 ) -> None:

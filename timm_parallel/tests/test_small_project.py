@@ -42,15 +42,6 @@ def result_of(folder: Path) -> dict[str, object]:
 
 
 @pytest.mark.slow(seconds=8)
-def test_run_on_two_ranks_equals_a_run_on_one_device(tmp_path: Path) -> None:
-    start("train.py", "parallel.strategy=one", f"hydra.run.dir={tmp_path / 'one'}")
-    start("train.py", "parallel.devices=2", f"hydra.run.dir={tmp_path / 'two'}")
-    one, two = result_of(tmp_path / "one"), result_of(tmp_path / "two")
-    assert (one["world_size"], two["world_size"]) == (1, 2)
-    assert two["objective"] == pytest.approx(one["objective"], rel=1e-5)
-
-
-@pytest.mark.slow(seconds=8)
 def test_ranks_of_torchrun_train_the_project(tmp_path: Path) -> None:
     torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
     start(*torchrun, "train.py", f"hydra.run.dir={tmp_path / 'run'}")
@@ -58,14 +49,18 @@ def test_ranks_of_torchrun_train_the_project(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow(seconds=8)
-def test_sweep_over_strategies_and_devices_records_each_world_size(tmp_path: Path) -> None:
+def test_sweep_over_strategies_and_devices_trains_equally_on_one_and_two_ranks(
+    tmp_path: Path,
+) -> None:
     jobs = ("parallel.strategy=one,each", "parallel.devices=1,2")
     start("train.py", "-m", *jobs, f"hydra.sweep.dir={tmp_path / 'sweep'}")
     jobs_file = json.loads((tmp_path / "sweep/jobs.json").read_text(encoding="utf-8"))["jobs"]
     assert [job["status"] for job in jobs_file] == ["done", "skipped", "done", "done"]
     assert jobs_file[1]["code"] == "one_device"
-    sizes = [result_of(tmp_path / "sweep" / number)["world_size"] for number in ("0", "2", "3")]
-    assert sizes == [1, 1, 2]
+    results = [result_of(tmp_path / "sweep" / number) for number in ("0", "2", "3")]
+    assert [result["world_size"] for result in results] == [1, 1, 2]
+    objectives = [result["objective"] for result in results]
+    assert objectives == pytest.approx([objectives[0]] * 3, rel=1e-5)
 
 
 @pytest.mark.slow(seconds=8)

@@ -196,12 +196,12 @@ def test_sweep_writes_each_configuration_before_any_job_runs(tmp_path: Path) -> 
     assert [load_config(config_folder(tmp_path, job)).optim.lr for job in jobs.jobs] == [1e-3, 1e-4]
 
 
+# In CI, test_small_project.py runs such a sweep, and test_side_by_side.py compares jobs with jobs
+# run alone.
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    "strategies", ["single,ddp", pytest.param("single,dp", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("strategies", ["single,ddp", "single,dp"])
 @pytest.mark.slow(seconds=20)
-@pytest.mark.sample(2)
+@pytest.mark.nightly
 def test_sweep_over_strategies_and_devices_records_strategy_and_world_size_of_each_job(
     tmp_path: Path, strategies: str
 ) -> None:
@@ -252,15 +252,26 @@ def test_sweep_runs_the_remaining_jobs_and_exits_1_when_a_job_fails(tmp_path: Pa
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_interrupted_sweep_runs_only_its_unfinished_jobs_when_resumed(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("parallel=single", "seed=1,2,3"),
+        # ddp is stopped.
+        pytest.param(("parallel=single,ddp,dp",), marks=pytest.mark.nightly),
+    ],
+    ids=" ".join,
+)
+def test_interrupted_sweep_runs_only_its_unfinished_jobs_when_resumed(
+    tmp_path: Path, words: tuple[str, ...]
+) -> None:
     folder = tmp_path / "sweep"
     command = [
         sys.executable,
         "train.py",
         "-m",
         *SMALL,
-        "parallel=single,ddp,dp",  # ddp is stopped
-        "train.epochs=25",
+        *words,
+        "train.epochs=10",
         "train.evaluate_every=0",
         "parallel.threads_per_device=1",
     ]

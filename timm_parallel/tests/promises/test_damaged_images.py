@@ -178,6 +178,7 @@ def test_on_error_skip_does_not_catch_exceptions_other_than_unreadable_image() -
 
 @pytest.mark.slow
 @pytest.mark.processes
+@pytest.mark.nightly
 def test_run_fails_and_names_a_damaged_image_when_on_error_is_raise(train: Train) -> None:
     """A loader worker reads the file in this test; in test_ends.py the rank itself reads it."""
     root, _ = image_folder(train.base / "images", damaged=True)

@@ -47,6 +47,7 @@ def folder_with_a_corrupt_image_for_rank_1(root: Path) -> Path:
     return files[first]
 
 
+@pytest.mark.slow(seconds=7)
 def test_exception_on_one_rank_ends_the_ddp_run_and_error_names_rank_and_log(train: Train) -> None:
     corrupt = folder_with_a_corrupt_image_for_rank_1(train.base / "images")
     data = (

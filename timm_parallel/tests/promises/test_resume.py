@@ -301,7 +301,7 @@ def test_resume_command_printed_by_a_stopped_run_continues_training_bit_for_bit(
     overrides = (
         "parallel=ddp",
         "parallel.devices=2",
-        "train.epochs=10",
+        "train.epochs=6",
         "train.log_every=2",
         "data.workers=1",
         *RANDOM,

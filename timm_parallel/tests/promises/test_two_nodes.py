@@ -407,12 +407,17 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, ...]:
     return alone(tmp_path_factory.mktemp("undisturbed") / "run", *LONG)
 
 
+@pytest.mark.parametrize(
+    "faults",
+    [("cut off",), pytest.param(("cut off", "dead", "stopped"), marks=pytest.mark.nightly)],
+    ids=" ".join,
+)
 def test_error_names_the_lost_node_and_the_same_torchrun_command_resumes_the_run(
-    nodes: Nodes, undisturbed: tuple[Any, ...]
+    nodes: Nodes, undisturbed: tuple[Any, ...], faults: tuple[str, ...]
 ) -> None:
-    """One run loses its second node three times, in three ways."""
+    """One run loses its second node, also several times in different ways."""
     overrides = (*LONG, "resume=auto_or_new")
-    for fault in ("cut off", "dead", "stopped"):
+    for fault in faults:
         before = lines_in(nodes)
         started = nodes.torchrun(*overrides)
         wait_for(lambda before=before: lines_in(nodes) > before + 3, nodes)
