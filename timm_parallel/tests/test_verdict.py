@@ -569,7 +569,8 @@ def test_unfinished_run_continues_from_its_checkpoint(
     assert facts["words"] == [f"resume='{stopped.resolve()}'"]
 
 
-@pytest.mark.slow(120)
+@pytest.mark.slow(seconds=120)
+@pytest.mark.nightly
 @pytest.mark.processes
 def test_changed_default_of_real_project_is_found_worse(tmp_path: Path) -> None:
     if NO_GIT or not (ROOT / ".git").exists():
