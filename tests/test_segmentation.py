@@ -17,6 +17,9 @@ from sklearn.metrics import accuracy_score, jaccard_score
 from torch import Tensor, nn
 
 from scripts import predict
+from src.models.build import build_model
+from src.models.freeze import freeze
+from src.models.segmenter import Segmenter
 from src.parallel import build_strategy
 from src.schema import Config, DataConfig, ResolvedParallel, TrainConfig
 from src.tasks.segmentation import IGNORED, dice_losses, pixel_losses
@@ -30,6 +33,7 @@ from timm_parallel.runtime.evaluation import evaluate
 from timm_parallel.testing.configs import plain, read_lines, resolved, task_of
 from timm_parallel.testing.ranks import in_ranks, run_warm
 
+SLOW = pytest.mark.slow(seconds=2)
 MASKS = TrainConfig(task="segmentation")
 SMALL = (
     *("experiment=segmentation", "model=segmenter", "data=shapes", "train=segmentation"),
@@ -149,6 +153,45 @@ def test_segmentation_trains_alike_under_every_strategy(tmp_path: Path, parallel
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
     assert results[0]["loss"] == pytest.approx(results[1]["loss"], rel=1e-3)
     assert results[0]["miou"] == pytest.approx(results[1]["miou"], abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("backbone", "options"),
+    [
+        ("test_resnet", {}),
+        ("test_efficientnet", {}),
+        ("test_vit", {"dynamic_img_size": True}),
+        pytest.param("swin_tiny_patch4_window7_224", {"img_size": 64}, marks=SLOW),
+    ],
+)
+def test_segmenter_trains_on_any_kind_of_backbone(backbone: str, options: dict[str, Any]) -> None:
+    model = Segmenter(3, 3, backbone, width=8, **options)
+    model.set_grad_checkpointing(backbone != "test_efficientnet")
+    outputs = model.train()(torch.randn(2, 3, 64, 64))
+    assert outputs.shape == (2, 3, 64, 64)
+    outputs.square().mean().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_freezing_the_backbone_leaves_the_whole_decoder_to_be_trained() -> None:
+    model = Segmenter(3, 3, "test_resnet", width=8)
+    freeze(model, "backbone")
+    frozen = {name.partition(".")[0] for name, p in model.named_parameters() if not p.requires_grad}
+    trained = {name.partition(".")[0] for name, p in model.named_parameters() if p.requires_grad}
+    assert (frozen, trained) == ({"backbone"}, {"laterals", "smooth", "head"})
+
+
+def test_backbone_without_a_model_or_weights_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise OSError("no connection")
+
+    config = resolved("experiment=segmentation", "model.pretrained=true").model
+    monkeypatch.setattr("src.models.segmenter.timm.create_model", fail)
+    monkeypatch.setattr("src.models.build.skip_unreachable_hub", lambda: None)
+    with pytest.raises(ValueError, match=r"model\.pretrained=true"):
+        build_model(config, 3, 3, None, torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"model\.kwargs\.backbone=resnet19"):
+        Segmenter(3, 3, "resnet19")
 
 
 @pytest.fixture

@@ -5,6 +5,8 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import timm
@@ -75,10 +77,9 @@ def _own_model(config: ModelConfig, arguments: dict[str, Any]) -> Any:
             f"model.name={config.name}: not a torch.nn.Module class; give src.<module>.<Class>"
         )
     if getattr(model_class, "has_pretrained", False):
-        if config.pretrained:
-            skip_unreachable_hub()
         arguments["pretrained"] = config.pretrained
-    return model_class(**arguments, **config.kwargs)
+    with refuse_failed_download(config):
+        return model_class(**arguments, **config.kwargs)
 
 
 def _timm_model(
@@ -89,13 +90,21 @@ def _timm_model(
     arguments |= config.kwargs
     if config.weights is not None:
         return create_model_with_filter(config.name, arguments)
-    if not config.pretrained:
-        return timm.create_model(config.name, **arguments)
-    skip_unreachable_hub()
+    with refuse_failed_download(config):
+        return timm.create_model(config.name, pretrained=config.pretrained, **arguments)
+
+
+@contextmanager
+def refuse_failed_download(config: ModelConfig) -> Iterator[None]:
+    """Raise ValueError if pretrained weights cannot be loaded in this block."""
+    if config.pretrained:
+        skip_unreachable_hub()
     try:
-        return timm.create_model(config.name, pretrained=True, **arguments)
+        yield
     # The weights are not cached and the hub cannot be reached, or no weights have this name.
     except (OSError, RuntimeError) as error:
+        if not config.pretrained:
+            raise
         reason = " ".join(str(error).split())[:200]
         raise ValueError(
             f"model.pretrained=true: the weights of {config.name} could not be downloaded "

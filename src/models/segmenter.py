@@ -6,6 +6,7 @@ from typing import Any
 
 import timm
 import torch
+from timm.layers import Format
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -29,10 +30,17 @@ class Segmenter(nn.Module):
     ) -> None:
         """`width`: channels of the decoder. `kwargs`: of `timm.create_model`."""
         super().__init__()
+        if not timm.is_model(backbone):
+            raise ValueError(
+                f"model.kwargs.backbone={backbone}: not a model of timm; python train.py "
+                "model.name=<name> suggests similar names"
+            )
         backbone_model: Any = timm.create_model(
             backbone, features_only=True, in_chans=in_chans, pretrained=pretrained, **kwargs
         )
         self.backbone = backbone_model
+        # As a Swin gives them.
+        self.channels_are_last = getattr(backbone_model, "output_fmt", None) == Format.NHWC
         config = timm.get_pretrained_cfg(backbone)
         # Mean and std of the weights.
         self.pretrained_cfg: dict[str, Any] = {} if config is None else config.to_dict()
@@ -43,17 +51,20 @@ class Segmenter(nn.Module):
         )
         self.head = nn.Conv2d(width, num_classes, 1)
 
-    def get_classifier(self) -> nn.Module:
-        """Return the head, as timm's models do."""
-        return self.head
+    def get_classifier(self) -> list[nn.Module]:
+        """Return the decoder, all of which is random at first: model.freeze=backbone trains it."""
+        return [self.laterals, self.smooth, self.head]
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         backbone: Any = self.backbone
-        backbone.set_grad_checkpointing(enable)
+        # timm wraps a ViT in another class than a ResNet, without this method.
+        getattr(backbone, "model", backbone).set_grad_checkpointing(enable)
 
     def forward(self, images: Tensor) -> Tensor:
         """Map images [B, in_chans, H, W] to scores [B, num_classes, H, W]."""
         features = self.backbone(images)
+        if self.channels_are_last:
+            features = [maps.permute(0, 3, 1, 2) for maps in features]
         merged = self.laterals[-1](features[-1])
         for lateral, finer in zip(reversed(self.laterals[:-1]), features[-2::-1], strict=True):
             merged = lateral(finer) + _resized(merged, finer.shape[2:])
