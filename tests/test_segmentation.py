@@ -16,7 +16,9 @@ from PIL import Image
 from sklearn.metrics import accuracy_score, jaccard_score
 from torch import Tensor, nn
 
+from scripts import check_data as check_data_script
 from scripts import predict
+from src.data.datasets import build_dataset
 from src.models.build import build_model
 from src.models.freeze import freeze
 from src.models.segmenter import Segmenter
@@ -230,7 +232,10 @@ def test_folder_of_images_and_masks_is_trained_and_predicted_as_png_files(
 
 @pytest.mark.parametrize(
     ("kwargs", "named"),
-    [({}, "data.kwargs.classes"), ({"classes": ["ground", "box"]}, "1 image .* without a mask")],
+    [
+        ({}, r"data\.kwargs\.classes"),
+        ({"classes": ["ground", "box"]}, r"1 file without one .*: .*images/3\.png"),
+    ],
 )
 def test_masks_that_are_missing_or_have_no_class_names_are_refused(
     roads: Path, kwargs: dict[str, Any], named: str
@@ -241,6 +246,40 @@ def test_masks_that_are_missing_or_have_no_class_names_are_refused(
         check_data(Config(data=data, train=MASKS))
 
 
+def test_mask_without_an_image_is_refused(roads: Path) -> None:
+    (roads / "images" / "3.png").unlink()
+    kwargs = {"classes": ["ground", "box"]}
+    data = DataConfig(name="segmentation", root=str(roads), val_fraction=0.3, kwargs=kwargs)
+    with pytest.raises(ValueError, match=r"masks/3\.png"):
+        check_data(Config(data=data, train=MASKS))
+
+
+def split_of(roads: Path, **kwargs: Any) -> Any:
+    kwargs = {"classes": ["ground", "box"], **kwargs}
+    data = DataConfig(name="segmentation", root=str(roads), val_fraction=0.3, kwargs=kwargs)
+    return build_dataset(data, target="mask").train
+
+
+def test_pixels_of_ignore_index_have_no_class(roads: Path) -> None:
+    _, mask = split_of(roads)[0]
+    _, other = split_of(roads, ignore_index=0)[0]
+    assert set(mask.unique().tolist()) == {0, 1}
+    assert torch.equal(other, mask.masked_fill(mask == 0, IGNORED))
+
+
+def test_bad_masks_are_named_by_check_data(roads: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Image.new("L", (48, 40), 7).save(roads / "masks" / "1.png")
+    Image.new("L", (9, 9), 0).save(roads / "masks" / "2.png")
+    Image.new("RGB", (48, 40)).save(roads / "masks" / "3.png")
+    (roads / "masks" / "4.png").write_bytes(b"no image")
+    words = ("train=segmentation", "data=segmentation", f"data.root={roads}")
+    more = ("data.val_fraction=0.3", "+data.kwargs.classes=[ground,box]")
+    assert check_data_script.main([*words, *more]) == 1
+    lines = [line for line in capsys.readouterr().out.splitlines() if ".png" in line]
+    assert all(any(f"{number}.png" in line for line in lines) for number in (1, 2, 3, 4))
+    assert not any("5.png" in line for line in lines)
+
+
 @pytest.mark.parametrize(
     ("words", "key"),
     [
@@ -248,7 +287,6 @@ def test_masks_that_are_missing_or_have_no_class_names_are_refused(
         (("data.augment.mixup=0.2",), "data.augment.mixup=0.2"),
         (("data.augment.aa=rand-m9",), "data.augment.aa=rand-m9"),
         (("data.balance=1",), "data.balance=1"),
-        (("+train.task_kwargs.ignore_index=256",), "train.task_kwargs.ignore_index=256"),
         (("+train.task_kwargs.stride=2",), "train.task_kwargs.stride=2"),
     ],
 )

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from src.schema import ResolvedConfig
 from src.tasks.images import LOSS
-from timm_parallel.keys import number
+from timm_parallel.data.masks import IGNORED
 from timm_parallel.metric import Metric
 from timm_parallel.task import Criterion, Loss, Task
 
@@ -19,14 +18,12 @@ if TYPE_CHECKING:
     from src.data.transforms import Preprocessing
     from timm_parallel.runtime.evaluation import Evaluation
 
-IGNORED = 255  # in a mask: a pixel without a class
-
 
 class WithMask:
     """Applies steps of torchvision to an image and its mask, uint8 [H, W], together."""
 
-    def __init__(self, steps: Callable[..., Any], ignore_index: int = IGNORED) -> None:
-        self.steps, self.ignore_index = steps, ignore_index
+    def __init__(self, steps: Callable[..., Any]) -> None:
+        self.steps = steps
 
     def __call__(self, image: Tensor, mask: Any) -> tuple[Tensor, Any]:
         import torch
@@ -36,10 +33,7 @@ class WithMask:
         if not isinstance(mask, torch.Tensor):
             return self.steps(tv_tensors.Image(image)).as_subclass(torch.Tensor), mask
         image, mask = self.steps(tv_tensors.Image(image), tv_tensors.Mask(mask))
-        mask = mask.as_subclass(torch.Tensor)
-        if self.ignore_index != IGNORED:
-            mask = mask.masked_fill(mask == self.ignore_index, IGNORED)
-        return image.as_subclass(torch.Tensor), mask
+        return image.as_subclass(torch.Tensor), mask.as_subclass(torch.Tensor)
 
 
 # Losses. Each is a mean over the labeled pixels of an image, so that the mean over images, and so
@@ -125,19 +119,11 @@ def pixel_accuracy(counts: Tensor, samples: int) -> float | None:
     return int(counts.diag().sum()) / total if total else None
 
 
-@dataclass
-class SegmentationOptions:
-    ignore_index: int = number(
-        IGNORED, ge=0, le=255, help="Number in the masks of pixels without a class."
-    )
-
-
 class Segmentation(Task[ResolvedConfig]):
     """Targets are masks, uint8 [B, H, W]: class numbers, or 255 without a class."""
 
     target = "mask"
     applies = ("erasing", "smoothing", "class_weights")
-    Options: ClassVar[type[Any]] = SegmentationOptions
     losses: ClassVar[Mapping[str, Loss]] = {
         "ce": Loss(cross_entropy, pixel_losses, ("smoothing", "class_weights")),
         "dice": Loss(dice, pixel_losses),
@@ -154,7 +140,7 @@ class Segmentation(Task[ResolvedConfig]):
         if largest >= len(self.names):
             raise ValueError(
                 f"the data has masks with the class {largest}, but {len(self.names)} classes (0 is "
-                "the first): fix data.kwargs.classes, or set train.task_kwargs.ignore_index"
+                f"the first): name all classes, and give pixels without a class {IGNORED}"
             )
 
     def check_outputs(self, outputs: Any) -> None:
@@ -190,16 +176,16 @@ class Segmentation(Task[ResolvedConfig]):
             raise ValueError(
                 f"data.augment.train_crop_mode={augment.train_crop_mode}: not for masks; use rrc"
             )
-        steps = train_transform(augment, size, False, mean, mask_fill=self.options.ignore_index)
+        steps = train_transform(augment, size, False, mean, mask_fill=IGNORED)
         if resize and augment.scale is None and augment.train_crop_mode is None:
             steps = v2.Compose([v2.Resize(size), *([] if steps is None else [steps])])
-        return None if steps is None else WithMask(steps, self.options.ignore_index)
+        return None if steps is None else WithMask(steps)
 
     def evaluation_transform(self, preprocessing: Preprocessing) -> Any:
         """Resize image and mask to the size of training, whatever their aspect ratio."""
         from torchvision.transforms import v2
 
-        return WithMask(v2.Resize(preprocessing.input_size[1:]), self.options.ignore_index)
+        return WithMask(v2.Resize(preprocessing.input_size[1:]))
 
     prediction_transform = evaluation_transform
 

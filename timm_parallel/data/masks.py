@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SPLITS = ("train", "val", "test")
+IGNORED = 255  # in a mask: a pixel without a class
 # Files of a split: images, and their masks below data.root.
 MaskListing = dict[str, list[tuple[Path, str]]]
 
@@ -29,11 +30,21 @@ class MaskDataset(ImageDataset):
 
     targets = ("mask",)
 
-    def __init__(self, config: DataConfig, classes: list[str] | None = None) -> None:
-        """`classes`: names of the numbers 0, 1, … in the masks."""
+    def __init__(
+        self,
+        config: DataConfig,
+        classes: list[str] | None = None,
+        ignore_index: int = IGNORED,
+    ) -> None:
+        """`classes`: names of the numbers 0, 1, … in the masks. `ignore_index`: the number of
+        pixels without a class.
+        """
         self.target_names = _class_names(config)
         root, listing = Path(str(config.root)), _list_masks(config)
-        splits = {name: MaskFiles(root, files) for name, files in listing.items()}
+        splits = {
+            name: MaskFiles(root, files, len(self.target_names), ignore_index)
+            for name, files in listing.items()
+        }
         self.train: Any = splits.get("train")
         self.val: Any = splits.get("val")
         self.test = splits.get("test")
@@ -45,9 +56,10 @@ class MaskDataset(ImageDataset):
             raise ValueError("data.root=null: set it to a folder with images/ and masks/")
         _class_names(config)
         listing = _list_masks(config)
-        needed = ("train", "val") if evaluated is None else ()
+        needed = {None: ["train", "val"], "all": ["val"]}.get(evaluated, [str(evaluated)])
         for split in needed:
-            if not listing.get(split):
+            # A run may be evaluated on test images alone.
+            if not listing.get(split) and not (evaluated == "all" and listing.get("test")):
                 raise ValueError(
                     f"data.root={config.root}: no image for {split}; expected "
                     f"{split}/images/ and {split}/masks/, or images/ and masks/ with "
@@ -63,8 +75,11 @@ class MaskDataset(ImageDataset):
 class MaskFiles:
     """A split of image files with masks, decoded when they are read."""
 
-    def __init__(self, root: Path, files: list[tuple[Path, str]]) -> None:
+    def __init__(
+        self, root: Path, files: list[tuple[Path, str]], classes: int, ignore_index: int = IGNORED
+    ) -> None:
         self.root, self.files = root, files
+        self.classes, self.ignore_index = classes, ignore_index
 
     def __len__(self) -> int:
         return len(self.files)
@@ -73,31 +88,45 @@ class MaskFiles:
         from timm_parallel.data.decode import decode
 
         path, name = self.files[index]
-        image, mask = decode(path), read_mask(self.root / name)
+        image, mask = decode(path), read_mask(self.root / name, self.ignore_index)
         if image.shape[1:] != mask.shape:
             raise UnreadableImageError(
                 f"{path}: {image.shape[2]}x{image.shape[1]} pixels, but its mask {name} has "
                 f"{mask.shape[1]}x{mask.shape[0]}; make them equal"
             )
+        largest = int(mask.masked_fill(mask == IGNORED, 0).max())
+        if largest >= self.classes:
+            raise UnreadableImageError(
+                f"{self.root / name}: has the class {largest}, but data.kwargs.classes ends with "
+                f"{self.classes - 1}; add its name, or set data.kwargs.ignore_index={largest}"
+            )
         return image, mask
 
 
-def read_mask(path: Path) -> Tensor:
-    """Read a mask of one channel, or with a palette: uint8 [H, W]."""
+def read_mask(path: Path, ignore_index: int = IGNORED) -> Tensor:
+    """Read a mask of one channel, or with a palette: uint8 [H, W], with IGNORED in pixels of
+    `ignore_index`.
+    """
     import numpy as np
     import torch
-    from PIL import Image
+
+    from timm_parallel.data.decode import open_image
 
     try:
-        with Image.open(path) as mask:
-            if mask.mode not in ("L", "P", "1"):
-                raise UnreadableImageError(
-                    f"{path}: a mask of mode {mask.mode}; expected class numbers: a PNG of 8 bits "
-                    "per pixel, gray or with a palette"
-                )
-            return torch.from_numpy(np.array(mask, dtype=np.uint8))
-    except (OSError, SyntaxError) as error:
+        with open_image(path.read_bytes()) as mask:
+            mode, numbers = mask.mode, torch.from_numpy(np.array(mask))
+    except MemoryError:
+        raise
+    # Pillow's decoders raise many types for a damaged file.
+    except Exception as error:
         raise UnreadableImageError(f"{path}: not a readable mask ({error}); replace it") from None
+    if mode not in ("L", "P", "1"):
+        raise UnreadableImageError(
+            f"{path}: a mask of mode {mode}; expected class numbers: a PNG of 8 bits per pixel, "
+            "gray or with a palette"
+        )
+    numbers = numbers.byte()
+    return numbers.masked_fill(numbers == ignore_index, IGNORED)
 
 
 def _class_names(config: DataConfig) -> list[str]:
@@ -126,20 +155,25 @@ def _list_masks(config: DataConfig) -> MaskListing:
 
 
 def _pairs(root: Path, folder: Path) -> list[tuple[Path, str]]:
-    """Pair the images of `folder`/images with `folder`/masks by their stems."""
+    """Pair the files in `folder`/images with those in `folder`/masks by their stems."""
     images, masks = folder / "images", folder / "masks"
     for needed in (images, masks):
         if not needed.is_dir():
             raise ValueError(f"data.root={root}: no folder {needed}")
-    mask_of = {
-        path.relative_to(masks).with_suffix(""): path.relative_to(root)
-        for path in image_files(masks)
-    }
-    paths = list(image_files(images))
-    stems = [path.relative_to(images).with_suffix("") for path in paths]
-    if missing := [str(stem) for stem in stems if stem not in mask_of]:
-        raise ValueError(
-            f"data.root={root}: {plural(len(missing), 'image')} of {images} without a mask of the "
-            f"same name in {masks}: {first(missing)}"
-        )
-    return [(path, str(mask_of[stem])) for path, stem in zip(paths, stems, strict=True)]
+    image_of, mask_of = _by_stem(images), _by_stem(masks)
+    for of_one, of_other, other in ((image_of, mask_of, masks), (mask_of, image_of, images)):
+        if missing := [str(path) for stem, path in of_one.items() if stem not in of_other]:
+            raise ValueError(
+                f"data.root={root}: {plural(len(missing), 'file')} without one of the same name in "
+                f"{other}: {first(missing)}"
+            )
+    return [(path, str(mask_of[stem].relative_to(root))) for stem, path in image_of.items()]
+
+
+def _by_stem(folder: Path) -> dict[Path, Path]:
+    files: dict[Path, Path] = {}
+    for path in image_files(folder):
+        other = files.setdefault(path.relative_to(folder).with_suffix(""), path)
+        if other is not path:
+            raise ValueError(f"{other} and {path}: expected one image of this name; rename one")
+    return files
