@@ -4,6 +4,7 @@ strategies train alike.
 
 from __future__ import annotations
 
+import csv
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from PIL import Image
 from sklearn.metrics import accuracy_score, jaccard_score
 from torch import Tensor, nn
 
+import evaluate as evaluate_script
 from scripts import check_data as check_data_script
 from scripts import predict
 from src.data.datasets import build_dataset
@@ -24,11 +26,13 @@ from src.models.freeze import freeze
 from src.models.segmenter import Segmenter
 from src.parallel import build_strategy
 from src.schema import Config, DataConfig, ResolvedParallel, TrainConfig
+from src.tasks import build_task
 from src.tasks.segmentation import IGNORED, dice_losses, pixel_losses
 from src.train.check import check_data
 from timm_parallel.data.dataset import InMemory
 from timm_parallel.data.loader import eval_loader
 from timm_parallel.data.prefetch import DevicePrefetcher
+from timm_parallel.data.samplers import TrainSampler
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.record.result import read_result
 from timm_parallel.runtime.evaluation import evaluate
@@ -85,47 +89,150 @@ def test_mask_that_is_drawn_from_the_image_stays_equal_to_it_after_every_augment
         assert bool((image[0][~is_inside] == 0).all())
 
 
+def task_for(size: list[int], **options: Any) -> Any:
+    """Build a task of four classes that evaluates with `options`, by windows of `size`."""
+    config = resolved()
+    config.train = TrainConfig(task="segmentation", task_kwargs=options)
+    config.data.image_size = size
+    return build_task(config, list("abcd"))
+
+
+class Truth:
+    """Images with masks, of equal sizes, or each second one larger."""
+
+    def __init__(self, larger: int) -> None:
+        draw = torch.Generator().manual_seed(0)
+        self.samples = []
+        for number in range(11):
+            size = (6 + larger * (number % 2), 5 + 2 * larger * (number % 2))
+            image = torch.randint(0, 256, (3, *size), generator=draw, dtype=torch.uint8)
+            mask = torch.randint(0, 4, size, generator=draw, dtype=torch.uint8)
+            mask[torch.rand(size, generator=draw) < 0.2] = IGNORED
+            self.samples.append((image, mask))
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.samples[index]
+
+
 def truth() -> tuple[Tensor, Tensor]:
-    draw = torch.Generator().manual_seed(0)
-    images = torch.randint(0, 256, (11, 3, 6, 5), generator=draw, dtype=torch.uint8)
-    masks = torch.randint(0, 4, (11, 6, 5), generator=draw, dtype=torch.uint8)
-    masks[torch.rand(11, 6, 5, generator=draw) < 0.2] = IGNORED
-    return images, masks
+    images, masks = zip(*Truth(0).samples, strict=True)
+    return torch.stack(images), torch.stack(masks)
 
 
-def measured(ranks: Ranks, store: Any) -> dict[str, Any]:
+def pixelwise() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Conv2d(3, 4, 1)
+
+
+def measured(ranks: Ranks, store: Any, mode: str) -> dict[str, Any]:
     config = ResolvedParallel(
         strategy="ddp", devices=ranks.world_size, accelerator="cpu", backend="gloo"
     )
-    strategy, task = build_strategy(config, ranks, store), task_of(4, MASKS)
+    strategy = build_strategy(config, ranks, store)
+    task = task_for([4, 4], evaluation=mode)
     prefetcher = DevicePrefetcher(torch.device("cpu"), **plain(3, 0.5, 0.25), channels_last=False)
-    loader = eval_loader(
-        InMemory(*truth()), task, prefetcher, strategy.group, batch_size=4, workers=0
-    )
-    torch.manual_seed(1)
-    evaluation = evaluate(nn.Conv2d(3, 4, 1), loader, task, strategy.group)
+    split: Any = InMemory(*truth()) if mode == "resize" else Truth(larger=3)
+    batch = ranks.world_size if task.evaluates_one_by_one else 4
+    loader = eval_loader(split, task, prefetcher, strategy.group, batch_size=batch, workers=0)
+    evaluation = evaluate(pixelwise(), loader, task, strategy.group, keep_rows=True)
     assert evaluation is not None
     strategy.close()
-    return {**evaluation.numbers, **task.details(evaluation)}
+    return {**evaluation.numbers, **task.details(evaluation), "table": task.table(evaluation)}
 
 
 @pytest.mark.processes
-def test_segmentation_metrics_equal_scikit_learns_on_1_2_and_3_ranks() -> None:
-    alone = measured(Ranks(), None)
-    images, masks = truth()
-    torch.manual_seed(1)
-    with torch.no_grad():
-        winners = nn.Conv2d(3, 4, 1)((images / 255 - 0.5) / 0.25).argmax(1)
-    labeled = masks != IGNORED
-    labels, found = masks[labeled].numpy(), winners[labeled].numpy()
-    each = jaccard_score(labels, found, average=None, labels=range(4))
+@pytest.mark.parametrize("mode", ["resize", "whole", "slide"])
+def test_segmentation_metrics_equal_scikit_learns_on_1_2_and_3_ranks(mode: str) -> None:
+    alone = measured(Ranks(), None, mode)
+    labels, found = [], []
+    for place, (image, mask) in enumerate(Truth(0 if mode == "resize" else 3).samples):
+        with torch.no_grad():
+            winners = pixelwise()((image[None] / 255 - 0.5) / 0.25).argmax(1)[0]
+        labels.append(mask[mask != IGNORED].numpy())
+        found.append(winners[mask != IGNORED].numpy())
+        of_image = jaccard_score(labels[-1], found[-1], average=None, labels=range(4))
+        row = [alone["table"][f"iou_{name}"][place] for name in "abcd"]
+        assert row == pytest.approx(of_image.tolist())
+    labeled, predicted = np.concatenate(labels), np.concatenate(found)
+    each = jaccard_score(labeled, predicted, average=None, labels=range(4))
     assert list(alone["iou_per_class"].values()) == pytest.approx(each.tolist())
     assert alone["miou"] == pytest.approx(each.mean())
-    assert alone["pixel_acc"] == pytest.approx(accuracy_score(labels, found))
+    assert alone["pixel_acc"] == pytest.approx(accuracy_score(labeled, predicted))
     for world_size in (2, 3):
-        for of_rank in in_ranks(measured, world_size):
+        for of_rank in in_ranks(measured, world_size, mode):
             assert of_rank.pop("loss") == pytest.approx(alone["loss"], rel=1e-6)
             assert of_rank == {name: value for name, value in alone.items() if name != "loss"}
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    size=st.tuples(st.integers(1, 20), st.integers(1, 20)),
+    window=st.tuples(st.integers(2, 9), st.integers(2, 9)),
+    stride=st.none() | st.integers(1, 2),
+)
+def test_scores_of_a_pixel_are_the_mean_over_its_windows(
+    size: tuple[int, int], window: tuple[int, int], stride: int | None
+) -> None:
+    """The model gives the mean of its window, so that each window counts."""
+
+    class OfWindow(nn.Module):
+        def forward(self, images: Tensor) -> Tensor:
+            assert images.shape[2:] == window
+            return images.mean((1, 2, 3))[:, None, None, None].expand(-1, 4, *window)
+
+    image = torch.randn(1, 3, *size, generator=torch.Generator().manual_seed(3))
+    task = task_for(list(window), evaluation="slide", stride=stride)
+    actual = task.predict(OfWindow(), image)
+    sides = [max(side, length) for side, length in zip(size, window, strict=True)]
+    whole = torch.zeros(1, 3, *sides)
+    whole[..., : size[0], : size[1]] = image
+    starts = []
+    for side, length in zip(sides, window, strict=True):
+        step = stride or length // 2
+        # The last window ends with the image.
+        starts.append(sorted({min(start, side - length) for start in range(0, side, step)}))
+    for row, column in ((0, 0), (size[0] - 1, size[1] - 1), (size[0] // 2, size[1] // 3)):
+        means = [
+            whole[..., top : top + window[0], left : left + window[1]].mean().item()
+            for top in starts[0]
+            for left in starts[1]
+            if top <= row < top + window[0] and left <= column < left + window[1]
+        ]
+        assert actual[0, 0, row, column].item() == pytest.approx(np.mean(means), abs=1e-5)
+    assert actual.shape == (1, 4, *size)
+
+
+def test_whole_images_are_padded_for_the_model_and_cut_again() -> None:
+    shapes = []
+
+    class Noted(nn.Module):
+        def forward(self, images: Tensor) -> Tensor:
+            shapes.append(tuple(images.shape[2:]))
+            return images.repeat(1, 2, 1, 1)
+
+    image = torch.randn(1, 3, 33, 64)
+    scores = task_for([8, 8], evaluation="whole").predict(Noted(), image)
+    assert shapes == [(64, 64)]
+    assert torch.equal(scores, image.repeat(1, 2, 1, 1)[:, :4])
+
+
+@pytest.mark.parametrize(
+    ("options", "size", "key"),
+    [
+        ({"evaluation": "slide"}, None, "data.image_size=null"),
+        ({"stride": 4}, [8, 8], "train.task_kwargs.stride=4"),
+        ({"evaluation": "slide", "stride": 9}, [8, 10], "train.task_kwargs.stride=9"),
+    ],
+)
+def test_option_of_evaluation_without_effect_is_refused(
+    options: dict[str, Any], size: Any, key: str
+) -> None:
+    with pytest.raises(ValueError) as refusal:  # noqa: PT011
+        task_for(size, **options)
+    assert str(refusal.value).startswith(key)
 
 
 def test_losses_of_images_ignore_unlabeled_pixels() -> None:
@@ -230,6 +337,75 @@ def test_folder_of_images_and_masks_is_trained_and_predicted_as_png_files(
     assert len(list(output.glob("*_overlay.png"))) == 12
 
 
+OF_ROADS = (
+    *("train=segmentation", "model=segmenter", "model.kwargs.backbone=test_resnet"),
+    *("+model.kwargs.width=8", "data=segmentation", "data.val_fraction=0.5"),
+    *("+data.kwargs.classes=[ground,box]", "data.batch_size=4", "data.image_size=[36,40]"),
+    *("data.limit_train=null", "data.workers=0", "train.epochs=2", "train.log_every=1"),
+    *("parallel.accelerator=cpu", "parallel.threads_per_device=1"),
+)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("parallel", ["dp", "ddp", pytest.param("fsdp", marks=SLOW)])
+def test_ranks_with_unequal_numbers_of_windows_evaluate_alike(
+    roads: Path, tmp_path: Path, parallel: str
+) -> None:
+    """Images of height 40 have two rows of windows, those of height 36 have one."""
+    words = (*OF_ROADS, f"data.root={roads}", "+train.task_kwargs.evaluation=slide")
+    # Without BatchNorm's statistics of a rank's own images.
+    frozen = ('model.freeze=".*(bn|norm|downsample|smooth.1)"', "data.augment.scale=null")
+    alone = run_warm(tmp_path / "single", *words, *frozen, "parallel=single")
+    spread = (f"parallel={parallel}", "parallel.devices=2")
+    folder = run_warm(tmp_path / parallel, *words, *frozen, *spread)
+    expected, actual = (read_result(of_run).val for of_run in (alone, folder))
+    assert actual["loss"] == pytest.approx(expected["loss"], rel=1e-3)
+    assert actual["pixel_acc"] == pytest.approx(expected["pixel_acc"], abs=1e-2)
+
+
+@pytest.mark.processes
+def test_segmentation_resumes_in_mid_epoch_with_equal_bits(tmp_path: Path) -> None:
+    words = (*SMALL, "parallel=ddp", "parallel.devices=2")
+    whole = run_warm(tmp_path / "whole", *words)
+    # Two epochs of four steps.
+    part = run_warm(tmp_path / "part", *words, "train.max_steps=5")
+    run_warm(part, *words)
+    weights = [
+        torch.load(folder / "checkpoints/last.pt", weights_only=True)["model"]
+        for folder in (whole, part)
+    ]
+    assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
+
+
+def test_predicted_masks_of_whole_images_have_the_iou_of_evaluate(
+    roads: Path, tmp_path: Path
+) -> None:
+    (roads / "images" / "north").mkdir()
+    (roads / "masks" / "north").mkdir()
+    for number in (0, 1):
+        for kind in ("images", "masks"):
+            path = roads / kind / f"{number}.png"
+            path.rename(roads / kind / "north" / path.name)
+    words = (*OF_ROADS, f"data.root={roads}", "train.loss=ce_dice", "parallel=single")
+    run = run_warm(
+        *(tmp_path / "run", *words, "optim.lr=0.01", "train.epochs=20"),
+        "+train.task_kwargs.evaluation=whole",
+    )
+    table, output = tmp_path / "table.csv", tmp_path / "predicted"
+    assert evaluate_script.main([f"run={run}", f"predictions={table}"]) == 0
+    assert predict.main([f"run={run}", f"images={roads / 'images'}", f"folder={output}"]) == 0
+    with open(table, newline="") as file:
+        rows = list(csv.DictReader(file))
+    for row in rows:
+        name = Path(row["path"]).relative_to(roads / "images")
+        labels, found = (np.array(Image.open(of / name)) for of in (roads / "masks", output))
+        expected = jaccard_score(labels.ravel(), found.ravel(), average=None, labels=[0, 1])
+        assert [float(row["iou_ground"]), float(row["iou_box"])] == pytest.approx(expected.tolist())
+    # Images of other folders may have the same name.
+    assert (output / "north" / "0.png").is_file() and (output / "north" / "0_overlay.png").is_file()
+    assert 0.2 < min(float(row["iou_box"]) for row in rows) < 1
+
+
 @pytest.mark.parametrize(
     ("kwargs", "named"),
     [
@@ -287,10 +463,70 @@ def test_bad_masks_are_named_by_check_data(roads: Path, capsys: pytest.CaptureFi
         (("data.augment.mixup=0.2",), "data.augment.mixup=0.2"),
         (("data.augment.aa=rand-m9",), "data.augment.aa=rand-m9"),
         (("data.balance=1",), "data.balance=1"),
-        (("+train.task_kwargs.stride=2",), "train.task_kwargs.stride=2"),
+        (("+train.task_kwargs.stride=0",), "train.task_kwargs.stride=0"),
+        (("+train.task_kwargs.evaluation=full",), "train.task_kwargs.evaluation=full"),
     ],
 )
 def test_key_that_does_not_fit_a_segmentation_is_refused(words: tuple[str, ...], key: str) -> None:
     with pytest.raises(ValueError) as refusal:  # noqa: PT011
         resolved("experiment=segmentation", *words)
     assert str(refusal.value).startswith(key)
+
+
+@pytest.mark.slow(seconds=10)
+def test_segmentation_equals_a_loop_of_ones_own_for_ten_epochs(roads: Path, tmp_path: Path) -> None:
+    """The loop is plain PyTorch: its own reading, loss, optimizer and confusion matrix."""
+    for path in (roads / "images").iterdir():
+        # Equal sizes, which need no resizing.
+        for kind in ("images", "masks"):
+            with Image.open(roads / kind / path.name) as image:
+                image.crop((0, 0, 36, 32)).save(roads / kind / path.name)
+    words = (
+        *("data.image_size=[32,36]", "data.batch_size=3", "data.augment.hflip=0"),
+        *("data.augment.scale=null", "data.mean=[0.5,0.5,0.5]", "data.std=[0.25,0.25,0.25]"),
+        *("optim=sgd", "optim.sched=constant", "optim.lr=0.01", "optim.weight_decay=0"),
+        *("optim.warmup_epochs=0", "train.epochs=10", "+optim.kwargs.nesterov=false"),
+    )
+    folder = run_warm(
+        *(tmp_path / "ours", *OF_ROADS, f"data.root={roads}", *words, "parallel=single")
+    )
+    lines = read_lines(folder / "metrics.jsonl")
+    ours = [line["train/loss"] for line in lines if "train/loss" in line]
+    config = resolved(*OF_ROADS, f"data.root={roads}", *words, "parallel=single")
+    data = build_dataset(config.data, target="mask")
+
+    def batch_of(split: Any, indices: list[int]) -> tuple[Tensor, Tensor]:
+        images, masks = [], []
+        for index in indices:
+            path = split.files[index][0]
+            images.append(np.array(Image.open(path)).transpose(2, 0, 1) / 255)
+            masks.append(np.array(Image.open(roads / "masks" / path.name)))
+        return (
+            torch.tensor((np.stack(images) - 0.5) / 0.25, dtype=torch.float32),
+            torch.tensor(np.stack(masks), dtype=torch.int64),
+        )
+
+    torch.manual_seed(config.seed)
+    model = Segmenter(2, 3, "test_resnet", width=8)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
+    sampler = TrainSampler(len(data.train), 3, 0, 1, config.seed)
+    theirs, mious = [], []
+    for epoch in range(10):
+        sampler.start_at(epoch)
+        model.train()
+        for batch in sampler:
+            images, masks = batch_of(data.train, batch.indices.tolist())
+            loss = nn.functional.cross_entropy(model(images), masks)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            theirs.append(loss.item())
+        model.eval()
+        images, masks = batch_of(data.val, list(range(len(data.val))))
+        with torch.no_grad():
+            winners = model(images).argmax(1)
+        each = jaccard_score(masks.ravel(), winners.ravel(), average=None, labels=[0, 1])
+        mious.append(each.mean())
+    assert ours == pytest.approx(theirs, rel=1e-3)
+    actual = [line["val/miou"] for line in lines if "val/miou" in line]
+    assert actual == pytest.approx(mious, abs=5e-3)

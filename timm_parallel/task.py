@@ -113,6 +113,12 @@ class Task(Targets, Generic[C]):
         """
         raise NotImplementedError
 
+    def preprocessing(self, given: Any) -> Any:
+        """Return the preprocessing of evaluation images, which checkpoints and exports keep: as
+        given by the config, the dataset and the model, or changed.
+        """
+        return given
+
     def evaluation_transform(self, preprocessing: Any) -> Any:
         """Build the preparation of a sample for evaluation: (uint8 image, target) -> (image,
         target).
@@ -190,6 +196,17 @@ class Task(Targets, Generic[C]):
         return scores.float()[:, : self.num_outputs]
 
     @property
+    def evaluates_one_by_one(self) -> bool:
+        """True if the images of an evaluation keep their sizes, and cannot form a batch."""
+        return False
+
+    def rows(self, scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what `Evaluation.rows` keeps of the scores and targets of a batch: [B, …] each, of
+        the same shape in all batches.
+        """
+        return scores, targets
+
+    @property
     def checked_metrics(self) -> dict[str, Metric]:
         """Metrics of evaluate.py, which may be more than those of a run."""
         return dict(self.metrics)
@@ -240,10 +257,8 @@ class Task(Targets, Generic[C]):
         """Describe a prediction in a line on the console."""
         return ", ".join(f"{name} {value:.4f}" for name, value in prediction.items())
 
-    def prediction_transform(self, preprocessing: Any) -> Any:
-        """Build the preparation of an image without a target. None: that of timm."""
-        return None
-
-    def write(self, scores: Tensor, image: Path, folder: Path) -> None:
-        """Write the prediction of an image as files in `folder`, from its scores."""
+    def write(self, scores: Tensor, image: Path, folder: Path, name: str) -> None:
+        """Write the prediction of an image as files in `folder`, from its scores. `name`: of these
+        files without a suffix, with the folders of the image below the folder of all images.
+        """
         raise ValueError(f"folder={folder}: train.task={self.config.train.task} writes no files")

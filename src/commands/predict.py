@@ -91,7 +91,8 @@ def _loader(
     files.
     """
     mode = "L" if trained.preprocessing.input_size[0] == 1 else "RGB"
-    preprocessing = trained.preprocessing
+    preprocessing, is_single = trained.preprocessing, trained.task.evaluates_one_by_one
+    per_rank = 1 if is_single else request.batch_size
     prefetcher = DevicePrefetcher(
         strategy.device, preprocessing.mean, preprocessing.std, trained.config.model.channels_last
     )
@@ -100,9 +101,8 @@ def _loader(
         Targets(),
         prefetcher,
         strategy.group,
-        batch_size=request.batch_size * strategy.group.world_size,
-        transform=trained.task.prediction_transform(preprocessing)
-        or OnImage(evaluation_transform(preprocessing)),
+        batch_size=per_rank * strategy.group.world_size,
+        transform=None if is_single else OnImage(evaluation_transform(preprocessing)),
         workers=request.workers,
         on_error="skip",
     )
@@ -119,7 +119,10 @@ def _predict(
 ) -> Iterator[tuple[int, Prediction]]:
     scores = trained.task.predict(model, images)
     values = trained.task.predictions(scores, request.topk)
+    base = request.images if request.images.is_dir() else request.images.parent
     for number, prediction, of_image in zip(numbers.tolist(), values, scores, strict=True):
+        path = paths[number]
         if request.folder is not None:
-            trained.task.write(of_image, paths[number], request.folder)
-        yield number, Prediction(str(paths[number]), prediction)
+            name = path.relative_to(base).with_suffix("").as_posix()
+            trained.task.write(of_image, path, request.folder, name)
+        yield number, Prediction(str(path), prediction)

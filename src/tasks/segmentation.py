@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from src.schema import ResolvedConfig
 from src.tasks.images import LOSS
+from timm_parallel.data.dataset import as_size
 from timm_parallel.data.masks import IGNORED
+from timm_parallel.keys import choice, number
 from timm_parallel.metric import Metric
 from timm_parallel.task import Criterion, Loss, Task
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from src.data.transforms import Preprocessing
     from timm_parallel.runtime.evaluation import Evaluation
+
+# Strides of most backbones divide it. evaluation=whole pads images to multiples.
+MULTIPLE = 32
 
 
 class WithMask:
@@ -25,13 +32,10 @@ class WithMask:
     def __init__(self, steps: Callable[..., Any]) -> None:
         self.steps = steps
 
-    def __call__(self, image: Tensor, mask: Any) -> tuple[Tensor, Any]:
+    def __call__(self, image: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         import torch
         from torchvision import tv_tensors
 
-        # A prediction has no mask.
-        if not isinstance(mask, torch.Tensor):
-            return self.steps(tv_tensors.Image(image)).as_subclass(torch.Tensor), mask
         image, mask = self.steps(tv_tensors.Image(image), tv_tensors.Mask(mask))
         return image.as_subclass(torch.Tensor), mask.as_subclass(torch.Tensor)
 
@@ -119,10 +123,25 @@ def pixel_accuracy(counts: Tensor, samples: int) -> float | None:
     return int(counts.diag().sum()) / total if total else None
 
 
+@dataclass
+class SegmentationOptions:
+    evaluation: str = choice(
+        "resize",
+        "resize",
+        "whole",
+        "slide",
+        help="Resize images to data.image_size; or whole images; or windows of data.image_size.",
+    )
+    stride: int | None = number(
+        None, ge=1, help="slide: pixels between two windows; null: half a window."
+    )
+
+
 class Segmentation(Task[ResolvedConfig]):
     """Targets are masks, uint8 [B, H, W]: class numbers, or 255 without a class."""
 
     target = "mask"
+    Options: ClassVar[type[Any]] = SegmentationOptions
     applies = ("erasing", "smoothing", "class_weights")
     losses: ClassVar[Mapping[str, Loss]] = {
         "ce": Loss(cross_entropy, pixel_losses, ("smoothing", "class_weights")),
@@ -134,6 +153,25 @@ class Segmentation(Task[ResolvedConfig]):
         "miou": Metric(confusion, mean_iou, is_proportion=True),
         "pixel_acc": Metric(confusion, pixel_accuracy, is_proportion=True),
     }
+
+    def __init__(self, config: ResolvedConfig, names: Sequence[str]) -> None:
+        super().__init__(config, names)
+        data, mode, stride = config.data, self.options.evaluation, self.options.stride
+        if data.crop_pct not in (None, 1):
+            raise ValueError(
+                f"data.crop_pct={data.crop_pct}: a mask has all pixels of an image; leave it at "
+                "null"
+            )
+        if mode == "slide" and data.image_size is None:
+            raise ValueError(
+                "data.image_size=null: expected the size of a window of "
+                "train.task_kwargs.evaluation=slide; set it"
+            )
+        if stride is not None and (mode != "slide" or stride > min(self.window)):
+            raise ValueError(
+                f"train.task_kwargs.stride={stride}: expected train.task_kwargs.evaluation=slide "
+                "and a number up to the sides of data.image_size; leave it out"
+            )
 
     def check_targets(self, targets: Tensor) -> None:
         largest = int(targets.masked_fill(targets == IGNORED, 0).max()) if len(targets) else 0
@@ -181,18 +219,60 @@ class Segmentation(Task[ResolvedConfig]):
             steps = v2.Compose([v2.Resize(size), *([] if steps is None else [steps])])
         return None if steps is None else WithMask(steps)
 
+    def preprocessing(self, given: Any) -> Any:
+        """Resize a whole image, whatever its aspect ratio, because a mask has all of its pixels."""
+        return replace(given, crop_pct=1.0, crop_mode="squash")
+
     def evaluation_transform(self, preprocessing: Preprocessing) -> Any:
-        """Resize image and mask to the size of training, whatever their aspect ratio."""
-        from torchvision.transforms import v2
+        from src.data.transforms import evaluation_transform
 
-        return WithMask(v2.Resize(preprocessing.input_size[1:]))
-
-    prediction_transform = evaluation_transform
+        return None if self.evaluates_one_by_one else WithMask(evaluation_transform(preprocessing))
 
     def train_metrics(self, scores: Tensor, targets: Tensor) -> dict[str, Tensor]:
         is_labeled = targets != IGNORED
         hits = ((scores.argmax(1) == targets) & is_labeled).sum((1, 2))
         return {"pixel_acc": (hits / is_labeled.sum((1, 2)).clamp(min=1)).mean()}
+
+    @property
+    def evaluates_one_by_one(self) -> bool:
+        return bool(self.options.evaluation != "resize")
+
+    def predict(self, model: nn.Module, images: Tensor) -> Tensor:
+        """Compute the scores of images as the option `evaluation` says."""
+        height, width = images.shape[2:]
+        if self.options.evaluation == "resize":
+            return super().predict(model, images)
+        if self.options.evaluation == "slide":
+            return self.slide(model, padded(images, self.window))[..., :height, :width]
+        sides = (math.ceil(height / MULTIPLE) * MULTIPLE, math.ceil(width / MULTIPLE) * MULTIPLE)
+        return super().predict(model, padded(images, sides))[..., :height, :width]
+
+    @property
+    def window(self) -> tuple[int, int]:
+        return as_size(self.config.data.image_size)
+
+    def slide(self, model: nn.Module, images: Tensor) -> Tensor:
+        """Return the mean scores of the windows around each pixel. Runs a row of windows at once,
+        so that memory depends on the width of an image alone.
+        """
+        import torch
+
+        stride = self.options.stride
+        tops, lefts = (
+            [*range(0, side - length, stride or max(1, length // 2)), side - length]
+            for side, length in zip(images.shape[2:], self.window, strict=True)
+        )
+        total = images.new_zeros(len(images), self.num_outputs, *images.shape[2:])
+        count = torch.zeros_like(total[:1, :1])
+        for top in tops:
+            rows = slice(top, top + self.window[0])
+            columns = [slice(left, left + self.window[1]) for left in lefts]
+            windows = torch.cat([images[..., rows, column] for column in columns])
+            scores = super().predict(model, windows).chunk(len(columns))
+            for column, part in zip(columns, scores, strict=True):
+                total[..., rows, column] += part
+                count[..., rows, column] += 1
+        return total / count
 
     def blank(self, count: int, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
         import torch
@@ -216,8 +296,25 @@ class Segmentation(Task[ResolvedConfig]):
         counts = evaluation.sums[confusion].cpu().numpy()
         return {"confusion": draw_confusion(counts, self.names)}
 
+    def rows(self, scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the pixels of each image by true and predicted class, because the scores of all
+        images would not fit in memory; and its labeled pixels.
+        """
+        counts = scores.new_zeros(len(scores), self.num_outputs, self.num_outputs).long()
+        for place in range(len(scores)):
+            of_image = slice(place, place + 1)
+            counts[place] = confusion(scores[of_image], targets[of_image], scores)
+        return counts, counts.sum((1, 2))
+
     def table(self, evaluation: Evaluation) -> dict[str, list[Any]]:
-        raise ValueError("predictions=: masks are files; use scripts/predict.py folder=<folder>")
+        """Return the mean IoU of each image, and the IoU of each class in it."""
+        assert evaluation.rows is not None
+        of_images = evaluation.rows[1]
+        columns: dict[str, list[Any]] = {"miou": [mean_iou(counts, 1) for counts in of_images]}
+        values = [ious(counts) for counts in of_images]
+        for place, name in enumerate(self.names):
+            columns[f"iou_{name}"] = [of_image[place] for of_image in values]
+        return columns
 
     def predictions(self, scores: Tensor, topk: int) -> list[dict[str, Any]]:
         """Return the share of pixels of each class."""
@@ -227,7 +324,7 @@ class Segmentation(Task[ResolvedConfig]):
         ]
         return [dict(zip(self.names, row, strict=True)) for row in zip(*shares, strict=True)]
 
-    def write(self, scores: Tensor, image: Path, folder: Path) -> None:
+    def write(self, scores: Tensor, image: Path, folder: Path, name: str) -> None:
         """Write the mask, a PNG of class numbers with a palette, and an overlay, both in the size
         of the image.
         """
@@ -240,9 +337,17 @@ class Segmentation(Task[ResolvedConfig]):
         whole = functional.interpolate(scores[None].float(), size=size, mode="bilinear")
         mask = Image.fromarray(whole[0].argmax(0).byte().cpu().numpy(), "P")
         mask.putpalette([part for color in PALETTE for part in color])
-        folder.mkdir(parents=True, exist_ok=True)
-        mask.save(folder / f"{image.stem}.png")
-        Image.blend(photo, mask.convert("RGB"), 0.5).save(folder / f"{image.stem}_overlay.png")
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        mask.save(folder / f"{name}.png")
+        Image.blend(photo, mask.convert("RGB"), 0.5).save(folder / f"{name}_overlay.png")
+
+
+def padded(images: Tensor, sides: tuple[int, int]) -> Tensor:
+    """Pad images on the right and at the bottom, up to these sides, with the mean of the data."""
+    from torch.nn import functional
+
+    down, right = (max(0, side - had) for side, had in zip(sides, images.shape[2:], strict=True))
+    return functional.pad(images, [0, right, 0, down])
 
 
 def _color(number: int) -> tuple[int, int, int]:

@@ -82,7 +82,7 @@ def build_data_and_model(
     # Weights of a file are used with the mean and std that they were trained with.
     weights = config.model.weights
     of_weights = None if weights is None else preprocessing_of(Path(weights))
-    preprocessing = preprocessing_for(model, config.data, dataset, of_weights)
+    preprocessing = task.preprocessing(preprocessing_for(model, config.data, dataset, of_weights))
     outputs = run_on_black_image(model, preprocessing.input_size, strategy.device)
     task.check_outputs(outputs)
     if outputs.shape[1] > task.num_outputs > 0 and strategy.is_first:
@@ -105,7 +105,9 @@ def build_data_and_model(
                 task,
                 prefetcher,
                 strategy.group,
-                batch_size=config.global_batch,
+                batch_size=strategy.group.world_size
+                if task.evaluates_one_by_one
+                else config.global_batch,
                 transform=None if is_ready else task.evaluation_transform(preprocessing),
                 seed=config.seed,
                 workers=config.data.workers,

@@ -19,7 +19,7 @@ from timm_parallel.machine.ranks import Ranks
 from timm_parallel.project import current
 
 # Keys that may be given with run=<folder>, and keys that may be given without it.
-KEYS_WITH_RUN = ("data", "parallel", "train.precision", "paths")
+KEYS_WITH_RUN = ("data", "parallel", "train.precision", "train.task_kwargs", "paths")
 KEYS_WITHOUT_RUN = (*KEYS_WITH_RUN, "model", "experiment", "seed")
 OPTIONS = ("run", "split", "checkpoint", "weights", "predictions")
 GROUPS = {"parallel": "parallel.strategy", "data": "data.name"}  # a saved config has no groups

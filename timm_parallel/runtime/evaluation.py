@@ -75,7 +75,7 @@ def evaluate(
     scores, targets = (tensor.to(device) for tensor in task.blank(1, (1, 1)))
     totals = _zeros(used, scores, targets)
     keep_rows = keep_rows or any(metric.from_rows is not None for metric in used.values())
-    rows = [(scores[:0], targets[:0])]
+    rows = [task.rows(scores[:0], targets[:0])]
     samples = 0
     stopped = torch.zeros((), dtype=torch.int64, device=device)
     for images, targets in loader if batches is None else batches:
@@ -91,7 +91,7 @@ def evaluate(
         for function, total in totals.items():
             totals[function] = total + function(scores, targets, losses)
         if keep_rows:
-            rows.append((scores, targets))
+            rows.append(task.rows(scores, targets))
     if isinstance(model, Lockstep):
         model.finish()
     liveness.at(COUNTING)
