@@ -48,12 +48,17 @@ def pixel_losses(
     scores: Tensor, masks: Tensor, class_weight: Tensor | None = None, smoothing: float = 0.0
 ) -> Tensor:
     """Compute the mean cross entropy of each image's labeled pixels: [B]."""
+    import torch
     from torch.nn import functional
 
     labels, is_labeled = masks.long(), masks != IGNORED
+    rows, row_labels = scores, labels
+    if torch.are_deterministic_algorithms_enabled():
+        # torch's CUDA kernel for images is not deterministic, so it is refused then.
+        rows, row_labels = scores.movedim(1, -1).flatten(0, 2), labels.flatten()
     losses = functional.cross_entropy(
-        scores, labels, ignore_index=IGNORED, reduction="none", label_smoothing=smoothing
-    )
+        rows, row_labels, ignore_index=IGNORED, reduction="none", label_smoothing=smoothing
+    ).view(masks.shape)
     if class_weight is not None:
         losses = losses * class_weight.to(losses.device)[labels.masked_fill(~is_labeled, 0)]
     return (losses * is_labeled).sum((1, 2)) / is_labeled.sum((1, 2)).clamp(min=1)
