@@ -247,6 +247,20 @@ def test_losses_of_images_ignore_unlabeled_pixels() -> None:
     assert pixel_losses(scores, masks)[0].item() == pytest.approx(expected.item(), rel=1e-5)
 
 
+@pytest.mark.parametrize("loss", ["ce", "ce_dice"])
+def test_class_weights_move_with_the_loss_and_have_mean_1(loss: str) -> None:
+    _, masks = truth()
+    scores = torch.randn(11, 4, 6, 5, generator=torch.Generator().manual_seed(2))
+    train = TrainConfig(task="segmentation", loss=loss, class_weights=[2, 4, 1, 1])
+    criterion = task_of(4, train).build_criterion(None)
+    expected = pixel_losses(scores, masks, torch.tensor([1.0, 2.0, 0.5, 0.5])).mean()
+    if loss == "ce_dice":
+        expected += dice_losses(scores, masks).mean()
+    assert criterion(scores, masks).item() == pytest.approx(expected.item(), rel=1e-6)
+    assert criterion.state_dict() == {}
+    assert criterion.to("meta").class_weight.device.type == "meta"
+
+
 def test_deterministic_losses_equal_the_others() -> None:
     _, masks = truth()
     scores = torch.randn(11, 4, 6, 5, generator=torch.Generator().manual_seed(2))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -60,7 +61,7 @@ def pixel_losses(
         rows, row_labels, ignore_index=IGNORED, reduction="none", label_smoothing=smoothing
     ).view(masks.shape)
     if class_weight is not None:
-        losses = losses * class_weight.to(losses.device)[labels.masked_fill(~is_labeled, 0)]
+        losses = losses * class_weight[labels.masked_fill(~is_labeled, 0)]
     return (losses * is_labeled).sum((1, 2)) / is_labeled.sum((1, 2)).clamp(min=1)
 
 
@@ -78,10 +79,25 @@ def dice_losses(scores: Tensor, masks: Tensor) -> Tensor:
     return 1 - ((2 * common + 1) / (total + 1)).mean(1)
 
 
+def mean_over_images(losses: Callable[..., Tensor], class_weight: Tensor | None) -> Criterion:
+    """Build a module, which strategies can move and DataParallel can copy with its weights."""
+    from torch import nn
+
+    class MeanOverImages(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            # Not in checkpoints: a resume may change train.class_weights.
+            self.register_buffer("class_weight", class_weight, persistent=False)
+
+        def forward(self, scores: Tensor, masks: Tensor) -> Tensor:
+            return losses(scores, masks, self.class_weight).mean()
+
+    return MeanOverImages()
+
+
 def cross_entropy(config: ResolvedConfig, class_weight: Tensor | None = None) -> Criterion:
     """Build cross entropy, with `train.smoothing`."""
-    smoothing = config.train.smoothing
-    return lambda scores, masks: pixel_losses(scores, masks, class_weight, smoothing).mean()
+    return mean_over_images(partial(pixel_losses, smoothing=config.train.smoothing), class_weight)
 
 
 def dice(config: ResolvedConfig) -> Criterion:
@@ -91,8 +107,12 @@ def dice(config: ResolvedConfig) -> Criterion:
 
 def cross_entropy_and_dice(config: ResolvedConfig, class_weight: Tensor | None = None) -> Criterion:
     """Build the sum of cross entropy and Dice loss."""
-    pixels, overlaps = cross_entropy(config, class_weight), dice(config)
-    return lambda scores, masks: pixels(scores, masks) + overlaps(scores, masks)
+
+    def losses(scores: Tensor, masks: Tensor, class_weight: Tensor | None) -> Tensor:
+        pixels = pixel_losses(scores, masks, class_weight, config.train.smoothing)
+        return pixels + dice_losses(scores, masks)
+
+    return mean_over_images(losses, class_weight)
 
 
 # Metrics.
@@ -201,12 +221,12 @@ class Segmentation(Task[ResolvedConfig]):
         given = self.config.train.class_weights
         if given is None:
             return {}
-        if given == "auto" or len(given) != self.num_outputs:
+        if given == "auto" or len(given) != self.num_outputs or not any(given):
             raise ValueError(
                 f"train.class_weights={given}: expected a number for each of the "
-                f"{self.num_outputs} classes"
+                f"{self.num_outputs} classes, one of them above 0"
             )
-        weights = torch.tensor(given)
+        weights = torch.tensor(given, dtype=torch.float32)
         return {"class_weight": weights / weights.mean()}
 
     def train_transform(self, size: tuple[int, int], resize: bool, mean: tuple[float, ...]) -> Any:
