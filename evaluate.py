@@ -6,8 +6,8 @@ devices.
     python evaluate.py run=<run folder> predictions=predictions.csv           a line per image, too
     python evaluate.py model.name=resnet50 model.pretrained=true data=folder data.root=/data/images
 
-Accepts train.py's keys of data, parallel and, without a run, model. A shell loop evaluates several
-runs:
+Accepts train.py's keys of data, parallel, train.task_kwargs and, without a run, model. A shell loop
+evaluates several runs:
 
     for run in outputs/train/*/*; do python evaluate.py run=$run split=test; done
 """

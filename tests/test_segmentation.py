@@ -420,7 +420,11 @@ def test_predicted_masks_of_whole_images_have_the_iou_of_evaluate(
         "+train.task_kwargs.evaluation=whole",
     )
     table, output = tmp_path / "table.csv", tmp_path / "predicted"
+    by_windows = [f"run={run}", "train.task_kwargs.evaluation=slide", f"predictions={table}"]
+    assert evaluate_script.main(by_windows) == 0
+    of_windows = table.read_text()
     assert evaluate_script.main([f"run={run}", f"predictions={table}"]) == 0
+    assert table.read_text() != of_windows
     assert predict.main([f"run={run}", f"images={roads / 'images'}", f"folder={output}"]) == 0
     with open(table, newline="") as file:
         rows = list(csv.DictReader(file))

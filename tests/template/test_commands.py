@@ -83,6 +83,9 @@ ELSEWHERE = {
     r"python evaluate\.py run=<run folder> data\.root=": (
         "test_evaluation_of_a_run_on_an_image_folder_needs_no_train_split"
     ),
+    r"python evaluate\.py .*train\.task_kwargs\.evaluation=": (
+        "test_predicted_masks_of_whole_images_have_the_iou_of_evaluate"
+    ),
     r"python train\.py --config-path": "test_run_started_from_saved_config_reproduces_metrics_and_weights",
     r"python train\.py tracker=(wandb|mlflow|\[tensorboard,)": (
         "test_wandb_and_mlflow_hold_the_whole_run_and_no_api_key_after_a_resume"
