@@ -274,6 +274,7 @@ class Segmentation(Task[ResolvedConfig]):
 
     @property
     def window(self) -> tuple[int, int]:
+        """Height and width of the windows of evaluation=slide."""
         return as_size(self.config.data.image_size)
 
     def slide(self, model: nn.Module, images: Tensor) -> Tensor:
