@@ -13,6 +13,7 @@ import timm
 
 from src.commands.export import base_model, check_same, export_safetensors
 from src.commands.load import Trained
+from src.tasks.classification import sigmoid, softmax
 from timm_parallel.machine.files import write_json, write_text
 from timm_parallel.record.environment import read_environment
 from timm_parallel.record.result import Result, read_metrics, read_result
@@ -75,7 +76,14 @@ def _model_card(trained: Trained, result: Result) -> str:
         result=result,
         environment=read_environment(trained.run),
         metrics=_metrics(trained, result),
+        activation=_activation(trained.task),
     )
+
+
+def _activation(task: Any) -> str:
+    """Return the call that makes probabilities of the outputs; empty if they are numbers."""
+    calls = {softmax: ".softmax(1)", sigmoid: ".sigmoid()"}
+    return calls.get(getattr(task.loss, "probabilities", None), "")
 
 
 def _metrics(trained: Trained, result: Result) -> list[tuple[str, str, float, int]]:
