@@ -630,6 +630,22 @@ def test_run_of_every_example_is_evaluated_predicted_with_and_resumed(
         assert "ece" in run["evaluated"], run["name"]
 
 
+@pytest.mark.slow(seconds=20)
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "parallel", ["ddp", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("dp", "fsdp"))]
+)
+def test_picture_is_shown_at_every_evaluation(alone: Callable[[str], Path], parallel: str) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    words = ("train.max_steps=null", "train.epochs=2", f"parallel={parallel}", "parallel.devices=2")
+    folder = run(alone("Pictures"), EXAMPLES["Pictures"].commands[0], *words)
+    events = EventAccumulator(str(folder / "tensorboard")).Reload()
+    # Every two steps, and at the end of both epochs of three steps.
+    shown = [event.step for event in events.Images("val/acc_per_class")]
+    assert shown == [2, 3, 4, 6]
+
+
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.nightly
