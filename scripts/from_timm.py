@@ -131,10 +131,8 @@ def _data(args: TimmArguments) -> Settings:
         channels, height, width = args.input_size
         settings |= {
             "model.in_chans": channels if channels != 3 else None,
-            "data.image_size": height,
+            "data.image_size": height if height == width else [height, width],
         }
-        if height != width:
-            args.note_missing(f"input_size={args.input_size}", "images are square")
     for name in ("mean", "std"):
         values = args.values[name]
         settings[f"data.{name}"] = (

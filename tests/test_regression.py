@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import csv
+import json
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +14,10 @@ import pytest
 import torch
 from PIL import Image
 from sklearn.metrics import mean_absolute_error, r2_score, root_mean_squared_error
+from torch.nn import functional
 
 import evaluate as entry
+from scripts import export, predict
 from src.parallel import build_strategy
 from src.schema import ResolvedParallel, TrainConfig
 from src.tasks.regression import Regression
@@ -58,6 +63,12 @@ def colors(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def trained(colors: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("regression") / "run"
+    return run_warm(folder, *SMALL, f"data.root={colors}", "parallel=single")
+
+
 def losses_of(folder: Path) -> list[float]:
     lines = read_lines(folder / "metrics.jsonl")
     return [line["train/loss"] for line in lines if "train/loss" in line]
@@ -78,6 +89,23 @@ def test_regression_trains_alike_under_every_strategy(
     for metric in ("loss", "mae", "rmse", "r2"):
         assert results[0].val[metric] == pytest.approx(results[1].val[metric], rel=1e-4)
     assert results[0].val["mae_per_number"].keys() == set(NAMES)
+
+
+@pytest.mark.parametrize(
+    ("loss", "options", "theirs"),
+    [
+        ("mse", {}, functional.mse_loss),
+        ("l1", {}, functional.l1_loss),
+        ("huber", {"delta": 0.5}, partial(functional.huber_loss, delta=0.5)),
+    ],
+)
+def test_loss_of_a_regression_equals_torchs_on_the_first_outputs(
+    loss: str, options: dict[str, float], theirs: Any
+) -> None:
+    task = task_of(2, TrainConfig(task="regression", loss=loss, loss_kwargs=options))
+    outputs, targets = torch.randn(5, 4), torch.randn(5, 2)
+    expected = theirs(outputs[:, :2], targets)
+    assert task.build_criterion(None)(outputs, targets) == pytest.approx(expected)
 
 
 def measured(ranks: Ranks, store: Any, numbers: int) -> dict[str, Any]:
@@ -144,21 +172,54 @@ def test_regression_resumes_in_mid_epoch_with_equal_bits(colors: Path, tmp_path:
     assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
 
 
+@pytest.mark.processes
 def test_evaluate_and_predict_write_each_number_by_name(
-    colors: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    trained: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    from scripts import predict
-
-    folder = run_warm(tmp_path / "run", *SMALL, f"data.root={colors}", "parallel=single")
     table = tmp_path / "table.csv"
-    assert entry.main([f"run={folder}", "split=val", f"predictions={table}"]) == 0
+    assert entry.main([f"run={trained}", "split=val", f"predictions={table}"]) == 0
     with open(table, newline="") as file:
         first = next(csv.DictReader(file))
     capfd.readouterr()
-    assert predict.main([f"run={folder}", f"images={first['path']}", "format=csv"]) == 0
-    predicted = next(csv.DictReader(capfd.readouterr().out.splitlines()))
+    words = (f"run={trained}", f"images={first['path']}")
+    assert predict.main([*words, "format=csv"]) == 0
+    in_csv = next(csv.DictReader(capfd.readouterr().out.splitlines()))
+    assert predict.main([*words, "format=json"]) == 0
+    in_json = json.loads(capfd.readouterr().out)[0]
     for name in NAMES:
-        assert float(predicted[name]) == pytest.approx(float(first[f"{name}_predicted"]), abs=1e-5)
+        expected = pytest.approx(float(first[f"{name}_predicted"]), abs=1e-5)
+        assert float(in_csv[name]) == in_json[name] == expected
+
+
+@pytest.mark.processes
+def test_hub_export_of_a_regression_has_numbers_by_name_and_no_probabilities(
+    trained: Path, tmp_path: Path
+) -> None:
+    assert export.main([f"run={trained}", f"output={tmp_path}", "format=hub"]) == 0
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["problem_type"] == "regression"
+    assert config["label_names"] == list(NAMES)
+    assert config["pretrained_cfg"]["input_size"] == [3, 16, 24]
+    card = (tmp_path / "README.md").read_text()
+    assert "2 numbers: red, green" in card
+    assert not any(word in card for word in ("softmax", "sigmoid", "pipeline_tag"))
+
+
+@pytest.mark.skipif(find_spec("transformers") is None, reason="needs requirements-export.txt")
+@pytest.mark.slow
+@pytest.mark.processes
+def test_transformers_trains_a_hub_export_of_a_regression_by_squared_errors(
+    trained: Path, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForImageClassification
+
+    assert export.main([f"run={trained}", f"output={tmp_path}", "format=hub"]) == 0
+    model = AutoModelForImageClassification.from_pretrained(tmp_path).eval()
+    images, targets = torch.randn(4, 3, 16, 24), torch.rand(4, 2)
+    with torch.inference_mode():
+        outputs = model(images, labels=targets)
+    assert outputs.loss.item() == pytest.approx((outputs.logits - targets).square().mean().item())
+    assert model.config.id2label == dict(enumerate(NAMES))
 
 
 @pytest.mark.parametrize(

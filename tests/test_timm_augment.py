@@ -226,19 +226,24 @@ def test_batch_steps_on_a_gpu_do_not_synchronize_and_equal_those_on_a_cpu() -> N
 @given(
     batch=st.integers(1, 6),
     channels=st.integers(1, 4),
-    size=st.integers(1, 12),
+    size=st.tuples(*[st.integers(1, 12)] * 2),
     padding=st.integers(0, 5),
     chances=st.tuples(*[st.sampled_from((0.0, 0.3, 1.0))] * 2),
     base=st.integers(0, 2**40),
 )
 @settings(deadline=None)
 def test_batched_crop_and_flips_equal_those_of_each_image_bit_for_bit(
-    batch: int, channels: int, size: int, padding: int, chances: tuple[float, float], base: int
+    batch: int,
+    channels: int,
+    size: tuple[int, int],
+    padding: int,
+    chances: tuple[float, float],
+    base: int,
 ) -> None:
     config = AugmentConfig(crop_padding=padding, hflip=chances[0], vflip=chances[1])
-    each = train_transform(config, (size, size), resize=False)
-    images = torch.randint(0, 256, (batch, channels, size, size), dtype=torch.uint8)
-    step = batch_step(config, InMemory(images, torch.zeros(batch)), (size, size))
+    each = train_transform(config, size, resize=False)
+    images = torch.randint(0, 256, (batch, channels, *size), dtype=torch.uint8)
+    step = batch_step(config, InMemory(images, torch.zeros(batch)), size)
     assert (step is None) == (each is None)
     if step is None or each is None:
         return

@@ -238,7 +238,9 @@ class Task(Targets, Generic[C]):
         """Return the columns of evaluate.py's predictions, besides the path, from
         `evaluation.rows`.
         """
-        raise NotImplementedError
+        raise ValueError(
+            f"predictions: train.task={self.config.train.task} writes no table; leave it out"
+        )
 
     def predictions(self, scores: Tensor, topk: int) -> list[dict[str, Any]]:
         """Return the prediction of each image from its scores [B, …], as plain values by name."""

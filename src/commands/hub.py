@@ -13,6 +13,7 @@ import timm
 
 from src.commands.export import base_model, check_same, export_safetensors
 from src.commands.load import Trained
+from src.tasks.classification import sigmoid
 from timm_parallel.machine.files import write_json, write_text
 from timm_parallel.record.environment import read_environment
 from timm_parallel.record.result import Result, read_metrics, read_result
@@ -24,8 +25,8 @@ def export_hub(trained: Trained, folder: Path) -> list[str]:
     """Write weights, `config.json` and the model card `README.md`. Return Python expressions that
     load the folder.
 
-    Raises ValueError for a model that is not timm's and for an unfinished run, RuntimeError if
-    outputs differ.
+    Raises ValueError for a model that is not timm's, a task that transformers does not have and an
+    unfinished run, RuntimeError if outputs differ.
     """
     name, result = trained.config.model.name, read_result(trained.run)
     if name.startswith("src."):
@@ -36,6 +37,11 @@ def export_hub(trained: Trained, folder: Path) -> list[str]:
         raise ValueError(
             f"format=hub: run={trained.run}: {result.status}, expected done; continue it with "
             "resume"
+        )
+    if trained.task.problem_type is None and not _activation(trained.task):
+        raise ValueError(
+            f"format=hub: train.task={trained.config.train.task}: expected a task that "
+            "transformers has; use another format"
         )
     export_safetensors(trained, folder)
     _complete_config(trained, folder / "config.json")
@@ -75,7 +81,16 @@ def _model_card(trained: Trained, result: Result) -> str:
         result=result,
         environment=read_environment(trained.run),
         metrics=_metrics(trained, result),
+        activation=_activation(trained.task),
     )
+
+
+def _activation(task: Any) -> str:
+    """Return the call that makes probabilities of the outputs; empty if they are numbers."""
+    probabilities = getattr(task.loss, "probabilities", None)
+    if probabilities is None:
+        return ""
+    return ".sigmoid()" if probabilities is sigmoid else ".softmax(1)"
 
 
 def _metrics(trained: Trained, result: Result) -> list[tuple[str, str, float, int]]:

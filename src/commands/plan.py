@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from src.app import app
 from src.data.datasets import build_dataset
@@ -162,7 +162,12 @@ def _step(
     freeze(model, config.model.freeze)
     task.check_outputs(model(images.flatten(0, -4)[:2]))
     autocast = Autocast(model, "cpu", AUTOCAST[config.train.precision])
-    step = TrainStep(autocast, task.build_criterion(None), task).train()
+    # With real tensors, because a criterion may load a model, for example a teacher.
+    with unset_fake_temporarily():
+        criterion: Any = task.build_criterion(None)
+    if isinstance(criterion, nn.Module):
+        criterion.to_empty(device="cpu")
+    step = TrainStep(autocast, criterion, task).train()
     optimizer = build_optimizer(config.optim, config.learning_rate, model, step=step)
     averaged = [*model.parameters(), *model.buffers()]
     weights = [*step.parameters(), *step.buffers()]

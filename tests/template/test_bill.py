@@ -534,10 +534,12 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return copy_with
 
 
-def words_for(name: str, npz: Path) -> list[str]:
-    """Return the words of an example's last training command, for three steps of one device."""
+def words_for(name: str, npz: Path, line: str | None = None) -> list[str]:
+    """Return the words of a training command, by default the last one of an example, for three
+    steps of one device.
+    """
     trainings = [line for line in EXAMPLES[name].commands if line.startswith("python train.py")]
-    line = [line for line in trainings if "resume=" not in line][-1]
+    line = line or [line for line in trainings if "resume=" not in line][-1]
     given = shlex.split(line.replace("/data/medmnist.npz", str(npz)))[2:]
     given = [
         word
@@ -560,18 +562,21 @@ def words_for(name: str, npz: Path) -> list[str]:
     return list({word.partition("=")[0]: word for word in words}.values())
 
 
+PLACEHOLDER = "outputs/train/2026-01-01/12-00-00-000000"
+
+
+@pytest.fixture(scope="module")
+def teacher(scratch: Path) -> Path:
+    return run(scratch, "python train.py", "model=tiny", "parallel=single")
+
+
 @pytest.mark.slow(seconds=20)
 @pytest.mark.processes
 def test_tasks_of_ones_own_train_alike_under_single_and_ddp_and_are_evaluated(
-    scratch: Path,
+    scratch: Path, teacher: Path
 ) -> None:
-    first = run(scratch, "python train.py", "model=tiny", "parallel=single")
-    placeholder = "outputs/train/2026-01-01/12-00-00-000000"
     for name in TASKS:
-        commands = [line.replace(placeholder, str(first)) for line in EXAMPLES[name].commands]
-        if name == "Distillation":
-            export = [sys.executable, *shlex.split(commands.pop(0))[1:]]
-            subprocess.run(export, cwd=scratch, check=True, timeout=300, capture_output=True)
+        commands = [line.replace(PLACEHOLDER, str(teacher)) for line in EXAMPLES[name].commands]
         folders = [
             run(scratch, commands[0], "model=tiny", "data.workers=0", *overrides)
             for overrides in STRATEGIES
@@ -590,7 +595,50 @@ def test_tasks_of_ones_own_train_alike_under_single_and_ddp_and_are_evaluated(
         metric = {"A task": "near", "Pretraining without labels": "found"}.get(name, "acc")
         assert json.loads(done.stdout)[metric] == pytest.approx(result(folders[1])["val"][metric])
         if name == "Pretraining without labels":
-            run(scratch, commands[1].replace(str(first), str(folders[1])))
+            run(scratch, commands[1].replace(str(teacher), str(folders[1])))
+            export = (sys.executable, "scripts/export.py", f"run={folders[1]}", "format=hub")
+            assert subprocess.run(export, cwd=scratch, check=False, timeout=300).returncode == 2
+            assert not (folders[1] / "hub").exists()
+
+
+def follow_runs(copy: Path, jobs: dict[str, list[str]], images: Path) -> list[dict[str, Any]]:
+    """Train, evaluate, predict with and resume the runs of `jobs`, and return what they printed."""
+    for number in range(2):
+        Image.new("RGB", (32, 32), (100 * number, 50, 0)).save(images / f"{number}.png")
+    script = Path(__file__).with_name("example_runs.py")
+    command = [sys.executable, str(script), json.dumps(jobs), str(images)]
+    environment = {**os.environ, "PYTHONPATH": str(copy)}
+    done = subprocess.run(
+        command, cwd=copy, env=environment, capture_output=True, text=True, timeout=800, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    runs = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [run["name"] for run in runs] == list(jobs)
+    assert all(len(run["predicted"]) == 2 for run in runs)
+    return runs
+
+
+@pytest.mark.slow(seconds=20)
+@pytest.mark.processes
+def test_tasks_of_ones_own_predict_resume_and_refuse_what_has_no_meaning(
+    scratch: Path, teacher: Path, npz: Path, tmp_path: Path
+) -> None:
+    jobs = {}
+    for name in TASKS:
+        line = EXAMPLES[name].commands[0].replace(PLACEHOLDER, str(teacher))
+        jobs[name] = words_for(name, npz, line)
+    points, features, classes = follow_runs(scratch, jobs, tmp_path)
+    assert all(run["steps"] == [3, 6] for run in (points, features, classes))
+    dot = points["predicted"][0]["red"]
+    assert len(dot) == 2 and all(isinstance(share, float) for share in dot)
+    assert len(features["predicted"][0]["features"]) == 48
+    assert len(classes["predicted"][0]["classes"]) == 5
+    assert [run["predictions_code"] for run in (points, features, classes)] == [0, 2, 0]
+    assert points["rows"] == points["trained"]["samples"]
+    # A plan loads the teacher, although its own model has fake tensors.
+    words = [word for word in jobs["Distillation"] if not word.startswith("train.log_every")]
+    command = [sys.executable, "scripts/plan.py", *words]
+    assert subprocess.run(command, cwd=scratch, check=False, timeout=300).returncode == 0
 
 
 @pytest.mark.slow(seconds=20)
@@ -600,22 +648,10 @@ def test_tasks_of_ones_own_train_alike_under_single_and_ddp_and_are_evaluated(
 def test_run_of_every_example_is_evaluated_predicted_with_and_resumed(
     which: str | None, scratch: Path, npz: Path, alone: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    for number in range(2):
-        Image.new("RGB", (32, 32), (100 * number, 50, 0)).save(tmp_path / f"{number}.png")
     excluded = {*ALONE, *TASKS}
     names = [which] if which else [name for name in EXAMPLES if name not in excluded]
     copy = alone(which) if which else scratch
-    jobs = json.dumps({name: words_for(name, npz) for name in names})
-    script = Path(__file__).with_name("example_runs.py")
-    command = [sys.executable, str(script), jobs, str(tmp_path)]
-    environment = {**os.environ, "PYTHONPATH": str(copy)}
-    done = subprocess.run(
-        command, cwd=copy, env=environment, capture_output=True, text=True, timeout=800, check=False
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    runs = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [run["name"] for run in runs] == names
-    for run in runs:
+    for run in follow_runs(copy, {name: words_for(name, npz) for name in names}, tmp_path):
         first, resumed = run["steps"]
         assert first == 3 < resumed, run["name"]
         assert run["evaluated"]["loss"] == pytest.approx(run["trained"]["loss"], rel=1e-5), run[
@@ -624,10 +660,25 @@ def test_run_of_every_example_is_evaluated_predicted_with_and_resumed(
         assert all(
             len(image["classes"]) == len(image["probabilities"]) >= 1 for image in run["predicted"]
         )
-        assert len(run["predicted"]) == 2, run["name"]
         assert run["predictions_code"] == 0, run["name"]
         assert run["rows"] == run["trained"]["samples"], run["name"]
         assert "ece" in run["evaluated"], run["name"]
+
+
+@pytest.mark.slow(seconds=20)
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "parallel", ["ddp", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("dp", "fsdp"))]
+)
+def test_picture_is_shown_at_every_evaluation(alone: Callable[[str], Path], parallel: str) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    words = ("train.max_steps=null", "train.epochs=2", f"parallel={parallel}", "parallel.devices=2")
+    folder = run(alone("Pictures"), EXAMPLES["Pictures"].commands[0], *words)
+    events = EventAccumulator(str(folder / "tensorboard")).Reload()
+    # Every two steps, and at the end of both epochs of three steps.
+    shown = [event.step for event in events.Images("val/acc_per_class")]
+    assert shown == [2, 3, 4, 6]
 
 
 @pytest.mark.slow

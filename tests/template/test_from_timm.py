@@ -239,6 +239,7 @@ def test_converted_schedule_matches_timm_learning_rates_and_epochs(name: str) ->
         ({"opt": "lamb", "lr_base": 0.01}, {"optim.lr": 0.01, "optim.lr_rule": "sqrt", "optim.lr_base_batch": 256}),
         ({"model_ema": True, "eval_metric": "top5"}, {"model.ema.warmup": False, "checkpoint.metric": "val/acc5_ema"}),
         ({"input_size": [1, 96, 96]}, {"model.in_chans": 1, "data.image_size": 96}),
+        ({"input_size": [3, 96, 128]}, {"data.image_size": [96, 128]}),
         ({"mean": [0.5], "std": [0.2]}, {"data.mean": [0.5, 0.5, 0.5], "data.std": [0.2, 0.2, 0.2]}),
         (
             {"sched": "multistep", "decay_milestones": [3, 9], "warmup_prefix": True},

@@ -65,7 +65,7 @@ class Report:
 
     @property
     def has_problems(self) -> bool:
-        return any(self.problems.values()) or any(self.measures[ABSENT].values())
+        return any(self.problems.values()) or any(self.measures.get(ABSENT, {}).values())
 
     @property
     def listed_problems(self) -> dict[str, list[list[CheckedImage]]]:
@@ -174,7 +174,6 @@ def summarize(
     measures: dict[str, dict[str, Any]] = defaultdict(dict)
     for split in splits:
         readable = [image for image in images if image.split == split and not image.error]
-        sizes = [count[split] for count in counts.values()] or [0]
         measures["images"][split] = sum(image.split == split for image in images)
         for side in ("width", "height"):
             values = [getattr(image, side) for image in readable] or [0]
@@ -184,6 +183,9 @@ def summarize(
                 max(values),
             ]
         measures["modes"][split] = dict(Counter(image.mode for image in readable).most_common())
+        if not counts:
+            continue
+        sizes = [count[split] for count in counts.values()]
         measures["images per class: min, median, max"][split] = [
             min(sizes),
             median(sizes),

@@ -251,6 +251,7 @@ def test_check_data_reports_no_classes_for_regression_targets() -> None:
     report = summarize(["brightness"], ["train"], images)
     assert not report.has_problems
     assert report.classes == {}
+    assert ABSENT not in report.measures
 
 
 images_with_few_digests = st.lists(

@@ -173,6 +173,8 @@ WRONG_NUMBERS = [
     ("data.batch_size=0", "data.batch_size=0"),
     ("data.batch_size=-4", "data.batch_size=-4"),
     ("data.image_size=0", "data.image_size=0"),
+    ("data.image_size=[32]", "data.image_size=[32]"),
+    ("data.eval_image_size=[32,0]", "data.eval_image_size=[32, 0]"),
     ("data.workers=-1", "data.workers=-1"),
     ("data.limit_train=0", "data.limit_train=0"),
     ("data.augment.hflip=2", "data.augment.hflip=2"),

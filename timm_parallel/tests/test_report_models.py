@@ -46,6 +46,7 @@ def sweep_of(folder: Path, option: str | None, model: dict[str, Any], **changes:
     ("option", "model", "parameters", "pixels", "title"),
     [
         ("tiny", CHANGED, 61114, 32, "tiny (vit_tiny_patch16_224, 61 k parameters, 32 px)"),
+        ("tiny", CHANGED, 999, [32, 48], "tiny (vit_tiny_patch16_224, 999 parameters, 32 x 48 px)"),
         # The default option, whose model another name has replaced, says nothing about this one.
         ("resnet18", CHANGED, 5_717_416, 224, "vit_tiny_patch16_224 (5.7 M parameters, 224 px)"),
         # A run of an older version: no image size, no record of its options.
@@ -65,7 +66,7 @@ def test_report_title_names_option_file_parameters_and_image_size_of_a_changed_m
     option: str | None,
     model: dict[str, Any],
     parameters: int,
-    pixels: int | None,
+    pixels: int | list[int] | None,
     title: str,
 ) -> None:
     folder = sweep_of(tmp_path / "sweep", option, model, parameters=parameters, image_size=pixels)

@@ -77,7 +77,7 @@ MISTAKES = {
     # Keys of other sections and programs
     "trainer.max_epochs=3": "train.epochs",
     "trainer=ddp_sim": "parallel=ddp parallel.accelerator=cpu",
-    "trainer.val_check_interval=0.5": "train.evaluate_every",
+    "trainer.val_check_interval=0.5": "train.evaluate_every_steps",
     "trainer.fast_dev_run=true": "debug=fast",
     "trainer.overfit_batches=1": "debug=overfit",
     "callbacks.early_stopping.patience=3": "train.early_stop",

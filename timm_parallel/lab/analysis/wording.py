@@ -162,7 +162,8 @@ def model_name(run: RunRecord) -> str:
     parameters, 32 px)`.
     """
     name = str(run.result.get("model") or DASH)
-    parameters, pixels = run.integer("parameters"), run.integer("image_size")
+    parameters, sides = run.integer("parameters"), run.entries(int, "image_size")
+    pixels = " x ".join(map(str, sides)) or run.integer("image_size")
     if not any(key.startswith("model.kwargs.") for key in run.config):
         return name
     details = [f"{rounded(parameters)} parameters"] if parameters is not None else []
