@@ -612,6 +612,11 @@ class OptimConfig(keys.OptimConfig):
 class TrainConfig(keys.TrainConfig):
     """The training loop."""
 
+    task: str = key(
+        "classification",
+        help="What is learned: a name in src/tasks/, or `src.tasks.<module>.<Class>` of your own.",
+    )
+    loss: str = key("ce", help="A loss of the task by name, or `src.<module>.<Class>`.")
     class_weights: Any = key(
         None,
         help="Weights of the classes in the loss, scaled to mean 1: auto (by frequency) or a list.",

@@ -463,12 +463,9 @@ class TrainConfig:
     max_steps: int | None = number(
         None, ge=1, help="Optimizer steps after which training ends, if epochs is longer."
     )
-    task: str = key(
-        "classification",
-        help="What is learned: a name in src/tasks/, or `src.tasks.<module>.<Class>` of your own.",
-    )
+    task: str = key("", help="What is learned: a task by name, or a class of your own.")
     task_kwargs: dict[str, Any] = key({}, help="Options of the task, see its class.")
-    loss: str = key("ce", help="A loss of the task by name, or `src.<module>.<Class>`.")
+    loss: str = key("", help="A loss of the task by name, or a class of your own.")
     loss_kwargs: dict[str, Any] = key({}, help="More arguments of the loss, e.g. {gamma: 2}.")
     precision: str = choice(
         "fp32", "fp32", "tf32", "bf16", "fp16", help="Number format; bf16, fp16: autocast."

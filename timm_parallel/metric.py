@@ -35,5 +35,5 @@ class Metric:
 
     @property
     def shown_as(self) -> tuple[bool, bool]:
-        """What reports and searches know of a metric by its name."""
+        """Direction and unit, which reports and searches know by the name of a metric alone."""
         return self.lower_is_better, self.is_proportion

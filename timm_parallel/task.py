@@ -1,4 +1,4 @@
-"""What is learned: targets, outputs, loss, metrics and predictions. A project's tasks extend Task.
+"""Base class of tasks: targets, outputs, loss, metrics and predictions of what is learned.
 
 Their modules import torch in functions only, because train.py reads the names of losses and metrics
 before torch.
@@ -63,7 +63,7 @@ class NoOptions:
 
 
 class Task(Targets, Generic[C]):
-    """What is learned. A task extends this class in one file of the project."""
+    """A task of a project: what is learned. It extends this class in one file."""
 
     # Kind of target that the dataset gives: `label`, `labels`, `numbers`, `mask`, or a name of your
     # own. A dataset lists its kinds in `targets`. `none`: the targets of any dataset are ignored.

@@ -1,4 +1,4 @@
-"""What tasks have in common whose targets do not depend on where things are in the image."""
+"""Base of tasks whose targets stay as they are when an image is cropped or flipped."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def repeat_until_it_fits(
         print(
             "train.accumulate=auto: out of memory, so all ranks start again with "
             f"train.accumulate={config.train.accumulate} and batches of {config.global_batch} "
-            "images (the same training)",
+            "images: an optimizer step has as many images as before",
             flush=True,
         )
         prepare(config, folder)

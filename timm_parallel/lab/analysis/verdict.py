@@ -13,7 +13,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from timm_parallel.lab.analysis.headline import recommend
 from timm_parallel.lab.analysis.questions import with_contrasts
 from timm_parallel.lab.analysis.runs import IMAGES_PER_SECOND, RunRecord, parse_overrides
 from timm_parallel.lab.analysis.settings import SettingGroup, setting_groups
@@ -60,7 +59,7 @@ COMPUTE = {
 
 @dataclass(frozen=True)
 class Record:
-    """What a verdict compares: `verdict.json` in the sweep folder."""
+    """Base, head and number of a verdict: `verdict.json` in the sweep folder."""
 
     base: str  # e.g. `main (0123abc)`
     head: str
@@ -105,8 +104,7 @@ def judge(
     if groups and groups[0].contrasts:
         contrasts[METRIC] = groups[0].contrasts[0]
     word, sentence = _answer(runs, record, contrasts, groups)
-    of_group = recommend(groups[0]).notes if groups else ()
-    notes = [*record.notes, *_compute(runs), *of_group, _share(record)]
+    notes = [*record.notes, *_compute(runs), _share(record)]
     if contrast.effect is None:
         flagged = sum(bool(run.flags) for run in runs)
         notes.append(

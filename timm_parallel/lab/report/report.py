@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import quote
 
@@ -120,6 +120,8 @@ def compare(runs: list[RunRecord], folders: Sequence[Path]) -> Report:
     settings = verdict.groups if verdict else with_contrasts(setting_groups(runs), smallest)
     leads = [recommend(group) for group in settings or groups]
     if verdict:
+        of_group = leads[0].notes if leads else ()
+        verdict = replace(verdict, notes=(*verdict.notes, *of_group))
         leads = [
             Recommendation(lead.group, verdict.sentence, notes=verdict.notes) for lead in leads[:1]
         ]

@@ -5,18 +5,17 @@ is only read.
 from __future__ import annotations
 
 import ast
-import io
 import os
 import shutil
 import subprocess
 import sys
-import tarfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from timm_parallel.lab import code_copy
 from timm_parallel.metric import Metric
 from timm_parallel.project import root
 
@@ -41,8 +40,7 @@ class Version:
         neither record the commit of the working tree nor write to its index.
         """
         path = os.pathsep.join(filter(None, [str(self.folder), os.environ.get("PYTHONPATH")]))
-        above = {"GIT_CEILING_DIRECTORIES": str(self.folder.parent), "GIT_OPTIONAL_LOCKS": "0"}
-        return {**os.environ, **above, "PYTHONPATH": path}
+        return {**os.environ, **code_copy.no_repository(self.folder), "PYTHONPATH": path}
 
     def compose(self, overrides: list[str]) -> dict[str, Any]:
         """Return the config that this version composes. Raises ValueError with its message if it
@@ -100,14 +98,10 @@ def find_commit(option: str, name: str) -> str:
 
 
 def copy_commit(commit: str, folder: Path) -> list[str]:
-    """Write the files of a commit to a new folder. Return the names of the files left out."""
-    left_out = []
-    with tarfile.open(fileobj=io.BytesIO(git("archive", commit))) as archive:
-        for member in archive:
-            if member.size > LARGEST:
-                left_out.append(member.name)
-            else:
-                archive.extract(member, folder, filter="tar")
+    """Write the files of a commit, and the local settings, to a new folder. Return the names of the
+    files left out.
+    """
+    left_out = code_copy.copy_commit(root(), commit, folder, LARGEST)
     _copy_local_settings(folder)
     return left_out
 
@@ -146,12 +140,4 @@ def names(*options: str) -> list[str]:
 
 def git(*arguments: str) -> bytes:
     """Run git in the project and return its output. Raises ValueError with git's message."""
-    options = ("--no-optional-locks", "-c", "core.fsmonitor=false", "-C", str(root()))
-    # The filter of Git LFS would download large files into .git.
-    environment = {**os.environ, "GIT_LFS_SKIP_SMUDGE": "1"}
-    done = subprocess.run(
-        ["git", *options, *arguments], env=environment, capture_output=True, check=False
-    )
-    if done.returncode != 0:
-        raise ValueError(f"git {arguments[0]}: {os.fsdecode(done.stderr).strip()}")
-    return done.stdout
+    return code_copy.git(root(), *arguments)
