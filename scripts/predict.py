@@ -1,4 +1,4 @@
-"""Predict the most likely classes of images with a trained model.
+"""Predict images with a trained model: classes, numbers or masks.
 
 python scripts/predict.py run=<run folder> images=<folder or file>
 """
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @errors_in_one_line
 def main(argv: list[str]) -> int:
-    """Predict image classes and write the predictions. Return the exit code: 0 done, 2 refused."""
+    """Predict images and write the predictions. Return the exit code: 0 done, 2 refused."""
     parser = CommandLine(__doc__)
     parser.add_argument("--run", type=Path, required=True, help="run folder")
     parser.add_argument("--images", type=Path, required=True, help="folder or file")
