@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from hydra._internal.utils import get_args_parser
+from PIL import Image
 
 import timm_parallel.main
 from src.app import app
@@ -127,13 +128,37 @@ STAND_INS = {
 }
 
 
-def words_for(group: str, option: str, images: Path) -> list[str]:
-    """Return a small command for an option, with -m if the example command in its file has -m."""
+# Options of segmentation, which need its task, model and data.
+OF_MASKS = (("data", "segmentation"), ("data", "shapes"), ("model", "segmenter"))
+
+
+def write_targets(folder: Path) -> list[str]:
+    """Write images with masks, and a CSV with a number for each. Return the words that name their
+    classes and split them.
+    """
+    rows = ["file,label"]
+    for kind in ("images", "masks"):
+        (folder / kind).mkdir(parents=True)
+    for number in range(20):
+        name = f"images/{number}.png"
+        Image.new("RGB", (32, 32), (12 * number, 0, 0)).save(folder / name)
+        Image.new("L", (32, 32), number % 2).save(folder / "masks" / f"{number}.png")
+        rows.append(f"{name},{number}")
+    (folder / "labels.csv").write_text("\n".join(rows))
+    return ["data.val_fraction=0.4", "data.image_size=32", "data.batch_size=8", "data.workers=0"]
+
+
+def words_for(group: str, option: str, images: Path, scratch: Path) -> list[str]:
+    """Return a small command for an option, with -m if the example command in its file has -m.
+
+    `scratch`: a folder for images with masks and numbers.
+    """
     shortened = () if option in STAND_INS else ("train.epochs=2", "optim.warmup_epochs=0")
     words = [f"{group}={option}", *ONE_STEP, *shortened]
     in_files = (f"data.root={images}", "data.batch_size=8", "data.workers=0")
+    has_masks = (group, option) in OF_MASKS or option == "segmentation"
     if group not in ("model", "experiment"):
-        words.append("model=tiny")
+        words.append("model=segmenter" if has_masks else "model=tiny")
     if group == "parallel" and option in SEVERAL_DEVICES:
         words.append("parallel.devices=2")
     if (
@@ -144,7 +169,16 @@ def words_for(group: str, option: str, images: Path) -> list[str]:
             "parallel.gradient_as_bucket_view=true",
             "parallel.static_graph=true",
         ]
-    if option in STAND_INS:
+    if has_masks and group not in ("train", "experiment"):
+        words.append("train=segmentation")
+    if (group, option) == ("data", "segmentation"):
+        classes = "+data.kwargs.classes=[one,two]"
+        words += [f"data.root={scratch}", classes, *write_targets(scratch)]
+    elif (group, option) == ("train", "regression"):
+        words += ["data=csv", f"data.root={scratch}", *write_targets(scratch)]
+    elif has_masks:
+        words += ["data=shapes", "+data.kwargs.num_samples=64", "data.image_size=32"]
+    elif option in STAND_INS:
         words += [*in_files, *STAND_INS[option]]
     elif (group, option) == ("data", "folder"):
         words += [*in_files, "data.image_size=32"]
@@ -171,7 +205,7 @@ def test_every_option_of_every_config_group_trains_one_step(
     run_command: RunCommand, image_folder: Path, tmp_path: Path, group: str, option: str
 ) -> None:
     folder = tmp_path / "run"
-    run_command(folder, *words_for(group, option, image_folder))
+    run_command(folder, *words_for(group, option, image_folder, tmp_path / "targets"))
     result = result_of(folder)
     assert (result["status"], result["steps"]) == ("done", 1)
     assert result["val"]["samples"] > 0

@@ -344,9 +344,9 @@ def take_a_step(ranks: Ranks, store: Any, config: ResolvedConfig) -> float:
                 run.state.model.eval(), strategy.device.type, AUTOCAST[config.train.precision]
             )
             outputs = strategy.for_evaluation(autocast)(images)
-        assert outputs.shape == (len(images), len(run.dataset.target_names)) and bool(
-            outputs.isfinite().all()
-        )
+        scores, _ = run.task.blank(len(images), (images.shape[2], images.shape[3]))
+        assert outputs.shape == scores.shape
+        assert bool(outputs.isfinite().all())
         assert len(reports) == run.state.progress.step == 1
         return reports[0].means["loss"]
     finally:
