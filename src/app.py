@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from src.schema import STRATEGIES, Config, ResolvedConfig
+from src.schema import Config, ResolvedConfig
 from src.tasks import all_metrics
 from timm_parallel.app import App
 
@@ -18,8 +18,7 @@ app = App(
     check_data="src.train.check.check_data",
     check_batch="src.train.check.check_batch",
     training_size="src.train.check.training_size",
-    strategies=STRATEGIES,
     metrics=all_metrics(),
-    preload=("src.train.run", "src.parallel.data_parallel", "torch.utils.tensorboard"),
+    preload=("src.train.run", "timm_parallel.parallel.data_parallel", "torch.utils.tensorboard"),
     trial=("debug=fast", "model=tiny", "data=synthetic", "data.batch_size=32"),
 )

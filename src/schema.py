@@ -33,14 +33,7 @@ from timm_parallel.keys import (
 )
 from timm_parallel.machine.text import yaml_text
 
-# Built-in strategies and datasets: name -> class. A config refers to your own as
-# `src.<module>.<Class>`.
-STRATEGIES = {
-    "single": "src.parallel.single.Single",
-    "dp": "src.parallel.data_parallel.DataParallelStrategy",
-    "ddp": "src.parallel.distributed.Distributed",
-    "fsdp": "src.parallel.fully_sharded.FullySharded",
-}
+# Built-in datasets: name -> class. A config refers to your own as `src.<module>.<Class>`.
 DATASETS = {
     "digits": "src.data.datasets.Digits",
     "synthetic": "src.data.datasets.Synthetic",
@@ -52,7 +45,7 @@ DATASETS = {
     "segmentation": "timm_parallel.data.masks.MaskDataset",
 }
 # The class of timm's datasets, by names such as torch/cifar10.
-TIMM = "src.data.timm_datasets.TimmImages"
+TIMM = "timm_parallel.data.timm_datasets.TimmImages"
 # Datasets made in memory. They have one image size and do not read data.root.
 MADE_IN_MEMORY = ("digits", "synthetic", "shapes")
 SCHEDULES = ("constant", "cosine", "tanh", "step", "multistep", "poly", "wsd", "rsqrt")

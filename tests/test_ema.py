@@ -10,8 +10,7 @@ import torch
 from timm.utils import ModelEmaV3
 from torch import nn
 
-from src.models.ema import build_ema
-from src.schema import EmaConfig
+from timm_parallel.model.ema import build_ema
 
 
 def test_ema_equals_that_of_timm_and_makes_no_state_dict_call_per_step(
@@ -19,7 +18,7 @@ def test_ema_equals_that_of_timm_and_makes_no_state_dict_call_per_step(
 ) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4, 2))
-    ours = build_ema(model, EmaConfig(decay=0.9, warmup=False))
+    ours = build_ema(model, 0.9, warmup=False)
     assert ours is not None
     theirs = ModelEmaV3(model, decay=0.9)
     calls: Counter[str] = Counter()

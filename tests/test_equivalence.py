@@ -17,7 +17,7 @@ from src.schema import ResolvedConfig
 from src.train.run import Trainer
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.record.result import read_result
-from timm_parallel.runtime import checkpoint
+from timm_parallel.state import checkpoint
 from timm_parallel.testing.configs import read_lines, resolved
 from timm_parallel.testing.ranks import in_ranks, run_warm
 

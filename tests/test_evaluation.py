@@ -22,14 +22,14 @@ from src.commands.evaluate import evaluate_config
 from src.commands.load import load_trained
 from src.commands.predict import PredictionRequest, predict
 from src.data.datasets import build_dataset
-from src.parallel import build_strategy
-from src.parallel.single import Single
 from src.train.build import build_data_and_model
 from timm_parallel.config.compose import save_config
 from timm_parallel.config.evaluation import evaluation_config
 from timm_parallel.data.loader import Loader
 from timm_parallel.keys import ParallelConfig, ResolvedParallel
 from timm_parallel.machine.ranks import Ranks
+from timm_parallel.parallel.build import build_strategy
+from timm_parallel.parallel.single import Single
 from timm_parallel.record.result import read_result
 from timm_parallel.testing.commands import ROOT, Finished
 from timm_parallel.testing.configs import evaluate_batches, read_lines, resolved

@@ -12,9 +12,9 @@ import timm
 import torch
 from torch import Tensor, nn
 
-from src.models.freeze import freeze, frozen_modules
 from src.train.optim import build_optimizer, build_schedule
 from src.train.step import TrainStep
+from timm_parallel.model.freeze import freeze, frozen_modules
 from timm_parallel.testing.configs import resolved, task_of
 from timm_parallel.testing.ranks import train_warm
 

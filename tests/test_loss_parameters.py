@@ -24,8 +24,6 @@ from torch.utils._pytree import tree_leaves
 
 from src.commands.export import export_safetensors
 from src.commands.load import load_trained
-from src.parallel import build_strategy
-from src.parallel.data_parallel import DataParallelStrategy
 from src.schema import ResolvedConfig, TrainConfig
 from src.train.build import build_run
 from src.train.loop import _clip_gradients
@@ -36,12 +34,14 @@ from timm_parallel.keys import ParallelConfig
 from timm_parallel.launch.job import prepare
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.machine.signals import Stopped
+from timm_parallel.model.checks import check_is_complete
+from timm_parallel.parallel.build import build_strategy
+from timm_parallel.parallel.data_parallel import DataParallelStrategy
 from timm_parallel.parallel.ddp_timing import has_only_batch_norm_buffers
 from timm_parallel.record.result import read_result
-from timm_parallel.runtime import checkpoint, restoring, saving
-from timm_parallel.runtime.interfaces import RunParts
-from timm_parallel.runtime.model_checks import check_is_complete
 from timm_parallel.runtime.replica_checks import parameters_hash
+from timm_parallel.state import checkpoint, restoring, saving
+from timm_parallel.state.parts import RunParts
 from timm_parallel.testing.configs import read_lines, resolved, task_of
 from timm_parallel.testing.ranks import in_ranks
 

@@ -17,12 +17,12 @@ from torch.profiler import profile
 
 from scripts import plan as plan_script
 from src.commands.plan import plan
-from src.parallel import build_strategy
 from src.train.build import build_run
 from timm_parallel.lab.forecast.plan import Plan
 from timm_parallel.machine.ranks import Ranks
-from timm_parallel.runtime import checkpoint
-from timm_parallel.runtime.flops import count_flops
+from timm_parallel.measure.flops import count_flops
+from timm_parallel.parallel.build import build_strategy
+from timm_parallel.state import checkpoint
 from timm_parallel.testing.configs import TINY, resolved
 from timm_parallel.testing.ranks import run_warm
 

@@ -18,13 +18,13 @@ from torch.nn import functional
 
 import evaluate as entry
 from scripts import export, predict
-from src.parallel import build_strategy
 from src.schema import ResolvedParallel, TrainConfig
 from src.tasks.regression import Regression
 from timm_parallel.data.dataset import InMemory
 from timm_parallel.data.loader import eval_loader
 from timm_parallel.data.prefetch import DevicePrefetcher
 from timm_parallel.machine.ranks import Ranks
+from timm_parallel.parallel.build import build_strategy
 from timm_parallel.record.result import read_result
 from timm_parallel.runtime.evaluation import evaluate
 from timm_parallel.testing.configs import plain, read_lines, resolved, task_of

@@ -22,9 +22,7 @@ from scripts import check_data as check_data_script
 from scripts import predict
 from src.data.datasets import build_dataset
 from src.models.build import build_model
-from src.models.freeze import freeze
 from src.models.segmenter import Segmenter
-from src.parallel import build_strategy
 from src.schema import Config, DataConfig, ResolvedParallel, TrainConfig
 from src.tasks import build_task
 from src.tasks.segmentation import IGNORED, dice_losses, pixel_losses
@@ -34,6 +32,8 @@ from timm_parallel.data.loader import eval_loader
 from timm_parallel.data.prefetch import DevicePrefetcher
 from timm_parallel.data.samplers import TrainSampler
 from timm_parallel.machine.ranks import Ranks
+from timm_parallel.model.freeze import freeze
+from timm_parallel.parallel.build import build_strategy
 from timm_parallel.record.result import read_result
 from timm_parallel.runtime.evaluation import evaluate
 from timm_parallel.testing.configs import plain, read_lines, resolved, task_of

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import nn
 
-from src.parallel import build_strategy
 from src.schema import ResolvedConfig
 from src.train.build import build_run
 from src.train.loop import train_epoch
 from src.train.step import Autocast, TrainStep
 from timm_parallel.machine.ranks import Ranks
+from timm_parallel.parallel.build import build_strategy
 from timm_parallel.testing.configs import resolved, task_of
 from timm_parallel.testing.ranks import in_ranks
 

@@ -26,18 +26,18 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchvision.transforms import v2
 
-from src.data.erasing import Erasing
 from src.data.transforms import CropAndFlip, batch_step, train_transform
-from src.parallel import build_strategy
 from src.schema import AugmentConfig, OptimConfig, TrainConfig
 from src.train.build import build_run
 from src.train.loop import _clip_gradients
 from src.train.mixing import Mixing
 from src.train.optim import build_schedule, clip_adaptively
 from timm_parallel.data.dataset import InMemory
+from timm_parallel.data.erasing import Erasing
 from timm_parallel.data.samplers import seed_draws
 from timm_parallel.data.seeds import seed_for, seeds_for
 from timm_parallel.machine.ranks import Ranks
+from timm_parallel.parallel.build import build_strategy
 from timm_parallel.testing.configs import resolved, task_of
 
 SIZE = 48
@@ -171,7 +171,7 @@ def test_train_crop_mode_rrc_uses_the_default_scale_range_of_timm() -> None:
 @pytest.mark.parametrize("mode", ["const", "rand", "pixel"])
 @pytest.mark.parametrize("count", [1, 3])
 def test_random_erasing_matches_timm_for_the_seed_of_each_image(mode: str, count: int) -> None:
-    step = Erasing(AugmentConfig(reprob=0.6, remode=mode, recount=count))
+    step = Erasing(0.6, mode, count)
 
     def erase(batch: Tensor, seeds: list[int]) -> Tensor:
         return step(batch, *step.draw(seeds, batch.shape))
@@ -208,7 +208,7 @@ def test_random_erasing_matches_timm_for_the_seed_of_each_image(mode: str, count
 def test_batch_steps_on_a_gpu_do_not_synchronize_and_equal_those_on_a_cpu() -> None:
     device = torch.device("cuda", 0)
     erasing, crop = (
-        Erasing(AugmentConfig(reprob=0.9, recount=2)),
+        Erasing(0.9, max_count=2),
         CropAndFlip(AugmentConfig(crop_padding=4, hflip=0.5)),
     )
     pixels, seeds = torch.randint(0, 256, (16, 3, 64, 64), dtype=torch.uint8), list(range(16))
@@ -322,7 +322,7 @@ def test_batched_erasing_equals_that_of_timm_for_each_image_bit_for_bit(
     base: int,
 ) -> None:
     """Boxes of one image overlap, and the later one covers the earlier one."""
-    step = Erasing(AugmentConfig(reprob=chance, remode=mode, recount=count))
+    step = Erasing(chance, mode, count)
     theirs = RandomErasing(chance, mode=mode, max_count=count, device="cpu")
     images = torch.full(shape, 5.0).contiguous(memory_format=memory_format)
     seeds = seeds_for(0, 0, np.arange(base, base + shape[0]), 1)
@@ -369,11 +369,7 @@ def test_number_of_operations_on_a_batch_does_not_grow_with_the_batch(name: str)
             )
             continue
         erasing = kind == "erase"
-        step = (
-            Erasing(AugmentConfig(reprob=1.0, remode=mode))
-            if erasing
-            else CropAndFlip(AugmentConfig(crop_padding=2))
-        )
+        step = Erasing(1.0, mode) if erasing else CropAndFlip(AugmentConfig(crop_padding=2))
         draws = step.draw(list(range(size)), images.shape)
         inputs = (images.float(),) if erasing else (images, images)
         counts.add(count_operations(step, *inputs, *draws))

@@ -19,12 +19,12 @@ from PIL import Image
 
 from src.data.datasets import build_dataset
 from src.data.transforms import OnImage, train_transform
-from src.parallel import build_strategy
 from src.schema import Config
 from src.train.build import build_data_and_model, build_run
 from timm_parallel.data.samplers import IndexBatch
 from timm_parallel.errors import UnreadableImageError
 from timm_parallel.machine.ranks import Ranks
+from timm_parallel.parallel.build import build_strategy
 from timm_parallel.project import as_resolved
 from timm_parallel.testing.configs import resolved
 from timm_parallel.testing.ranks import in_ranks

@@ -26,12 +26,12 @@ from src.data.datasets import build_dataset
 from src.data.transforms import Preprocessing, evaluation_transform
 from src.models.build import build_model
 from src.models.preprocessing import preprocessing_for, train_image_size
-from src.parallel import build_strategy
 from src.schema import DataConfig, ResolvedConfig
 from src.train.build import build_run
 from src.train.loop import train_epoch
 from timm_parallel.config.compose import compose_command
 from timm_parallel.machine.ranks import Ranks
+from timm_parallel.parallel.build import build_strategy
 from timm_parallel.runtime.replica_checks import parameters_hash
 from timm_parallel.testing.configs import parse, resolved
 from timm_parallel.testing.ranks import in_ranks

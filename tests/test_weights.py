@@ -18,11 +18,11 @@ from timm.utils import CheckpointSaver
 from torch import Tensor, nn
 
 from src.models.build import build_model
-from src.models.weights import load_weights
-from src.parallel import build_strategy
 from src.schema import ModelConfig
 from src.train.build import build_data_and_model, build_run
 from timm_parallel.machine.ranks import Ranks
+from timm_parallel.model.load_weights import load_weights
+from timm_parallel.parallel.build import build_strategy
 from timm_parallel.testing.commands import Finished
 from timm_parallel.testing.configs import resolved
 

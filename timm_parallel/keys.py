@@ -15,6 +15,13 @@ from typing import Any
 from timm_parallel.class_source import class_attributes, is_own_class
 from timm_parallel.errors import ONE_DEVICE, Problem
 
+# Built-in strategies: name -> class. A config refers to your own as `src.<module>.<Class>`.
+STRATEGIES = {
+    "single": "timm_parallel.parallel.single.Single",
+    "dp": "timm_parallel.parallel.data_parallel.DataParallelStrategy",
+    "ddp": "timm_parallel.parallel.distributed.Distributed",
+    "fsdp": "timm_parallel.parallel.fully_sharded.FullySharded",
+}
 # Built-in trackers: name of the package, and of the file in timm_parallel/trackers/ -> class.
 TRACKERS = {"tensorboard": "TensorBoard", "wandb": "Wandb", "mlflow": "Mlflow"}
 Bound = float | None

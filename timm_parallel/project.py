@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from timm_parallel.class_source import use_classes_of
-from timm_parallel.keys import Config, ResolvedConfig
+from timm_parallel.keys import STRATEGIES, Config, ResolvedConfig
 from timm_parallel.machine.process import import_name, imports_without_gc
 from timm_parallel.metric import Metric
 
@@ -45,10 +45,11 @@ class Project(Generic[C, R]):
     check_data: str  # (config): raise ValueError for data that cannot be read
     check_batch: str  # (config): raise ValueError for more than a batch of the data
     training_size: str  # (config.data): number of training images, None if it takes long to count
-    strategies: Mapping[str, str]  # name -> dotted name of the class
     metrics: Mapping[str, Metric]
     preload: tuple[str, ...]  # modules of a run, which the server that forks jobs imports
     trial: tuple[str, ...]  # overrides of a run of seconds, with which doctor tries a strategy
+    # Name -> dotted name of the class.
+    strategies: Mapping[str, str] = field(default_factory=STRATEGIES.copy)
     multirun: str | None = "timm_parallel.lab.multirun.main"  # None: no sweeps
 
     def __post_init__(self) -> None:

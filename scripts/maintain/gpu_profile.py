@@ -20,12 +20,12 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity
 
 from src.app import app
-from src.parallel import build_strategy
 from src.schema import ResolvedConfig
 from src.train.build import build_run
 from src.train.loop import train_epoch
 from timm_parallel.machine.ranks import Ranks
-from timm_parallel.runtime.interfaces import RunParts
+from timm_parallel.parallel.build import build_strategy
+from timm_parallel.state.parts import RunParts
 
 WARM_UP, STEPS = 5, 20
 

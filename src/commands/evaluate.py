@@ -14,20 +14,20 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 from torch import nn
 
-from src.models.weights import load_weights
-from src.parallel import build_strategy
 from src.schema import ResolvedConfig
 from src.train.build import DataAndModel, build_data_and_model
 from src.train.step import AUTOCAST, Autocast
 from timm_parallel.machine.files import write_text
 from timm_parallel.machine.ranks import Ranks
+from timm_parallel.model.load_weights import load_weights
+from timm_parallel.model.weights import preprocessing_of
+from timm_parallel.parallel.build import build_strategy
 from timm_parallel.parallel.strategy import Strategy
-from timm_parallel.runtime import checkpoint, restoring
 from timm_parallel.runtime.determinism import use_deterministic_algorithms
 from timm_parallel.runtime.evaluation import Evaluation, evaluate
 from timm_parallel.runtime.predictions import prediction_table
 from timm_parallel.runtime.replica_checks import measured_world_size
-from timm_parallel.runtime.weights import preprocessing_of
+from timm_parallel.state import checkpoint, restoring
 
 if TYPE_CHECKING:
     from torch.distributed import Store

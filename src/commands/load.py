@@ -14,7 +14,7 @@ from src.models.build import build_model
 from src.schema import ResolvedConfig
 from src.tasks import build_task
 from timm_parallel.data.dataset import as_size
-from timm_parallel.runtime import checkpoint, restoring
+from timm_parallel.state import checkpoint, restoring
 from timm_parallel.task import Task
 
 

@@ -19,7 +19,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from src.app import app
 from src.data.datasets import build_dataset
 from src.models.build import build_model
-from src.models.freeze import freeze, groups_of
 from src.models.preprocessing import train_image_size
 from src.schema import Config, ResolvedConfig
 from src.tasks import build_task, find_task
@@ -30,10 +29,11 @@ from timm_parallel.config.validate import check_combination
 from timm_parallel.data.dataset import ImageDataset, as_size
 from timm_parallel.data.fractions import batches_per_epoch
 from timm_parallel.lab.forecast.plan import Bytes, Plan
+from timm_parallel.measure.flops import flop_counter, saved_for_backward
+from timm_parallel.model.freeze import freeze
 from timm_parallel.parallel.blocks import blocks_of
-from timm_parallel.runtime.flops import flop_counter, saved_for_backward
-from timm_parallel.runtime.interfaces import count_parameters
-from timm_parallel.runtime.progress import count_steps
+from timm_parallel.state.parts import count_parameters
+from timm_parallel.state.progress import count_steps
 from timm_parallel.task import Task
 
 SMALL_FOR_BATCHNORM = (
@@ -208,8 +208,7 @@ def _gathered(config: ResolvedConfig, model: nn.Module) -> int:
     dtype = AUTOCAST[config.train.precision]
     sizes = {p: p.numel() * (dtype or p.dtype).itemsize for p in model.parameters()}
     blocks = sorted(
-        sum(sizes[parameter] for parameter in block.parameters())
-        for block in blocks_of(model, groups_of)
+        sum(sizes[parameter] for parameter in block.parameters()) for block in blocks_of(model)
     )
     freed = 0 if config.parallel.reshard_after_forward is False else sum(blocks[:-2])
     return sum(sizes.values()) - freed

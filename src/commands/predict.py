@@ -16,13 +16,13 @@ from torch import Tensor
 
 from src.commands.load import Trained, load_trained
 from src.data.transforms import OnImage, evaluation_transform
-from src.parallel import build_strategy
 from src.schema import ResolvedParallel
 from src.train.step import AUTOCAST, Autocast
 from timm_parallel.data.decode import Files
 from timm_parallel.data.loader import Loader, eval_loader
 from timm_parallel.data.prefetch import DevicePrefetcher
 from timm_parallel.machine.ranks import Ranks
+from timm_parallel.parallel.build import build_strategy
 from timm_parallel.parallel.strategy import Strategy
 from timm_parallel.runtime.predictions import Prediction
 from timm_parallel.task import Targets, Task

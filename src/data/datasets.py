@@ -150,7 +150,7 @@ def build_dataset(
     dataset_class: Any = built_in(config.name)
     if dataset_class is None:
         dataset_class = import_name(TIMM if is_timm_dataset(config.name) else config.name)
-        if not (isinstance(dataset_class, type) and dataset_class.__module__.startswith("src.")):
+        if not (isinstance(dataset_class, type) and issubclass(dataset_class, ImageDataset)):
             raise ValueError(
                 f"data.name={config.name}: not a class of this project; give src.<module>.<Class>"
             )

@@ -1,5 +1,5 @@
 """Build the model from timm or from your own class. Single-device code: a strategy wraps the model
-(src/parallel/).
+(timm_parallel/parallel/).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from src.schema import ModelConfig
 from timm_parallel.errors import refuse_wrong_arguments
 from timm_parallel.keys import is_own_class
 from timm_parallel.machine.process import import_name
+from timm_parallel.model.checks import skip_unreachable_hub
 from timm_parallel.patches import create_model_with_filter
-from timm_parallel.runtime.model_checks import skip_unreachable_hub
 
 
 def build_model(

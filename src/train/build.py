@@ -13,13 +13,9 @@ import torch
 from torch import nn
 
 from src.data.datasets import build_dataset
-from src.data.erasing import Erasing
 from src.data.transforms import Preprocessing
 from src.models.build import build_model
-from src.models.ema import build_ema
-from src.models.freeze import freeze
 from src.models.preprocessing import preprocessing_for, train_image_size
-from src.models.weights import load_weights
 from src.schema import ResolvedConfig
 from src.tasks import build_task, find_task
 from src.train.mixing import Mixing
@@ -28,22 +24,26 @@ from src.train.step import AUTOCAST, Autocast, TrainStep, set_matmul_precision
 from timm_parallel.config.timm_names import is_timm_dataset
 from timm_parallel.config.validate import refuse
 from timm_parallel.data.dataset import ImageDataset, InMemory, as_size
+from timm_parallel.data.erasing import Erasing
 from timm_parallel.data.loader import Loader, TrainLoader, eval_loader, train_loader
 from timm_parallel.data.prefetch import DevicePrefetcher
-from timm_parallel.parallel.lockstep import Lockstep
-from timm_parallel.parallel.strategy import Strategy
-from timm_parallel.runtime.flops import count_flops
-from timm_parallel.runtime.interfaces import RunParts, TrainState
-from timm_parallel.runtime.model_checks import (
+from timm_parallel.measure.flops import count_flops
+from timm_parallel.measure.step_profiler import build_hooks
+from timm_parallel.model.checks import (
     check_is_complete,
     check_sharded_model,
     compile_model,
     run_on_black_image,
 )
-from timm_parallel.runtime.progress import count_steps
+from timm_parallel.model.ema import build_ema
+from timm_parallel.model.freeze import freeze
+from timm_parallel.model.load_weights import load_weights
+from timm_parallel.model.weights import preprocessing_of
+from timm_parallel.parallel.lockstep import Lockstep
+from timm_parallel.parallel.strategy import Strategy
 from timm_parallel.runtime.replica_checks import check_same_data
-from timm_parallel.runtime.step_profiler import build_hooks
-from timm_parallel.runtime.weights import preprocessing_of
+from timm_parallel.state.parts import RunParts, TrainState
+from timm_parallel.state.progress import count_steps
 from timm_parallel.task import Criterion, Task
 
 log = logging.getLogger(__name__)
@@ -187,7 +187,9 @@ def _build_train_loader(
         seed=config.seed,
         transform=transform,
         on_pixels=on_pixels,
-        on_normalized=Erasing(augment) if augment.reprob else None,
+        on_normalized=Erasing(augment.reprob, augment.remode, augment.recount)
+        if augment.reprob
+        else None,
         workers=config.data.workers,
         on_error=config.data.on_error,
         accumulate=config.train.accumulate,
@@ -217,7 +219,9 @@ def _build_state(
     """
     model = built.model
     # A copy of the plain model: wrapping replaces its parameters or adds hooks to them.
-    ema = build_ema(model, config.model.ema, foreach=not strategy.shards)
+    averaging, ema = config.model.ema, None
+    if averaging.decay is not None:
+        ema = build_ema(model, averaging.decay, averaging.warmup, foreach=not strategy.shards)
     compiled = compile_model(model, config.model.compile, strategy.device)
     autocast = Autocast(compiled, strategy.device.type, AUTOCAST[config.train.precision])
     # The loss, and modules that you add to the step, go to the model's device.

@@ -18,10 +18,10 @@ from src.schema import OptimConfig, ResolvedConfig
 from src.train.optim import clip_adaptively
 from timm_parallel.data.prefetch import Batch
 from timm_parallel.faults.liveness import BACKWARD
+from timm_parallel.measure.step_hooks import StepHooks
 from timm_parallel.parallel.strategy import Strategy
 from timm_parallel.runtime.epoch_steps import EpochSteps
-from timm_parallel.runtime.interfaces import TrainState
-from timm_parallel.runtime.step_hooks import StepHooks
+from timm_parallel.state.parts import TrainState
 
 Mix = Callable[[Tensor, Tensor, int], Batch]  # images, targets, epoch
 

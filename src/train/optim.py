@@ -16,11 +16,11 @@ from timm.scheduler.scheduler import Scheduler
 from timm.utils.agc import unitwise_norm
 from torch import Tensor, nn
 
-from src.models.freeze import head_names
 from src.schema import OptimConfig, TrainConfig
 from timm_parallel.errors import refuse_wrong_arguments
 from timm_parallel.keys import is_own_class
 from timm_parallel.machine.process import import_name
+from timm_parallel.model.freeze import head_names
 from timm_parallel.parallel.strategy import own_parameters
 
 # Optimizers whose fused kernel can update a parameter of which each rank has a part.

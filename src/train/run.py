@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from src.parallel import build_strategy
 from src.schema import ResolvedConfig
 from src.train.build import build_run
 from src.train.loop import train_epoch
@@ -20,10 +19,11 @@ from src.train.step import AUTOCAST, Autocast
 from timm_parallel.errors import RefusedError
 from timm_parallel.faults.liveness import EVALUATING
 from timm_parallel.machine.ranks import Ranks
+from timm_parallel.parallel.build import build_strategy
 from timm_parallel.runtime.determinism import use_deterministic_algorithms
 from timm_parallel.runtime.evaluation import Evaluation, SplitEvaluation, evaluate
-from timm_parallel.runtime.progress import Progress
 from timm_parallel.runtime.run import Run
+from timm_parallel.state.progress import Progress
 
 if TYPE_CHECKING:
     from torch.distributed import Store

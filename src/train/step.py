@@ -1,7 +1,8 @@
 """The training step: (images, targets) to (loss, metrics). Loss and metrics are those of the task
 (src/tasks/). Edit it for an auxiliary loss of every task.
 
-It is single-device code, which a strategy spreads over devices from outside (src/parallel/).
+It is single-device code, which a strategy spreads over devices from outside
+(timm_parallel/parallel/).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from src.models.freeze import frozen_modules
+from timm_parallel.model.freeze import frozen_modules
 from timm_parallel.task import Criterion, Task
 
 AUTOCAST = {"fp32": None, "tf32": None, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -26,7 +26,6 @@ from hydra.errors import OverrideParseException
 from PIL import Image
 
 from src.app import app
-from src.parallel import build_strategy
 from src.schema import ResolvedConfig
 from src.train.build import build_run
 from src.train.loop import train_epoch
@@ -39,6 +38,7 @@ from timm_parallel.keys import SearchConfig, SweepConfig
 from timm_parallel.lab.sweep.points import expand
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.main import run_command
+from timm_parallel.parallel.build import build_strategy
 from timm_parallel.project import as_resolved
 from timm_parallel.testing.commands import ROOT, TEST_FILES, Finished, Train
 from timm_parallel.testing.configs import parse, tiny

@@ -5,19 +5,17 @@ through the model.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
+from timm.models import group_parameters
 from torch import nn
 
 # A step calls the items of these modules, and does not always call the modules themselves.
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-# Returns the number of the group of each parameter, by name, for a model that defines such groups;
-# {} for any other model.
-GroupsOf = Callable[[nn.Module], dict[str, int]]
 
 
-def blocks_of(model: Any, groups_of: GroupsOf) -> list[nn.Module]:
+def blocks_of(model: Any) -> list[nn.Module]:
     """Return the blocks of `model`. A layer outside of all blocks, such as the head, is gathered
     for the whole step.
 
@@ -29,7 +27,7 @@ def blocks_of(model: Any, groups_of: GroupsOf) -> list[nn.Module]:
         return list(model.shard_blocks())
     group_of = groups_of(model)
     uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
-    candidates = _blocks_in(model, "", group_of, groups_of)
+    candidates = _blocks_in(model, "", group_of)
     blocks = [block for block in candidates if not _shares_parameters(block, uses)]
     if not group_of:
         return blocks
@@ -39,9 +37,7 @@ def blocks_of(model: Any, groups_of: GroupsOf) -> list[nn.Module]:
     return [block for block in blocks if classes[type(block)] > 1]
 
 
-def _blocks_in(
-    module: nn.Module, prefix: str, group_of: dict[str, int], groups_of: GroupsOf
-) -> Iterator[nn.Module]:
+def _blocks_in(module: nn.Module, prefix: str, group_of: dict[str, int]) -> Iterator[nn.Module]:
     for name, child in module.named_children():
         path = f"{prefix}{name}."
         groups = {group_of.get(path + inner, 0) for inner, _ in child.named_parameters()}
@@ -49,9 +45,9 @@ def _blocks_in(
         if not groups or next(child.children(), None) is None:
             continue
         if groups_of(child):
-            yield from blocks_of(child, groups_of)
+            yield from blocks_of(child)
         elif len(groups) > 1 or isinstance(child, CONTAINERS):
-            yield from _blocks_in(child, path, group_of, groups_of)
+            yield from _blocks_in(child, path, group_of)
         else:
             yield child
 
@@ -64,6 +60,18 @@ def _shares_parameters(block: nn.Module, uses: Counter[int]) -> bool:
         id(parameter) for _, parameter in block.named_parameters(remove_duplicate=False)
     )
     return any(uses[number] > count for number, count in inside.items())
+
+
+def groups_of(model: Any, coarse: bool = False) -> dict[str, int]:
+    """Return timm's number (0 is the stem) of the group of each parameter, by name; {} for a model
+    that is not timm's.
+    """
+    if not hasattr(model, "group_matcher"):
+        return {}
+    numbers: dict[str, int] = group_parameters(
+        model, model.group_matcher(coarse=coarse), reverse=True
+    )
+    return numbers
 
 
 def vector_layers(model: nn.Module) -> list[nn.Module]:

@@ -10,9 +10,9 @@ from typing import Any
 
 from timm_parallel.keys import ResolvedConfig
 from timm_parallel.machine.text import plural
+from timm_parallel.measure.step_profiler import summary_lines
 from timm_parallel.record.result import Result
-from timm_parallel.runtime.interfaces import RunParts, count_parameters
-from timm_parallel.runtime.step_profiler import summary_lines
+from timm_parallel.state.parts import RunParts, count_parameters
 
 log = logging.getLogger(__name__)
 

@@ -10,11 +10,11 @@ from torch import Tensor
 from timm_parallel.data.prefetch import Batch
 from timm_parallel.faults.liveness import FORWARD, READING
 from timm_parallel.keys import Config
+from timm_parallel.measure.metric_window import MetricWindow
+from timm_parallel.measure.step_hooks import StepHooks
 from timm_parallel.parallel.strategy import Strategy
 from timm_parallel.runtime.determinism import seed_step
-from timm_parallel.runtime.metric_window import MetricWindow
-from timm_parallel.runtime.progress import Progress
-from timm_parallel.runtime.step_hooks import StepHooks
+from timm_parallel.state.progress import Progress
 
 
 class EpochSteps:

@@ -22,13 +22,13 @@ from timm_parallel.machine.signals import Stopped, stop_handler
 from timm_parallel.record.console import Console
 from timm_parallel.record.recorder import Numbers, Recorder
 from timm_parallel.record.result import write_result
-from timm_parallel.runtime import checkpoint, restoring, saving
 from timm_parallel.runtime.banner import show_banner, show_end
 from timm_parallel.runtime.evaluation import SplitEvaluation
-from timm_parallel.runtime.interfaces import RunParts
 from timm_parallel.runtime.replica_checks import check_replicas_at_end, check_replicas_at_start
 from timm_parallel.runtime.run_result import make_result
-from timm_parallel.runtime.segments import describe_segments, new_segment
+from timm_parallel.state import checkpoint, restoring, saving
+from timm_parallel.state.parts import RunParts
+from timm_parallel.state.segments import describe_segments, new_segment
 
 log = logging.getLogger(__name__)
 

@@ -18,8 +18,8 @@ from timm_parallel.testing.configs import parse, tiny
 with suppress(ImportError):  # a GPU machine without a package index may lack it
     import hypothesis
 
-import src.parallel.distributed
-import src.parallel.fully_sharded
+import timm_parallel.parallel.distributed
+import timm_parallel.parallel.fully_sharded
 from src.app import app
 from timm_parallel.config.compose import compose_command
 

@@ -21,8 +21,6 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from src.app import app
-from src.parallel import build_strategy
-from src.parallel.single import Single
 from src.tasks.classification import Classification
 from src.train.build import build_run
 from src.train.run import run
@@ -30,9 +28,11 @@ from timm_parallel.faults.liveness import liveness
 from timm_parallel.machine import hardware
 from timm_parallel.machine.ranks import NEEDED, Ranks
 from timm_parallel.main import run_command
-from timm_parallel.runtime import checkpoint, restoring, saving
-from timm_parallel.runtime.interfaces import RunParts
-from timm_parallel.runtime.progress import Progress
+from timm_parallel.parallel.build import build_strategy
+from timm_parallel.parallel.single import Single
+from timm_parallel.state import checkpoint, restoring, saving
+from timm_parallel.state.parts import RunParts
+from timm_parallel.state.progress import Progress
 from timm_parallel.testing.commands import Finished
 from timm_parallel.testing.configs import read_lines, resolved
 from timm_parallel.testing.ranks import in_ranks

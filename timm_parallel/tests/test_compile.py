@@ -17,8 +17,8 @@ from torch import nn
 from src.schema import COMPILE_MODES
 from src.train.run import Trainer
 from timm_parallel.machine.ranks import Ranks
-from timm_parallel.runtime import checkpoint
-from timm_parallel.runtime.model_checks import compile_model
+from timm_parallel.model.checks import compile_model
+from timm_parallel.state import checkpoint
 from timm_parallel.testing.configs import resolved
 from timm_parallel.testing.ranks import in_ranks
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from src.parallel import build_strategy
 from src.train.build import build_run
 from src.train.loop import train_epoch
 from timm_parallel.machine.ranks import Ranks
+from timm_parallel.parallel.build import build_strategy
 from timm_parallel.testing.configs import resolved
 from timm_parallel.testing.ranks import in_ranks
 

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.distributed import PrefixStore
 
-from src.parallel import build_strategy
 from timm_parallel.errors import ReplicasDifferError
 from timm_parallel.machine.ranks import Ranks
+from timm_parallel.parallel.build import build_strategy
 from timm_parallel.parallel.telemetry import Telemetry
 from timm_parallel.runtime.replica_checks import check_replicas_at_end
 from timm_parallel.testing.configs import resolved

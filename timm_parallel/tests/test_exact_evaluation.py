@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from src.data.datasets import InMemory
-from src.parallel import build_strategy
 from src.tasks.classification import Classification, confusion
 from timm_parallel.data.loader import BatchFetcher, Loader
 from timm_parallel.data.prefetch import DevicePrefetcher
@@ -21,6 +20,7 @@ from timm_parallel.errors import UnreadableImageError
 from timm_parallel.keys import ParallelConfig
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.metric import Metric
+from timm_parallel.parallel.build import build_strategy
 from timm_parallel.runtime.evaluation import evaluate
 from timm_parallel.testing.configs import evaluate_batches, plain, task_of
 from timm_parallel.testing.ranks import in_ranks

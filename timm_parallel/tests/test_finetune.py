@@ -17,14 +17,14 @@ from PIL import Image
 from torch import Tensor
 
 import evaluate as entry
-from src.parallel import build_strategy
 from src.train.build import build_run
 from src.train.run import Trainer
 from timm_parallel.faults.failure import failure_text, first_failure
 from timm_parallel.launch.job import prepare
 from timm_parallel.machine.ranks import Ranks
+from timm_parallel.parallel.build import build_strategy
 from timm_parallel.record.result import read_result
-from timm_parallel.runtime.interfaces import RunParts
+from timm_parallel.state.parts import RunParts
 from timm_parallel.testing.configs import resolved
 from timm_parallel.testing.ranks import in_ranks, train_warm, warm_ranks
 

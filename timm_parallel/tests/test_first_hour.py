@@ -354,9 +354,9 @@ class HalfUsed(nn.Module):
 
 def two_steps(ranks: Ranks, store: object, find: bool) -> str:
     """Train two steps and return the error message of the second, or `trained`."""
-    from src.parallel import build_strategy
     from src.train.step import Autocast, TrainStep
     from timm_parallel.keys import ParallelConfig
+    from timm_parallel.parallel.build import build_strategy
 
     config = ParallelConfig(
         strategy="ddp",

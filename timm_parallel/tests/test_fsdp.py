@@ -15,17 +15,16 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._pytree import tree_leaves
 
-from src.models.freeze import groups_of
-from src.parallel import build_strategy
 from src.schema import OPTIMIZERS_OF_PARTS
 from src.train.build import build_run
 from src.train.run import Trainer
 from src.train.step import Autocast
 from timm_parallel.parallel.blocks import blocks_of, vector_layers
+from timm_parallel.parallel.build import build_strategy
 from timm_parallel.parallel.lockstep import Lockstep
-from timm_parallel.runtime import checkpoint, restoring, saving
 from timm_parallel.runtime.evaluation import evaluate
-from timm_parallel.runtime.interfaces import RunParts
+from timm_parallel.state import checkpoint, restoring, saving
+from timm_parallel.state.parts import RunParts
 from timm_parallel.testing.configs import resolved
 from timm_parallel.testing.ranks import in_ranks
 
@@ -78,7 +77,7 @@ def test_fsdp_sharded_blocks_of_a_timm_model_are_its_repeated_modules(
 ) -> None:
     with torch.device("meta"):
         model = timm.create_model(name)
-    blocks = blocks_of(model, groups_of)
+    blocks = blocks_of(model)
     assert [type(block).__name__ for block in blocks].count(kind) == count
     assert {type(block).__name__ for block in blocks} <= {kind, "PatchMerging"}
 
@@ -95,7 +94,7 @@ class Own(nn.Module):
 
 def test_fsdp_sharded_blocks_of_a_custom_model_are_the_layers_of_its_module_list() -> None:
     model = Own()
-    assert blocks_of(model, groups_of) == list(model.layers)
+    assert blocks_of(model) == list(model.layers)
 
 
 def test_fsdp_sharded_blocks_of_a_custom_model_come_from_its_shard_blocks_method() -> None:
@@ -104,12 +103,12 @@ def test_fsdp_sharded_blocks_of_a_custom_model_come_from_its_shard_blocks_method
             return [self.layers[1]]
 
     model = Named()
-    assert blocks_of(model, groups_of) == [model.layers[1]]
+    assert blocks_of(model) == [model.layers[1]]
 
 
 def test_fsdp_sharded_blocks_exclude_blocks_with_tied_weights() -> None:
     model = Own(tied=True)
-    assert blocks_of(model, groups_of) == [model.layers[2]]
+    assert blocks_of(model) == [model.layers[2]]
 
 
 def test_fsdp_sharded_blocks_are_found_in_a_timm_model_inside_a_custom_module() -> None:
@@ -118,7 +117,7 @@ def test_fsdp_sharded_blocks_are_found_in_a_timm_model_inside_a_custom_module() 
             super().__init__()
             self.backbone = timm.create_model("vit_tiny_patch16_224", depth=3)
 
-    assert len(blocks_of(Wrapped(), groups_of)) == 3
+    assert len(blocks_of(Wrapped())) == 3
 
 
 def test_fsdp_vector_layers_are_layer_norms_and_layer_scales() -> None:

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.distributed import PrefixStore
 from torch.nn import functional
 
-from src.parallel import build_strategy
 from src.train.build import build_run
 from timm_parallel.machine.ranks import Ranks
+from timm_parallel.parallel.build import build_strategy
 from timm_parallel.testing.configs import resolved
 from timm_parallel.testing.ranks import in_ranks
 

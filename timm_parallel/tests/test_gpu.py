@@ -9,16 +9,16 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
-from src.parallel import build_strategy
 from src.schema import ResolvedConfig
 from src.train.build import build_run
 from src.train.loop import train_epoch
 from src.train.step import AUTOCAST, Autocast
 from timm_parallel.machine.ranks import Ranks
+from timm_parallel.parallel.build import build_strategy
 from timm_parallel.record.result import read_result
-from timm_parallel.runtime import checkpoint
 from timm_parallel.runtime.evaluation import evaluate
 from timm_parallel.runtime.replica_checks import measured_world_size
+from timm_parallel.state import checkpoint
 from timm_parallel.testing.commands import Train
 from timm_parallel.testing.configs import resolved
 from timm_parallel.testing.ranks import run_warm

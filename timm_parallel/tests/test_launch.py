@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from timm_parallel.runtime import checkpoint
+from timm_parallel.state import checkpoint
 from timm_parallel.testing.commands import Finished, Running, Train
 from timm_parallel.testing.configs import tiny, without_times
 from timm_parallel.testing.ranks import run_warm

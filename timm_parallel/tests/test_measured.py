@@ -16,8 +16,6 @@ import pytest
 import torch
 from torch import nn
 
-from src.parallel import build_strategy
-from src.parallel.distributed import Distributed
 from src.train.run import run
 from src.train.step import TrainStep
 from timm_parallel.faults.liveness import liveness
@@ -25,7 +23,9 @@ from timm_parallel.machine.nvidia import Gpu
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.machine.usage import Energy
 from timm_parallel.parallel import telemetry
+from timm_parallel.parallel.build import build_strategy
 from timm_parallel.parallel.ddp_timing import TimedDistributedDataParallel
+from timm_parallel.parallel.distributed import Distributed
 from timm_parallel.record.guard import flags, guard
 from timm_parallel.record.result import read_result
 from timm_parallel.testing.commands import ROOT, Train

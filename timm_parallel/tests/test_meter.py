@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from timm_parallel.machine import usage
-from timm_parallel.runtime import meter as module
-from timm_parallel.runtime.meter import Meter
+from timm_parallel.measure import meter as module
+from timm_parallel.measure.meter import Meter
 
 
 class Time:

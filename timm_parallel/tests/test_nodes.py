@@ -319,8 +319,8 @@ def test_config_error_of_a_torchrun_job_is_printed_once_per_node(
 
 
 def _build_other_data(ranks: Ranks, store: Store, change: str) -> str:
-    from src.parallel import build_strategy
     from src.train.build import build_run
+    from timm_parallel.parallel.build import build_strategy
 
     config = resolved("parallel=ddp", "parallel.devices=2", "data=synthetic")
     if ranks.rank == 1:
@@ -403,7 +403,7 @@ def same(first: Any, other: Any) -> bool:
 
 
 def _share(ranks: Ranks, store: Store) -> bool:
-    from src.parallel import build_strategy
+    from timm_parallel.parallel.build import build_strategy
 
     strategy = build_strategy(resolved("parallel=ddp", "parallel.devices=2").parallel, ranks, store)
     got = strategy.group.share_state(STATE if ranks.rank == 0 else None)

@@ -25,7 +25,6 @@ from torch.nn.parallel import comm
 from torch.utils._pytree import tree_leaves
 
 from src.models.build import build_model
-from src.parallel import build_strategy
 from src.schema import ModelConfig
 from src.train import loop
 from src.train.run import Trainer
@@ -35,15 +34,16 @@ from timm_parallel.keys import ParallelConfig
 from timm_parallel.machine import hardware
 from timm_parallel.machine.nvidia import Driver
 from timm_parallel.machine.ranks import Ranks
+from timm_parallel.measure.meter import Meter
+from timm_parallel.measure.metric_window import MetricWindow
+from timm_parallel.measure.step_hooks import StepHooks
+from timm_parallel.model.checks import run_on_black_image
+from timm_parallel.parallel.build import build_strategy
 from timm_parallel.parallel.group import ProcessGroup
-from timm_parallel.runtime import checkpoint, restoring
 from timm_parallel.runtime.determinism import seed_step, use_deterministic_algorithms
-from timm_parallel.runtime.interfaces import TrainState
-from timm_parallel.runtime.meter import Meter
-from timm_parallel.runtime.metric_window import MetricWindow
-from timm_parallel.runtime.model_checks import run_on_black_image
 from timm_parallel.runtime.run import Run
-from timm_parallel.runtime.step_hooks import StepHooks
+from timm_parallel.state import checkpoint, restoring
+from timm_parallel.state.parts import TrainState
 from timm_parallel.testing.configs import evaluate_batches, resolved, task_of
 
 # Raised where fake tensors need data, so everything before has worked.

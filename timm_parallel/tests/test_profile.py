@@ -16,9 +16,9 @@ import torch
 
 from src.train.run import run
 from timm_parallel.machine.ranks import Ranks
+from timm_parallel.measure.step_hooks import StepHooks
+from timm_parallel.measure.step_profiler import summary_lines
 from timm_parallel.record.result import read_result
-from timm_parallel.runtime.step_hooks import StepHooks
-from timm_parallel.runtime.step_profiler import summary_lines
 from timm_parallel.testing.commands import Train
 from timm_parallel.testing.configs import resolved
 from timm_parallel.testing.ranks import in_ranks
@@ -158,7 +158,7 @@ def test_run_creates_no_profiler_when_profile_steps_is_null(
         raise AssertionError("made without train.profile_steps")
 
     for name in ("ProfiledStepHooks", "profile", "record_function"):
-        monkeypatch.setattr(f"timm_parallel.runtime.step_profiler.{name}", refuse)
+        monkeypatch.setattr(f"timm_parallel.measure.step_profiler.{name}", refuse)
     hooks: list[type] = []
     monkeypatch.setattr(StepHooks, "start_update", lambda self: hooks.append(type(self)))
     result = trained(

@@ -33,7 +33,7 @@ from timm_parallel.machine import hardware
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.main import run_command
 from timm_parallel.record.result import read_result
-from timm_parallel.runtime.progress import Progress
+from timm_parallel.state.progress import Progress
 from timm_parallel.testing.configs import read_lines, resolved
 from timm_parallel.testing.ranks import RANK_VARIABLES, warm_ranks
 

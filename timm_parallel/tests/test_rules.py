@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from src.schema import (
-    STRATEGIES,
     AugmentConfig,
     Config,
     DataConfig,
@@ -24,7 +23,7 @@ from src.schema import (
 from src.tasks.classification import Classification, ClassLoss
 from timm_parallel.class_source import class_attributes
 from timm_parallel.config.validate import check_combination
-from timm_parallel.keys import ParallelConfig, strategy_options
+from timm_parallel.keys import STRATEGIES, ParallelConfig, strategy_options
 from timm_parallel.machine.process import import_name
 from timm_parallel.testing.commands import ROOT
 
@@ -55,7 +54,14 @@ def test_option_of_dp_ddp_or_fsdp_is_refused_when_a_different_strategy_is_chosen
     assert set(strategy_options().values()) == {"dp", "ddp", "fsdp"}
     assert set(strategy_options()) <= {entry.name for entry in fields(ParallelConfig)}
     for key, owner in strategy_options().items():
-        for strategy in ("auto", "single", "dp", "ddp", "fsdp", "src.parallel.single.Single"):
+        for strategy in (
+            "auto",
+            "single",
+            "dp",
+            "ddp",
+            "fsdp",
+            "timm_parallel.parallel.single.Single",
+        ):
             parallel = ParallelConfig(strategy=strategy)
             setattr(parallel, key, 1)
             if strategy == owner:

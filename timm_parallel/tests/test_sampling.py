@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.utils.data import DistributedSampler
 
 from src.data.datasets import Synthetic
-from src.data.erasing import Erasing
 from src.data.transforms import OnImage, train_transform
 from src.schema import AugmentConfig, DataConfig
+from timm_parallel.data.erasing import Erasing
 from timm_parallel.data.fractions import batches_per_epoch
 from timm_parallel.data.loader import BatchFetcher, TrainLoader
 from timm_parallel.data.prefetch import DevicePrefetcher
@@ -171,7 +171,7 @@ def images_by_index(world: int, epoch: int, num_workers: int, seed: int = 7) -> 
     for rank in range(world):
         transform, erasing = (
             OnImage.of(train_transform(EVERYTHING, (16, 16), resize=False)),
-            Erasing(EVERYTHING),
+            Erasing(EVERYTHING.reprob, EVERYTHING.remode, EVERYTHING.recount),
         )
         fetcher = BatchFetcher(split, Targets(), transform, seed, on_normalized=erasing)
         sampler = TrainSampler(len(split), 6, rank, world, seed)
@@ -241,7 +241,7 @@ def test_random_erasing_differs_between_copies_of_an_image_but_not_between_rank_
     for world, epoch in ((1, 0), (3, 0), (1, 1)):
         images: dict[int, Tensor] = {}
         for rank in range(world):
-            erasing = Erasing(AugmentConfig(reprob=1.0))
+            erasing = Erasing(1.0)
             fetcher = BatchFetcher(split, Targets(), None, 7, substitutes=12, on_normalized=erasing)
             sampler = TrainSampler(12, 6, rank, world, 7, copies=2)
             prefetcher = DevicePrefetcher(torch.device("cpu"), **plain(3), channels_last=False)

@@ -18,16 +18,16 @@ from torch.distributed import PrefixStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.tensorboard import SummaryWriter
 
-from src.parallel import build_strategy
-from src.parallel.distributed import has_only_batch_norm_buffers
 from src.train.build import build_run
 from src.train.loop import train_epoch
 from src.train.run import Trainer
 from src.train.step import TrainStep, set_matmul_precision
 from timm_parallel.machine.ranks import Ranks
+from timm_parallel.parallel.build import build_strategy
+from timm_parallel.parallel.distributed import has_only_batch_norm_buffers
 from timm_parallel.record.console import Console
 from timm_parallel.record.result import MetricsLog
-from timm_parallel.runtime.progress import Progress
+from timm_parallel.state.progress import Progress
 from timm_parallel.testing.configs import evaluate_batches, resolved, task_of
 from timm_parallel.testing.ranks import in_ranks
 

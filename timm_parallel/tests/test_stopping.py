@@ -18,15 +18,15 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from src.parallel.single import Single
 from timm_parallel.faults import heartbeat
 from timm_parallel.faults.stop import StopCoordinator
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.machine.signals import exit_after_stop_signal, stop_handler
+from timm_parallel.measure.meter import Meter
+from timm_parallel.measure.step_hooks import StepHooks
+from timm_parallel.parallel.single import Single
 from timm_parallel.runtime.epoch_steps import EpochSteps
-from timm_parallel.runtime.meter import Meter
-from timm_parallel.runtime.progress import Progress
-from timm_parallel.runtime.step_hooks import StepHooks
+from timm_parallel.state.progress import Progress
 from timm_parallel.testing.configs import resolved
 from timm_parallel.testing.ranks import in_ranks
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from src.parallel.single import Single
 from src.schema import ResolvedConfig
 from timm_parallel.keys import ParallelConfig
 from timm_parallel.machine.ranks import Ranks
+from timm_parallel.parallel.single import Single
 from timm_parallel.testing.commands import Finished
 
 CURVES = {

@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from src.parallel.data_parallel import DataParallelStrategy
 from src.train.step import Autocast, TrainStep
 from timm_parallel.keys import ParallelConfig
 from timm_parallel.machine.ranks import Ranks
+from timm_parallel.parallel.data_parallel import DataParallelStrategy
 from timm_parallel.parallel.threaded_data_parallel import ThreadedDataParallel
 from timm_parallel.testing.configs import task_of
 

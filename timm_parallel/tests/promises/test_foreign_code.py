@@ -22,17 +22,17 @@ import torch
 from PIL import EpsImagePlugin, Image
 
 from src.data.datasets import build_dataset
-from src.data.timm_datasets import TimmImages
 from src.schema import DataConfig, ModelConfig
 from timm_parallel.config.compose import compose_command
 from timm_parallel.data.dataset import IMAGE_FORMATS, IMAGE_SUFFIXES
 from timm_parallel.data.decode import Files, decode
 from timm_parallel.data.loader import BatchFetcher
 from timm_parallel.data.samplers import IndexBatch
+from timm_parallel.data.timm_datasets import TimmImages
 from timm_parallel.errors import UnreadableImageError
 from timm_parallel.lab.image_check import ImageReader
 from timm_parallel.launch.job import job_command
-from timm_parallel.runtime import checkpoint
+from timm_parallel.state import checkpoint
 from timm_parallel.task import Targets
 from timm_parallel.testing.commands import ROOT, Refuse
 from timm_parallel.testing.configs import conf, parse

@@ -16,7 +16,7 @@ from torch import nn
 from src.train.run import Trainer
 from timm_parallel.errors import NotFiniteError
 from timm_parallel.machine.ranks import Ranks
-from timm_parallel.runtime import checkpoint
+from timm_parallel.state import checkpoint
 from timm_parallel.testing.configs import resolved
 from timm_parallel.testing.ranks import in_ranks
 

@@ -24,7 +24,7 @@ from src.train.run import Trainer
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.machine.signals import Stopped
 from timm_parallel.record.result import read_metrics, read_result
-from timm_parallel.runtime import checkpoint
+from timm_parallel.state import checkpoint
 from timm_parallel.testing.commands import Train
 from timm_parallel.testing.configs import resolved, without_times
 from timm_parallel.testing.ranks import in_ranks, run_warm

@@ -7,8 +7,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from timm.models import group_parameters
 from torch import nn
+
+from timm_parallel.parallel.blocks import groups_of
 
 
 def freeze(model: Any, which: int | str | None) -> str:
@@ -69,18 +70,6 @@ def head_names(model: Any) -> set[str]:
         if any(module is head for head in heads)
     )
     return {name for name in model.state_dict() if name.startswith(prefixes)}
-
-
-def groups_of(model: Any, coarse: bool = False) -> dict[str, int]:
-    """Return timm's number (0 is the stem) of the group of each parameter, by name; {} for a model
-    that is not timm's.
-    """
-    if not hasattr(model, "group_matcher"):
-        return {}
-    numbers: dict[str, int] = group_parameters(
-        model, model.group_matcher(coarse=coarse), reverse=True
-    )
-    return numbers
 
 
 def _first_groups(model: Any, count: int) -> list[str]:

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 from timm_parallel.errors import NotFiniteError
 from timm_parallel.parallel.group import ProcessGroup
 from timm_parallel.parallel.strategy import HasParameters, Strategy
-from timm_parallel.runtime.interfaces import (
+from timm_parallel.state.parts import (
     OF_STEP,
     RunParts,
     TrainState,

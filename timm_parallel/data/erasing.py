@@ -10,8 +10,6 @@ import torch
 from timm.data.random_erasing import RandomErasing
 from torch import Tensor
 
-from src.schema import AugmentConfig
-
 Box = tuple[int, int, int, int]  # top, left, height, width
 
 
@@ -23,11 +21,12 @@ class Erasing:
     device, rank and worker.
     """
 
-    def __init__(self, augment: AugmentConfig) -> None:
+    def __init__(self, probability: float, mode: str = "const", max_count: int = 1) -> None:
+        """Take timm's arguments: `probability` of an image, `mode` const, rand or pixel, and the
+        largest number of boxes in an image.
+        """
         # Holds timm's ranges of area and aspect.
-        self.timm = RandomErasing(
-            augment.reprob, mode=augment.remode, max_count=augment.recount, device="cpu"
-        )
+        self.timm = RandomErasing(probability, mode=mode, max_count=max_count, device="cpu")
 
     def draw(self, seeds: list[int], shape: torch.Size) -> list[Tensor]:
         """Draw the pixels to erase, int32 [P], as numbers among all pixels of the batch, and noise

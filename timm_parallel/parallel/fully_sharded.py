@@ -16,11 +16,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from src.models.freeze import groups_of
-from src.parallel.distributed import Distributed
 from timm_parallel.parallel import shards
 from timm_parallel.parallel.blocks import blocks_of, vector_layers
 from timm_parallel.parallel.communication import Communication, UnmeasuredCommunication
+from timm_parallel.parallel.distributed import Distributed
 from timm_parallel.parallel.lockstep import Lockstep
 from timm_parallel.parallel.strategy import own_parameters
 
@@ -89,7 +88,7 @@ class FullySharded(Distributed):
         policies = {} if self.dtype is None else dict.fromkeys(vector_layers(module), full)
         # From the inside out, because fully_shard takes all parameters that no inner module has
         # taken.
-        for part in dict.fromkeys([*policies, *blocks_of(module, groups_of), module]):
+        for part in dict.fromkeys([*policies, *blocks_of(module), module]):
             policy = policies.get(part, full if self.dtype is None else low)
             fully_shard(
                 part,

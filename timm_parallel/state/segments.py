@@ -10,7 +10,7 @@ from typing import Any
 from timm_parallel.machine.process import started_at
 from timm_parallel.machine.text import change_text
 from timm_parallel.record.environment import read_environment
-from timm_parallel.runtime.interfaces import RunParts
+from timm_parallel.state.parts import RunParts
 
 
 def describe_segments(segments: Sequence[dict[str, Any]]) -> list[str]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from timm_parallel.faults.liveness import FORWARD, READING, liveness
 from timm_parallel.faults.stop import StopCoordinator
-from timm_parallel.runtime.meter import Meter
+from timm_parallel.measure.meter import Meter
 
 
 class StepHooks:

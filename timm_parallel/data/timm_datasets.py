@@ -8,9 +8,9 @@ import torch
 from timm.data import create_dataset
 from torch import Tensor
 
-from src.schema import DataConfig
 from timm_parallel.data.dataset import ImageDataset, InMemory
 from timm_parallel.data.decode import decode, from_pil
+from timm_parallel.keys import DataConfig
 
 
 class TimmImages(ImageDataset):

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from timm_parallel.faults.liveness import liveness
 from timm_parallel.machine.text import change_text
 from timm_parallel.parallel.strategy import HasParameters, Strategy
-from timm_parallel.runtime.interfaces import (
+from timm_parallel.state.parts import (
     OF_STEP,
     RunParts,
     TrainState,
@@ -25,7 +25,7 @@ from timm_parallel.runtime.interfaces import (
     parameter_names,
     plain_config,
 )
-from timm_parallel.runtime.progress import Progress
+from timm_parallel.state.progress import Progress
 
 log = logging.getLogger(__name__)
 NOT_ANNOUNCED = ("resume", "print_config")

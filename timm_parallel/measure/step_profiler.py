@@ -19,10 +19,10 @@ from torch.profiler import profile, record_function, schedule
 
 from timm_parallel.faults.liveness import BACKWARD, FORWARD, READING
 from timm_parallel.keys import ResolvedConfig
+from timm_parallel.measure.meter import Meter
+from timm_parallel.measure.step_hooks import StepHooks
 from timm_parallel.parallel.communication import Communication
 from timm_parallel.parallel.strategy import Strategy
-from timm_parallel.runtime.meter import Meter
-from timm_parallel.runtime.step_hooks import StepHooks
 
 PARTS = {READING: "data", FORWARD: "forward", BACKWARD: "backward"}  # of phases
 RANGE = "step: "  # begins the names of ranges in the trace

@@ -17,10 +17,10 @@ from timm_parallel.data.dataset import ImageDataset, split_fingerprint
 from timm_parallel.data.loader import Loader, TrainLoader
 from timm_parallel.keys import ResolvedConfig, leaves
 from timm_parallel.machine.secrets import hide_in
+from timm_parallel.measure.step_hooks import StepHooks
 from timm_parallel.parallel.communication import Communication
 from timm_parallel.parallel.strategy import HasParameters, Strategy, own_parameters
-from timm_parallel.runtime.progress import Progress
-from timm_parallel.runtime.step_hooks import StepHooks
+from timm_parallel.state.progress import Progress
 from timm_parallel.task import Task
 
 # Begins the names of the step's own parameters, after those of the model.

@@ -5,17 +5,13 @@ from __future__ import annotations
 from timm.utils import ModelEmaV3
 from torch import nn
 
-from src.schema import EmaConfig
 
-
-def build_ema(model: nn.Module, config: EmaConfig, foreach: bool = True) -> ModelEmaV3 | None:
-    """Build the averaged model; None without model.ema.decay. `foreach`: update all tensors of one
-    type in one call.
+def build_ema(model: nn.Module, decay: float, warmup: bool, foreach: bool = True) -> ModelEmaV3:
+    """Build a copy of the model that averages its weights, with timm's meaning of `decay` and
+    `warmup`. `foreach`: update all tensors of one type in one call.
     """
-    if config.decay is None:
-        return None
     ema_class = Average if foreach else ModelEmaV3
-    return ema_class(model, decay=config.decay, use_warmup=config.warmup, foreach=foreach)
+    return ema_class(model, decay=decay, use_warmup=warmup, foreach=foreach)
 
 
 class Average(ModelEmaV3):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from src.schema import ResolvedParallel
+from timm_parallel.keys import ResolvedParallel
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.parallel.communication import Communication, UnmeasuredCommunication
 from timm_parallel.parallel.dp_step import StepInReplicas, StepOnOutputs, chunk_sizes

@@ -9,8 +9,8 @@ from typing import Any
 from timm.models import adapt_input_conv, clean_state_dict, get_model_traits, load_state_dict
 from torch import Tensor, nn
 
-from src.models.freeze import head_names
-from timm_parallel.runtime.weights import fill_model, read_weights
+from timm_parallel.model.freeze import head_names
+from timm_parallel.model.weights import fill_model, read_weights
 
 # Names that Lightning modules commonly give their model: of Lightning's documentation, and of
 # lightning-hydra-template.
@@ -20,7 +20,7 @@ LIGHTNING_PREFIXES = ("model.", "net.")
 def load_weights(
     model: nn.Module,
     path: Path,
-    class_names: list[str],
+    target_names: list[str],
     for_evaluation: bool = False,
     strict: bool = True,
 ) -> str:
@@ -29,7 +29,7 @@ def load_weights(
 
     In training, tensors are adapted as timm adapts its pretrained weights: names of original files,
     position embeddings of another image size, and a first convolution of other channels.
-    `class_names`: of the data. `strict`: see `fill_model`.
+    `target_names`: of the data. `strict`: see `fill_model`.
 
     The file is .safetensors, a checkpoint of this project, of timm, of Lightning or of a PyTorch
     tutorial, or a bare state dict, read with `weights_only`. Of raw and averaged weights, those
@@ -44,7 +44,7 @@ def load_weights(
             raise ValueError(
                 f"model.weights={path}: timm cannot adapt it to this model.name ({error})"
             ) from None
-    return fill_model(model, file, head_names(model), class_names, for_evaluation, strict)
+    return fill_model(model, file, head_names(model), target_names, for_evaluation, strict)
 
 
 def _read_foreign(path: Path, own_names: list[str]) -> dict[str, Any]:
