@@ -21,15 +21,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from src.app import app
-from timm_parallel.config.arguments import CommandLine, errors_in_one_line
-from timm_parallel.machine.process import exit_process
-from timm_parallel.machine.ranks import Ranks
+from timm_parallel import CommandLine, Ranks
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
 
-@errors_in_one_line
+@CommandLine.errors_in_one_line
 def main(arguments: list[str]) -> int:
     """Evaluate and print a JSON line per split and set of weights. Return the exit code: 0 done, 2
     refused.
@@ -60,15 +58,14 @@ def main(arguments: list[str]) -> int:
 
 
 def _evaluate(given: argparse.Namespace, overrides: list[str], arguments: list[str]) -> int:
-    from src.train.check import check_data
-    from timm_parallel.launch.torchrun import run_on_devices
+    from timm_parallel import run_on_devices
 
     if given.run is None and given.checkpoint is not None:
         raise ValueError(f"checkpoint={given.checkpoint}: needs a run; give run=<run folder> too")
     if given.run is None and given.weights is not None:
         raise ValueError(f"weights={given.weights}: needs a run; give run=<run folder> too")
     config = app.evaluation_config(given.run, overrides)
-    check_data(config, None if given.run is None else given.split)
+    app.call(app.check_data, config, None if given.run is None else given.split)
 
     def evaluate(ranks: Ranks, store: Store | None) -> None:
         from src.commands.evaluate import evaluate_config
@@ -91,4 +88,4 @@ def _evaluate(given: argparse.Namespace, overrides: list[str], arguments: list[s
 
 if __name__ == "__main__":
     # This process may be a rank.
-    exit_process(main(sys.argv[1:]))
+    CommandLine.exit_process(main(sys.argv[1:]))

@@ -4,7 +4,7 @@ src/app.py says what the library needs to know of this project; src/train/run.py
 """
 
 from src.app import app
-from timm_parallel.main import main
+from timm_parallel import main
 
 if __name__ == "__main__":
     main(app)

@@ -19,10 +19,10 @@ sys.path.insert(
     0, str(Path(__file__).resolve().parent.parent)
 )  # run as a file: Python adds scripts/, not the root
 
-from timm_parallel.config.arguments import CommandLine, errors_in_one_line
+from timm_parallel import CommandLine
 
 
-@errors_in_one_line
+@CommandLine.errors_in_one_line
 def main(argv: list[str]) -> int:
     parser = CommandLine(__doc__)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for train.py")
@@ -36,23 +36,19 @@ def main(argv: list[str]) -> int:
             raise ValueError(f"{option}={path}: is a folder; expected a file to write")
 
     from src.app import app
-    from src.data.datasets import build_dataset
-    from src.tasks import find_task
-    from src.train.check import check_data
-    from timm_parallel.data.csv_listing import CsvDataset
-    from timm_parallel.lab.image_check import check_images, show, write_page
-    from timm_parallel.machine.files import write_json
+    from timm_parallel import CsvDataset, Task, write_json
+    from timm_parallel.lab import check_images, show_check, write_page
 
     config = app.compose(*arguments.overrides)
-    is_csv, target = config.data.name == "csv", find_task(config.train.task).target
+    is_csv, target = config.data.name == "csv", Task.find(config.train.task).target
     # Missing files of a CSV and its groups in two splits are reported with the other problems.
     if not is_csv:
-        check_data(config)
-    dataset = build_dataset(config.data, target=target)
+        app.call(app.check_data, config)
+    dataset = app.build_dataset(config)
     report = check_images(
         dataset, target, CsvDataset.groups(config.data, target) if is_csv else None
     )
-    show(report)
+    show_check(report)
     if arguments.output is not None:
         write_json(arguments.output, {"format": 1, **asdict(report)})
     if arguments.page is not None:

@@ -14,23 +14,23 @@ from pathlib import Path
 # Python adds the folder of a script, not the root of the project.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from timm_parallel.config.arguments import CommandLine, errors_in_one_line, number
-from timm_parallel.record.curves import compare
+from timm_parallel import CommandLine
+from timm_parallel.lab import compare_curves
 
 
-@errors_in_one_line
+@CommandLine.errors_in_one_line
 def main(argv: list[str]) -> int:
     parser = CommandLine(__doc__)
     parser.add_argument("runs", nargs=2, type=Path, help="run folders")
     parser.add_argument(
         "--tolerance",
-        type=number(),
+        type=CommandLine.number(),
         default=1e-3,
         help="largest relative difference (default: 1e-3)",
     )
     arguments = parser.parse_intermixed_args(argv)
     first, second = arguments.runs
-    curves = compare(first, second, arguments.tolerance)
+    curves = compare_curves(first, second, arguments.tolerance)
     width = max(len(curve.name) for curve in curves)
     for curve in curves:
         verdict = "agree"

@@ -24,8 +24,8 @@ def main(argv: list[str]) -> int:
         )
         return 1
     try:
-        from timm_parallel.config.arguments import CommandLine, errors_in_one_line
-        from timm_parallel.lab.doctor.examine import examine
+        from timm_parallel import CommandLine
+        from timm_parallel.lab import examine
     except ModuleNotFoundError as error:
         print(
             f"{error.name} is not installed: make doctor, or pip install -r requirements.txt",
@@ -34,7 +34,9 @@ def main(argv: list[str]) -> int:
         return 1
     parser = CommandLine(__doc__)
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
-    return errors_in_one_line(lambda argv: examine(parser.parse_intermixed_args(argv).json))(argv)
+    return CommandLine.errors_in_one_line(
+        lambda argv: examine(parser.parse_intermixed_args(argv).json)
+    )(argv)
 
 
 if __name__ == "__main__":

@@ -20,13 +20,12 @@ from pathlib import Path
 # Python adds the folder of a script, not the root of the project.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from timm_parallel.config.arguments import CommandLine, errors_in_one_line
-from timm_parallel.machine.secrets import mask
+from timm_parallel import CommandLine
 
 ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 
 
-@errors_in_one_line
+@CommandLine.errors_in_one_line
 def main(argv: list[str]) -> int:
     """Export the model of a run. Return the exit code: 0 done, 1 the export differs from the model,
     2 refused.
@@ -65,7 +64,7 @@ def main(argv: list[str]) -> int:
     try:
         loaded_by = exports.get(given.format, export_safetensors)(trained, folder)
     except RuntimeError as error:
-        print(f"export.py: {' '.join(mask(str(error)).split())}", file=sys.stderr)
+        print(f"export.py: {error}", file=sys.stderr)
         return 1
     print(
         f"wrote {folder} from {trained.checkpoint} ({trained.weights} weights; outputs verified "

@@ -17,37 +17,39 @@ from typing import Any
 # Python adds the folder of a script, not the root of the project.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from timm_parallel.config.arguments import CommandLine, counts, errors_in_one_line, number
+from timm_parallel import CommandLine
 
 
-@errors_in_one_line
+@CommandLine.errors_in_one_line
 def main(argv: list[str]) -> int:
     parser = CommandLine(__doc__)
     parser.add_argument(
         "folder", type=Path, help="a sweep over parallel.devices, with single or ddp"
     )
-    parser.add_argument("--devices", type=counts, help="e.g. 2,16,10000 (default: 2 to 1024)")
+    parser.add_argument(
+        "--devices", type=CommandLine.counts, help="e.g. 2,16,10000; default: 2 to 1024"
+    )
     parser.add_argument(
         "--bandwidth-gbps",
-        type=number(above=0),
+        type=CommandLine.number(above=0),
         help="of a link between nodes, in 10^9 bits per second",
     )
     parser.add_argument(
-        "--latency-us", type=number(), help="of a message between nodes, in microseconds"
+        "--latency-us",
+        type=CommandLine.number(),
+        help="microseconds of a message between nodes",
     )
     parser.add_argument(
         "--devices-per-node",
-        type=number(int, least=1),
+        type=CommandLine.number(int, least=1),
         help="devices joined by the measured link (default: 1)",
     )
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     arguments = parser.parse_intermixed_args(argv)
-    from timm_parallel.lab.forecast.model import COUNTS
-    from timm_parallel.lab.forecast.table import as_text, forecast_sweep
+    from timm_parallel.lab import as_text, forecast_sweep
 
-    answers = forecast_sweep(
-        arguments.folder, counts=arguments.devices or COUNTS, **link(arguments)
-    )
+    given = {"counts": arguments.devices} if arguments.devices else {}
+    answers = forecast_sweep(arguments.folder, **given, **link(arguments))
     print(
         json.dumps(answers, indent=2, default=asdict)
         if arguments.json

@@ -24,9 +24,7 @@ sys.path.insert(
 
 from src.app import app
 from src.schema import Config
-from timm_parallel.config.arguments import CommandLine, errors_in_one_line, parse_command_line
-from timm_parallel.config.compose import compose_command
-from timm_parallel.keys import leaves
+from timm_parallel import CommandLine
 
 TABLE: dict[str, dict[str, Any]] = yaml.safe_load(
     Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
@@ -276,9 +274,9 @@ def changes(settings: Settings) -> tuple[list[str], Settings]:
     """
     options = ["data=timm" if "data.name" in settings else "data=folder", "parallel=ddp"]
     name = settings.get("data.name", "folder")
-    command = compose_command(parse_command_line([*options, f"data.name={name}", ROOT]))
-    bases: Any = [asdict(command.config), asdict(Config())]
-    order = [key for key, _, _ in leaves(Config())]
+    composed = app.compose(*options, f"data.name={name}", ROOT)
+    bases: Any = [asdict(composed), asdict(Config())]
+    order = [key for key, _, _ in app.declared_keys()]
 
     def is_default(key: str) -> bool:
         return all(
@@ -324,7 +322,7 @@ def experiment(
     return "\n".join(lines) + "\n"
 
 
-@errors_in_one_line
+@CommandLine.errors_in_one_line
 def main(argv: list[str]) -> int:
     parser = CommandLine(__doc__)
     parser.add_argument("file", type=Path, metavar="args.yaml")
@@ -352,9 +350,8 @@ def main(argv: list[str]) -> int:
     words = [
         f"{'+' * ('kwargs.' in key)}{key}={json.dumps(value)}" for key, value in settings.items()
     ]
-    compose_command(
-        parse_command_line([*options, ROOT, *words])
-    )  # refuses what train.py would refuse
+    # Refuses what train.py would refuse.
+    app.compose(*options, ROOT, *words)
     return 0
 
 

@@ -15,22 +15,26 @@ from pathlib import Path
 # Python adds the folder of a script, not the root of the project.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from timm_parallel.config.arguments import CommandLine, counts, errors_in_one_line, number
+from timm_parallel import CommandLine
 
 
-@errors_in_one_line
+@CommandLine.errors_in_one_line
 def main(argv: list[str]) -> int:
     parser = CommandLine(__doc__)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for train.py")
     parser.add_argument(
-        "--parallel.devices", type=counts, default=[1], dest="devices", help="e.g. 1,8,64"
+        "--parallel.devices",
+        type=CommandLine.counts,
+        default=[1],
+        dest="devices",
+        help="e.g. 1,8,64",
     )
     parser.add_argument(
         "--images",
-        type=number(int, least=1),
+        type=CommandLine.number(int, least=1),
         help="in the training split, instead of reading the data",
     )
-    parser.add_argument("--classes", type=number(int, least=2), help="of these images")
+    parser.add_argument("--classes", type=CommandLine.number(int, least=2), help="of these images")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     arguments = parser.parse_intermixed_args(argv)
     images, classes = arguments.images, arguments.classes
@@ -40,7 +44,7 @@ def main(argv: list[str]) -> int:
         raise ValueError(f"images={images}: needs classes too, e.g. classes=1000")
 
     from src.commands.plan import plan
-    from timm_parallel.lab.forecast.plan import show
+    from timm_parallel.lab import show_plan
 
     plans = plan(
         arguments.overrides, arguments.devices, None if images is None else (images, classes)
@@ -48,7 +52,7 @@ def main(argv: list[str]) -> int:
     if arguments.json:
         print(json.dumps([asdict(row) for row in plans], indent=2))
     else:
-        show(plans)
+        show_plan(plans)
     return 0
 
 

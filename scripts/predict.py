@@ -16,23 +16,19 @@ from typing import TYPE_CHECKING
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from src.app import app
-from src.schema import CheckpointConfig, Config, DataConfig
-from timm_parallel.config.arguments import CommandLine, errors_in_one_line, number
-from timm_parallel.keys import ParallelConfig, ResolvedParallel
-from timm_parallel.machine.process import exit_process
-from timm_parallel.machine.ranks import Ranks
+from timm_parallel import CommandLine, Ranks, ResolvedParallel
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
 
-@errors_in_one_line
+@CommandLine.errors_in_one_line
 def main(argv: list[str]) -> int:
     """Predict images and write the predictions. Return the exit code: 0 done, 2 refused."""
     parser = CommandLine(__doc__)
     parser.add_argument("--run", type=Path, required=True, help="run folder")
     parser.add_argument("--images", type=Path, required=True, help="folder or file")
-    parser.add_argument("--topk", type=number(int, least=1), default=5)
+    parser.add_argument("--topk", type=CommandLine.number(int, least=1), default=5)
     parser.add_argument(
         "--output", type=Path, help="file (default: printed); its suffix chooses the format"
     )
@@ -44,17 +40,17 @@ def main(argv: list[str]) -> int:
         choices=["model", "ema"],
         help="default: those that checkpoint.metric evaluates",
     )
-    parser.add_argument("--batch_size", type=number(int, least=1), default=64)
+    parser.add_argument("--batch_size", type=CommandLine.number(int, least=1), default=64)
     parser.add_argument(
         "--workers",
-        type=number(int, or_auto=True),
+        type=CommandLine.number(int, or_auto=True),
         default="auto",
         help="loader processes per rank, or auto",
     )
     parser.add_argument("--parallel", choices=["single", "dp", "ddp"], default="single")
     parser.add_argument(
         "--devices",
-        type=number(int, least=1, or_auto=True),
+        type=CommandLine.number(int, least=1, or_auto=True),
         default="auto",
         help="a number, or auto",
     )
@@ -63,35 +59,17 @@ def main(argv: list[str]) -> int:
         raise ValueError(f"images={given.images}: no such file or folder")
     if not (given.run / "config.yaml").is_file():
         raise ValueError(f"run={given.run}: not a run folder: it has no config.yaml")
-    from timm_parallel.launch.torchrun import run_on_devices
+    from timm_parallel import run_on_devices
 
-    parallel = _resolved(given)
+    parallel = app.resolve_parallel(given.parallel, given.devices, given.batch_size)
     return run_on_devices(parallel, __file__, argv, partial(_predict, given, parallel))
-
-
-def _resolved(given: argparse.Namespace) -> ResolvedParallel:
-    """Resolve the strategy and the number of devices for this machine, or for the ranks that
-    torchrun started.
-    """
-    from timm_parallel.config.validate import check_combination
-
-    parallel = ParallelConfig(strategy=given.parallel, devices=given.devices)
-    # Only the keys of devices matter. val/loss exists in every project, unlike the default val/acc.
-    config = Config(
-        parallel=parallel,
-        data=DataConfig(batch_size=None, batch_size_per_device=given.batch_size),
-        checkpoint=CheckpointConfig(metric="val/loss"),
-    )
-    check_combination(config)
-    return app.resolve_for_ranks(config).parallel
 
 
 def _predict(
     given: argparse.Namespace, parallel: ResolvedParallel, ranks: Ranks, store: Store | None
 ) -> None:
     from src.commands.predict import PredictionRequest, predict
-    from timm_parallel.machine.text import plural
-    from timm_parallel.runtime.predictions import write_predictions
+    from timm_parallel import write_predictions
 
     started = time.monotonic()
     request = PredictionRequest(
@@ -111,14 +89,14 @@ def _predict(
         if given.format is None and given.output is not None:
             form = "json" if given.output.suffix == ".json" else "csv"
         write_predictions(predictions, task, form, given.output)
-        unreadable = sum(image.values is None for image in predictions)
+        unreadable = sum(values is None for values in predictions.values())
+        count = f"{len(predictions)} image{'' if len(predictions) == 1 else 's'}"
         print(
-            f"{plural(len(predictions), 'image')} in {time.monotonic() - started:.1f} s, "
-            f"{unreadable} unreadable",
+            f"{count} in {time.monotonic() - started:.1f} s, {unreadable} unreadable",
             file=sys.stderr,
         )
 
 
 if __name__ == "__main__":
     # This process may be a rank.
-    exit_process(main(sys.argv[1:]))
+    CommandLine.exit_process(main(sys.argv[1:]))

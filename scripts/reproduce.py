@@ -15,19 +15,22 @@ from pathlib import Path
 # Python adds the folder of a script, not the root of the project.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from timm_parallel.config.arguments import CommandLine, errors_in_one_line, number
-from timm_parallel.lab.reproduce import reproduce
+from timm_parallel import CommandLine
+from timm_parallel.lab import reproduce_run
 
 
-@errors_in_one_line
+@CommandLine.errors_in_one_line
 def main(argv: list[str]) -> int:
     parser = CommandLine(__doc__)
     parser.add_argument("--run", type=Path, required=True, help="run folder")
     parser.add_argument(
-        "--steps", type=number(int, least=1), default=50, help="steps to repeat (default: 50)"
+        "--steps",
+        type=CommandLine.number(int, least=1),
+        default=50,
+        help="steps to repeat (default: 50)",
     )
     arguments = parser.parse_intermixed_args(argv)
-    return reproduce(arguments.run, arguments.steps)
+    return reproduce_run(arguments.run, arguments.steps)
 
 
 if __name__ == "__main__":

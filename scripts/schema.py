@@ -1,4 +1,5 @@
-"""Generate conf/schema.json (for editors) and the tables of docs/keys.md from src/schema.py.
+"""Generate conf/schema.json (for editors) and the tables of docs/keys.md from src/schema.py, and
+those of docs/api.md from timm_parallel.
 
     python scripts/schema.py            (make schema)
 
@@ -9,7 +10,9 @@ With conf/schema.json, editors complete and explain keys in YAML and underline w
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
+import re
 import sys
 import types
 import typing
@@ -19,9 +22,10 @@ from typing import Any
 # Python adds the folder of a script, not the root of the project.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import timm_parallel
+import timm_parallel.lab
 from src.app import app
 from src.schema import Config
-from timm_parallel.keys import leaves
 
 TYPES = {str: "string", int: "integer", float: "number", bool: "boolean"}
 # ${other.key}, or ??? for a value that the command line must give.
@@ -29,7 +33,8 @@ REFERENCE = {"type": "string", "pattern": r"^(\$\{.+\}|\?\?\?)$"}
 # Bound in the metadata of a key -> its name in JSON Schema, and its sign in the tables.
 BOUNDS = {"ge": ("minimum", ">="), "gt": ("exclusiveMinimum", ">"), "le": ("maximum", "<=")}
 PAGE = "docs/keys.md"
-MARK = "<!-- `make schema` writes everything below this line from src/schema.py. -->\n"
+API = "docs/api.md"
+MARK = "<!-- `make schema` writes everything below this line"
 
 
 def groups() -> dict[str, Any]:
@@ -117,28 +122,48 @@ def _parts(hint: Any) -> tuple[Any, ...]:
 
 
 def page() -> str:
-    """Return the text of docs/keys.md: unchanged above MARK, and a table of keys per group below
-    it.
-
-    Empty for a project that has no such page, or one without MARK.
-    """
-    path = app.root / PAGE
-    written, mark, _ = (
-        path.read_text(encoding="utf-8").partition(MARK) if path.is_file() else ("", "", "")
-    )
-    if not mark:
-        return ""
+    """Return the text of docs/keys.md: a table of keys per group, below MARK."""
     tables = [
         _table("", Config),
         *(_table(group, group_class) for group, group_class in groups().items()),
     ]
-    return "\n".join([written + MARK, *tables])
+    return _below_mark(PAGE, tables)
+
+
+def api_page() -> str:
+    """Return the text of docs/api.md: a table of public names per group, below MARK."""
+    tables = []
+    for package in (timm_parallel, timm_parallel.lab):
+        for title, names in package._GROUPS.items():
+            rows = [f"### {title}", "", f"| `from {package.__name__} import …` | |", "|---|---|"]
+            for name in names:
+                sentence = _first_sentence(inspect.getdoc(getattr(package, name)) or "")
+                rows.append(f"| `{name}` | {sentence} |")
+            tables.append("\n".join(rows) + "\n")
+    return _below_mark(API, tables)
+
+
+def _first_sentence(text: str) -> str:
+    """Return the first sentence of a docstring on one line, for a cell of a table."""
+    first = re.split(r"(?<=\.)\s+(?=[A-Z`])|\n\n", " ".join(text.split("\n\n")[0].split()))[0]
+    return first.replace("|", "\\|")
+
+
+def _below_mark(path: str, tables: list[str]) -> str:
+    """Return the text of a page with the generated tables. Empty for a project that has no such
+    page, or one without MARK.
+    """
+    file = app.root / path
+    text = file.read_text(encoding="utf-8") if file.is_file() else ""
+    written, mark, rest = text.partition(MARK)
+    line = rest.partition("\n")[0]
+    return "\n".join([f"{written}{mark}{line}\n", *tables]) if mark else ""
 
 
 def _table(group: str, group_class: Any) -> str:
     lines = [f"### {group or 'Without a group'}", "", _sentence(group_class), ""]
     lines += ["| key | type | default | allowed | meaning |", "|---|---|---|---|---|"]
-    for key, value, field in leaves(Config()):
+    for key, value, field in app.declared_keys():
         if key.rpartition(".")[0].partition(".")[0] == group:
             kind = (
                 field.type.replace("dict[str, Any]", "dict")
@@ -182,9 +207,8 @@ def files() -> dict[str, str]:
             globs[f"./{path}"] = [f"conf/{group}/*.yaml"]
     parts[".vscode/settings.json"] = {"yaml.schemas": globs, "python.testing.pytestEnabled": True}
     texts = {path: json.dumps(value, indent=1) + "\n" for path, value in parts.items()}
-    if text := page():
-        texts[PAGE] = text
-    return texts
+    pages = {PAGE: page(), API: api_page()}
+    return texts | {path: text for path, text in pages.items() if text}
 
 
 if __name__ == "__main__":

@@ -16,10 +16,10 @@ from pathlib import Path
 # Python adds the folder of a script, not the root of the project.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from timm_parallel.config.arguments import CommandLine, errors_in_one_line, parse_command_line
+from timm_parallel import CommandLine
 
 
-@errors_in_one_line
+@CommandLine.errors_in_one_line
 def main(argv: list[str]) -> int:
     parser = CommandLine(__doc__)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for train.py")
@@ -30,16 +30,12 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print the verdict as JSON")
     arguments = parser.parse_intermixed_args(argv)
 
-    from timm_parallel.config.compose import compose_command
-    from timm_parallel.lab.verdict.verdict import resume_verdict, start_verdict
+    from timm_parallel.lab import resume_verdict, start_verdict
 
     # With --json, progress and tables go to stderr.
     with contextlib.redirect_stdout(sys.stderr if arguments.json else sys.stdout):
         if arguments.base is None:
-            command = compose_command(parse_command_line(["-m", *arguments.overrides]))
-            if command.config.sweep.resume is None:
-                raise ValueError("base: required; give a commit, such as base=main")
-            code, values = resume_verdict(Path(command.config.sweep.resume), command)
+            code, values = resume_verdict(arguments.overrides)
         else:
             options = arguments.head, arguments.on, arguments.ledger == "new"
             code, values = start_verdict(arguments.overrides, arguments.base, *options)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from src.schema import Config, ResolvedConfig
-from src.tasks import all_metrics
-from timm_parallel.app import App
+from src.schema import DATASETS, Config, ResolvedConfig
+from src.tasks import TASKS, all_metrics
+from timm_parallel import App
 
 app = App(
     name="src.app:app",
@@ -15,9 +15,8 @@ app = App(
     resolved=ResolvedConfig,
     run="src.train.run.run",
     rules="src.tasks.problems",
-    check_data="src.train.check.check_data",
-    check_batch="src.train.check.check_batch",
-    training_size="src.train.check.training_size",
+    tasks=TASKS,
+    datasets=DATASETS,
     metrics=all_metrics(),
     preload=("src.train.run", "timm_parallel.parallel.data_parallel", "torch.utils.tensorboard"),
     trial=("debug=fast", "model=tiny", "data=synthetic", "data.batch_size=32"),

@@ -14,24 +14,14 @@ carries a code.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from timm_parallel import keys
-from timm_parallel.class_source import class_attributes
-from timm_parallel.config import timm_rules
-from timm_parallel.config.validate import own_class_problems
-from timm_parallel.keys import (
-    ResolvedParallel,
-    choice,
-    is_own_class,
-    is_regular_expression,
-    key,
-    number,
-)
-from timm_parallel.machine.text import yaml_text
+import timm_parallel
+from timm_parallel import ResolvedParallel, key
 
 # Built-in datasets: name -> class. A config refers to your own as `src.<module>.<Class>`.
 DATASETS = {
@@ -44,8 +34,6 @@ DATASETS = {
     "wds": "timm_parallel.data.tar_index.TarDataset",
     "segmentation": "timm_parallel.data.masks.MaskDataset",
 }
-# The class of timm's datasets, by names such as torch/cifar10.
-TIMM = "timm_parallel.data.timm_datasets.TimmImages"
 # Datasets made in memory. They have one image size and do not read data.root.
 MADE_IN_MEMORY = ("digits", "synthetic", "shapes")
 SCHEDULES = ("constant", "cosine", "tanh", "step", "multistep", "poly", "wsd", "rsqrt")
@@ -101,7 +89,7 @@ class EmaConfig:
     `val/<metric>_ema`.
     """
 
-    decay: float | None = number(
+    decay: float | None = key(
         None,
         gt=0,
         le=1,
@@ -113,7 +101,7 @@ class EmaConfig:
 
 
 @dataclass
-class ModelConfig(keys.ModelConfig):
+class ModelConfig(timm_parallel.ModelConfig):
     """The model. Its head, channels and image size follow the data."""
 
     freeze: int | str | None = key(
@@ -121,21 +109,16 @@ class ModelConfig(keys.ModelConfig):
         help="backbone, the first N of timm's coarse groups, or a regex of names; not parameters "
         "of a loss.",
     )
-    num_classes: int | None = number(
+    num_classes: int | None = key(
         None, ge=1, help="Outputs of the model; null: as many as the data has classes."
     )
-    in_chans: int | None = number(None, ge=1, help="Image channels; null: from the data.")
-    kwargs: dict[str, Any] = key(
-        {}, help="More arguments of `timm.create_model`, or of your class."
-    )
+    in_chans: int | None = key(None, ge=1, help="Image channels; null: from the data.")
     channels_last: bool = key(
         False, help="Store images and weights in channels-last memory format."
     )
-    compile: bool | str = choice(
+    compile: bool | str = key(
         False,
-        False,
-        True,
-        *COMPILE_MODES,
+        choices=(False, True, *COMPILE_MODES),
         help="Compile the model (not under dp and fsdp); true: with torch's default mode.",
     )
     grad_checkpointing: bool = key(
@@ -150,12 +133,6 @@ class ModelConfig(keys.ModelConfig):
     def problems_without_cuda(self) -> Iterator[str]:
         if self.sync_bn:
             yield "model.sync_bn=true: torch's SyncBatchNorm requires CUDA; leave it at false"
-
-    def value_problems(self) -> Iterator[str]:
-        if is_own_class(self.name):
-            yield from own_class_problems("model.name", self.name)
-        else:
-            yield from timm_rules.model_problems(self.name, self.kwargs)
 
     def problems(self, whole: Config) -> Iterator[str]:
         if self.weights is not None and self.pretrained:
@@ -180,18 +157,13 @@ class ModelConfig(keys.ModelConfig):
         here = whole.cluster.scheduler == "local"
         if self.weights is not None and here and not Path(self.weights).is_file():
             yield f"model.weights={self.weights}: no such file"
-        loads_weights = class_attributes(self.name).get("has_pretrained", False)
-        if self.pretrained and is_own_class(self.name) and not loads_weights:
-            yield (
-                f"model.pretrained=true: timm has no weights for {self.name}; give a file: "
-                "model.weights=<file>"
-            )
+        yield from super().problems(whole)
         if self.sync_bn and not whole.parallel.has_ranks:
             yield (
                 "model.sync_bn=true: an option of ddp and fsdp, but "
                 f"parallel={whole.parallel.strategy}"
             )
-        chosen = f"model.compile={yaml_text(self.compile)}"
+        chosen = f"model.compile={str(self.compile).lower()}"
         if self.compile and not whole.parallel.compiles:
             yield (
                 f"{chosen}: expected ddp or single, but parallel={whole.parallel.strategy}; "
@@ -217,49 +189,55 @@ class AugmentConfig:
     ratio: list[float] | None = key(
         None, help="Aspect range of the random resized crop; null: 3/4 to 4/3."
     )
-    train_crop_mode: str | None = choice(
-        None, "rrc", "rkrc", "rkrr", help="timm's crops; null: rrc if scale is set."
+    train_crop_mode: str | None = key(
+        None, choices=("rrc", "rkrc", "rkrr"), help="timm's crops; null: rrc if scale is set."
     )
-    interpolation: str = choice(
-        "bilinear", "bilinear", "bicubic", "random", help="For training images, and in aa."
+    interpolation: str = key(
+        "bilinear",
+        choices=("bilinear", "bicubic", "random"),
+        help="For training images, and in aa.",
     )
-    crop_padding: int = number(
+    crop_padding: int = key(
         0, ge=0, help="Pixels of black around an image before a random crop of its size."
     )
-    hflip: float = number(0.0, ge=0, le=1, help="Probability of a horizontal flip.")
-    vflip: float = number(0.0, ge=0, le=1, help="Probability of a vertical flip.")
-    color_jitter: float | None = number(
+    hflip: float = key(0.0, ge=0, le=1, help="Probability of a horizontal flip.")
+    vflip: float = key(0.0, ge=0, le=1, help="Probability of a vertical flip.")
+    color_jitter: float | None = key(
         None, ge=0, help="Strength of random brightness, contrast and saturation."
     )
-    color_jitter_prob: float | None = number(
+    color_jitter_prob: float | None = key(
         None, ge=0, le=1, help="Probability of color jitter; null: always."
     )
-    grayscale_prob: float = number(0.0, ge=0, le=1, help="Probability of a conversion to gray.")
-    gaussian_blur_prob: float = number(0.0, ge=0, le=1, help="Probability of a Gaussian blur.")
+    grayscale_prob: float = key(0.0, ge=0, le=1, help="Probability of a conversion to gray.")
+    gaussian_blur_prob: float = key(0.0, ge=0, le=1, help="Probability of a Gaussian blur.")
     aa: str | None = key(
-        None, help="timm's RandAugment, AugMix or AutoAugment string, e.g. rand-m9-mstd0.5-inc1."
+        None,
+        syntax="auto_augment",
+        help="timm's RandAugment, AugMix or AutoAugment string, e.g. rand-m9-mstd0.5-inc1.",
     )
-    reprob: float = number(
-        0.0, ge=0, le=1, help="Probability of random erasing, after normalization."
+    reprob: float = key(0.0, ge=0, le=1, help="Probability of random erasing, after normalization.")
+    remode: str = key(
+        "pixel",
+        choices=("const", "rand", "pixel"),
+        help="Erase with the mean, one color, or noise.",
     )
-    remode: str = choice(
-        "pixel", "const", "rand", "pixel", help="Erase with the mean, one color, or noise."
-    )
-    recount: int = number(1, ge=1, help="Largest number of erased boxes in an image.")
-    mixup: float = number(0.0, ge=0, help="Mixup alpha.")
-    cutmix: float = number(0.0, ge=0, help="Cutmix alpha.")
+    recount: int = key(1, ge=1, help="Largest number of erased boxes in an image.")
+    mixup: float = key(0.0, ge=0, help="Mixup alpha.")
+    cutmix: float = key(0.0, ge=0, help="Cutmix alpha.")
     cutmix_minmax: list[float] | None = key(
         None, help="Range of the box's sides as shares; set it instead of cutmix."
     )
-    mixup_prob: float = number(1.0, ge=0, le=1, help="Probability of mixup or cutmix.")
-    mixup_switch_prob: float = number(
+    mixup_prob: float = key(1.0, ge=0, le=1, help="Probability of mixup or cutmix.")
+    mixup_switch_prob: float = key(
         0.5, ge=0, le=1, help="Probability of cutmix, not mixup, if both are set."
     )
-    mixup_mode: str = choice(
-        "batch", "batch", "pair", "elem", help="Draw for each batch, pair of images, or image."
+    mixup_mode: str = key(
+        "batch",
+        choices=("batch", "pair", "elem"),
+        help="Draw for each batch, pair of images, or image.",
     )
-    mixup_off_epoch: int = number(0, ge=0, help="First epoch without mixup and cutmix; 0: none.")
-    aug_repeats: int = number(
+    mixup_off_epoch: int = key(0, ge=0, help="First epoch without mixup and cutmix; 0: none.")
+    aug_repeats: int = key(
         1,
         ge=1,
         help="Augmented copies of an image in a batch; under ddp on different ranks, as in timm.",
@@ -326,7 +304,7 @@ class AugmentConfig:
 
 
 @dataclass
-class DataConfig(keys.DataConfig):
+class DataConfig(timm_parallel.DataConfig):
     """The dataset, its batches and its preprocessing."""
 
     image_size: Any = key(
@@ -342,23 +320,22 @@ class DataConfig(keys.DataConfig):
     std: list[float] | None = key(
         None, help="Standard deviation per channel of images in 0..1; see mean."
     )
-    crop_pct: float | None = number(
+    crop_pct: float | None = key(
         None, gt=0, le=1, help="Side of the crop / side of the image; null: the model's."
     )
-    interpolation: str | None = choice(
-        None, "bilinear", "bicubic", help="For evaluation images; null: the model's."
+    interpolation: str | None = key(
+        None, choices=("bilinear", "bicubic"), help="For evaluation images; null: the model's."
     )
-    workers: int | str = number(
+    workers: int | str = key(
         "auto", ge=0, help="Loader processes per rank; auto: cores / ranks; mostly 0 in memory."
     )
-    on_error: str = choice(
-        "raise", "raise", "skip", help="An unreadable image ends the run (raise), or is left out."
+    on_error: str = key(
+        "raise",
+        choices=("raise", "skip"),
+        help="An unreadable image ends the run (raise), or is left out.",
     )
-    balance: float = number(
+    balance: float = key(
         0.0, ge=0, le=1, help="1: draw all classes equally often, with replacement; 0: as they are."
-    )
-    limit_train: int | None = number(
-        None, ge=1, help="Train on so many images, of a fixed permutation."
     )
     augment: AugmentConfig = field(default_factory=AugmentConfig)
 
@@ -369,13 +346,6 @@ class DataConfig(keys.DataConfig):
     @property
     def sampling(self) -> dict[str, Any]:
         return {"aug_repeats": self.augment.aug_repeats, "balance": self.balance}
-
-    def value_problems(self) -> Iterator[str]:
-        if is_own_class(self.name):
-            yield from own_class_problems("data.name", self.name)
-        else:
-            yield from timm_rules.dataset_problems(self.name, DATASETS)
-        yield from timm_rules.auto_augment_problems(self.augment.aa)
 
     def problems(self, whole: Config) -> Iterator[str]:
         for name in ("image_size", "eval_image_size"):
@@ -421,9 +391,7 @@ class DataConfig(keys.DataConfig):
             "fold": ("csv",),
         }
         for name, datasets in readers.items():
-            if getattr(self, name) is not None and not (
-                self.name in datasets or is_own_class(self.name)
-            ):
+            if getattr(self, name) is not None and not (self.name in datasets or self.is_own):
                 yield (
                     f"data.{name}={getattr(self, name)}: only data={' and data='.join(datasets)} "
                     f"read it, not data={self.name}"
@@ -453,64 +421,60 @@ class DataConfig(keys.DataConfig):
 
 
 @dataclass
-class OptimConfig(keys.OptimConfig):
+class OptimConfig(timm_parallel.OptimConfig):
     """Optimizer and schedule, with timm's names."""
 
-    weight_decay: float = number(0.05, ge=0, help="Weight decay; norms and biases have none.")
-    momentum: float = number(0.9, ge=0, le=1, help="Momentum, for optimizers that have it.")
-    layer_decay: float | None = number(
+    weight_decay: float = key(0.05, ge=0, help="Weight decay; norms and biases have none.")
+    momentum: float = key(0.9, ge=0, le=1, help="Momentum, for optimizers that have it.")
+    layer_decay: float | None = key(
         None,
         gt=0,
         le=1,
         help="Factor of the learning rate per layer below the head; parameters of a loss have "
         "none.",
     )
-    head_lr_scale: float = number(
+    head_lr_scale: float = key(
         1.0, gt=0, help="Factor of the learning rate of the head, and of the parameters of a loss."
     )
-    clip_grad: float | None = number(
+    clip_grad: float | None = key(
         None, gt=0, help="Largest gradient norm, or the limit of clip_mode."
     )
-    clip_mode: str = choice(
-        "norm", "norm", "value", "agc", help="Clip the norm, each entry, or each unit adaptively."
+    clip_mode: str = key(
+        "norm",
+        choices=("norm", "value", "agc"),
+        help="Clip the norm, each entry, or each unit adaptively.",
     )
     kwargs: dict[str, Any] = key(
         {}, help="More arguments of the optimizer, e.g. {betas: [0.9, 0.95]}."
     )
-    lr_rule: str = choice(
-        "none", "none", "linear", "sqrt", help="Scale lr with (batch per update) / lr_base_batch."
+    lr_rule: str = key(
+        "none",
+        choices=("none", "linear", "sqrt"),
+        help="Scale lr with (batch per update) / lr_base_batch.",
     )
-    lr_base_batch: int = number(
-        256, ge=1, help="Batch for which lr is meant, if lr_rule is not none."
-    )
-    sched: str = choice(
-        "cosine", *SCHEDULES, help="timm's schedule by step; constant holds lr after the warm-up."
+    lr_base_batch: int = key(256, ge=1, help="Batch for which lr is meant, if lr_rule is not none.")
+    sched: str = key(
+        "cosine",
+        choices=SCHEDULES,
+        help="timm's schedule by step; constant holds lr after the warm-up.",
     )
     sched_kwargs: dict[str, Any] = key(
         {}, help="More arguments of timm's create_scheduler_v2, e.g. {cycle_limit: 2}."
     )
-    warmup_epochs: float = number(0.5, ge=0, help="Epochs of linear warm-up.")
-    warmup_lr: float = number(1e-5, ge=0, help="Learning rate at the start of the warm-up.")
+    warmup_epochs: float = key(0.5, ge=0, help="Epochs of linear warm-up.")
+    warmup_lr: float = key(1e-5, ge=0, help="Learning rate at the start of the warm-up.")
     warmup_prefix: bool = key(
         True, help="Start the decay after the warm-up; false: at epoch 0, as timm's train.py does."
     )
-    min_lr: float = number(0.0, ge=0, help="Learning rate at the end of the decay.")
-    cooldown_epochs: float = number(
-        0.0, ge=0, help="Epochs at the end with the last learning rate."
-    )
-    decay_epochs: float | None = number(
+    min_lr: float = key(0.0, ge=0, help="Learning rate at the end of the decay.")
+    cooldown_epochs: float = key(0.0, ge=0, help="Epochs at the end with the last learning rate.")
+    decay_epochs: float | None = key(
         None, gt=0, help="Epochs between drops (step), or of the decay (wsd, rsqrt)."
     )
     decay_milestones: list[float] | None = key(None, help="Epochs of the drops (multistep).")
-    decay_rate: float = number(
+    decay_rate: float = key(
         0.1, gt=0, help="Factor of a drop (step, multistep); power of poly (1: straight line)."
     )
-
-    def value_problems(self) -> Iterator[str]:
-        if is_own_class(self.opt):
-            yield from own_class_problems("optim.opt", self.opt)
-        else:
-            yield from timm_rules.optimizer_problems(self.opt)
 
     def problems(self, whole: Config) -> Iterator[str]:
         """Yield an error message for each key that has no effect, or does not fit the schedule or
@@ -583,8 +547,7 @@ class OptimConfig(keys.OptimConfig):
         """Yield an error for each setting that needs unsharded tensors, because the strategy shards
         parameters and gradients.
         """
-        has_own_rule = class_attributes(self.opt).get("works_on_parts", False)
-        if self.opt not in OPTIMIZERS_OF_PARTS and not has_own_rule:
+        if self.opt not in OPTIMIZERS_OF_PARTS and not self.works_on_parts:
             yield (
                 f"optim.opt={self.opt}: needs whole tensors, but parallel={strategy}; use one of "
                 f"{', '.join(OPTIMIZERS_OF_PARTS)}"
@@ -602,7 +565,7 @@ class OptimConfig(keys.OptimConfig):
 
 
 @dataclass
-class TrainConfig(keys.TrainConfig):
+class TrainConfig(timm_parallel.TrainConfig):
     """The training loop."""
 
     task: str = key(
@@ -614,12 +577,11 @@ class TrainConfig(keys.TrainConfig):
         None,
         help="Weights of the classes in the loss, scaled to mean 1: auto (by frequency) or a list.",
     )
-    smoothing: float = number(0.0, ge=0, le=1, help="Label smoothing, in training only.")
-    bce_target_thresh: float | None = number(
+    smoothing: float = key(0.0, ge=0, le=1, help="Label smoothing, in training only.")
+    bce_target_thresh: float | None = key(
         None, ge=0, le=1, help="bce: a mixed target above this becomes 1, else 0."
     )
-    log_every: int = number(10, ge=1, help="Steps between two logged lines.")
-    profile_steps: int | None = number(
+    profile_steps: int | None = key(
         None, ge=1, help="Record so many steps with torch.profiler; see debug=profile."
     )
 
@@ -629,10 +591,6 @@ class TrainConfig(keys.TrainConfig):
         profiler, the profiled ones.
         """
         return None if self.profile_steps is None else 11 + self.profile_steps
-
-    def value_problems(self) -> Iterator[str]:
-        if is_own_class(self.loss):
-            yield from own_class_problems("train.loss", self.loss)
 
     def problems(self, whole: Config) -> Iterator[str]:
         if self.early_stop is not None and not (self.evaluate_every or self.evaluate_every_steps):
@@ -659,7 +617,7 @@ class TrainConfig(keys.TrainConfig):
 
 
 @dataclass
-class CheckpointConfig(keys.CheckpointConfig):
+class CheckpointConfig(timm_parallel.CheckpointConfig):
     """Checkpoints: last.pt, best.pt and step_N.pt in `checkpoints/` of the run folder."""
 
     metric: str = key(
@@ -668,14 +626,14 @@ class CheckpointConfig(keys.CheckpointConfig):
 
 
 @dataclass
-class ResolvedTrain(TrainConfig, keys.ResolvedTrain):
+class ResolvedTrain(TrainConfig, timm_parallel.ResolvedTrain):
     """TrainConfig without `auto`."""
 
     accumulate: int = 1
 
 
 @dataclass
-class Config(keys.Config):
+class Config(timm_parallel.Config):
     """Keys of a run that are in no group."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -690,7 +648,7 @@ class Config(keys.Config):
 
 
 @dataclass
-class ResolvedConfig(Config, keys.ResolvedConfig):
+class ResolvedConfig(Config, timm_parallel.ResolvedConfig):
     """Config resolved for a machine; the content of a run's config.yaml."""
 
     parallel: ResolvedParallel = field(default_factory=ResolvedParallel)
@@ -715,6 +673,15 @@ class ResolvedConfig(Config, keys.ResolvedConfig):
             batch = self.global_batch * self.train.accumulate
             rate += f" = {self.optim.lr:g} x {rule} rule to batch {batch}"
         return f"{rate}, {self.optim.sched}"
+
+
+def is_regular_expression(text: str) -> bool:
+    """Return True if `re` can compile the text."""
+    try:
+        re.compile(text)
+    except re.error:
+        return False
+    return True
 
 
 def is_size(sides: Any) -> bool:

@@ -21,10 +21,10 @@ import evaluate as entry
 from src.commands.evaluate import evaluate_config
 from src.commands.load import load_trained
 from src.commands.predict import PredictionRequest, predict
-from src.data.datasets import build_dataset
 from src.train.build import build_data_and_model
 from timm_parallel.config.compose import save_config
 from timm_parallel.config.evaluation import evaluation_config
+from timm_parallel.data.build import build_dataset
 from timm_parallel.data.loader import Loader
 from timm_parallel.keys import ParallelConfig, ResolvedParallel
 from timm_parallel.machine.ranks import Ranks

@@ -13,8 +13,8 @@ from PIL import Image
 
 from src.app import app
 from src.schema import Config, DataConfig
-from src.train.check import check_data
-from timm_parallel.main import run_command
+from timm_parallel.data.build import check_data
+from timm_parallel.entry import run_command
 from timm_parallel.record.result import read_result
 from timm_parallel.testing.ranks import run_warm
 

@@ -19,7 +19,7 @@ import pytest
 from hydra._internal.utils import get_args_parser
 from PIL import Image
 
-import timm_parallel.main
+import timm_parallel.entry
 from src.app import app
 from timm_parallel.config.compose import compose_command, load_config
 from timm_parallel.lab.sweep.points import expand
@@ -75,7 +75,7 @@ def run_command(
             code = job.run_job(runnable[0].config, claim_folder(folder))
         else:
             monkeypatch.setattr(sys, "argv", ["train.py", *words, f"hydra.run.dir={folder}"])
-            code = timm_parallel.main.run_command(app)
+            code = timm_parallel.entry.run_command(app)
         console = folder / "console.txt"
         output = [
             *capfd.readouterr(),

@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 import evaluate as entry
-from src.data.datasets import build_dataset
 from src.schema import Config, DataConfig, TrainConfig
-from src.train.check import check_data, training_size
+from timm_parallel.data.build import build_dataset, check_data, training_size
 from timm_parallel.data.csv_listing import path_key
 from timm_parallel.data.dataset import data_fingerprints
 from timm_parallel.data.fractions import split_of

@@ -25,14 +25,13 @@ from scripts import export as export_script
 from scripts import predict as predict_script
 from src.commands import export, hub
 from src.commands.load import load_trained
-from src.commands.predict import PredictionRequest, predict
-from src.data.datasets import build_dataset
+from src.commands.predict import PredictionRequest, Predictions, predict
 from src.schema import DataConfig
-from src.tasks import build_task
+from timm_parallel.data.build import build_dataset
 from timm_parallel.keys import ResolvedParallel
 from timm_parallel.machine.ranks import NEEDED, Ranks
 from timm_parallel.record.result import Result, write_result
-from timm_parallel.runtime.predictions import Prediction
+from timm_parallel.task import Task
 from timm_parallel.testing.commands import Finished, Train
 from timm_parallel.testing.ranks import in_ranks, run_warm
 
@@ -70,12 +69,14 @@ def wanted(run: Path, images: Path, **more: Any) -> PredictionRequest:
     return PredictionRequest(run=run, images=images, parallel=parallel, **(defaults | more))
 
 
-def predicted(ranks: Ranks, store: Any, what: PredictionRequest) -> list[Prediction]:
+def predicted(ranks: Ranks, store: Any, what: PredictionRequest) -> Predictions:
     return predict(what, ranks, store)[0]
 
 
-def share_right(actual: list[Prediction]) -> float:
-    right = [one.values["classes"][0] == Path(one.path).parent.name for one in actual if one.values]
+def share_right(actual: Predictions) -> float:
+    right = [
+        values["classes"][0] == Path(path).parent.name for path, values in actual.items() if values
+    ]
     return sum(right) / len(right)
 
 
@@ -84,10 +85,10 @@ def test_predict_reaches_test_accuracy_of_run_and_lists_unreadable_images(
 ) -> None:
     actual = predict(wanted(finished_run.folder, digits), Ranks(), None)[0]
     assert share_right(actual) == pytest.approx(finished_run.result["test"]["acc"], abs=1e-9)
-    assert [Path(one.path).name for one in actual if one.values is None] == ["torn.png"]
-    assert [one.path for one in actual] == sorted(str(path) for path in digits.rglob("*.png"))
-    for one in actual:
-        values = one.values or {"classes": "abc", "probabilities": []}
+    assert [Path(path).name for path, values in actual.items() if values is None] == ["torn.png"]
+    assert list(actual) == sorted(str(path) for path in digits.rglob("*.png"))
+    for of_image in actual.values():
+        values = of_image or {"classes": "abc", "probabilities": []}
         assert values["probabilities"] == sorted(values["probabilities"], reverse=True)
         assert len(values["classes"]) == 3
         assert all(0 <= share <= 1 for share in values["probabilities"])
@@ -102,23 +103,22 @@ def test_predictions_of_dp_and_ddp_match_those_of_single(
     what = wanted(finished_run.folder, digits, parallel=parallel, devices=max(2, world))
     alone = predict(wanted(finished_run.folder, digits), Ranks(), None)[0]
     for actual in in_ranks(predicted, world, what):
-        for one, other in zip(actual, alone, strict=True):
-            assert one.path == other.path
-            assert (one.values is None) == (other.values is None)
-            if one.values is not None and other.values is not None:
-                assert one.values["classes"][:1] == other.values["classes"][:1]
-                expected = pytest.approx(other.values["probabilities"], abs=1e-5)
-                assert one.values["probabilities"] == expected
+        assert list(actual) == list(alone)
+        for one, other in zip(actual.values(), alone.values(), strict=True):
+            assert (one is None) == (other is None)
+            if one is not None and other is not None:
+                assert one["classes"][:1] == other["classes"][:1]
+                assert one["probabilities"] == pytest.approx(other["probabilities"], abs=1e-5)
 
 
 def test_predict_lists_all_classes_when_topk_exceeds_the_number_of_classes(
     finished_run: Finished, digits: Path
 ) -> None:
     file = next((digits / "7").glob("*.png"))
-    (actual,) = predict(wanted(finished_run.folder, file, topk=99), Ranks(), None)[0]
-    assert actual.values is not None
-    assert sorted(actual.values["classes"]) == [str(n) for n in range(10)]
-    assert sum(actual.values["probabilities"]) == pytest.approx(1, abs=1e-5)
+    (actual,) = predict(wanted(finished_run.folder, file, topk=99), Ranks(), None)[0].values()
+    assert actual is not None
+    assert sorted(actual["classes"]) == [str(n) for n in range(10)]
+    assert sum(actual["probabilities"]) == pytest.approx(1, abs=1e-5)
 
 
 @pytest.mark.slow
@@ -473,7 +473,7 @@ def test_hub_export_of_a_multilabel_model_declares_the_problem_type_and_shows_si
     trained = load_trained(finished_run.folder, None, None, CPU)
     train = replace(trained.config.train, task="multilabel", loss="bce")
     trained.config = replace(trained.config, train=train)
-    trained.task = build_task(trained.config, trained.task.names[:8])
+    trained.task = Task.find(trained.config.train.task)(trained.config, trained.task.names[:8])
     hub.export_hub(trained, tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["problem_type"] == "multi_label_classification"

@@ -21,12 +21,13 @@ from scripts import export, predict
 from src.schema import ResolvedParallel, TrainConfig
 from src.tasks.regression import Regression
 from timm_parallel.data.dataset import InMemory
-from timm_parallel.data.loader import eval_loader
+from timm_parallel.data.loader import EvalLoader
 from timm_parallel.data.prefetch import DevicePrefetcher
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.parallel.build import build_strategy
 from timm_parallel.record.result import read_result
 from timm_parallel.runtime.evaluation import evaluate
+from timm_parallel.task import Task
 from timm_parallel.testing.configs import plain, read_lines, resolved, task_of
 from timm_parallel.testing.ranks import in_ranks, run_warm
 
@@ -119,9 +120,7 @@ def measured(ranks: Ranks, store: Any, numbers: int) -> dict[str, Any]:
     strategy = build_strategy(config, ranks, store)
     group = strategy.group
     prefetcher = DevicePrefetcher(torch.device("cpu"), **plain(1, 0.5, 0.25), channels_last=False)
-    loader = eval_loader(
-        InMemory(images, targets), task, prefetcher, group, batch_size=6, workers=0
-    )
+    loader = EvalLoader(InMemory(images, targets), task, prefetcher, group, batch_size=6, workers=0)
     torch.manual_seed(1)
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(4, numbers))
     model[1].bias.data += 100
@@ -242,7 +241,7 @@ def test_key_that_does_not_fit_a_regression_is_refused(words: tuple[str, ...], k
 def test_cell_that_is_no_number_is_refused_with_its_line(
     tmp_path: Path, cell: str, named: str
 ) -> None:
-    from src.train.check import check_data
+    from timm_parallel.data.build import check_data
 
     (tmp_path / "labels.csv").write_text(f"file,red,green\na.png,1,2\nb.png,{cell},2\n")
     config = resolved("train=regression", "data=csv", f"data.root={tmp_path}")
@@ -267,14 +266,13 @@ def test_regression_equals_a_loop_of_ones_own_for_ten_epochs(colors: Path, tmp_p
     run = read_result(folder)
     assert run.epochs == 10
     # The same order of images and initial weights; everything else is done here.
-    from src.data.datasets import build_dataset
-    from src.tasks import build_task
+    from timm_parallel.data.build import build_dataset
     from timm_parallel.data.samplers import TrainSampler
     from timm_parallel.project import current
 
     config: Any = current().load_config(folder)  # type: ignore[attr-defined]
     data = build_dataset(config.data, target="numbers")
-    assert build_task(config, data.target_names).num_outputs == 2
+    assert Task.find(config.train.task)(config, data.target_names).num_outputs == 2
     torch.manual_seed(config.seed)
     model = timm.create_model(
         config.model.name, num_classes=2, img_size=(16, 24), **config.model.kwargs

@@ -20,15 +20,13 @@ from torch import Tensor, nn
 import evaluate as evaluate_script
 from scripts import check_data as check_data_script
 from scripts import predict
-from src.data.datasets import build_dataset
 from src.models.build import build_model
 from src.models.segmenter import Segmenter
 from src.schema import Config, DataConfig, ResolvedParallel, TrainConfig
-from src.tasks import build_task
 from src.tasks.segmentation import IGNORED, dice_losses, pixel_losses
-from src.train.check import check_data
+from timm_parallel.data.build import build_dataset, check_data
 from timm_parallel.data.dataset import InMemory
-from timm_parallel.data.loader import eval_loader
+from timm_parallel.data.loader import EvalLoader
 from timm_parallel.data.prefetch import DevicePrefetcher
 from timm_parallel.data.samplers import TrainSampler
 from timm_parallel.machine.ranks import Ranks
@@ -36,6 +34,7 @@ from timm_parallel.model.freeze import freeze
 from timm_parallel.parallel.build import build_strategy
 from timm_parallel.record.result import read_result
 from timm_parallel.runtime.evaluation import evaluate
+from timm_parallel.task import Task
 from timm_parallel.testing.configs import plain, read_lines, resolved, task_of
 from timm_parallel.testing.ranks import in_ranks, run_warm
 
@@ -94,7 +93,7 @@ def task_for(size: list[int], **options: Any) -> Any:
     config = resolved()
     config.train = TrainConfig(task="segmentation", task_kwargs=options)
     config.data.image_size = size
-    return build_task(config, list("abcd"))
+    return Task.find(config.train.task)(config, list("abcd"))
 
 
 class Truth:
@@ -137,7 +136,7 @@ def measured(ranks: Ranks, store: Any, mode: str) -> dict[str, Any]:
     prefetcher = DevicePrefetcher(torch.device("cpu"), **plain(3, 0.5, 0.25), channels_last=False)
     split: Any = InMemory(*truth()) if mode == "resize" else Truth(larger=3)
     batch = ranks.world_size if task.evaluates_one_by_one else 4
-    loader = eval_loader(split, task, prefetcher, strategy.group, batch_size=batch, workers=0)
+    loader = EvalLoader(split, task, prefetcher, strategy.group, batch_size=batch, workers=0)
     evaluation = evaluate(pixelwise(), loader, task, strategy.group, keep_rows=True)
     assert evaluation is not None
     strategy.close()
@@ -324,7 +323,7 @@ def test_backbone_without_a_model_or_weights_is_refused(monkeypatch: pytest.Monk
 
     config = resolved("experiment=segmentation", "model.pretrained=true").model
     monkeypatch.setattr("src.models.segmenter.timm.create_model", fail)
-    monkeypatch.setattr("src.models.build.skip_unreachable_hub", lambda: None)
+    monkeypatch.setattr("timm_parallel.model.checks.skip_unreachable_hub", lambda: None)
     with pytest.raises(ValueError, match=r"model\.pretrained=true"):
         build_model(config, 3, 3, None, torch.device("cpu"))
     with pytest.raises(ValueError, match=r"model\.kwargs\.backbone=resnet19"):

@@ -12,7 +12,7 @@ from torch import nn
 
 from src.schema import ResolvedConfig
 from src.train.build import build_run
-from src.train.loop import train_epoch
+from src.train.loop import run_steps
 from src.train.step import Autocast, TrainStep
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.parallel.build import build_strategy
@@ -53,7 +53,7 @@ def reported_means(ranks: Ranks, store: Any, config: ResolvedConfig) -> list[dic
     try:
         run = build_run(config, strategy)
         batches = run.train_loader.epoch(0)
-        reports = train_epoch(run.state, batches, config, strategy, run.hooks, run.steps_per_epoch)
+        reports = run_steps(run, batches)
         return [report.means for report in reports]
     finally:
         strategy.close()

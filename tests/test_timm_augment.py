@@ -30,10 +30,10 @@ from src.data.transforms import CropAndFlip, batch_step, train_transform
 from src.schema import AugmentConfig, OptimConfig, TrainConfig
 from src.train.build import build_run
 from src.train.loop import _clip_gradients
-from src.train.mixing import Mixing
 from src.train.optim import build_schedule, clip_adaptively
 from timm_parallel.data.dataset import InMemory
 from timm_parallel.data.erasing import Erasing
+from timm_parallel.data.mixing import Mixing
 from timm_parallel.data.samplers import seed_draws
 from timm_parallel.data.seeds import seed_for, seeds_for
 from timm_parallel.machine.ranks import Ranks
@@ -361,9 +361,7 @@ def test_number_of_operations_on_a_batch_does_not_grow_with_the_batch(name: str)
         images = torch.randint(0, 256, (size, 3, 16, 16), dtype=torch.uint8)
         kind, _, mode = name.partition(" ")
         if kind == "mixup":
-            mixing = Mixing(
-                AugmentConfig(mixup=0.8, cutmix=1.0, mixup_mode=mode), 0.1, 5, seed=0, rank=0
-            )
+            mixing = Mixing(0, 0, mixup_alpha=0.8, cutmix_alpha=1.0, mode=mode, num_classes=5)
             counts.add(
                 count_operations(mixing, images.float(), torch.zeros(size, dtype=torch.int64), 0)
             )
@@ -422,17 +420,17 @@ MIXUPS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", MIXUPS)
 def test_mixup_and_cutmix_match_timm_for_equal_random_seeds(name: str) -> None:
     augment = AugmentConfig(**MIXUPS[name])
-    theirs = Mixup(
-        mixup_alpha=augment.mixup,
-        cutmix_alpha=augment.cutmix,
-        cutmix_minmax=augment.cutmix_minmax,
-        prob=augment.mixup_prob,
-        switch_prob=augment.mixup_switch_prob,
-        mode=augment.mixup_mode,
-        label_smoothing=0.1,
-        num_classes=5,
-    )
-    mixing = Mixing(augment, 0.1, 5, seed=3, rank=1)
+    arguments: dict[str, Any] = {
+        "mixup_alpha": augment.mixup,
+        "cutmix_alpha": augment.cutmix,
+        "cutmix_minmax": augment.cutmix_minmax,
+        "prob": augment.mixup_prob,
+        "switch_prob": augment.mixup_switch_prob,
+        "mode": augment.mixup_mode,
+        "label_smoothing": 0.1,
+        "num_classes": 5,
+    }
+    theirs, mixing = Mixup(**arguments), Mixing(3, 1, **arguments)
     for batch in range(12):
         images, labels = torch.randn(8, 3, 16, 20), torch.randint(0, 5, (8,))
         np.random.seed(seed_for(3, batch, 1) & 0xFFFFFFFF)
@@ -442,7 +440,7 @@ def test_mixup_and_cutmix_match_timm_for_equal_random_seeds(name: str) -> None:
 
 
 def test_mixup_stops_at_mixup_off_epoch_and_label_smoothing_continues() -> None:
-    mixing = Mixing(AugmentConfig(mixup=0.8, mixup_off_epoch=2), 0.1, 5, seed=3, rank=0)
+    mixing = Mixing(3, 0, off_epoch=2, mixup_alpha=0.8, num_classes=5)
     images, labels = torch.randn(8, 3, 4, 4), torch.arange(8) % 5
     for epoch, is_mixed in ((0, True), (1, True), (2, False), (3, False)):
         found, targets = mixing(images.clone(), labels, epoch)

@@ -17,10 +17,10 @@ import torch
 import torchvision
 from PIL import Image
 
-from src.data.datasets import build_dataset
 from src.data.transforms import OnImage, train_transform
 from src.schema import Config
 from src.train.build import build_data_and_model, build_run
+from timm_parallel.data.build import build_dataset
 from timm_parallel.data.samplers import IndexBatch
 from timm_parallel.errors import UnreadableImageError
 from timm_parallel.machine.ranks import Ranks

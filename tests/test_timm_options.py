@@ -22,14 +22,14 @@ from timm.data import create_transform
 from torch import nn
 from torchvision.transforms import v2
 
-from src.data.datasets import build_dataset
 from src.data.transforms import Preprocessing, evaluation_transform
 from src.models.build import build_model
 from src.models.preprocessing import preprocessing_for, train_image_size
 from src.schema import DataConfig, ResolvedConfig
 from src.train.build import build_run
-from src.train.loop import train_epoch
+from src.train.loop import run_steps
 from timm_parallel.config.compose import compose_command
+from timm_parallel.data.build import build_dataset
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.parallel.build import build_strategy
 from timm_parallel.runtime.replica_checks import parameters_hash
@@ -192,15 +192,7 @@ def three_steps(ranks: Ranks, store: Any, option: str, config: ResolvedConfig) -
     try:
         run = build_run(config, spread)
         state, config.train.log_every = run.state, 1
-        steps = train_epoch(
-            state,
-            run.train_loader.epoch(0),
-            config,
-            spread,
-            run.hooks,
-            run.steps_per_epoch,
-            run.mixing,
-        )
+        steps = run_steps(run, run.train_loader.epoch(0))
         losses = [report.means["loss"] for report in steps]
         ema = state.ema
         return {
@@ -361,7 +353,7 @@ def test_timm_options_change_training_losses_except_four_listed_options(
 def test_impossible_timm_option_combination_is_refused_with_its_key_in_one_line(
     overrides: tuple[str, ...], message: str
 ) -> None:
-    from src.train.check import check_data
+    from timm_parallel.data.build import check_data
 
     with pytest.raises(ValueError, match=message) as refusal:
         check_data(resolved(*overrides))

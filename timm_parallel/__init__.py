@@ -1,0 +1,166 @@
+"""Train image models on one device, with DataParallel, DistributedDataParallel or FSDP2.
+
+These names are public; docs/api.md lists them. What is below may change without notice.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from timm_parallel.app import App as App
+    from timm_parallel.config.arguments import CommandLine as CommandLine
+    from timm_parallel.data.csv_listing import CsvDataset as CsvDataset
+    from timm_parallel.data.dataset import ImageDataset as ImageDataset
+    from timm_parallel.data.dataset import InMemory as InMemory
+    from timm_parallel.data.dataset import as_size as as_size
+    from timm_parallel.data.decode import Files as Files
+    from timm_parallel.data.erasing import Erasing as Erasing
+    from timm_parallel.data.loader import EvalLoader as EvalLoader
+    from timm_parallel.data.loader import TrainLoader as TrainLoader
+    from timm_parallel.data.mixing import Mixing as Mixing
+    from timm_parallel.data.prefetch import DevicePrefetcher as DevicePrefetcher
+    from timm_parallel.entry import main as main
+    from timm_parallel.errors import RefusedError as RefusedError
+    from timm_parallel.errors import refuse_wrong_arguments as refuse_wrong_arguments
+    from timm_parallel.keys import CheckpointConfig as CheckpointConfig
+    from timm_parallel.keys import Config as Config
+    from timm_parallel.keys import DataConfig as DataConfig
+    from timm_parallel.keys import ModelConfig as ModelConfig
+    from timm_parallel.keys import OptimConfig as OptimConfig
+    from timm_parallel.keys import ResolvedConfig as ResolvedConfig
+    from timm_parallel.keys import ResolvedParallel as ResolvedParallel
+    from timm_parallel.keys import ResolvedTrain as ResolvedTrain
+    from timm_parallel.keys import TrainConfig as TrainConfig
+    from timm_parallel.keys import key as key
+    from timm_parallel.launch.torchrun import run_on_devices as run_on_devices
+    from timm_parallel.machine.files import write_json as write_json
+    from timm_parallel.machine.files import write_text as write_text
+    from timm_parallel.machine.process import import_class as import_class
+    from timm_parallel.machine.ranks import Ranks as Ranks
+    from timm_parallel.measure.flops import count_flops as count_flops
+    from timm_parallel.metric import Metric as Metric
+    from timm_parallel.model.checks import compile_model as compile_model
+    from timm_parallel.model.checks import refuse_failed_download as refuse_failed_download
+    from timm_parallel.model.checks import run_on_black_image as run_on_black_image
+    from timm_parallel.model.ema import build_ema as build_ema
+    from timm_parallel.model.freeze import freeze as freeze
+    from timm_parallel.model.freeze import frozen_modules as frozen_modules
+    from timm_parallel.model.freeze import head_names as head_names
+    from timm_parallel.model.load_weights import load_weights as load_weights
+    from timm_parallel.model.weights import preprocessing_of as preprocessing_of
+    from timm_parallel.parallel.distributed import Distributed as Distributed
+    from timm_parallel.parallel.single import Single as Single
+    from timm_parallel.parallel.strategy import Strategy as Strategy
+    from timm_parallel.parallel.strategy import own_parameters as own_parameters
+    from timm_parallel.patches import create_model_with_filter as create_model_with_filter
+    from timm_parallel.patches import posterize_to_black as posterize_to_black
+    from timm_parallel.record.confusion import draw_confusion as draw_confusion
+    from timm_parallel.runtime.epoch_steps import EpochSteps as EpochSteps
+    from timm_parallel.runtime.evaluation import Evaluation as Evaluation
+    from timm_parallel.runtime.evaluation import evaluate as evaluate
+    from timm_parallel.runtime.predictions import write_predictions as write_predictions
+    from timm_parallel.runtime.replica_checks import check_same_data as check_same_data
+    from timm_parallel.runtime.run import Run as Run
+    from timm_parallel.runtime.saved_run import SavedRun as SavedRun
+    from timm_parallel.state.parts import RunParts as RunParts
+    from timm_parallel.state.parts import TrainState as TrainState
+    from timm_parallel.task import Loss as Loss
+    from timm_parallel.task import Task as Task
+    from timm_parallel.trackers.tracker import Tracker as Tracker
+
+# Title of a group -> name -> its module. It is imported when the name is first used: --help and a
+# refused config need neither torch nor timm.
+_GROUPS = {
+    "The app of a project, and its entry point": {
+        "App": "app",
+        "main": "entry",
+    },
+    "Configs: base dataclasses, and the declaration of a key": {
+        "Config": "keys",
+        "ResolvedConfig": "keys",
+        "ModelConfig": "keys",
+        "DataConfig": "keys",
+        "OptimConfig": "keys",
+        "TrainConfig": "keys",
+        "ResolvedTrain": "keys",
+        "CheckpointConfig": "keys",
+        "ResolvedParallel": "keys",
+        "key": "keys",
+    },
+    "Tasks": {
+        "Task": "task",
+        "Loss": "task",
+        "Metric": "metric",
+    },
+    "Data": {
+        "ImageDataset": "data.dataset",
+        "CsvDataset": "data.csv_listing",
+        "InMemory": "data.dataset",
+        "Files": "data.decode",
+        "as_size": "data.dataset",
+        "TrainLoader": "data.loader",
+        "EvalLoader": "data.loader",
+        "DevicePrefetcher": "data.prefetch",
+        "Erasing": "data.erasing",
+        "Mixing": "data.mixing",
+        "check_same_data": "runtime.replica_checks",
+        "posterize_to_black": "patches",
+    },
+    "Models": {
+        "load_weights": "model.load_weights",
+        "preprocessing_of": "model.weights",
+        "create_model_with_filter": "patches",
+        "refuse_failed_download": "model.checks",
+        "run_on_black_image": "model.checks",
+        "compile_model": "model.checks",
+        "count_flops": "measure.flops",
+        "build_ema": "model.ema",
+        "freeze": "model.freeze",
+        "frozen_modules": "model.freeze",
+        "head_names": "model.freeze",
+    },
+    "Strategies, which spread a model over devices": {
+        "Strategy": "parallel.strategy",
+        "Single": "parallel.single",
+        "Distributed": "parallel.distributed",
+        "Ranks": "machine.ranks",
+        "own_parameters": "parallel.strategy",
+    },
+    "A run": {
+        "Run": "runtime.run",
+        "RunParts": "state.parts",
+        "TrainState": "state.parts",
+        "EpochSteps": "runtime.epoch_steps",
+        "Evaluation": "runtime.evaluation",
+        "evaluate": "runtime.evaluation",
+        "SavedRun": "runtime.saved_run",
+        "Tracker": "trackers.tracker",
+        "draw_confusion": "record.confusion",
+        "write_predictions": "runtime.predictions",
+    },
+    "Errors, names and scripts": {
+        "RefusedError": "errors",
+        "refuse_wrong_arguments": "errors",
+        "import_class": "machine.process",
+        "CommandLine": "config.arguments",
+        "run_on_devices": "launch.torchrun",
+        "write_json": "machine.files",
+        "write_text": "machine.files",
+    },
+}
+_MODULES = {name: module for group in _GROUPS.values() for name, module in group.items()}
+__all__ = sorted(_MODULES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__} has no attribute {name}")
+    value = getattr(import_module(f"timm_parallel.{_MODULES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

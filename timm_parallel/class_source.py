@@ -40,9 +40,9 @@ def is_own_class(name: str, folder: str = "") -> bool:
     return re.fullmatch(rf"{re.escape(place)}(\.[A-Za-z_]\w*){{2,}}", name) is not None
 
 
-def find_class(name: str) -> tuple[ast.Module, ast.ClassDef] | None:
-    """Return the parsed module in `name`, `src.<module>.<Class>`, and its class; None if there is
-    no such class.
+def find_class(name: str) -> tuple[str, ast.Module, ast.ClassDef] | None:
+    """Return the module that defines the class `name`, `src.<module>.<Class>`, its syntax tree and
+    that of the class; None if there is no such class. Follows the imports of a package.
     """
     module, _, class_name = name.rpartition(".")
     if not module:
@@ -54,9 +54,20 @@ def find_class(name: str) -> tuple[ast.Module, ast.ClassDef] | None:
                 tree = ast.parse(file.read_text(encoding="utf-8"))
                 for node in tree.body:
                     if isinstance(node, ast.ClassDef) and node.name == class_name:
-                        return tree, node
-                return None
+                        return module, tree, node
+                origin = _imports(tree).get(class_name) if file.name == "__init__.py" else None
+                return None if origin is None else find_class(origin)
     return None
+
+
+def _imports(tree: ast.Module) -> dict[str, str]:
+    """Map the names that `from … import` gives a module, also for types only, to dotted names."""
+    return {
+        alias.asname or alias.name: f"{statement.module}.{alias.name}"
+        for statement in ast.walk(tree)
+        if isinstance(statement, ast.ImportFrom)
+        for alias in statement.names
+    }
 
 
 @cache
@@ -68,14 +79,8 @@ def class_attributes(name: str) -> dict[str, Any]:
     found = find_class(name)
     if found is None:
         return {}
-    tree, node = found
-    module = name.rpartition(".")[0]
-    imported = {
-        alias.asname or alias.name: f"{statement.module}.{alias.name}"
-        for statement in tree.body
-        if isinstance(statement, ast.ImportFrom)
-        for alias in statement.names
-    }
+    module, tree, node = found
+    imported = _imports(tree)
     attributes: dict[str, Any] = {}
     # The first base wins, as in Python.
     for base in reversed(node.bases):

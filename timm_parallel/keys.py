@@ -7,8 +7,7 @@ src/schema.py adds the groups that a fork may edit, and puts all groups together
 from __future__ import annotations
 
 import dataclasses
-import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,33 +21,37 @@ STRATEGIES = {
     "ddp": "timm_parallel.parallel.distributed.Distributed",
     "fsdp": "timm_parallel.parallel.fully_sharded.FullySharded",
 }
+# The class of timm's datasets, by names such as torch/cifar10.
+TIMM_DATASETS = "timm_parallel.data.timm_datasets.TimmImages"
 # Built-in trackers: name of the package, and of the file in timm_parallel/trackers/ -> class.
 TRACKERS = {"tensorboard": "TensorBoard", "wandb": "Wandb", "mlflow": "Mlflow"}
 Bound = float | None
 
 
-def key(default: Any, *, help: str, only: str = "", **rules: Any) -> Any:
-    """Declare a config key. `help` is one sentence; `only`: the strategy or tracker that reads the
-    key; empty: all.
+def key(
+    default: Any,
+    *,
+    help: str,
+    only: str = "",
+    choices: Sequence[Any] | None = None,
+    ge: Bound = None,
+    gt: Bound = None,
+    le: Bound = None,
+    syntax: str = "",
+) -> Any:
+    """Declare a config key. `help` is one sentence.
+
+    `only`: the strategy or tracker that reads the key; empty: all. `choices`: the allowed values.
+    `ge`, `gt`, `le`: bounds (>=, >, <=) of a finite number; the only text allowed next to them is
+    `auto`. `syntax`: timm's string that the value must be, `auto_augment`.
     """
-    metadata = {"help": help, "only": only, **rules}
+    bounds = {"ge": ge, "gt": gt, "le": le}
+    metadata: dict[str, Any] = {"help": help, "only": only, "syntax": syntax, **bounds}
+    if choices is not None:
+        metadata["choices"] = tuple(choices)
     if isinstance(default, dict | list):
         return field(default_factory=default.copy, metadata=metadata)
     return field(default=default, metadata=metadata)
-
-
-def choice(default: Any, *allowed: Any, help: str, only: str = "") -> Any:
-    """Declare a config key whose value must be one of `allowed`."""
-    return key(default, help=help, choices=allowed, only=only)
-
-
-def number(
-    default: Any, *, help: str, ge: Bound = None, gt: Bound = None, le: Bound = None, only: str = ""
-) -> Any:
-    """Declare a config key for a finite number, >= `ge`, > `gt` and <= `le`. The only allowed text
-    is `auto`.
-    """
-    return key(default, help=help, ge=ge, gt=gt, le=le, only=only)
 
 
 def leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
@@ -62,13 +65,11 @@ def leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
             yield key, value, entry
 
 
-def is_regular_expression(text: str) -> bool:
-    """Return True if `re` can compile the text."""
-    try:
-        re.compile(text)
-    except re.error:
-        return False
-    return True
+def is_timm_dataset(name: str) -> bool:
+    """Return True for a dataset name of timm's factory: `torch/cifar10`, `hfds/<name>`, `wds/…`, or
+    `tar`.
+    """
+    return name.partition("/")[0] in ("torch", "hfds", "wds", "tar")
 
 
 @dataclass
@@ -77,12 +78,12 @@ class ClusterConfig:
     scheduler.
     """
 
-    scheduler: str = choice(
-        "local", "local", "slurm", "kubernetes", help="Job scheduler; local: none."
+    scheduler: str = key(
+        "local", choices=("local", "slurm", "kubernetes"), help="Job scheduler; local: none."
     )
-    nodes: int = number(1, ge=1, help="Number of nodes.")
-    gpus: int | None = number(None, ge=0, help="GPUs per node; null: a run on CPU.")
-    cpus: int | None = number(None, ge=1, help="CPU cores per node.")
+    nodes: int = key(1, ge=1, help="Number of nodes.")
+    gpus: int | None = key(None, ge=0, help="GPUs per node; null: a run on CPU.")
+    cpus: int | None = key(None, ge=1, help="CPU cores per node.")
     memory: str | None = key(None, help="Memory per node, e.g. 64G.")
     time: str | None = key(
         None, help="Time limit, hh:mm:ss or d-hh:mm:ss, after which the scheduler stops the job."
@@ -92,7 +93,7 @@ class ClusterConfig:
     partition: str | None = key(None, help="Slurm: partition of the job.")
     account: str | None = key(None, help="Slurm: account of the job.")
     gres: str | None = key(None, help="Slurm: generic resources instead of gpus, e.g. gpu:a100:4.")
-    signal_seconds: int = number(
+    signal_seconds: int = key(
         90, ge=10, help="Slurm: seconds before cluster.time to save and requeue."
     )
     image: str | None = key(None, help="Kubernetes: container image.")
@@ -106,8 +107,8 @@ class ClusterConfig:
 class SweepConfig:
     """Sweeps, read with --multirun only."""
 
-    repeats: int = number(1, ge=1, help="Blocks that run every point once, with new seeds.")
-    smallest_difference: float = number(
+    repeats: int = key(1, ge=1, help="Blocks that run every point once, with new seeds.")
+    smallest_difference: float = key(
         0.03, gt=0, le=1, help="Smallest relative difference that matters, see docs/report.md."
     )
     baseline: str | None = key(
@@ -118,7 +119,7 @@ class SweepConfig:
     )
     resume: str | None = key(None, help="A sweep folder: run its missing and failed jobs.")
     dry_run: bool = key(False, help="Print the jobs with their derived values, and exit.")
-    jobs: int | str = number(
+    jobs: int | str = key(
         1, ge=1, help="Concurrent jobs, each on other devices or cores; auto: as many as fit."
     )
     timed: bool = key(False, help="The sweep compares speed, so its jobs run one at a time.")
@@ -133,16 +134,16 @@ class SearchConfig:
     Optuna sweeper.
     """
 
-    sampler: str | None = choice(
-        None, "tpe", "random", help="Sampler of the trials; null: no search."
+    sampler: str | None = key(
+        None, choices=("tpe", "random"), help="Sampler of the trials; null: no search."
     )
-    n_trials: int = number(20, ge=1, help="Trials in total, those before a resume included.")
-    n_jobs: int | str = number(1, ge=1, help="Concurrent trials, as sweep.jobs.")
-    confirm: int | None = number(
+    n_trials: int = key(20, ge=1, help="Trials in total, those before a resume included.")
+    n_jobs: int | str = key(1, ge=1, help="Concurrent trials, as sweep.jobs.")
+    confirm: int | None = key(
         None, ge=2, help="Train the best trial and the default settings with N new seeds."
     )
-    direction: str | None = choice(
-        None, "maximize", "minimize", help="Direction of optimized_metric; null: its own."
+    direction: str | None = key(
+        None, choices=("maximize", "minimize"), help="Direction of optimized_metric; null: its own."
     )
     storage: str | None = key(
         None, help="Database URL; null: study.db in the sweep folder; passwords: ${oc.env:…}."
@@ -151,23 +152,21 @@ class SearchConfig:
         None, help="Name of the study; null: task_name and the name of the sweep folder."
     )
     params: dict[str, Any] = key(
-        {}, help="Key: interval(a,b), tag(log,interval(a,b)), choice(a,b), range(a,b) or a,b."
+        {},
+        help="Key: interval(a,b), tag(log,interval(a,b)), choice(a,b), range(a,b) or a,b.",
     )
-    max_failure_rate: float = number(
+    max_failure_rate: float = key(
         0.5, ge=0, le=1, help="Share of n_trials; more failed trials end the search."
     )
-    seed: int | None = number(None, ge=0, help="Seed of the sampler; null: the key seed.")
-    pruner: str = choice(
+    seed: int | None = key(None, ge=0, help="Seed of the sampler; null: the key seed.")
+    pruner: str = key(
         "median",
-        "median",
-        "none",
+        choices=("median", "none"),
         help="median stops a trial that is worse than the median of the others at the same "
         "evaluation.",
     )
-    n_startup_trials: int = number(5, ge=0, help="Finished trials before the pruner stops any.")
-    n_warmup_steps: int = number(
-        0, ge=0, help="Evaluations of a trial before the pruner may stop it."
-    )
+    n_startup_trials: int = key(5, ge=0, help="Finished trials before the pruner stops any.")
+    n_warmup_steps: int = key(0, ge=0, help="Evaluations of a trial before the pruner may stop it.")
 
 
 @dataclass
@@ -181,8 +180,11 @@ class TrackerConfig:
     )
     project: str | None = key(None, help="Project of wandb, experiment of mlflow; null: task_name.")
     entity: str | None = key(None, only="wandb", help="User or team; null: your default one.")
-    mode: str | None = choice(
-        None, "online", "offline", only="wandb", help="null: the variable WANDB_MODE, or online."
+    mode: str | None = key(
+        None,
+        choices=("online", "offline"),
+        only="wandb",
+        help="null: the variable WANDB_MODE, or online.",
     )
     uri: str | None = key(
         None, only="mlflow", help="Server; null: MLFLOW_TRACKING_URI, or <output_dir>/mlflow.db."
@@ -226,6 +228,23 @@ class ModelConfig:
         help="false: train what the file lacks, or does not fit, from scratch; a loss always "
         "starts so.",
     )
+    kwargs: dict[str, Any] = key(
+        {}, help="More arguments of `timm.create_model`, or of your class."
+    )
+
+    @property
+    def is_own(self) -> bool:
+        """True for a class of the project instead of a model of timm."""
+        return is_own_class(self.name)
+
+    def problems(self, whole: Any) -> Iterator[str]:
+        """Yield an error message for each key that does not fit the others."""
+        loads_weights = class_attributes(self.name).get("has_pretrained", False)
+        if self.pretrained and self.is_own and not loads_weights:
+            yield (
+                f"model.pretrained=true: timm has no weights for {self.name}; give a file: "
+                "model.weights=<file>"
+            )
 
     def for_evaluation(self) -> None:
         """Reset what concerns training only. Called on the config of an evaluation."""
@@ -247,23 +266,36 @@ class DataConfig:
     root: str | None = key(
         None, help="Folder (or CSV file) to read; digits and synthetic refuse it."
     )
-    val_fraction: float | None = number(
+    val_fraction: float | None = key(
         None, gt=0, le=1, help="Share of images for val, by a hash of path or group."
     )
-    test_fraction: float | None = number(
+    test_fraction: float | None = key(
         None, gt=0, le=1, help="Share of images for test, with val_fraction."
     )
     group_pattern: str | None = key(
         None, help="folder: regex; images whose paths match the same text share a split."
     )
-    fold: int | None = number(None, ge=0, help="csv: the fold that is val.")
-    batch_size: int | None = number(
+    fold: int | None = key(None, ge=0, help="csv: the fold that is val.")
+    batch_size: int | None = key(
         64, ge=1, help="Global batch: images per forward pass over all devices."
     )
-    batch_size_per_device: int | None = number(
+    batch_size_per_device: int | None = key(
         None, ge=1, help="Set instead of batch_size, e.g. for weak scaling."
     )
+    limit_train: int | None = key(
+        None, ge=1, help="Train on so many images, of a fixed permutation."
+    )
     kwargs: dict[str, Any] = key({}, help="More arguments of the dataset's class.")
+
+    @property
+    def is_own(self) -> bool:
+        """True for a class of the project instead of a dataset by name."""
+        return is_own_class(self.name)
+
+    @property
+    def is_from_timm(self) -> bool:
+        """True for a name of timm's dataset factory: `torch/cifar10`, `hfds/<name>`, `wds/…`."""
+        return is_timm_dataset(self.name)
 
     @property
     def pairs_images(self) -> bool:
@@ -289,45 +321,44 @@ class ParallelConfig:
     options: dict[str, Any] = key(
         {}, help="For a strategy class of your own: what it reads of `config.options`."
     )
-    devices: int | str = number(
+    devices: int | str = key(
         "auto", ge=1, help="Number; auto: CUDA devices that divide the batch, else 1 or 2."
     )
-    accelerator: str = choice(
-        "auto", "auto", "cpu", "cuda", "mps", help="Kind of device; auto: cuda, mps, else cpu."
+    accelerator: str = key(
+        "auto",
+        choices=("auto", "cpu", "cuda", "mps"),
+        help="Kind of device; auto: cuda, mps, else cpu.",
     )
-    threads_per_device: int | str = number(
+    threads_per_device: int | str = key(
         "auto", ge=1, help="CPU threads per rank or replica; auto: cores / devices."
     )
-    backend: str = choice(
+    backend: str = key(
         "auto",
-        "auto",
-        "nccl",
-        "gloo",
-        "mpi",
+        choices=("auto", "nccl", "gloo", "mpi"),
         help="Backend of ranks; auto: nccl on CUDA, else gloo.",
     )
-    start_timeout: int = number(
+    start_timeout: int = key(
         300, ge=1, help="Seconds without progress before a rank's first step that end the run."
     )
-    timeout: int = number(
+    timeout: int = key(
         120, ge=1, help="Seconds without progress between later steps, after which the run ends."
     )
-    max_restarts: int = number(
+    max_restarts: int = key(
         0, ge=0, help="How often ddp or fsdp restarts all ranks after one has failed."
     )
     device_ids: list[int] | None = key(
         None, help="CUDA devices by number (not of single); null: the first ones."
     )
-    output_device: int | None = number(
+    output_device: int | None = key(
         None, ge=0, help="CUDA device of the outputs (dp, ddp); null: the first one."
     )
-    dim: int | None = number(
+    dim: int | None = key(
         None, ge=0, only="dp", help="Dimension along which DataParallel splits a batch."
     )
     loss_in_replica: bool | None = key(
         None, only="dp", help="Compute the loss in each replica, not on the outputs."
     )
-    bucket_cap_mb: float | None = number(
+    bucket_cap_mb: float | None = key(
         None, gt=0, only="ddp", help="Size of DDP's gradient buckets in MiB."
     )
     broadcast_buffers: bool | None = key(
@@ -345,13 +376,15 @@ class ParallelConfig:
     static_graph: bool | None = key(
         None, only="ddp", help="Promise DDP that the graph is the same in every step."
     )
-    comm_hook: str | None = choice(
-        None, "bf16", "fp16", only="ddp", help="Send gradients in 16 bits; null: unchanged."
-    )
-    dist_bn: str | None = choice(
+    comm_hook: str | None = key(
         None,
-        "broadcast",
-        "reduce",
+        choices=("bf16", "fp16"),
+        only="ddp",
+        help="Send gradients in 16 bits; null: unchanged.",
+    )
+    dist_bn: str | None = key(
+        None,
+        choices=("broadcast", "reduce"),
         only="ddp",
         help="Evaluate BatchNorm with rank 0's statistics (also null) or with the mean over the "
         "ranks.",
@@ -359,7 +392,7 @@ class ParallelConfig:
     reshard_after_forward: bool | None = key(
         None, only="fsdp", help="false: gather weights once a batch, not twice."
     )
-    shard_size: int | None = number(
+    shard_size: int | None = key(
         None, ge=2, only="fsdp", help="Devices that hold a model together; null: all."
     )
 
@@ -459,40 +492,51 @@ class OptimConfig:
     """Keys of the optimizer that the library reads. src/schema.py adds the others."""
 
     opt: str = key("adamw", help="Any timm optimizer, or `src.<module>.<Class>` of your own.")
-    lr: float = number(1e-3, gt=0, help="Peak learning rate, before lr_rule.")
+    lr: float = key(1e-3, gt=0, help="Peak learning rate, before lr_rule.")
+
+    @property
+    def is_own(self) -> bool:
+        """True for a class of the project instead of an optimizer of timm."""
+        return is_own_class(self.opt)
+
+    @property
+    def works_on_parts(self) -> bool:
+        """True if a class of the project declares that it can update parts of tensors."""
+        return bool(class_attributes(self.opt).get("works_on_parts", False))
 
 
 @dataclass
 class TrainConfig:
     """Keys of the training loop that the library reads. src/schema.py adds the others."""
 
-    epochs: int = number(8, ge=1, help="Epochs to train; the schedule has this length.")
-    max_steps: int | None = number(
+    epochs: int = key(8, ge=1, help="Epochs to train; the schedule has this length.")
+    max_steps: int | None = key(
         None, ge=1, help="Optimizer steps after which training ends, if epochs is longer."
     )
+    log_every: int = key(10, ge=1, help="Steps between two logged lines.")
     task: str = key("", help="What is learned: a task by name, or a class of your own.")
     task_kwargs: dict[str, Any] = key({}, help="Options of the task, see its class.")
     loss: str = key("", help="A loss of the task by name, or a class of your own.")
     loss_kwargs: dict[str, Any] = key({}, help="More arguments of the loss, e.g. {gamma: 2}.")
-    precision: str = choice(
-        "fp32", "fp32", "tf32", "bf16", "fp16", help="Number format; bf16, fp16: autocast."
+    precision: str = key(
+        "fp32",
+        choices=("fp32", "tf32", "bf16", "fp16"),
+        help="Number format; bf16, fp16: autocast.",
     )
     deterministic: bool = key(
         False, help="Use only torch's deterministic algorithms, for equal bits on a GPU; slower."
     )
-    accumulate: int | str = number(
+    accumulate: int | str = key(
         1, ge=1, help="Batches per optimizer step; auto: divide the batch until it fits in memory."
     )
-    evaluate_every: int = number(
-        1, ge=0, help="Epochs between two evaluations; 0: only at the end."
-    )
-    evaluate_every_steps: int | None = number(
+    evaluate_every: int = key(1, ge=0, help="Epochs between two evaluations; 0: only at the end.")
+    evaluate_every_steps: int | None = key(
         None, ge=1, help="Steps between two evaluations within an epoch, each saved; null: none."
     )
-    target_loss: float | None = number(
+    target_loss: float | None = key(
         None, gt=0, help="The last lines state whether train/loss fell below it."
     )
-    early_stop: int | None = number(
+    early_stop: int | None = key(
         None, ge=1, help="Stop after so many evaluations without a better checkpoint.metric."
     )
 
@@ -501,14 +545,14 @@ class TrainConfig:
 class CheckpointConfig:
     """Checkpoints: last.pt, best.pt and step_N.pt in `checkpoints/` of the run folder."""
 
-    every_steps: int | None = number(
+    every_steps: int | None = key(
         None, ge=1, help="Steps between two saves; null: save after each epoch."
     )
-    every_minutes: float | None = number(
+    every_minutes: float | None = key(
         None, gt=0, help="Minutes between two saves, at the next logged step."
     )
-    keep: int = number(1, ge=1, help="Number of step_N.pt files to keep.")
-    top: int = number(
+    keep: int = key(1, ge=1, help="Number of step_N.pt files to keep.")
+    top: int = key(
         1,
         ge=1,
         help="Number of best checkpoints to keep, by metric: best_step_N.pt; 1: best.pt only.",
@@ -522,7 +566,7 @@ class Config:
 
     task_name: str = key("train", help="Name of the task; its runs are in outputs/<task_name>/.")
     tags: list[str] = key([], help="Labels of your own, stored with the run.")
-    seed: int = number(
+    seed: int = key(
         42, ge=0, le=2**63 - 1, help="Seed of weights, sample order, augmentation and dropout."
     )
     resume: str | None = key(
@@ -535,8 +579,10 @@ class Config:
     optimized_metric: str | None = key(
         None, help="Metric that a search optimizes; null: the best checkpoint.metric."
     )
-    print_config: bool | str = choice(
-        True, True, False, "full", help="Print what differs from a plain run, all (full) or none."
+    print_config: bool | str = key(
+        True,
+        choices=(True, False, "full"),
+        help="Print what differs from a plain run, all (full) or none.",
     )
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -556,6 +602,11 @@ class Config:
         once.
         """
         return (self.data,)
+
+    @property
+    def metrics_read(self) -> dict[str, str]:
+        """Map each key that names a metric to its value."""
+        return {"checkpoint.metric": self.checkpoint.metric, "optimized_metric": self.objective}
 
     @property
     def objective(self) -> str:
@@ -578,6 +629,12 @@ class ResolvedTrain(TrainConfig):
     """TrainConfig in which the number of batches per optimizer step is an integer, not `auto`."""
 
     accumulate: int = 1
+
+    def count_steps(self, batches_per_epoch: int) -> tuple[int, int]:
+        """Return the optimizer steps per epoch and in total."""
+        per_epoch = batches_per_epoch // self.accumulate
+        total = self.epochs * per_epoch
+        return per_epoch, total if self.max_steps is None else min(total, self.max_steps)
 
 
 @dataclass

@@ -42,14 +42,19 @@ class Project(Generic[C, R]):
     # Dotted names of functions.
     run: str  # (config, folder, ranks, store): train as one rank
     rules: str  # (config): yield an error message for each key that does not fit the others
-    check_data: str  # (config): raise ValueError for data that cannot be read
-    check_batch: str  # (config): raise ValueError for more than a batch of the data
-    training_size: str  # (config.data): number of training images, None if it takes long to count
     metrics: Mapping[str, Metric]
     preload: tuple[str, ...]  # modules of a run, which the server that forks jobs imports
     trial: tuple[str, ...]  # overrides of a run of seconds, with which doctor tries a strategy
-    # Name -> dotted name of the class.
+    # Name -> dotted name of the class. Without tasks, or datasets, their names are not checked.
+    tasks: Mapping[str, str] = field(default_factory=dict)
+    datasets: Mapping[str, str] = field(default_factory=dict)
     strategies: Mapping[str, str] = field(default_factory=STRATEGIES.copy)
+    # (config): raise ValueError for data that cannot be read
+    check_data: str = "timm_parallel.data.build.check_data"
+    # (config): raise ValueError for more than a batch of the data
+    check_batch: str = "timm_parallel.data.build.check_batch"
+    # (config.data): number of training images, None if it takes long to count
+    training_size: str = "timm_parallel.data.build.training_size"
     multirun: str | None = "timm_parallel.lab.multirun.main"  # None: no sweeps
 
     def __post_init__(self) -> None:

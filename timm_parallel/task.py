@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
+from timm_parallel.class_source import class_attributes
 from timm_parallel.errors import refuse_wrong_arguments
 from timm_parallel.keys import ResolvedConfig
-from timm_parallel.machine.process import import_name
+from timm_parallel.machine.process import import_class, import_name
 from timm_parallel.metric import Metric
+from timm_parallel.project import current
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -86,6 +88,11 @@ class Task(Targets, Generic[C]):
         self.options: Any = self.Options(**config.train.task_kwargs)
         self.loss = self.find_loss(config.train.loss)
 
+    @staticmethod
+    def find(name: str) -> type[Task[Any]]:
+        """Return the class of a value of `train.task`. Raises ValueError for another class."""
+        return import_class("train.task", name, Task, current().tasks)
+
     @classmethod
     def find_loss(cls, name: str) -> Loss:
         """Return the loss of this name, or one for a class of the project."""
@@ -100,6 +107,13 @@ class Task(Targets, Generic[C]):
             of_samples,
             getattr(loss_class, "reads", ()),
         )
+
+    @classmethod
+    def options_of_loss(cls, name: str) -> tuple[str, ...]:
+        """Return those of OPTIONS that a loss of the task, or your own class, reads."""
+        if name in cls.losses:
+            return cls.losses[name].reads
+        return tuple(class_attributes(name).get("reads", ()))
 
     # Data.
 

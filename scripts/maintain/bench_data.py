@@ -77,10 +77,10 @@ def core(folder: Path) -> Epoch:
 def _our_loader(folder: Path, workers: int) -> Any:
     import torch
 
-    from src.data.datasets import build_dataset
     from src.data.transforms import OnImage, train_transform
     from src.schema import AugmentConfig, DataConfig
-    from timm_parallel.data.loader import train_loader
+    from timm_parallel.data.build import build_dataset
+    from timm_parallel.data.loader import TrainLoader
     from timm_parallel.data.prefetch import DevicePrefetcher
     from timm_parallel.machine.ranks import Ranks
     from timm_parallel.parallel.group import ProcessGroup
@@ -90,7 +90,7 @@ def _our_loader(folder: Path, workers: int) -> Any:
     augment = AugmentConfig(scale=[0.08, 1.0], hflip=0.5)
     transform = OnImage.of(train_transform(augment, (SIZE, SIZE), True))
     prefetcher = DevicePrefetcher(torch.device("cpu"), (0.5,) * 3, (0.5,) * 3, channels_last=False)
-    return train_loader(
+    return TrainLoader(
         split,
         Targets(),
         prefetcher,

@@ -22,7 +22,7 @@ from torch.profiler import ProfilerActivity
 from src.app import app
 from src.schema import ResolvedConfig
 from src.train.build import build_run
-from src.train.loop import train_epoch
+from src.train.loop import run_steps
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.parallel.build import build_strategy
 from timm_parallel.state.parts import RunParts
@@ -54,7 +54,7 @@ def measure(accelerator: str, *overrides: str) -> dict[str, float]:
     """
     steps = WARM_UP + STEPS
     batch = 64 if accelerator == "cuda" else 8
-    config, run = prepare(
+    _, run = prepare(
         *(f"parallel.accelerator={accelerator}", "parallel.threads_per_device=1", "train.epochs=1"),
         *(
             f"data.batch_size={batch}",
@@ -64,15 +64,7 @@ def measure(accelerator: str, *overrides: str) -> dict[str, float]:
         *overrides,
     )
     cuda = accelerator == "cuda"
-    reports = train_epoch(
-        run.state,
-        run.train_loader.epoch(0),
-        config,
-        run.strategy,
-        run.hooks,
-        run.steps_per_epoch,
-        run.mixing,
-    )
+    reports = run_steps(run, run.train_loader.epoch(0))
     next(reports)
     began = time.perf_counter()
     with torch.profiler.profile(

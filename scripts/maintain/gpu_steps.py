@@ -19,8 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 
 from scripts.maintain.gpu_profile import prepare
-from src.train.loop import train_epoch
-from timm_parallel.runtime.determinism import use_deterministic_algorithms
+from src.train.loop import run_steps
+from timm_parallel.parallel.build import use_deterministic_algorithms
 
 STEPS = 2
 
@@ -28,7 +28,7 @@ STEPS = 2
 def trained(name: str) -> list[torch.Tensor]:
     """Return the weights of a model after STEPS steps on random images."""
     torch.manual_seed(0)
-    config, run = prepare(
+    _, run = prepare(
         *(
             "parallel.accelerator=cuda",
             "model=resnet18",
@@ -44,9 +44,7 @@ def trained(name: str) -> list[torch.Tensor]:
         *("train.precision=bf16", "optim.warmup_epochs=0"),
     )
     batches = run.train_loader.epoch(0)
-    for _ in train_epoch(
-        run.state, batches, config, run.strategy, run.hooks, run.steps_per_epoch, run.mixing
-    ):
+    for _ in run_steps(run, batches):
         pass
     return [parameter.detach().cpu() for parameter in run.state.model.parameters()]
 

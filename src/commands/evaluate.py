@@ -14,20 +14,20 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 from torch import nn
 
+from src.app import app
 from src.schema import ResolvedConfig
 from src.train.build import DataAndModel, build_data_and_model
 from src.train.step import AUTOCAST, Autocast
-from timm_parallel.machine.files import write_text
-from timm_parallel.machine.ranks import Ranks
-from timm_parallel.model.load_weights import load_weights
-from timm_parallel.model.weights import preprocessing_of
-from timm_parallel.parallel.build import build_strategy
-from timm_parallel.parallel.strategy import Strategy
-from timm_parallel.runtime.determinism import use_deterministic_algorithms
-from timm_parallel.runtime.evaluation import Evaluation, evaluate
-from timm_parallel.runtime.predictions import prediction_table
-from timm_parallel.runtime.replica_checks import measured_world_size
-from timm_parallel.state import checkpoint, restoring
+from timm_parallel import (
+    Evaluation,
+    Ranks,
+    SavedRun,
+    Strategy,
+    evaluate,
+    load_weights,
+    preprocessing_of,
+    write_text,
+)
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -53,15 +53,13 @@ def evaluate_config(
     write, with a line per image. `weights`: model, or ema (averaged); None: evaluate both, and
     predict with those that checkpoint.metric evaluates.
     """
-    if config.train.deterministic:
-        use_deterministic_algorithms()
     with ExitStack() as on_close:
-        strategy = build_strategy(config.parallel, ranks, store)
+        strategy = app.build_strategy(config.parallel, ranks, store, config.train.deterministic)
         on_close.callback(strategy.close)
         path: Path | None = None
         contents: dict[str, Any] = {}
         if folder is not None:
-            path, contents = checkpoint.load_from_run(folder, which)
+            path, contents = SavedRun(folder).checkpoint(which)
             _prepare_as_trained(config, contents.get("preprocessing", {}))
         elif config.model.weights is not None:
             _prepare_as_trained(config, preprocessing_of(Path(config.model.weights)))
@@ -84,18 +82,18 @@ def evaluate_config(
         tables: list[pd.DataFrame] = []
         for evaluated, name in itertools.product(sets, chosen):
             if contents:
-                restoring.fill(model, contents, evaluated)
+                SavedRun.fill(model, contents, evaluated)
             keeps_rows = predictions is not None and evaluated == predicting
             evaluation = _evaluate_split(config, strategy, built, name, keeps_rows)
             if keeps_rows and strategy.is_first:
-                rows = prediction_table(evaluation, getattr(dataset, name), task)
+                rows = evaluation.table(getattr(dataset, name), task)
                 tables.append(rows.assign(split=name, weights=evaluated))
             source = (
                 {"checkpoint": str(path), "weights": evaluated}
                 if contents
                 else {"model": config.model.name}
             )
-            world_size = measured_world_size(strategy)
+            world_size = strategy.measured_world_size()
             yield (
                 name,
                 {

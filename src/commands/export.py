@@ -17,7 +17,7 @@ from timm.utils.onnx import onnx_export
 from torch import nn
 
 from src.commands.load import Trained
-from timm_parallel.machine.files import write_json
+from timm_parallel import write_json
 
 # Largest difference of outputs that counts as rounding, because a traced program may use other
 # kernels. It is relative to the largest score, or absolute if all scores are below 1.

@@ -14,9 +14,7 @@ import timm
 from src.commands.export import base_model, check_same, export_safetensors
 from src.commands.load import Trained
 from src.tasks.classification import sigmoid
-from timm_parallel.machine.files import write_json, write_text
-from timm_parallel.record.environment import read_environment
-from timm_parallel.record.result import Result, read_metrics, read_result
+from timm_parallel import SavedRun, write_json, write_text
 
 TEMPLATE = Path(__file__).with_name("model_card.md.j2")
 
@@ -28,15 +26,15 @@ def export_hub(trained: Trained, folder: Path) -> list[str]:
     Raises ValueError for a model that is not timm's, a task that transformers does not have and an
     unfinished run, RuntimeError if outputs differ.
     """
-    name, result = trained.config.model.name, read_result(trained.run)
+    name, saved = trained.config.model.name, SavedRun(trained.run)
     if name.startswith("src."):
         raise ValueError(
             f"format=hub: model.name={name}: expected a model of timm; use another format"
         )
-    if result.status != "done":
+    if saved.result.status != "done":
         raise ValueError(
-            f"format=hub: run={trained.run}: {result.status}, expected done; continue it with "
-            "resume"
+            f"format=hub: run={trained.run}: {saved.result.status}, expected done; continue it "
+            "with resume"
         )
     if trained.task.problem_type is None and not _activation(trained.task):
         raise ValueError(
@@ -47,7 +45,7 @@ def export_hub(trained: Trained, folder: Path) -> list[str]:
     _complete_config(trained, folder / "config.json")
     by_folder = f"local-dir:{folder.resolve()}"
     check_same(trained, timm.create_model(by_folder, pretrained=True), folder)
-    write_text(folder / "README.md", _model_card(trained, result))
+    write_text(folder / "README.md", _model_card(trained, saved))
     return [
         f"timm.create_model({by_folder!r}, pretrained=True)",
         f"transformers.AutoModelForImageClassification.from_pretrained({str(folder)!r})",
@@ -67,7 +65,7 @@ def _complete_config(trained: Trained, path: Path) -> None:
     write_json(path, config)
 
 
-def _model_card(trained: Trained, result: Result) -> str:
+def _model_card(trained: Trained, saved: SavedRun) -> str:
     """Return the text of the model card, from the records of the run."""
     data, template = trained.config.data, TEMPLATE.read_text(encoding="utf-8")
     return jinja2.Template(
@@ -78,9 +76,9 @@ def _model_card(trained: Trained, result: Result) -> str:
         base_model=base_model(trained),
         # Image folders and CSV files have no other name than that of their path.
         data=Path(str(data.root)).name if data.name in ("folder", "csv") else data.name,
-        result=result,
-        environment=read_environment(trained.run),
-        metrics=_metrics(trained, result),
+        result=saved.result,
+        environment=saved.environment,
+        metrics=_metrics(trained, saved),
         activation=_activation(trained.task),
     )
 
@@ -93,12 +91,13 @@ def _activation(task: Any) -> str:
     return ".sigmoid()" if probabilities is sigmoid else ".softmax(1)"
 
 
-def _metrics(trained: Trained, result: Result) -> list[tuple[str, str, float, int]]:
+def _metrics(trained: Trained, saved: SavedRun) -> list[tuple[str, str, float, int]]:
     """Return (split, metric, value, images) of the exported weights: val at their step, test if the
     run tested them.
     """
     numbers: dict[str, Any] = {}
-    for line in read_metrics(trained.run / "metrics.jsonl"):
+    result = saved.result
+    for line in saved.metrics:
         if line["step"] == trained.step:
             numbers |= {key: value for key, value in line.items() if key.startswith("val/")}
     if (

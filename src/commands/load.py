@@ -12,10 +12,7 @@ from src.app import app
 from src.data.transforms import Preprocessing
 from src.models.build import build_model
 from src.schema import ResolvedConfig
-from src.tasks import build_task
-from timm_parallel.data.dataset import as_size
-from timm_parallel.state import checkpoint, restoring
-from timm_parallel.task import Task
+from timm_parallel import SavedRun, Task, as_size
 
 
 @dataclass
@@ -33,15 +30,20 @@ class Trained:
 
 
 def load_trained(
-    folder: Path, which: str | None, weights: str | None, device: torch.device
+    folder: Path,
+    which: str | None = None,
+    weights: str | None = None,
+    device: torch.device | None = None,
 ) -> Trained:
     """Load the model of a run. `which`: the checkpoint, as best, last or a file; None: the one that
     result.json names.
 
-    `weights`: model, or ema (averaged); None: those that checkpoint.metric evaluates.
+    `weights`: model, or ema (averaged); None: those that checkpoint.metric evaluates. `device`:
+    None for the CPU.
     """
+    device = device or torch.device("cpu")
     config = app.load_config(folder)
-    path, contents = checkpoint.load_from_run(folder, which)
+    path, contents = SavedRun(folder).checkpoint(which)
     preprocessing = Preprocessing(**contents["preprocessing"])
     weights = weights or ("ema" if config.checkpoint.metric.endswith("_ema") else "model")
     size = config.data.image_size
@@ -51,7 +53,7 @@ def load_trained(
     untrained = replace(
         config.model, pretrained=False, weights=None, grad_checkpointing=False, sync_bn=False
     )
-    task = build_task(config, contents["classes"])
+    task = Task.find(config.train.task)(config, contents["classes"])
     model = build_model(
         untrained,
         task.num_outputs,
@@ -59,6 +61,6 @@ def load_trained(
         None if size is None else as_size(size),
         device,
     )
-    restoring.fill(model, contents, weights)
+    SavedRun.fill(model, contents, weights)
     step = contents["progress"]["step"]
     return Trained(model.eval(), config, preprocessing, task, path, weights, folder, step)

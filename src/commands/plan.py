@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
@@ -17,24 +17,13 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from src.app import app
-from src.data.datasets import build_dataset
 from src.models.build import build_model
 from src.models.preprocessing import train_image_size
 from src.schema import Config, ResolvedConfig
-from src.tasks import build_task, find_task
-from src.train.check import check_data
 from src.train.optim import build_optimizer
 from src.train.step import AUTOCAST, Autocast, TrainStep
-from timm_parallel.config.validate import check_combination
-from timm_parallel.data.dataset import ImageDataset, as_size
-from timm_parallel.data.fractions import batches_per_epoch
-from timm_parallel.lab.forecast.plan import Bytes, Plan
-from timm_parallel.measure.flops import flop_counter, saved_for_backward
-from timm_parallel.model.freeze import freeze
-from timm_parallel.parallel.blocks import blocks_of
-from timm_parallel.state.parts import count_parameters
-from timm_parallel.state.progress import count_steps
-from timm_parallel.task import Task
+from timm_parallel import ImageDataset, Task, as_size, freeze
+from timm_parallel.lab import Plan, measure_step
 
 SMALL_FOR_BATCHNORM = (
     16  # images per device; below, error rises (Wu & He 2018, arXiv:1803.08494, figure 1)
@@ -61,15 +50,13 @@ def plan(
     config = app.compose(*overrides)
     if sizes is None:
         try:
-            check_data(config)
+            app.call(app.check_data, config)
         except ValueError as error:
             raise ValueError(
                 f"{error}; or give images=N classes=N to plan without the data"
             ) from None
     images = (
-        build_dataset(config.data, target=find_task(config.train.task).target)
-        if sizes is None
-        else Sizes(*sizes, config.model.in_chans or 3)
+        app.build_dataset(config) if sizes is None else Sizes(*sizes, config.model.in_chans or 3)
     )
     # A plan does not depend on the values of the weights.
     config.model.pretrained, config.model.weights = False, None
@@ -101,19 +88,19 @@ def _resolved_for(config: Config, devices: int) -> ResolvedConfig:
     if config.train.accumulate == "auto":
         config.train.accumulate = 1
     config.parallel.choose_strategy(several=devices > 1)
-    check_combination(config)
+    app.check(config)
     return app.resolve(config, devices, 1) if config.parallel.has_ranks else app.resolve(config)
 
 
 def _count(config: ResolvedConfig, images: ImageDataset, devices: int) -> Plan:
     batch, train = config.global_batch, config.train
     size = min(len(images.train), config.data.limit_train or len(images.train))
-    batches = batches_per_epoch(size, batch, train.accumulate)
+    batches = app.batches_per_epoch(config, size)
     dropped = size - batches * batch
-    steps_per_epoch, steps = count_steps(train, batches)
+    steps_per_epoch, steps = train.count_steps(batches)
     chunk = math.ceil(batch / devices)
     sides = config.data.image_size or images.image_size
-    task = build_task(config, images.target_names)
+    task = Task.find(config.train.task)(config, images.target_names)
     # On meta, because timm reads values of some tensors while it builds a model, which fake tensors
     # lack.
     with torch.device("meta"):
@@ -141,7 +128,7 @@ def _count(config: ResolvedConfig, images: ImageDataset, devices: int) -> Plan:
         steps_per_epoch=steps_per_epoch,
         steps=steps,
         learning_rate=config.learning_rate,
-        parameters=count_parameters(model),
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
         flops_per_step=flops * devices * train.accumulate,
         bytes=memory,
         warnings=list(_warnings(config, model, chunk, dropped, size)),
@@ -150,7 +137,7 @@ def _count(config: ResolvedConfig, images: ImageDataset, devices: int) -> Plan:
 
 def _step(
     config: ResolvedConfig, model: nn.Module, task: Task[ResolvedConfig], images: Tensor
-) -> tuple[int, Bytes]:
+) -> tuple[int, Any]:
     """Run a step on a fake batch of one device. Return its FLOPs (forward and backward) and its
     memory.
     """
@@ -169,53 +156,15 @@ def _step(
         criterion.to_empty(device="cpu")
     step = TrainStep(autocast, criterion, task).train()
     optimizer = build_optimizer(config.optim, config.learning_rate, model, step=step)
-    averaged = [*model.parameters(), *model.buffers()]
-    weights = [*step.parameters(), *step.buffers()]
-    with flop_counter() as counter, saved_for_backward(excluding=[*weights, images]) as saved:
-        loss, _ = step(images, targets)
-        loss.backward()
-    optimizer.step()
-    gradients = [p.grad for p in step.parameters() if p.grad is not None]
-    states = (
-        value
-        for state in optimizer.state.values()
-        for value in state.values()
-        if isinstance(value, Tensor)
+    return measure_step(
+        config.parallel,
+        step,
+        model,
+        optimizer,
+        (images, targets),
+        dtype=AUTOCAST[config.train.precision],
+        has_ema=config.model.ema.decay is not None,
     )
-    parallel = config.parallel
-    parts = (parallel.shard_size or parallel.devices) if parallel.shards else 1
-    memory = Bytes(
-        weights=_size(weights) // parts,
-        gradients=_size(gradients) // parts,
-        optimizer=_size(states) // parts,
-        ema=0 if config.model.ema.decay is None else _size(averaged) // parts,
-        activations=sum(storage.nbytes() for storage in saved.values()),
-        batch=_size([images, targets]),
-        buckets=_size(gradients)
-        if parallel.has_buckets and not parallel.gradient_as_bucket_view
-        else 0,
-        gathered=_gathered(config, model) if parts > 1 else 0,
-    )
-    return counter.get_total_flops(), memory
-
-
-def _gathered(config: ResolvedConfig, model: nn.Module) -> int:
-    """Return the most bytes of whole parameters that fsdp holds at once: those outside blocks, and
-    of two blocks.
-
-    The second block is fetched while the first computes.
-    """
-    dtype = AUTOCAST[config.train.precision]
-    sizes = {p: p.numel() * (dtype or p.dtype).itemsize for p in model.parameters()}
-    blocks = sorted(
-        sum(sizes[parameter] for parameter in block.parameters()) for block in blocks_of(model)
-    )
-    freed = 0 if config.parallel.reshard_after_forward is False else sum(blocks[:-2])
-    return sum(sizes.values()) - freed
-
-
-def _size(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors)
 
 
 def _warnings(

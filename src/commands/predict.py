@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +14,15 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
+from src.app import app
 from src.commands.load import Trained, load_trained
 from src.data.transforms import OnImage, evaluation_transform
 from src.schema import ResolvedParallel
 from src.train.step import AUTOCAST, Autocast
-from timm_parallel.data.decode import Files
-from timm_parallel.data.loader import Loader, eval_loader
-from timm_parallel.data.prefetch import DevicePrefetcher
-from timm_parallel.machine.ranks import Ranks
-from timm_parallel.parallel.build import build_strategy
-from timm_parallel.parallel.strategy import Strategy
-from timm_parallel.runtime.predictions import Prediction
-from timm_parallel.task import Targets, Task
+from timm_parallel import DevicePrefetcher, EvalLoader, Files, Ranks, Strategy, Task
+
+# Path of an image file -> plain values by name; None for a file that cannot be read.
+Predictions = dict[str, dict[str, Any] | None]
 
 
 @dataclass
@@ -43,9 +40,7 @@ class PredictionRequest:
     folder: Path | None = None  # for files of predictions, such as masks
 
 
-def predict(
-    request: PredictionRequest, ranks: Ranks, store: Any
-) -> tuple[list[Prediction], Task[Any]]:
+def predict(request: PredictionRequest, ranks: Ranks, store: Any) -> tuple[Predictions, Task[Any]]:
     """Predict the image files of `request`, shared among the ranks. Return the predictions of all
     files on every rank, and the task that formats them.
     """
@@ -53,12 +48,12 @@ def predict(
     if not files:
         raise ValueError(f"images={request.images}: no image in this folder")
     paths = [path for path, _ in files]
-    strategy = build_strategy(request.parallel, ranks, store)
+    strategy = app.build_strategy(request.parallel, ranks, store)
     trained = load_trained(request.run, request.checkpoint, request.weights, strategy.device)
     model = strategy.for_evaluation(
         Autocast(trained.model, strategy.device.type, AUTOCAST[trained.config.train.precision])
     )
-    predictions: dict[int, Prediction] = {}
+    predictions: dict[int, dict[str, Any] | None] = {}
     hidden = not (strategy.is_first and sys.stderr.isatty())
     with closing(_loader(trained, files, request, strategy)) as loader:
         bar = track(
@@ -67,18 +62,12 @@ def predict(
         for images, numbers in bar:
             predictions.update(_predict(model, trained, images, numbers, paths, request))
     for number in loader.unreadable:
-        predictions[number] = Prediction(str(paths[number]), None)
-    by_rank = strategy.group.gather(
-        {number: asdict(prediction) for number, prediction in predictions.items()}
-    )
+        predictions[number] = None
+    by_rank = strategy.group.gather(predictions)
     strategy.close()
-    merged = {
-        int(number): Prediction(**values)
-        for gathered in by_rank
-        for number, values in gathered.items()
-    }
+    merged = {int(number): values for gathered in by_rank for number, values in gathered.items()}
     assert len(merged) == len(paths), f"{len(merged)} predictions for {len(paths)} files"
-    return [merged[number] for number in sorted(merged)], trained.task
+    return {str(path): merged[number] for number, path in enumerate(paths)}, trained.task
 
 
 def _loader(
@@ -86,7 +75,7 @@ def _loader(
     files: list[tuple[Path, int]],
     request: PredictionRequest,
     strategy: Strategy,
-) -> Loader:
+) -> EvalLoader:
     """Build a loader of image files. The label of an image is its index, to match predictions with
     files.
     """
@@ -96,9 +85,9 @@ def _loader(
     prefetcher = DevicePrefetcher(
         strategy.device, preprocessing.mean, preprocessing.std, trained.config.model.channels_last
     )
-    return eval_loader(
+    return EvalLoader(
         Files(files, mode),
-        Targets(),
+        None,
         prefetcher,
         strategy.group,
         batch_size=per_rank * strategy.group.world_size,
@@ -116,7 +105,7 @@ def _predict(
     numbers: Tensor,
     paths: list[Path],
     request: PredictionRequest,
-) -> Iterator[tuple[int, Prediction]]:
+) -> Iterator[tuple[int, dict[str, Any]]]:
     scores = trained.task.predict(model, images)
     values = trained.task.predictions(scores, request.topk)
     base = request.images if request.images.is_dir() else request.images.parent
@@ -125,4 +114,4 @@ def _predict(
         if request.folder is not None:
             name = path.relative_to(base).with_suffix("").as_posix()
             trained.task.write(of_image, path, request.folder, name)
-        yield number, Prediction(str(path), prediction)
+        yield number, prediction

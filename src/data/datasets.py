@@ -9,13 +9,9 @@ from __future__ import annotations
 import gzip
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, cast
 
-from src.schema import DATASETS, TIMM, DataConfig
-from timm_parallel.config.timm_names import is_timm_dataset
-from timm_parallel.data.dataset import ImageDataset, InMemory, as_size
-from timm_parallel.errors import refuse_wrong_arguments
-from timm_parallel.machine.process import import_name
+from src.schema import DataConfig
+from timm_parallel import ImageDataset, InMemory, as_size
 
 
 class MadeInMemory(ImageDataset):
@@ -133,28 +129,3 @@ class Shapes(MadeInMemory):
     def size(cls, config: DataConfig, enough: int | None = None) -> int:
         """Return the size of the training split."""
         return int(config.kwargs.get("num_samples", 512))
-
-
-def built_in(name: str) -> type[ImageDataset] | None:
-    """Import the class of a built-in dataset, without torch; None for timm's datasets and yours."""
-    dotted = DATASETS.get(name.partition("/")[0])
-    return None if dotted is None else cast(type[ImageDataset], import_name(dotted))
-
-
-def build_dataset(
-    config: DataConfig, trained_names: list[str] | None = None, target: str = "label"
-) -> ImageDataset:
-    """Build the dataset `data.name`. `trained_names`: the names of the outputs of a run that will
-    be evaluated on it. `target`: the kind that the task needs.
-    """
-    dataset_class: Any = built_in(config.name)
-    if dataset_class is None:
-        dataset_class = import_name(TIMM if is_timm_dataset(config.name) else config.name)
-        if not (isinstance(dataset_class, type) and issubclass(dataset_class, ImageDataset)):
-            raise ValueError(
-                f"data.name={config.name}: not a class of this project; give src.<module>.<Class>"
-            )
-    context = {"trained_names": trained_names, "target": target}
-    more = {name: context[name] for name in dataset_class.takes}
-    with refuse_wrong_arguments("data.kwargs", config.kwargs, config.name):
-        return cast(ImageDataset, dataset_class(config, **more, **config.kwargs))

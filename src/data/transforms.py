@@ -23,8 +23,7 @@ from torchvision import tv_tensors
 from torchvision.transforms import InterpolationMode, v2
 
 from src.schema import AugmentConfig
-from timm_parallel.data.dataset import InMemory
-from timm_parallel.patches import posterize_to_black
+from timm_parallel import InMemory, posterize_to_black
 
 Transform = Callable[[Tensor], Tensor]
 Size = tuple[int, int]  # height and width in pixels

@@ -5,8 +5,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import timm
@@ -15,11 +13,12 @@ from timm.layers import convert_sync_batchnorm
 from torch import nn
 
 from src.schema import ModelConfig
-from timm_parallel.errors import refuse_wrong_arguments
-from timm_parallel.keys import is_own_class
-from timm_parallel.machine.process import import_name
-from timm_parallel.model.checks import skip_unreachable_hub
-from timm_parallel.patches import create_model_with_filter
+from timm_parallel import (
+    create_model_with_filter,
+    import_class,
+    refuse_failed_download,
+    refuse_wrong_arguments,
+)
 
 
 def build_model(
@@ -46,7 +45,7 @@ def build_model(
     # An experiment's model.name replaces that of model=<option>, but not the option's other keys.
     fix = "; give the model.name that they are for, or remove them" if config.kwargs else ""
     receiver = f"model.name={config.name}"
-    if is_own_class(config.name):
+    if config.is_own:
         with refuse_wrong_arguments("model.kwargs", config.kwargs, receiver, fix=fix):
             model = _own_model(config, arguments)
     else:
@@ -71,14 +70,10 @@ def build_model(
 
 
 def _own_model(config: ModelConfig, arguments: dict[str, Any]) -> Any:
-    model_class = import_name(config.name)
-    if not (isinstance(model_class, type) and issubclass(model_class, nn.Module)):
-        raise ValueError(
-            f"model.name={config.name}: not a torch.nn.Module class; give src.<module>.<Class>"
-        )
+    model_class = import_class("model.name", config.name, nn.Module)
     if getattr(model_class, "has_pretrained", False):
         arguments["pretrained"] = config.pretrained
-    with refuse_failed_download(config):
+    with refuse_failed_download(config.name, config.pretrained):
         return model_class(**arguments, **config.kwargs)
 
 
@@ -90,27 +85,8 @@ def _timm_model(
     arguments |= config.kwargs
     if config.weights is not None:
         return create_model_with_filter(config.name, arguments)
-    with refuse_failed_download(config):
+    with refuse_failed_download(config.name, config.pretrained):
         return timm.create_model(config.name, pretrained=config.pretrained, **arguments)
-
-
-@contextmanager
-def refuse_failed_download(config: ModelConfig) -> Iterator[None]:
-    """Raise ValueError if pretrained weights cannot be loaded in this block."""
-    if config.pretrained:
-        skip_unreachable_hub()
-    try:
-        yield
-    # The weights are not cached and the hub cannot be reached, or no weights have this name.
-    except (OSError, RuntimeError) as error:
-        if not config.pretrained:
-            raise
-        reason = " ".join(str(error).split())[:200]
-        raise ValueError(
-            f"model.pretrained=true: the weights of {config.name} could not be downloaded "
-            f"({reason}); check the network, copy a filled cache to HF_HOME, or give a file: "
-            "model.weights=<file>"
-        ) from None
 
 
 def _takes_image_size(name: str) -> bool:

@@ -12,7 +12,7 @@ from torch import nn
 
 from src.data.transforms import Preprocessing
 from src.schema import DataConfig
-from timm_parallel.data.dataset import ImageDataset, InMemory, as_size
+from timm_parallel import ImageDataset, InMemory, as_size
 
 
 def train_image_size(model: nn.Module, config: DataConfig, images: ImageDataset) -> tuple[int, int]:

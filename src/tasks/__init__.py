@@ -6,18 +6,12 @@ To add one, put a class next to these that extends Task (timm_parallel/task.py) 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from importlib import import_module
 from pkgutil import iter_modules
-from typing import Any
 
-from src.schema import DATASETS, TIMM, Config
-from timm_parallel.class_source import class_attributes, is_own_class
-from timm_parallel.config.suggest import hint
-from timm_parallel.config.validate import option_problems, own_class_problems
-from timm_parallel.machine.process import import_name
-from timm_parallel.metric import Metric
-from timm_parallel.task import Task
+from src.schema import Config
+from timm_parallel import Metric, Task
 
 TASKS = {
     "classification": "src.tasks.classification.Classification",
@@ -25,19 +19,6 @@ TASKS = {
     "regression": "src.tasks.regression.Regression",
     "segmentation": "src.tasks.segmentation.Segmentation",
 }
-
-
-def find_task(name: str) -> type[Task[Any]]:
-    """Return the class of a value of `train.task`. Raises ValueError for another class."""
-    task = import_name(TASKS.get(name, name))
-    if not (isinstance(task, type) and issubclass(task, Task)):
-        raise ValueError(f"train.task={name}: expected a class that extends Task")
-    return task
-
-
-def build_task(config: Any, names: Sequence[str]) -> Task[Any]:
-    """Build the task of a config. `names`: of the outputs, from the dataset."""
-    return find_task(config.train.task)(config, names)
 
 
 def all_metrics() -> dict[str, Metric]:
@@ -65,17 +46,9 @@ def all_metrics() -> dict[str, Metric]:
 
 
 def problems(config: Config) -> Iterator[str]:
-    """Yield an error for each key that does not fit train.task."""
-    train, data = config.train, config.data
-    if train.task not in TASKS:
-        if not is_own_class(train.task, "tasks"):
-            yield (
-                f"train.task={train.task}: unknown{hint(train.task, TASKS)}, or give "
-                "src.tasks.<module>.<Class>"
-            )
-            return
-        yield from own_class_problems("train.task", train.task)
-    task, weights = find_task(train.task), train.class_weights
+    """Yield an error for each key of train or data that does not fit train.task."""
+    train, data, task = config.train, config.data, Task.find(config.train.task)
+    weights = train.class_weights
     is_list = isinstance(weights, list) and all(
         isinstance(w, int | float) and w >= 0 for w in weights
     )
@@ -86,28 +59,12 @@ def problems(config: Config) -> Iterator[str]:
             f"data.balance={data.balance}: train.class_weights={weights} corrects for rare "
             "classes too; use one of the two"
         )
-    yield from option_problems("train.task_kwargs", task.Options, train.task_kwargs)
-    if not is_own_class(train.loss) and train.loss not in task.losses:
-        yield (
-            f"train.loss={train.loss}: not a loss of train.task={train.task}"
-            f"{hint(train.loss, task.losses)}; it has {', '.join(task.losses)}"
-        )
-    metrics = {
-        "checkpoint.metric": config.checkpoint.metric,
-        "optimized_metric": config.objective,
-    }
-    for setting, metric in metrics.items():
+    for key, metric in config.metrics_read.items():
         if metric.endswith("_ema") and config.model.ema.decay is None:
-            yield (f"{setting}={metric}: needs averaged weights; set model.ema.decay, e.g. 0.9998")
-        name = metric.removeprefix("val/").removesuffix("_best").removesuffix("_ema")
-        if metric.startswith("val/") and name not in task.metrics:
-            known = ", ".join(f"val/{name}" for name in task.metrics)
-            yield (
-                f"{setting}={metric}: not a metric of train.task={train.task}; use one of {known}"
-            )
+            yield f"{key}={metric}: needs averaged weights; set model.ema.decay, e.g. 0.9998"
     # Mixed targets are smoothed whatever the loss reads.
     smoothing = 0 if data.augment.mixes else train.smoothing
-    reads = loss_reads(task, train.loss)
+    reads = task.options_of_loss(train.loss)
     options = {
         "train.smoothing": ("smoothing", smoothing),
         "train.class_weights": ("class_weights", train.class_weights),
@@ -128,27 +85,3 @@ def problems(config: Config) -> Iterator[str]:
                 f"{option}={value}: train.loss={train.loss} does not read it; leave it "
                 f"out, or add {name} to `reads` of the loss"
             )
-    kinds = target_kinds(data.name)
-    if kinds is not None and task.target not in (*kinds, "none"):
-        able = [name for name in DATASETS if task.target in (target_kinds(name) or ())]
-        yield (
-            f"train.task={train.task}: its targets are of the kind {task.target}, but "
-            f"data={data.name} gives {' or '.join(kinds)}; use "
-            f"{' or '.join(f'data={name}' for name in able) or 'a dataset of your own'}"
-        )
-
-
-def loss_reads(task: Any, name: str) -> tuple[str, ...]:
-    """Return the options that a loss of a task, or your own class, reads: smoothing, mixup,
-    class_weights.
-    """
-    if name in task.losses:
-        return tuple(task.losses[name].reads)
-    return tuple(class_attributes(name).get("reads", ()))
-
-
-def target_kinds(dataset: str) -> tuple[str, ...] | None:
-    """Return the kinds of targets that a dataset gives; None for a class that does not tell."""
-    dotted = DATASETS.get(dataset.partition("/")[0], dataset if is_own_class(dataset) else TIMM)
-    kinds = class_attributes(dotted).get("targets")
-    return None if is_own_class(dataset) and kinds is None else tuple(kinds or ("label",))

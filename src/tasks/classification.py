@@ -8,14 +8,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from src.schema import ResolvedConfig
-from src.tasks.images import LOSS, ImageTask, per_image
-from timm_parallel.metric import Metric
-from timm_parallel.task import OPTIONS, Criterion, Loss
+from src.tasks.images import LOSS, Criterion, ImageTask, per_image
+from timm_parallel import Loss, Metric
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from timm_parallel.runtime.evaluation import Evaluation
+    from timm_parallel import Evaluation
 
 BINS = 15  # of confidence, for the calibration error
 
@@ -187,7 +186,14 @@ class Classification(ImageTask):
     """One class per image. Targets are class numbers: int64 [B]."""
 
     target = "label"
-    applies: ClassVar[tuple[str, ...]] = OPTIONS
+    applies: ClassVar[tuple[str, ...]] = (
+        "mixup",
+        "erasing",
+        "auto_augment",
+        "smoothing",
+        "class_weights",
+        "balance",
+    )
     losses: ClassVar[Mapping[str, ClassLoss]] = {
         "ce": ClassLoss(cross_entropy, reads=("smoothing", "mixup", "class_weights")),
         "bce": ClassLoss(
@@ -322,7 +328,7 @@ class Classification(ImageTask):
         }
 
     def draw(self, evaluation: Evaluation) -> dict[str, Any]:
-        from timm_parallel.record.confusion import draw_confusion
+        from timm_parallel import draw_confusion
 
         counts = evaluation.sums[confusion].cpu().numpy()
         return {"confusion": draw_confusion(counts, self.names)}

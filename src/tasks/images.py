@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from src.schema import ResolvedConfig
-from timm_parallel.metric import Metric
-from timm_parallel.task import Task
+from timm_parallel import Metric, Task
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from src.data.transforms import Preprocessing
-    from timm_parallel.data.dataset import InMemory
+    from timm_parallel import InMemory
+
+# Maps outputs [B, …] and targets [B, …] to the mean loss.
+Criterion = Callable[["Tensor", "Tensor"], "Tensor"]
 
 
 class ImageTask(Task[ResolvedConfig]):

@@ -15,15 +15,13 @@ from src.tasks.classification import (
     sigmoid_losses,
     without_state,
 )
-from src.tasks.images import LOSS
-from timm_parallel.data.csv_listing import SEPARATOR
-from timm_parallel.metric import Metric
-from timm_parallel.task import Criterion
+from src.tasks.images import LOSS, Criterion
+from timm_parallel import CsvDataset, Metric
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from timm_parallel.runtime.evaluation import Evaluation
+    from timm_parallel import Evaluation
 
 
 def asymmetric(
@@ -164,7 +162,9 @@ class Multilabel(Classification):
         assert evaluation.rows is not None
         _, scores, labels = evaluation.rows
         joined = [
-            SEPARATOR.join(name for name, value in zip(self.names, row, strict=True) if value > 0.5)
+            CsvDataset.separator.join(
+                name for name, value in zip(self.names, row, strict=True) if value > 0.5
+            )
             for row in labels.tolist()
         ]
         # In single precision, different scores above 17 would have equal probabilities. `repr` has

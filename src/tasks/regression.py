@@ -6,14 +6,13 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from src.schema import ResolvedConfig
-from src.tasks.images import LOSS, ImageTask
-from timm_parallel.metric import Metric
-from timm_parallel.task import Criterion, Loss
+from src.tasks.images import LOSS, Criterion, ImageTask
+from timm_parallel import Loss, Metric
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from timm_parallel.runtime.evaluation import Evaluation
+    from timm_parallel import Evaluation
 
 
 def squared_errors(outputs: Tensor, targets: Tensor) -> Tensor:

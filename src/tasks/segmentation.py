@@ -10,21 +10,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from src.schema import ResolvedConfig
-from src.tasks.images import LOSS
-from timm_parallel.data.dataset import as_size
-from timm_parallel.data.masks import IGNORED
-from timm_parallel.keys import choice, number
-from timm_parallel.metric import Metric
-from timm_parallel.task import Criterion, Loss, Task
+from src.tasks.images import LOSS, Criterion
+from timm_parallel import ImageDataset, Loss, Metric, Task, as_size, key
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from src.data.transforms import Preprocessing
-    from timm_parallel.runtime.evaluation import Evaluation
+    from timm_parallel import Evaluation
 
 # Strides of most backbones divide it. evaluation=whole pads images to multiples.
 MULTIPLE = 32
+
+IGNORED = ImageDataset.ignored
 
 
 class WithMask:
@@ -58,7 +56,11 @@ def pixel_losses(
         # torch's CUDA kernel for images is not deterministic, so it is refused then.
         rows, row_labels = scores.movedim(1, -1).flatten(0, 2), labels.flatten()
     losses = functional.cross_entropy(
-        rows, row_labels, ignore_index=IGNORED, reduction="none", label_smoothing=smoothing
+        rows,
+        row_labels,
+        ignore_index=IGNORED,
+        reduction="none",
+        label_smoothing=smoothing,
     ).view(masks.shape)
     if class_weight is not None:
         losses = losses * class_weight[labels.masked_fill(~is_labeled, 0)]
@@ -150,14 +152,12 @@ def pixel_accuracy(counts: Tensor, samples: int) -> float | None:
 
 @dataclass
 class SegmentationOptions:
-    evaluation: str = choice(
+    evaluation: str = key(
         "resize",
-        "resize",
-        "whole",
-        "slide",
+        choices=("resize", "whole", "slide"),
         help="Resize images to data.image_size; or whole images; or windows of data.image_size.",
     )
-    stride: int | None = number(
+    stride: int | None = key(
         None, ge=1, help="slide: pixels between two windows; null: half a window."
     )
 
@@ -317,7 +317,7 @@ class Segmentation(Task[ResolvedConfig]):
         }
 
     def draw(self, evaluation: Evaluation) -> dict[str, Any]:
-        from timm_parallel.record.confusion import draw_confusion
+        from timm_parallel import draw_confusion
 
         counts = evaluation.sums[confusion].cpu().numpy()
         return {"confusion": draw_confusion(counts, self.names)}

@@ -12,39 +12,36 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from src.data.datasets import build_dataset
+from src.app import app
 from src.data.transforms import Preprocessing
 from src.models.build import build_model
 from src.models.preprocessing import preprocessing_for, train_image_size
 from src.schema import ResolvedConfig
-from src.tasks import build_task, find_task
-from src.train.mixing import Mixing
+from src.tasks.images import Criterion
 from src.train.optim import build_optimizer, build_schedule, waits_for_scaler
 from src.train.step import AUTOCAST, Autocast, TrainStep, set_matmul_precision
-from timm_parallel.config.timm_names import is_timm_dataset
-from timm_parallel.config.validate import refuse
-from timm_parallel.data.dataset import ImageDataset, InMemory, as_size
-from timm_parallel.data.erasing import Erasing
-from timm_parallel.data.loader import Loader, TrainLoader, eval_loader, train_loader
-from timm_parallel.data.prefetch import DevicePrefetcher
-from timm_parallel.measure.flops import count_flops
-from timm_parallel.measure.step_profiler import build_hooks
-from timm_parallel.model.checks import (
-    check_is_complete,
-    check_sharded_model,
+from timm_parallel import (
+    DevicePrefetcher,
+    Erasing,
+    EvalLoader,
+    ImageDataset,
+    InMemory,
+    Mixing,
+    RunParts,
+    Strategy,
+    Task,
+    TrainLoader,
+    TrainState,
+    as_size,
+    build_ema,
+    check_same_data,
     compile_model,
+    count_flops,
+    freeze,
+    load_weights,
+    preprocessing_of,
     run_on_black_image,
 )
-from timm_parallel.model.ema import build_ema
-from timm_parallel.model.freeze import freeze
-from timm_parallel.model.load_weights import load_weights
-from timm_parallel.model.weights import preprocessing_of
-from timm_parallel.parallel.lockstep import Lockstep
-from timm_parallel.parallel.strategy import Strategy
-from timm_parallel.runtime.replica_checks import check_same_data
-from timm_parallel.state.parts import RunParts, TrainState
-from timm_parallel.state.progress import count_steps
-from timm_parallel.task import Criterion, Task
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +57,7 @@ class DataAndModel:
     model: nn.Module  # on the device, not wrapped, with random or timm's weights
     preprocessing: Preprocessing
     prefetcher: DevicePrefetcher
-    eval_loaders: dict[str, Loader]  # by split
+    eval_loaders: dict[str, EvalLoader]  # by split
 
 
 def build_data_and_model(
@@ -71,11 +68,10 @@ def build_data_and_model(
     """
     set_matmul_precision(config.train.precision)
     # One rank of a node downloads; the others then find the files in the cache.
-    may_download = config.model.pretrained or is_timm_dataset(config.data.name)
+    may_download = config.model.pretrained or config.data.is_from_timm
     with strategy.group.one_of_node_first() if may_download else nullcontext():
-        target = find_task(config.train.task).target
-        dataset = build_dataset(config.data, trained_names, target)
-        task = build_task(config, dataset.target_names)
+        dataset = app.build_dataset(config, trained_names)
+        task = Task.find(config.train.task)(config, dataset.target_names)
         sides = config.data.image_size or dataset.image_size
         size = None if sides is None else as_size(sides)
         model = build_model(config.model, task.num_outputs, dataset.in_chans, size, strategy.device)
@@ -93,14 +89,14 @@ def build_data_and_model(
         )
     mean, std = preprocessing.mean, preprocessing.std
     prefetcher = DevicePrefetcher(strategy.device, mean, std, config.model.channels_last)
-    eval_loaders: dict[str, Loader] = {}
+    eval_loaders: dict[str, EvalLoader] = {}
     for name, split in (("val", dataset.val), ("test", dataset.test)):
         if split is not None:
             # Resizing to the same size and cropping all of it changes no image.
             rows = InMemory.of(split, preprocessing.input_size[1:])
             is_ready = rows is split or (rows is not None and preprocessing.crop_pct == 1)
             is_ready &= task.views == 1
-            eval_loaders[name] = eval_loader(
+            eval_loaders[name] = EvalLoader(
                 split,
                 task,
                 prefetcher,
@@ -129,21 +125,33 @@ def build_run(config: ResolvedConfig, strategy: Strategy) -> RunParts:
         log.info("frozen       %s", frozen)
     image_size = train_image_size(model, config.data, dataset)
     batches = _build_train_loader(config, strategy, built, image_size)
-    steps_per_epoch, total_steps = count_steps(config.train, batches.sampler.batches_per_epoch)
-    refuse(config.train.profile_problems(total_steps))
+    batches_per_epoch = batches.sampler.batches_per_epoch
+    steps_per_epoch, total_steps = config.train.count_steps(batches_per_epoch)
+    for problem in config.train.profile_problems(total_steps):
+        raise ValueError(problem)
     task.check_metric(config.headline_metric)
     # Before the strategy wraps or shards the model, and on the rank that writes result.json.
     flops = _count_flops(config, built, image_size) if strategy.is_first else None
     criterion = task.build_criterion(batches.labels())
     state = _build_state(config, strategy, built, criterion, steps_per_epoch)
-    check_is_complete(state.optimizer, state)
     augment, mixing = config.data.augment, None
     if augment.mixes:
         rank = strategy.group.rank
         outputs = config.model.num_classes or task.num_outputs
-        mixing = Mixing(augment, config.train.smoothing, outputs, config.seed, rank)
-    communication = strategy.communication(state.wrapped)
-    return RunParts(
+        mixing = Mixing(
+            config.seed,
+            rank,
+            augment.mixup_off_epoch,
+            mixup_alpha=augment.mixup,
+            cutmix_alpha=augment.cutmix,
+            cutmix_minmax=augment.cutmix_minmax,
+            prob=augment.mixup_prob,
+            switch_prob=augment.mixup_switch_prob,
+            mode=augment.mixup_mode,
+            label_smoothing=config.train.smoothing,
+            num_classes=outputs,
+        )
+    return RunParts.assemble(
         config=config,
         strategy=strategy,
         dataset=dataset,
@@ -154,17 +162,8 @@ def build_run(config: ResolvedConfig, strategy: Strategy) -> RunParts:
         eval_loaders=built.eval_loaders,
         state=state,
         mixing=mixing,
-        communication=communication,
-        hooks=build_hooks(
-            config,
-            strategy,
-            communication,
-            total_steps,
-            config.train.untimed_steps,
-            config.train.profile_steps,
-        ),
-        steps_per_epoch=steps_per_epoch,
         flops_per_step=flops,
+        profiled=(config.train.untimed_steps, config.train.profile_steps),
     )
 
 
@@ -178,7 +177,7 @@ def _build_train_loader(
     transform = None
     if on_pixels is None:
         transform = task.train_transform(size, rows is None, built.preprocessing.mean)
-    return train_loader(
+    return TrainLoader(
         split,
         task,
         built.prefetcher,
@@ -227,9 +226,6 @@ def _build_state(
     # The loss, and modules that you add to the step, go to the model's device.
     step = TrainStep(autocast, criterion, built.task).to(strategy.device)
     wrapped = strategy.wrap(step)
-    sharded = strategy.for_evaluation(autocast) if strategy.shards else None
-    if isinstance(sharded, Lockstep):
-        check_sharded_model(sharded, built.preprocessing.input_size, strategy.group)
     if ema is not None:
         strategy.lay_out(ema.module)
     # After wrapping, because fsdp replaces the parameters.

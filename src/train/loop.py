@@ -7,23 +7,19 @@ Losses and metrics stay on the device until a step that is logged or saved (Epoc
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import cast
 
 from timm.models import model_parameters
 from torch import Tensor, nn
 
-from src.schema import OptimConfig, ResolvedConfig
+from src.schema import OptimConfig
 from src.train.optim import clip_adaptively
-from timm_parallel.data.prefetch import Batch
-from timm_parallel.faults.liveness import BACKWARD
-from timm_parallel.measure.step_hooks import StepHooks
-from timm_parallel.parallel.strategy import Strategy
-from timm_parallel.runtime.epoch_steps import EpochSteps
-from timm_parallel.state.parts import TrainState
+from timm_parallel import EpochSteps, RunParts, Strategy, TrainState
 
-Mix = Callable[[Tensor, Tensor, int], Batch]  # images, targets, epoch
+Batch = tuple[Tensor, Tensor]  # images, targets
 
 
 @dataclass(frozen=True)
@@ -35,39 +31,30 @@ class StepReport:
     grad_norm: float | None  # 2-norm of this step's gradient before clipping
 
 
-def train_epoch(
-    state: TrainState,
-    batches: Iterator[Batch],
-    config: ResolvedConfig,
-    strategy: Strategy,
-    hooks: StepHooks,
-    steps_per_epoch: int,
-    mix: Mix | None = None,
-) -> Iterator[StepReport]:
+def run_steps(run: RunParts, batches: Iterator[Batch]) -> Iterator[StepReport]:
     """Train to the end of the epoch (or max_steps, or a stop signal). Yield a report at each step
     that is logged or saved.
 
-    Updates `state`. Raises NotFiniteError for a loss that is not finite, on all ranks at the same
-    step.
+    Updates `run.state`. Raises NotFiniteError for a loss that is not finite, on all ranks at the
+    same step.
     """
-    steps = EpochSteps(
-        state.progress, config, strategy, hooks, steps_per_epoch, config.train.log_every
-    )
+    config, strategy, state, hooks = run.config, run.strategy, run.state, run.hooks
+    steps, optim = EpochSteps(run), cast(OptimConfig, config.optim)
     accumulate = config.train.accumulate
     state.wrapped.train()
     for step in steps:
         # Compute the gradients of the step.
         for index in range(accumulate):
-            images, targets = _fetch(state, steps, batches, mix)
+            images, targets = steps.fetch(batches)
             # Gradients are sums until the last batch, so only that one has to send them.
             is_last = index + 1 == accumulate
             with nullcontext() if is_last else strategy.skip_sync(state.wrapped):
-                loss, metrics = _add_gradients(state, hooks, images, targets, accumulate)
+                loss, metrics = _add_gradients(run, images, targets)
             steps.add(loss, metrics, len(images))
 
         # Update the weights, then what follows them.
         hooks.start_update()
-        grad_norm = _clip_gradients(state, config.optim, strategy, needed=steps.is_sync_step)
+        grad_norm = _clip_gradients(state, optim, strategy, needed=steps.is_sync_step)
         _step_optimizer(state)
         strategy.after_step(step)
         # Read the rate before the schedule sets it for the next step.
@@ -82,30 +69,23 @@ def train_epoch(
 
         # Synchronize and report.
         means = steps.end()
-        state.schedule.step_update(state.progress.schedule_step(steps_per_epoch))
+        state.schedule.step_update(state.progress.schedule_step(run.steps_per_epoch))
         if means is not None:
             yield StepReport(means, lr, None if grad_norm is None else grad_norm.item())
             # The caller may have switched to evaluation mode.
             state.wrapped.train()
 
 
-def _fetch(
-    state: TrainState, steps: EpochSteps, batches: Iterator[Batch], mix: Mix | None
-) -> Batch:
-    """Return the next batch, with mixup or cutmix."""
-    images, targets = steps.fetch(batches)
-    return (images, targets) if mix is None else mix(images, targets, state.progress.epoch)
-
-
 def _add_gradients(
-    state: TrainState, hooks: StepHooks, images: Tensor, targets: Tensor, accumulate: int
+    run: RunParts, images: Tensor, targets: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Add the gradients of a batch, divided by `accumulate`, to those of the step. Return its loss
-    and metrics.
+    """Add the gradients of a batch, divided by train.accumulate, to those of the step. Return its
+    loss and metrics.
     """
+    state, accumulate = run.state, run.config.train.accumulate
     loss, metrics = state.wrapped(images, targets)
     scaled = loss / accumulate if accumulate > 1 else loss
-    hooks.at(BACKWARD)
+    run.hooks.start_backward()
     (scaled if state.scaler is None else state.scaler.scale(scaled)).backward()
     return loss.detach(), metrics
 

@@ -17,11 +17,7 @@ from timm.utils.agc import unitwise_norm
 from torch import Tensor, nn
 
 from src.schema import OptimConfig, TrainConfig
-from timm_parallel.errors import refuse_wrong_arguments
-from timm_parallel.keys import is_own_class
-from timm_parallel.machine.process import import_name
-from timm_parallel.model.freeze import head_names
-from timm_parallel.parallel.strategy import own_parameters
+from timm_parallel import head_names, import_class, own_parameters, refuse_wrong_arguments
 
 # Optimizers whose fused kernel can update a parameter of which each rank has a part.
 FUSED_IN_PARTS = ("adam", "adamw")
@@ -41,7 +37,7 @@ def build_optimizer(
     loss.
     """
     kwargs = dict(config.kwargs)
-    name = _register(config.opt) if is_own_class(config.opt) else config.opt
+    name = _register(config.opt) if config.is_own else config.opt
     try:
         optimizer_class = get_optimizer_class(name, bind_defaults=False)
     # Some optimizers need Apex or bitsandbytes.
@@ -87,9 +83,7 @@ def _register(dotted: str) -> str:
     """Register your optimizer class with timm, which then builds its parameter groups. Return its
     name there.
     """
-    optimizer_class = import_name(dotted)
-    if not issubclass(optimizer_class, torch.optim.Optimizer):
-        raise ValueError(f"optim.opt={dotted}: expected a class that extends torch.optim.Optimizer")
+    optimizer_class = import_class("optim.opt", dotted, torch.optim.Optimizer)
     has_momentum = "momentum" in inspect.signature(optimizer_class).parameters
     info = OptimInfo("own", optimizer_class, has_betas=True, has_momentum=has_momentum)
     default_registry.register(info)

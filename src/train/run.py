@@ -12,18 +12,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from src.app import app
 from src.schema import ResolvedConfig
 from src.train.build import build_run
-from src.train.loop import train_epoch
+from src.train.loop import run_steps
 from src.train.step import AUTOCAST, Autocast
-from timm_parallel.errors import RefusedError
-from timm_parallel.faults.liveness import EVALUATING
-from timm_parallel.machine.ranks import Ranks
-from timm_parallel.parallel.build import build_strategy
-from timm_parallel.runtime.determinism import use_deterministic_algorithms
-from timm_parallel.runtime.evaluation import Evaluation, SplitEvaluation, evaluate
-from timm_parallel.runtime.run import Run
-from timm_parallel.state.progress import Progress
+from timm_parallel import Evaluation, Ranks, RefusedError, Run, evaluate
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -53,15 +47,13 @@ class Trainer:
     ) -> None:
         # The same initial weights on every rank and under every strategy.
         torch.manual_seed(config.seed)
-        if config.train.deterministic:
-            use_deterministic_algorithms()
-        self.config, self.strategy = config, build_strategy(config.parallel, ranks, store)
+        self.config = config
+        self.strategy = app.build_strategy(
+            config.parallel, ranks, store, config.train.deterministic
+        )
         self.parts = build_run(config, self.strategy)
         self.state, self.run = self.parts.state, Run(self.parts, folder)
-
-    @property
-    def progress(self) -> Progress:
-        return self.state.progress
+        self.progress = self.state.progress
 
     def resume(self) -> None:
         """Continue from the newest checkpoint in the run folder, if there is one."""
@@ -106,15 +98,7 @@ class Trainer:
             self.run.show_images()
         # A run may have been stopped in an evaluation, before its result was known.
         self.evaluate_within_epoch()
-        for report in train_epoch(
-            self.state,
-            self.run.train_batches(),
-            self.config,
-            self.strategy,
-            parts.hooks,
-            parts.steps_per_epoch,
-            parts.mixing,
-        ):
+        for report in run_steps(parts, self.run.train_batches()):
             # Further numbers of a step go here.
             numbers = {f"train/{name}": value for name, value in report.means.items()}
             self.run.log_step({**numbers, "lr": report.lr, "train/grad_norm": report.grad_norm})
@@ -150,8 +134,8 @@ class Trainer:
         """Evaluate on val and log it. Return True if it is the best so far. Pictures of your own go
         here: `self.run.image(name, pixels)`, `self.run.figure(name, figure)`.
         """
-        with self.parts.hooks.aside(EVALUATING):
-            return self.run.log_evaluation(self.evaluate_split("val", may_stop=True))
+        with self.parts.hooks.aside():
+            return self.evaluate_split("val", may_stop=True)
 
     def is_evaluation_step(self) -> bool:
         """Return True at the steps of train.evaluate_every_steps."""
@@ -163,22 +147,19 @@ class Trainer:
         evaluated it.
         """
         if "val" not in self.run.evaluations:
-            self.run.log_evaluation(self.evaluate_split("val"))
+            self.evaluate_split("val")
         if "test" in self.parts.eval_loaders:
             self.run.load_best()
-            self.run.log_evaluation(self.evaluate_split("test"))
+            self.evaluate_split("test")
 
-    def evaluate_split(self, split: str, may_stop: bool = False) -> SplitEvaluation:
-        """Evaluate raw and averaged weights on a split, over all ranks."""
+    def evaluate_split(self, split: str, may_stop: bool = False) -> bool:
+        """Evaluate raw and averaged weights on a split, over all ranks, and log it. Return True if
+        it is the best on val so far.
+        """
         ema = self.state.ema
         raw = self.evaluate_weights(self.state.model, split, may_stop)
         averaged = None if ema is None else self.evaluate_weights(ema.module, split, may_stop)
-        evaluations = {split: raw, f"{split}_ema": averaged}
-        of_weights = {
-            name: evaluation for name, evaluation in evaluations.items() if evaluation is not None
-        }
-        details = self.parts.task.details(raw)
-        return SplitEvaluation(split, raw.with_averaged(averaged), details, of_weights)
+        return self.run.log_evaluation(split, raw, averaged)
 
     def evaluate_weights(self, model: nn.Module, split: str, may_stop: bool) -> Evaluation:
         """Evaluate one set of weights (raw or averaged) on a split. Exits after a stop signal, if

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from timm_parallel.model.freeze import frozen_modules
-from timm_parallel.task import Criterion, Task
+from src.tasks.images import Criterion
+from timm_parallel import Task, frozen_modules
 
 AUTOCAST = {"fp32": None, "tf32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 

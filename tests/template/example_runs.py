@@ -26,10 +26,10 @@ from scripts import predict
 from src.app import app
 from src.schema import ResolvedConfig
 from src.train.run import run
+from timm_parallel.entry import run_command
 from timm_parallel.faults.failure import RankExits
 from timm_parallel.launch import job
 from timm_parallel.machine.ranks import Ranks
-from timm_parallel.main import run_command
 from timm_parallel.testing.configs import parse
 
 

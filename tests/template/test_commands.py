@@ -28,16 +28,16 @@ from PIL import Image
 from src.app import app
 from src.schema import ResolvedConfig
 from src.train.build import build_run
-from src.train.loop import train_epoch
+from src.train.loop import run_steps
 from src.train.step import AUTOCAST, Autocast
 from timm_parallel.config.compose import compose_command
 from timm_parallel.config.resolve import resolve
 from timm_parallel.config.suggest import is_known
 from timm_parallel.config.timm_names import is_timm_dataset
+from timm_parallel.entry import run_command
 from timm_parallel.keys import SearchConfig, SweepConfig
 from timm_parallel.lab.sweep.points import expand
 from timm_parallel.machine.ranks import Ranks
-from timm_parallel.main import run_command
 from timm_parallel.parallel.build import build_strategy
 from timm_parallel.project import as_resolved
 from timm_parallel.testing.commands import ROOT, TEST_FILES, Finished, Train
@@ -333,11 +333,7 @@ def take_a_step(ranks: Ranks, store: Any, config: ResolvedConfig) -> float:
     try:
         run = build_run(config, strategy)
         batches = run.train_loader.epoch(0)
-        reports = list(
-            train_epoch(
-                run.state, batches, config, strategy, run.hooks, run.steps_per_epoch, run.mixing
-            )
-        )
+        reports = list(run_steps(run, batches))
         images, _ = next(iter(run.eval_loaders["val"]))
         with torch.inference_mode():
             autocast = Autocast(

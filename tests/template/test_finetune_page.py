@@ -13,7 +13,6 @@ from sklearn.metrics import average_precision_score
 
 from src.schema import TrainConfig
 from timm_parallel.runtime.evaluation import Evaluation
-from timm_parallel.runtime.predictions import prediction_table
 from timm_parallel.testing.commands import ROOT
 from timm_parallel.testing.configs import task_of
 
@@ -41,7 +40,7 @@ def test_prediction_table_has_all_classes_and_digits_with_several_labels(tmp_pat
     names = [f"class {number}" for number in range(9)]
     task = task_of(9, TrainConfig(task="multilabel", loss="bce"))
     task.names = names
-    table = prediction_table(Evaluation(60, {}, {}, (torch.arange(60), scores, labels)), None, task)
+    table = Evaluation(60, {}, {}, (torch.arange(60), scores, labels)).table(None, task)
     table.to_csv(tmp_path / "predictions.csv", index=False)
     _, read_labels, read_scores = as_documented(tmp_path / "predictions.csv")
     expected = average_precision_score(labels.numpy(), scores.numpy(), average="macro")

@@ -4,6 +4,10 @@ all code.
 
 from __future__ import annotations
 
+import inspect
+import subprocess
+import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -12,9 +16,9 @@ from timm_parallel.tests.architecture import (
     LIMITS,
     ROOT,
     find_cycle,
-    imports,
     measure,
-    package_of,
+    past_the_interface,
+    public_names,
     source_files,
 )
 from timm_parallel.tests.test_architecture import VAGUE_NAMES, broken_rules, name_of
@@ -44,32 +48,21 @@ def test_source_code_has_no_import_cycle_between_files_or_packages() -> None:
     assert find_cycle() == []
 
 
-def test_user_code_imports_only_the_permitted_library_packages() -> None:
-    allowed = {
-        "data",
-        "parallel",
-        "runtime",
-        "faults",
-        "machine",
-        "record",
-        "config",
-        "errors",
-        "class_source",
-        "patches",
-        "lab.forecast",
-        "keys",
-        "app",
-        "main",
-        "metric",
-        "task",
-        "trackers",
-    }
-    wrong = [
-        f"{file} imports {target}"
-        for file, targets in imports().items()
-        if file.startswith("src/") and not file.endswith("__main__.py")
-        for target in targets
-        if package_of(target).startswith("timm_parallel.")
-        and package_of(target).removeprefix("timm_parallel.") not in allowed
-    ]
-    assert wrong == []
+def test_user_code_imports_only_public_names_of_the_library() -> None:
+    assert past_the_interface() == []
+
+
+@pytest.mark.parametrize("package", public_names())
+def test_public_names_exist_and_have_docstrings(package: str) -> None:
+    module = import_module(package)
+    assert sorted(public_names()[package]) == module.__all__ == dir(module)
+    for name in module.__all__:
+        value = getattr(module, name)
+        assert inspect.isclass(value) or inspect.isfunction(value), name
+        assert inspect.getdoc(value), name
+
+
+def test_importing_the_library_imports_neither_torch_nor_timm() -> None:
+    code = "import sys, timm_parallel.lab; from timm_parallel import App, Task, key, main; "
+    code += "sys.exit('torch' in sys.modules or 'timm' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=60)

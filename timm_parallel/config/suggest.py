@@ -15,6 +15,7 @@ import yaml
 from omegaconf.errors import ConfigTypeError, ValidationError
 
 from timm_parallel.class_source import find_class
+from timm_parallel.config.hints import hint
 from timm_parallel.config.timm_names import timm_models, timm_optimizers
 from timm_parallel.keys import leaves
 from timm_parallel.machine.secrets import is_secret_key
@@ -41,24 +42,6 @@ TYPES = {
     "list[float]": "a list of numbers, [0.5,1.0]",
     "list[str]": "a list of texts, [a,b]",
 }
-
-
-def hint(name: str, known: Iterable[str]) -> str:
-    """Return `; did you mean a, b?`, or all known names if they are few, or an empty string."""
-    lower = {candidate.lower(): candidate for candidate in known}
-    close = [lower[match] for match in difflib.get_close_matches(name.lower(), lower)]
-    # cifar -> cifar10_resnet18
-    close = (
-        close
-        or [
-            lower[match]
-            for match in sorted(lower)
-            if len(name) > 2 and match.startswith(name.lower())
-        ][:3]
-    )
-    if close:
-        return f"; did you mean {', '.join(close)}?"
-    return f"; allowed: {', '.join(sorted(lower.values()))}" if 0 < len(lower) <= 20 else ""
 
 
 def is_known(key: str) -> bool:

@@ -8,13 +8,6 @@ from functools import cache
 from pathlib import Path
 
 
-def is_timm_dataset(name: str) -> bool:
-    """Return True for a dataset name of timm's factory: `torch/cifar10`, `hfds/<name>`, `wds/…`, or
-    `tar`.
-    """
-    return name.partition("/")[0] in ("torch", "hfds", "wds", "tar")
-
-
 @cache
 def timm_models() -> frozenset[str]:
     """Return the names of all timm models, without the tag of their weights (`resnet18`, not

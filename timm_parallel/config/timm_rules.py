@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 
-from timm_parallel.config.suggest import hint
-from timm_parallel.config.timm_names import is_timm_dataset, timm_models, timm_optimizers, timm_tags
+from timm_parallel.config.hints import hint
+from timm_parallel.config.timm_names import timm_models, timm_optimizers, timm_tags
+from timm_parallel.keys import is_timm_dataset
 
 OF_TORCH = (
     *("cifar10", "cifar100", "mnist", "kmnist", "fashion_mnist", "qmnist", "places365"),
@@ -22,16 +23,18 @@ AUTO_AUGMENT = (
 LOADING = ("pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir")
 
 
-def model_problems(name: str, kwargs: Iterable[str]) -> Iterator[str]:
-    """Yield an error message for a model, or a tag of its weights, that timm does not have, and for
-    arguments that would load a file.
-    """
+def model_problems(name: str) -> Iterator[str]:
+    """Yield an error message for a model, or a tag of its weights, that timm does not have."""
     architecture, _, tag = name.partition(".")
     if architecture not in timm_models():
         yield f"model.name={name}: timm has no such model{hint(architecture, timm_models())}"
     tags = [known for known in timm_tags() if known.startswith(f"{architecture}.")] if tag else []
     if tags and name not in tags:
         yield f"model.name={name}: timm has no such weights{hint(name, tags)}"
+
+
+def weights_problems(kwargs: Iterable[str]) -> Iterator[str]:
+    """Yield an error message for each argument of a model that would load a file."""
     for key in sorted(set(kwargs).intersection(LOADING)):
         yield f"model.kwargs.{key}: not allowed; to load timm's weights set model.pretrained=true"
 
@@ -47,13 +50,9 @@ def dataset_problems(name: str, own: Iterable[str]) -> Iterator[str]:
         yield f"data.name={name}: no such dataset{hint(name, own)}, or torch/…, hfds/…"
 
 
-def auto_augment_problems(text: str | None) -> Iterator[str]:
-    """Yield an error message for a data.augment.aa that timm does not parse."""
-    if text is not None and not any(re.fullmatch(pattern, text) for pattern in AUTO_AUGMENT):
-        yield (
-            f"data.augment.aa={text}: expected timm's syntax, e.g. rand-m9-mstd0.5-inc1, "
-            "augmix-m5-w4 or v0"
-        )
+def is_auto_augment(text: str) -> bool:
+    """Return True for a string that timm parses as RandAugment, AugMix or AutoAugment."""
+    return any(re.fullmatch(pattern, text) for pattern in AUTO_AUGMENT)
 
 
 def optimizer_problems(name: str) -> Iterator[str]:

@@ -11,17 +11,21 @@ import itertools
 import math
 import re
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from timm_parallel.class_source import is_own_class, package
+from timm_parallel.class_source import class_attributes, is_own_class, package
+from timm_parallel.config import timm_rules
 from timm_parallel.config.cluster import cluster_rules
-from timm_parallel.config.suggest import hint, objectives, own_class_exists, type_text
+from timm_parallel.config.hints import hint
+from timm_parallel.config.suggest import objectives, own_class_exists, type_text
 from timm_parallel.errors import RefusedError
-from timm_parallel.keys import TRACKERS, Config, leaves
+from timm_parallel.keys import TIMM_DATASETS, TRACKERS, Config, leaves
 from timm_parallel.project import current
+from timm_parallel.task import Task
 
 # SQLAlchemy imports the driver as a module, so only known ones are allowed.
 DATABASE = r"(sqlite|postgresql|mysql)(\+(pysqlite|psycopg2?|pymysql|mysqldb))?://.*"
@@ -39,6 +43,7 @@ def check_values(config: Config) -> None:
     groups = [group for group in vars(config).values() if hasattr(group, "value_problems")]
     refuse(
         _bounds(config),
+        _names(config),
         *(group.value_problems() for group in groups),
         _strategy(config),
         _metrics(config),
@@ -52,8 +57,10 @@ def check_combination(config: Config) -> None:
     """
     groups = [group for group in vars(config).values() if hasattr(group, "problems")]
     app = current()
-    rules = app.call(app.rules, config)
-    refuse(cluster_rules(config), *(group.problems(config) for group in groups), rules)
+    rules = [group.problems(config) for group in groups]
+    if app.tasks:
+        rules.append(_task_problems(config))
+    refuse(cluster_rules(config), *rules, app.call(app.rules, config))
 
 
 def _bounds(config: Config) -> Iterator[str]:
@@ -64,6 +71,7 @@ def _bounds(config: Config) -> Iterator[str]:
 
 
 def _out_of_bounds(value: Any, bounds: Any) -> Iterator[str]:
+    """Yield what is expected, for a value that breaks a rule of its key's metadata."""
     for number in value if isinstance(value, list) else [value]:
         if isinstance(number, float) and not math.isfinite(number):
             yield "expected a finite number"
@@ -72,6 +80,9 @@ def _out_of_bounds(value: Any, bounds: Any) -> Iterator[str]:
         return
     if "choices" in bounds and value not in bounds["choices"]:
         yield f"allowed: {', '.join(map(str, bounds['choices']))}"
+    elif bounds.get("syntax") == "auto_augment":
+        if not timm_rules.is_auto_augment(value):
+            yield "expected timm's syntax, e.g. rand-m9-mstd0.5-inc1, augmix-m5-w4 or v0"
     elif isinstance(value, str):
         if least is not None and value != "auto":
             yield f"expected auto or an integer >= {least}"
@@ -111,6 +122,40 @@ def own_class_problems(key: str, name: str) -> Iterator[str]:
         )
 
 
+def _names(config: Config) -> Iterator[str]:
+    """Yield an error message for each name that neither the project nor timm knows."""
+    model, data, optim, train, app = (
+        config.model,
+        config.data,
+        config.optim,
+        config.train,
+        current(),
+    )
+    yield from timm_rules.weights_problems(model.kwargs)
+    chosen = {
+        "model.name": (model.name, timm_rules.model_problems),
+        "optim.opt": (optim.opt, timm_rules.optimizer_problems),
+    }
+    if app.datasets:
+        chosen["data.name"] = data.name, partial(timm_rules.dataset_problems, own=app.datasets)
+    if app.tasks:
+        chosen["train.task"] = train.task, _task
+        chosen["train.loss"] = train.loss, lambda name: iter(())
+    for key, (name, problems) in chosen.items():
+        # The metrics of a task are known by its folder.
+        is_own = is_own_class(name, "tasks" if key == "train.task" else "")
+        yield from own_class_problems(key, name) if is_own else problems(name)
+
+
+def _task(name: str) -> Iterator[str]:
+    known = current().tasks
+    if name not in known:
+        yield (
+            f"train.task={name}: unknown{hint(name, known)}, or give "
+            f"{package()}.tasks.<module>.<Class>"
+        )
+
+
 def _strategy(config: Config) -> Iterator[str]:
     name = config.parallel.strategy
     known = ("auto", *current().strategies)
@@ -137,3 +182,36 @@ def _trackers(config: Config) -> Iterator[str]:
     storage = config.search.storage
     if storage is not None and not re.fullmatch(DATABASE, storage, re.DOTALL):
         yield "search.storage: expected sqlite:///<file>, postgresql://… or mysql://…"
+
+
+def _task_problems(config: Config) -> Iterator[str]:
+    """Yield an error for each key that the task of the config does not have."""
+    train, name = config.train, config.train.task
+    task = Task.find(name)
+    yield from option_problems("train.task_kwargs", task.Options, train.task_kwargs)
+    if not is_own_class(train.loss) and train.loss not in task.losses:
+        yield (
+            f"train.loss={train.loss}: not a loss of train.task={name}"
+            f"{hint(train.loss, task.losses)}; it has {', '.join(task.losses)}"
+        )
+    for key, metric in config.metrics_read.items():
+        base = metric.removeprefix("val/").removesuffix("_best").removesuffix("_ema")
+        if metric.startswith("val/") and base not in task.metrics:
+            known = ", ".join(f"val/{metric}" for metric in task.metrics)
+            yield f"{key}={metric}: not a metric of train.task={name}; use one of {known}"
+    kinds = _target_kinds(config.data.name)
+    if kinds is not None and task.target not in (*kinds, "none"):
+        able = [data for data in current().datasets if task.target in (_target_kinds(data) or ())]
+        yield (
+            f"train.task={name}: its targets are of the kind {task.target}, but "
+            f"data={config.data.name} gives {' or '.join(kinds)}; use "
+            f"{' or '.join(f'data={name}' for name in able) or 'a dataset of your own'}"
+        )
+
+
+def _target_kinds(dataset: str) -> tuple[str, ...] | None:
+    """Return the kinds of targets that a dataset gives; None for a class that does not tell."""
+    is_own = is_own_class(dataset)
+    dotted = current().datasets.get(dataset.partition("/")[0], dataset if is_own else TIMM_DATASETS)
+    kinds = class_attributes(dotted).get("targets")
+    return None if is_own and kinds is None else tuple(kinds or ("label",))

@@ -19,7 +19,6 @@ from timm_parallel.data.fractions import Listing, check_splits, split_of
 from timm_parallel.keys import DataConfig
 from timm_parallel.machine.text import first, plural
 
-SEPARATOR = ";"  # between the labels of one image, if it may have several
 SPLITS = ("train", "val", "test")
 COLUMNS = ("file", "label", "split", "fold", "group")
 
@@ -40,6 +39,8 @@ class Row:
 class CsvDataset(ImageDataset):
     """Images and labels listed in a CSV file."""
 
+    # Between the labels of one image, if it may have several.
+    separator = ";"
     targets = ("label", "labels", "numbers")
     takes = ("trained_names", "target")
 
@@ -198,7 +199,7 @@ def _is_number(text: str) -> bool:
 
 
 def _parts(label: str) -> list[str]:
-    return [part.strip() for part in label.split(SEPARATOR) if part.strip()]
+    return [part.strip() for part in label.split(CsvDataset.separator) if part.strip()]
 
 
 def path_key(file: str, folder: str) -> str:
@@ -317,7 +318,7 @@ def _check_combinations(rows: list[Row], path: Path) -> None:
     counts = Counter(part for label in line_of for part in set(_parts(label)))
     for label in sorted(line_of, key=line_of.__getitem__):
         common = [part for part in _parts(label) if counts[part] > 1]
-        if SEPARATOR in label and common:
+        if CsvDataset.separator in label and common:
             raise ValueError(
                 f"data.root={path}: line {line_of[label]}: {label} is read as one class, but other "
                 f"lines have {common[0]} too; several labels per image need another train.task"

@@ -36,6 +36,8 @@ class ImageDataset:
 
     # Kinds of targets that the dataset can give; a task needs one of them (Task.target).
     targets: ClassVar[tuple[str, ...]] = ("label",)
+    # In masks: a pixel without a class.
+    ignored: ClassVar[int] = 255
     # More arguments that the constructor takes. `trained_names`: in an evaluation, the
     # target_names of the evaluated run. `target`: the kind of target that the task needs.
     takes: ClassVar[tuple[str, ...]] = ()

@@ -73,7 +73,7 @@ class BatchFetcher:
     def __init__(
         self,
         split: Split,
-        targets: Targets,
+        targets: Targets | None,
         transform: Transform | None,
         seed: int,
         on_error: str = "raise",
@@ -89,12 +89,9 @@ class BatchFetcher:
         the images of the split to read; None: all. `on_pixels`, `on_normalized`: steps on uint8
         images after `transform`, and on normalized images.
         """
-        self.split, self.targets, self.transform, self.seed = (
-            split,
-            targets,
-            transform,
-            seed,
-        )
+        # Without a task, targets are stacked.
+        targets = targets or Targets()
+        self.split, self.targets, self.transform, self.seed = split, targets, transform, seed
         self.on_error, self.substitutes, self.chosen = on_error, substitutes, chosen
         self.on_pixels, self.on_normalized = on_pixels, on_normalized
         # Only in the rank itself, because a forked worker has no CUDA.
@@ -290,39 +287,6 @@ class Loader:
             iterator._shutdown_workers()  # type: ignore[attr-defined]
 
 
-class TrainLoader(Loader):
-    """Loader of this rank's shard of the shuffled training split."""
-
-    sampler: TrainSampler
-
-    def epoch(self, epoch: int, first_batch: int = 0) -> Iterator[Batch]:
-        """Return the batches of an epoch from `first_batch` on, because a resumed run may start
-        inside an epoch.
-        """
-        self.sampler.start_at(epoch, first_batch)
-        return self._batches()
-
-    def global_batches(self, first: int, count: int) -> list[int]:
-        """List the images (indices in the split) that all ranks read in `count` batches of the
-        epoch from `first`.
-        """
-        return self.fetcher.numbers(self.sampler.global_batches(first, count))
-
-    def labels(self) -> Tensor | None:
-        """Return the labels of the images: [N] or [N, classes]. None if the split does not list
-        them.
-        """
-        return train_labels(self.fetcher.split, self.fetcher.chosen)
-
-    def peek(self) -> Tensor:
-        """Return the normalized images of this rank's first batch of epoch 0, which `epoch` will
-        still yield.
-        """
-        self.sampler.start_at(0)
-        images, labels, _, draws = self.fetcher.read(next(iter(self.sampler)))
-        return self._to_device((images, labels, *draws))[0]
-
-
 def one_ahead(batches: Iterator[tuple[Tensor, ...]]) -> Iterator[tuple[Tensor, ...]]:
     """Yield batches, each read in a thread while the one before is used. Reading releases the
     interpreter's lock.
@@ -350,83 +314,109 @@ def num_workers(
     return max(1, hardware.cores() // local_world_size)
 
 
-def eval_loader(
-    split: Split,
-    targets: Targets,
-    prefetcher: DevicePrefetcher,
-    group: ProcessGroup,
-    *,
-    batch_size: int,
-    transform: Transform | None = None,
-    seed: int = 0,
-    workers: int | str = "auto",
-    on_error: str = "raise",
-) -> Loader:
-    """Build the loader of this rank's share of a split, in order and each image once.
+class EvalLoader(Loader):
+    """Loader of this rank's share of a split, in order and each image once."""
 
-    `batch_size` is the global one. `transform`: None for images that need no preparation; data in
-    memory is then read by the batch. `on_error`: an unreadable image ends the run (raise), or is
-    left out (skip).
-    """
-    fetcher = BatchFetcher(split, targets, transform, seed, on_error)
-    sampler = EvalSampler(len(split), batch_size, group.rank, group.world_size)
-    return Loader(
-        fetcher,
-        sampler,
-        prefetcher,
-        num_workers(workers, fetcher, prefetcher.device, group.local_world_size),
-    )
+    def __init__(
+        self,
+        split: Split,
+        targets: Targets | None,
+        prefetcher: DevicePrefetcher,
+        group: ProcessGroup,
+        *,
+        batch_size: int,
+        transform: Transform | None = None,
+        seed: int = 0,
+        workers: int | str = "auto",
+        on_error: str = "raise",
+    ) -> None:
+        """`batch_size` is the global one. `transform`: None for images that need no preparation;
+        data in memory is then read by the batch. `on_error`: an unreadable image ends the run
+        (raise), or is left out (skip).
+        """
+        fetcher = BatchFetcher(split, targets, transform, seed, on_error)
+        sampler = EvalSampler(len(split), batch_size, group.rank, group.world_size)
+        count = num_workers(workers, fetcher, prefetcher.device, group.local_world_size)
+        super().__init__(fetcher, sampler, prefetcher, count)
 
 
-def train_loader(
-    split: Split,
-    targets: Targets,
-    prefetcher: DevicePrefetcher,
-    group: ProcessGroup,
-    *,
-    batch_size: int,
-    seed: int,
-    transform: Transform | None = None,
-    on_pixels: PixelStep | None = None,
-    on_normalized: NormalizedStep | None = None,
-    workers: int | str = "auto",
-    on_error: str = "raise",
-    accumulate: int = 1,
-    copies: int = 1,
-    limit: int | None = None,
-    balance: float = 0.0,
-) -> TrainLoader:
-    """Build the loader of this rank's share of a training split, shuffled in each epoch.
+class TrainLoader(Loader):
+    """Loader of this rank's share of the training split, shuffled in each epoch."""
 
-    `batch_size` is the global one; an optimizer step has `accumulate` such batches. `transform`
-    changes each image, `on_pixels` the uint8 images of a batch, `on_normalized` normalized ones.
-    `on_error`: an unreadable image ends the run (raise), or is replaced by the next one (skip).
-    `copies`: augmented copies of an image in a batch. `limit`: train on so many images. `balance`:
-    1 draws all classes equally often, with replacement; 0 reads the images as they are.
-    """
-    chosen = fixed_choice(len(split), limit)
-    num_images = len(split) if chosen is None else len(chosen)
-    weights = class_balance(train_labels(split, chosen), balance) if balance else None
-    sampler = TrainSampler(
-        num_images, batch_size, group.rank, group.world_size, seed, copies, accumulate, weights
-    )
-    fetcher = BatchFetcher(
-        split,
-        targets,
-        transform,
-        seed,
-        on_error,
-        substitutes=num_images,
-        chosen=chosen,
-        on_pixels=on_pixels,
-        on_normalized=on_normalized,
-    )
-    return TrainLoader(
-        fetcher,
-        sampler,
-        prefetcher,
-        num_workers(workers, fetcher, prefetcher.device, group.local_world_size),
-    )
+    sampler: TrainSampler
+
+    def __init__(
+        self,
+        split: Split,
+        targets: Targets | None,
+        prefetcher: DevicePrefetcher,
+        group: ProcessGroup,
+        *,
+        batch_size: int,
+        seed: int,
+        transform: Transform | None = None,
+        on_pixels: PixelStep | None = None,
+        on_normalized: NormalizedStep | None = None,
+        workers: int | str = "auto",
+        on_error: str = "raise",
+        accumulate: int = 1,
+        copies: int = 1,
+        limit: int | None = None,
+        balance: float = 0.0,
+    ) -> None:
+        """`batch_size` is the global one; an optimizer step has `accumulate` such batches.
+        `transform` changes each image, `on_pixels` the uint8 images of a batch, `on_normalized`
+        normalized ones. `on_error`: an unreadable image ends the run (raise), or is replaced by the
+        next one (skip). `copies`: augmented copies of an image in a batch. `limit`: train on so
+        many images. `balance`: 1 draws all classes equally often, with replacement; 0 reads the
+        images as they are.
+        """
+        chosen = fixed_choice(len(split), limit)
+        num_images = len(split) if chosen is None else len(chosen)
+        weights = class_balance(train_labels(split, chosen), balance) if balance else None
+        sampler = TrainSampler(
+            num_images, batch_size, group.rank, group.world_size, seed, copies, accumulate, weights
+        )
+        fetcher = BatchFetcher(
+            split,
+            targets,
+            transform,
+            seed,
+            on_error,
+            substitutes=num_images,
+            chosen=chosen,
+            on_pixels=on_pixels,
+            on_normalized=on_normalized,
+        )
+        count = num_workers(workers, fetcher, prefetcher.device, group.local_world_size)
+        super().__init__(fetcher, sampler, prefetcher, count)
+
+    def epoch(self, epoch: int, first_batch: int = 0) -> Iterator[Batch]:
+        """Return the batches of an epoch from `first_batch` on, because a resumed run may start
+        inside an epoch.
+        """
+        self.sampler.start_at(epoch, first_batch)
+        return self._batches()
+
+    def global_batches(self, first: int, count: int) -> list[int]:
+        """List the images (indices in the split) that all ranks read in `count` batches of the
+        epoch from `first`.
+        """
+        return self.fetcher.numbers(self.sampler.global_batches(first, count))
+
+    def labels(self) -> Tensor | None:
+        """Return the labels of the images: [N] or [N, classes]. None if the split does not list
+        them.
+        """
+        return train_labels(self.fetcher.split, self.fetcher.chosen)
+
+    def peek(self) -> Tensor:
+        """Return the normalized images of this rank's first batch of epoch 0, which `epoch` will
+        still yield.
+        """
+        self.sampler.start_at(0)
+        images, labels, _, draws = self.fetcher.read(next(iter(self.sampler)))
+        return self._to_device((images, labels, *draws))[0]
 
 
 def _start_worker(worker: int) -> None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SPLITS = ("train", "val", "test")
-IGNORED = 255  # in a mask: a pixel without a class
+IGNORED = ImageDataset.ignored
 # Files of a split: images, and their masks below data.root.
 MaskListing = dict[str, list[tuple[Path, str]]]
 

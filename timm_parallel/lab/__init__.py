@@ -1,0 +1,60 @@
+"""Many runs: sweeps, searches, verdicts, reports and forecasts. These names are public."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from timm_parallel.lab.curves import compare_curves as compare_curves
+    from timm_parallel.lab.doctor.examine import examine as examine
+    from timm_parallel.lab.forecast.memory import measure_step as measure_step
+    from timm_parallel.lab.forecast.plan import Plan as Plan
+    from timm_parallel.lab.forecast.plan import show_plan as show_plan
+    from timm_parallel.lab.forecast.table import as_text as as_text
+    from timm_parallel.lab.forecast.table import forecast_sweep as forecast_sweep
+    from timm_parallel.lab.image_check import check_images as check_images
+    from timm_parallel.lab.image_check import show_check as show_check
+    from timm_parallel.lab.image_check import write_page as write_page
+    from timm_parallel.lab.report.report import write_report as write_report
+    from timm_parallel.lab.reproduce import reproduce_run as reproduce_run
+    from timm_parallel.lab.verdict.verdict import resume_verdict as resume_verdict
+    from timm_parallel.lab.verdict.verdict import start_verdict as start_verdict
+
+# Title of a group -> name -> its module, which is imported when the name is first used.
+_GROUPS = {
+    "Reports and comparisons": {
+        "write_report": "lab.report.report",
+        "compare_curves": "lab.curves",
+        "start_verdict": "lab.verdict.verdict",
+        "resume_verdict": "lab.verdict.verdict",
+        "reproduce_run": "lab.reproduce",
+    },
+    "Forecasts and plans": {
+        "forecast_sweep": "lab.forecast.table",
+        "as_text": "lab.forecast.table",
+        "Plan": "lab.forecast.plan",
+        "measure_step": "lab.forecast.memory",
+        "show_plan": "lab.forecast.plan",
+    },
+    "Checks of data and machine": {
+        "check_images": "lab.image_check",
+        "show_check": "lab.image_check",
+        "write_page": "lab.image_check",
+        "examine": "lab.doctor.examine",
+    },
+}
+_MODULES = {name: module for group in _GROUPS.values() for name, module in group.items()}
+__all__ = sorted(_MODULES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__} has no attribute {name}")
+    value = getattr(import_module(f"timm_parallel.{_MODULES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

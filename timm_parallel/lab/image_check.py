@@ -236,7 +236,7 @@ def describe(image: CheckedImage) -> str:
     return f"{image.split}: {image.error or image.file} ({', '.join(image.labels)})"
 
 
-def show(report: Report) -> None:
+def show_check(report: Report) -> None:
     """Print the report as text."""
     lines = []
     for rows in filter(None, (report.measures, report.classes)):

@@ -58,9 +58,9 @@ def run_multirun(
     if earlier is not None and is_tuning(earlier):
         return resume_tuning(earlier, command)
     if earlier is not None and (earlier / VERDICT).is_file():
-        from timm_parallel.lab.verdict.verdict import resume_verdict  # slow to import
+        from timm_parallel.lab.verdict.verdict import continue_verdict  # slow to import
 
-        return resume_verdict(earlier, command)[0]
+        return continue_verdict(earlier, command)[0]
     if earlier is not None:
         return resume_sweep(earlier, command, check_data)
     check_jobs_data([point.config for point in points if not point.reason], check_data)

@@ -18,11 +18,11 @@ import yaml
 from timm_parallel.config.validate import refuse
 from timm_parallel.data.dataset import image_files
 from timm_parallel.lab.code_copy import apply_diff, copy_commit, no_repository
+from timm_parallel.lab.curves import Curve, curves
 from timm_parallel.machine.files import claim_folder, finite, write_json
 from timm_parallel.machine.text import first, plural
 from timm_parallel.project import root
 from timm_parallel.record.code_diff import CODE_DIFF, CUT
-from timm_parallel.record.curves import Curve, curves
 from timm_parallel.record.environment import read_environment
 from timm_parallel.record.jobs import FAILED
 from timm_parallel.record.result import Result, read_result, read_segments
@@ -34,7 +34,7 @@ OF_MACHINE = ("python", "platform", "driver", "cuda", "nccl", "backend")
 OF_RESULT = ("accelerator", "devices", "threads_per_device", "accumulate", "parameters")
 
 
-def reproduce(run: Path, steps: int) -> int:
+def reproduce_run(run: Path, steps: int) -> int:
     """Repeat the first `steps` steps of a run in `<run>/reproduced`, print how they compare, and
     write certificate.json. Return the exit code: 0 reproduced, 3 not, else that of train.py.
 

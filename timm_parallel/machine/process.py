@@ -13,16 +13,17 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import psutil
 
 from timm_parallel.machine.lock import remove_lock_files
 
+T = TypeVar("T")
 # Without it `python -m` imports from the current folder first, which may contain a foreign json.py.
 SAFE_PATH = ("-P",)
 # True after a tracker has failed: the exit handlers of its library may wait for a server that does
@@ -91,6 +92,18 @@ def import_name(name: str) -> Any:
     """Import a class or function by its dotted name, such as `torch.optim.SGD`."""
     module, _, class_name = name.rpartition(".")
     return getattr(import_module(module), class_name)
+
+
+def import_class(
+    key: str, name: str, base: type[T], named: Mapping[str, str] | None = None
+) -> type[T]:
+    """Import the class that a config key names: one of `named` (name -> dotted name), or a class of
+    the project by its dotted name. Raises ValueError if it does not extend `base`.
+    """
+    imported = import_name((named or {}).get(name, name))
+    if not (isinstance(imported, type) and issubclass(imported, base)):
+        raise ValueError(f"{key}={name}: expected a class that extends {base.__name__}")
+    return imported
 
 
 def keep_freed_memory() -> None:

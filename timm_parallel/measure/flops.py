@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -58,6 +58,15 @@ def count_flops(model: nn.Module, images: Shape) -> int | None:
     except Exception as error:
         log.debug("FLOPs were not counted: %s: %s", type(error).__name__, error)
         return None
+
+
+def step_costs(compute_loss: Callable[[], Tensor], excluding: list[Tensor]) -> tuple[int, int]:
+    """Run a forward and a backward pass, on real or fake tensors. Return its FLOPs, and the bytes
+    of the tensors that autograd saves for the backward pass, without those of `excluding`.
+    """
+    with flop_counter() as counter, saved_for_backward(excluding) as saved:
+        compute_loss().backward()
+    return int(counter.get_total_flops()), sum(storage.nbytes() for storage in saved.values())
 
 
 @contextmanager

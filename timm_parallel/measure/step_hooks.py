@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from timm_parallel.faults.liveness import FORWARD, READING, liveness
+from timm_parallel.faults.liveness import BACKWARD, EVALUATING, FORWARD, READING, liveness
 from timm_parallel.faults.stop import StopCoordinator
 from timm_parallel.measure.meter import Meter
 
@@ -35,6 +35,10 @@ class StepHooks:
         elif phase == FORWARD:
             self.meter.end_fetch()
 
+    def start_backward(self) -> None:
+        """Mark the start of the backward pass."""
+        self.at(BACKWARD)
+
     def start_update(self) -> None:
         """Mark that the gradients are complete and the optimizer step begins."""
 
@@ -56,7 +60,7 @@ class StepHooks:
         return None
 
     @contextmanager
-    def aside(self, phase: int) -> Iterator[None]:
+    def aside(self, phase: int = EVALUATING) -> Iterator[None]:
         """Exclude the code in the `with` block from the step times. `phase`: EVALUATING or SAVING;
         see liveness.py.
         """

@@ -7,6 +7,8 @@ from __future__ import annotations
 import os
 import shutil
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlparse
 from urllib.request import getproxies
@@ -33,6 +35,25 @@ def skip_unreachable_hub() -> None:
         socket.getaddrinfo(urlparse(constants.ENDPOINT).hostname, 443)
     except OSError:
         constants.HF_HUB_OFFLINE = True
+
+
+@contextmanager
+def refuse_failed_download(name: str, pretrained: bool) -> Iterator[None]:
+    """Raise ValueError if pretrained weights of model `name` cannot be loaded in this block."""
+    if pretrained:
+        skip_unreachable_hub()
+    try:
+        yield
+    # The weights are not cached and the hub cannot be reached, or no weights have this name.
+    except (OSError, RuntimeError) as error:
+        if not pretrained:
+            raise
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(
+            f"model.pretrained=true: the weights of {name} could not be downloaded "
+            f"({reason}); check the network, copy a filled cache to HF_HOME, or give a file: "
+            "model.weights=<file>"
+        ) from None
 
 
 def compile_model(model: nn.Module, mode: bool | str, device: torch.device) -> nn.Module:
@@ -99,13 +120,15 @@ def run_on_black_image(
 
 
 def check_sharded_model(
-    model: Lockstep, input_size: tuple[int, int, int], group: ProcessGroup
+    model: nn.Module, input_size: tuple[int, int, int], group: ProcessGroup
 ) -> None:
-    """Run a sharded model on one black image, which it has accepted before it was sharded.
-    Collective.
+    """Run a sharded model, as fsdp evaluates it, on one black image, which it has accepted before
+    it was sharded. Does nothing for a strategy that evaluates in another way. Collective.
 
     Raises ValueError on all ranks if the model reads a parameter while only a part of it is there.
     """
+    if not isinstance(model, Lockstep):
+        return
     was_training, reason = model.training, ""
     try:
         model.eval()(torch.zeros(1, *input_size, device=model.device))

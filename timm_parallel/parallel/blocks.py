@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from timm.models import group_parameters
 from torch import nn
 
@@ -60,6 +61,20 @@ def _shares_parameters(block: nn.Module, uses: Counter[int]) -> bool:
         id(parameter) for _, parameter in block.named_parameters(remove_duplicate=False)
     )
     return any(uses[number] > count for number, count in inside.items())
+
+
+def gathered_bytes(model: nn.Module, dtype: torch.dtype | None, reshard: bool | None) -> int:
+    """Return the most bytes of whole parameters that fsdp holds at once: those outside blocks, and
+    of two blocks, because the second one is fetched while the first computes.
+
+    `dtype`: in which they are gathered; None: their own. `reshard`: parallel.reshard_after_forward.
+    """
+    sizes = {p: p.numel() * (dtype or p.dtype).itemsize for p in model.parameters()}
+    blocks = sorted(
+        sum(sizes[parameter] for parameter in block.parameters()) for block in blocks_of(model)
+    )
+    freed = 0 if reshard is False else sum(blocks[:-2])
+    return sum(sizes.values()) - freed
 
 
 def groups_of(model: Any, coarse: bool = False) -> dict[str, int]:

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from timm_parallel.keys import strategy_options
 from timm_parallel.machine.ranks import Ranks
-from timm_parallel.parallel.communication import Communication
+from timm_parallel.parallel.communication import Communication, UnmeasuredCommunication
 from timm_parallel.parallel.ddp_timing import (
     DdpCommunication,
     TimedDistributedDataParallel,
@@ -67,4 +67,8 @@ class Distributed(Strategy):
         return wrapped.no_sync()
 
     def communication(self, wrapped: nn.Module) -> Communication:
-        return Communication() if self.group.world_size == 1 else DdpCommunication(wrapped)
+        if self.group.world_size == 1:
+            return Communication()
+        # A class that extends this one may send other tensors than DDP's buckets.
+        is_ddp = isinstance(wrapped, TimedDistributedDataParallel)
+        return DdpCommunication(wrapped) if is_ddp else UnmeasuredCommunication()

@@ -18,7 +18,6 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from timm_parallel.parallel import shards
 from timm_parallel.parallel.blocks import blocks_of, vector_layers
-from timm_parallel.parallel.communication import Communication, UnmeasuredCommunication
 from timm_parallel.parallel.distributed import Distributed
 from timm_parallel.parallel.lockstep import Lockstep
 from timm_parallel.parallel.strategy import own_parameters
@@ -111,9 +110,6 @@ class FullySharded(Distributed):
 
     def part(self, tensor: Tensor, like: Tensor) -> Tensor:
         return shards.part(tensor, like)
-
-    def communication(self, wrapped: nn.Module) -> Communication:
-        return Communication() if self.group.world_size == 1 else UnmeasuredCommunication()
 
 
 class StepOfShards(nn.Module):

@@ -169,6 +169,13 @@ class Strategy:
         """
         return 1
 
+    def measured_world_size(self) -> int:
+        """Return the number of model replicas that train, by an all-reduce of the number on each
+        rank. Collective; not to be overridden.
+        """
+        replicas = torch.tensor(float(self.count_replicas()), device=self.device)
+        return int(self.group.sum(replicas).item())
+
     def communication(self, wrapped: nn.Module) -> Communication:
         """Return the object that measures the communication in a training step of `wrapped`."""
         return Communication()

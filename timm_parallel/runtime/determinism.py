@@ -1,26 +1,12 @@
-"""Reproducible runs: deterministic algorithms, and random draws that depend only on seed, step and
-rank.
-"""
+"""Random draws of a step that depend only on seed, step and rank."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 import torch
 
 from timm_parallel.data.seeds import seed_for
-
-
-def use_deterministic_algorithms() -> None:
-    """Make torch raise RuntimeError for nondeterministic operations. Call this before the first use
-    of a GPU.
-    """
-    # cuBLAS reads the variable once. Without it, torch raises RuntimeError for each matrix product.
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    # cuDNN's benchmark mode chooses algorithms by timing them, so its choice may vary.
-    torch.backends.cudnn.benchmark = False
-    torch.use_deterministic_algorithms(True)
 
 
 def seed_step(seed: int, step: int, rank: int, devices: Sequence[torch.device]) -> None:

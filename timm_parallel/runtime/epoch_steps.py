@@ -9,12 +9,9 @@ from torch import Tensor
 
 from timm_parallel.data.prefetch import Batch
 from timm_parallel.faults.liveness import FORWARD, READING
-from timm_parallel.keys import Config
 from timm_parallel.measure.metric_window import MetricWindow
-from timm_parallel.measure.step_hooks import StepHooks
-from timm_parallel.parallel.strategy import Strategy
 from timm_parallel.runtime.determinism import seed_step
-from timm_parallel.state.progress import Progress
+from timm_parallel.state.parts import RunParts
 
 
 class EpochSteps:
@@ -26,24 +23,18 @@ class EpochSteps:
     the ranks.
     """
 
-    def __init__(
-        self,
-        progress: Progress,
-        config: Config,
-        strategy: Strategy,
-        hooks: StepHooks,
-        steps_per_epoch: int,
-        log_every: int,
-    ) -> None:
+    def __init__(self, parts: RunParts) -> None:
+        progress, config, strategy = parts.progress, parts.config, parts.strategy
+        steps_per_epoch = parts.steps_per_epoch
         # Without this check, no step would follow and the epoch would never end.
         if progress.step_in_epoch > steps_per_epoch:
             raise RuntimeError(
                 f"the checkpoint is at step {progress.step_in_epoch} of its epoch, but an epoch "
                 f"now has {steps_per_epoch} steps: the training data changed after it was saved"
             )
-        self.progress, self.config, self.strategy, self.hooks = progress, config, strategy, hooks
+        self.progress, self.config, self.strategy = progress, config, strategy
+        self.hooks, self.mixing = parts.hooks, parts.mixing
         self.steps_per_epoch, self.last_step = steps_per_epoch, config.train.max_steps or math.inf
-        self.log_every = log_every
         self.window = MetricWindow(strategy.device)
         self.is_sync_step = self.stops = False
 
@@ -63,10 +54,12 @@ class EpochSteps:
             yield step
 
     def fetch(self, batches: Iterator[Batch]) -> Batch:
-        """Return the next batch, and measure the wait for it."""
+        """Return the next batch, with mixup or cutmix, and measure the wait for it."""
         self.hooks.at(READING)
         batch = next(batches)
         self.hooks.at(FORWARD)
+        if self.mixing is not None:
+            batch = self.mixing(*batch, self.progress.epoch)
         return batch
 
     def add(self, loss: Tensor, metrics: dict[str, Tensor], images: int) -> None:
@@ -93,7 +86,7 @@ class EpochSteps:
     def _is_logged_or_saved(self, step: int) -> bool:
         config = self.config
         periods = (
-            self.log_every,
+            config.train.log_every,
             config.checkpoint.every_steps,
             config.train.evaluate_every_steps,
         )

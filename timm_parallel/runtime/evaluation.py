@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import pandas as pd
 import torch
 from torch import Tensor, nn
 
@@ -38,12 +39,20 @@ class Evaluation:
         other = {} if averaged is None else averaged.numbers
         return self.numbers | {f"{name}_ema": value for name, value in other.items()}
 
+    def table(self, split: Any, task: Task[Any]) -> pd.DataFrame:
+        """Return a table with a row per image, after an evaluation with keep_rows: path (or index),
+        and the columns of the task.
+        """
+        assert self.rows is not None
+        files = getattr(split, "files", None)
+        paths = [str(files[index][0]) if files else index for index in self.rows[0].tolist()]
+        return pd.DataFrame({"path": paths, **task.table(self)})
+
 
 @dataclass(frozen=True)
 class SplitEvaluation:
     """Evaluation of raw and averaged weights on one split."""
 
-    split: str
     numbers: dict[str, float | None]  # by metric; with the suffix `_ema` of the averaged weights
     details: dict[str, Any]  # further entries of result.json
     of_weights: dict[str, Evaluation]  # by `<split>`, and `<split>_ema` of the averaged weights

@@ -51,7 +51,7 @@ def check_replicas_at_start(model: HasParameters, strategy: Strategy) -> tuple[i
             "the ranks start with different parameters; seed every random draw of the model's "
             "constructor"
         )
-    measured, requested = measured_world_size(strategy), strategy.config.devices
+    measured, requested = strategy.measured_world_size(), strategy.config.devices
     if measured != requested:
         raise RuntimeError(
             f"world size: {requested} devices were requested, but {measured} take part in "
@@ -109,11 +109,3 @@ def parameters_hash(model: HasParameters, strategy: Strategy) -> tuple[str, bool
         digest.update(whole.view(torch.uint8).numpy().tobytes())
     hashes = strategy.group.gather(digest.hexdigest()[:16])
     return hashes[0], len(set(hashes)) == 1
-
-
-def measured_world_size(strategy: Strategy) -> int:
-    """Return the number of model replicas that train, by an all-reduce of the number on each rank.
-    Collective.
-    """
-    replicas = torch.tensor(float(strategy.count_replicas()), device=strategy.device)
-    return int(strategy.group.sum(replicas).item())

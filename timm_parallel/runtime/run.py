@@ -9,7 +9,6 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -23,7 +22,7 @@ from timm_parallel.record.console import Console
 from timm_parallel.record.recorder import Numbers, Recorder
 from timm_parallel.record.result import write_result
 from timm_parallel.runtime.banner import show_banner, show_end
-from timm_parallel.runtime.evaluation import SplitEvaluation
+from timm_parallel.runtime.evaluation import Evaluation, SplitEvaluation
 from timm_parallel.runtime.replica_checks import check_replicas_at_end, check_replicas_at_start
 from timm_parallel.runtime.run_result import make_result
 from timm_parallel.state import checkpoint, restoring, saving
@@ -126,18 +125,22 @@ class Run:
         self._recorder.numbers(step, self.parts.epochs_done, numbers | measured)
         self._console.step(step, numbers["train/loss"] or 0.0, speed)
 
-    def log_evaluation(self, evaluation: SplitEvaluation) -> bool:
-        """Log an evaluation, and keep it for result.json. Return True if it is the best on val so
-        far.
+    def log_evaluation(
+        self, split: str, raw: Evaluation, averaged: Evaluation | None = None
+    ) -> bool:
+        """Log the evaluation of a split with the raw and, if there are any, the averaged weights,
+        and keep it for result.json. Return True if it is the best on val so far.
         """
-        parts, progress, split = self.parts, self.parts.progress, evaluation.split
-        numbers, is_best = evaluation.numbers, False
+        parts, progress = self.parts, self.parts.progress
+        numbers, is_best = raw.with_averaged(averaged), False
         if split == "val":
             metric = self.config.checkpoint.metric.removeprefix("val/")
             is_best = progress.add_evaluation(numbers, metric, parts.task.metrics)
             best: Numbers = {f"{name}_best": value for name, value in progress.best_values.items()}
             numbers = numbers | best
-        self.evaluations[split] = replace(evaluation, numbers=numbers)
+        of_weights = {split: raw} | ({} if averaged is None else {f"{split}_ema": averaged})
+        details = parts.task.details(raw)
+        self.evaluations[split] = SplitEvaluation(numbers, details, of_weights)
         values = {f"{split}/{name}": value for name, value in numbers.items()}
         self._recorder.numbers(progress.step, parts.epochs_done, values)
         return is_best

@@ -179,7 +179,7 @@ def load_newest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
     return None
 
 
-def load_from_run(folder: Path, which: str | None) -> tuple[Path, dict[str, Any]]:
+def read_checkpoint(folder: Path, which: str | None) -> tuple[Path, dict[str, Any]]:
     """Return path and contents of a run's checkpoint. `which`: best, last, a file, or None for the
     one in result.json.
     """

@@ -18,6 +18,8 @@ from timm_parallel.data.loader import Loader, TrainLoader
 from timm_parallel.keys import ResolvedConfig, leaves
 from timm_parallel.machine.secrets import hide_in
 from timm_parallel.measure.step_hooks import StepHooks
+from timm_parallel.measure.step_profiler import build_hooks
+from timm_parallel.model.checks import check_is_complete, check_sharded_model
 from timm_parallel.parallel.communication import Communication
 from timm_parallel.parallel.strategy import HasParameters, Strategy, own_parameters
 from timm_parallel.state.progress import Progress
@@ -105,6 +107,42 @@ class RunParts:
     hooks: StepHooks
     steps_per_epoch: int  # optimizer steps, each of train.accumulate global batches
     flops_per_step: int | None  # of the whole step, see Result; on rank 0, None elsewhere
+
+    @classmethod
+    def assemble(
+        cls,
+        config: ResolvedConfig,
+        strategy: Strategy,
+        train_loader: TrainLoader,
+        state: TrainState,
+        profiled: tuple[int | None, int | None] = (None, None),
+        **parts: Any,
+    ) -> RunParts:
+        """Put the parts of a run together, with what times its steps and its communication.
+
+        `profiled`: number of first steps that are not timed, and of those of them that are
+        profiled. `parts`: the other fields. Raises ValueError if the optimizer lacks a parameter
+        that is to be trained, or if a sharded model cannot be evaluated. Collective.
+        """
+        check_is_complete(state.optimizer, state)
+        if strategy.shards:
+            step: Any = state.train_step
+            size = parts["preprocessing"].input_size
+            check_sharded_model(strategy.for_evaluation(step.model), size, strategy.group)
+        batches = train_loader.sampler.batches_per_epoch
+        steps_per_epoch, total_steps = config.train.count_steps(batches)
+        communication = strategy.communication(state.wrapped)
+        hooks = build_hooks(config, strategy, communication, total_steps, *profiled)
+        return cls(
+            config=config,
+            strategy=strategy,
+            train_loader=train_loader,
+            state=state,
+            communication=communication,
+            hooks=hooks,
+            steps_per_epoch=steps_per_epoch,
+            **parts,
+        )
 
     @property
     def progress(self) -> Progress:

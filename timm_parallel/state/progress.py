@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from timm_parallel.keys import ResolvedTrain, TrainConfig
+from timm_parallel.keys import TrainConfig
 from timm_parallel.metric import Metric
 
 
@@ -124,9 +124,3 @@ class Progress:
         self.best = value if is_best else self.best
         self.evaluations_since_best = 0 if is_best else self.evaluations_since_best + 1
         return is_best
-
-
-def count_steps(train: ResolvedTrain, batches_per_epoch: int) -> tuple[int, int]:
-    """Return the optimizer steps per epoch and in total."""
-    per_epoch = batches_per_epoch // train.accumulate
-    return per_epoch, Progress().last_step(train, per_epoch)

@@ -146,7 +146,7 @@ def restore_weights(state: TrainState, strategy: Strategy, contents: dict[str, A
             key: strategy.part(value, current[key]) if key in current else value
             for key, value in saved.items()
         }
-        fill(module, {which: parts}, which)
+        load_model_state(module, {which: parts}, which)
     _restore_step(state, strategy, contents.get(OF_STEP, {}))
 
 
@@ -172,7 +172,7 @@ def _restore_step(state: TrainState, strategy: Strategy, saved: dict[str, Tensor
             tensor.copy_(strategy.part(saved[name], tensor))
 
 
-def fill(model: nn.Module, contents: dict[str, Any], which: str) -> None:
+def load_model_state(model: nn.Module, contents: dict[str, Any], which: str) -> None:
     """Load weights of a checkpoint into `model`. `which`: `model` for the trained weights, `ema`
     for their moving average.
     """

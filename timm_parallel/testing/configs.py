@@ -11,12 +11,12 @@ from types import SimpleNamespace
 from typing import Any
 
 from src.schema import AugmentConfig, ResolvedConfig, TrainConfig
-from src.tasks import build_task
 from timm_parallel.config.compose import compose_command
 from timm_parallel.config.resolve import resolve
 from timm_parallel.metric import Metric
 from timm_parallel.parallel.strategy import Strategy
 from timm_parallel.runtime.evaluation import Evaluation, evaluate
+from timm_parallel.task import Task
 
 TINY = (
     "print_config=false",
@@ -66,7 +66,7 @@ def task_of(classes: int, train: TrainConfig | None = None, **augment: Any) -> A
     config = resolved()
     config.train = train or config.train
     config.data.augment = AugmentConfig(**augment)
-    return build_task(config, [str(number) for number in range(classes)])
+    return Task.find(config.train.task)(config, [str(number) for number in range(classes)])
 
 
 def evaluate_batches(

@@ -22,8 +22,8 @@ import pytest
 from filelock import FileLock
 
 from src.app import app
+from timm_parallel.entry import run_command
 from timm_parallel.machine import hardware
-from timm_parallel.main import run_command
 from timm_parallel.testing.commands import Finished, Refuse, Train
 from timm_parallel.testing.ranks import RANK_VARIABLES
 

@@ -21,7 +21,7 @@ BENCHMARK = "scripts/maintain/bench_loop.py"
 # Library -> where it may be imported. A folder ends with a slash.
 ALLOWED = {
     r"(hydra|omegaconf)": (
-        "timm_parallel/main.py",
+        "timm_parallel/entry.py",
         "timm_parallel/config/",
         "timm_parallel/patches.py",
         "timm_parallel/launch/resume.py",
@@ -46,6 +46,7 @@ ALLOWED = {
         "src/tasks/",
         "src/commands/",
         "timm_parallel/data/erasing.py",
+        "timm_parallel/data/mixing.py",
         "timm_parallel/data/timm_datasets.py",
         "timm_parallel/model/",
         "timm_parallel/parallel/blocks.py",
@@ -65,10 +66,9 @@ NO_TORCH_AT_THE_TOP = (
     "src/schema.py",
     "timm_parallel/app.py",
     "timm_parallel/class_source.py",
-    "timm_parallel/main.py",
+    "timm_parallel/entry.py",
     "timm_parallel/project.py",
     "src/data/__init__.py",
-    "src/train/check.py",
     "src/data/datasets.py",
     "timm_parallel/data/csv_listing.py",
     "timm_parallel/data/folder.py",

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from scripts import check_data as entry
-from timm_parallel.lab.image_check import CheckedImage, Report, find_problems, show, summarize
+from timm_parallel.lab.image_check import CheckedImage, Report, find_problems, show_check, summarize
 
 processes = pytest.mark.processes
 LEAKS, DUPLICATES, LABELS = (
@@ -237,7 +237,7 @@ def test_check_data_prints_at_most_20_lines_per_kind_of_problem(
         CheckedImage("train", n, f"{n}", (f"class {n}",), error=f"file {n}\udcff unreadable")
         for n in range(50)
     ]
-    show(summarize([f"class {number}" for number in range(50)], ["train"], images))
+    show_check(summarize([f"class {number}" for number in range(50)], ["train"], images))
     lines = capsys.readouterr().out.splitlines()
     assert sum("unreadable (" in line for line in lines) == 20
     assert "  and 30 more" in lines

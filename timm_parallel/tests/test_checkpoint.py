@@ -24,10 +24,10 @@ from src.app import app
 from src.tasks.classification import Classification
 from src.train.build import build_run
 from src.train.run import run
+from timm_parallel.entry import run_command
 from timm_parallel.faults.liveness import liveness
 from timm_parallel.machine import hardware
 from timm_parallel.machine.ranks import NEEDED, Ranks
-from timm_parallel.main import run_command
 from timm_parallel.parallel.build import build_strategy
 from timm_parallel.parallel.single import Single
 from timm_parallel.state import checkpoint, restoring, saving

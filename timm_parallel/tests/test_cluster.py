@@ -21,10 +21,10 @@ from timm_parallel.cluster.kubernetes import _bytes, write_manifest
 from timm_parallel.config.cluster import cluster_rules, gpus_of_gres, seconds_of
 from timm_parallel.config.compose import load_config
 from timm_parallel.config.validate import refuse
+from timm_parallel.entry import run_command
 from timm_parallel.keys import ClusterConfig, ParallelConfig
 from timm_parallel.machine import hardware
 from timm_parallel.machine.ranks import NEEDED
-from timm_parallel.main import run_command
 from timm_parallel.testing.cluster_commands import JOB_WITH_GPUS
 from timm_parallel.testing.commands import ROOT
 

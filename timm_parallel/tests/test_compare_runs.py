@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from timm_parallel.config.arguments import CommandLine, errors_in_one_line, number
-from timm_parallel.record.curves import compare
+from timm_parallel.config.arguments import CommandLine
+from timm_parallel.lab.curves import compare_curves
 from timm_parallel.record.result import MetricsLog, Result, write_result
 from timm_parallel.testing.commands import ROOT
 
@@ -37,7 +37,7 @@ def run(folder: Path, losses: list[float], speed: float = 100.0, **result: Any) 
 
 
 def test_compare_runs_compares_loss_but_not_time_speed_or_memory_metrics(tmp_path: Path) -> None:
-    (curve,) = compare(
+    (curve,) = compare_curves(
         run(tmp_path / "a", [2.0, 1.0]), run(tmp_path / "b", [2.0, 1.0], speed=7.0), 0.0
     )
     assert (curve.name, curve.points, curve.largest, curve.differs_at) == (
@@ -52,7 +52,7 @@ def test_compare_runs_compares_loss_but_not_time_speed_or_memory_metrics(tmp_pat
 def test_compare_runs_names_the_first_step_beyond_the_tolerance(
     tmp_path: Path, tolerance: float, differs_at: int | None
 ) -> None:
-    (curve,) = compare(
+    (curve,) = compare_curves(
         run(tmp_path / "a", [2.0, 1.0, 0.5]), run(tmp_path / "b", [2.0, 1.001, 0.503]), tolerance
     )
     assert curve.differs_at == differs_at
@@ -60,9 +60,11 @@ def test_compare_runs_names_the_first_step_beyond_the_tolerance(
 
 
 def test_compare_runs_treats_nan_in_one_run_as_a_difference(tmp_path: Path) -> None:
-    (curve,) = compare(run(tmp_path / "a", [2.0, math.nan]), run(tmp_path / "b", [2.0, 1.0]), 1.0)
+    (curve,) = compare_curves(
+        run(tmp_path / "a", [2.0, math.nan]), run(tmp_path / "b", [2.0, 1.0]), 1.0
+    )
     assert curve.differs_at == 2
-    (both,) = compare(
+    (both,) = compare_curves(
         run(tmp_path / "c", [2.0, math.nan]), run(tmp_path / "d", [2.0, math.nan]), 0.0
     )
     assert both.differs_at is None
@@ -74,7 +76,7 @@ def test_compare_runs_treats_a_step_of_only_one_run_as_a_difference(
 ) -> None:
     longer, shorter = run(tmp_path / "a", [2.0, value]), run(tmp_path / "b", [2.0], steps=2)
     for one, other in ((longer, shorter), (shorter, longer)):
-        (curve,) = compare(one, other, 1.0)
+        (curve,) = compare_curves(one, other, 1.0)
         assert (curve.differs_at, curve.largest) == (2, math.inf)
 
 
@@ -91,7 +93,7 @@ def test_compare_runs_refuses_runs_with_different_steps_batch_size_or_data(
     tmp_path: Path, other: dict[str, Any], expected: str
 ) -> None:
     with pytest.raises(ValueError, match=expected) as refusal:
-        compare(
+        compare_curves(
             run(tmp_path / "a", [2.0, 1.0], data={"all": "a"}), run(tmp_path / "b", **other), 1e-3
         )
     assert "\n" not in str(refusal.value)
@@ -100,7 +102,7 @@ def test_compare_runs_refuses_runs_with_different_steps_batch_size_or_data(
 @pytest.mark.parametrize("word", ["abc", "-1", "nan", "inf"])
 def test_compare_runs_refuses_an_invalid_tolerance(word: str) -> None:
     parser = CommandLine(None)
-    parser.add_argument("--tolerance", type=number())
+    parser.add_argument("--tolerance", type=CommandLine.number())
     with pytest.raises(ValueError, match=f"--tolerance: '{word}': expected a number >= 0"):
         parser.parse_intermixed_args([f"tolerance={word}"])
 
@@ -108,7 +110,7 @@ def test_compare_runs_refuses_an_invalid_tolerance(word: str) -> None:
 def test_script_main_exits_130_and_prints_one_line_on_keyboard_interrupt(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    @errors_in_one_line
+    @CommandLine.errors_in_one_line
     def main(argv: list[str]) -> int:
         raise KeyboardInterrupt
 

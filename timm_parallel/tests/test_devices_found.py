@@ -24,9 +24,9 @@ from src.app import app
 from src.schema import Config
 from timm_parallel.config.compose import compose_command, device_counts
 from timm_parallel.config.resolve import notices, resolve
+from timm_parallel.entry import run_command
 from timm_parallel.machine import hardware, nvidia
 from timm_parallel.machine.nvidia import CudaDevice, Driver, Gpu
-from timm_parallel.main import run_command
 from timm_parallel.testing.configs import resolved
 
 

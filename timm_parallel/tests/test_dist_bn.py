@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from src.train.build import build_run
-from src.train.loop import train_epoch
+from src.train.loop import run_steps
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.parallel.build import build_strategy
 from timm_parallel.testing.configs import resolved
@@ -80,9 +80,7 @@ def evaluated_and_own_statistics(ranks: Ranks, store: Any) -> tuple[list[float],
     alone = copy.deepcopy(run.state.model).train()
     for images, _ in run.train_loader.epoch(0):
         alone(images)
-    for _ in train_epoch(
-        run.state, run.train_loader.epoch(0), config, strategy, run.hooks, run.steps_per_epoch
-    ):
+    for _ in run_steps(run, run.train_loader.epoch(0)):
         pass
     strategy.buffers.share(run.state.model)
     strategy.close()

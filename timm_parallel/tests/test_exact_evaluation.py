@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from src.data.datasets import InMemory
 from src.tasks.classification import Classification, confusion
+from timm_parallel.data.dataset import InMemory
 from timm_parallel.data.loader import BatchFetcher, Loader
 from timm_parallel.data.prefetch import DevicePrefetcher
 from timm_parallel.data.samplers import EvalSampler

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from src.data.datasets import InMemory
 from src.data.transforms import OnImage
+from timm_parallel.data.dataset import InMemory
 from timm_parallel.data.loader import BatchFetcher, TrainLoader, num_workers
 from timm_parallel.data.prefetch import BatchMemory, DevicePrefetcher
 from timm_parallel.data.samplers import TrainSampler

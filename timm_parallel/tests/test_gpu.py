@@ -11,13 +11,12 @@ from torch.utils._pytree import tree_leaves
 
 from src.schema import ResolvedConfig
 from src.train.build import build_run
-from src.train.loop import train_epoch
+from src.train.loop import run_steps
 from src.train.step import AUTOCAST, Autocast
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.parallel.build import build_strategy
 from timm_parallel.record.result import read_result
 from timm_parallel.runtime.evaluation import evaluate
-from timm_parallel.runtime.replica_checks import measured_world_size
 from timm_parallel.state import checkpoint
 from timm_parallel.testing.commands import Train
 from timm_parallel.testing.configs import resolved
@@ -140,16 +139,8 @@ def losses_and_evaluation(config: ResolvedConfig) -> tuple[list[float], float]:
     torch.manual_seed(config.seed)
     strategy = build_strategy(config.parallel, Ranks(), None)
     run = build_run(config, strategy)
-    assert measured_world_size(strategy) == config.parallel.devices
-    steps = train_epoch(
-        run.state,
-        run.train_loader.epoch(0),
-        config,
-        strategy,
-        run.hooks,
-        run.steps_per_epoch,
-        run.mixing,
-    )
+    assert strategy.measured_world_size() == config.parallel.devices
+    steps = run_steps(run, run.train_loader.epoch(0))
     losses = [report.means["loss"] for report in steps]
     autocast = Autocast(run.state.model, strategy.device.type, AUTOCAST[config.train.precision])
     evaluation = evaluate(

@@ -18,6 +18,7 @@ import torch
 
 from src.app import app
 from timm_parallel.config.compose import save_config
+from timm_parallel.entry import run_command
 from timm_parallel.launch import node, nodes, torchrun
 from timm_parallel.launch.nodes import (
     NodeInventory,
@@ -30,7 +31,6 @@ from timm_parallel.launch.supervisor import RankExits
 from timm_parallel.machine.lock import lock_folder
 from timm_parallel.machine.ranks import NodeAddress, Ranks, ranks_from_environment, tasks_per_node
 from timm_parallel.machine.signals import stop_handler
-from timm_parallel.main import run_command
 from timm_parallel.record.result import read_result
 from timm_parallel.testing.configs import resolved
 from timm_parallel.testing.ranks import in_ranks
@@ -310,7 +310,7 @@ def test_config_error_of_a_torchrun_job_is_printed_once_per_node(
 
     store, ranks = HashStore(), Ranks(*place)
     monkeypatch.setattr(torchrun, "open_store", lambda ranks: store)
-    monkeypatch.setattr("timm_parallel.main.ranks_from_environment", lambda environment: ranks)
+    monkeypatch.setattr("timm_parallel.entry.ranks_from_environment", lambda environment: ranks)
     store.set("left/1", "")  # the other rank has read the refusal, so rank 0 does not wait
     torchrun.refuse_followers(Ranks(0, 2), "train.epochs=0: expected an integer >= 1")
     assert run_command(app) == 2

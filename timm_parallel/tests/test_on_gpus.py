@@ -38,9 +38,9 @@ from timm_parallel.measure.meter import Meter
 from timm_parallel.measure.metric_window import MetricWindow
 from timm_parallel.measure.step_hooks import StepHooks
 from timm_parallel.model.checks import run_on_black_image
-from timm_parallel.parallel.build import build_strategy
+from timm_parallel.parallel.build import build_strategy, use_deterministic_algorithms
 from timm_parallel.parallel.group import ProcessGroup
-from timm_parallel.runtime.determinism import seed_step, use_deterministic_algorithms
+from timm_parallel.runtime.determinism import seed_step
 from timm_parallel.runtime.run import Run
 from timm_parallel.state import checkpoint, restoring
 from timm_parallel.state.parts import TrainState

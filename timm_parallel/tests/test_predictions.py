@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from sklearn.calibration import calibration_curve
 
 from src.tasks.classification import calibration_error, count_by_confidence
 from timm_parallel.runtime.evaluation import Evaluation
-from timm_parallel.runtime.predictions import Prediction, prediction_table, write_predictions
+from timm_parallel.runtime.predictions import write_predictions
 from timm_parallel.testing.configs import task_of
 
 
@@ -62,13 +63,13 @@ def test_prediction_table_of_one_label_has_the_documented_columns() -> None:
     rows = (torch.arange(2), torch.eye(7)[:2], torch.tensor([0, 2]))
     task = task_of(7)
     task.names = list("abcdefg")
-    table = prediction_table(Evaluation(2, {}, {}, rows), None, task)
+    table = Evaluation(2, {}, {}, rows).table(None, task)
     places = [f"{column}_{place}" for place in range(1, 6) for column in ("class", "probability")]
     assert list(table.columns) == ["path", "label", *places]
     assert table["probability_1"][0] == "0.311791" and table["class_1"][0] == "a"
 
 
-FOUND = [
-    Prediction("a, b.png", {"classes": ["cat", "dog"], "probabilities": [0.75, 0.25]}),
-    Prediction("torn.png", None),
-]
+FOUND: dict[str, dict[str, Any] | None] = {
+    "a, b.png": {"classes": ["cat", "dog"], "probabilities": [0.75, 0.25]},
+    "torn.png": None,
+}

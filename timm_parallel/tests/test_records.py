@@ -23,10 +23,10 @@ from hypothesis import strategies as st
 
 from src.app import app
 from src.schema import Config
+from timm_parallel.entry import run_command
 from timm_parallel.launch import job
 from timm_parallel.launch.resume import records_of, restore_records
 from timm_parallel.machine.files import claim_folder, write_json, write_text
-from timm_parallel.main import run_command
 from timm_parallel.record import code_diff, environment
 from timm_parallel.record.code_diff import CODE_DIFF, write_code_diff
 from timm_parallel.record.jobs import read_jobs

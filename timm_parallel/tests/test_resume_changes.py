@@ -21,17 +21,17 @@ from PIL import Image
 from src.app import app
 from src.schema import Config, ResolvedConfig
 from src.tasks.classification import Classification
-from src.train.loop import train_epoch
+from src.train.loop import run_steps
 from src.train.run import Trainer
 from timm_parallel.config.compose import load_config
 from timm_parallel.config.validate import check_combination, check_values
+from timm_parallel.entry import run_command
 from timm_parallel.keys import leaves
 from timm_parallel.launch import job
 from timm_parallel.launch.job import prepare, record_end
 from timm_parallel.launch.resume import check_resumable
 from timm_parallel.machine import hardware
 from timm_parallel.machine.ranks import Ranks
-from timm_parallel.main import run_command
 from timm_parallel.record.result import read_result
 from timm_parallel.state.progress import Progress
 from timm_parallel.testing.configs import read_lines, resolved
@@ -106,15 +106,7 @@ def step(training: Trainer, count: int = 1) -> None:
     while state.progress.step < until:
         first = state.progress.step_in_epoch * training.config.train.accumulate
         batches = run.train_loader.epoch(state.progress.epoch, first)
-        for _ in train_epoch(
-            state,
-            batches,
-            training.config,
-            training.strategy,
-            run.hooks,
-            run.steps_per_epoch,
-            run.mixing,
-        ):
+        for _ in run_steps(run, batches):
             if state.progress.step == until:
                 break
         if state.progress.step_in_epoch == run.steps_per_epoch:

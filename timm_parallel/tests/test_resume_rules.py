@@ -19,12 +19,12 @@ from PIL import Image
 from src.app import app
 from src.schema import Config
 from timm_parallel.config.compose import load_config, save_config
+from timm_parallel.entry import run_command
 from timm_parallel.keys import leaves
 from timm_parallel.launch import job
 from timm_parallel.machine import hardware
 from timm_parallel.machine.lock import lock_folder
 from timm_parallel.machine.ranks import NEEDED
-from timm_parallel.main import run_command
 from timm_parallel.record.result import Result, read_result, write_result
 from timm_parallel.testing.configs import conf
 

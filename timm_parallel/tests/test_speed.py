@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -19,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.tensorboard import SummaryWriter
 
 from src.train.build import build_run
-from src.train.loop import train_epoch
+from src.train.loop import run_steps
 from src.train.run import Trainer
 from src.train.step import TrainStep, set_matmul_precision
 from timm_parallel.machine.ranks import Ranks
@@ -88,9 +89,7 @@ def count_reads(steps: int, *overrides: str) -> int:
     strategy = build_strategy(config.parallel, Ranks(), None)
     run = build_run(config, strategy)
     with ValueReads() as reads:
-        for _ in train_epoch(
-            run.state, run.train_loader.epoch(0), config, strategy, run.hooks, steps, run.mixing
-        ):
+        for _ in run_steps(replace(run, steps_per_epoch=steps), run.train_loader.epoch(0)):
             pass
     return reads.count
 
@@ -299,11 +298,7 @@ def test_training_step_between_log_steps_does_not_synchronize_with_the_gpu(
     def train(sync_step: int, progress: Progress) -> None:
         """Train up to and including the sync step."""
         run.state.progress, config.train.log_every = progress, sync_step
-        next(
-            train_epoch(
-                run.state, run.train_loader.epoch(0), config, strategy, run.hooks, 10**9, run.mixing
-            )
-        )
+        next(run_steps(replace(run, steps_per_epoch=10**9), run.train_loader.epoch(0)))
 
     # Past the first step and the warm-up, where the meter waits.
     train(7, Progress())

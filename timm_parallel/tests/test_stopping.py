@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -58,7 +59,15 @@ def test_epoch_steps_end_at_max_steps_a_stop_request_or_the_end_of_the_epoch(
     )
     strategy, progress = Single(config.parallel, Ranks()), Progress()
     hooks = StepHooks(Meter(4, 6), strategy.group.stop)
-    steps = EpochSteps(progress, config, strategy, hooks, steps_per_epoch=6, log_every=2)
+    parts: Any = SimpleNamespace(
+        progress=progress,
+        config=config,
+        strategy=strategy,
+        hooks=hooks,
+        mixing=None,
+        steps_per_epoch=6,
+    )
+    steps = EpochSteps(parts)
     batches = iter([(torch.zeros(4, 1), torch.zeros(4))] * 6)
     reported = []
     for step in steps:

@@ -18,12 +18,12 @@ from PIL import Image
 
 from src.app import app
 from src.schema import Config
-from src.train.check import check_data
+from timm_parallel.data.build import check_data
+from timm_parallel.entry import run_command
 from timm_parallel.errors import ONE_DEVICE
 from timm_parallel.lab.jobs.folders import write_job_folder
 from timm_parallel.lab.multirun import run_multirun
 from timm_parallel.lab.sweep.sweep import Sweep
-from timm_parallel.main import run_command
 from timm_parallel.record.jobs import Jobs, read_jobs
 from timm_parallel.record.result import Result, write_result
 from timm_parallel.testing.commands import Refuse

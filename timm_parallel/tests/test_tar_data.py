@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from src.data.datasets import build_dataset
 from src.schema import Config, TrainConfig
 from timm_parallel.data import tar_index as tars
+from timm_parallel.data.build import build_dataset
 from timm_parallel.data.dataset import train_labels
 from timm_parallel.data.samplers import class_balance
 from timm_parallel.testing.configs import resolved, task_of

@@ -19,7 +19,7 @@ from hydra._internal.utils import get_args_parser
 from hypothesis import given
 from hypothesis import strategies as st
 
-from src.train.check import check_data, training_size
+from timm_parallel.data.build import check_data, training_size
 from timm_parallel.lab.analysis.tuning import finalists
 from timm_parallel.lab.multirun import run_multirun
 from timm_parallel.machine import hardware

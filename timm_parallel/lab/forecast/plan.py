@@ -66,7 +66,7 @@ class Plan:
     warnings: list[str] = field(default_factory=list)
 
 
-def show(plans: list[Plan]) -> None:
+def show_plan(plans: list[Plan]) -> None:
     """Print a table of plans, a row per device count, with the warnings below it."""
     console = Console(width=None if Console().is_terminal else 200, markup=False, emoji=False)
     table = Table(

@@ -83,7 +83,17 @@ def start_verdict(
     return VerdictRun(jobs, record, command).conclude()
 
 
-def resume_verdict(folder: Path, command: Command) -> tuple[int, Values]:
+def resume_verdict(overrides: list[str]) -> tuple[int, Values]:
+    """Run the missing and failed jobs of the verdict in the folder `sweep.resume`, as
+    `start_verdict` does. Raises ValueError without that key.
+    """
+    command = compose_command(parse_command_line(["-m", *overrides]))
+    if command.config.sweep.resume is None:
+        raise ValueError("base: required; give a commit, such as base=main")
+    return continue_verdict(Path(command.config.sweep.resume), command)
+
+
+def continue_verdict(folder: Path, command: Command) -> tuple[int, Values]:
     """Run the missing and failed jobs of the verdict in `folder`, as `start_verdict` does."""
     keys_that_may_change(command, folder)
     record, jobs = read_record(folder), read_jobs(folder)

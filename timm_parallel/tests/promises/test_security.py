@@ -19,7 +19,7 @@ import pytest
 from timm_parallel.config.compose import read_saved
 from timm_parallel.faults.failure import RankExits, failure_text
 from timm_parallel.keys import ResolvedParallel
-from timm_parallel.lab.image_check import CheckedImage, show, summarize
+from timm_parallel.lab.image_check import CheckedImage, show_check, summarize
 from timm_parallel.launch import torchrun
 from timm_parallel.launch.rank import keep_compiled_code_private
 from timm_parallel.machine.files import write_text
@@ -94,7 +94,7 @@ def test_control_characters_of_file_and_class_names_are_escaped_where_they_are_p
 ) -> None:
     name = f"red{ESCAPES}.png"
     image = CheckedImage("train", 0, name, (f"c{ESCAPES}",), error="")
-    show(summarize([f"c{ESCAPES}"], ["train"], [image, replace(image, index=1)]))
+    show_check(summarize([f"c{ESCAPES}"], ["train"], [image, replace(image, index=1)]))
     record = logging.LogRecord("", logging.INFO, "", 1, f"a\n\tb {name}", None, None)
     text = HidingFormatter("%(message)s").format(record)
     assert text.startswith("a\n\tb red\\x1b[2J")

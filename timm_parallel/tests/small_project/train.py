@@ -2,7 +2,7 @@
 
 from small.app import app
 
-from timm_parallel.main import main
+from timm_parallel.entry import main
 
 if __name__ == "__main__":
     main(app)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from timm_parallel import keys
 from timm_parallel.app import App
-from timm_parallel.keys import number
+from timm_parallel.keys import key
 from timm_parallel.metric import Metric
 
 
@@ -15,7 +15,7 @@ from timm_parallel.metric import Metric
 class LineConfig(keys.DataConfig):
     """The data: points on a line."""
 
-    slope: float = number(3.0, gt=0, help="Slope of the line.")
+    slope: float = key(3.0, gt=0, help="Slope of the line.")
 
 
 @dataclass

@@ -11,7 +11,6 @@ from timm.data import Mixup
 from timm.data.mixup import rand_bbox_minmax
 from torch import Tensor
 
-from src.schema import AugmentConfig
 from timm_parallel.data.seeds import seed_for
 
 
@@ -75,27 +74,18 @@ class BatchedMixup(Mixup):
 class Mixing:
     """Mixup and cutmix of images within a rank. Random draws depend on (seed, batch, rank) only."""
 
-    def __init__(
-        self, augment: AugmentConfig, smoothing: float, num_classes: int, seed: int, rank: int
-    ) -> None:
-        self.mixup = BatchedMixup(
-            augment.mixup,
-            augment.cutmix,
-            augment.cutmix_minmax,
-            prob=augment.mixup_prob,
-            switch_prob=augment.mixup_switch_prob,
-            mode=augment.mixup_mode,
-            label_smoothing=smoothing,
-            num_classes=num_classes,
-        )
-        self.off_epoch = augment.mixup_off_epoch
+    def __init__(self, seed: int, rank: int, off_epoch: int = 0, **arguments: Any) -> None:
+        """`off_epoch`: the first epoch without mixing; 0: none. `arguments`: those of timm's
+        Mixup.
+        """
+        self.mixup, self.off_epoch = BatchedMixup(**arguments), off_epoch
         self.seed, self.rank = seed, rank
         # Number of batches mixed since training began.
         self.batch = 0
 
     def __call__(self, images: Tensor, targets: Tensor, epoch: int) -> tuple[Tensor, Tensor]:
-        """Return a mixed batch: images and soft targets [B, classes]. From epoch `mixup_off_epoch`
-        on, labels are only smoothed.
+        """Return a mixed batch: images and soft targets [B, classes]. From epoch `off_epoch` on,
+        labels are only smoothed.
         """
         self.mixup.mixup_enabled = not self.off_epoch or epoch < self.off_epoch
         # timm draws from numpy's global state.

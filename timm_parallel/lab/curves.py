@@ -32,7 +32,7 @@ class CurveComparison:
     values: tuple[float, float]  # at that step
 
 
-def compare(one: Path, other: Path, tolerance: float) -> list[CurveComparison]:
+def compare_curves(one: Path, other: Path, tolerance: float) -> list[CurveComparison]:
     """Compare the curves of all metrics that both runs logged. Raises ValueError if length, data or
     batch differ.
     """

@@ -1,0 +1,50 @@
+"""Records of a run, read from its folder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from timm_parallel.record.environment import read_environment
+from timm_parallel.record.result import Result, read_metrics, read_result
+from timm_parallel.state.checkpoint import read_checkpoint
+from timm_parallel.state.restoring import load_model_state
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    """A run folder. Each property reads its file once."""
+
+    folder: Path
+
+    @cached_property
+    def result(self) -> Result:
+        """The contents of result.json. Raises ValueError if the run has not ended."""
+        return read_result(self.folder)
+
+    @cached_property
+    def metrics(self) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl: `step`, and numbers such as `train/loss`."""
+        return list(read_metrics(self.folder / "metrics.jsonl"))
+
+    @cached_property
+    def environment(self) -> dict[str, Any]:
+        """The contents of environment.json; {} if there is none."""
+        return read_environment(self.folder)
+
+    def checkpoint(self, which: str | None = None) -> tuple[Path, dict[str, Any]]:
+        """Read a checkpoint: best, last or a file; None: the one that result.json names. Return its
+        path and its contents. Raises ValueError if there is none, or if it is damaged.
+        """
+        return read_checkpoint(self.folder, which)
+
+    @staticmethod
+    def fill(model: nn.Module, contents: dict[str, Any], which: str) -> None:
+        """Load weights of a checkpoint into `model`: `model` for the trained ones, `ema` for their
+        average. Raises ValueError if they do not fit.
+        """
+        load_model_state(model, contents, which)
