@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import timm
@@ -78,7 +78,7 @@ def _own_model(config: ModelConfig, arguments: dict[str, Any]) -> Any:
         )
     if getattr(model_class, "has_pretrained", False):
         arguments["pretrained"] = config.pretrained
-    with refuse_failed_download(config):
+    with _refuse_failed_download_of(config):
         return model_class(**arguments, **config.kwargs)
 
 
@@ -90,26 +90,33 @@ def _timm_model(
     arguments |= config.kwargs
     if config.weights is not None:
         return create_model_with_filter(config.name, arguments)
-    with refuse_failed_download(config):
+    with _refuse_failed_download_of(config):
         return timm.create_model(config.name, pretrained=config.pretrained, **arguments)
 
 
+def _refuse_failed_download_of(config: ModelConfig) -> AbstractContextManager[None]:
+    if not config.pretrained:
+        return nullcontext()
+    return refuse_failed_download(
+        "model.pretrained=true", config.name, "give a file: model.weights=<file>"
+    )
+
+
 @contextmanager
-def refuse_failed_download(config: ModelConfig) -> Iterator[None]:
-    """Raise ValueError if pretrained weights cannot be loaded in this block."""
-    if config.pretrained:
-        skip_unreachable_hub()
+def refuse_failed_download(setting: str, name: str, instead: str) -> Iterator[None]:
+    """Raise ValueError if the pretrained weights of `name` cannot be loaded in this block.
+
+    `setting`: what asks for them. `instead`: what else the user can do.
+    """
+    skip_unreachable_hub()
     try:
         yield
     # The weights are not cached and the hub cannot be reached, or no weights have this name.
     except (OSError, RuntimeError) as error:
-        if not config.pretrained:
-            raise
         reason = " ".join(str(error).split())[:200]
         raise ValueError(
-            f"model.pretrained=true: the weights of {config.name} could not be downloaded "
-            f"({reason}); check the network, copy a filled cache to HF_HOME, or give a file: "
-            "model.weights=<file>"
+            f"{setting}: the weights of {name} could not be downloaded ({reason}); check the "
+            f"network, copy a filled cache to HF_HOME, or {instead}"
         ) from None
 
 
