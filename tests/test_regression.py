@@ -90,6 +90,7 @@ def test_regression_trains_alike_under_every_strategy(
     for metric in ("loss", "mae", "rmse", "r2"):
         assert results[0].val[metric] == pytest.approx(results[1].val[metric], rel=1e-4)
     assert results[0].val["mae_per_number"].keys() == set(NAMES)
+    assert "targets  2: red, green" in (folder / "logs" / "rank_0.log").read_text()
 
 
 @pytest.mark.parametrize(

@@ -493,6 +493,7 @@ def test_bad_masks_are_named_by_check_data(roads: Path, capsys: pytest.CaptureFi
         (("data=digits",), "train.task=segmentation"),
         (("data.augment.mixup=0.2",), "data.augment.mixup=0.2"),
         (("data.augment.aa=rand-m9",), "data.augment.aa=rand-m9"),
+        (("data.augment.reprob=0.2",), "data.augment.reprob=0.2"),
         (("data.balance=1",), "data.balance=1"),
         (("+train.task_kwargs.stride=0",), "train.task_kwargs.stride=0"),
         (("+train.task_kwargs.evaluation=full",), "train.task_kwargs.evaluation=full"),

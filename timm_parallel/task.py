@@ -70,6 +70,8 @@ class Task(Targets, Generic[C]):
     # Kind of target that the dataset gives: `label`, `labels`, `numbers`, `mask`, or a name of your
     # own. A dataset lists its kinds in `targets`. `none`: the targets of any dataset are ignored.
     target: ClassVar[str] = "label"
+    # What the names of the outputs stand for, in words.
+    names_are: ClassVar[str] = "classes"
     # By name. The first loss also evaluates a loss class of your own.
     losses: ClassVar[Mapping[str, Loss]]
     metrics: ClassVar[Mapping[str, Metric]]

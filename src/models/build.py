@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import inspect
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import timm
@@ -73,7 +74,7 @@ def _own_model(config: ModelConfig, arguments: dict[str, Any]) -> Any:
     model_class = import_class("model.name", config.name, nn.Module)
     if getattr(model_class, "has_pretrained", False):
         arguments["pretrained"] = config.pretrained
-    with refuse_failed_download(config.name, config.pretrained):
+    with _refuse_failed_download_of(config):
         return model_class(**arguments, **config.kwargs)
 
 
@@ -85,8 +86,16 @@ def _timm_model(
     arguments |= config.kwargs
     if config.weights is not None:
         return create_model_with_filter(config.name, arguments)
-    with refuse_failed_download(config.name, config.pretrained):
+    with _refuse_failed_download_of(config):
         return timm.create_model(config.name, pretrained=config.pretrained, **arguments)
+
+
+def _refuse_failed_download_of(config: ModelConfig) -> AbstractContextManager[None]:
+    if not config.pretrained:
+        return nullcontext()
+    return refuse_failed_download(
+        "model.pretrained=true", config.name, "give a file: model.weights=<file>"
+    )
 
 
 def _takes_image_size(name: str) -> bool:

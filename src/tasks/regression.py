@@ -84,6 +84,7 @@ class Regression(ImageTask):
     """Numbers of an image. Targets are float32 [B, numbers]."""
 
     target = "numbers"
+    names_are = "targets"
     applies = ("erasing", "auto_augment")
     losses: ClassVar[Mapping[str, Loss]] = {
         "mse": Loss(mean_of(squared_errors), squared_errors),

@@ -167,7 +167,8 @@ class Segmentation(Task[ResolvedConfig]):
 
     target = "mask"
     Options: ClassVar[type[Any]] = SegmentationOptions
-    applies = ("erasing", "smoothing", "class_weights")
+    # Not erasing: erased pixels would keep their classes.
+    applies = ("smoothing", "class_weights")
     losses: ClassVar[Mapping[str, Loss]] = {
         "ce": Loss(cross_entropy, pixel_losses, ("smoothing", "class_weights")),
         "dice": Loss(dice, pixel_losses),

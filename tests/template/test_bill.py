@@ -639,6 +639,20 @@ def test_tasks_of_ones_own_predict_resume_and_refuse_what_has_no_meaning(
     words = [word for word in jobs["Distillation"] if not word.startswith("train.log_every")]
     command = [sys.executable, "scripts/plan.py", *words]
     assert subprocess.run(command, cwd=scratch, check=False, timeout=300).returncode == 0
+    # Weights that are neither in the cache nor can be downloaded.
+    words = [word.replace(str(teacher), "resnet18") for word in jobs["Distillation"]]
+    refused = subprocess.run(
+        [sys.executable, "train.py", *words, f"paths.output_dir={tmp_path}"],
+        cwd=scratch,
+        env={**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert refused.returncode == 2
+    assert "train.task_kwargs.teacher=resnet18: the weights of resnet18" in refused.stderr
+    assert "Traceback" not in refused.stderr
 
 
 @pytest.mark.slow(seconds=20)

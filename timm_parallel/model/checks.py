@@ -38,21 +38,20 @@ def skip_unreachable_hub() -> None:
 
 
 @contextmanager
-def refuse_failed_download(name: str, pretrained: bool) -> Iterator[None]:
-    """Raise ValueError if pretrained weights of model `name` cannot be loaded in this block."""
-    if pretrained:
-        skip_unreachable_hub()
+def refuse_failed_download(setting: str, name: str, instead: str) -> Iterator[None]:
+    """Raise ValueError if the pretrained weights of `name` cannot be loaded in this block.
+
+    `setting`: what asks for them. `instead`: what else the user can do.
+    """
+    skip_unreachable_hub()
     try:
         yield
     # The weights are not cached and the hub cannot be reached, or no weights have this name.
     except (OSError, RuntimeError) as error:
-        if not pretrained:
-            raise
         reason = " ".join(str(error).split())[:200]
         raise ValueError(
-            f"model.pretrained=true: the weights of {name} could not be downloaded "
-            f"({reason}); check the network, copy a filled cache to HF_HOME, or give a file: "
-            "model.weights=<file>"
+            f"{setting}: the weights of {name} could not be downloaded ({reason}); check the "
+            f"network, copy a filled cache to HF_HOME, or {instead}"
         ) from None
 
 

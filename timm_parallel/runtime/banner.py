@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 def show_banner(parts: RunParts, folder: Path) -> None:
-    """Log the model, data, classes, strategy, batch sizes, steps, learning rate and run folder."""
+    """Log the model, data, outputs, strategy, batch sizes, steps, learning rate and run folder."""
     if not parts.strategy.is_first:
         return
     config, loader = parts.config, parts.train_loader
@@ -39,7 +39,7 @@ def show_banner(parts: RunParts, folder: Path) -> None:
         "step": _own_parameters(parts),
         "data": f"{config.data.name}, {sampler.num_images:,} training images, {sampler.dropped} "
         f"dropped per epoch, {loading}",
-        "classes": _classes(parts.dataset.target_names),
+        parts.task.names_are: _names(parts.task.names),
         "strategy": _strategy(parts),
         "batch": _batch(parts),
         "steps": steps,
@@ -63,9 +63,9 @@ def _own_parameters(parts: RunParts) -> str:
     )
 
 
-def _classes(names: list[str]) -> str:
-    """Return the number of classes and the first names, which show a folder layout that was read in
-    another way.
+def _names(names: list[str]) -> str:
+    """Return the number of outputs and their first names, which show a folder layout that was read
+    in another way.
     """
     return f"{len(names)}: {shorten(', '.join(names), 80, placeholder=' …')}"
 

@@ -11,12 +11,14 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
@@ -34,6 +36,7 @@ from timm_parallel.launch.rank import Stdout
 from timm_parallel.machine import hardware
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.parallel.ddp_timing import unused_parameters
+from timm_parallel.project import root
 from timm_parallel.record.console import Console, print_config
 from timm_parallel.record.jobs import Jobs
 from timm_parallel.record.result import Result
@@ -279,6 +282,11 @@ def test_overfit_preset_trains_without_augmentation_and_smoothing(
     config = resolved(*overrides, "data.root=x", "debug=overfit", "parallel=single")
     assert config.data.augment == AugmentConfig()
     assert config.train.smoothing == 0
+
+
+def test_overfit_preset_turns_every_augmentation_off() -> None:
+    preset = yaml.safe_load((root() / "conf" / "debug" / "overfit.yaml").read_text())
+    assert preset["data"]["augment"] == asdict(AugmentConfig())
 
 
 def test_log_lines_are_printed_above_the_progress_bar(monkeypatch: pytest.MonkeyPatch) -> None:
