@@ -1,8 +1,8 @@
 """The life of a fork: `make fork`, the examples of docs/extend.md, pages of its own. Its own checks
 stay green.
 
-Sampled: an example alone gets `ruff` and the quick tests of what it changes (QUICK); all examples
-together get `make lint test`, which runs the fork's whole own suite.
+An example alone gets `ruff` and the quick tests of what it changes (QUICK), every night; all
+examples together get `make lint test`, which runs the fork's whole own suite, at every commit.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ def fork_at_start(forked: Path) -> Path:
 
 
 @pytest.mark.slow(seconds=9)
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", EXAMPLES)
-@pytest.mark.sample(14)
 def test_checks_of_a_fork_pass_with_one_example_of_docs_extend_md(
     name: str, fork_at_start: Path
 ) -> None:
