@@ -103,6 +103,7 @@ def multilabel_run(scenes: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 @pytest.mark.processes
 @pytest.mark.parametrize("devices", [2, 3])
+@pytest.mark.sample(2)
 @pytest.mark.slow(seconds=2)
 def test_multilabel_metrics_of_ddp_on_2_or_3_ranks_match_those_of_single(
     devices: int, scenes: Path, multilabel_run: Path, tmp_path: Path

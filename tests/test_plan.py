@@ -99,7 +99,8 @@ def allocated(forward: Any) -> int:
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("devices", [2, 1])
+@pytest.mark.sample(2)
 def test_plan_predicts_steps_parameters_and_bytes_of_a_real_ddp_run(
     devices: int, tmp_path: Path
 ) -> None:

@@ -42,6 +42,7 @@ def result_of(folder: Path) -> dict[str, object]:
 
 
 @pytest.mark.slow(seconds=8)
+@pytest.mark.nightly
 def test_ranks_of_torchrun_train_the_project(tmp_path: Path) -> None:
     torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
     start(*torchrun, "train.py", f"hydra.run.dir={tmp_path / 'run'}")

@@ -89,7 +89,7 @@ STOPS = [
 
 @pytest.mark.parametrize(("strategy", "number", "workers"), STOPS)
 @pytest.mark.slow(seconds=7)
-@pytest.mark.sample(2)
+@pytest.mark.sample(5)
 def test_signal_to_train_py_stops_all_processes_within_15_seconds(
     train: Train, strategy: str, number: int, workers: int
 ) -> None:
@@ -146,7 +146,7 @@ def test_signal_to_torchrun_ends_all_processes(train: Train, number: int) -> Non
     ["ddp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("single", "fsdp"))],
 )
 @pytest.mark.slow(seconds=7)
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 def test_ranks_and_loader_workers_end_when_train_py_is_killed(train: Train, strategy: str) -> None:
     devices = 1 if strategy == "single" else 2
     running = train.start(
