@@ -139,7 +139,8 @@ def test_fork_trains_and_sweeps_when_the_library_is_installed_from_a_tag(
     run_in(fork_at_start, sys.executable, *install)
     git(fork_at_start, "rm", "-rqf", "timm_parallel")
     run = ("train.py", "model=tiny", "train.max_steps=2", "data.limit_train=128")
-    jobs = ("-m", "parallel=ddp", "parallel.devices=1,2", "hydra.sweep.dir=sweep")
+    # Forked from one server, which imports torch once.
+    jobs = ("-m", "parallel=dp", "parallel.devices=1,2", "hydra.sweep.dir=sweep")
     on_path = {"PYTHONPATH": str(tmp_path)}
     run_in(fork_at_start, sys.executable, *run, *jobs, **on_path)
     run_in(fork_at_start, sys.executable, "-m", "pytest", "-n0", "tests/test_step.py", **on_path)
