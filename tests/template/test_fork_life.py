@@ -126,7 +126,8 @@ def test_make_lint_test_of_a_fork_passes_with_all_examples_of_docs_extend_md(
     make = ("make", f"VENV={sys.prefix}", *installed)
     listed = run_in(fork_at_start, *make, "test", "ARGS=--collect-only -n0")
     assert "\ntests/test_step.py::" in listed and "\ntimm_parallel/tests/" not in listed
-    run_in(fork_at_start, *make, "lint", "test")
+    # Other tests run at the same time.
+    run_in(fork_at_start, *make, "lint", "test", PYTEST_XDIST_AUTO_NUM_WORKERS="2")
 
 
 @pytest.mark.slow(seconds=15)
