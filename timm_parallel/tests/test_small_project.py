@@ -65,6 +65,7 @@ def test_sweep_over_strategies_and_devices_trains_equally_on_one_and_two_ranks(
 
 
 @pytest.mark.slow(seconds=8)
+@pytest.mark.nightly
 def test_search_minimizes_the_metric_of_the_project(tmp_path: Path) -> None:
     search = ("search=lr", "parallel.strategy=one", f"hydra.sweep.dir={tmp_path / 'search'}")
     start("train.py", "-m", *search)

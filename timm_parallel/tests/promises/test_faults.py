@@ -68,6 +68,7 @@ FAULTS = {
 }
 # Faults that the launcher sees: an exit code, a signal, a rank that does not end.
 COMMANDS = [
+    ("python", "dp", 2, "raises"),
     *(
         ("python", "ddp", 2, name)
         for name in ("raises", "killed", "leaves_with_0", "stalls", "stopped")
@@ -80,7 +81,6 @@ COMMANDS = [
     *(("torchrun", "fsdp", 2, name) for name in ("killed", "stalls")),
     ("python", "ddp", 1, "leaves_with_0"),
     *(("python", "single", 1, name) for name in ("killed", "leaves_with_0", "stalls")),
-    ("python", "dp", 2, "raises"),
 ]
 # Faults that differ only inside the ranks.
 WARM = [
@@ -180,7 +180,7 @@ def check(run: FaultyRun, strategy: str, devices: int, is_named: bool = True) ->
     assert [path.name for path in run.folder.rglob("*.tmp")] == []
 
 
-@pytest.mark.sample(14)
+@pytest.mark.sample(15)
 @pytest.mark.slow
 @pytest.mark.parametrize(("form", "strategy", "devices", "name"), COMMANDS)
 def test_crash_or_stall_of_a_rank_ends_the_run_promptly_and_error_names_the_rank(
