@@ -171,14 +171,14 @@ def saved(run: RunParts) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "spread",
     [
+        pytest.param("ddp", marks=pytest.mark.processes),
         "dp",
         "dp_in_replica",
-        pytest.param("ddp", marks=pytest.mark.processes),
         pytest.param("fsdp", marks=pytest.mark.processes),
     ],
 )
 @pytest.mark.slow(seconds=7)
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 def test_loss_with_parameters_trains_alike_under_every_strategy(
     trained: Callable[[str], Path], spread: str
 ) -> None:

@@ -48,6 +48,7 @@ def plan_for(*overrides: str, devices: int = 1) -> Plan:
     ],
 )
 @pytest.mark.slow(seconds=2)
+@pytest.mark.sample(2)
 def test_plan_memory_estimate_matches_memory_allocated_by_a_training_step(
     overrides: tuple[str, ...],
 ) -> None:
