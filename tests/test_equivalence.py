@@ -61,7 +61,7 @@ def _case(training: str, spread: str) -> Any:
     marks = [] if spread.startswith("dp") else [pytest.mark.processes]
     if spread not in QUICK or training != "sgd":
         marks.append(pytest.mark.slow(seconds=2))
-    if spread not in QUICK and training != "sgd":
+    if spread in ("dp3", "ddp3") or (spread not in ("ddp2", "fsdp2") and training != "sgd"):
         marks.append(pytest.mark.nightly)
     return pytest.param(training, spread, marks=marks)
 

@@ -324,6 +324,7 @@ def test_evaluate_py_refuses_head_with_wrong_number_of_classes() -> None:
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize("strategy", ["ddp", "dp"])
+@pytest.mark.sample(2)
 def test_evaluate_py_gives_same_result_on_two_devices(
     finished_run: Finished, capfd: pytest.CaptureFixture[str], strategy: str
 ) -> None:
@@ -371,7 +372,7 @@ def last_weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("parallel", ["dp", "ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("parallel", ["dp", "ddp", pytest.param("fsdp", marks=pytest.mark.nightly)])
 def test_run_evaluates_within_an_epoch_under_every_strategy_alike(
     tmp_path: Path, parallel: str
 ) -> None:

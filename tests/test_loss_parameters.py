@@ -171,14 +171,14 @@ def saved(run: RunParts) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "spread",
     [
+        pytest.param("ddp", marks=pytest.mark.processes),
         "dp",
         "dp_in_replica",
-        pytest.param("ddp", marks=pytest.mark.processes),
         pytest.param("fsdp", marks=pytest.mark.processes),
     ],
 )
 @pytest.mark.slow(seconds=7)
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 def test_loss_with_parameters_trains_alike_under_every_strategy(
     trained: Callable[[str], Path], spread: str
 ) -> None:
@@ -279,13 +279,13 @@ def test_checkpoint_of_a_loss_with_a_non_finite_parameter_is_not_saved(tmp_path:
 @pytest.mark.parametrize(
     ("before", "after"),
     [
+        pytest.param("fsdp", "ddp", marks=pytest.mark.processes),
         ("single", "single"),
         pytest.param("fsdp", "fsdp", marks=pytest.mark.processes),
-        pytest.param("fsdp", "ddp", marks=pytest.mark.processes),
     ],
 )
 @pytest.mark.slow(seconds=7)
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 def test_run_with_a_loss_with_parameters_resumes_in_mid_epoch(
     trained: Callable[[str], Path], tmp_path: Path, before: str, after: str
 ) -> None:

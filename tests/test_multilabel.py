@@ -103,6 +103,7 @@ def multilabel_run(scenes: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 @pytest.mark.processes
 @pytest.mark.parametrize("devices", [2, 3])
+@pytest.mark.sample(2)
 @pytest.mark.slow(seconds=2)
 def test_multilabel_metrics_of_ddp_on_2_or_3_ranks_match_those_of_single(
     devices: int, scenes: Path, multilabel_run: Path, tmp_path: Path
@@ -169,6 +170,7 @@ def test_multilabel_metrics_of_run_match_scikit_learn_on_the_predictions_csv(
         ("data.limit_train=60", "data.batch_size=12", "data.balance=0.7", "data.image_size=16"),
     ],
 )
+@pytest.mark.sample(2)
 def test_ddp_run_with_multilabel_or_balanced_data_resumes_bit_identically_mid_epoch(
     words: tuple[str, ...], scenes: Path, tmp_path: Path
 ) -> None:

@@ -200,7 +200,7 @@ def words_for(group: str, option: str, images: Path, scratch: Path) -> list[str]
         for row in OPTIONS
     ],
 )
-@pytest.mark.sample(12)
+@pytest.mark.sample(24)
 def test_every_option_of_every_config_group_trains_one_step(
     run_command: RunCommand, image_folder: Path, tmp_path: Path, group: str, option: str
 ) -> None:
@@ -261,6 +261,7 @@ def test_run_started_from_saved_config_reproduces_metrics_and_weights(
 
 @pytest.mark.slow
 @pytest.mark.processes
+@pytest.mark.nightly
 def test_run_started_from_saved_config_with_another_seed_has_another_train_loss(
     run_command: RunCommand, tmp_path: Path
 ) -> None:

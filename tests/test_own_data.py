@@ -426,6 +426,7 @@ def test_dataset_fingerprint_ignores_the_split_but_changes_with_the_labels(flowe
 @pytest.mark.processes
 @pytest.mark.parametrize("data", ["folder", "csv"])
 @pytest.mark.slow(seconds=3)
+@pytest.mark.sample(2)
 def test_folder_and_csv_datasets_give_same_metrics_under_single_and_ddp(
     data: str, flowers: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

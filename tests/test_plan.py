@@ -48,6 +48,7 @@ def plan_for(*overrides: str, devices: int = 1) -> Plan:
     ],
 )
 @pytest.mark.slow(seconds=2)
+@pytest.mark.sample(2)
 def test_plan_memory_estimate_matches_memory_allocated_by_a_training_step(
     overrides: tuple[str, ...],
 ) -> None:
@@ -99,7 +100,8 @@ def allocated(forward: Any) -> int:
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("devices", [2, 1])
+@pytest.mark.sample(2)
 def test_plan_predicts_steps_parameters_and_bytes_of_a_real_ddp_run(
     devices: int, tmp_path: Path
 ) -> None:

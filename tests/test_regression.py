@@ -76,7 +76,7 @@ def losses_of(folder: Path) -> list[float]:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("parallel", ["dp", "ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("parallel", ["dp", "ddp", pytest.param("fsdp", marks=pytest.mark.nightly)])
 def test_regression_trains_alike_under_every_strategy(
     colors: Path, tmp_path: Path, parallel: str
 ) -> None:

@@ -275,7 +275,7 @@ def test_deterministic_losses_equal_the_others() -> None:
 
 @pytest.mark.slow(seconds=6)
 @pytest.mark.processes
-@pytest.mark.parametrize("parallel", ["dp", "ddp", "fsdp"])
+@pytest.mark.parametrize("parallel", [pytest.param("dp", marks=pytest.mark.nightly), "ddp", "fsdp"])
 def test_segmentation_trains_alike_under_every_strategy(tmp_path: Path, parallel: str) -> None:
     """Without BatchNorm's statistics of a rank's own images: the norms are frozen."""
     results, losses = [], []
@@ -374,7 +374,7 @@ OF_ROADS = (
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("parallel", ["dp", "ddp", pytest.param("fsdp", marks=SLOW)])
+@pytest.mark.parametrize("parallel", ["dp", "ddp", pytest.param("fsdp", marks=pytest.mark.nightly)])
 def test_ranks_with_unequal_numbers_of_windows_evaluate_alike(
     roads: Path, tmp_path: Path, parallel: str
 ) -> None:

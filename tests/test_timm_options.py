@@ -255,7 +255,7 @@ def outcomes(request: pytest.FixtureRequest) -> Callable[[str], dict[str, Outcom
     [o if o in QUICK else pytest.param(o, marks=pytest.mark.slow(seconds=0.5)) for o in OPTIONS],
 )
 @pytest.mark.slow(seconds=1)
-@pytest.mark.sample(6)
+@pytest.mark.sample(12)
 def test_timm_option_trains_to_finite_losses_under_single_and_like_single_under_dp_and_ddp(
     outcomes: Callable[[str], dict[str, Outcome]], option: str, strategy: str
 ) -> None:

@@ -129,6 +129,8 @@ EXAMPLES = examples()
 STRATEGIES = (("parallel=single",), ("parallel=ddp", "parallel.devices=2"))
 # Examples that replace code which other examples need.
 ALONE = ("An auxiliary loss", "A training loop", "Pictures")
+# Resumed runs of these need more than the weights of a timm model.
+STATEFUL = ["A model", "A loss with parameters", "A strategy"]
 # Tasks have results of their own.
 TASKS = ("A task", "Pretraining without labels", "Distillation")
 
@@ -572,33 +574,34 @@ def teacher(scratch: Path) -> Path:
 
 @pytest.mark.slow(seconds=20)
 @pytest.mark.processes
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("name", TASKS)
 def test_tasks_of_ones_own_train_alike_under_single_and_ddp_and_are_evaluated(
-    scratch: Path, teacher: Path
+    scratch: Path, teacher: Path, name: str
 ) -> None:
-    for name in TASKS:
-        commands = [line.replace(PLACEHOLDER, str(teacher)) for line in EXAMPLES[name].commands]
-        folders = [
-            run(scratch, commands[0], "model=tiny", "data.workers=0", *overrides)
-            for overrides in STRATEGIES
-        ]
-        curves = [
-            [line["train/loss"] for line in read_lines(folder / "metrics.jsonl") if "lr" in line]
-            for folder in folders
-        ]
-        if name != "Pretraining without labels":
-            assert curves[0] == pytest.approx(curves[1], rel=1e-3), name
-        command = [sys.executable, "evaluate.py", f"run={folders[1]}", "split=val"]
-        done = subprocess.run(
-            command, cwd=scratch, capture_output=True, text=True, timeout=300, check=False
-        )
-        assert done.returncode == 0, done.stderr
-        metric = {"A task": "near", "Pretraining without labels": "found"}.get(name, "acc")
-        assert json.loads(done.stdout)[metric] == pytest.approx(result(folders[1])["val"][metric])
-        if name == "Pretraining without labels":
-            run(scratch, commands[1].replace(str(teacher), str(folders[1])))
-            export = (sys.executable, "scripts/export.py", f"run={folders[1]}", "format=hub")
-            assert subprocess.run(export, cwd=scratch, check=False, timeout=300).returncode == 2
-            assert not (folders[1] / "hub").exists()
+    commands = [line.replace(PLACEHOLDER, str(teacher)) for line in EXAMPLES[name].commands]
+    folders = [
+        run(scratch, commands[0], "model=tiny", "data.workers=0", *overrides)
+        for overrides in STRATEGIES
+    ]
+    curves = [
+        [line["train/loss"] for line in read_lines(folder / "metrics.jsonl") if "lr" in line]
+        for folder in folders
+    ]
+    if name != "Pretraining without labels":
+        assert curves[0] == pytest.approx(curves[1], rel=1e-3), name
+    command = [sys.executable, "evaluate.py", f"run={folders[1]}", "split=val"]
+    done = subprocess.run(
+        command, cwd=scratch, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    metric = {"A task": "near", "Pretraining without labels": "found"}.get(name, "acc")
+    assert json.loads(done.stdout)[metric] == pytest.approx(result(folders[1])["val"][metric])
+    if name == "Pretraining without labels":
+        run(scratch, commands[1].replace(str(teacher), str(folders[1])))
+        export = (sys.executable, "scripts/export.py", f"run={folders[1]}", "format=hub")
+        assert subprocess.run(export, cwd=scratch, check=False, timeout=300).returncode == 2
+        assert not (folders[1] / "hub").exists()
 
 
 def follow_runs(copy: Path, jobs: dict[str, list[str]], images: Path) -> list[dict[str, Any]]:
@@ -657,14 +660,24 @@ def test_tasks_of_ones_own_predict_resume_and_refuse_what_has_no_meaning(
 
 @pytest.mark.slow(seconds=20)
 @pytest.mark.processes
-@pytest.mark.parametrize("which", [None, *ALONE])
-@pytest.mark.sample(2)
+@pytest.mark.parametrize(
+    "names",
+    [
+        STATEFUL,
+        *(
+            pytest.param(names, marks=pytest.mark.nightly)
+            for names in (
+                [name for name in EXAMPLES if name not in {*STATEFUL, *ALONE, *TASKS}],
+                *([name] for name in ALONE),
+            )
+        ),
+    ],
+    ids=["with state", "without state", *ALONE],
+)
 def test_run_of_every_example_is_evaluated_predicted_with_and_resumed(
-    which: str | None, scratch: Path, npz: Path, alone: Callable[[str], Path], tmp_path: Path
+    names: list[str], scratch: Path, npz: Path, alone: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    excluded = {*ALONE, *TASKS}
-    names = [which] if which else [name for name in EXAMPLES if name not in excluded]
-    copy = alone(which) if which else scratch
+    copy = alone(names[0]) if names[0] in ALONE else scratch
     for run in follow_runs(copy, {name: words_for(name, npz) for name in names}, tmp_path):
         first, resumed = run["steps"]
         assert first == 3 < resumed, run["name"]
@@ -906,7 +919,7 @@ def test_momentum_of_averages_continues_bit_for_bit_in_a_resumed_run(scratch: Pa
 )
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 def test_invalid_metric_loss_or_strategy_setting_for_custom_code_exits_2(
     scratch: Path, overrides: tuple[str, ...], message: str
 ) -> None:

@@ -1,8 +1,8 @@
 """The life of a fork: `make fork`, the examples of docs/extend.md, pages of its own. Its own checks
 stay green.
 
-Sampled: an example alone gets `ruff` and the quick tests of what it changes (QUICK); all examples
-together get `make lint test`, which runs the fork's whole own suite.
+An example alone gets `ruff` and the quick tests of what it changes (QUICK), every night; all
+examples together get `make lint test`, which runs the fork's whole own suite, at every commit.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ def fork_at_start(forked: Path) -> Path:
 
 
 @pytest.mark.slow(seconds=9)
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", EXAMPLES)
-@pytest.mark.sample(14)
 def test_checks_of_a_fork_pass_with_one_example_of_docs_extend_md(
     name: str, fork_at_start: Path
 ) -> None:
@@ -126,7 +126,8 @@ def test_make_lint_test_of_a_fork_passes_with_all_examples_of_docs_extend_md(
     make = ("make", f"VENV={sys.prefix}", *installed)
     listed = run_in(fork_at_start, *make, "test", "ARGS=--collect-only -n0")
     assert "\ntests/test_step.py::" in listed and "\ntimm_parallel/tests/" not in listed
-    run_in(fork_at_start, *make, "lint", "test")
+    # Other tests run at the same time.
+    run_in(fork_at_start, *make, "lint", "test", PYTEST_XDIST_AUTO_NUM_WORKERS="2")
 
 
 @pytest.mark.slow(seconds=15)
@@ -139,7 +140,8 @@ def test_fork_trains_and_sweeps_when_the_library_is_installed_from_a_tag(
     run_in(fork_at_start, sys.executable, *install)
     git(fork_at_start, "rm", "-rqf", "timm_parallel")
     run = ("train.py", "model=tiny", "train.max_steps=2", "data.limit_train=128")
-    jobs = ("-m", "parallel=ddp", "parallel.devices=1,2", "hydra.sweep.dir=sweep")
+    # Forked from one server, which imports torch once.
+    jobs = ("-m", "parallel=dp", "parallel.devices=1,2", "hydra.sweep.dir=sweep")
     on_path = {"PYTHONPATH": str(tmp_path)}
     run_in(fork_at_start, sys.executable, *run, *jobs, **on_path)
     run_in(fork_at_start, sys.executable, "-m", "pytest", "-n0", "tests/test_step.py", **on_path)

@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 import shlex
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -22,8 +24,9 @@ from scripts import plan
 from src.data.datasets import Digits
 from src.schema import DataConfig
 from timm_parallel.data.dataset import InMemory
+from timm_parallel.machine.ranks import Ranks
 from timm_parallel.testing.commands import Train
-from timm_parallel.testing.ranks import run_warm
+from timm_parallel.testing.ranks import in_ranks, run_warm
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
@@ -237,8 +240,24 @@ def test_digits_script_of_finetune_page_writes_every_digit_into_its_class_folder
         assert (image.format, image.size) == ("JPEG", (32, 32))
 
 
+def run_as_torchrun(ranks: Ranks, store: Any, code: str, port: int) -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {"RANK": str(ranks.rank), "LOCAL_RANK": str(ranks.rank)}
+    os.environ["WORLD_SIZE"] = str(ranks.world_size)
+    exec(code, {"__name__": "__main__"})
+
+
+@pytest.mark.processes
+def test_pytorch_examples_of_dp_and_ddp_page_run_in_forked_ranks() -> None:
+    for world_size, code in enumerate(python_blocks("docs/dp_and_ddp.md"), start=1):
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        in_ranks(run_as_torchrun, world_size, code, port)
+
+
 @pytest.mark.slow
 @pytest.mark.processes
+@pytest.mark.nightly
 def test_pytorch_examples_of_dp_and_ddp_page_run_without_error(
     train: Train, tmp_path: Path
 ) -> None:

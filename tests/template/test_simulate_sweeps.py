@@ -45,7 +45,7 @@ def test_report_names_the_better_setting_although_a_seed_of_another_setting_dive
 @pytest.mark.parametrize(
     "name", [name for name in rows() if not any(part in name for part in UNDECIDABLE)]
 )
-@pytest.mark.sample(12)
+@pytest.mark.sample(36)
 def test_report_error_rate_is_at_most_6_of_100_in_every_row_of_the_simulation(name: str) -> None:
     verdicts = simulate(name, 300)
     false, named = (

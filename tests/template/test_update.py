@@ -361,6 +361,7 @@ def test_update_refuses_and_changes_nothing(
 
 @pytest.mark.parametrize("shared", [True, False], ids=["common history", "no common history"])
 @pytest.mark.slow(seconds=4)
+@pytest.mark.sample(2)
 def test_fork_of_this_project_takes_a_newer_template(
     shared: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

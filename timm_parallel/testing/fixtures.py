@@ -31,6 +31,11 @@ from timm_parallel.testing.ranks import RANK_VARIABLES
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# Many images set it. Each worker and each command of a test would compile the same files again,
+# which takes four times as long as collecting compiled tests.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int | None:

@@ -302,6 +302,7 @@ def trained(ranks: Any, store: Any, folder: str, *overrides: str) -> dict[str, A
     ids=["bf16", "fp16", "bf16_with_batchnorm"],
 )
 @pytest.mark.slow(seconds=4)
+@pytest.mark.sample(2)
 def test_fsdp_gathers_matrices_in_16_bits_and_norm_weights_in_32_bits(
     tmp_path: Path, overrides: tuple[str, ...]
 ) -> None:

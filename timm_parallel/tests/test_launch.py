@@ -145,6 +145,7 @@ def test_config_error_is_printed_once_when_ranks_are_started_externally(train: T
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_torchrun_fails_without_creating_folder_when_config_is_invalid(train: Train) -> None:
     done = train("parallel=ddp", "optim.lr=-1", form="torchrun")
     assert done.returncode != 0

@@ -134,8 +134,9 @@ def slow_rank(ranks: Ranks, store: Any, folder: str, slow: int, *overrides: str)
     return trained(ranks, store, folder, *overrides)
 
 
-@pytest.mark.parametrize("slow", [1, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("slow", [1, 0])
 @pytest.mark.slow(seconds=3)
+@pytest.mark.sample(2)
 def test_ddp_result_has_longer_compute_time_for_the_slowed_rank_only(
     tmp_path: Path, slow: int
 ) -> None:
@@ -196,8 +197,9 @@ def hooked(ranks: Ranks, store: Any, delay: float, blocks: int, norm: bool) -> t
     return measured
 
 
-@pytest.mark.parametrize("norm", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("norm", [True, False])
 @pytest.mark.slow(seconds=4)
+@pytest.mark.sample(2)
 def test_ddp_communication_time_matches_the_delay_added_by_a_comm_hook(norm: bool) -> None:
     for whole, exposed in in_ranks(hooked, 2, 0.4, 2, norm):
         assert whole == pytest.approx(0.4, rel=0.1)

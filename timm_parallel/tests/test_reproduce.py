@@ -131,6 +131,7 @@ def test_run_on_more_gpus_than_this_machine_has_is_refused_by_train_py(
 
 @pytest.mark.processes
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_changed_images_are_named(copy: Path) -> None:
     change_an_image(copy)
     found = certificate(copy, 3)

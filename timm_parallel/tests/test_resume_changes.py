@@ -506,6 +506,7 @@ def test_result_records_first_step_and_changed_keys_of_every_resume(
     "spread", [("parallel=single",), ("parallel=ddp", "parallel.devices=2")], ids=["single", "ddp"]
 )
 @pytest.mark.slow(seconds=6)
+@pytest.mark.sample(2)
 def test_train_py_resumes_and_records_allowed_changes_or_exits_2_without_changing_files(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spread: tuple[str, ...]
 ) -> None:

@@ -252,6 +252,7 @@ def test_metrics_and_weights_of_concurrent_sweep_jobs_match_jobs_run_alone(tmp_p
 @pytest.mark.skipif(hardware.cores() < 2, reason="needs two cores")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 @pytest.mark.sample(2)
+@pytest.mark.nightly
 def test_running_jobs_end_when_their_sweep_process_gets_sigint_or_sigkill(
     tmp_path: Path, number: int
 ) -> None:

@@ -26,6 +26,7 @@ from timm_parallel.testing.slurm_cluster import (
 pytestmark = MARKS
 
 
+@pytest.mark.nightly
 def test_sweep_run_as_slurm_array_completes_when_a_node_is_lost(jobs: Jobs, train: Train) -> None:
     folder = train.base / "sweep"
     words = (*ARRAY.split()[2:], *LONG)

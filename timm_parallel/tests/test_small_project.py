@@ -42,6 +42,7 @@ def result_of(folder: Path) -> dict[str, object]:
 
 
 @pytest.mark.slow(seconds=8)
+@pytest.mark.nightly
 def test_ranks_of_torchrun_train_the_project(tmp_path: Path) -> None:
     torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
     start(*torchrun, "train.py", f"hydra.run.dir={tmp_path / 'run'}")
@@ -64,6 +65,7 @@ def test_sweep_over_strategies_and_devices_trains_equally_on_one_and_two_ranks(
 
 
 @pytest.mark.slow(seconds=8)
+@pytest.mark.nightly
 def test_search_minimizes_the_metric_of_the_project(tmp_path: Path) -> None:
     search = ("search=lr", "parallel.strategy=one", f"hydra.sweep.dir={tmp_path / 'search'}")
     start("train.py", "-m", *search)

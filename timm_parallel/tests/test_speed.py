@@ -100,6 +100,7 @@ def count_reads(steps: int, *overrides: str) -> int:
     ids=["plain", "busy", "drawn", "bf16"],
 )
 @pytest.mark.slow(seconds=2)
+@pytest.mark.sample(2)
 def test_training_steps_between_log_steps_read_no_tensor_values_from_the_device(
     overrides: tuple[str, ...],
 ) -> None:

@@ -49,13 +49,17 @@ FOREVER = (
 )
 
 
-@pytest.fixture(name="server")
 def server_of_jobs() -> Iterator[WarmServer]:
     server = WarmServer()
     yield server
     if server.jobs:
         server.kill()
     server.close()
+
+
+server_of_a_test = pytest.fixture(name="server")(server_of_jobs)
+# A server imports torch, which takes longer than a job.
+server_of_several_tests = pytest.fixture(scope="module", name="shared_server")(server_of_jobs)
 
 
 def frozen(folder: Path, *overrides: str) -> Path:
@@ -87,15 +91,15 @@ def trains(folder: Path) -> bool:
 
 @pytest.mark.slow(seconds=20)
 def test_job_forked_by_warm_server_has_results_and_environment_of_a_new_process(
-    tmp_path: Path, server: WarmServer, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, shared_server: WarmServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLURMD_NODENAME", "of-the-server")  # a run takes its host's name from it
     first, second = (
         frozen(tmp_path / str(seed), f"seed={seed}", "train.epochs=2") for seed in (1, 2)
     )
-    assert start(server, first, SLURMD_NODENAME="of-the-job").wait() == 0
+    assert start(shared_server, first, SLURMD_NODENAME="of-the-job").wait() == 0
     monkeypatch.delenv("SLURMD_NODENAME")
-    assert start(server, second).wait() == 0
+    assert start(shared_server, second).wait() == 0
     assert read_result(first).hosts == ["of-the-job"]
     assert read_result(second).hosts == [socket.gethostname()]
     alone = run_warm(tmp_path / "alone", "parallel=single", "seed=2", "train.epochs=2")
@@ -109,16 +113,19 @@ def test_job_forked_by_warm_server_has_results_and_environment_of_a_new_process(
 
 @pytest.mark.slow(seconds=8)
 def test_forked_job_has_a_separate_session_and_cores_and_saves_a_checkpoint_on_sigterm(
-    tmp_path: Path, server: WarmServer
+    tmp_path: Path, shared_server: WarmServer
 ) -> None:
-    assert start(server, frozen(tmp_path / "refused", "+model.kwargs.no_such_option=1")).wait() == 2
+    assert (
+        start(shared_server, frozen(tmp_path / "refused", "+model.kwargs.no_such_option=1")).wait()
+        == 2
+    )
     folder, core = (
         frozen(tmp_path / "job", *FOREVER, "parallel.threads_per_device=1"),
         min(os.sched_getaffinity(0)),
     )
     before = time.time()
-    job = server.start(folder, with_project_on_path(os.environ), [core])
-    wait_until(lambda: trains(folder), server)
+    job = shared_server.start(folder, with_project_on_path(os.environ), [core])
+    wait_until(lambda: trains(folder), shared_server)
     launcher = psutil.Process(int(Path(folder / ".lock").read_text().split()[1]))
     [rank] = launcher.children()
     assert {os.getsid(launcher.pid), os.getsid(rank.pid)} == {launcher.pid}
@@ -202,14 +209,14 @@ def test_forked_job_ends_without_result_when_signaled_before_its_server_is_ready
 
 @pytest.mark.slow(seconds=8)
 def test_forked_job_is_stopped_by_a_signal_that_follows_its_start_immediately(
-    tmp_path: Path, server: WarmServer
+    tmp_path: Path, shared_server: WarmServer
 ) -> None:
-    start(server, frozen(tmp_path / "first"))
-    wait_until(lambda: not server.jobs, server)
+    start(shared_server, frozen(tmp_path / "first"))
+    wait_until(lambda: not shared_server.jobs, shared_server)
     for number in range(5):
-        job = start(server, frozen(tmp_path / str(number), *FOREVER))
+        job = start(shared_server, frozen(tmp_path / str(number), *FOREVER))
         job.send_signal(signal.SIGTERM)
-        wait_until(lambda: not server.jobs, server, 60)
+        wait_until(lambda: not shared_server.jobs, shared_server, 60)
         assert job.returncode in (-signal.SIGTERM, 128 + signal.SIGTERM)
 
 

@@ -68,6 +68,7 @@ FAULTS = {
 }
 # Faults that the launcher sees: an exit code, a signal, a rank that does not end.
 COMMANDS = [
+    ("python", "dp", 2, "raises"),
     *(
         ("python", "ddp", 2, name)
         for name in ("raises", "killed", "leaves_with_0", "stalls", "stopped")
@@ -80,7 +81,6 @@ COMMANDS = [
     *(("torchrun", "fsdp", 2, name) for name in ("killed", "stalls")),
     ("python", "ddp", 1, "leaves_with_0"),
     *(("python", "single", 1, name) for name in ("killed", "leaves_with_0", "stalls")),
-    ("python", "dp", 2, "raises"),
 ]
 # Faults that differ only inside the ranks.
 WARM = [
@@ -180,7 +180,7 @@ def check(run: FaultyRun, strategy: str, devices: int, is_named: bool = True) ->
     assert [path.name for path in run.folder.rglob("*.tmp")] == []
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(8)
 @pytest.mark.slow
 @pytest.mark.parametrize(("form", "strategy", "devices", "name"), COMMANDS)
 def test_crash_or_stall_of_a_rank_ends_the_run_promptly_and_error_names_the_rank(
@@ -197,7 +197,7 @@ def test_crash_or_stall_of_a_rank_ends_the_run_promptly_and_error_names_the_rank
     [pytest.param(*row, marks=() if row in QUICK else pytest.mark.slow) for row in WARM],
 )
 @pytest.mark.slow(seconds=7)
-@pytest.mark.sample(8)
+@pytest.mark.sample(12)
 def test_error_names_rank_phase_and_step_of_a_crash_or_stall_inside_a_rank(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -243,6 +243,7 @@ def test_run_restarts_from_its_newest_checkpoint_when_a_rank_is_killed(
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_error_of_the_last_attempt_is_reported_when_no_restarts_remain(train: Train) -> None:
     fault = Fault("raise", "", step=7)
     train.environment["FAULT_AGAIN"] = "12"  # the second attempt gets to step 12

@@ -170,7 +170,7 @@ def slow(*row: Any) -> Any:
     return pytest.param(*row, marks=pytest.mark.slow(seconds=3))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(
     ("world_size", "workers", "stop_at"),
     [
@@ -250,7 +250,7 @@ def assert_resume_changes_nothing(
         assert steps == sorted(set(steps)), f"{tag} has duplicate steps"
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize(
     ("before", "after"),
     [
@@ -336,8 +336,9 @@ def train_with_growing_scale(
     train(ranks, store, folder, config, stop_at)
 
 
-@pytest.mark.parametrize("world_size", [1, slow(2)])
+@pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.slow(seconds=4)
+@pytest.mark.sample(2)
 def test_resumed_fp16_run_continues_with_its_loss_scale(tmp_path: Path, world_size: int) -> None:
     """The stop is between two changes of the scale, so that both the scale and its count of good
     steps matter.

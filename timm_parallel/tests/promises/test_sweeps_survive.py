@@ -115,6 +115,7 @@ def test_sweep_job_status_is_done_when_sigint_arrives_after_its_result(
 @pytest.mark.processes
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 @pytest.mark.slow(seconds=5)
+@pytest.mark.sample(3)
 def test_signal_while_a_sweep_writes_its_report_prints_how_to_continue(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

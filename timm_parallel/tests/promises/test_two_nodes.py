@@ -227,6 +227,7 @@ def alone(folder: Path, *overrides: str) -> tuple[Any, ...]:
     return numbers(run_warm(folder, "parallel=ddp", "parallel.devices=2", *overrides))
 
 
+@pytest.mark.nightly
 def test_run_on_two_nodes_without_shared_disk_matches_one_machine(
     nodes: Nodes, tmp_path: Path
 ) -> None:
@@ -436,6 +437,9 @@ def test_error_names_the_lost_node_and_the_same_torchrun_command_resumes_the_run
         0
     ) + nodes.output(1)
     assert numbers(nodes.run_folder()) == undisturbed
+    ended = read_result(nodes.run_folder())
+    assert (ended.nodes, ended.hosts, ended.world_size) == (2, nodes.names, 2)
+    assert {path.name for path in nodes.run_folder(1).iterdir()} == {"config.yaml", "logs"}
 
 
 class Job:
