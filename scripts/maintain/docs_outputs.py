@@ -28,7 +28,7 @@ from pathlib import Path
 from PIL import Image, ImageDraw
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", ROOT / "README.zh-CN.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "README.zh-CN.md", *sorted((ROOT / "docs").rglob("*.md"))]
 MARK = r"<!-- output of: (?P<command>.*?)(?:\n +lines: (?P<lines>.*?))? -->"
 OUTPUT = re.compile(rf"(?P<mark>{MARK}\n```\n)(?P<shown>.*?)(?=```)", re.DOTALL)
 FLOWERS = {"daisy": 8, "rose": 6, "tulip": 4}  # class -> petals

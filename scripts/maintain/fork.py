@@ -39,7 +39,7 @@ RECIPES = (
 OF_THE_TEMPLATE = (
     "scripts/maintain",
     "tests/template",
-    "docs/benchmarks.md",
+    "docs/dev/benchmarks.md",
     "mkdocs.yml",
     "requirements-docs.txt",
 )
@@ -143,7 +143,7 @@ def _drop(root: Path, paths: Sequence[str], named: str) -> None:
 
 
 def _pages(root: Path) -> list[Path]:
-    return [*root.glob("README*.md"), *(root / "docs").glob("*.md"), root / "CONTRIBUTING.md"]
+    return [*root.glob("README*.md"), *(root / "docs").rglob("*.md"), root / "CONTRIBUTING.md"]
 
 
 def _edit(path: Path, old: str, new: str) -> None:

@@ -179,7 +179,7 @@ def shown_commands() -> list[str]:
     """Return all documented commands except docs/extend.md, whose commands need its code: see
     tests/template/test_bill.py.
     """
-    pages = {*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")} - {
+    pages = {*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")} - {
         ROOT / "CHANGELOG.md",
         ROOT / "docs" / "extend.md",
     }
@@ -231,7 +231,7 @@ def documented_overrides() -> set[str]:
     """
     block = re.compile(r"^ *```.*?^ *```$", re.MULTILINE | re.DOTALL)
     texts = list(SHOWN)
-    for path in {*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")}:
+    for path in {*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")}:
         texts += re.findall(
             r"`([^`]+)`", block.sub("", path.read_text(encoding="utf-8"))
         ) + commands_of(path)
@@ -523,7 +523,7 @@ def test_documented_script_command_prints_or_writes_its_result_for_a_finished_ru
 
 @pytest.fixture(scope="module")
 def sweep(train_shared: Train) -> Path:
-    """Run the sweep of docs/forecast.md with a smaller model."""
+    """Run the sweep of docs/dev/forecast.md with a smaller model."""
     (command,) = [
         command
         for command in TRAININGS

@@ -26,7 +26,7 @@ from timm_parallel.testing.commands import Train
 from timm_parallel.testing.ranks import run_warm
 
 ROOT = Path(__file__).parents[2]
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 IS_TEMPLATE = not (ROOT / ".template.json").exists()  # a fork has dropped pages and maintain/
 OUTPUT = re.compile(r"<!-- output of: (.*?)(?:\n +lines: (.*?))? -->\n```\n(.*?)```", re.DOTALL)
 
@@ -36,7 +36,7 @@ def text_of(name: str) -> str:
 
 
 def test_file_tree_on_architecture_page_names_existing_files() -> None:
-    tree = text_of("docs/architecture.md").split("```")[1]
+    tree = text_of("docs/dev/architecture.md").split("```")[1]
     names = re.findall(r"[\w/]+\.py|conf/|tests/|docs/|src/", tree)
     folders = [ROOT, ROOT / "src", *(path for path in (ROOT / "src").rglob("*") if path.is_dir())]
     for name in names:
@@ -76,10 +76,14 @@ def test_links_on_documentation_pages_point_to_existing_files_and_headings(page:
 
 
 @pytest.mark.parametrize(
-    "page", [page for page in PAGES if page.parent.name == "docs"], ids=lambda page: page.name
+    "page", [page for page in PAGES if page.parent != ROOT], ids=lambda page: page.name
 )
-def test_every_docs_page_is_linked_from_the_readme(page: Path) -> None:
-    assert f"docs/{page.name.replace('.zh-CN', '')}" in text_of("README.md")
+def test_pages_for_users_are_linked_from_the_readme_and_others_from_contributing(
+    page: Path,
+) -> None:
+    index = "README.md" if page.parent.name == "docs" else "CONTRIBUTING.md"
+    link = page.relative_to(ROOT).as_posix().replace(".zh-CN", "")
+    assert link in text_of(index)
 
 
 # The changelog also names what is gone.
@@ -288,8 +292,8 @@ def test_documentation_site_builds_and_the_build_fails_on_a_broken_link(tmp_path
 
     built = site.build(tmp_path / "site")
     assert built == 0
-    pages = {path.name for path in (tmp_path / "site").glob("*.html")}
-    assert {page.stem for page in (ROOT / "docs").glob("*.md")} <= {
+    pages = {path.name for path in (tmp_path / "site").rglob("*.html")}
+    assert {page.stem for page in (ROOT / "docs").rglob("*.md")} <= {
         name.removesuffix(".html") for name in pages
     }
     assert "invented figures" in (tmp_path / "site" / "sample_report" / "report.html").read_text(
