@@ -45,7 +45,7 @@ OF_THE_TEMPLATE = (
 )
 TARGETS = r"make (bench|gpu-wheels|gpu-check|test-simulated|size|docs|fork)\b"
 COMMANDS = rf"scripts/maintain|tests/template|benchmarks\.md|{TARGETS}"
-DEMO = ("docs/figures/report.svg",)
+DEMO = ("docs/figures/report.png", "docs/figures/tensorboard.png")
 OLD_NAME = "timm-parallel"
 # Files that contain OLD_NAME.
 NAMED = (

@@ -173,7 +173,7 @@ def test_make_fork_removes_demo_experiments_when_drop_demo_is_true(clone: Path) 
         for page in pages
         if page.name != "CHANGELOG.md" and any(r in read(page) for r in RECIPES)
     ]
-    assert not (clone / "docs" / "figures" / "report.svg").exists()
+    assert not (clone / "docs" / "figures" / "report.png").exists()
 
 
 def test_make_test_of_a_fork_tests_the_library_only_after_a_change_of_it(clone: Path) -> None:

@@ -53,7 +53,7 @@ def test_file_tree_on_architecture_page_names_existing_files() -> None:
 def links_of(text: str) -> list[str]:
     return [
         link
-        for link in re.findall(r"\]\(([^)\s]+)\)", text)
+        for link in re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r'src="([^"]+)"', text)
         if not re.match(r"https?:|mailto:", link)
     ]
 
@@ -159,6 +159,23 @@ def test_project_version_is_equal_in_pyproject_citation_and_changelog() -> None:
     (version,) = re.findall(r'^version = "(.*)"$', text_of("pyproject.toml"), re.MULTILINE)
     assert re.findall(r"^version: (.*)$", text_of("CITATION.cff"), re.MULTILINE) == [version]
     assert f"## {version}" in text_of("CHANGELOG.md")
+
+
+def test_first_sentence_of_readme_is_that_of_help_site_citation_and_package() -> None:
+    start = text_of("README.md").split("**")[1]
+    pitch = " ".join(re.sub(r"\[(\w+)\]\([^)]*\)", r"\1", start).split())
+    assert pitch.startswith("Fine-tune any timm model")
+    for name in ("conf/hydra/default.yaml", "mkdocs.yml", "CITATION.cff", "pyproject.toml"):
+        assert pitch in text_of(name), name
+
+
+def test_badge_names_the_python_versions_and_the_license_of_the_project() -> None:
+    badge = text_of("docs/figures/badges.svg")
+    lowest, limit = re.findall(r"3\.(\d+)", text_of("pyproject.toml").split("requires-python")[1])[
+        :2
+    ]
+    assert f"3.{lowest} – 3.{int(limit) - 1}" in badge
+    assert "MIT" in badge and "MIT" in text_of("LICENSE")
 
 
 # --- outputs
