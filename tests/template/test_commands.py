@@ -176,12 +176,12 @@ def commands_of(path: Path) -> list[str]:
 
 
 def shown_commands() -> list[str]:
-    """Return all documented commands except docs/extend.md, whose commands need its code: see
+    """Return all documented commands except those of docs/extend*.md, which need its code: see
     tests/template/test_bill.py.
     """
     pages = {*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")} - {
         ROOT / "CHANGELOG.md",
-        ROOT / "docs" / "extend.md",
+        *(ROOT / "docs").glob("extend*.md"),
     }
     files = [*pages, *(ROOT / "conf").rglob("*.yaml"), *(ROOT / "conf").rglob("*.example")]
     return sorted({command for path in files for command in commands_of(path)})
@@ -226,7 +226,7 @@ def test_every_documented_command_is_run_by_a_test_or_listed_with_a_reason() -> 
 
 
 def documented_overrides() -> set[str]:
-    """Return the words `key=value` of commands and inline code, also of docs/extend.md, as a shell
+    """Return the words `key=value` of commands and inline code, also of docs/extend*.md, as a shell
     passes them on.
     """
     block = re.compile(r"^ *```.*?^ *```$", re.MULTILINE | re.DOTALL)
