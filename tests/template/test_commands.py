@@ -96,7 +96,7 @@ ELSEWHERE = {
     r"(wandb sync|mlflow ui)": "test_wandb_and_mlflow_hold_the_whole_run_and_no_api_key_after_a_resume",
     r"tensorboard ": "test_tensorboard_listens_on_loopback_with_the_documented_command",
     r"python -c ": "test_documented_python_one_liner_prints_true",
-    r"python scripts/plan\.py model=resnet18 ": "test_tables_of_docs_batch_page_match_output_of_plan_py",
+    r"python scripts/plan\.py model=resnet18 ": "test_batch_tables_of_page_on_several_gpus_match_output_of_plan_py",
     r"python scripts/maintain/chaos\.py": "test_run_with_injected_faults_matches_undisturbed_run",
     r"cp conf/local": "test_example_of_conf_local_default_yaml_composes_with_changed_output_dir",
     r"python train\.py --help": "test_help_shows_options_and_commands_without_importing_torch",

@@ -327,18 +327,18 @@ def test_documentation_site_builds_and_the_build_fails_on_a_broken_link(tmp_path
 # --- tables
 
 
-BATCH_PAGE = text_of("docs/batch.md")
-PLANS = re.findall(r"^python scripts/plan\.py (.*)\n```\n\n((?:\|.*\n)+)", BATCH_PAGE, re.MULTILINE)
+GPUS_PAGE = text_of("docs/several_gpus.md")
+PLANS = re.findall(r"^python scripts/plan\.py (.*)\n```\n\n((?:\|.*\n)+)", GPUS_PAGE, re.MULTILINE)
 
 
-def test_docs_batch_page_has_two_tables_made_by_plan_py() -> None:
+def test_page_on_several_gpus_has_two_tables_made_by_plan_py() -> None:
     assert len(PLANS) == 2
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("arguments", "table"), PLANS)
 @pytest.mark.sample(2)
-def test_tables_of_docs_batch_page_match_output_of_plan_py(
+def test_batch_tables_of_page_on_several_gpus_match_output_of_plan_py(
     arguments: str, table: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shown = [[float(cell) for cell in re.findall(r"[\d.]+", row)] for row in table.splitlines()[2:]]
