@@ -78,7 +78,6 @@ ELSEWHERE = {
     r"python scripts/export\.py .*format=onnx": "test_onnx_export_matches_checkpoint_outputs_at_batch_sizes_1_and_7",
     r"python scripts/reproduce\.py ": "test_repeated_run_has_equal_losses_and_weights",
     r"python scripts/check_data\.py ": "test_check_data_finds_unreadable_leaked_duplicate_and_mislabeled_images",
-    r"python digits\.py ": "test_digits_script_of_finetune_page_writes_every_digit_into_its_class_folder",
     r"torchrun --nproc-per-node 2$": "test_pytorch_examples_of_dp_and_ddp_page_run_without_error",
     r"python evaluate\.py run=<run folder> data\.root=": (
         "test_evaluation_of_a_run_on_an_image_folder_needs_no_train_split"

@@ -22,6 +22,7 @@ from scripts import plan
 from src.data.datasets import Digits
 from src.schema import DataConfig
 from timm_parallel.data.dataset import InMemory
+from timm_parallel.lab.report.claims import _CLAIMS
 from timm_parallel.testing.commands import Train
 from timm_parallel.testing.ranks import run_warm
 
@@ -179,6 +180,15 @@ def test_badge_names_the_python_versions_and_the_license_of_the_project() -> Non
     assert "MIT" in badge and "MIT" in text_of("LICENSE")
 
 
+def test_page_on_dp_and_ddp_lists_the_claims_that_a_report_decides() -> None:
+    section = text_of("docs/dp_and_ddp.md").split("## What a report decides")[1].split("\n## ")[0]
+    listed = re.findall(r"^\| (\d+) \| (.*) \| (\w.*) \|$", section, re.MULTILINE)
+    assert listed == [
+        (str(number), text, "not measurable" if reason else "measured")
+        for number, text, _, reason in _CLAIMS
+    ]
+
+
 # --- outputs
 
 
@@ -225,7 +235,7 @@ REFUSALS = [
 def test_error_message_shown_in_the_documentation_matches_command_output(
     page: str, command: str, lines: str, output: str, tmp_path: Path
 ) -> None:
-    (tmp_path / "flowers" / "train" / "daisy").mkdir(parents=True)
+    (tmp_path / "flowers" / "daisy").mkdir(parents=True)
     here = command.replace("/data/", f"{tmp_path}/").replace(
         "python ", f"{shlex.quote(sys.executable)} "
     )
@@ -244,11 +254,11 @@ def python_blocks(page: str) -> list[str]:
 
 
 @pytest.mark.slow(seconds=4)
-def test_digits_script_of_finetune_page_writes_every_digit_into_its_class_folder(
+def test_digits_script_writes_every_digit_into_its_class_folder(
     tmp_path: Path,
 ) -> None:
-    (script,) = [block for block in python_blocks("docs/finetune.md") if "load_digits" in block]
-    subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True, timeout=300)
+    script = ROOT / "notebooks" / "digits.py"
+    subprocess.run([sys.executable, str(script), str(tmp_path)], check=True, timeout=300)
     files = list(tmp_path.rglob("*.jpg"))
     assert len(files) == 1797
     assert {path.parent.relative_to(tmp_path).as_posix() for path in files} == {
