@@ -18,7 +18,7 @@ from scripts.maintain.docs_outputs import (
     draw_flowers,
 )
 
-# Pattern of commands -> why another run may print other words.
+# Pattern of commands that are not run -> why another run may print other words.
 VARIES = {
     "make -s tune": "the fastest settings of a machine may be others",
     ".*search.confirm=": "the verdict of a confirmation may be another",
@@ -64,7 +64,8 @@ def test_output_shown_on_a_page_has_the_words_of_its_command(page: str, tmp_path
     draw_flowers(tmp_path / "data")
     different = []
     for _, command, lines, shown in BLOCKS[page]:
+        if any(re.match(pattern, command) for pattern in VARIES):
+            continue
         output = captured(command, lines or None, tmp_path / "project", tmp_path / "data")
-        if not any(re.match(pattern, command) for pattern in VARIES):
-            different += [(command, line) for line in {*words_of(shown)} ^ {*words_of(output)}]
+        different += [(command, line) for line in {*words_of(shown)} ^ {*words_of(output)}]
     assert different == []
