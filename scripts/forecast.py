@@ -2,8 +2,8 @@
 <sweep folder>`.
 
 Prints images per second and efficiency for 2 to 1,024 devices, strong and weak, with an interval,
-and the error for counts left out of the fit (docs/forecast.md). --bandwidth-gbps, --latency-us and
---devices-per-node describe another link.
+and the error for counts left out of the fit (docs/dev/forecast.md). --bandwidth-gbps, --latency-us
+and --devices-per-node describe another link.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ regular expression:
 
 Commands run in a copy of the project, in the order of the page, so a command finds the runs of the
 ones before it. There, `<run>` is the newest run, `<sweep>` the newest sweep, `/data/flowers` a
-folder of drawn images with train/ and val/, and `/data/new` a folder of a few images without
+folder of drawn images with a folder per class, and `/data/new` a folder of a few images without
 labels.
 """
 
@@ -28,7 +28,7 @@ from pathlib import Path
 from PIL import Image, ImageDraw
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", ROOT / "README.zh-CN.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "README.zh-CN.md", *sorted((ROOT / "docs").rglob("*.md"))]
 MARK = r"<!-- output of: (?P<command>.*?)(?:\n +lines: (?P<lines>.*?))? -->"
 OUTPUT = re.compile(rf"(?P<mark>{MARK}\n```\n)(?P<shown>.*?)(?=```)", re.DOTALL)
 FLOWERS = {"daisy": 8, "rose": 6, "tulip": 4}  # class -> petals
@@ -36,9 +36,7 @@ EXPECTED_CODES = (0, 2, 124)  # done, refused, stopped by timeout
 
 
 def draw_flowers(root: Path) -> None:
-    """Draw a data set of flower images: 80 training, 20 validation and two unlabeled images per
-    class.
-    """
+    """Draw a data set of flower images: 100 images and two unlabeled ones per class."""
     draws = random.Random(0)
     for name, petals in FLOWERS.items():
         for number in range(102):
@@ -52,9 +50,8 @@ def draw_flowers(root: Path) -> None:
                 angle = turn + petal * math.tau / petals
                 x, y = 48 + 24 * math.cos(angle), 48 + 24 * math.sin(angle)
                 canvas.ellipse((x - 12, y - 12, x + 12, y + 12), fill=color)
-            split = root / "flowers" / ("train" if number % 5 else "val") / name
             path = (
-                split / f"{number}.jpg"
+                root / "flowers" / name / f"{number}.jpg"
                 if number < 100
                 else root / "new" / f"{name}_{number - 100}.jpg"
             )
@@ -76,8 +73,9 @@ def copy_project(target: Path) -> None:
 
 def captured(command: str, lines: str | None, project: Path, data: Path) -> str:
     """Run a shell command in `project`. Return the lines of its output that match `lines`."""
-    for pattern, name in (("outputs/train/*/*/", "<run>"), ("outputs/sweeps/*/*/", "<sweep>")):
-        newest = sorted(project.glob(pattern))[-1:]
+    for task, name in (("[!s]*", "<run>"), ("sweeps", "<sweep>")):
+        folders = project.glob(f"outputs/{task}/*/*/")
+        newest = sorted(folders, key=lambda folder: folder.parts[-2:])[-1:]
         command = command.replace(name, str(newest[0].relative_to(project)) if newest else name)
     command = command.replace("/data/", f"{data}/")
     path = f"{sys.prefix}/bin{os.pathsep}{os.environ['PATH']}"

@@ -39,13 +39,13 @@ RECIPES = (
 OF_THE_TEMPLATE = (
     "scripts/maintain",
     "tests/template",
-    "docs/benchmarks.md",
+    "docs/dev/benchmarks.md",
     "mkdocs.yml",
     "requirements-docs.txt",
 )
 TARGETS = r"make (bench|gpu-wheels|gpu-check|test-simulated|size|docs|fork)\b"
 COMMANDS = rf"scripts/maintain|tests/template|benchmarks\.md|{TARGETS}"
-DEMO = ("docs/figures/report.svg",)
+DEMO = ("docs/figures/report.png", "docs/figures/tensorboard.png")
 OLD_NAME = "timm-parallel"
 # Files that contain OLD_NAME.
 NAMED = (
@@ -143,7 +143,7 @@ def _drop(root: Path, paths: Sequence[str], named: str) -> None:
 
 
 def _pages(root: Path) -> list[Path]:
-    return [*root.glob("README*.md"), *(root / "docs").glob("*.md"), root / "CONTRIBUTING.md"]
+    return [*root.glob("README*.md"), *(root / "docs").rglob("*.md"), root / "CONTRIBUTING.md"]
 
 
 def _edit(path: Path, old: str, new: str) -> None:

@@ -148,7 +148,7 @@ def lines(rows: list[Row]) -> str:
 
 def report(done: dict[str, list[Row]], device: str, seconds: float) -> str:
     """Format the rows as one Markdown file: a verdict, a table per part, and the rows for
-    docs/benchmarks.md.
+    docs/dev/benchmarks.md.
     """
     wrong = [
         f"{name}: {row.what}: {row.figure}"
@@ -178,7 +178,8 @@ def report(done: dict[str, list[Row]], device: str, seconds: float) -> str:
         if name.startswith(("speed", "feeding", "reading"))
         for row in done[name]
     ]
-    text += ["", "## Rows for docs/benchmarks.md", "", f"| {cell(device)} | figure |", "|---|---|"]
+    text += ["", "## Rows for docs/dev/benchmarks.md", ""]
+    text += [f"| {cell(device)} | figure |", "|---|---|"]
     text += [f"| {cell(row.what)} | {cell(row.figure)} |" for row in measured]
     return "\n".join([*text, ""])
 

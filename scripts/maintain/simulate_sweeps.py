@@ -337,7 +337,7 @@ def _noisy(size: int, factors: dict[int, float]) -> list[float]:
     return [factors.get(place, 1.0) for place in range(size)]
 
 
-# Rows that no analysis of one split can decide, see docs/report.md.
+# Rows that no analysis of one split can decide, see docs/dev/report_method.md.
 UNDECIDABLE = ("270 fixed images", "AR(0.5)")
 
 

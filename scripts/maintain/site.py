@@ -40,7 +40,8 @@ def collect_pages(target: Path) -> None:
     shutil.copytree(ROOT / "docs", target)
     for name, copied in AT_ROOT.items():
         text = (ROOT / name).read_text(encoding="utf-8")
-        (target / copied).write_text(re.sub(r"\]\(docs/", "](", text), encoding="utf-8")
+        text = text.replace("](docs/", "](").replace('src="docs/', 'src="')
+        (target / copied).write_text(text, encoding="utf-8")
     for page in target.glob("*.md"):
         text = page.read_text(encoding="utf-8")
         text = re.sub(r"\]\((?:\.\./)?README\.md", "](index.md", text)

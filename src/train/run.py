@@ -131,9 +131,7 @@ class Trainer:
         return is_due
 
     def evaluate_val(self) -> bool:
-        """Evaluate on val and log it. Return True if it is the best so far. Pictures of your own go
-        here: `self.run.image(name, pixels)`, `self.run.figure(name, figure)`.
-        """
+        """Evaluate on val and log it. Return True if it is the best so far."""
         with self.parts.hooks.aside():
             return self.evaluate_split("val", may_stop=True)
 
@@ -154,7 +152,8 @@ class Trainer:
 
     def evaluate_split(self, split: str, may_stop: bool = False) -> bool:
         """Evaluate raw and averaged weights on a split, over all ranks, and log it. Return True if
-        it is the best on val so far.
+        it is the best on val so far. Pictures of your own go here: `self.run.image(name, pixels)`,
+        `self.run.figure(name, figure)`.
         """
         ema = self.state.ema
         raw = self.evaluate_weights(self.state.model, split, may_stop)

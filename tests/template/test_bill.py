@@ -1,7 +1,7 @@
-"""Cost of each extension in docs/extend.md: the tests write its code to a scratch copy, count the
+"""Cost of each extension in docs/extend*.md: the tests write its code to a scratch copy, count the
 files and run it.
 
-The code blocks of the page are the code under test. All examples share one copy, so they must also
+The code blocks of the pages are the code under test. All examples share one copy, so they must also
 work together.
 """
 
@@ -32,7 +32,10 @@ from sklearn.metrics import f1_score
 from timm_parallel.testing.configs import read_lines, tiny
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs" / "extend.md").read_text(encoding="utf-8")
+PAGES = [
+    (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
+    for name in ("extend", "extend_training", "extend_tasks", "extend_parts")
+]
 BILL = {
     "A model": 2,
     "A dataset": 2,
@@ -66,7 +69,7 @@ SMALL = (
 
 @dataclass
 class Example:
-    """A section of docs/extend.md with its files and commands."""
+    """A section of docs/extend*.md with its files and commands."""
 
     blocks: list[tuple[str, str]]  # (language, text)
 
@@ -117,7 +120,9 @@ def change(path: Path, diff: str) -> None:
 
 
 def examples() -> dict[str, Example]:
-    sections = re.split(r"^## (.*)\n", PAGE, flags=re.MULTILINE)[1:]
+    sections = [
+        part for page in PAGES for part in re.split(r"^## (.*)\n", page, flags=re.MULTILINE)[1:]
+    ]
     blocks = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
     return {
         name: Example(blocks.findall(text))
@@ -237,7 +242,8 @@ def test_code_in_docs_extend_md_passes_ruff(scratch: Path, alone: Callable[[str]
 
 def test_every_example_in_docs_extend_md_is_linked_in_its_table_and_has_a_command() -> None:
     anchors = [f"#{name.lower().replace(' ', '-')}" for name in EXAMPLES]
-    assert re.findall(r"\]\((#[\w-]+)\)", PAGE) == anchors
+    table = PAGES[0].partition("\n## ")[0]
+    assert re.findall(r"\]\((?:extend_\w+\.md)?(#[\w-]+)\)", table) == anchors
     assert all(example.commands for example in EXAMPLES.values())
 
 

@@ -78,7 +78,6 @@ ELSEWHERE = {
     r"python scripts/export\.py .*format=onnx": "test_onnx_export_matches_checkpoint_outputs_at_batch_sizes_1_and_7",
     r"python scripts/reproduce\.py ": "test_repeated_run_has_equal_losses_and_weights",
     r"python scripts/check_data\.py ": "test_check_data_finds_unreadable_leaked_duplicate_and_mislabeled_images",
-    r"python digits\.py ": "test_digits_script_of_finetune_page_writes_every_digit_into_its_class_folder",
     r"torchrun --nproc-per-node 2$": "test_pytorch_examples_of_dp_and_ddp_page_run_without_error",
     r"python evaluate\.py run=<run folder> data\.root=": (
         "test_evaluation_of_a_run_on_an_image_folder_needs_no_train_split"
@@ -96,7 +95,7 @@ ELSEWHERE = {
     r"(wandb sync|mlflow ui)": "test_wandb_and_mlflow_hold_the_whole_run_and_no_api_key_after_a_resume",
     r"tensorboard ": "test_tensorboard_listens_on_loopback_with_the_documented_command",
     r"python -c ": "test_documented_python_one_liner_prints_true",
-    r"python scripts/plan\.py model=resnet18 ": "test_tables_of_docs_batch_page_match_output_of_plan_py",
+    r"python scripts/plan\.py model=resnet18 ": "test_batch_tables_of_page_on_several_gpus_match_output_of_plan_py",
     r"python scripts/maintain/chaos\.py": "test_run_with_injected_faults_matches_undisturbed_run",
     r"cp conf/local": "test_example_of_conf_local_default_yaml_composes_with_changed_output_dir",
     r"python train\.py --help": "test_help_shows_options_and_commands_without_importing_torch",
@@ -176,12 +175,12 @@ def commands_of(path: Path) -> list[str]:
 
 
 def shown_commands() -> list[str]:
-    """Return all documented commands except docs/extend.md, whose commands need its code: see
+    """Return all documented commands except those of docs/extend*.md, which need its code: see
     tests/template/test_bill.py.
     """
-    pages = {*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")} - {
+    pages = {*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")} - {
         ROOT / "CHANGELOG.md",
-        ROOT / "docs" / "extend.md",
+        *(ROOT / "docs").glob("extend*.md"),
     }
     files = [*pages, *(ROOT / "conf").rglob("*.yaml"), *(ROOT / "conf").rglob("*.example")]
     return sorted({command for path in files for command in commands_of(path)})
@@ -226,12 +225,12 @@ def test_every_documented_command_is_run_by_a_test_or_listed_with_a_reason() -> 
 
 
 def documented_overrides() -> set[str]:
-    """Return the words `key=value` of commands and inline code, also of docs/extend.md, as a shell
+    """Return the words `key=value` of commands and inline code, also of docs/extend*.md, as a shell
     passes them on.
     """
     block = re.compile(r"^ *```.*?^ *```$", re.MULTILINE | re.DOTALL)
     texts = list(SHOWN)
-    for path in {*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")}:
+    for path in {*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")}:
         texts += re.findall(
             r"`([^`]+)`", block.sub("", path.read_text(encoding="utf-8"))
         ) + commands_of(path)
@@ -519,7 +518,7 @@ def test_documented_script_command_prints_or_writes_its_result_for_a_finished_ru
 
 @pytest.fixture(scope="module")
 def sweep(train_shared: Train) -> Path:
-    """Run the sweep of docs/forecast.md with a smaller model."""
+    """Run the sweep of docs/dev/forecast.md with a smaller model."""
     (command,) = [
         command
         for command in TRAININGS

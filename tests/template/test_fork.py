@@ -78,7 +78,7 @@ def test_make_fork_replaces_every_occurrence_of_the_template_name(clone: Path) -
     }
     record["library_hash"] = library_hash(clone)
     assert json.loads(read(clone / ".template.json")) == record
-    pages = "".join(map(read, [*clone.glob("README*.md"), *(clone / "docs").glob("*.md")]))
+    pages = "".join(map(read, [*clone.glob("README*.md"), *(clone / "docs").rglob("*.md")]))
     assert "outputs/train" not in pages
     assert "python train.py resume=outputs/my_project/<date>/<time>" in pages
     texts = [path for path in clone.rglob("*") if path.is_file() and ".git/" not in str(path)]
@@ -116,7 +116,7 @@ def test_make_fork_removes_files_that_only_the_template_needs(clone: Path) -> No
         "schema.py",
         "doctor.py",
     }
-    pages = [*clone.glob("*.md"), *(clone / "docs").glob("*.md")]
+    pages = [*clone.glob("*.md"), *(clone / "docs").rglob("*.md")]
     assert [
         page.name
         for page in pages
@@ -152,7 +152,7 @@ def test_make_fork_removes_only_whole_sentences_list_items_and_rows(
 ) -> None:
     fork(clone, "mine", "Ada", drop_demo)
     cut = {}
-    for page in [*clone.glob("*.md"), *(clone / "docs").glob("*.md")]:
+    for page in [*clone.glob("*.md"), *(clone / "docs").rglob("*.md")]:
         before = read(template / page.relative_to(clone)).replace(OLD_NAME, "mine")
         allowed = {"# mine", *units_of(re.sub(RUN_FOLDER, r"\1mine", before))}
         after = read(page)
@@ -167,13 +167,13 @@ def test_make_fork_removes_demo_experiments_when_drop_demo_is_true(clone: Path) 
         recipe for recipe in RECIPES if (clone / "conf" / "experiment" / f"{recipe}.yaml").exists()
     ]
     assert (clone / "conf" / "experiment" / "compare.yaml").exists()
-    pages = [*clone.glob("*.md"), *(clone / "docs").glob("*.md")]
+    pages = [*clone.glob("*.md"), *(clone / "docs").rglob("*.md")]
     assert not [
         page
         for page in pages
         if page.name != "CHANGELOG.md" and any(r in read(page) for r in RECIPES)
     ]
-    assert not (clone / "docs" / "figures" / "report.svg").exists()
+    assert not (clone / "docs" / "figures" / "report.png").exists()
 
 
 def test_make_test_of_a_fork_tests_the_library_only_after_a_change_of_it(clone: Path) -> None:

@@ -106,7 +106,7 @@ def test_make_gpu_check_report_names_wrong_figures_and_repeats_rows_for_the_benc
         "faults": [Row("exit | code", "2, expected 0", True)],
     }
     text = gpu_check.report(done, "GPU", 9)
-    head, _, tail = text.partition("## Rows for docs/benchmarks.md")
+    head, _, tail = text.partition("## Rows for docs/dev/benchmarks.md")
     assert "- faults: exit | code: 2, expected 0" in head
     assert "| exit \\| code | 2, expected 0 | **wrong** |" in head
     assert "| a: images/s | 12 |" in tail and "exit" not in tail

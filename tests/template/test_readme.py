@@ -24,12 +24,13 @@ from scripts import plan
 from src.data.datasets import Digits
 from src.schema import DataConfig
 from timm_parallel.data.dataset import InMemory
+from timm_parallel.lab.report.claims import _CLAIMS
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.testing.commands import Train
 from timm_parallel.testing.ranks import in_ranks, run_warm
 
 ROOT = Path(__file__).parents[2]
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 IS_TEMPLATE = not (ROOT / ".template.json").exists()  # a fork has dropped pages and maintain/
 OUTPUT = re.compile(r"<!-- output of: (.*?)(?:\n +lines: (.*?))? -->\n```\n(.*?)```", re.DOTALL)
 
@@ -39,7 +40,7 @@ def text_of(name: str) -> str:
 
 
 def test_file_tree_on_architecture_page_names_existing_files() -> None:
-    tree = text_of("docs/architecture.md").split("```")[1]
+    tree = text_of("docs/dev/architecture.md").split("```")[1]
     names = re.findall(r"[\w/]+\.py|conf/|tests/|docs/|src/", tree)
     folders = [ROOT, ROOT / "src", *(path for path in (ROOT / "src").rglob("*") if path.is_dir())]
     for name in names:
@@ -56,7 +57,7 @@ def test_file_tree_on_architecture_page_names_existing_files() -> None:
 def links_of(text: str) -> list[str]:
     return [
         link
-        for link in re.findall(r"\]\(([^)\s]+)\)", text)
+        for link in re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r'src="([^"]+)"', text)
         if not re.match(r"https?:|mailto:", link)
     ]
 
@@ -79,10 +80,14 @@ def test_links_on_documentation_pages_point_to_existing_files_and_headings(page:
 
 
 @pytest.mark.parametrize(
-    "page", [page for page in PAGES if page.parent.name == "docs"], ids=lambda page: page.name
+    "page", [page for page in PAGES if page.parent != ROOT], ids=lambda page: page.name
 )
-def test_every_docs_page_is_linked_from_the_readme(page: Path) -> None:
-    assert f"docs/{page.name.replace('.zh-CN', '')}" in text_of("README.md")
+def test_pages_for_users_are_linked_from_the_readme_and_others_from_contributing(
+    page: Path,
+) -> None:
+    index = "README.md" if page.parent.name == "docs" else "CONTRIBUTING.md"
+    link = page.relative_to(ROOT).as_posix().replace(".zh-CN", "")
+    assert link in text_of(index)
 
 
 # The changelog also names what is gone.
@@ -106,10 +111,11 @@ def test_readme_is_at_most_110_lines() -> None:
     assert len(text_of("README.md").splitlines()) <= 110
 
 
-# docs/extend.md holds the code of all its examples, and docs/keys.md is generated: a line per key.
+# The pages on additions hold the code of their examples, and docs/keys.md is generated: a line per
+# key.
 @pytest.mark.parametrize(
     "page",
-    [page for page in PAGES if page.name not in ("extend.md", "keys.md")],
+    [page for page in PAGES if not page.name.startswith(("extend", "keys"))],
     ids=lambda page: page.name,
 )
 def test_documentation_page_is_at_most_250_lines(page: Path) -> None:
@@ -160,6 +166,32 @@ def test_project_version_is_equal_in_pyproject_citation_and_changelog() -> None:
     assert f"## {version}" in text_of("CHANGELOG.md")
 
 
+def test_first_sentence_of_readme_is_that_of_help_site_citation_and_package() -> None:
+    start = text_of("README.md").split("**")[1]
+    pitch = " ".join(re.sub(r"\[(\w+)\]\([^)]*\)", r"\1", start).split())
+    assert pitch.startswith("Fine-tune any timm model")
+    for name in ("conf/hydra/default.yaml", "mkdocs.yml", "CITATION.cff", "pyproject.toml"):
+        assert pitch in text_of(name), name
+
+
+def test_badge_names_the_python_versions_and_the_license_of_the_project() -> None:
+    badge = text_of("docs/figures/badges.svg")
+    lowest, limit = re.findall(r"3\.(\d+)", text_of("pyproject.toml").split("requires-python")[1])[
+        :2
+    ]
+    assert f"3.{lowest} – 3.{int(limit) - 1}" in badge
+    assert "MIT" in badge and "MIT" in text_of("LICENSE")
+
+
+def test_page_on_dp_and_ddp_lists_the_claims_that_a_report_decides() -> None:
+    section = text_of("docs/dp_and_ddp.md").split("## What a report decides")[1].split("\n## ")[0]
+    listed = re.findall(r"^\| (\d+) \| (.*) \| (\w.*) \|$", section, re.MULTILINE)
+    assert listed == [
+        (str(number), text, "not measurable" if reason else "measured")
+        for number, text, _, reason in _CLAIMS
+    ]
+
+
 # --- outputs
 
 
@@ -206,7 +238,7 @@ REFUSALS = [
 def test_error_message_shown_in_the_documentation_matches_command_output(
     page: str, command: str, lines: str, output: str, tmp_path: Path
 ) -> None:
-    (tmp_path / "flowers" / "train" / "daisy").mkdir(parents=True)
+    (tmp_path / "flowers" / "daisy").mkdir(parents=True)
     here = command.replace("/data/", f"{tmp_path}/").replace(
         "python ", f"{shlex.quote(sys.executable)} "
     )
@@ -225,11 +257,11 @@ def python_blocks(page: str) -> list[str]:
 
 
 @pytest.mark.slow(seconds=4)
-def test_digits_script_of_finetune_page_writes_every_digit_into_its_class_folder(
+def test_digits_script_writes_every_digit_into_its_class_folder(
     tmp_path: Path,
 ) -> None:
-    (script,) = [block for block in python_blocks("docs/finetune.md") if "load_digits" in block]
-    subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True, timeout=300)
+    script = ROOT / "notebooks" / "digits.py"
+    subprocess.run([sys.executable, str(script), str(tmp_path)], check=True, timeout=300)
     files = list(tmp_path.rglob("*.jpg"))
     assert len(files) == 1797
     assert {path.parent.relative_to(tmp_path).as_posix() for path in files} == {
@@ -307,8 +339,8 @@ def test_documentation_site_builds_and_the_build_fails_on_a_broken_link(tmp_path
 
     built = site.build(tmp_path / "site")
     assert built == 0
-    pages = {path.name for path in (tmp_path / "site").glob("*.html")}
-    assert {page.stem for page in (ROOT / "docs").glob("*.md")} <= {
+    pages = {path.name for path in (tmp_path / "site").rglob("*.html")}
+    assert {page.stem for page in (ROOT / "docs").rglob("*.md")} <= {
         name.removesuffix(".html") for name in pages
     }
     assert "invented figures" in (tmp_path / "site" / "sample_report" / "report.html").read_text(
@@ -324,18 +356,18 @@ def test_documentation_site_builds_and_the_build_fails_on_a_broken_link(tmp_path
 # --- tables
 
 
-BATCH_PAGE = text_of("docs/batch.md")
-PLANS = re.findall(r"^python scripts/plan\.py (.*)\n```\n\n((?:\|.*\n)+)", BATCH_PAGE, re.MULTILINE)
+GPUS_PAGE = text_of("docs/several_gpus.md")
+PLANS = re.findall(r"^python scripts/plan\.py (.*)\n```\n\n((?:\|.*\n)+)", GPUS_PAGE, re.MULTILINE)
 
 
-def test_docs_batch_page_has_two_tables_made_by_plan_py() -> None:
+def test_page_on_several_gpus_has_two_tables_made_by_plan_py() -> None:
     assert len(PLANS) == 2
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("arguments", "table"), PLANS)
 @pytest.mark.sample(2)
-def test_tables_of_docs_batch_page_match_output_of_plan_py(
+def test_batch_tables_of_page_on_several_gpus_match_output_of_plan_py(
     arguments: str, table: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shown = [[float(cell) for cell in re.findall(r"[\d.]+", row)] for row in table.splitlines()[2:]]

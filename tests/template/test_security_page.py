@@ -22,7 +22,7 @@ def test_every_threat_in_docs_security_md_names_existing_tests() -> None:
 
 
 def test_no_page_opens_tensorboard_to_other_machines() -> None:
-    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     texts = "".join(page.read_text(encoding="utf-8") for page in pages)
     assert "tensorboard --logdir" in texts
     assert not re.search(r"--bind_all|--host[ =]", texts.replace("`--bind_all`", ""))

@@ -1,5 +1,5 @@
 """Error rate and bias of the report on simulated sweeps over settings with known truth, see
-docs/report.md.
+docs/dev/report_method.md.
 """
 
 from __future__ import annotations

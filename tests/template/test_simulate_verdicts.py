@@ -1,5 +1,5 @@
-"""Verdicts on invented runs keep their error rate. docs/report.md has the figures of more of them:
-scripts/maintain/simulate_verdicts.py.
+"""Verdicts on invented runs keep their error rate. docs/dev/report_method.md has the figures of
+more of them: scripts/maintain/simulate_verdicts.py.
 """
 
 from __future__ import annotations

@@ -375,14 +375,14 @@ def test_fork_of_this_project_takes_a_newer_template(
     make_fork(mine, "my_project", "Ada Example", drop_demo=True)
     losses = read(mine / "src/tasks/multilabel.py")
     entry = read(mine / "train.py")
-    commit(mine, {"src/tasks/multilabel.py": losses + "\n# mine\n", "docs/forecast.md": None})
+    commit(mine, {"src/tasks/multilabel.py": losses + "\n# mine\n", "docs/dev/forecast.md": None})
     readme = read(template / "README.md")
     newer = {
         "README.md": readme.replace("MIT license.", "The MIT license."),
         "timm_parallel/faults/liveness.py": "# rewritten\n",
         "timm_parallel/machine/newer.py": "# newer\n",
         "scripts/maintain/bench.py": "# changed\n",
-        "docs/forecast.md": read(template / "docs/forecast.md") + "\nMore.\n",
+        "docs/dev/forecast.md": read(template / "docs/dev/forecast.md") + "\nMore.\n",
         "conf/experiment/digits_vit.yaml": read(template / "conf/experiment/digits_vit.yaml")
         + "# changed\n",
         "train.py": entry + "# a fix\n",

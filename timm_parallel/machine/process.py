@@ -108,7 +108,7 @@ def import_class(
 
 def keep_freed_memory() -> None:
     """Make glibc keep freed memory for the next tensors, which saves 6 to 25 % of a step on a CPU
-    (docs/benchmarks.md).
+    (docs/dev/benchmarks.md).
     """
     # By default glibc returns large blocks to the kernel, and each step has to map their pages
     # again.

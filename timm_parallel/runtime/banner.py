@@ -48,7 +48,7 @@ def show_banner(parts: RunParts, folder: Path) -> None:
     }
     for name, fact in facts.items():
         if fact:
-            log.info("%8s  %s", name, fact)
+            log.info("%-11s  %s", name, fact)
 
 
 def _own_parameters(parts: RunParts) -> str:
@@ -94,7 +94,7 @@ def show_end(
     """Log the run folder, metrics, speed, target loss, profile, `segments` and `views` (lines on
     where to see the curves).
     """
-    log.info("run folder   %s", folder)
+    log.info("folder       %s", folder)
     log.info("metrics      %s", ", ".join(_metrics(config, result)))
     if speed := result.throughput.get("images_per_sec"):
         steps = plural(result.throughput.get("steps_timed") or 0, "timed step")

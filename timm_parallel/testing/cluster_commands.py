@@ -1,4 +1,4 @@
-"""The commands of docs/cluster.md, in the page's order, for the tests that run them."""
+"""The commands of docs/slurm.md and docs/kubernetes.md, for the tests that run them."""
 
 from __future__ import annotations
 

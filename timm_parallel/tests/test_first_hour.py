@@ -41,7 +41,7 @@ from timm_parallel.record.console import Console, print_config
 from timm_parallel.record.jobs import Jobs
 from timm_parallel.record.result import Result
 from timm_parallel.runtime.banner import show_end
-from timm_parallel.testing.commands import Train
+from timm_parallel.testing.commands import Finished, Train
 from timm_parallel.testing.configs import parse, resolved, task_of
 from timm_parallel.testing.ranks import in_ranks, run_warm
 
@@ -254,6 +254,14 @@ def test_console_ends_with_the_speed_of_the_timed_steps_if_any_were_timed(
         line.removeprefix("speed        ") for line in caplog.messages if line.startswith("speed")
     ]
     assert [line.partition(", mean")[0] for line in lines] == shown
+
+
+@pytest.mark.processes
+def test_console_labels_at_begin_and_end_of_a_run_share_one_column(finished_run: Finished) -> None:
+    lines = finished_run.stdout.splitlines()
+    for label in ("model", "data", "classes", "strategy", "batch", "steps", "lr", "metrics"):
+        assert [line for line in lines if re.match(rf"{label:<11}  \S", line)], label
+    assert len([line for line in lines if re.match(r"folder {7}\S", line)]) == 2
 
 
 @pytest.mark.processes

@@ -1,7 +1,8 @@
 """Error rate and power of the report's decisions on sweeps with known speeds. Settings:
 scripts/maintain/simulate_sweeps.py.
 
-`python timm_parallel/tests/test_report_simulation.py` prints the table of docs/report.md.
+`python timm_parallel/tests/test_report_simulation.py` prints the table of
+docs/dev/report_method.md.
 """
 
 from __future__ import annotations

@@ -43,8 +43,8 @@ POWER = 0.8  # share of sweeps in which a detectable difference is found
 MOST_BLOCKS = 1000  # the report never advises more
 # A configuration counts as noisier than the others if chance would make it so in less than
 # (SUSPECT[0] + SUSPECT[1] / configurations) / degrees of freedom of the cases. Chosen by
-# simulation, see docs/report.md: larger values find fewer differences where noise is equal, smaller
-# ones state false ones where it is not.
+# simulation, see docs/dev/report_method.md: larger values find fewer differences where noise is
+# equal, smaller ones state false ones where it is not.
 SUSPECT = (0.25, 3.5)
 ROUNDS = 2  # of weighting by the noise; more change little
 

@@ -16,7 +16,7 @@ from timm_parallel.lab.analysis.statistics import Contrast, Summary
 if TYPE_CHECKING:
     from timm_parallel.lab.report.report import Report
 
-FORMAT = 4  # of report.json, see docs/report.md
+FORMAT = 4  # of report.json, see docs/dev/report_method.md
 _OF_A_RUN = (
     "status",
     "commit",

@@ -273,8 +273,8 @@ class Search(Runner):
             job = self.jobs.jobs[self.study.best_trial.number]
             best = f"{self.config.objective} {self.study.best_value:.4f}"
             print(f"best         {best} in trial {job.id}: {job.name}")
-            print(f"again        {shlex.join(['python', 'train.py', *job.overrides])}")
-        print(f"page         {self.write_page()}")
+            print(f"command      {shlex.join(['python', 'train.py', *job.overrides])}")
+        print(f"report       {self.write_page()}")
         if self.stopped_by is not None:
             return self._say_stopped(self.stopped_by)
         return 0 if has_value and self.jobs.status == "done" else 1

@@ -31,7 +31,7 @@ from timm_parallel.testing.configs import read_lines, tiny
 from timm_parallel.testing.ranks import run_warm
 
 NAMES = ("nodea", "nodeb")
-ADDRESSES = ("10.77.0.1", "10.77.0.2")  # docs/cluster.md uses the first in its command
+ADDRESSES = ("10.77.0.1", "10.77.0.2")  # test_slurm_page.py replaces the first
 PROMPT = 15.0  # seconds from a fault to the end of everything
 LONG = (
     "train.epochs=60",

@@ -1,4 +1,4 @@
-"""The code of docs/finetune.md reads predictions of several labels."""
+"""The code of docs/use_a_model.md reads predictions of several labels."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from timm_parallel.testing.configs import task_of
 
 
 def as_documented(path: Path) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
-    """Run the Python of docs/finetune.md on a predictions.csv. Return the table, and labels and
+    """Run the Python of docs/use_a_model.md on a predictions.csv. Return the table, and labels and
     scores by class.
     """
-    page = (ROOT / "docs" / "finetune.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "use_a_model.md").read_text(encoding="utf-8")
     (code,) = [
         block
         for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL)

@@ -1,0 +1,71 @@
+"""Outputs that the pages show have the text of today's outputs: numbers, paths and what chance
+decides aside.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from scripts.maintain.docs_outputs import (
+    FLOWERS,
+    OUTPUT,
+    PAGES,
+    captured,
+    copy_project,
+    draw_flowers,
+)
+
+# Pattern of commands that are not run -> why another run may print other words.
+VARIES = {
+    "make -s tune": "the fastest settings of a machine may be others",
+    ".*search.confirm=": "the verdict of a confirmation may be another",
+}
+BLOCKS = {
+    page.name: blocks
+    for page in PAGES
+    if (blocks := OUTPUT.findall(page.read_text(encoding="utf-8")))
+}
+
+
+def words_of(output: str) -> list[str]:
+    """Replace numbers, hashes, drawn classes and the lines of tables, which differ between runs."""
+    text = re.sub(r"'[0-9a-f]{16}'|[-+]?\d[\d,.:/-]*(?:e[-+]\d+)?", "#", output)
+    text = re.sub("|".join(FLOWERS), "<class>", text)
+    text = re.sub(r"\bthreads\b", "thread", text)
+    text = re.sub("[━─┃│┏┳┓┡╇┩└┴┘┌┐├┤]+", "|", text)
+    return [" ".join(line.split()) for line in text.splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "equal"),
+    [
+        ("epoch 1/8  val/acc 0.1", "epoch 8/8  val/acc 0.9963", True),
+        ("outputs/train/2026-11-22/21-03-44-802972", "outputs/train/2026-11-24/01-00-00-1", True),
+        ("saved at step 482", "stored at step 482", False),
+        ("epoch 1/8  val/acc 0.1", "epoch 1/8  val/loss 0.1", False),
+    ],
+)
+def test_words_of_outputs_differ_only_by_more_than_numbers_and_paths(
+    first: str, second: str, equal: bool
+) -> None:
+    assert (words_of(first) == words_of(second)) == equal
+
+
+@pytest.mark.slow(seconds=60)
+@pytest.mark.nightly
+@pytest.mark.processes
+@pytest.mark.parametrize("page", BLOCKS)
+def test_output_shown_on_a_page_has_the_words_of_its_command(page: str, tmp_path: Path) -> None:
+    """A failure means that a message has changed since `make docs-outputs` was run."""
+    copy_project(tmp_path / "project")
+    draw_flowers(tmp_path / "data")
+    different = []
+    for _, command, lines, shown in BLOCKS[page]:
+        if any(re.match(pattern, command) for pattern in VARIES):
+            continue
+        output = captured(command, lines or None, tmp_path / "project", tmp_path / "data")
+        different += [(command, line) for line in {*words_of(shown)} ^ {*words_of(output)}]
+    assert different == []
