@@ -33,9 +33,8 @@ from src.train.step import AUTOCAST, Autocast
 from timm_parallel.config.compose import compose_command
 from timm_parallel.config.resolve import resolve
 from timm_parallel.config.suggest import is_known
-from timm_parallel.config.timm_names import is_timm_dataset
 from timm_parallel.entry import run_command
-from timm_parallel.keys import SearchConfig, SweepConfig
+from timm_parallel.keys import SearchConfig, SweepConfig, is_timm_dataset
 from timm_parallel.lab.sweep.points import expand
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.parallel.build import build_strategy
