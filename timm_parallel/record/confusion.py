@@ -38,12 +38,21 @@ def draw_confusion(counts: np.ndarray, classes: list[str]) -> np.ndarray:
         for row, column in np.argwhere(counts):
             center = (margin + (column + 0.5) * cell, 8 + (row + 0.5) * cell)
             color = "white" if shares[row, column] > 0.5 else "black"
-            draw.text(center, str(int(counts[row, column])), color, font, anchor="mm")
+            draw.text(center, short(int(counts[row, column])), color, font, anchor="mm")
     draw.text(
         (margin + matrix.shape[1] / 2, image.height - 4), "predicted", "black", font, anchor="md"
     )
     draw.text((FONT // 2, 8 + matrix.shape[0] // 2 - 12), "true", "black", vertical)
     return np.asarray(image)
+
+
+def short(count: int) -> str:
+    """Return a count in at most four letters, which fit in a cell: 9999, 10k, 12M. Rounds down."""
+    for unit in ("", "k", "M", "G", "T"):
+        if count < (1000 if unit else 10_000):
+            return f"{count}{unit}"
+        count //= 1000
+    return "…"
 
 
 def _printable(name: str) -> str:

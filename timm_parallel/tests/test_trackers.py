@@ -22,6 +22,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import ImageFont
 
 from src.schema import Config, ResolvedConfig
 from src.train import run as lifecycle
@@ -30,7 +31,7 @@ from timm_parallel.machine import process
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.machine.signals import Stopped
 from timm_parallel.record import recorder
-from timm_parallel.record.confusion import draw_confusion
+from timm_parallel.record.confusion import draw_confusion, short
 from timm_parallel.testing.commands import Refuse, Train
 from timm_parallel.testing.configs import read_lines, resolved
 from timm_parallel.trackers import tracker as trackers
@@ -173,6 +174,14 @@ def test_confusion_matrix_is_drawn_for_any_class_names(names: list[str]) -> None
     """
     pixels = draw_confusion(np.eye(len(names), dtype=np.int64), names)
     assert pixels.dtype == np.uint8 and pixels.shape[2] == 3
+
+
+def test_counts_of_pixels_do_not_overlap_in_the_confusion_matrix() -> None:
+    counts = {7: "7", 9_999: "9999", 10_497: "10k", 999_999: "999k", 12_345_678: "12M"}
+    assert {count: short(count) for count in counts} == counts
+    font = ImageFont.load_default(12)
+    # A cell has 30 pixels. One more on each side stays clear of the next number.
+    assert all(font.getlength(short(8 * 10**power)) <= 30 + 2 for power in range(15))
 
 
 def test_tracker_end_status_is_failed_or_interrupted_when_the_run_raises(
