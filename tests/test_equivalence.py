@@ -61,7 +61,9 @@ def _case(training: str, spread: str) -> Any:
     marks = [] if spread.startswith("dp") else [pytest.mark.processes]
     if spread not in QUICK or training != "sgd":
         marks.append(pytest.mark.slow(seconds=2))
-    if spread in ("dp3", "ddp3") or (spread not in ("ddp2", "fsdp2") and training != "sgd"):
+    # The spreads on two devices with sgd, and the other trainings with ddp, run at every commit.
+    others = ("ddp2", "fsdp2") if training == "clip_grad" else ("ddp2",)
+    if spread not in (QUICK if training == "sgd" else others):
         marks.append(pytest.mark.nightly)
     return pytest.param(training, spread, marks=marks)
 
@@ -118,6 +120,7 @@ def distances(one: dict[str, Tensor], other: dict[str, Tensor]) -> tuple[float, 
     return worst, (differences / weights) ** 0.5
 
 
+@pytest.mark.slow(seconds=2)
 @pytest.mark.parametrize(("training", "spread"), CASES)
 def test_final_weights_of_dp_ddp_and_fsdp_match_single(
     trained: Callable[[str, str], Trained], training: str, spread: str
@@ -152,6 +155,7 @@ def test_logged_losses_and_evaluations_of_dp_ddp_and_fsdp_match_single(
     )
 
 
+@pytest.mark.slow(seconds=3)
 def test_optimizer_accumulation_and_clipping_each_change_final_weights(
     trained: Callable[[str, str], Trained],
 ) -> None:
@@ -165,6 +169,7 @@ def test_optimizer_accumulation_and_clipping_each_change_final_weights(
     )
 
 
+@pytest.mark.slow(seconds=3)
 @pytest.mark.processes
 def test_early_stop_ends_both_ranks_after_the_epoch_that_ends_single(tmp_path: Path) -> None:
     # No epoch after the first one is better, because the weights hardly move.

@@ -161,9 +161,10 @@ def test_bce_prediction_returns_sigmoid_of_each_class(with_sigmoids: Path, tmp_p
     asked = PredictionRequest(
         with_sigmoids, tmp_path, None, None, topk=10, batch_size=1, workers=0, parallel=parallel
     )
-    (actual,), _ = predict(asked, Ranks(), None)
-    assert actual.values is not None
-    assert actual.values["probabilities"] == pytest.approx(
+    predictions, _ = predict(asked, Ranks(), None)
+    (actual,) = predictions.values()
+    assert actual is not None
+    assert actual["probabilities"] == pytest.approx(
         sorted(scores.sigmoid().tolist(), reverse=True), rel=1e-4
     )
 
@@ -371,6 +372,7 @@ def last_weights(folder: Path) -> dict[str, torch.Tensor]:
     return weights
 
 
+@pytest.mark.slow(seconds=3)
 @pytest.mark.processes
 @pytest.mark.parametrize("parallel", ["dp", "ddp", pytest.param("fsdp", marks=pytest.mark.nightly)])
 def test_run_evaluates_within_an_epoch_under_every_strategy_alike(
@@ -388,6 +390,7 @@ def test_run_evaluates_within_an_epoch_under_every_strategy_alike(
     assert values[0] == pytest.approx(values[1], rel=1e-4)
 
 
+@pytest.mark.slow(seconds=3)
 def test_evaluations_within_an_epoch_do_not_change_the_training(tmp_path: Path) -> None:
     words = (*EVERY_TWO, "parallel=single", "+model.kwargs.drop_rate=0.2", "data.augment.hflip=0.5")
     often = last_weights(run_warm(tmp_path / "often", *words))
@@ -395,6 +398,7 @@ def test_evaluations_within_an_epoch_do_not_change_the_training(tmp_path: Path) 
     assert all(torch.equal(tensor, never[name]) for name, tensor in often.items())
 
 
+@pytest.mark.slow(seconds=4)
 def test_run_that_stops_between_two_evaluations_resumes_with_equal_bits(tmp_path: Path) -> None:
     words = (*EVERY_TWO, "parallel=single")
     whole = run_warm(tmp_path / "whole", *words)
@@ -405,6 +409,7 @@ def test_run_that_stops_between_two_evaluations_resumes_with_equal_bits(tmp_path
     assert evaluated_losses(parts).items() >= evaluated_losses(whole).items()
 
 
+@pytest.mark.slow(seconds=1)
 def test_early_stop_ends_a_run_within_an_epoch(tmp_path: Path) -> None:
     words = ("train.early_stop=1", "optim.lr=1e-12", "optim.warmup_lr=0", "optim.warmup_epochs=0")
     folder = run_warm(tmp_path / "run", *EVERY_TWO, "parallel=single", *words)

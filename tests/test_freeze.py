@@ -143,6 +143,7 @@ def test_frozen_backbone_gives_same_head_under_every_strategy(
             assert torch.equal(tensor, fresh[name]), name
 
 
+@pytest.mark.nightly
 @pytest.mark.slow(seconds=8)
 @pytest.mark.processes
 def test_resume_with_freeze_null_trains_the_previously_frozen_backbone(tmp_path: Path) -> None:

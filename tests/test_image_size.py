@@ -117,7 +117,9 @@ def test_run_with_two_sides_is_evaluated_predicted_with_and_exported(
     request = PredictionRequest(trained, images / "val", "last", None, 2, 4, 0, parallel)
     predictions, _ = predict(request, Ranks(), None)
     right = [
-        one.values["classes"][0] == Path(one.path).parent.name for one in predictions if one.values
+        values["classes"][0] == Path(path).parent.name
+        for path, values in predictions.items()
+        if values
     ]
     assert sum(right) / len(right) == pytest.approx(result.val["acc"])
     assert export_script.main([f"run={trained}", f"output={trained / 'export'}"]) == 0
@@ -125,6 +127,7 @@ def test_run_with_two_sides_is_evaluated_predicted_with_and_exported(
     assert config["pretrained_cfg"]["input_size"] == [3, 48, 64]
 
 
+@pytest.mark.slow(seconds=2)
 @pytest.mark.processes
 def test_run_with_two_sides_resumes_in_mid_epoch_with_equal_bits(
     trained: Path, images: Path, tmp_path: Path
@@ -139,6 +142,7 @@ def test_run_with_two_sides_resumes_in_mid_epoch_with_equal_bits(
     assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
 
 
+@pytest.mark.slow(seconds=2)
 def test_plan_counts_the_pixels_of_both_sides() -> None:
     of_square, of_wide = (
         plan([*TINY, "model=resnet18", f"data.image_size={size}"], [1])[0].flops_per_step

@@ -109,7 +109,7 @@ def train(
     training.resume()
 
     def stop_if_due(*_: Any) -> None:
-        if training.progress.step + 1 == stop_at:
+        if training.parts.progress.step + 1 == stop_at:
             training.strategy.group.stop.request(signal.SIGTERM)
 
     training.state.wrapped.register_forward_hook(stop_if_due)
@@ -192,6 +192,7 @@ def test_loss_with_parameters_trains_alike_under_every_strategy(
     assert read_result(trained(spread)).proof["hashes_equal"]
 
 
+@pytest.mark.slow(seconds=2)
 def test_parameters_of_a_loss_are_trained_with_weight_decay_for_matrices_only(
     trained: Callable[[str], Path],
 ) -> None:
@@ -309,6 +310,7 @@ def test_run_with_a_loss_with_parameters_resumes_in_mid_epoch(
         )
 
 
+@pytest.mark.slow(seconds=2)
 def test_checkpoint_without_the_parameters_of_the_loss_is_refused_in_one_line() -> None:
     run = built()
     old = {key: value for key, value in saved(run).items() if key != "train_step"}
@@ -330,6 +332,7 @@ def test_built_in_losses_with_class_weights_leave_checkpoints_unchanged(loss: st
     assert has_only_batch_norm_buffers(criterion), "ddp would send class weights in every step"
 
 
+@pytest.mark.slow(seconds=1)
 def test_checkpoint_of_a_built_in_loss_from_before_it_recorded_the_step_resumes() -> None:
     config = resolved("parallel=single", "train.class_weights=auto")
     run, other = (

@@ -243,6 +243,8 @@ frequencies = st.lists(st.integers(1, 200), min_size=2, max_size=5)
 given_weights = st.lists(st.floats(0.01, 100), min_size=5, max_size=5)
 
 
+@pytest.mark.nightly
+@pytest.mark.slow(seconds=11)
 @settings(max_examples=40, deadline=None)
 @given(
     frequencies,
@@ -286,6 +288,7 @@ def test_class_weights_keep_the_size_of_the_loss_of_an_untrained_model(
     assert loss_of(config, torch.zeros(200, 2), labels) == pytest.approx(np.log(2), rel=1e-4)
 
 
+@pytest.mark.slow(seconds=1)
 @pytest.mark.parametrize("loss", ["bce", "asl"])
 @pytest.mark.parametrize("positives", [(1, 50, 99), (0, 50, 100)])
 def test_class_weights_of_several_labels_keep_the_size_of_the_loss(

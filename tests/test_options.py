@@ -233,6 +233,7 @@ def files_below(folder: Path) -> dict[str, bytes]:
     }
 
 
+@pytest.mark.slow(seconds=4)
 @pytest.mark.processes
 def test_run_started_from_saved_config_reproduces_metrics_and_weights(
     run_command: RunCommand, tmp_path: Path

@@ -453,6 +453,6 @@ def test_folder_and_csv_datasets_give_same_metrics_under_single_and_ddp(
     assert entry.main([f"run={tmp_path / 'single'}", "split=test", "data.workers=0"]) == 0
     assert f'"samples": {single.test["samples"]}' in capfd.readouterr().out
     assert (
-        "classes  3: daisy, rose, tulip"
+        "classes      3: daisy, rose, tulip"
         in (tmp_path / "single" / "logs" / "rank_0.log").read_text()
     )

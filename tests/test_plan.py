@@ -131,6 +131,7 @@ def test_plan_predicts_steps_parameters_and_bytes_of_a_real_ddp_run(
     assert planned.bytes.optimizer == sum(tensor.nbytes for tensor in tensors)
 
 
+@pytest.mark.slow(seconds=2)
 def test_plan_of_accumulate_auto_has_the_whole_batch_on_several_devices() -> None:
     auto, fixed = (
         plan([*TINY, "parallel=ddp", f"train.accumulate={value}"], [2]) for value in ("auto", "1")
@@ -160,6 +161,7 @@ def test_plan_for_fsdp_divides_weight_gradient_optimizer_and_ema_bytes_by_shard_
     assert 2 / 12 < fsdp.gathered / whole.gathered < 0.2
 
 
+@pytest.mark.slow(seconds=1)
 def test_plan_accepts_device_counts_above_the_machine_and_explains_indivisible_batches() -> None:
     plans = plan([*WORDS, "data.batch_size=64"], [1, 3, 64])
     assert [bool(row.reason) for row in plans] == [False, True, False]
@@ -208,6 +210,7 @@ def test_flop_count_leaves_model_and_random_state_unchanged_and_is_none_when_imp
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.slow(seconds=2)
 def test_plan_flops_of_a_vision_transformer_include_attention() -> None:
     """FLOPs are counted as without a fused kernel: 2 per multiply-add; the backward pass costs
     twice the forward pass.
@@ -226,6 +229,7 @@ def test_plan_flops_of_a_vision_transformer_include_attention() -> None:
     assert attention == pytest.approx(2.146e9, rel=1e-3)
 
 
+@pytest.mark.slow(seconds=2)
 def test_plan_py_needs_no_dataset_when_images_and_classes_are_given(
     capfd: pytest.CaptureFixture[str],
 ) -> None:

@@ -31,6 +31,7 @@ from timm_parallel.data.build import build_dataset
 from timm_parallel.keys import ResolvedParallel
 from timm_parallel.machine.ranks import NEEDED, Ranks
 from timm_parallel.record.result import Result, write_result
+from timm_parallel.runtime.saved_run import SavedRun
 from timm_parallel.task import Task
 from timm_parallel.testing.commands import Finished, Train
 from timm_parallel.testing.ranks import in_ranks, run_warm
@@ -160,7 +161,7 @@ def test_predict_py_uses_srun_tasks_as_ranks(
     monkeypatch.setattr("timm_parallel.launch.torchrun.open_store", lambda ranks: None)
     monkeypatch.setattr(
         "src.commands.predict.predict",
-        lambda request, ranks, store: (given.append(ranks) or [], None),
+        lambda request, ranks, store: (given.append(ranks) or {}, None),
     )
     (tmp_path / "config.yaml").touch()
     assert predict_script.main([f"run={tmp_path}", f"images={tmp_path}", "parallel=ddp"]) == 0
@@ -503,7 +504,8 @@ def test_hub_model_card_has_the_metrics_of_the_exported_checkpoint_and_weights(
     trained.checkpoint = tmp_path / "checkpoints" / f"{checkpoint}.pt"
     test = {"acc": 0.7, "acc_ema": 0.8, "samples": 30, "acc_per_class": [0.7]}
     result = Result(status="done", checkpoint="checkpoints/best.pt", val={"samples": 40}, test=test)
-    assert hub._metrics(trained, result) == [
+    write_result(tmp_path, result)
+    assert hub._metrics(trained, SavedRun(tmp_path)) == [
         (split, "acc", value, images) for split, value, images in values
     ]
 
@@ -530,6 +532,7 @@ def test_hub_export_of_custom_model_or_unfinished_run_is_refused_and_writes_noth
     assert not (tmp_path / "hub").exists()
 
 
+@pytest.mark.slow(seconds=2)
 @pytest.mark.processes
 def test_export_uses_ema_weights_when_checkpoint_metric_is_computed_with_them(
     tmp_path: Path,
@@ -571,6 +574,7 @@ def test_export_of_a_custom_model_writes_all_tensors_of_its_state_dict(tmp_path:
     assert written.keys() == load_trained(run, None, None, CPU).model.state_dict().keys()
 
 
+@pytest.mark.slow(seconds=1)
 @pytest.mark.processes
 def test_loaded_model_keeps_its_position_embedding_when_only_eval_image_size_is_set(
     tmp_path: Path,

@@ -75,6 +75,7 @@ def losses_of(folder: Path) -> list[float]:
     return [line["train/loss"] for line in lines if "train/loss" in line]
 
 
+@pytest.mark.slow(seconds=2)
 @pytest.mark.processes
 @pytest.mark.parametrize("parallel", ["dp", "ddp", pytest.param("fsdp", marks=pytest.mark.nightly)])
 def test_regression_trains_alike_under_every_strategy(
@@ -90,7 +91,7 @@ def test_regression_trains_alike_under_every_strategy(
     for metric in ("loss", "mae", "rmse", "r2"):
         assert results[0].val[metric] == pytest.approx(results[1].val[metric], rel=1e-4)
     assert results[0].val["mae_per_number"].keys() == set(NAMES)
-    assert "targets  2: red, green" in (folder / "logs" / "rank_0.log").read_text()
+    assert "targets      2: red, green" in (folder / "logs" / "rank_0.log").read_text()
 
 
 @pytest.mark.parametrize(
@@ -143,6 +144,7 @@ def measured(ranks: Ranks, store: Any, numbers: int) -> dict[str, Any]:
     return evaluation.numbers
 
 
+@pytest.mark.slow(seconds=5)
 @pytest.mark.processes
 @pytest.mark.parametrize("numbers", [1, 3])
 def test_regression_metrics_equal_scikit_learns_on_1_2_and_3_ranks(numbers: int) -> None:
@@ -158,6 +160,7 @@ def test_regression_of_equal_targets_has_no_r2() -> None:
     assert Regression.metrics["r2"].from_sums(sums, 3) is None
 
 
+@pytest.mark.slow(seconds=4)
 @pytest.mark.processes
 def test_regression_resumes_in_mid_epoch_with_equal_bits(colors: Path, tmp_path: Path) -> None:
     words = (*SMALL, f"data.root={colors}", "parallel=ddp", "parallel.devices=2")

@@ -56,6 +56,7 @@ SMALL = (
 )
 
 
+@pytest.mark.slow(seconds=8)
 @settings(max_examples=25, deadline=None)
 @given(
     seed=st.integers(0, 2**32 - 1),
@@ -143,6 +144,7 @@ def measured(ranks: Ranks, store: Any, mode: str) -> dict[str, Any]:
     return {**evaluation.numbers, **task.details(evaluation), "table": task.table(evaluation)}
 
 
+@pytest.mark.slow(seconds=5)
 @pytest.mark.processes
 @pytest.mark.parametrize("mode", ["resize", "whole", "slide"])
 def test_segmentation_metrics_equal_scikit_learns_on_1_2_and_3_ranks(mode: str) -> None:
@@ -167,6 +169,8 @@ def test_segmentation_metrics_equal_scikit_learns_on_1_2_and_3_ranks(mode: str) 
             assert of_rank == {name: value for name, value in alone.items() if name != "loss"}
 
 
+@pytest.mark.nightly
+@pytest.mark.slow(seconds=8)
 @settings(max_examples=30, deadline=None)
 @given(
     size=st.tuples(st.integers(1, 20), st.integers(1, 20)),
@@ -346,6 +350,7 @@ def roads(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow(seconds=2)
 def test_folder_of_images_and_masks_is_trained_and_predicted_as_png_files(
     roads: Path, tmp_path: Path
 ) -> None:
@@ -373,6 +378,7 @@ OF_ROADS = (
 )
 
 
+@pytest.mark.slow(seconds=4)
 @pytest.mark.processes
 @pytest.mark.parametrize("parallel", ["dp", "ddp", pytest.param("fsdp", marks=pytest.mark.nightly)])
 def test_ranks_with_unequal_numbers_of_windows_evaluate_alike(
@@ -390,6 +396,7 @@ def test_ranks_with_unequal_numbers_of_windows_evaluate_alike(
     assert actual["pixel_acc"] == pytest.approx(expected["pixel_acc"], abs=1e-2)
 
 
+@pytest.mark.slow(seconds=6)
 @pytest.mark.processes
 def test_segmentation_resumes_in_mid_epoch_with_equal_bits(tmp_path: Path) -> None:
     words = (*SMALL, "parallel=ddp", "parallel.devices=2")
@@ -404,6 +411,7 @@ def test_segmentation_resumes_in_mid_epoch_with_equal_bits(tmp_path: Path) -> No
     assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
 
 
+@pytest.mark.slow(seconds=5)
 def test_predicted_masks_of_whole_images_have_the_iou_of_evaluate(
     roads: Path, tmp_path: Path
 ) -> None:

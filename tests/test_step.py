@@ -66,6 +66,7 @@ def means_of_single(config: ResolvedConfig) -> list[dict[str, float]]:
     return reported_means(Ranks(), None, resolved(*COMMON, *overrides))
 
 
+@pytest.mark.slow(seconds=1)
 @pytest.mark.parametrize(
     "spread", [pytest.param("ddp", marks=pytest.mark.processes), *sorted(SPREADS.keys() - {"ddp"})]
 )

@@ -205,6 +205,7 @@ def test_only_the_last_linear_layer_of_a_custom_model_may_differ_from_the_weight
         load_weights(fresh, tmp_path / "weights.pt", ["a", "b", "c"])
 
 
+@pytest.mark.slow(seconds=1)
 @pytest.mark.parametrize(
     ("name", "pixels", "channels", "classes"),
     [

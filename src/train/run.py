@@ -53,13 +53,12 @@ class Trainer:
         )
         self.parts = build_run(config, self.strategy)
         self.state, self.run = self.parts.state, Run(self.parts, folder)
-        self.progress = self.state.progress
 
     def resume(self) -> None:
         """Continue from the newest checkpoint in the run folder, if there is one."""
         self.run.resume()
         if self.parts.mixing is not None:
-            self.parts.mixing.batch = self.progress.step * self.config.train.accumulate
+            self.parts.mixing.batch = self.parts.progress.step * self.config.train.accumulate
 
     def train(self) -> None:
         """Train until the last epoch, evaluate the best weights, and write result.json."""
@@ -76,7 +75,7 @@ class Trainer:
         """Return True after the epoch of the last step, or after `early_stop` evaluations without a
         better metric.
         """
-        progress = self.progress
+        progress = self.parts.progress
         return (
             (progress.step >= self.parts.total_steps and progress.ended_at == progress.step)
             or progress.epoch >= self.config.train.epochs
@@ -87,13 +86,13 @@ class Trainer:
     def stops_early(self) -> bool:
         """True after `early_stop` evaluations without a better metric."""
         patience = self.config.train.early_stop
-        return patience is not None and self.progress.evaluations_since_best >= patience
+        return patience is not None and self.parts.progress.evaluations_since_best >= patience
 
     def run_epoch(self) -> None:
         """Run the steps to the end of the epoch. Log metrics and save checkpoints at the steps that
         are due.
         """
-        parts, progress = self.parts, self.progress
+        parts, progress = self.parts, self.parts.progress
         if progress.step == 0:
             self.run.show_images()
         # A run may have been stopped in an evaluation, before its result was known.
@@ -111,7 +110,7 @@ class Trainer:
 
     def end_epoch(self) -> None:
         """End an epoch: evaluate if that is due, log the epoch, and save a checkpoint."""
-        progress, every, is_best = self.progress, self.config.train.evaluate_every, False
+        progress, every, is_best = self.parts.progress, self.config.train.evaluate_every, False
         is_due = bool(every) and (progress.epoch + 1) % every == 0
         is_due |= progress.step >= self.parts.total_steps
         is_due |= self.is_evaluation_step()
@@ -124,9 +123,9 @@ class Trainer:
         """Evaluate and save at a step of train.evaluate_every_steps before the end of its epoch.
         Return True if it was one.
         """
-        step_in_epoch = self.progress.step_in_epoch
+        step_in_epoch = self.parts.progress.step_in_epoch
         is_due = self.is_evaluation_step() and 0 < step_in_epoch < self.parts.steps_per_epoch
-        if is_due and self.progress.evaluated_at != self.progress.step:
+        if is_due and self.parts.progress.evaluated_at != self.parts.progress.step:
             self.run.save(self.evaluate_val())
         return is_due
 
@@ -138,7 +137,7 @@ class Trainer:
     def is_evaluation_step(self) -> bool:
         """Return True at the steps of train.evaluate_every_steps."""
         every = self.config.train.evaluate_every_steps
-        return every is not None and self.progress.step % every == 0
+        return every is not None and self.parts.progress.step % every == 0
 
     def evaluate_at_end(self) -> None:
         """Evaluate the best weights on the test split, if there is one, and on val if no epoch

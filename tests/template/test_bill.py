@@ -99,6 +99,7 @@ class Example:
             else:
                 assert mark == "#", text
                 assert not (copy / name).exists()
+                (copy / name).parent.mkdir(exist_ok=True)
                 (copy / name).write_text(text, encoding="utf-8")
             touched.add(name)
         return touched
@@ -627,6 +628,7 @@ def follow_runs(copy: Path, jobs: dict[str, list[str]], images: Path) -> list[di
     return runs
 
 
+@pytest.mark.nightly
 @pytest.mark.slow(seconds=20)
 @pytest.mark.processes
 def test_tasks_of_ones_own_predict_resume_and_refuse_what_has_no_meaning(
@@ -664,6 +666,7 @@ def test_tasks_of_ones_own_predict_resume_and_refuse_what_has_no_meaning(
     assert "Traceback" not in refused.stderr
 
 
+@pytest.mark.nightly
 @pytest.mark.slow(seconds=20)
 @pytest.mark.processes
 @pytest.mark.parametrize(
@@ -698,6 +701,7 @@ def test_run_of_every_example_is_evaluated_predicted_with_and_resumed(
         assert "ece" in run["evaluated"], run["name"]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow(seconds=20)
 @pytest.mark.processes
 @pytest.mark.parametrize(
@@ -746,9 +750,7 @@ def test_custom_training_loop_is_not_stopped_by_watchdog(alone: Callable[[str], 
     slower = file.read_text().replace(
         "        loss.backward()\n", "        loss.backward()\n        time.sleep(1.5)\n"
     )
-    file.write_text(
-        slower.replace("from typing import Any\n", "import time\nfrom typing import Any\n")
-    )
+    file.write_text(slower.replace("from collections", "import time\nfrom collections", 1))
     for overrides in STRATEGIES:
         line = EXAMPLES["A training loop"].commands[0]
         limits = ("parallel.timeout=4", "data.limit_train=64", "train.max_steps=null")
@@ -770,9 +772,7 @@ def test_custom_training_loop_saves_at_sigterm_and_ends_at_max_steps(
     slower = file.read_text().replace(
         "        loss.backward()\n", "        loss.backward()\n        time.sleep(0.5)\n"
     )
-    file.write_text(
-        slower.replace("from typing import Any\n", "import time\nfrom typing import Any\n")
-    )
+    file.write_text(slower.replace("from collections", "import time\nfrom collections", 1))
     folder = copy / "runs" / overrides[0].partition("=")[2]
     given = (*SMALL, "model=tiny", "data.limit_train=160", "train.max_steps=8", *overrides)
     settings = {word.partition("=")[0]: word for word in given}

@@ -502,6 +502,7 @@ def test_documented_command_of_plan_py_prints_memory_per_device(
     check(command, capsys)
 
 
+@pytest.mark.slow(seconds=1)
 @pytest.mark.processes
 @pytest.mark.parametrize("command", scripts_like(ON_A_RUN))
 def test_documented_script_command_prints_or_writes_its_result_for_a_finished_run(
@@ -612,6 +613,7 @@ def test_resume_auto_continues_newest_unfinished_run(train: Train) -> None:
     assert "resumed from" in done.stdout and done.result["status"] == "done"
 
 
+@pytest.mark.slow(seconds=1)
 @pytest.mark.parametrize("command", [command for command in SHOWN if "dry_run=true" in command])
 def test_sweep_dry_run_lists_the_jobs_of_the_sweep(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -176,6 +176,7 @@ def test_make_fork_removes_demo_experiments_when_drop_demo_is_true(clone: Path) 
     assert not (clone / "docs" / "figures" / "report.png").exists()
 
 
+@pytest.mark.slow(seconds=2)
 def test_make_test_of_a_fork_tests_the_library_only_after_a_change_of_it(clone: Path) -> None:
     def command(target: str = "test") -> str:
         words = ["make", "-n", target, f"PYTHON={sys.executable}"]

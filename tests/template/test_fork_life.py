@@ -130,6 +130,7 @@ def test_make_lint_test_of_a_fork_passes_with_all_examples_of_docs_extend_md(
     run_in(fork_at_start, *make, "lint", "test", PYTEST_XDIST_AUTO_NUM_WORKERS="2")
 
 
+@pytest.mark.nightly
 @pytest.mark.slow(seconds=15)
 def test_fork_trains_and_sweeps_when_the_library_is_installed_from_a_tag(
     fork_at_start: Path, tmp_path: Path

@@ -260,6 +260,7 @@ def test_timm_arguments_that_affect_each_other_are_converted_as_timm_reads_them(
     assert {key: settings[key] for key in expected} == expected
 
 
+@pytest.mark.slow(seconds=1)
 def test_from_timm_script_writes_experiment_that_composes_to_the_shipped_a2_recipe(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -148,6 +148,7 @@ def test_make_gpu_check_parses_passed_and_failed_tests_from_pytest_output() -> N
     ]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.processes
 def test_make_gpu_check_ends_tests_at_its_time_limit_and_reports_earlier_results(

@@ -231,6 +231,7 @@ REFUSALS = [
 ]
 
 
+@pytest.mark.slow(seconds=2)
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("page", "command", "lines", "output"), [row for row in REFUSALS if "auto" not in row[1]]
@@ -256,6 +257,7 @@ def python_blocks(page: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", text_of(page), re.DOTALL)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow(seconds=4)
 def test_digits_script_writes_every_digit_into_its_class_folder(
     tmp_path: Path,
@@ -279,6 +281,7 @@ def run_as_torchrun(ranks: Ranks, store: Any, code: str, port: int) -> None:
     exec(code, {"__name__": "__main__"})
 
 
+@pytest.mark.slow(seconds=6)
 @pytest.mark.processes
 def test_pytorch_examples_of_dp_and_ddp_page_run_in_forked_ranks() -> None:
     for world_size, code in enumerate(python_blocks("docs/dp_and_ddp.md"), start=1):
@@ -305,6 +308,7 @@ def test_pytorch_examples_of_dp_and_ddp_page_run_without_error(
         assert done.returncode == 0, done.output
 
 
+@pytest.mark.nightly
 @pytest.mark.processes
 @pytest.mark.slow(seconds=4)
 def test_code_of_from_lightning_page_loads_a_checkpoint_and_reaches_its_val_accuracy(
@@ -364,6 +368,7 @@ def test_page_on_several_gpus_has_two_tables_made_by_plan_py() -> None:
     assert len(PLANS) == 2
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize(("arguments", "table"), PLANS)
 @pytest.mark.sample(2)

@@ -25,6 +25,8 @@ def test_verdict_seldom_calls_equal_code_different(verdicts: int, seeds: int) ->
     assert word <= table <= most_false(verdicts) * verdicts
 
 
+@pytest.mark.nightly
+@pytest.mark.slow(seconds=3)
 @pytest.mark.parametrize(
     "families",
     [pytest.param(60), pytest.param(500, marks=pytest.mark.nightly)],

@@ -230,6 +230,7 @@ def test_update_starts_from_the_commit_of_the_last_update(template: Path, mine: 
     assert json.loads(read(mine / ".template.json"))["template_commit"] == newest
 
 
+@pytest.mark.slow(seconds=2)
 def test_update_names_conflicts_and_changes_nothing_unless_they_are_kept(
     template: Path, mine: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -278,6 +279,7 @@ def test_update_puts_everything_back_when_a_test_fails(
     assert state(mine) == before
 
 
+@pytest.mark.slow(seconds=1)
 def test_failed_update_never_overwrites_a_file_edited_during_the_tests(
     template: Path, mine: Path
 ) -> None:
@@ -290,6 +292,7 @@ def test_failed_update_never_overwrites_a_file_edited_during_the_tests(
     assert read(mine / "src/front.py").endswith("third = 30\nedited\n")
 
 
+@pytest.mark.slow(seconds=1)
 def test_git_reset_repairs_a_fork_whose_update_was_killed(template: Path, mine: Path) -> None:
     commit(template, NEWER)
     before = state(mine)

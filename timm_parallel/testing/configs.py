@@ -13,6 +13,7 @@ from typing import Any
 from src.schema import AugmentConfig, ResolvedConfig, TrainConfig
 from timm_parallel.config.compose import compose_command
 from timm_parallel.config.resolve import resolve
+from timm_parallel.data.loader import Loader, TrainLoader
 from timm_parallel.metric import Metric
 from timm_parallel.parallel.strategy import Strategy
 from timm_parallel.runtime.evaluation import Evaluation, evaluate
@@ -59,6 +60,13 @@ def tiny(*overrides: str) -> list[str]:
 def plain(channels: int, mean: float = 0.0, std: float = 1 / 255) -> dict[str, tuple[float, ...]]:
     """Return mean and std for a DevicePrefetcher. The defaults keep pixel values in 0..255."""
     return {"mean": (mean,) * channels, "std": (std,) * channels}
+
+
+def train_loader_of(*parts: Any) -> TrainLoader:
+    """Make a training loader of a fetcher, a sampler, a prefetcher and a number of workers."""
+    loader = TrainLoader.__new__(TrainLoader)
+    Loader.__init__(loader, *parts)
+    return loader
 
 
 def task_of(classes: int, train: TrainConfig | None = None, **augment: Any) -> Any:

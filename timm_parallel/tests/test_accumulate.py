@@ -72,6 +72,7 @@ def halved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow(seconds=2)
 @pytest.mark.processes
 def test_accumulate_auto_gives_the_weights_of_the_number_set_by_hand(
     halved: Path, tmp_path: Path
@@ -158,6 +159,7 @@ def test_batches_are_halved_until_a_rank_has_one_image(
     assert found == sizes
 
 
+@pytest.mark.nightly
 @pytest.mark.processes
 @pytest.mark.slow
 def test_accumulate_auto_ends_with_the_keys_to_change_when_one_image_does_not_fit(

@@ -37,6 +37,7 @@ def ended(folder: Path, job: int, status: str = "done") -> None:
     )
 
 
+@pytest.mark.slow(seconds=2)
 def test_sweep_job_script_has_one_slurm_array_task_per_job_folder(tmp_path: Path) -> None:
     folder = tmp_path / "a sweep"
     script = submitted(folder, "seed=1,2,3", "sweep.jobs=2", "cluster.cpus=4")
@@ -51,6 +52,7 @@ def test_sweep_job_script_has_one_slurm_array_task_per_job_folder(tmp_path: Path
     assert "#SBATCH --array=0,1\n" in submitted(tmp_path / "auto", "seed=1,2", "sweep.jobs=auto")
 
 
+@pytest.mark.slow(seconds=2)
 def test_slurm_array_tasks_update_jobs_json_and_last_task_writes_sweep_report(
     tmp_path: Path,
 ) -> None:

@@ -46,6 +46,7 @@ def frozen(folder: Path, points: list[Point], repeats: int = 4, **settings: Any)
     return read_jobs(folder)
 
 
+@pytest.mark.slow(seconds=1)
 def test_sweep_repeat_runs_every_configuration_once_before_the_next_repeat(
     tmp_path: Path, five: list[Point]
 ) -> None:
@@ -63,6 +64,7 @@ def test_sweep_repeat_runs_every_configuration_once_before_the_next_repeat(
     )
 
 
+@pytest.mark.slow(seconds=3)
 def test_sweep_repeats_run_in_random_orders_that_order_seed_reproduces(
     tmp_path: Path, five: list[Point]
 ) -> None:
@@ -82,6 +84,7 @@ def test_sweep_repeats_run_in_random_orders_that_order_seed_reproduces(
     assert [job.name for job in again.jobs] == [job.name for job in drawn[0].jobs]
 
 
+@pytest.mark.slow(seconds=1)
 def test_sweep_repeats_keep_command_line_order_when_shuffle_is_false(
     tmp_path: Path, five: list[Point]
 ) -> None:
@@ -92,6 +95,7 @@ def test_sweep_repeats_keep_command_line_order_when_shuffle_is_false(
         assert [job.overrides for job in block if job.status != "skipped"] == written
 
 
+@pytest.mark.nightly
 @pytest.mark.slow(seconds=8)
 def test_sweep_repeat_n_has_the_seed_of_the_first_repeat_plus_n(
     tmp_path: Path, five: list[Point]
@@ -110,6 +114,7 @@ def test_sweep_repeat_n_has_the_seed_of_the_first_repeat_plus_n(
     assert load_config(write_job_folder(tmp_path, jobs.jobs[-1])).seed == 10
 
 
+@pytest.mark.slow(seconds=3)
 def test_added_sweep_repeat_starts_from_the_saved_configs_instead_of_composing_conf_again(
     tmp_path: Path, five: list[Point]
 ) -> None:
@@ -122,6 +127,7 @@ def test_added_sweep_repeat_starts_from_the_saved_configs_instead_of_composing_c
     ] == [9] * 5
 
 
+@pytest.mark.slow(seconds=3)
 def test_jobs_of_a_sweep_have_different_folders_when_subdir_is_the_same_for_all(
     tmp_path: Path,
 ) -> None:
@@ -138,6 +144,7 @@ def test_jobs_of_a_sweep_have_different_folders_when_subdir_is_the_same_for_all(
     }
 
 
+@pytest.mark.slow(seconds=2)
 def test_hydra_config_of_second_sweep_repeat_records_the_seed_of_that_repeat(
     tmp_path: Path, five: list[Point]
 ) -> None:

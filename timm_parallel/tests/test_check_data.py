@@ -192,6 +192,7 @@ def test_check_data_exits_1_when_a_split_lacks_a_class(tmp_path: Path) -> None:
     assert report["measures"][ABSENT] == {"train": 0, "val": 1}
 
 
+@pytest.mark.slow(seconds=1)
 @processes
 def test_check_data_finds_duplicate_images_in_a_synthetic_dataset(tmp_path: Path) -> None:
     words = ("data.kwargs.num_samples=400", "+data.kwargs.in_chans=1", "data.image_size=1")

@@ -327,6 +327,7 @@ def test_checkpoint_save_continues_when_earlier_top_files_are_removed_or_damaged
     }
 
 
+@pytest.mark.slow(seconds=1)
 def test_checkpoint_save_after_a_failed_rename_still_keeps_the_two_best_files(
     contents: Contents, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

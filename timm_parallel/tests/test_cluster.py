@@ -171,6 +171,7 @@ def test_lines_of_local_slurm_sh_appear_in_job_script_and_no_other_run_file(
     assert held == ["job.sbatch"]
 
 
+@pytest.mark.slow(seconds=2)
 def test_shipped_slurm_sh_example_adds_no_lines_to_the_job_script(
     main: Main, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -310,6 +311,7 @@ def body(folder: str) -> dict[str, Any]:
     return whole
 
 
+@pytest.mark.slow(seconds=2)
 def test_config_yaml_is_identical_for_local_slurm_and_kubernetes(
     main: Main, monkeypatch: pytest.MonkeyPatch
 ) -> None:

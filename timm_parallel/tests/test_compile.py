@@ -64,6 +64,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("compiled")
 
 
+@pytest.mark.nightly
 @pytest.mark.sample(2)
 @pytest.mark.slow(seconds=50)
 @pytest.mark.processes
@@ -94,6 +95,7 @@ def test_compiled_training_matches_uncompiled_training(
             )
 
 
+@pytest.mark.slow(seconds=1)
 def test_model_compile_mode_is_passed_to_torch_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Any] = []
 
@@ -130,6 +132,7 @@ def test_compile_is_refused_on_cpu_without_a_compiler() -> None:
         compile_model(nn.Linear(2, 2), "max-autotune", CPU)
 
 
+@pytest.mark.slow(seconds=1)
 @pytest.mark.parametrize(
     ("variable", "present", "is_refused"),
     [

@@ -199,6 +199,7 @@ def test_sweep_composer_matches_full_hydra_composition_without_schema_in_default
     assert composed([word], command, Composer(command)) == composed([word], command, None)
 
 
+@pytest.mark.slow(seconds=1)
 def test_sweep_composer_runs_full_hydra_composition_once_per_choice_of_config_groups(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

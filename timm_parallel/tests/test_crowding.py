@@ -97,6 +97,7 @@ def test_openmp_watcher_does_not_start_when_process_has_one_openmp_thread() -> N
     assert watch_openmp_oversubscription(1) is None
 
 
+@pytest.mark.slow(seconds=1)
 @linux
 def test_scheduled_seconds_counts_time_that_a_busy_process_waits_for_its_core() -> None:
     """Two busy processes share one core with this process."""
@@ -143,6 +144,7 @@ print(spinning, steps(1.5))
 """  # noqa: E501
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @linux
 @pytest.mark.processes

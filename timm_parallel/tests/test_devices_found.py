@@ -133,6 +133,7 @@ def test_train_py_reports_unused_gpus_and_starts_the_run(
     assert ("4 of 6 CUDA devices" in capsys.readouterr().out) == (count == 6)
 
 
+@pytest.mark.slow(seconds=1)
 @pytest.mark.parametrize("strategy", ["dp", "ddp"])
 @pytest.mark.parametrize(("devices", "is_printed"), [(2, False), (8, True)])
 def test_train_py_prints_one_notice_when_parallel_devices_exceed_cpu_cores(

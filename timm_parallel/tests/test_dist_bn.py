@@ -93,6 +93,7 @@ def averages(model: nn.Module) -> list[float]:
     ).tolist()
 
 
+@pytest.mark.slow(seconds=2)
 @pytest.mark.processes
 def test_ddp_dist_bn_reduce_averages_batchnorm_statistics_of_ranks_after_an_epoch() -> None:
     (evaluated, own), (evaluated_on_1, own_on_1) = in_ranks(evaluated_and_own_statistics, 2)

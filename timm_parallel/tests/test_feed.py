@@ -15,12 +15,12 @@ from torch import Tensor
 
 from src.data.transforms import OnImage
 from timm_parallel.data.dataset import InMemory
-from timm_parallel.data.loader import BatchFetcher, TrainLoader, num_workers
+from timm_parallel.data.loader import BatchFetcher, num_workers
 from timm_parallel.data.prefetch import BatchMemory, DevicePrefetcher
 from timm_parallel.data.samplers import TrainSampler
 from timm_parallel.machine import hardware
 from timm_parallel.task import Targets
-from timm_parallel.testing.configs import plain
+from timm_parallel.testing.configs import plain, train_loader_of
 
 
 def test_cpu_batch_memory_is_reused_when_an_earlier_batch_is_released() -> None:
@@ -106,7 +106,7 @@ def test_loader_yields_a_batch_before_it_asks_for_the_next_one_and_keeps_none(
     split = InMemory(
         torch.zeros(20, 3, 4, 4, dtype=torch.uint8), torch.zeros(20, dtype=torch.int64)
     )
-    loader = TrainLoader(
+    loader = train_loader_of(
         BatchFetcher(split, Targets(), None, 0), TrainSampler(20, 4, 0, 1, seed=0), prefetcher, 0
     )
     sent: list[weakref.ref[Tensor]] = []
@@ -131,7 +131,7 @@ def test_train_loader_gathers_batches_into_pinned_memory_in_a_thread(
     images = torch.randint(0, 256, (40, 3, 4, 4), dtype=torch.uint8)
     split = InMemory(images, torch.arange(40))
     prefetcher = DevicePrefetcher(torch.device("cpu"), **plain(3), channels_last=False)
-    loader = TrainLoader(
+    loader = train_loader_of(
         BatchFetcher(split, Targets(), None, 0),
         TrainSampler(len(split), 8, 0, 1, seed=0),
         prefetcher,
@@ -163,7 +163,7 @@ def test_loader_workers_do_not_pin_memory() -> None:
     prefetcher = DevicePrefetcher(torch.device("cpu"), **plain(3), channels_last=False)
     prefetcher.device = torch.device("cuda")  # no GPU is used
     for workers in (0, 2):
-        loader = TrainLoader(
+        loader = train_loader_of(
             BatchFetcher(split, Targets(), None, 0),
             TrainSampler(len(split), 4, 0, 1, seed=0),
             prefetcher,

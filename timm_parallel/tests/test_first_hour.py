@@ -264,6 +264,7 @@ def test_console_labels_at_begin_and_end_of_a_run_share_one_column(finished_run:
     assert len([line for line in lines if re.match(r"folder {7}\S", line)]) == 2
 
 
+@pytest.mark.slow(seconds=1)
 @pytest.mark.processes
 def test_console_line_of_an_epoch_shows_val_metrics_only_when_it_was_evaluated(
     tmp_path: Path,
@@ -395,6 +396,7 @@ def two_steps(ranks: Ranks, store: object, find: bool) -> str:
     return "trained"
 
 
+@pytest.mark.slow(seconds=1)
 @pytest.mark.processes
 def test_ddp_error_names_unused_parameters_and_the_find_unused_parameters_key() -> None:
     for message in in_ranks(two_steps, 2, False):

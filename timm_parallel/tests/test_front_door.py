@@ -48,6 +48,7 @@ def run_process(
     return done, time.monotonic() - started
 
 
+@pytest.mark.slow(seconds=1)
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("command", "named"),
@@ -93,6 +94,7 @@ def test_help_shows_options_and_commands_without_importing_torch(tmp_path: Path)
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow(seconds=1)
 @pytest.mark.processes
 def test_cfg_job_shows_all_keys_without_importing_torch(tmp_path: Path) -> None:
     done, _ = run_process("--cfg", "job", "parallel=ddp", "optim.lr=0.25", cwd=tmp_path)

@@ -153,6 +153,7 @@ def sizes_of_parts(ranks: Any, store: Any) -> dict[str, tuple[int, int]]:
     return sizes
 
 
+@pytest.mark.slow(seconds=2)
 @pytest.mark.processes
 def test_each_of_3_fsdp_ranks_holds_a_third_of_weights_gradients_optimizer_and_ema() -> None:
     of_ranks = in_ranks(sizes_of_parts, 3)
@@ -175,6 +176,7 @@ def contents_of_checkpoint(ranks: Any, store: Any) -> int:
     return sum(tensor.numel() for tensor in tensors if isinstance(tensor, Tensor))
 
 
+@pytest.mark.slow(seconds=2)
 @pytest.mark.processes
 def test_fsdp_gathers_the_contents_of_a_checkpoint_on_rank_0_only() -> None:
     first, second = in_ranks(contents_of_checkpoint, 2)
@@ -250,6 +252,7 @@ def collectives_of_a_step(ranks: Any, store: Any) -> list[dict[str, int]]:
     return counts
 
 
+@pytest.mark.slow(seconds=2)
 @pytest.mark.processes
 def test_fsdp_reduces_gradients_once_per_step_when_batches_are_accumulated() -> None:
     for one, three in in_ranks(collectives_of_a_step, 2):
@@ -283,9 +286,10 @@ def trained(ranks: Any, store: Any, folder: str, *overrides: str) -> dict[str, A
 
             module.register_forward_pre_hook(see)
     trainer.train()
-    return {"seen": seen, "loss": trainer.progress.epoch_means["loss"]}
+    return {"seen": seen, "loss": trainer.parts.progress.epoch_means["loss"]}
 
 
+@pytest.mark.nightly
 @pytest.mark.processes
 @pytest.mark.parametrize(
     "overrides",
@@ -379,6 +383,7 @@ def evaluated(ranks: Any, store: Any, stops: bool) -> list[float | None] | None:
     return None if actual is None else [actual.samples, actual.numbers["loss"]]
 
 
+@pytest.mark.slow(seconds=2)
 @pytest.mark.cpu_only
 @pytest.mark.processes
 def test_fsdp_evaluation_completes_when_ranks_have_different_numbers_of_batches() -> None:
@@ -387,6 +392,7 @@ def test_fsdp_evaluation_completes_when_ranks_have_different_numbers_of_batches(
     assert of_ranks[0] is not None and of_ranks[0][0] == 17
 
 
+@pytest.mark.slow(seconds=2)
 @pytest.mark.processes
 def test_fsdp_evaluation_stops_on_all_ranks_when_one_rank_requests_a_stop() -> None:
     assert in_ranks(_evaluated_without_count, 3, True) == [None] * 3

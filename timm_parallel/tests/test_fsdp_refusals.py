@@ -86,6 +86,7 @@ def refusals_of_fsdp(ranks: Ranks, store: Any) -> list[str]:
     return messages
 
 
+@pytest.mark.slow(seconds=3)
 @pytest.mark.processes
 def test_fsdp_refuses_what_it_cannot_shard_with_key_and_fix() -> None:
     for reads_weight, scaled, temperature, names_no_blocks in in_ranks(refusals_of_fsdp, 2):

@@ -153,6 +153,7 @@ def losses_and_evaluation(config: ResolvedConfig) -> tuple[list[float], float]:
     return losses, evaluation.numbers["loss"]
 
 
+@pytest.mark.slow(seconds=1)
 @pytest.mark.parametrize("accelerator", ["cpu", pytest.param("cuda", marks=ON_CUDA)])
 @pytest.mark.parametrize("loss_in_replica", [None, True])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

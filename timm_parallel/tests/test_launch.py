@@ -46,7 +46,7 @@ def by_hand(train: Train, folder: Path, delay: float, *overrides: str) -> list[R
 def in_its_folder(done: Finished) -> Finished:
     """Return the finished command with the folder that the run printed."""
     assert done.returncode == 0, done.output
-    line = next(line for line in done.stdout.splitlines() if line.startswith("run folder"))
+    line = next(line for line in done.stdout.splitlines() if line.startswith("folder"))
     return replace(done, folder=Path(line.split()[-1]))
 
 
@@ -124,6 +124,7 @@ def test_concurrent_runs_with_same_folder_name_get_separate_folders(
         check_equal(run, by_torchrun)
 
 
+@pytest.mark.slow(seconds=9)
 def test_run_leaves_no_files_in_the_temporary_folder(
     by_torchrun: Finished, train_shared: Train
 ) -> None:
@@ -135,6 +136,7 @@ def test_run_leaves_no_files_in_the_temporary_folder(
     assert left == [], "expected no files except the log folder of torchrun"
 
 
+@pytest.mark.slow(seconds=4)
 def test_config_error_is_printed_once_when_ranks_are_started_externally(train: Train) -> None:
     ranks = by_hand(train, train.base / "run", 0, "parallel=ddp", "modle=tiny")
     ended = [rank.finish() for rank in ranks]

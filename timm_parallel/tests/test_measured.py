@@ -386,6 +386,7 @@ def test_result_energy_is_summed_over_the_distinct_gpus_of_all_ranks(
     assert result["energy"]["kwh"] == pytest.approx(gpus * 5 * result["steps"] / 3.6e6)
 
 
+@pytest.mark.slow(seconds=2)
 @pytest.mark.processes
 def test_result_energy_is_null_when_one_gpu_has_no_energy_counter(tmp_path: Path) -> None:
     words = ("parallel=ddp", "parallel.devices=2", "train.epochs=1")
@@ -413,6 +414,7 @@ def test_peak_memory_of_child_process_excludes_memory_of_its_parent_process() ->
     assert 2**20 < int(done.stdout) < len(held) // 2
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.processes
 def test_throughput_on_jpeg_folder_agrees_with_step_timestamps(

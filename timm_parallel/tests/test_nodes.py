@@ -282,6 +282,7 @@ def test_only_first_rank_of_each_node_reports_overrides_and_library_versions(
     )
 
 
+@pytest.mark.slow(seconds=2)
 def test_rank_0_fails_when_ranks_are_missing_after_start_timeout(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -438,7 +439,7 @@ def _train(
     ordinary = run.run.save
 
     def save(is_best: bool = False) -> None:
-        saved.append(run.progress.step)
+        saved.append(run.parts.progress.step)
         ordinary(is_best)
 
     run.run.save = save  # type: ignore[method-assign]
@@ -447,6 +448,7 @@ def _train(
     return {**result.communication, "parameters": result.parameters}, saved
 
 
+@pytest.mark.slow(seconds=1)
 @pytest.mark.processes
 @pytest.mark.sample(3)
 @pytest.mark.parametrize(("hook", "bytes_per_value"), [("bf16", 2), ("fp16", 2), ("null", 4)])
@@ -459,6 +461,7 @@ def test_comm_hook_bf16_or_fp16_halves_recorded_communication_bytes(
     assert results[0]["bytes_per_step"] == bytes_per_value * results[0]["parameters"]
 
 
+@pytest.mark.slow(seconds=1)
 @pytest.mark.processes
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(("minutes", "steps"), [("1e-9", [1, 2, 3, 4]), ("1000", [4])])
@@ -512,6 +515,7 @@ def requeued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow(seconds=2)
 @pytest.mark.parametrize(("held_for", "code"), [(0.5, 0), (2.0, node.NODE_LOST)])
 def test_requeued_slurm_job_waits_until_its_previous_attempt_unlocks_the_run_folder(
     requeued: Path, capsys: pytest.CaptureFixture[str], held_for: float, code: int

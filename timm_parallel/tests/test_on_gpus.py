@@ -202,10 +202,12 @@ def test_dp_places_the_training_loss_on_the_configured_output_device(
     losses: list[Tensor] = []
     monkeypatch.setattr(Tensor, "backward", lambda loss: losses.append(loss))
     for accumulate in (1, 2):
+        train = SimpleNamespace(accumulate=accumulate)
+        run: Any = SimpleNamespace(state=state, hooks=hooks, config=SimpleNamespace(train=train))
         window = MetricWindow(strategy.device)
         for _ in range(accumulate):
             images, targets = batch(7, strategy.device)
-            loss, metrics = loop._add_gradients(state, hooks, images, targets, accumulate)
+            loss, metrics = loop._add_gradients(run, images, targets)
             window.add(1, loss, metrics, len(images))
         with pytest.raises(NEEDS_DATA):
             window.fetch(strategy.group)

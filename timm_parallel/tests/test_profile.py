@@ -85,6 +85,7 @@ def check_trace(path: Path, parts: dict[str, float]) -> None:
     assert ranges.count("step: backward") == 4, "times train.accumulate"
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.processes
 def test_profiled_run_prints_step_parts_on_stdout_and_nothing_on_stderr(train: Train) -> None:

@@ -409,6 +409,7 @@ def test_report_writes_each_plot_as_svg_with_its_data_as_csv(tmp_path: Path) -> 
     assert {"ratio", "low", "high", "detectable"} <= set(ratios[0])
 
 
+@pytest.mark.slow(seconds=1)
 @pytest.mark.usefixtures("plots")
 def test_report_ratio_plot_changes_with_sweep_smallest_difference(tmp_path: Path) -> None:
     drawn = []
@@ -513,6 +514,7 @@ def test_report_is_written_to_out_folder(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.slow(seconds=2)
 @pytest.mark.usefixtures("plots")
 def test_report_has_identical_contents_when_written_twice(tmp_path: Path) -> None:
     folder = full_sweep(tmp_path / "s").write()
@@ -535,6 +537,7 @@ def test_report_on_150_different_settings_needs_less_than_12_cpu_seconds_and_2_m
     assert html.stat().st_size < 2e6
 
 
+@pytest.mark.slow(seconds=2)
 def test_report_py_prints_the_report_path_or_exits_2_when_folder_has_no_results(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

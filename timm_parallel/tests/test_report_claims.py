@@ -215,6 +215,7 @@ def test_speed_claim_is_inconclusive_and_states_needed_repeats_when_runs_are_noi
     assert re.search(r"[\d.]+ %; .* \d+ repeats", claims[1]["reason"])
 
 
+@pytest.mark.slow(seconds=1)
 def test_claim_that_dp_is_slow_with_small_layers_compares_deep_and_shallow_models(
     tmp_path: Path,
 ) -> None:

@@ -591,6 +591,7 @@ def test_report_draws_plots_of_metric_values_curves_swept_key_and_speed_tradeoff
     assert len(list(csv.DictReader((folder / "1_values.csv").open(encoding="utf-8")))) == 12
 
 
+@pytest.mark.slow(seconds=1)
 @pytest.mark.usefixtures("plots")
 def test_report_draws_a_heat_map_of_two_swept_keys(tmp_path: Path) -> None:
     sweep = Sweep(tmp_path / "s")

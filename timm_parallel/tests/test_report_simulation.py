@@ -116,6 +116,7 @@ def badly_led(blocks: int, drift: float, sweeps: int = SWEEPS) -> float:
     return wrong / sweeps
 
 
+@pytest.mark.slow(seconds=1)
 @pytest.mark.parametrize("points", [THREE, SEVEN], ids=["3 points", "7 points"])
 def test_speed_verdicts_have_expected_error_rate_and_power_in_a_small_simulation(
     points: tuple[Key, ...],
@@ -141,6 +142,7 @@ def test_speed_verdicts_have_expected_error_rate_and_power_in_the_full_simulatio
     assert all(badly_led(blocks, drift) < 0.02 for blocks in BLOCKS)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.usefixtures("without_plots")
 def test_reports_on_20_simulated_sweeps_state_true_speed_differences_and_at_most_one_false(

@@ -88,6 +88,7 @@ def certificate(base: Path, code: int, steps: int = STEPS) -> dict[str, Any]:
     return json.loads(text)  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow(seconds=9)
 @pytest.mark.processes
 def test_repeated_run_has_equal_losses_and_weights(
     copy: Path, capsys: pytest.CaptureFixture[str]
@@ -116,6 +117,7 @@ def change_the_threads(base: Path) -> None:
     edit(base / "run/config.yaml", "threads_per_device: 1", "threads_per_device: 2")
 
 
+@pytest.mark.slow(seconds=1)
 @pytest.mark.processes
 def test_run_on_more_gpus_than_this_machine_has_is_refused_by_train_py(
     copy: Path, capfd: pytest.CaptureFixture[str]
@@ -141,6 +143,7 @@ def test_changed_images_are_named(copy: Path) -> None:
     assert len(found["newer_files"]) == 30 and found["newer_files"][0] == "a/0.png"
 
 
+@pytest.mark.nightly
 @pytest.mark.processes
 @pytest.mark.slow
 def test_changed_line_of_code_and_number_of_threads_are_named(

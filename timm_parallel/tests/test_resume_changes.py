@@ -257,6 +257,7 @@ def test_resume_continues_step_counters_of_lamb_and_adan_parameter_groups(
     assert_trains_as(training, reference(config, contents_of(folder), tmp_path), steps=8)
 
 
+@pytest.mark.slow(seconds=2)
 def test_resume_with_a_different_optimizer_discards_the_saved_state_and_logs_it(
     stopped: Folders, data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -356,6 +357,7 @@ def test_resume_accepts_changed_data_only_at_the_start_of_an_epoch(
     assert_trains_as(training, reference(config, contents_of(stopped(at_step)), tmp_path))
 
 
+@pytest.mark.slow(seconds=1)
 def test_resume_with_fewer_images_trains_all_epochs_of_the_schedule(
     stopped: Folders, data: Path, tmp_path: Path
 ) -> None:
@@ -380,12 +382,13 @@ def test_trainer_raises_when_step_in_epoch_exceeds_the_steps_of_an_epoch(
     stopped: Folders, data: Path
 ) -> None:
     training = attempt(config_of(data), stopped(5))
-    training.progress.step_in_epoch = 9
+    training.parts.progress.step_in_epoch = 9
     with pytest.raises(RuntimeError, match=r"step 9 of .* 4 steps"):
         training.train()
     training.run.close()
 
 
+@pytest.mark.slow(seconds=3)
 def test_resume_mid_epoch_refuses_changed_batches_even_when_resume_strict_is_false(
     stopped: Folders, data: Path
 ) -> None:
@@ -401,6 +404,7 @@ def test_resume_mid_epoch_refuses_changed_batches_even_when_resume_strict_is_fal
     attempt(config_of(data, "data.batch_size=3", "train.accumulate=2"), stopped(5))
 
 
+@pytest.mark.slow(seconds=2)
 @pytest.mark.parametrize("balance", ["0", "0.5"])
 def test_older_checkpoint_without_a_record_of_balance_resumes_mid_epoch(
     stopped: Folders, data: Path, tmp_path: Path, balance: str
@@ -422,21 +426,22 @@ def test_older_checkpoint_without_a_record_of_balance_resumes_mid_epoch(
 # --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow(seconds=1)
 def test_resume_with_a_different_checkpoint_metric_resets_the_best_value(
     stopped: Folders, data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = tmp_path / "run"
     shutil.copytree(stopped(4), folder)
     first = attempt(config_of(data), folder)
-    first.progress.add_evaluation({"loss": 1.0, "acc": 0.5}, "acc", Classification.metrics)
-    first.progress.add_evaluation({"loss": 0.9, "acc": 0.5}, "acc", Classification.metrics)
+    first.parts.progress.add_evaluation({"loss": 1.0, "acc": 0.5}, "acc", Classification.metrics)
+    first.parts.progress.add_evaluation({"loss": 0.9, "acc": 0.5}, "acc", Classification.metrics)
     first.run.save()
-    same = attempt(config_of(data), folder).progress
+    same = attempt(config_of(data), folder).parts.progress
     assert (same.best, same.best_metric, same.evaluations_since_best) == (0.5, "acc", 1)
     with caplog.at_level("INFO", logger="timm_parallel"):
         other = attempt(
             config_of(data, "checkpoint.metric=val/loss", "train.early_stop=2"), folder
-        ).progress
+        ).parts.progress
     assert (other.best, other.evaluations_since_best, other.best_values["acc"]) == (None, 0, 0.5)
     assert sum("best.pt" in line for line in caplog.messages) == 1
     assert [

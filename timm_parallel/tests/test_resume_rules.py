@@ -127,6 +127,7 @@ def test_last_resume_override_wins_when_several_are_given(main: Main) -> None:
     )
 
 
+@pytest.mark.slow(seconds=2)
 def test_refused_resume_restores_all_files_in_the_run_folder(main: Main) -> None:
     """Ranks reject the change after the new config was written. The next resume must not read this
     config.
@@ -167,6 +168,7 @@ def test_resume_is_refused_with_the_key_that_would_change_the_training(main: Mai
     assert len(main.ran) == 1
 
 
+@pytest.mark.slow(seconds=2)
 @pytest.mark.sample(3)
 @pytest.mark.parametrize(("override", "key"), [ANOTHER_TRAINING[index] for index in (0, 3, 4)])
 def test_resume_strict_false_allows_keys_that_change_the_training(
@@ -184,6 +186,7 @@ def test_resume_strict_false_allows_keys_that_change_the_training(
     assert value_of(load_config(folder), key) == now, "a later resume must keep the change"
 
 
+@pytest.mark.slow(seconds=1)
 @pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("overrides", "key", "value"),
@@ -206,6 +209,7 @@ def test_resume_accepts_keys_that_do_not_change_the_training(
     assert value_of(load_config(folder), key) == value != value_of(before, key)
 
 
+@pytest.mark.slow(seconds=1)
 def test_resume_accepts_a_new_data_root_when_the_image_folder_was_moved(
     main: Main, tmp_path: Path
 ) -> None:
@@ -224,6 +228,7 @@ def test_resume_accepts_a_new_data_root_when_the_image_folder_was_moved(
     assert load_config(folder).data.root == "there"
 
 
+@pytest.mark.slow(seconds=1)
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("devices", [1, 4])
 def test_resume_is_refused_when_a_new_device_count_changes_the_global_batch(
@@ -247,6 +252,7 @@ def test_resume_is_refused_when_a_new_device_count_changes_the_global_batch(
     assert code == 2 and err.startswith(f"train.py: {half} (was 16)"), "the given key is named"
 
 
+@pytest.mark.slow(seconds=3)
 def test_resume_auto_continues_the_newest_unfinished_run(main: Main) -> None:
     main.start("2026-01-01/09-00-00")
     newest = main.start("2026-01-02/08-00-00", status="failed")
@@ -356,6 +362,7 @@ def test_resume_auto_is_refused_when_no_run_has_the_given_config_group_option(
     assert code == 2 and "with exactly this config" in err
 
 
+@pytest.mark.slow(seconds=1)
 def test_resume_applies_a_config_group_option_on_top_of_the_saved_config(main: Main) -> None:
     folder = main.start("day/1", "optim.clip_grad=0.5", "optim.lr=0.25", "train.epochs=3")
     code, err = main(f"resume={folder}", "optim=sgd", "resume_strict=false", "optim.momentum=0.5")
@@ -380,6 +387,7 @@ def test_resume_ignores_later_edits_of_config_group_files(main: Main, tmp_path: 
     assert load_config(folder).model.name == "test_vit"
 
 
+@pytest.mark.slow(seconds=1)
 @pytest.mark.parametrize(
     ("strategy", "options"), [("ddp", ("parallel.bucket_cap_mb=1",)), ("dp", ("parallel.dim=0",))]
 )
@@ -402,6 +410,7 @@ def test_resume_auto_continues_a_killed_run_without_result(main: Main) -> None:
     assert main.ran[-1].resolve() == folder
 
 
+@pytest.mark.slow(seconds=1)
 def test_resume_auto_skips_a_locked_run(main: Main) -> None:
     older = main.start("2026-01-01/09-00-00")
     with lock_folder(main.start("2026-01-02/09-00-00")):
@@ -409,6 +418,7 @@ def test_resume_auto_skips_a_locked_run(main: Main) -> None:
     assert main.ran[-1].resolve() == older
 
 
+@pytest.mark.slow(seconds=1)
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("text", [None, "", "modle: {}", "train: [1"])
 def test_resume_auto_skips_a_run_with_an_unreadable_config(main: Main, text: str | None) -> None:
@@ -537,6 +547,7 @@ def test_resume_is_refused_when_the_path_is_not_a_run_folder(
     assert main.ran == [] and contents(tmp_path) == before
 
 
+@pytest.mark.slow(seconds=1)
 @pytest.mark.parametrize("name", ["outputs", "outputs/train", "outputs/train/2026-01-02"])
 def test_resume_error_suggests_the_newest_run_when_the_path_is_a_folder_of_runs(
     main: Main, name: str

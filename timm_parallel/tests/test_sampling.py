@@ -20,13 +20,13 @@ from src.data.transforms import OnImage, train_transform
 from src.schema import AugmentConfig, DataConfig
 from timm_parallel.data.erasing import Erasing
 from timm_parallel.data.fractions import batches_per_epoch
-from timm_parallel.data.loader import BatchFetcher, TrainLoader
+from timm_parallel.data.loader import BatchFetcher
 from timm_parallel.data.prefetch import DevicePrefetcher
 from timm_parallel.data.samplers import EvalSampler, IndexBatch, TrainSampler, class_balance
 from timm_parallel.data.seeds import seed_for
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.task import Targets
-from timm_parallel.testing.configs import plain, task_of
+from timm_parallel.testing.configs import plain, task_of, train_loader_of
 from timm_parallel.testing.ranks import in_ranks
 
 pytestmark = pytest.mark.portable
@@ -176,7 +176,7 @@ def images_by_index(world: int, epoch: int, num_workers: int, seed: int = 7) -> 
         fetcher = BatchFetcher(split, Targets(), transform, seed, on_normalized=erasing)
         sampler = TrainSampler(len(split), 6, rank, world, seed)
         prefetcher = DevicePrefetcher(torch.device("cpu"), **plain(3), channels_last=False)
-        loader = TrainLoader(fetcher, sampler, prefetcher, num_workers)
+        loader = train_loader_of(fetcher, sampler, prefetcher, num_workers)
         for indices, (images, labels) in zip(
             _indices(sampler, epoch), loader.epoch(epoch), strict=True
         ):
@@ -194,6 +194,7 @@ def _digests(ranks: Ranks, store: Any, *arguments: Any) -> dict[int, bytes]:
     return {index: image.numpy().tobytes() for index, image in images_by_index(*arguments).items()}
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.processes
 def test_augmented_images_are_equal_with_0_1_and_2_loader_workers() -> None:
@@ -245,7 +246,7 @@ def test_random_erasing_differs_between_copies_of_an_image_but_not_between_rank_
             fetcher = BatchFetcher(split, Targets(), None, 7, substitutes=12, on_normalized=erasing)
             sampler = TrainSampler(12, 6, rank, world, 7, copies=2)
             prefetcher = DevicePrefetcher(torch.device("cpu"), **plain(3), channels_last=False)
-            batches = TrainLoader(fetcher, sampler, prefetcher, num_workers).epoch(epoch)
+            batches = train_loader_of(fetcher, sampler, prefetcher, num_workers).epoch(epoch)
             for indices, (batch, _) in zip(_indices(sampler, epoch), batches, strict=True):
                 images.update(zip(indices, batch, strict=True))
         erased.append(images)

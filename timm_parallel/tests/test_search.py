@@ -251,6 +251,7 @@ def study(folder: Path) -> Any:
     return optuna.load_study(study_name=None, storage=f"sqlite:///{folder}/study.db")
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize(
@@ -405,6 +406,7 @@ def test_search_html_shows_best_trial_plots_and_trial_table(tmp_path: Path) -> N
     assert figures == ["optimization_history", "slice", "intermediate_values", "timeline"]
 
 
+@pytest.mark.slow(seconds=2)
 @pytest.mark.parametrize("is_confirmed", [False, True])
 def test_search_html_says_that_its_best_value_is_too_good_and_shows_the_confirmation(
     tmp_path: Path, is_confirmed: bool

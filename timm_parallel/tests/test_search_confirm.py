@@ -86,6 +86,7 @@ def test_search_confirm_trains_best_trial_and_default_settings_with_new_seeds(
     assert {job.folder.partition("_block")[0] for job in jobs.jobs} == {"0_default", "1_best"}
 
 
+@pytest.mark.slow(seconds=2)
 def test_search_confirm_trains_default_settings_only_when_the_best_trial_equals_them(
     tmp_path: Path, confirmations: list[Confirmation]
 ) -> None:
@@ -101,6 +102,7 @@ def test_search_confirm_trains_default_settings_only_when_the_best_trial_equals_
     assert [job.name for job in confirmations[0].jobs.jobs] == ["default settings"] * 2
 
 
+@pytest.mark.slow(seconds=4)
 def test_search_confirm_keeps_finished_jobs_and_adds_seeds_when_resumed_with_more(
     tmp_path: Path, confirmations: list[Confirmation]
 ) -> None:
@@ -123,6 +125,7 @@ def test_search_confirm_keeps_finished_jobs_and_adds_seeds_when_resumed_with_mor
     assert len({job.folder for job in after.jobs}) == 6
 
 
+@pytest.mark.slow(seconds=4)
 def test_search_confirm_starts_again_when_it_was_killed_while_writing_its_configs(
     tmp_path: Path, confirmations: list[Confirmation]
 ) -> None:
@@ -138,6 +141,7 @@ def test_search_confirm_starts_again_when_it_was_killed_while_writing_its_config
     assert len({job.folder for job in jobs}) == len(jobs) == 4
 
 
+@pytest.mark.slow(seconds=2)
 def test_stopped_search_confirm_prints_a_resume_command_with_the_search_folder(
     tmp_path: Path, confirmations: list[Confirmation], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -149,6 +153,7 @@ def test_stopped_search_confirm_prints_a_resume_command_with_the_search_folder(
     )
 
 
+@pytest.mark.slow(seconds=2)
 @pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("overrides", "named"),

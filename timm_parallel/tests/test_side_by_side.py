@@ -52,6 +52,7 @@ def config_of(*overrides: str) -> Config:
     return points(*overrides)[0].config
 
 
+@pytest.mark.slow(seconds=1)
 def test_sweep_job_gets_its_gpus_as_uuids_in_cuda_visible_devices(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -172,6 +173,7 @@ def test_sweep_runs_jobs_one_at_a_time_when_each_needs_all_cores(
     assert [read_result(tmp_path / job.folder).neighbours for job in jobs.jobs] == [0, 0]
 
 
+@pytest.mark.slow(seconds=2)
 @pytest.mark.processes
 @pytest.mark.skipif(hardware.cores() < 2, reason="needs two cores")
 def test_sweep_runs_jobs_one_at_a_time_when_memory_is_short(
@@ -224,6 +226,7 @@ def sweep(folder: Path, *more: str) -> list[str]:
     return [sys.executable, "train.py", "-m", *SMALL, *words, *more]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.skipif(hardware.cores() < 2, reason="needs two cores")

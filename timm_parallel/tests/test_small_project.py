@@ -78,6 +78,7 @@ def test_search_minimizes_the_metric_of_the_project(tmp_path: Path) -> None:
     assert study.best_value == pytest.approx(min(objectives))
 
 
+@pytest.mark.slow(seconds=3)
 def test_wrong_keys_and_data_are_refused_by_the_rules_of_the_project() -> None:
     assert "did you mean data.slope" in start("train.py", "data.slpe=2", code=2)
     assert "data.name=digits" in start("train.py", "data.name=digits", code=2)

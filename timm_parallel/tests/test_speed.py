@@ -109,6 +109,7 @@ def test_training_steps_between_log_steps_read_no_tensor_values_from_the_device(
     assert many == few
 
 
+@pytest.mark.slow(seconds=1)
 def test_evaluation_reads_no_more_tensor_values_from_the_device_with_more_batches() -> None:
     """torch.bincount and indexing with a mask, for example, would read values earlier."""
     strategy = build_strategy(
@@ -168,6 +169,7 @@ def count_writes(steps: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> C
     return calls
 
 
+@pytest.mark.slow(seconds=2)
 def test_training_steps_between_log_steps_write_no_logs_or_metrics(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -213,6 +215,7 @@ def buffers_and_bits(ranks: Ranks, store: Any, broadcast: str) -> tuple[bool, li
     return sends, bits
 
 
+@pytest.mark.slow(seconds=2)
 def test_ddp_results_are_bit_identical_with_and_without_sending_batchnorm_buffers() -> None:
     (default, sending), (default_of_rank_1, _) = in_ranks(both_ways, 2)
     assert (default[0], sending[0]) == (False, True)
@@ -250,6 +253,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) // 30)
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="a setting of glibc")
 @pytest.mark.processes
@@ -271,6 +275,7 @@ ON_CUDA = (
 )
 
 
+@pytest.mark.slow(seconds=1)
 @pytest.mark.parametrize("accelerator", ["cpu", pytest.param("cuda", marks=ON_CUDA)])
 @pytest.mark.parametrize(
     "options",

@@ -166,6 +166,7 @@ def test_sigterm_waits_for_a_long_c_call_unless_another_rank_has_exited() -> Non
         in_ranks(in_a_long_call, 1, True)
 
 
+@pytest.mark.slow(seconds=2)
 def test_rank_detects_that_a_peer_has_left_when_its_heartbeats_stop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -178,6 +178,7 @@ def test_search_submits_every_trial_as_a_slurm_job(
     )
 
 
+@pytest.mark.slow(seconds=1)
 @pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("words", "named"),

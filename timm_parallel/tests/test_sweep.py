@@ -73,6 +73,7 @@ def test_sweep_skips_a_job_with_a_reason_when_devices_do_not_fit_strategy_or_bat
     assert "63, 66" in expanded[3].reason
 
 
+@pytest.mark.slow(seconds=1)
 def test_skipped_job_of_dp_has_a_code_when_batch_is_too_small_or_nodes_are_several() -> None:
     small = points(
         "parallel=dp", "parallel.devices=4", "data.batch_size=2,64", "parallel.accelerator=cpu"
@@ -122,6 +123,7 @@ def test_sweep_progress_bar_is_erased_when_interrupted_in_a_terminal(
     assert err.rindex("\x1b[2K") > err.rindex("1/7") and "\x1b[?25h" in err
 
 
+@pytest.mark.slow(seconds=3)
 def test_sweep_dry_run_counts_the_runs_of_all_repeats(tmp_path: Path) -> None:
     expanded = points("parallel=single,ddp", "parallel.devices=1,2", "data.batch_size=64")
     for repeats in (1, 4):
@@ -133,6 +135,7 @@ def test_sweep_dry_run_counts_the_runs_of_all_repeats(tmp_path: Path) -> None:
         assert count_runs(expanded, settings).startswith(f"{runs} runs")
 
 
+@pytest.mark.slow(seconds=2)
 @pytest.mark.cpu_only
 def test_sweep_dry_run_lists_only_overrides_that_vary_between_jobs(
     capsys: pytest.CaptureFixture[str],
@@ -157,6 +160,7 @@ def test_sweep_dry_run_lists_only_overrides_that_vary_between_jobs(
     assert "can run here" in capsys.readouterr().out
 
 
+@pytest.mark.slow(seconds=2)
 @pytest.mark.cpu_only
 def test_cpu_jobs_of_a_sweep_get_equal_thread_counts() -> None:
     expanded = points("parallel=single,dp,ddp", "parallel.devices=1,2")
@@ -166,6 +170,7 @@ def test_cpu_jobs_of_a_sweep_get_equal_thread_counts() -> None:
     )
 
 
+@pytest.mark.slow(seconds=1)
 def test_cpu_jobs_of_a_sweep_get_equal_thread_counts_when_gpus_exist(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -190,6 +195,7 @@ def test_sweep_is_refused_when_a_swept_range_is_empty() -> None:
         points("seed=range(3,3)")
 
 
+@pytest.mark.slow(seconds=2)
 def test_sweep_writes_each_configuration_before_any_job_runs(tmp_path: Path) -> None:
     """Jobs start from these files, not from conf/."""
     jobs = freeze_jobs(tmp_path, points("optim.lr=1e-3,1e-4"), SweepConfig())

@@ -52,6 +52,7 @@ def test_sweep_is_refused_before_its_first_job_when_one_swept_data_root_is_missi
     assert f"{gone}/train" in line
 
 
+@pytest.mark.slow(seconds=2)
 def test_search_is_refused_when_one_searched_data_root_is_missing(
     refuse: Refuse, tmp_path: Path
 ) -> None:
@@ -193,6 +194,7 @@ def own_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["train.py"])
 
 
+@pytest.mark.slow(seconds=2)
 def test_sweep_checks_each_distinct_data_config_once(tmp_path: Path, no_jobs: list[str]) -> None:
     checked: list[int | None] = []
     start(
@@ -204,6 +206,7 @@ def test_sweep_checks_each_distinct_data_config_once(tmp_path: Path, no_jobs: li
     assert checked == [64, 128]
 
 
+@pytest.mark.slow(seconds=2)
 def test_edited_config_of_a_job_has_no_effect_when_its_sweep_is_resumed(
     tmp_path: Path, no_jobs: list[str]
 ) -> None:
@@ -217,6 +220,7 @@ def test_edited_config_of_a_job_has_no_effect_when_its_sweep_is_resumed(
     assert edited.read_text() == text
 
 
+@pytest.mark.slow(seconds=2)
 def test_sweep_resume_writes_deleted_job_folders_as_they_were(
     tmp_path: Path, no_jobs: list[str]
 ) -> None:
@@ -240,6 +244,7 @@ def test_sweep_resume_writes_deleted_job_folders_as_they_were(
     assert {name: files_of(folder / name) for name in wanted} == wanted
 
 
+@pytest.mark.slow(seconds=2)
 def test_sweep_of_older_code_resumes_from_the_configs_in_its_job_folders(
     tmp_path: Path, no_jobs: list[str]
 ) -> None:

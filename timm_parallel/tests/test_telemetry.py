@@ -103,7 +103,7 @@ def test_redirected_stdout_has_one_line_per_epoch_without_control_codes(
     names = [line.split()[0] for line in finished_run.stdout.splitlines()]
     for fact in ("model", "data", "strategy", "batch", "steps", "lr", "folder"):
         assert fact in names[:8], finished_run.stdout
-    assert names[-4:] == ["run", "metrics", "speed", "curves"]
+    assert names[-4:] == ["folder", "metrics", "speed", "curves"]
     assert f"tensorboard --logdir {finished_run.folder}" in finished_run.stdout.splitlines()[-1]
     assert finished_run.stderr == ""
 

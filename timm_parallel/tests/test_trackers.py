@@ -211,6 +211,7 @@ def test_run_continues_without_a_failing_tracker_and_logs_one_warning(
     assert line.startswith("tracker first: ") and "pass1234" not in line and "\n" not in line
 
 
+@pytest.mark.slow(seconds=2)
 def test_run_waits_a_limited_time_for_a_hanging_tracker_and_ends_the_others(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, hanging: None
 ) -> None:

@@ -208,6 +208,7 @@ def test_sweep_tune_is_refused_with_seeds_concurrent_jobs_search_evaluation_or_s
     assert not (tmp_path / "sweep").exists()
 
 
+@pytest.mark.slow(seconds=1)
 def test_speed_tuning_tries_each_setting_once_and_skips_thread_counts_above_the_cores(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -311,6 +311,7 @@ def facts(folder: Path, code: str) -> list[dict[str, Any]]:
     return [json.loads(json.loads(path.read_text())["tags"][0]) for path in paths]
 
 
+@pytest.mark.slow(seconds=2)
 @pytest.mark.parametrize(
     ("accuracy", "code", "word"), [(0.8, 0, BETTER), (0.6, 4, WORSE), (0.7, 3, NO_DIFFERENCE)]
 )
@@ -327,6 +328,7 @@ def test_script_compares_working_tree_with_base(
     assert Path(values["report"]).is_file()
 
 
+@pytest.mark.slow(seconds=3)
 def test_both_versions_run_in_each_block_with_equal_seeds(
     repository: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -342,6 +344,7 @@ def test_both_versions_run_in_each_block_with_equal_seeds(
     assert all(f"seed={job.seed}" in str(facts(Path(values["sweep"]), BASE)) for job in jobs)
 
 
+@pytest.mark.slow(seconds=2)
 def test_each_version_runs_its_own_train_and_library(
     repository: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -360,6 +363,7 @@ def test_each_version_runs_its_own_train_and_library(
         assert all(fact["commit"] != 0 for fact in recorded)
 
 
+@pytest.mark.slow(seconds=2)
 def test_head_can_be_a_commit(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_settings(repository, accuracy=0.8)
     git(repository, "commit", "-qam", "Second")
@@ -369,6 +373,7 @@ def test_head_can_be_a_commit(repository: Path, capsys: pytest.CaptureFixture[st
     assert values["head"] == f"main ({git(repository, 'rev-parse', 'HEAD')[:10]})"
 
 
+@pytest.mark.slow(seconds=2)
 def test_copies_hold_what_git_would_see(
     repository: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -398,6 +403,7 @@ def test_copies_hold_what_git_would_see(
         assert not (copies / name / ".git").exists()
 
 
+@pytest.mark.slow(seconds=2)
 def test_changed_requirements_are_a_note(
     repository: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -414,6 +420,7 @@ def bytes_of(folder: Path) -> dict[str, str]:
     }
 
 
+@pytest.mark.slow(seconds=2)
 def test_working_tree_and_git_stay_as_they_are(
     repository: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -425,6 +432,7 @@ def test_working_tree_and_git_stay_as_they_are(
     assert bytes_of(repository) == before
 
 
+@pytest.mark.slow(seconds=7)
 def test_ledger_counts_verdicts_on_one_base(
     repository: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -468,6 +476,7 @@ def test_refused_verdict_leaves_nothing(
     assert not (repository / "outputs/verdicts.json").exists()
 
 
+@pytest.mark.slow(seconds=3)
 def test_metric_with_other_code_is_refused(
     repository: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -518,6 +527,7 @@ main(["base=main", "sweep.repeats=3"])
 """
 
 
+@pytest.mark.slow(seconds=4)
 def test_killed_verdict_continues_without_repeating_finished_jobs(
     repository: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -551,6 +561,7 @@ def finished(repository: Path) -> dict[Path, int]:
     return {path: path.stat().st_mtime_ns for path in paths}
 
 
+@pytest.mark.slow(seconds=3)
 def test_sweep_resume_of_train_continues_verdict(
     repository: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -563,6 +574,7 @@ def test_sweep_resume_of_train_continues_verdict(
     assert (first / "result.json").is_file()
 
 
+@pytest.mark.slow(seconds=3)
 def test_unfinished_run_continues_from_its_checkpoint(
     repository: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

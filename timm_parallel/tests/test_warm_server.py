@@ -108,7 +108,7 @@ def test_job_forked_by_warm_server_has_results_and_environment_of_a_new_process(
     assert read_result(first).parameters_hash != result.parameters_hash
     environment = json.loads((second / "environment.json").read_text())
     assert environment["command"].endswith(f"launch/job.py {second.resolve()}")
-    assert "run folder" in (second / "logs" / "console.log").read_text()
+    assert "folder       " in (second / "logs" / "console.log").read_text()
 
 
 @pytest.mark.slow(seconds=8)
@@ -197,6 +197,7 @@ def test_sweep_resumes_its_jobs_as_new_processes_when_the_warm_server_is_killed(
     assert read_result(folder / "0").parameters_hash == read_result(alone).parameters_hash
 
 
+@pytest.mark.slow(seconds=1)
 def test_forked_job_ends_without_result_when_signaled_before_its_server_is_ready(
     tmp_path: Path, server: WarmServer
 ) -> None:
@@ -292,6 +293,7 @@ def test_warm_server_refuses_to_fork_when_its_process_has_initialized_the_cuda_d
         _check_is_forkable()
 
 
+@pytest.mark.slow(seconds=1)
 def test_rank_is_forked_before_its_launcher_initializes_the_cuda_driver(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -316,6 +318,7 @@ def test_rank_is_forked_before_its_launcher_initializes_the_cuda_driver(
     assert json.loads((folder / "environment.json").read_text())["devices"] == []
 
 
+@pytest.mark.slow(seconds=1)
 def test_failure_of_a_forked_rank_reaches_its_launcher_when_the_rank_cannot_write_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -202,6 +202,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(place)], check=True)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])

@@ -71,6 +71,7 @@ def train(ranks: Ranks, store: Any, root: str, folder: str, overrides: tuple[str
     run.run.close()
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.processes
 def test_on_error_skip_counts_unreadable_images_equally_under_single_dp_and_ddp(

@@ -109,6 +109,7 @@ def test_signal_to_train_py_stops_all_processes_within_15_seconds(
     assert train.left_after(5) == []
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_sigint_to_the_process_group_stops_a_ddp_run(train: Train) -> None:
     running = train.start(*TWO, *ENDLESS, "data.workers=1")

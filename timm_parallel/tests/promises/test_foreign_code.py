@@ -241,11 +241,7 @@ def test_class_path_in_config_is_refused_when_it_is_not_a_model_or_dataset() -> 
     from src.models.build import build_model
 
     images = build_dataset(DataConfig(name="synthetic"))
-    for name in (
-        "src.data.datasets.Digits",
-        "src.schema.Config",
-        "timm_parallel.data.build.check_data",
-    ):
+    for name in ("src.data.datasets.Digits", "src.schema.Config", "src.tasks.problems"):
         with pytest.raises(ValueError, match="expected a class that extends"):
             build_model(ModelConfig(name=name), 10, images.in_chans, None, torch.device("cpu"))
     for name in (

@@ -18,7 +18,7 @@ import torch
 from src.data.transforms import OnImage
 from src.train import run as lifecycle
 from timm_parallel.data.dataset import InMemory
-from timm_parallel.data.loader import BatchFetcher, TrainLoader
+from timm_parallel.data.loader import BatchFetcher
 from timm_parallel.data.prefetch import DevicePrefetcher
 from timm_parallel.data.samplers import TrainSampler
 from timm_parallel.machine.process import exit_at_once, exit_process
@@ -26,7 +26,7 @@ from timm_parallel.machine.ranks import Ranks
 from timm_parallel.record.recorder import Recorder
 from timm_parallel.task import Targets
 from timm_parallel.testing.commands import ROOT
-from timm_parallel.testing.configs import plain, read_lines, resolved
+from timm_parallel.testing.configs import plain, read_lines, resolved, train_loader_of
 from timm_parallel.testing.ranks import warm_processes
 
 # A failed rank: a process group that reports BACKEND, and a destructor that waits for BLOCKS
@@ -129,7 +129,7 @@ def _kill_worker_and_exit(temporary: Path) -> None:
     )
     sampler = TrainSampler(64, 4, rank=0, world_size=1, seed=0)
     prefetcher = DevicePrefetcher(torch.device("cpu"), **plain(3), channels_last=False)
-    loader = TrainLoader(
+    loader = train_loader_of(
         BatchFetcher(split, Targets(), OnImage(torch.clone), seed=0, substitutes=64),
         sampler,
         prefetcher,
@@ -165,7 +165,9 @@ def test_error_names_the_killed_loader_worker_when_its_connection_breaks_first(
     )
     prefetcher = DevicePrefetcher(torch.device("cpu"), **plain(3), channels_last=False)
     fetcher = BatchFetcher(split, Targets(), OnImage(torch.clone), seed=0, substitutes=64)
-    loader = TrainLoader(fetcher, TrainSampler(64, 4, rank=0, world_size=1, seed=0), prefetcher, 1)
+    loader = train_loader_of(
+        fetcher, TrainSampler(64, 4, rank=0, world_size=1, seed=0), prefetcher, 1
+    )
     others = set(psutil.Process().children())
     batches = loader.epoch(0)
     next(batches)

@@ -71,9 +71,10 @@ def train(
     except NotFiniteError as error:
         message = str(error)
         training.strategy.close()
-    return {"message": message, "step": training.progress.step}
+    return {"message": message, "step": training.parts.progress.step}
 
 
+@pytest.mark.slow(seconds=1)
 @pytest.mark.processes
 @pytest.mark.parametrize(("strategy", "world_size"), [("single", 1), ("ddp", 2), ("fsdp", 2)])
 def test_non_finite_loss_stops_all_ranks_and_error_names_step_rank_and_images(
@@ -193,7 +194,7 @@ def overflow_at(ranks: Ranks, store: Any, folder: str, step: int) -> str:
     weight = next(training.state.model.parameters())
 
     def overflow(*_: Any) -> None:
-        if training.progress.step + 1 == step:
+        if training.parts.progress.step + 1 == step:
             weight.data.fill_(math.inf)
 
     training.state.optimizer.register_step_post_hook(overflow)

@@ -65,7 +65,7 @@ class StopsAt(nn.Module):
         self.__dict__["trained"] = training  # not a submodule
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
-        if self.training and self.trained.progress.step + 1 == self.step:
+        if self.training and self.trained.parts.progress.step + 1 == self.step:
             self.trained.strategy.group.stop.request(signal.SIGTERM)
         return self.head(features)  # type: ignore[no-any-return]
 
@@ -107,7 +107,7 @@ def train(
         training.train()
         assert stop_at is None, "the run did not stop"
     except Stopped:
-        assert training.progress.step in (stop_at, (stop_at or 0) + 1)
+        assert training.parts.progress.step in (stop_at, (stop_at or 0) + 1)
         training.strategy.close()
     finally:
         training.run.close()
@@ -170,6 +170,7 @@ def slow(*row: Any) -> Any:
     return pytest.param(*row, marks=pytest.mark.slow(seconds=3))
 
 
+@pytest.mark.slow(seconds=3)
 @pytest.mark.sample(6)
 @pytest.mark.parametrize(
     ("world_size", "workers", "stop_at"),
@@ -190,6 +191,7 @@ def test_resumed_run_has_weights_and_curves_of_an_uninterrupted_run(
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("world_size", "stop_at"), [slow(2, 3), slow(2, EPOCH)])
 @pytest.mark.sample(2)
 def test_resumed_fsdp_run_has_weights_and_curves_of_an_uninterrupted_run(
@@ -198,6 +200,7 @@ def test_resumed_fsdp_run_has_weights_and_curves_of_an_uninterrupted_run(
     assert_resume_changes_nothing(undisturbed, tmp_path, world_size, RANDOM, stop_at, "fsdp")
 
 
+@pytest.mark.nightly
 @pytest.mark.slow(seconds=8)
 @pytest.mark.parametrize("stop_at", [EPOCH, 3])
 @pytest.mark.sample(2)
@@ -291,6 +294,7 @@ def test_resume_under_another_strategy_reads_each_sample_once_and_keeps_losses(
                 assert np.isclose(one[key], other[key], rtol=0, atol=1e-5), (one["step"], key)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_resume_command_printed_by_a_stopped_run_continues_training_bit_for_bit(
     train: Train,
@@ -384,6 +388,7 @@ def test_resume_reports_throughput_of_the_few_remaining_steps_of_a_long_run(tmp_
     assert throughput["steps_timed"] == 6 and throughput["images_per_sec"] > 0
 
 
+@pytest.mark.slow(seconds=2)
 def test_resume_from_the_final_checkpoint_writes_the_train_metrics_of_the_run(
     undisturbed: Any, tmp_path: Path
 ) -> None:

@@ -125,6 +125,7 @@ def save_by_command(folder: Path, *words: str) -> ResolvedConfig:
     return config
 
 
+@pytest.mark.slow(seconds=2)
 def test_environment_reference_stays_unresolved_in_saved_yaml_and_resolves_on_load(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -183,6 +184,7 @@ def test_value_is_masked_when_its_key_looks_like_a_secret() -> None:
     assert hide_in(tree) == hidden
 
 
+@pytest.mark.slow(seconds=1)
 def test_optuna_study_name_holds_a_reference_instead_of_a_secret_value(tmp_path: Path) -> None:
     config = Config(search=SearchConfig(study_name=f"my {SECRET}", direction="maximize"))
     assert open_study(tmp_path, config, is_new=True).study_name == f"my {REFERENCE}"
@@ -350,6 +352,7 @@ def test_saved_config_with_secret_references_loads_with_the_resolved_secrets(
     assert resolve(again.config) == config
 
 
+@pytest.mark.slow(seconds=3)
 def test_sweep_and_search_save_secrets_as_references(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -367,6 +370,7 @@ def test_sweep_and_search_save_secrets_as_references(
     assert files_with_secret(tmp_path) == []
 
 
+@pytest.mark.slow(seconds=1)
 @pytest.mark.processes
 def test_cfg_job_with_resolve_prints_secrets_as_references() -> None:
     command = [

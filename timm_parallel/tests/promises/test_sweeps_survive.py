@@ -96,6 +96,7 @@ def test_sweep_job_with_done_result_does_not_run_again_when_killed_sweep_is_resu
     )
 
 
+@pytest.mark.slow(seconds=2)
 @pytest.mark.processes
 def test_sweep_job_status_is_done_when_sigint_arrives_after_its_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -163,6 +164,7 @@ def test_reason_of_a_sweep_job_that_was_killed_names_the_signal(
     assert all(number.name in job.reason and part in job.reason for job in jobs)
 
 
+@pytest.mark.slow(seconds=1)
 @pytest.mark.parametrize(("is_lost", "status"), [(True, "done"), (False, "failed")])
 def test_done_job_stays_done_when_it_is_killed_with_its_fork_server(
     tmp_path: Path, is_lost: bool, status: str
@@ -298,6 +300,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slurm.shutil, "which", lambda program: f"/usr/bin/{program}")
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_resumed_sweep_keeps_its_folders_when_slurm_rejects_the_submission(
     tmp_path: Path, cluster: None, monkeypatch: pytest.MonkeyPatch
@@ -318,6 +321,7 @@ def test_resumed_sweep_keeps_its_folders_when_slurm_rejects_the_submission(
     assert not new.exists()
 
 
+@pytest.mark.slow(seconds=2)
 def test_slurm_array_task_is_listed_as_failed_when_it_exits_without_a_result(
     tmp_path: Path, cluster: None
 ) -> None:
@@ -336,6 +340,7 @@ def test_slurm_array_task_is_listed_as_failed_when_it_exits_without_a_result(
     )
 
 
+@pytest.mark.slow(seconds=2)
 def test_sweep_resume_is_refused_while_its_slurm_array_is_in_the_queue(
     tmp_path: Path, cluster: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -349,6 +354,7 @@ def test_sweep_resume_is_refused_while_its_slurm_array_is_in_the_queue(
         main(f"sweep.resume={folder}")
 
 
+@pytest.mark.slow(seconds=2)
 def test_cluster_wait_waits_for_every_slurm_array_task_and_returns_1_when_one_failed(
     tmp_path: Path, cluster: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

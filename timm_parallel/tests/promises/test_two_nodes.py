@@ -408,6 +408,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, ...]:
     return alone(tmp_path_factory.mktemp("undisturbed") / "run", *LONG)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "faults",
     [("cut off",), pytest.param(("cut off", "dead", "stopped"), marks=pytest.mark.nightly)],
