@@ -58,7 +58,6 @@ if TYPE_CHECKING:
     from timm_parallel.patches import posterize_to_black as posterize_to_black
     from timm_parallel.record.confusion import draw_confusion as draw_confusion
     from timm_parallel.runtime.epoch_steps import EpochSteps as EpochSteps
-    from timm_parallel.runtime.evaluation import Evaluation as Evaluation
     from timm_parallel.runtime.evaluation import evaluate as evaluate
     from timm_parallel.runtime.predictions import write_predictions as write_predictions
     from timm_parallel.runtime.replica_checks import check_same_data as check_same_data
@@ -66,6 +65,7 @@ if TYPE_CHECKING:
     from timm_parallel.runtime.saved_run import SavedRun as SavedRun
     from timm_parallel.state.parts import RunParts as RunParts
     from timm_parallel.state.parts import TrainState as TrainState
+    from timm_parallel.task import Evaluation as Evaluation
     from timm_parallel.task import Loss as Loss
     from timm_parallel.task import Task as Task
     from timm_parallel.trackers.tracker import Tracker as Tracker
@@ -133,7 +133,7 @@ _GROUPS = {
         "RunParts": "state.parts",
         "TrainState": "state.parts",
         "EpochSteps": "runtime.epoch_steps",
-        "Evaluation": "runtime.evaluation",
+        "Evaluation": "task",
         "evaluate": "runtime.evaluation",
         "SavedRun": "runtime.saved_run",
         "Tracker": "trackers.tracker",

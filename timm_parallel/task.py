@@ -19,9 +19,8 @@ from timm_parallel.metric import Metric
 from timm_parallel.project import current
 
 if TYPE_CHECKING:
+    import pandas as pd
     from torch import Tensor, nn
-
-    from timm_parallel.runtime.evaluation import Evaluation
 
 C = TypeVar("C", bound=ResolvedConfig)
 Criterion = Callable[["Tensor", "Tensor"], "Tensor"]
@@ -40,6 +39,36 @@ class Loss:
     of_samples: Callable[[Tensor, Tensor], Tensor]
     # Those of OPTIONS that the loss reads.
     reads: tuple[str, ...] = ()
+
+
+@dataclass
+class Evaluation:
+    """Metrics of a model on a whole split of the data, over all ranks."""
+
+    samples: int
+    numbers: dict[str, float | None]  # values by metric name
+    sums: dict[Any, Tensor]  # on the CPU, by the metric function that computed them
+    # With keep_rows: indices [N], scores [N, …] and targets of all readable images, in the order of
+    # the dataset.
+    rows: tuple[Tensor, Tensor, Tensor] | None = None
+
+    def with_averaged(self, averaged: Evaluation | None) -> dict[str, float | None]:
+        """Return these metrics by name, and those of `averaged` (the EMA weights, if any) with the
+        suffix `_ema`.
+        """
+        other = {} if averaged is None else averaged.numbers
+        return self.numbers | {f"{name}_ema": value for name, value in other.items()}
+
+    def table(self, split: Any, task: Task[Any]) -> pd.DataFrame:
+        """Return a table with a row per image, after an evaluation with keep_rows: path (or index),
+        and the columns of the task.
+        """
+        import pandas as pd
+
+        assert self.rows is not None
+        files = getattr(split, "files", None)
+        paths = [str(files[index][0]) if files else index for index in self.rows[0].tolist()]
+        return pd.DataFrame({"path": paths, **task.table(self)})
 
 
 class Targets:

@@ -47,6 +47,7 @@ def test_import_levels_and_strategy_methods_stay_within_their_limits(name: str) 
 
 def test_source_code_has_no_import_cycle_between_files_or_packages() -> None:
     assert find_cycle() == []
+    assert find_cycle(for_types=True) == []
 
 
 def test_user_code_imports_only_public_names_of_the_library() -> None:

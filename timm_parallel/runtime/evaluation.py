@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import pandas as pd
 import torch
 from torch import Tensor, nn
 
@@ -18,35 +17,7 @@ from timm_parallel.faults.liveness import COUNTING, EVALUATING, liveness
 from timm_parallel.metric import Metric
 from timm_parallel.parallel.group import ProcessGroup
 from timm_parallel.parallel.lockstep import Lockstep
-from timm_parallel.task import Task
-
-
-@dataclass
-class Evaluation:
-    """Metrics of a model on a whole split of the data, over all ranks."""
-
-    samples: int
-    numbers: dict[str, float | None]  # values by metric name
-    sums: dict[Any, Tensor]  # on the CPU, by the metric function that computed them
-    # With keep_rows: indices [N], scores [N, …] and targets of all readable images, in the order of
-    # the dataset.
-    rows: tuple[Tensor, Tensor, Tensor] | None = None
-
-    def with_averaged(self, averaged: Evaluation | None) -> dict[str, float | None]:
-        """Return these metrics by name, and those of `averaged` (the EMA weights, if any) with the
-        suffix `_ema`.
-        """
-        other = {} if averaged is None else averaged.numbers
-        return self.numbers | {f"{name}_ema": value for name, value in other.items()}
-
-    def table(self, split: Any, task: Task[Any]) -> pd.DataFrame:
-        """Return a table with a row per image, after an evaluation with keep_rows: path (or index),
-        and the columns of the task.
-        """
-        assert self.rows is not None
-        files = getattr(split, "files", None)
-        paths = [str(files[index][0]) if files else index for index in self.rows[0].tolist()]
-        return pd.DataFrame({"path": paths, **task.table(self)})
+from timm_parallel.task import Evaluation, Task
 
 
 @dataclass(frozen=True)

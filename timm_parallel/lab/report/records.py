@@ -5,16 +5,14 @@ from __future__ import annotations
 import dataclasses
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from timm_parallel.lab.analysis.groups import Group, MeasuredPoint
 from timm_parallel.lab.analysis.questions import values, varied
 from timm_parallel.lab.analysis.runs import MEASURES, RunRecord
 from timm_parallel.lab.analysis.settings import SettingGroup
 from timm_parallel.lab.analysis.statistics import Contrast, Summary
-
-if TYPE_CHECKING:
-    from timm_parallel.lab.report.report import Report
+from timm_parallel.lab.report.contents import Report
 
 FORMAT = 4  # of report.json, see docs/dev/report_method.md
 _OF_A_RUN = (

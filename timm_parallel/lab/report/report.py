@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import quote
 
@@ -20,16 +20,17 @@ from timm_parallel.lab.analysis.questions import with_contrasts
 from timm_parallel.lab.analysis.runs import RunRecord
 from timm_parallel.lab.analysis.settings import SettingGroup, setting_groups
 from timm_parallel.lab.analysis.statistics import SMALLEST_DIFFERENCE
-from timm_parallel.lab.analysis.verdict import Verdict, judge
-from timm_parallel.lab.analysis.wording import join_short, percent
+from timm_parallel.lab.analysis.verdict import judge
+from timm_parallel.lab.analysis.wording import percent
 from timm_parallel.lab.report import plots, tables
 from timm_parallel.lab.report.claims import evaluate_claims
 from timm_parallel.lab.report.collect import collect, read_record
-from timm_parallel.lab.report.evidence import ClaimResult, Evidence
+from timm_parallel.lab.report.contents import Report
+from timm_parallel.lab.report.evidence import Evidence
 from timm_parallel.lab.report.records import plain, relative, row
 from timm_parallel.machine.files import write_json, write_text
 from timm_parallel.project import root
-from timm_parallel.record.jobs import UNFINISHED, Jobs, read_jobs
+from timm_parallel.record.jobs import read_jobs
 
 # Bounds on report.html, which stays below 2 MB; report.csv and report.json always hold everything.
 MOST_GROUPS_PLOTTED = 10
@@ -38,70 +39,6 @@ MOST_GROUPS_SHOWN = 30
 PLOTS = "report_plots"  # folder next to the report
 
 Drawn = dict[Group | SettingGroup, list[plots.Plot]]
-
-
-@dataclass(frozen=True)
-class Report:
-    sweeps: list[Jobs]
-    runs: list[RunRecord]
-    counts: str  # e.g. `7 of 9 jobs done, 1 skipped, 1 running`
-    smallest_difference: float
-    recommendations: list[Recommendation]  # one per group
-    groups: list[Group]
-    settings: list[SettingGroup]  # empty on a page about speed
-    claims: dict[str, list[ClaimResult]]  # by hardware
-    verdict: Verdict | None = None  # on a change of the code
-
-    @property
-    def title(self) -> str:
-        if not self.settings:
-            return "Comparison of strategies and device counts"
-        keys = list(dict.fromkeys(key for group in self.settings for key in group.keys))
-        return f"Sweep over {', '.join(keys)}" if keys else "Repeats of one configuration"
-
-    @property
-    def notes(self) -> list[str]:
-        """Return sentences about the jobs that a reader must know before relying on the page."""
-        notes = []
-        for sweep in self.sweeps:
-            left = sum(job.status in UNFINISHED for job in sweep.jobs)
-            if left:
-                state = "runs" if sweep.status == "running" else "was stopped"
-                notes.append(
-                    f"The sweep {state}: {left} of {len(sweep.jobs)} jobs have not ended, so this "
-                    "may change."
-                )
-        edited = [run.name for run in self.runs if run.is_edited]
-        if edited:
-            notes.append(
-                "Not compared, because jobs.json has another seed than config.yaml: "
-                f"{join_short(edited)}."
-            )
-        for sweep in self.sweeps:
-            folder = sweep.folder.resolve()
-            code = dict.fromkeys(
-                run.commit
-                for run in self.runs
-                if run.commit and folder in run.folder.resolve().parents
-            )
-            if len(code) > 1:
-                notes.append(
-                    f"The code changed during the sweep: {join_short(code)}. Runs of unlike code "
-                    "are not compared."
-                )
-        return notes
-
-    @property
-    def table(self) -> tables.Table | None:
-        """Table of the first group of configurations; None without groups."""
-        groups = self.settings or self.groups
-        return tables.results_table(groups[0]) if groups else None
-
-    @property
-    def answer(self) -> tables.Table | None:
-        """Table of a verdict, with a row per measure; None on any other page."""
-        texts = ("measure", "verdict")
-        return tables.Table(self.verdict.rows, text_columns=texts) if self.verdict else None
 
 
 def compare(runs: list[RunRecord], folders: Sequence[Path]) -> Report:

@@ -1,0 +1,81 @@
+"""The contents of a report."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from timm_parallel.lab.analysis.groups import Group
+from timm_parallel.lab.analysis.headline import Recommendation
+from timm_parallel.lab.analysis.runs import RunRecord
+from timm_parallel.lab.analysis.settings import SettingGroup
+from timm_parallel.lab.analysis.verdict import Verdict
+from timm_parallel.lab.analysis.wording import join_short
+from timm_parallel.lab.report import tables
+from timm_parallel.lab.report.evidence import ClaimResult
+from timm_parallel.record.jobs import UNFINISHED, Jobs
+
+
+@dataclass(frozen=True)
+class Report:
+    """What report.html and the other files say, before it is rendered."""
+
+    sweeps: list[Jobs]
+    runs: list[RunRecord]
+    counts: str  # e.g. `7 of 9 jobs done, 1 skipped, 1 running`
+    smallest_difference: float
+    recommendations: list[Recommendation]  # one per group
+    groups: list[Group]
+    settings: list[SettingGroup]  # empty on a page about speed
+    claims: dict[str, list[ClaimResult]]  # by hardware
+    verdict: Verdict | None = None  # on a change of the code
+
+    @property
+    def title(self) -> str:
+        if not self.settings:
+            return "Comparison of strategies and device counts"
+        keys = list(dict.fromkeys(key for group in self.settings for key in group.keys))
+        return f"Sweep over {', '.join(keys)}" if keys else "Repeats of one configuration"
+
+    @property
+    def notes(self) -> list[str]:
+        """Return sentences about the jobs that a reader must know before relying on the page."""
+        notes = []
+        for sweep in self.sweeps:
+            left = sum(job.status in UNFINISHED for job in sweep.jobs)
+            if left:
+                state = "runs" if sweep.status == "running" else "was stopped"
+                notes.append(
+                    f"The sweep {state}: {left} of {len(sweep.jobs)} jobs have not ended, so this "
+                    "may change."
+                )
+        edited = [run.name for run in self.runs if run.is_edited]
+        if edited:
+            notes.append(
+                "Not compared, because jobs.json has another seed than config.yaml: "
+                f"{join_short(edited)}."
+            )
+        for sweep in self.sweeps:
+            folder = sweep.folder.resolve()
+            code = dict.fromkeys(
+                run.commit
+                for run in self.runs
+                if run.commit and folder in run.folder.resolve().parents
+            )
+            if len(code) > 1:
+                notes.append(
+                    f"The code changed during the sweep: {join_short(code)}. Runs of unlike code "
+                    "are not compared."
+                )
+        return notes
+
+    @property
+    def table(self) -> tables.Table | None:
+        """Table of the first group of configurations; None without groups."""
+        groups = self.settings or self.groups
+        return tables.results_table(groups[0]) if groups else None
+
+    @property
+    def answer(self) -> tables.Table | None:
+        """Table of a verdict, with a row per measure; None on any other page."""
+        texts = ("measure", "verdict")
+        return tables.Table(self.verdict.rows, text_columns=texts) if self.verdict else None
