@@ -131,7 +131,7 @@ def with_sigmoids(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
-def test_bce_evaluation_uses_only_sigmoids_of_dataset_classes(
+def test_bce_evaluation_ignores_outputs_beyond_the_classes_of_the_dataset(
     with_sigmoids: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trained = load_trained(with_sigmoids, None, None, torch.device("cpu"))

@@ -39,8 +39,8 @@ class App(Project[C, R]):
         return list(leaves(self.config()))
 
     def batches_per_epoch(self, config: R, images: int) -> int:
-        """Return the global batches of an epoch of so many images. Raises ValueError if they are
-        too few for an optimizer step.
+        """Return the number of global batches in an epoch of `images` images. Raises ValueError if
+        there are too few images for an optimizer step.
         """
         return batches_per_epoch(images, config.global_batch, config.train.accumulate)
 

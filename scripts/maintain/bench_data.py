@@ -51,7 +51,7 @@ def make(folder: Path, count: int = 480) -> None:
                 path.with_stem(f"{index}_{link}").hardlink_to(path)
 
 
-# Yields the sizes of its batches.
+# This sampler yields the size of each batch instead of its indices.
 Epoch = Callable[[], Iterator[int]]
 
 

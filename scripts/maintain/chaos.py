@@ -161,7 +161,7 @@ class Chaos:
         how = self.draw.choice(["cut off", "overwritten", "removed"])
         data = bytearray(newest.read_bytes())
         if how == "cut off":
-            # last.pt is a hard link, so step_N.pt is cut off too.
+            # last.pt is a hard link to step_N.pt, so truncating it truncates both.
             newest.write_bytes(data[: self.draw.randrange(len(data))])
         elif how == "overwritten":
             where = self.draw.randrange(len(data) - 64)

@@ -129,8 +129,8 @@ class CropAndFlip:
         # Not an attribute: a torch.Generator does not reach loader workers that are spawned.
         generator, count = torch.Generator(), len(seeds)
         corners, draws = torch.zeros(count, 2, dtype=torch.int64), torch.ones(count, 2)
-        # torchvision draws no number for a step that is left out, and draws for horizontal flips
-        # first.
+        # torchvision draws no random number for a transform that is off. It draws the one of the
+        # horizontal flip first.
         used = [column for column in (1, 0) if self.chances[column]]
         shares = torch.empty(count, len(used))
         for seed, corner, share in zip(seeds, corners.unbind(), shares.unbind(), strict=True):

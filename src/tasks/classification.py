@@ -23,10 +23,10 @@ BINS = 15  # of confidence, for the calibration error
 
 
 def cross_entropy(config: ResolvedConfig, class_weight: Tensor | None = None) -> Criterion:
-    """Build softmax cross entropy, with `train.smoothing`.
+    """Build softmax cross entropy with label smoothing (`train.smoothing`).
 
-    With weights, the loss is a mean over images, not over weights as in torch, so that the mean
-    over ranks equals the loss of the whole batch.
+    With class weights, the weighted sum is divided by the number of images. torch divides it by the
+    sum of the weights, so a mean over ranks would not be the loss of the whole batch.
     """
     from timm.loss import create_classification_loss
     from torch import nn

@@ -67,7 +67,7 @@ def mean_absolute_error(sums: Tensor, samples: int) -> float:
 
 
 def root_mean_squared_error(sums: Tensor, samples: int) -> float:
-    """Return the root of the mean squared error over images and numbers."""
+    """Return the root mean squared error over all images and all numbers of an image."""
     return float(sums[1].mean() / samples) ** 0.5
 
 

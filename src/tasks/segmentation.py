@@ -190,7 +190,7 @@ class Segmentation(Task[ResolvedConfig]):
             )
         if mode == "slide" and data.image_size is None:
             raise ValueError(
-                "data.image_size=null: expected the size of a window of "
+                "data.image_size=null: expected the size of the windows of "
                 "train.task_kwargs.evaluation=slide; set it"
             )
         if stride is not None and (mode != "slide" or stride > min(self.window)):
@@ -370,7 +370,9 @@ class Segmentation(Task[ResolvedConfig]):
 
 
 def padded(images: Tensor, sides: tuple[int, int]) -> Tensor:
-    """Pad images on the right and at the bottom, up to these sides, with the mean of the data."""
+    """Pad images on the right and at the bottom to this height and width, with the mean of the
+    data.
+    """
     from torch.nn import functional
 
     down, right = (max(0, side - had) for side, had in zip(sides, images.shape[2:], strict=True))

@@ -86,7 +86,7 @@ def test_make_gpu_check_continues_after_a_check_fails_or_times_out() -> None:
     }
 
 
-def test_make_gpu_check_of_one_gpu_has_time_for_every_part() -> None:
+def test_time_limit_of_gpu_check_covers_all_parts_on_one_gpu() -> None:
     parts = gpu_check.chosen(1, is_full=False)
     assert parts and sum(part.seconds for part in parts) <= SECONDS
 

@@ -112,8 +112,8 @@ def _sizes(config: Config) -> Iterator[str]:
         )
     if gpus and parallel.accelerator != "cpu" and devices != cluster.nodes * gpus:
         yield (
-            f"parallel.devices={devices}: the nodes have {cluster.nodes} x {gpus} GPUs; leave "
-            "it at auto"
+            f"parallel.devices={devices}: expected {cluster.nodes * gpus}, the GPUs of all nodes; "
+            "leave it at auto"
         )
     threads, cpus = parallel.threads_per_device, cluster.cpus
     if threads != "auto" and cpus is not None and int(threads) * devices // cluster.nodes > cpus:

@@ -161,7 +161,7 @@ def _strategy(config: Config) -> Iterator[str]:
     known = ("auto", *current().strategies)
     if name not in known and not (is_own_class(name, "parallel") and own_class_exists(name)):
         yield (
-            f"parallel.strategy={name}: no such strategy{hint(name, known)}, or give "
+            f"parallel.strategy={name}: no such strategy{hint(name, known)}; your own is "
             f"{package()}.parallel.<module>.<Class>"
         )
 

@@ -58,9 +58,10 @@ def check_batch(config: ResolvedConfig) -> None:
 
 
 def training_size(data: DataConfig, enough: int | None = None) -> int | None:
-    """Count the training images without reading them; None for timm's datasets and your own.
+    """Count the training images without reading them. Returns None for timm's datasets and for
+    classes of a project.
 
-    `enough`: a number at which counting may end.
+    `enough`: counting may stop at this number.
     """
     dataset_class = built_in(data.name)
     size = None if dataset_class is None else dataset_class.size(data, enough)

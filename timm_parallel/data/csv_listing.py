@@ -104,7 +104,9 @@ class CsvDataset(ImageDataset):
 
     @classmethod
     def groups(cls, config: DataConfig, target: str) -> dict[str, str]:
-        """Return the group of each file that has one: path -> value of the column group."""
+        """Map the path of each file to its group, the value of the column `group`. Files without a
+        group are left out.
+        """
         columns = _columns(config, target)
         rows = read_rows(csv_file(config), target == "labels", columns)
         return {str(row.file): row.group for row in rows if row.group}
@@ -253,11 +255,10 @@ def _list(
     classes: list[str] | None,
     several: bool,
 ) -> tuple[list[str], Listing]:
-    """Return the class names, and each split's files with labels. `classes`: the class names of
-    trained weights.
+    """Return the class names and, for each split, its files with labels.
 
-    A label is a class number; with `several` a number per class, 1 if the image has that label,
-    else 0.
+    `classes`: the class names of trained weights. A label is the number of a class. With `several`,
+    it is a list with a number per class: 1 if the image has that class, else 0.
     """
     names = classes or sorted(
         {label for of_split in divided.values() for row in of_split for label in row.labels}

@@ -90,8 +90,8 @@ class DevicePrefetcher:
         return normalized.copy_(images).sub_(self.mean).mul_(self.inverse_std)
 
     def _empty_like(self, images: Tensor) -> Tensor:
-        """Return an uninitialized float32 tensor of the same shape, in the memory format of the
-        model.
+        """Return an uninitialized float32 tensor with the shape of `images`, in the memory format
+        of the model.
         """
         count, channels, height, width = images.shape
         shape = (

@@ -125,7 +125,10 @@ def _read_index(tars: list[Path], webdataset: bool) -> list[Member]:
             ) from None
     if not members:
         missing = "images with a .cls of the same name" if webdataset else "images"
-        raise ValueError(f"{tars[0]}: no {missing} in it ({', '.join(IMAGE_SUFFIXES)})")
+        raise ValueError(
+            f"{tars[0]}: the tar file has no {missing}; expected files with one of "
+            f"{', '.join(IMAGE_SUFFIXES)}"
+        )
     return members
 
 

@@ -202,8 +202,8 @@ def summarize(
 def find_problems(
     images: list[CheckedImage], group_of: Mapping[str, str]
 ) -> dict[str, list[list[CheckedImage]]]:
-    """Return, for each kind of problem, unreadable images, groups of identical images, or images of
-    a group.
+    """Return what was found for each kind of problem: unreadable images, groups of identical
+    images, or the images of a group that is in two splits.
     """
     equal: dict[str, list[CheckedImage]] = defaultdict(list)
     for image in images:

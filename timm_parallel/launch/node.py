@@ -41,8 +41,8 @@ REPORT_SECONDS = 6.0
 # Installed before the ranks start, because USR1 would otherwise end this process without a record.
 @signal_handlers(stop_handler)
 def main(folder: Path, origin: Path) -> int:
-    """Run the ranks of this node with `origin`/config.yaml in `folder`. Return train.py's exit
-    code, or NODE_LOST.
+    """Run the ranks of this node in the run folder `folder`, with the config of
+    `origin`/config.yaml. Return the exit code of train.py, or NODE_LOST.
     """
     try:
         address = find_address()
@@ -115,7 +115,8 @@ def find_address() -> NodeAddress:
         return address_of_pod(int(os.environ["JOB_COMPLETION_INDEX"]))
     if "SLURM_STEP_NODELIST" not in os.environ:
         raise ValueError(
-            "SLURM_STEP_NODELIST: not set; start this command with srun or in a pod of job.yaml"
+            "SLURM_STEP_NODELIST: not set; start this command with srun, or on Kubernetes by "
+            "job.yaml"
         )
     count = int(os.environ["SLURM_STEP_NUM_NODES"])
     return address_of_step(int(os.environ["SLURM_NODEID"]), count) if count > 1 else NodeAddress()

@@ -133,7 +133,8 @@ def receive_config(store: Store, index: int) -> tuple[ResolvedConfig, Path] | st
             write_text(path, text)
     except OSError as error:
         raise ValueError(
-            f"{folder}: cannot be created for the logs on {host_name()} ({error.strerror})"
+            f"{folder}: cannot be created on {host_name()} for its logs ({error.strerror}); "
+            "choose a folder that each node can write"
         ) from None
     return load_config(folder), folder
 

@@ -172,7 +172,7 @@ def exit_at_once(code: int) -> NoReturn:
     util = sys.modules.get("multiprocessing.util")
     # A process that multiprocessing has started shares the folder of its parent.
     if util is not None and sys.modules["multiprocessing"].parent_process() is None:
-        # A full disk takes no folder, if there is none yet.
+        # On a full disk the folder cannot be created.
         with suppress(OSError):
             shutil.rmtree(util.get_temp_dir(), ignore_errors=True)
     os._exit(code)

@@ -156,7 +156,7 @@ def _ranks_of_srun(environment: Mapping[str, str]) -> Ranks | None:
         name = wrong[0] if wrong else "SLURM_STEP_TASKS_PER_NODE"
         raise ValueError(
             f"{name}: missing or invalid; start with srun --ntasks=N python train.py …, or "
-            "cluster=slurm"
+            "submit with cluster=slurm"
         )
     rank, local_rank, node, world_size, nodes = (int(environment[name]) for name in names)
     return Ranks(rank, world_size, local_rank, counts[node], 0, node, nodes)

@@ -47,8 +47,8 @@ class DataParallelStrategy(Strategy):
         return [torch.device("cpu")] * self.config.devices
 
     def wrap(self, step: Any) -> nn.Module:
-        """Replicate the model and compute the loss on gathered outputs. `loss_in_replica`:
-        replicate the whole step.
+        """Replicate the model, gather its outputs and compute the loss on them. With
+        `loss_in_replica`, replicate the whole step instead, so that each replica computes its loss.
         """
         if self.config.loss_in_replica:
             return StepInReplicas(self._spread(step, self.output_device), len(self.devices))

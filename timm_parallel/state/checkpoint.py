@@ -200,10 +200,9 @@ def read_checkpoint(folder: Path, which: str | None) -> tuple[Path, dict[str, An
 
 
 def _on_cpu(contents: dict[str, Any]) -> dict[str, Any]:
-    """Copy tensors of a device to CPU memory: a file with CUDA tensors cannot be loaded without a
-    GPU, as its reader would expect.
-
-    Tensors that share memory (tied weights) are copied once, and tensors in CPU memory not at all.
+    """Copy tensors that are on a device to CPU memory, because a file with CUDA tensors cannot be
+    loaded on a machine without a GPU. Tensors that share memory (tied weights) are copied once.
+    Tensors in CPU memory stay as they are.
     """
     copies: dict[tuple[Any, ...], Tensor] = {}
 

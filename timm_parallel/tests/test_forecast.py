@@ -89,7 +89,7 @@ def test_forecast_interval_from_noisy_measurements_contains_true_speed() -> None
     assert held >= 2
 
 
-def test_forecast_has_no_error_estimate_with_two_device_counts_and_is_refused_with_one() -> None:
+def test_forecast_omits_its_error_for_two_device_counts_and_is_refused_for_one() -> None:
     answer = forecast(strong(1, 2))
     assert answer.error is None
     assert answer.residual < 0.01

@@ -66,7 +66,7 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return root
 
 
-def test_saved_code_diff_applied_to_its_commit_restores_the_tracked_code_of_the_run(
+def test_saved_code_diff_restores_the_tracked_code_when_applied_to_its_commit(
     repository: Path, tmp_path: Path
 ) -> None:
     """It has staged and unstaged changes, and the names of untracked files,

@@ -272,7 +272,7 @@ def test_report_claims_that_need_gpus_are_not_measurable_on_cpu(tmp_path: Path) 
     assert results[2] == SUPPORTED
 
 
-def test_claim_on_idle_devices_is_not_measurable_when_ddp_runs_have_no_step_times(
+def test_claim_about_idle_devices_cannot_be_measured_when_ddp_runs_have_no_step_times(
     tmp_path: Path,
 ) -> None:
     sweep = Sweep(tmp_path / "s")

@@ -194,7 +194,7 @@ def test_report_shows_but_does_not_compare_speed_of_a_run_with_concurrent_jobs(
     assert "2 other jobs" in html
 
 
-def test_report_recommendation_asks_to_run_strategy_single_when_no_run_of_it_is_comparable(
+def test_report_recommends_to_run_single_when_no_run_of_single_is_comparable(
     tmp_path: Path,
 ) -> None:
     for name, changes in (("none", None), ("concurrent", {"neighbours": 1})):

@@ -393,7 +393,7 @@ def test_report_compares_with_another_setting_and_says_so_when_all_baseline_runs
     )
 
 
-def test_report_keeps_the_swept_key_when_all_other_settings_diverged(tmp_path: Path) -> None:
+def test_report_names_the_swept_key_when_all_settings_but_one_diverged(tmp_path: Path) -> None:
     sweep = sweep_over_rates(tmp_path / "s")
     lose(sweep, "not_finite", *(job for job in range(12) if job % 3))
     html, _, plain = read(sweep.write())

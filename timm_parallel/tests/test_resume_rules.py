@@ -307,7 +307,7 @@ def test_resume_auto_without_overrides_keeps_the_config_of_the_newest_unfinished
 
 
 @pytest.mark.slow(seconds=5)
-def test_resume_auto_takes_the_newest_unfinished_run_of_all_tasks_or_of_the_given_task(
+def test_resume_auto_continues_the_newest_unfinished_run_of_any_task_or_of_the_task_that_is_given(
     main: Main,
 ) -> None:
     digits = main.start("2026-01-01/09-00-00")
@@ -354,7 +354,7 @@ def test_resume_auto_is_refused_and_suggests_an_unfinished_run_of_another_task(m
 
 
 @pytest.mark.parametrize("group", ["debug=fast", "experiment=digits_vit", "optim=sgd"])
-def test_resume_auto_is_refused_when_no_run_has_the_given_config_group_option(
+def test_resume_auto_is_refused_when_no_run_used_the_requested_option(
     main: Main, group: str
 ) -> None:
     main.start("2026-01-01/09-00-00")

@@ -363,7 +363,7 @@ def test_balanced_sampler_divides_the_same_draws_among_2_or_4_ranks(world_size: 
     assert torch.stack(shards, 1).flatten().tolist() == drawn
 
 
-def test_data_balance_is_refused_when_images_have_no_single_class() -> None:
+def test_data_balance_is_refused_when_an_image_does_not_have_exactly_one_class() -> None:
     with pytest.raises(ValueError, match=r"data\.balance=1"):
         class_balance(None, 1)
 

@@ -119,8 +119,8 @@ def _recommend_simple(group: Group) -> Recommendation:
     """Recommend the fastest configuration of a group, or a simpler one that is not relevantly
     slower.
     """
-    # Points are sorted by strategy. The sort, which is stable, puts fewer devices first and keeps
-    # single, dp, ddp.
+    # The points are already in the order single, dp, ddp. Sorting by devices is stable, so this
+    # order stays among points of equal devices.
     simplest_first = sorted(group.members, key=lambda point: (point.nodes, point.devices))
     chosen = choose(
         group.rows(SPEED), [point.label for point in simplest_first], group.smallest_difference

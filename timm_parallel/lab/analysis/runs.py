@@ -98,8 +98,8 @@ class RunRecord:
         torch = f"torch {has('libraries.torch') or '—'}"
         if self.accelerator != "cuda":
             return f"{'Apple GPU' if self.accelerator == 'mps' else 'CPU'}: {processor}; {torch}"
-        # Names without a count: CUDA_VISIBLE_DEVICES may hide some of the machine's devices from a
-        # run.
+        # The names of the devices but not their number, because CUDA_VISIBLE_DEVICES may hide some
+        # devices from a run.
         names = sorted({str(device.get("name") or "") for device in has("devices") or ()})
         versions = [
             f"{name} {has(name.lower())}" for name in ("CUDA", "driver") if has(name.lower())
@@ -188,8 +188,8 @@ class RunRecord:
 
     @property
     def rank_shares(self) -> dict[str, float]:
-        """Time of each rank for data and computing in a step, divided by the ranks' median; empty
-        if not recorded.
+        """Return, for each rank, its time for data and for computing in a step, each divided by the
+        median over the ranks; empty if no times were recorded.
         """
         times = {}
         for entry in self.entries(dict, "ranks"):

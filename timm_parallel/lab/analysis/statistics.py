@@ -397,10 +397,8 @@ def _blocks_needed(e: Estimate, level: float, smallest: float) -> int | None:
 def mean_interval(
     values: Iterable[float], scale: Scale, rounding: float = 0.0
 ) -> tuple[float, float] | None:
-    """Return the 95 % confidence interval (Student's t on `scale`) of the mean of values; None for
-    fewer than two.
-
-    It reaches at least `rounding` to both sides.
+    """Return the 95 % confidence interval of the mean of `values`, by Student's t on `scale`; None
+    for fewer than two values. The interval extends at least `rounding` below and above the mean.
     """
     shifts = np.array([scale.to(value) for value in values])
     if len(shifts) < 2:
@@ -417,8 +415,8 @@ def mean_interval(
 
 @dataclass(frozen=True)
 class Summary:
-    """Median, smallest and largest value, and number of repeated measurements. Serves display;
-    verdicts do not use it.
+    """Median, minimum, maximum and count of repeated measurements. They are only displayed;
+    verdicts do not use them.
     """
 
     median: float

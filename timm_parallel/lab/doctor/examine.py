@@ -36,8 +36,8 @@ def outputs() -> Path:
 
 
 def probe(module: str) -> dict[str, Any]:
-    """Run a Python module in a separate process. Return the JSON that it prints; {"error": its last
-    line} if it fails.
+    """Run a Python module in a separate process and return the JSON that it prints. If it fails,
+    return {"error": <last line of its output>}.
     """
     error, output = _run([sys.executable, *SAFE_PATH, "-m", module])
     return {"error": error} if error else dict(json.loads(output.splitlines()[-1]))
@@ -196,8 +196,8 @@ def strategies_to_try(facts: MachineReport) -> dict[str, int]:
 
 
 def advice(facts: MachineReport) -> str:
-    """Return the train.py command that suits this machine: on all its GPUs if that strategy ran,
-    else on one device.
+    """Return the train.py command to start with: on all GPUs if a strategy for several devices ran
+    here, else on one device.
     """
     parallel = ParallelConfig()
     parallel.choose_strategy(several=facts.visible > 1)

@@ -100,7 +100,7 @@ def continue_verdict(folder: Path, command: Command) -> tuple[int, Values]:
     assert record is not None
     for job in jobs.jobs:
         sync_from_result(job, folder / job.folder)
-        # A run that diverged or ran out of memory has answered.
+        # A run that diverged or ran out of memory counts as finished: its result is known.
         if job.status in (*UNFINISHED, "failed") or not (folder / job.folder).is_dir():
             job.reset()
     jobs.status = "running"
