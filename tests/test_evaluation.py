@@ -372,6 +372,7 @@ def last_weights(folder: Path) -> dict[str, torch.Tensor]:
     return weights
 
 
+@pytest.mark.nightly
 @pytest.mark.slow(seconds=3)
 @pytest.mark.processes
 @pytest.mark.parametrize("parallel", ["dp", "ddp", pytest.param("fsdp", marks=pytest.mark.nightly)])

@@ -98,6 +98,7 @@ def allocated(forward: Any) -> int:
     )  # allocated minus freed
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize("devices", [2, 1])
@@ -281,6 +282,7 @@ def test_plan_warns_about_small_batchnorm_batches_unscaled_lr_and_dropped_images
     assert any("dropped" in warning for warning in plan_for("data.batch_size=100").warnings)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.processes
 def test_plan_py_json_output_has_one_entry_per_device_count() -> None:

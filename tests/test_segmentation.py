@@ -146,7 +146,10 @@ def measured(ranks: Ranks, store: Any, mode: str) -> dict[str, Any]:
 
 @pytest.mark.slow(seconds=5)
 @pytest.mark.processes
-@pytest.mark.parametrize("mode", ["resize", "whole", "slide"])
+@pytest.mark.parametrize(
+    "mode",
+    ["resize", *(pytest.param(mode, marks=pytest.mark.nightly) for mode in ("whole", "slide"))],
+)
 def test_segmentation_metrics_equal_scikit_learns_on_1_2_and_3_ranks(mode: str) -> None:
     alone = measured(Ranks(), None, mode)
     labels, found = [], []
@@ -378,6 +381,7 @@ OF_ROADS = (
 )
 
 
+@pytest.mark.nightly
 @pytest.mark.slow(seconds=4)
 @pytest.mark.processes
 @pytest.mark.parametrize("parallel", ["dp", "ddp", pytest.param("fsdp", marks=pytest.mark.nightly)])
@@ -411,6 +415,7 @@ def test_segmentation_resumes_in_mid_epoch_with_equal_bits(tmp_path: Path) -> No
     assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
 
 
+@pytest.mark.nightly
 @pytest.mark.slow(seconds=5)
 def test_predicted_masks_of_whole_images_have_the_iou_of_evaluate(
     roads: Path, tmp_path: Path

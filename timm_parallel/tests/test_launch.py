@@ -124,6 +124,7 @@ def test_concurrent_runs_with_same_folder_name_get_separate_folders(
         check_equal(run, by_torchrun)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow(seconds=9)
 def test_run_leaves_no_files_in_the_temporary_folder(
     by_torchrun: Finished, train_shared: Train

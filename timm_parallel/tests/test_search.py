@@ -207,6 +207,7 @@ def test_resumed_search_trial_is_not_pruned_before_its_next_evaluation(tmp_path:
     assert trial.reported == {1: 0.4}
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.processes
 def test_search_records_a_failed_trial_and_does_not_run_it_again_when_resumed(

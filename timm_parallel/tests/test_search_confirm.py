@@ -125,6 +125,7 @@ def test_search_confirm_keeps_finished_jobs_and_adds_seeds_when_resumed_with_mor
     assert len({job.folder for job in after.jobs}) == 6
 
 
+@pytest.mark.nightly
 @pytest.mark.slow(seconds=4)
 def test_search_confirm_starts_again_when_it_was_killed_while_writing_its_configs(
     tmp_path: Path, confirmations: list[Confirmation]
@@ -141,6 +142,7 @@ def test_search_confirm_starts_again_when_it_was_killed_while_writing_its_config
     assert len({job.folder for job in jobs}) == len(jobs) == 4
 
 
+@pytest.mark.nightly
 @pytest.mark.slow(seconds=2)
 def test_stopped_search_confirm_prints_a_resume_command_with_the_search_folder(
     tmp_path: Path, confirmations: list[Confirmation], capsys: pytest.CaptureFixture[str]

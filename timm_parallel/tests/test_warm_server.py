@@ -208,6 +208,7 @@ def test_forked_job_ends_without_result_when_signaled_before_its_server_is_ready
     assert not (folder / "result.json").exists()
 
 
+@pytest.mark.nightly
 @pytest.mark.slow(seconds=8)
 def test_forked_job_is_stopped_by_a_signal_that_follows_its_start_immediately(
     tmp_path: Path, shared_server: WarmServer

@@ -218,6 +218,7 @@ def _drift(ranks: Ranks, store: torch.distributed.Store, where: str, folder: str
     return "not noticed"
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("where", ["start", "end"])
 @pytest.mark.slow(seconds=3)
 def test_ddp_ranks_raise_when_their_parameters_differ_at_start_or_end_of_training(

@@ -58,6 +58,7 @@ def left(backend: str, code: int, blocks: float) -> tuple[int, list[str]]:
     return done.returncode, done.stdout.split("\n")[:-1]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.processes
 def test_exit_process_skips_destructors_when_a_rank_failed_or_was_stopped() -> None:

@@ -176,6 +176,7 @@ sys.exit(start_as_ranks(ResolvedParallel(strategy="ddp", devices=2), sys.argv[1]
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.slow(seconds=6)
 @pytest.mark.processes
 def test_start_as_ranks_listens_on_loopback_and_returns_the_exit_code_of_a_failed_rank(

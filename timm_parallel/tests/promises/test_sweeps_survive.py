@@ -148,6 +148,7 @@ def test_sweep_exits_1_with_status_interrupted_when_a_job_was_interrupted(
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("number", "part"), [(signal.SIGKILL, "lack of memory"), (signal.SIGSEGV, "SIGSEGV")]
@@ -216,6 +217,7 @@ def page(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.processes
 def test_search_keeps_job_statuses_and_study_db_when_writing_its_report_page_fails(
@@ -268,6 +270,7 @@ def test_resumed_search_stops_at_a_reduced_n_trials(tmp_path: Path, page: None) 
     assert statuses(folder) == ["done"] * 4
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_resumed_search_is_refused_when_no_trial_can_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -471,6 +471,7 @@ def _run_own_loop(folder: Path, step_for: float) -> None:
     exit_process(run_rank(loop, resolved(f"parallel.timeout={LIMIT}"), folder, Ranks(), None))
 
 
+@pytest.mark.nightly
 @pytest.mark.processes
 @pytest.mark.slow(seconds=4)
 def test_watchdog_ends_a_custom_training_loop_only_when_its_optimizer_stops_stepping(
