@@ -49,6 +49,7 @@ def test_ranks_of_torchrun_train_the_project(tmp_path: Path) -> None:
     assert result_of(tmp_path / "run")["world_size"] == 2
 
 
+@pytest.mark.nightly
 @pytest.mark.slow(seconds=8)
 def test_sweep_over_strategies_and_devices_trains_equally_on_one_and_two_ranks(
     tmp_path: Path,

@@ -180,7 +180,7 @@ def cut_off(root: Path) -> None:
         (
             "tar",
             lambda root: write_tar(root / "train.tar", {"readme.txt": b"hello"}),
-            "no images in it",
+            "has no images",
         ),
         ("wds", lambda root: write_tar(root / "train.tar", folders(2)), "has no label"),
         (

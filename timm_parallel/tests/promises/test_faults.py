@@ -180,7 +180,7 @@ def check(run: FaultyRun, strategy: str, devices: int, is_named: bool = True) ->
     assert [path.name for path in run.folder.rglob("*.tmp")] == []
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(16)
 @pytest.mark.slow
 @pytest.mark.parametrize(("form", "strategy", "devices", "name"), COMMANDS)
 def test_crash_or_stall_of_a_rank_ends_the_run_promptly_and_error_names_the_rank(
@@ -197,7 +197,7 @@ def test_crash_or_stall_of_a_rank_ends_the_run_promptly_and_error_names_the_rank
     [pytest.param(*row, marks=() if row in QUICK else pytest.mark.slow) for row in WARM],
 )
 @pytest.mark.slow(seconds=7)
-@pytest.mark.sample(12)
+@pytest.mark.sample(24)
 def test_error_names_rank_phase_and_step_of_a_crash_or_stall_inside_a_rank(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
