@@ -124,23 +124,19 @@ def own_class_problems(key: str, name: str) -> Iterator[str]:
 
 def _names(config: Config) -> Iterator[str]:
     """Yield an error message for each name that neither the project nor timm knows."""
-    model, data, optim, train, app = (
-        config.model,
-        config.data,
-        config.optim,
-        config.train,
-        current(),
-    )
-    yield from timm_rules.weights_problems(model.kwargs)
+    yield from timm_rules.weights_problems(config.model.kwargs)
     chosen = {
-        "model.name": (model.name, timm_rules.model_problems),
-        "optim.opt": (optim.opt, timm_rules.optimizer_problems),
+        "model.name": (config.model.name, timm_rules.model_problems),
+        "optim.opt": (config.optim.opt, timm_rules.optimizer_problems),
     }
-    if app.datasets:
-        chosen["data.name"] = data.name, partial(timm_rules.dataset_problems, own=app.datasets)
-    if app.tasks:
-        chosen["train.task"] = train.task, _task
-        chosen["train.loss"] = train.loss, lambda name: iter(())
+    datasets = current().datasets
+    if datasets:
+        problems_of_data = partial(timm_rules.dataset_problems, own=datasets)
+        chosen["data.name"] = config.data.name, problems_of_data
+    if current().tasks:
+        chosen["train.task"] = config.train.task, _task
+        # A loss by name is checked with its task.
+        chosen["train.loss"] = config.train.loss, lambda name: iter(())
     for key, (name, problems) in chosen.items():
         # The metrics of a task are known by its folder.
         is_own = is_own_class(name, "tasks" if key == "train.task" else "")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from timm_parallel.public_names import loader_of
 
 if TYPE_CHECKING:
     from timm_parallel.lab.curves import compare_curves as compare_curves
@@ -44,16 +45,8 @@ _GROUPS = {
         "examine": "lab.doctor.examine",
     },
 }
-_MODULES = {name: module for group in _GROUPS.values() for name, module in group.items()}
-__all__ = sorted(_MODULES)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__} has no attribute {name}")
-    value = getattr(import_module(f"timm_parallel.{_MODULES[name]}"), name)
-    globals()[name] = value
-    return value
+__all__ = sorted(name for group in _GROUPS.values() for name in group)
+__getattr__ = loader_of(__name__, _GROUPS)
 
 
 def __dir__() -> list[str]:

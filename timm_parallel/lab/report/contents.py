@@ -17,7 +17,7 @@ from timm_parallel.record.jobs import UNFINISHED, Jobs
 
 @dataclass(frozen=True)
 class Report:
-    """What report.html and the other files say, before it is rendered."""
+    """Contents of report.html and of the files next to it, before they are rendered."""
 
     sweeps: list[Jobs]
     runs: list[RunRecord]
