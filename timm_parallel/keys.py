@@ -304,7 +304,7 @@ class DataConfig:
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """What, besides the seed and the batch, decides the order of training images."""
+        """Settings that decide the order of training images, besides the seed and the batch."""
         return {}
 
 

@@ -21,6 +21,7 @@ from typing import Any, NoReturn, TypeVar
 
 import psutil
 
+from timm_parallel.class_source import package
 from timm_parallel.machine.lock import remove_lock_files
 
 T = TypeVar("T")
@@ -102,7 +103,10 @@ def import_class(
     """
     imported = import_name((named or {}).get(name, name))
     if not (isinstance(imported, type) and issubclass(imported, base)):
-        raise ValueError(f"{key}={name}: expected a class that extends {base.__name__}")
+        raise ValueError(
+            f"{key}={name}: expected a class that extends {base.__name__}; give "
+            f"{package()}.<module>.<Class>"
+        )
     return imported
 
 
