@@ -21,10 +21,9 @@ from src.commands.plan import plan
 from src.commands.predict import PredictionRequest, predict
 from src.data.transforms import Preprocessing, evaluation_transform, train_transform
 from src.schema import AugmentConfig
-from timm_parallel.lab.sweep.points import expand
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.record.result import read_result
-from timm_parallel.testing.configs import TINY, parse, tiny
+from timm_parallel.testing.configs import TINY
 from timm_parallel.testing.ranks import run_warm
 
 SIZES = ((50, 80), (80, 50), (31, 200))
@@ -150,11 +149,3 @@ def test_plan_counts_the_pixels_of_both_sides() -> None:
     )
     assert of_square is not None and of_wide is not None
     assert of_wide / of_square == pytest.approx(2, rel=1e-3)
-
-
-def test_sweep_has_sizes_of_two_sides_next_to_squares() -> None:
-    words = tiny(
-        "parallel=single", "parallel.accelerator=cpu", "data.image_size=[16,24],[24,16],32"
-    )
-    _, points = expand(parse("-m", *words))
-    assert [point.config.data.image_size for point in points] == [[16, 24], [24, 16], 32]

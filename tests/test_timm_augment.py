@@ -4,7 +4,6 @@ timm.
 
 from __future__ import annotations
 
-import random
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,8 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from timm.data import IMAGENET_DEFAULT_MEAN, Mixup
-from timm.data.random_erasing import RandomErasing
+from timm.data import IMAGENET_DEFAULT_MEAN
 from timm.data.transforms_factory import transforms_imagenet_train
 from timm.loss import BinaryCrossEntropy
 from timm.models import model_parameters
@@ -35,7 +33,7 @@ from timm_parallel.data.dataset import InMemory
 from timm_parallel.data.erasing import Erasing
 from timm_parallel.data.mixing import Mixing
 from timm_parallel.data.samplers import seed_draws
-from timm_parallel.data.seeds import seed_for, seeds_for
+from timm_parallel.data.seeds import seeds_for
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.parallel.build import build_strategy
 from timm_parallel.testing.configs import resolved, task_of
@@ -168,41 +166,6 @@ def test_train_crop_mode_rrc_uses_the_default_scale_range_of_timm() -> None:
     assert repr(plain).replace("[0.08, 1.0]", "(0.08, 1)") == repr(named)
 
 
-@pytest.mark.parametrize("mode", ["const", "rand", "pixel"])
-@pytest.mark.parametrize("count", [1, 3])
-def test_random_erasing_matches_timm_for_the_seed_of_each_image(mode: str, count: int) -> None:
-    step = Erasing(0.6, mode, count)
-
-    def erase(batch: Tensor, seeds: list[int]) -> Tensor:
-        return step(batch, *step.draw(seeds, batch.shape))
-
-    theirs = RandomErasing(0.6, mode=mode, max_count=count, device="cpu")
-    images = torch.linspace(5, 6, 64 * 3 * 32 * 32).view(64, 3, 32, 32)
-    seeds = [seed_for(0, 0, index, 1) for index in range(64)]
-    before = random.getstate(), torch.get_rng_state()
-    found = erase(images.clone(), seeds)
-    assert random.getstate() == before[0] and torch.equal(torch.get_rng_state(), before[1])
-    for seed, image, erased in zip(seeds, images, found, strict=True):
-        random.seed(seed)
-        torch.manual_seed(seed)
-        assert torch.equal(erased, theirs(image.clone()))
-    changed = (found != images).any(1)
-    share = changed.flatten(1).any(1).float().mean().item()
-    assert 0.4 < share < 0.8
-    values = found[:, 0][changed]
-    if mode == "const":
-        assert (values == 0).all()
-    if mode == "pixel":
-        assert abs(values.mean()) < 0.1 and abs(values.std() - 1) < 0.1
-    if mode == "rand" and count == 1:
-        assert all(
-            len(image[:, hit].unique(dim=1).T) <= 1
-            for image, hit in zip(found, changed, strict=True)
-        )
-    order = list(reversed(range(64)))
-    assert torch.equal(erase(images.flip(0), [seeds[index] for index in order]), found.flip(0))
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_batch_steps_on_a_gpu_do_not_synchronize_and_equal_those_on_a_cpu() -> None:
@@ -304,38 +267,6 @@ def test_batch_step_leaves_other_augmentation_and_other_sizes_to_the_transform(
     assert batch_step(AugmentConfig(**(options | changed)), split, (16, 16)) is None
 
 
-@given(
-    shape=st.tuples(st.integers(1, 5), st.integers(1, 4), st.integers(2, 20), st.integers(2, 20)),
-    mode=st.sampled_from(("const", "rand", "pixel")),
-    chance=st.sampled_from((0.3, 1.0)),
-    count=st.integers(1, 4),
-    memory_format=st.sampled_from((torch.contiguous_format, torch.channels_last)),
-    base=st.integers(0, 2**40),
-)
-@settings(deadline=None)
-def test_batched_erasing_equals_that_of_timm_for_each_image_bit_for_bit(
-    shape: tuple[int, ...],
-    mode: str,
-    chance: float,
-    count: int,
-    memory_format: torch.memory_format,
-    base: int,
-) -> None:
-    """Boxes of one image overlap, and the later one covers the earlier one."""
-    step = Erasing(chance, mode, count)
-    theirs = RandomErasing(chance, mode=mode, max_count=count, device="cpu")
-    images = torch.full(shape, 5.0).contiguous(memory_format=memory_format)
-    seeds = seeds_for(0, 0, np.arange(base, base + shape[0]), 1)
-    assert seeds == [seed_for(0, 0, index, 1) for index in range(base, base + shape[0])]
-    draws = step.draw(seeds, images.shape)
-    assert len(draws[0].unique()) == len(draws[0]), "a GPU may write twice to a pixel in any order"
-    found = step(images.clone(), *draws)
-    for seed, image, erased in zip(seeds, images, found, strict=True):
-        random.seed(seed)
-        torch.manual_seed(seed)
-        assert torch.equal(erased, theirs(image.clone()))
-
-
 class Operations(TorchDispatchMode):
     """Counts operations, each of which is at least one kernel on a GPU."""
 
@@ -403,50 +334,6 @@ def test_adaptive_clipping_equals_that_of_timm_to_rounding(
     adaptive_clip_grad(theirs, factor)
     for own, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(own.grad, other.grad, rtol=1e-6, atol=0)
-
-
-MIXUPS: dict[str, dict[str, Any]] = {
-    "mixup": {"mixup": 0.8},
-    "cutmix_minmax": {"cutmix_minmax": [0.2, 0.8]},
-    "mixup_and_cutmix_minmax": {"mixup": 0.3, "cutmix_minmax": [0.3, 0.7]},
-    "prob": {"mixup": 0.8, "mixup_prob": 0.4},
-    "switch_prob": {"mixup": 0.8, "cutmix": 1.0, "mixup_switch_prob": 0.9},
-    "pair": {"mixup": 0.8, "cutmix": 1.0, "mixup_mode": "pair", "mixup_prob": 0.7},
-    "elem": {"mixup": 0.8, "cutmix": 1.0, "mixup_mode": "elem", "mixup_prob": 0.7},
-    "elem_minmax": {"cutmix_minmax": [0.2, 0.8], "mixup_mode": "elem", "mixup_prob": 0.7},
-}
-
-
-@pytest.mark.parametrize("name", MIXUPS)
-def test_mixup_and_cutmix_match_timm_for_equal_random_seeds(name: str) -> None:
-    augment = AugmentConfig(**MIXUPS[name])
-    arguments: dict[str, Any] = {
-        "mixup_alpha": augment.mixup,
-        "cutmix_alpha": augment.cutmix,
-        "cutmix_minmax": augment.cutmix_minmax,
-        "prob": augment.mixup_prob,
-        "switch_prob": augment.mixup_switch_prob,
-        "mode": augment.mixup_mode,
-        "label_smoothing": 0.1,
-        "num_classes": 5,
-    }
-    theirs, mixing = Mixup(**arguments), Mixing(3, 1, **arguments)
-    for batch in range(12):
-        images, labels = torch.randn(8, 3, 16, 20), torch.randint(0, 5, (8,))
-        np.random.seed(seed_for(3, batch, 1) & 0xFFFFFFFF)
-        expected = theirs(images.clone(), labels)
-        found = mixing(images.clone(), labels, epoch=0)
-        assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
-
-
-def test_mixup_stops_at_mixup_off_epoch_and_label_smoothing_continues() -> None:
-    mixing = Mixing(3, 0, off_epoch=2, mixup_alpha=0.8, num_classes=5)
-    images, labels = torch.randn(8, 3, 4, 4), torch.arange(8) % 5
-    for epoch, is_mixed in ((0, True), (1, True), (2, False), (3, False)):
-        found, targets = mixing(images.clone(), labels, epoch)
-        assert torch.equal(found, images) != is_mixed
-        assert targets.shape == (8, 5) and targets.sum(1).allclose(torch.ones(8))
-        assert is_mixed or targets.max(1).values.allclose(torch.tensor(0.92))
 
 
 @pytest.mark.parametrize("mode", ["norm", "value", "agc"])

@@ -19,7 +19,7 @@ from timm_parallel.config.compose import Command, compose_command
 from timm_parallel.config.suggest import explain
 from timm_parallel.lab.sweep.composer import Composer
 from timm_parallel.lab.sweep.points import expand, make_point
-from timm_parallel.testing.configs import conf, parse
+from timm_parallel.testing.configs import conf, parse, tiny
 
 # Overrides that select files, then overrides that set values; each line has alternatives, of which
 # one or none is used.
@@ -221,3 +221,11 @@ def test_sweep_composer_runs_full_hydra_composition_once_per_choice_of_config_gr
     _, points = expand(parse("-m", *words))
     assert len(points) == 8
     assert full == [["model=tiny", "parallel=single"], ["model=vit_tiny", "parallel=single"]]
+
+
+def test_sweep_has_sizes_of_two_sides_next_to_squares() -> None:
+    words = tiny(
+        "parallel=single", "parallel.accelerator=cpu", "data.image_size=[16,24],[24,16],32"
+    )
+    _, points = expand(parse("-m", *words))
+    assert [point.config.data.image_size for point in points] == [[16, 24], [24, 16], 32]

@@ -131,7 +131,7 @@ def run_of(data: Path, weights: Path, *overrides: str) -> RunParts:
 def test_fine_tuning_adapts_weights_to_different_image_size_or_channels(
     trained: Path, data: Path, words: tuple[str, ...]
 ) -> None:
-    """timm resizes position embeddings and the first convolution; tests/test_weights.py compares
+    """timm resizes position embeddings and the first convolution; test_weights.py compares
     them bit for bit.
     """
     state = run_of(data, best(trained), *words).state.model.state_dict()
