@@ -37,7 +37,8 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
 
-@pytest.hookimpl(optionalhook=True)
+# First: xdist, which pytest loads after this plugin, has a hook of its own.
+@pytest.hookimpl(optionalhook=True, tryfirst=True)
 def pytest_xdist_auto_num_workers() -> int | None:
     """Return cores + 1 for `-n logical`, because tests also wait for watchdogs and for processes to
     end.
