@@ -5,6 +5,7 @@ resume.
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -36,6 +37,12 @@ SMALL = (
     "parallel=single",
     "parallel.threads_per_device=1",
 )
+
+
+@pytest.fixture(autouse=True)
+def without_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Print no progress on a slow machine, because these tests expect a single line."""
+    monkeypatch.setattr("timm_parallel.lab.sweep.board.SILENT_SECONDS", math.inf)
 
 
 # --- command lines
