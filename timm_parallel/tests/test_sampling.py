@@ -63,7 +63,8 @@ def test_train_sampler_gives_each_rank_the_same_images_as_torch_distributed_samp
     drawn: tuple[int, int, int, int, int],
 ) -> None:
     """DistributedSampler adds seed and epoch, so two seeds would share orders of images. The
-    test gives it the hash of seed and epoch that TrainSampler uses.
+    test therefore passes to DistributedSampler the seed that TrainSampler computes from seed
+    and epoch.
     """
     num_samples, batch, world, seed, epoch = drawn
     # DistributedSampler drops images per rank. Use a number of samples that fills all global
