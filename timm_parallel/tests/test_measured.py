@@ -105,7 +105,7 @@ def test_result_json_has_the_data_time_and_compute_time_of_every_rank(
     assert result["hosts"] == [result["ranks"][0]["host"]]
 
 
-def test_ddp_result_has_initial_parameter_hash_chunk_sizes_and_equality_of_final_hashes(
+def test_ddp_result_json_records_the_parameter_hash_and_that_all_ranks_have_equal_parameters(
     two_ranks: tuple[dict[str, Any], Path],
 ) -> None:
     result, _ = two_ranks
@@ -244,7 +244,9 @@ def of_strategy(ranks: Ranks, store: Any, *overrides: str) -> Any:
 
 
 @pytest.mark.parametrize("strategy", ["dp", "fsdp"])
-def test_communication_of_dp_and_fsdp_is_none_on_two_devices_and_zero_on_one(strategy: str) -> None:
+def test_communication_time_of_dp_and_fsdp_is_unknown_on_two_devices_and_zero_on_one_device(
+    strategy: str,
+) -> None:
     for devices, expected in ((1, ((0.0, 0.0), 0)), (2, (None, None))):
         ranks = devices if strategy == "fsdp" else 1
         assert (

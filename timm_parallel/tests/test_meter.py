@@ -79,7 +79,7 @@ def train(
             clock.now += logging
 
 
-def test_throughput_is_all_images_after_the_warm_up_divided_by_all_seconds_after_it(
+def test_throughput_after_the_warm_up_is_all_images_divided_by_all_seconds(
     clock: Time,
 ) -> None:
     """Each burst has nine steps of 0.01 s and one step of 1 s. Throughput from the median step
@@ -153,7 +153,9 @@ def test_recent_throughput_covers_the_steps_between_the_last_two_logged_steps(cl
     assert meter.recent() == pytest.approx(50)
 
 
-def test_gpu_step_time_quantiles_weight_a_timed_interval_by_the_steps_in_it(clock: Time) -> None:
+def test_gpu_step_time_quantiles_weight_each_timed_interval_by_its_number_of_steps(
+    clock: Time,
+) -> None:
     """An epoch of 37 steps has timed intervals of 10, 10, 10, 1 and 6 steps. The interval of one
     step comes from a checkpoint that is saved after step 31.
     """
@@ -184,7 +186,7 @@ def test_end_of_the_first_gpu_step_is_recorded_before_any_step_is_logged(clock: 
     )
 
 
-def test_gpu_measurement_starts_after_10_steps_when_steps_are_logged_less_often(
+def test_gpu_throughput_measurement_starts_after_10_steps_even_when_steps_are_logged_rarely(
     clock: Time,
 ) -> None:
     started_at: list[float] = []

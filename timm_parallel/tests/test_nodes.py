@@ -187,7 +187,7 @@ def test_error_of_a_multi_node_run_names_the_host_without_cuda_devices() -> None
         fit_to_nodes(config, asked, facts((1, 4, 1), (1, 4, 0)))
 
 
-def test_rendezvous_restricts_itself_to_the_loopback_interface_only_at_address_127_0_0_1() -> None:
+def test_rendezvous_at_127_0_0_1_listens_only_on_the_loopback_interface() -> None:
     """The address 127.0.0.1 is used for nodes that are simulated on one machine. A host name or
     an empty name may resolve to this address, but must not restrict the rendezvous.
     """

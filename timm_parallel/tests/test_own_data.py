@@ -353,7 +353,7 @@ folder_names = st.text("ab1 ._-", min_size=1, max_size=3).filter(
 
 
 @given(st.lists(folder_names, min_size=1, max_size=4), st.sampled_from(["", "../", "../../"]))
-def test_path_normalization_does_not_change_the_split_of_a_normal_csv_path(
+def test_normalizing_csv_paths_does_not_change_the_split_of_a_path_that_is_already_normal(
     parts: list[str], above: str
 ) -> None:
     """The split of an image is computed from its path relative to the CSV file. Earlier versions

@@ -85,7 +85,9 @@ def test_device_scheduler_never_shares_a_gpu_or_starves_a_large_job() -> None:
         play(needs, [draw.uniform(1, 9) for _ in needs], EIGHT, draw.choice((None, None, 1, 3)))
 
 
-def test_device_scheduler_reserves_free_gpus_for_a_large_job_that_waits_before_small_jobs() -> None:
+def test_device_scheduler_reserves_free_gpus_for_a_waiting_large_job_before_later_small_jobs() -> (
+    None
+):
     scheduler = DeviceScheduler(EIGHT)
     for job in range(6):
         assert scheduler.start_next([(job, cuda(1))])

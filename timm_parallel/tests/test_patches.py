@@ -34,7 +34,7 @@ def repository_of(folder: str) -> ConfigRepository:
     return ConfigRepository(search)
 
 
-def test_config_store_that_hydra_copies_is_shared_after_the_patch(
+def test_patch_makes_hydra_share_the_config_store_instead_of_copying_the_store(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     store, copied = ConfigStore.instance(), []
@@ -66,7 +66,7 @@ def test_patched_hydra_repository_checks_a_config_file_before_parsing_the_file(
     assert checked == [tmp_path / "broken.yaml"]
 
 
-def test_patched_timm_model_keeps_the_function_that_converts_weights_files() -> None:
+def test_model_created_with_the_timm_patch_keeps_the_filter_function_for_weight_files() -> None:
     load = _builder.load_pretrained
     model = create_model_with_filter("test_vit", {"num_classes": 3})
     assert callable(model.checkpoint_filter)

@@ -227,7 +227,7 @@ def test_record_file_keeps_its_old_content_when_a_write_fails(
     assert path.read_text() != before
 
 
-def test_train_names_the_file_in_one_line_when_the_disk_is_full_before_the_run_starts(
+def test_train_py_names_the_file_in_one_line_when_the_disk_is_full_before_the_run_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fsync(descriptor: int) -> None:

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("without_plots")
 NUMBERS = [1, 2, 3, 4, 5, 6, 7, 8, 11, 16]
 
 
-def test_report_lists_every_claim_about_dp_and_ddp_once_in_the_order_of_their_numbers(
+def test_report_lists_every_claim_about_dp_and_ddp_once_in_the_order_of_the_claim_numbers(
     tmp_path: Path,
 ) -> None:
     claims = read(full_sweep(tmp_path / "s").write())[2]["claims"]

@@ -404,7 +404,7 @@ def test_report_uses_and_notes_another_baseline_when_all_runs_of_the_baseline_fa
     )
 
 
-def test_report_names_the_swept_key_and_the_remaining_setting_when_all_others_diverged(
+def test_report_names_the_swept_key_and_the_remaining_setting_when_all_other_settings_diverged(
     tmp_path: Path,
 ) -> None:
     sweep = sweep_over_rates(tmp_path / "s")

@@ -143,7 +143,7 @@ def test_reproducing_a_run_with_more_gpus_than_this_machine_has_is_refused(
 @pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.nightly
-def test_certificate_names_the_first_different_loss_and_the_images_newer_than_the_run(
+def test_reproduction_names_the_first_different_loss_and_the_images_newer_than_the_run(
     copy: Path,
 ) -> None:
     change_an_image(copy)
@@ -157,7 +157,7 @@ def test_certificate_names_the_first_different_loss_and_the_images_newer_than_th
 @pytest.mark.nightly
 @pytest.mark.processes
 @pytest.mark.slow
-def test_certificate_names_the_changed_code_file_and_the_changed_number_of_threads(
+def test_reproduction_names_the_changed_code_file_and_the_changed_number_of_threads(
     copy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def changed_code(repository: Path, commit: str, folder: Path) -> None:

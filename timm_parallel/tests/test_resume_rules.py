@@ -174,7 +174,7 @@ def test_resume_is_refused_with_the_name_of_a_key_that_would_change_the_training
 @pytest.mark.slow(seconds=2)
 @pytest.mark.sample(3)
 @pytest.mark.parametrize(("override", "key"), [ANOTHER_TRAINING[index] for index in (0, 3, 4)])
-def test_resume_strict_false_allows_a_resume_to_change_keys_that_change_the_training(
+def test_resume_strict_false_allows_a_resume_with_keys_that_change_the_training(
     main: Main, override: str, key: str
 ) -> None:
     folder = main.start("day/1")
@@ -310,7 +310,7 @@ def test_resume_auto_without_overrides_keeps_the_config_of_the_newest_unfinished
 
 
 @pytest.mark.slow(seconds=5)
-def test_resume_auto_continues_the_newest_unfinished_run_of_any_task_or_of_task_name(
+def test_resume_auto_continues_the_newest_unfinished_run_of_any_task_or_of_the_given_task_name(
     main: Main,
 ) -> None:
     digits = main.start("2026-01-01/09-00-00")

@@ -87,7 +87,7 @@ def test_search_confirm_trains_best_trial_and_default_settings_with_new_seeds(
 
 
 @pytest.mark.slow(seconds=2)
-def test_search_confirm_trains_only_the_default_settings_when_the_best_trial_has_the_same(
+def test_search_confirm_trains_only_default_settings_when_the_best_trial_has_equal_settings(
     tmp_path: Path, confirmations: list[Confirmation]
 ) -> None:
     trials = frozen_search(tmp_path / "search")

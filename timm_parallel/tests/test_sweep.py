@@ -66,7 +66,7 @@ def points(*overrides: str) -> Any:
     return expand(get_args_parser().parse_args(["-m", *SMALL, *overrides]))[1]
 
 
-def test_sweep_skips_a_job_with_a_reason_when_devices_do_not_fit_the_strategy_or_batch() -> None:
+def test_sweep_skips_a_job_with_a_reason_when_devices_do_not_fit_strategy_or_batch() -> None:
     expanded = points("parallel=single,ddp", "parallel.devices=1,3", "data.batch_size=64")
     assert [bool(point.reason) for point in expanded] == [False, True, False, True]
     assert [point.code for point in expanded] == ["", ONE_DEVICE, "", BATCH_NOT_DIVISIBLE]
@@ -74,7 +74,7 @@ def test_sweep_skips_a_job_with_a_reason_when_devices_do_not_fit_the_strategy_or
 
 
 @pytest.mark.slow(seconds=1)
-def test_skipped_dp_job_has_a_code_when_the_batch_is_too_small_or_nodes_are_several() -> None:
+def test_skipped_dp_job_has_a_code_for_a_too_small_batch_or_several_nodes() -> None:
     small = points(
         "parallel=dp", "parallel.devices=4", "data.batch_size=2,64", "parallel.accelerator=cpu"
     )
@@ -162,7 +162,7 @@ def test_sweep_dry_run_lists_only_overrides_that_vary_between_jobs(
 
 @pytest.mark.slow(seconds=2)
 @pytest.mark.cpu_only
-def test_cpu_jobs_of_a_sweep_get_the_same_number_of_threads_per_device() -> None:
+def test_cpu_jobs_of_a_sweep_get_equal_numbers_of_threads_per_device() -> None:
     expanded = points("parallel=single,dp,ddp", "parallel.devices=1,2")
     assert (
         len({point.config.parallel.threads_per_device for point in expanded if not point.reason})
@@ -171,7 +171,7 @@ def test_cpu_jobs_of_a_sweep_get_the_same_number_of_threads_per_device() -> None
 
 
 @pytest.mark.slow(seconds=1)
-def test_cpu_jobs_of_a_sweep_get_the_same_number_of_threads_on_a_machine_with_gpus(
+def test_cpu_jobs_of_a_sweep_get_equal_numbers_of_threads_on_a_gpu_machine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     gpu = hardware.CudaDevice(0, "a GPU", 2**34, "GPU-0")

@@ -106,7 +106,7 @@ def test_error_suggests_the_intended_override_when_a_key_or_option_is_unknown(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_interrupted_sweep_leaves_no_folder_when_it_was_still_writing_job_configs(
+def test_sweep_interrupted_while_writing_job_configs_leaves_no_folder(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
