@@ -103,7 +103,7 @@ def test_throughput_counts_time_for_data_and_logging_but_not_for_evaluation(cloc
     train(meter, clock, [0.1] * 30, fetch=0.05, logging=0.2)
     measured = meter.throughput()
     assert measured["steps_timed"] == 50
-    # The time of the logging after the last step does not count.
+    # The expected time excludes the logging after the last step.
     assert measured["seconds_timed"] == pytest.approx(50 * 0.15 + 5 * 0.2)
     assert meter.data_seconds == pytest.approx(50 * 0.05)
     assert meter.other_seconds == pytest.approx(5 * 0.2)
@@ -162,7 +162,7 @@ def test_gpu_step_time_quantiles_weight_each_timed_interval_by_its_number_of_ste
     meter = Meter(1, 111, Gpu(clock, 0.1))
     for _ in range(3):
         train(meter, clock, [0.0] * 30, logging=0.0)
-        # This step is a slow interval by itself.
+        # The step before the checkpoint is slow, and is a timed interval by itself.
         train(meter, clock, [0.0], fetch=0.9)
         train(meter, clock, [0.0] * 6, logging=0.0)
     measured = meter.throughput()

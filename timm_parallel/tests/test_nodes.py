@@ -224,8 +224,8 @@ def test_ranks_that_torchrun_restarts_reuse_only_the_run_folder_of_the_same_job(
         assert torchrun.remembered_folder(first) is None
 
 
-# This is the version of the installed package. torch.__version__ also contains the build, such as
-# +cpu.
+# Use the version of the installed package, because torch.__version__ also contains the build, such
+# as +cpu.
 TORCH = version("torch")
 ARGUMENTS = ["model=tiny", "train.epochs=4", "hub.token=abcdefgh"]
 

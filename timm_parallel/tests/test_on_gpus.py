@@ -66,8 +66,8 @@ def three_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Simulate three GPUs with fake tensors. Fake tensors reject operations across devices, but
     have no data and no backward pass.
     """
-    # FakeTensorMode looks for GPUs when it starts. It must start before GPUs are simulated, because
-    # it would find no driver for them.
+    # FakeTensorMode looks for GPUs when it starts. Start this mode before GPUs are simulated,
+    # because simulated GPUs have no driver.
     with FakeTensorMode():
         _pretend(monkeypatch)
         yield
@@ -75,8 +75,8 @@ def three_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def _pretend(monkeypatch: pytest.MonkeyPatch) -> None:
     """Patch torch so that DataParallel and autocast see three GPUs."""
-    # Without this setting, FakeTensorMode would initialize the missing CUDA driver in every
-    # operation.
+    # Without the setting avoid_device_init, FakeTensorMode would initialize the missing CUDA driver
+    # in every operation.
     monkeypatch.setattr(
         FakeTensorMode, "avoid_device_init", not torch.cuda.is_available(), raising=False
     )

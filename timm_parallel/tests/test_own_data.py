@@ -191,7 +191,7 @@ def test_csv_group_column_puts_all_images_of_a_group_into_one_split(flowers: Pat
             {},
             r"missing\.png",
         ),
-        # The next two files have a label that no training image has.
+        # The next two CSV files have a label that no training image has.
         (
             ["file,label,split", "a.png,x,train", "b.png,y,", "c.png,z,val", "d.png,z,test"],
             {},
@@ -202,15 +202,15 @@ def test_csv_group_column_puts_all_images_of_a_group_into_one_split(flowers: Pat
             {"fold": 0},
             "1 label .*y.*line 3",
         ),
-        # A cell with a semicolon looks like several labels if one of them is also a label by
-        # itself, or occurs in two such cells.
+        # A cell such as x;y counts as several labels if x or y is also a label by itself, or occurs
+        # in another such cell.
         (["file,label,split", "a.png,x;y,train", "b.png,y,val"], {}, r"line 2.*train.task"),
         (
             ["file,label,split", "a.png,x;y,train", "b.png,z; y,val"],
             {},
             r"line 2.*train.task",
         ),
-        # The next two files put the images of one group into two splits.
+        # The next two CSV files put images of one group into two splits.
         (
             ["file,label,group,split", "a.png,x,g,val", "b.png,y,g,", "c.png,x,h,"],
             {"val_fraction": 0.2},

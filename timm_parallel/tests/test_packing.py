@@ -54,8 +54,8 @@ def play(
     assert {kind: scheduler.free(kind) for kind in machine} == {
         kind: list(names) for kind, names in machine.items()
     }
-    # A job with reserved devices must start at the latest when all jobs have ended that ran at the
-    # time of the reservation.
+    # A job with reserved devices may wait only for the jobs that ran when the devices were
+    # reserved.
     for job, refused in first_refused.items():
         start = next(entry[0] for entry in schedule if entry[2] == job)
         assert start <= max(entry[1] for entry in schedule if entry[0] <= refused), (

@@ -191,7 +191,7 @@ def test_profile_steps_is_refused_when_no_step_is_left_to_time_after_profiling(
     """Four epochs have twelve steps. With train.max_steps the run fails before its ranks start.
     With train.epochs it fails after the data are loaded, when the number of steps is known.
     """
-    # The second case raises RefusedError, which is a subclass of ValueError.
+    # A refusal after the data are loaded raises RefusedError, which is a subclass of ValueError.
     with pytest.raises(ValueError, match=r"train\.profile_steps=2") as refusal:
         trained(Ranks(), None, str(tmp_path / "run"), "parallel=single", *overrides)
     message = str(refusal.value)

@@ -184,8 +184,8 @@ def test_report_shows_a_dash_when_a_finished_run_has_no_throughput(tmp_path: Pat
     write_result(folder, Result(status="done", strategy="ddp", devices=2, accelerator="cpu"))
     _, markdown, plain = read(sweep.folder)
     row = next(line for line in markdown.splitlines() if line.startswith("| ddp × 2"))
-    # Only images/s is shown as a dash. The report omits all other columns, because no run has a
-    # value for them.
+    # The table has a dash only in the column images/s. The report omits all other columns, because
+    # no run has a value for them.
     assert row.count("—") == 1
     point = plain["points"][0]
     assert point["images_per_sec"] is None and point["peak_bytes"] == []

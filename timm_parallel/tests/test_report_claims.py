@@ -146,8 +146,8 @@ def test_claim_about_dp_and_ddp_is_not_supported_when_a_measurement_contradicts_
     ("peaks", "expected"),
     [
         ([GIB, GIB], SUPPORTED),
-        # One device needs as much memory as a device under ddp, so sharding has saved nothing
-        # there.
+        # The second device needs as much memory under fsdp as under ddp. So fsdp has saved no
+        # memory on this device.
         ([GIB, 4 * GIB], NOT_SUPPORTED),
         ([5 * GIB, 5 * GIB], NOT_SUPPORTED),
     ],
@@ -182,7 +182,8 @@ def test_claim_about_fsdp_memory_is_not_measurable_when_fsdp_and_ddp_device_coun
         # On four devices ddp is still faster than dp, but the advantage is smaller than on two
         # devices.
         ({("ddp", 4): 1800}, 1, NOT_SUPPORTED),
-        # The processors work more but train no more images per second. So they only wait in a loop.
+        # If more processor time gives no more images per second, the processors only wait in a
+        # loop.
         (
             LESS_SPEED,
             5,

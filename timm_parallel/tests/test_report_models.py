@@ -50,7 +50,8 @@ def sweep_of(folder: Path, option: str | None, model: dict[str, Any], **changes:
         # The recorded option resnet18 names another model than the config, because model.name was
         # overridden. The title must not name this option.
         ("resnet18", CHANGED, 5_717_416, 224, "vit_tiny_patch16_224 (5.7 M parameters, 224 px)"),
-        # The run of an older version has recorded neither its image size nor the options in use.
+        # A run of an older version of this project has recorded neither its image size nor its
+        # config group options.
         (None, CHANGED, 999, None, "vit_tiny_patch16_224 (999 parameters)"),
         ("resnet18", {"name": "resnet18", "kwargs": {}}, 11_000_000, 32, "resnet18"),
         (

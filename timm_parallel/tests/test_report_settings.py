@@ -207,8 +207,8 @@ def test_report_rounds_swept_values_in_labels_only_when_the_labels_stay_distinct
 def test_report_recommends_the_setting_with_lower_val_loss_or_higher_val_f1(
     tmp_path: Path, metric: str, winner: str
 ) -> None:
-    # For the loss as for the F1 score, two settings are better than the baseline, which is the
-    # first.
+    # Two settings are better than the first setting, the baseline, whether the metric is the loss
+    # or the F1 score.
     rates = (
         {"0.001": 1.0, "0.003": 0.8, "0.01": 0.9}
         if metric == "val/loss"
@@ -404,7 +404,7 @@ def test_report_uses_and_notes_another_baseline_when_all_runs_of_the_baseline_fa
     )
 
 
-def test_report_names_the_swept_key_and_the_remaining_setting_when_all_other_settings_diverged(
+def test_report_names_the_swept_key_and_the_only_setting_that_did_not_diverge(
     tmp_path: Path,
 ) -> None:
     sweep = sweep_over_rates(tmp_path / "s")

@@ -113,7 +113,7 @@ def test_repeated_run_has_equal_losses_and_weights(
 
 
 def change_an_image(base: Path) -> None:
-    # Change all images of the class, so that training images are among them. Images of other splits
+    # Change all images of one class, so that training images are among them. Images of other splits
     # change no training loss.
     for path in (base / "data" / "a").iterdir():
         with Image.open(path) as image:

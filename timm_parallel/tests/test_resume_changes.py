@@ -720,8 +720,8 @@ def test_every_config_key_is_either_changed_by_the_random_resume_test_or_exclude
     assert [key for key in known - set(VALUES) if not key.startswith(NOT_DRAWN)] == []
 
 
-# Draw these keys more often, because a resume may change them. A key that a resume refuses ends the
-# example early.
+# Draw keys of the optimizer and of checkpoints more often, because a resume may change them. Most
+# other keys end the random example early, because the resume is refused.
 OFTEN = sorted(
     key for key in VALUES if key.startswith(("optim.", "checkpoint.")) and key != "optim.opt"
 )

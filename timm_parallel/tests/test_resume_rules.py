@@ -310,7 +310,7 @@ def test_resume_auto_without_overrides_keeps_the_config_of_the_newest_unfinished
 
 
 @pytest.mark.slow(seconds=5)
-def test_resume_auto_continues_the_newest_unfinished_run_of_any_task_or_of_the_given_task_name(
+def test_resume_auto_continues_the_newest_unfinished_run_of_any_task_or_of_the_given_task(
     main: Main,
 ) -> None:
     digits = main.start("2026-01-01/09-00-00")

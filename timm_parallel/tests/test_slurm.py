@@ -119,7 +119,8 @@ def test_restarted_slurm_job_waits_until_its_first_attempt_ends_when_slurmd_was_
     log = folder / "logs" / "slurm.log"
     jobs.wait(lambda: "an earlier start of this job; waiting up to" in log.read_text(), 300, folder)
     before = jobs.steps(folder)
-    # The first attempt must continue to train, because the second attempt waits and writes nothing.
+    # New steps show that the first attempt still trains, because the second attempt only waits and
+    # writes nothing.
     jobs.wait_for_steps(folder, before)
     subprocess.run(
         ["slurmd", "-N", lost, "-f", jobs.environment["SLURM_CONF"]],

@@ -182,13 +182,14 @@ def test_holm_correction_of_several_comparisons_equals_a_manual_calculation() ->
         return [c.low is not None and c.low > 1 for c in decide([one(p) for p in ps])]
 
     assert excluded(0.04) == [True]
-    # The smaller p-value must be below 0.05 / 2. It is not, so Holm's method states no difference.
+    # Holm's method first compares the smaller p-value with 0.05 / 2. The value 0.03 is larger, so
+    # the method states no difference.
     assert excluded(0.04, 0.03) == [
         False,
         False,
     ]
-    # The smaller p-value is below 0.05 / 2. Therefore Holm's method compares the other one with
-    # 0.05.
+    # The smaller p-value 0.024 is below 0.05 / 2. Therefore Holm's method compares the other
+    # p-value with 0.05.
     assert excluded(0.04, 0.024) == [
         True,
         True,

@@ -38,7 +38,7 @@ SMALL = (
 )
 
 
-# --- command lines
+# The next tests check that invalid command lines are refused.
 
 
 @pytest.mark.parametrize("dry_run", ["false", "true"])
@@ -102,7 +102,7 @@ def test_error_suggests_the_intended_override_when_a_key_or_option_is_unknown(
     assert named in refuse(word)
 
 
-# --- stop signals
+# The next test interrupts a sweep before its first job.
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -141,7 +141,7 @@ def test_sweep_interrupted_while_writing_job_configs_leaves_no_folder(
     assert number.name in err
 
 
-# --- resuming
+# The next tests resume a sweep whose folder was changed.
 
 
 @pytest.fixture
@@ -295,7 +295,7 @@ def test_error_on_a_truncated_jobs_json_has_a_command_that_writes_the_report(
     assert (folder / "report.html").exists()
 
 
-# --- helpers
+# The functions below write and read the folders for these tests.
 
 
 def start_and_stop(folder: Path) -> None:

@@ -124,8 +124,8 @@ def read_in_rank(ranks: Ranks, store: Any, root: str) -> tuple[int, int, int]:
     def download(dataset: torchvision.datasets.MNIST) -> None:
         if not dataset._check_exists():
             downloads.append(dataset.root)
-            # Wait, so that a rank without a lock would also start to write, or read incomplete
-            # files.
+            # Wait during the fake download. Without a lock, the other rank would now start a
+            # download, or read incomplete files.
             time.sleep(1)
             write_mnist(Path(root), 24)
 
