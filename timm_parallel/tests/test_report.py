@@ -553,7 +553,7 @@ def test_report_on_150_different_settings_needs_less_than_12_cpu_seconds_and_2_m
 
 
 @pytest.mark.slow(seconds=2)
-def test_report_py_prints_the_path_of_the_report_and_exits_2_without_results(
+def test_report_py_prints_the_path_of_the_report_or_exits_2_for_a_folder_without_results(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = full_sweep(tmp_path / "s", {("single", 1): 1000}).write()

@@ -659,7 +659,7 @@ def test_accuracy_difference_and_its_interval_are_computed_with_the_arcsine_tran
     assert (contrast.low, contrast.high) == pytest.approx(tuple(ends))
 
 
-def test_smallest_difference_is_a_fraction_of_the_error_rate_or_of_the_loss() -> None:
+def test_sweep_smallest_difference_is_relative_to_the_error_rate_or_to_the_loss() -> None:
     scale = proportion_scale()
     level = scale.to(0.9)
     assert scale.back(level + scale.smallest_shift(level, 0.03)) == pytest.approx(0.903)
@@ -667,7 +667,7 @@ def test_smallest_difference_is_a_fraction_of_the_error_rate_or_of_the_loss() ->
     assert loss.back(loss.to(2.0) - loss.smallest_shift(loss.to(2.0), 0.03)) == pytest.approx(1.94)
 
 
-def test_corrected_accuracy_of_a_seed_uses_the_setting_that_is_best_on_the_other_seeds() -> None:
+def test_accuracy_corrected_for_selection_uses_the_setting_that_won_on_the_other_seeds() -> None:
     rows = [
         ("a", 0, 0.9),
         ("b", 0, 0.5),

@@ -156,7 +156,7 @@ ANOTHER_TRAINING = [
 
 
 @pytest.mark.slow(seconds=5)
-def test_resume_is_refused_with_the_name_of_a_key_that_would_change_the_training(
+def test_resume_is_refused_when_model_data_batch_size_augmentation_or_seed_has_changed(
     main: Main,
 ) -> None:
     folder = main.start("day/1")
@@ -174,7 +174,7 @@ def test_resume_is_refused_with_the_name_of_a_key_that_would_change_the_training
 @pytest.mark.slow(seconds=2)
 @pytest.mark.sample(3)
 @pytest.mark.parametrize(("override", "key"), [ANOTHER_TRAINING[index] for index in (0, 3, 4)])
-def test_resume_strict_false_allows_a_resume_with_keys_that_change_the_training(
+def test_resume_strict_false_allows_a_resume_with_a_changed_model_dataset_or_batch_size(
     main: Main, override: str, key: str
 ) -> None:
     folder = main.start("day/1")
@@ -202,7 +202,7 @@ def test_resume_strict_false_allows_a_resume_with_keys_that_change_the_training(
         (("optim.lr=0.5",), "optim.lr", 0.5),
     ],
 )
-def test_resume_accepts_keys_that_do_not_change_the_training(
+def test_resume_accepts_changed_workers_compilation_devices_epochs_and_learning_rate(
     main: Main, overrides: tuple[str, ...], key: str, value: Any
 ) -> None:
     folder = main.start("day/1")

@@ -124,8 +124,7 @@ def test_option_is_refused_when_the_chosen_loss_does_not_read_the_option(
     monkeypatch.setattr(
         Classification, "losses", {**losses, "plain": ClassLoss(losses["ce"].build)}
     )
-    # TrainStep is given by its class name as the loss. This class does not declare which options it
-    # reads.
+    # The second value of train.loss names a class that does not declare the options that it reads.
     for loss in ("plain", "src.train.step.TrainStep"):
         with pytest.raises(ValueError, match=rf"^{key}=.* train\.loss={loss} does not read it"):
             check_combination(config_with(loss))

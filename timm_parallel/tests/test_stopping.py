@@ -162,7 +162,7 @@ def in_a_long_call(ranks: Ranks, store: Any, is_stuck: bool) -> list[int]:
 
 @pytest.mark.processes
 @pytest.mark.slow(seconds=3)
-def test_rank_in_a_long_c_call_survives_sigterm_unless_another_rank_has_exited() -> None:
+def test_rank_finishes_a_long_c_call_after_sigterm_unless_another_rank_has_exited() -> None:
     assert in_ranks(in_a_long_call, 1, False) == [[signal.SIGTERM]]
     with pytest.raises(pytest.fail.Exception, match=r"rank 0: 143"):
         in_ranks(in_a_long_call, 1, True)

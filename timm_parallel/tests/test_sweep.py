@@ -262,7 +262,7 @@ def test_sweep_runs_the_remaining_jobs_and_exits_1_when_a_job_fails(tmp_path: Pa
     "words",
     [
         ("parallel=single", "seed=1,2,3"),
-        # In this sweep, the job that the signal interrupts is a ddp job.
+        # The signal interrupts the second job, which uses ddp in this sweep.
         pytest.param(("parallel=single,ddp,dp",), marks=pytest.mark.nightly),
     ],
     ids=" ".join,

@@ -92,7 +92,7 @@ def test_tar_and_webdataset_samples_are_read_with_labels_from_several_file_layou
     assert values_and_labels(images.val) == [(n, n % 2) for n in range(3)]
 
 
-def test_labels_in_tar_files_give_the_class_weights_and_the_class_balance(tmp_path: Path) -> None:
+def test_class_weights_and_data_balance_use_the_labels_in_tar_files(tmp_path: Path) -> None:
     write_tar(tmp_path / "train.tar", folders(5))
     write_tar(tmp_path / "val.tar", folders(2))
     labels = train_labels(build_dataset(config_of("tar", tmp_path).data).train, None)

@@ -187,7 +187,9 @@ def test_verdict_is_failed_or_unknown_when_a_job_failed_or_is_waiting(
 
 
 @pytest.mark.parametrize("key", ["data.val", "val.samples"])
-def test_verdict_is_refused_with_the_key_when_the_versions_used_different_images(key: str) -> None:
+def test_verdict_is_refused_with_the_name_of_the_field_when_validation_images_differ(
+    key: str,
+) -> None:
     verdict = verdict_on(runs_of(ACCURACIES, shifted(0.03), result={key: 7}))
     assert verdict.word == REFUSED
     assert key in verdict.sentence
