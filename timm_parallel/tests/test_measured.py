@@ -392,7 +392,9 @@ def metered(
 def test_result_energy_is_summed_over_the_distinct_gpus_of_all_ranks(
     tmp_path: Path, uuids: list[str], gpus: int
 ) -> None:
-    """Ranks that share a GPU read the same energy counter. Its energy must count once."""
+    """Ranks that share a GPU read the same energy counter. The energy of this GPU must count
+    once.
+    """
     words = ("parallel=ddp", "parallel.devices=2", "train.epochs=2")
     result = in_ranks(metered, 2, str(tmp_path / "run"), uuids, True, *words)[0]
     assert result["throughput"]["steps_timed"] < result["steps"]

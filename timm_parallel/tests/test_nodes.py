@@ -628,8 +628,8 @@ def test_slurm_time_limit_signal_before_the_ranks_start_sets_the_status_in_resul
 def test_torchrun_is_refused_when_nnodes_is_a_range(
     monkeypatch: pytest.MonkeyPatch, command: str, variable: str | None, is_refused: bool
 ) -> None:
-    """With a range of nodes, torchrun restarts the ranks whenever a node joins or leaves. It
-    does not count these restarts.
+    """With a range of nodes, torchrun restarts the ranks whenever a node joins or leaves.
+    torchrun does not count these restarts.
     """
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     monkeypatch.setattr(

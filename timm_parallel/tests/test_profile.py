@@ -188,8 +188,9 @@ def test_run_creates_no_profiler_when_profile_steps_is_null(
 def test_profile_steps_is_refused_when_no_step_is_left_to_time_after_profiling(
     tmp_path: Path, overrides: tuple[str, ...]
 ) -> None:
-    """Four epochs have twelve steps. With train.max_steps the run fails before its ranks start.
-    With train.epochs it fails after the data are loaded, when the number of steps is known.
+    """Four epochs have twelve steps. With train.max_steps, the run fails before its ranks start.
+    With train.epochs, the run fails after the data are loaded, because the number of steps is
+    known only then.
     """
     # A refusal after the data are loaded raises RefusedError, which is a subclass of ValueError.
     with pytest.raises(ValueError, match=r"train\.profile_steps=2") as refusal:

@@ -71,8 +71,8 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_saved_code_diff_restores_the_changed_files_when_applied_to_the_commit(
     repository: Path, tmp_path: Path
 ) -> None:
-    """code.diff must contain staged and unstaged changes. It must list the names of untracked
-    files, but not their contents.
+    """code.diff must contain staged and unstaged changes. Of untracked files, code.diff must
+    list the names, but not the contents.
     """
     changed = {"train.py": "first\nchanged\n", "notes.txt": "2\n"}
     for name, text in changed.items():

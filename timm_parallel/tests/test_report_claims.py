@@ -202,8 +202,8 @@ def test_verdicts_on_speed_claims_about_dp_and_ddp_follow_the_measured_speed_of_
 def test_claim_that_ddp_gains_with_more_devices_ignores_differences_between_bucket_sizes(
     tmp_path: Path,
 ) -> None:
-    """With both bucket sizes ddp is faster than dp on two devices, but with the second one by
-    less. This difference says nothing about more devices.
+    """With both bucket sizes, ddp is faster than dp on two devices. The difference between the
+    bucket sizes says nothing about more devices.
     """
     sweep = full_sweep(tmp_path / "s", {("single", 1): 1000, ("dp", 2): 1500})
     for bucket, speeds in ((1, [2500, 2510, 2490]), (25, [1900, 1910, 1890])):

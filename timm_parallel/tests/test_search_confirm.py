@@ -44,7 +44,9 @@ def frozen_search(folder: Path, *overrides: str) -> Jobs:
 
 @pytest.fixture
 def confirmations(monkeypatch: pytest.MonkeyPatch) -> list[Confirmation]:
-    """Collect the confirmations that a test would run in a list. Their jobs do not start."""
+    """Replace the start of a confirmation, so that no job runs. Return a list that collects the
+    confirmations that would start.
+    """
     collected: list[Confirmation] = []
 
     def run(confirmation: Confirmation) -> int:

@@ -291,7 +291,9 @@ def test_table_of_names_from_other_programs_suggests_only_existing_keys_and_opti
 
 
 def test_table_of_names_from_other_programs_contains_no_key_of_this_project() -> None:
-    """A valid key is never looked up in this table, so such an entry could have no effect."""
+    """A valid key is never looked up in the table of names from other programs. An entry for a
+    valid key would have no effect.
+    """
     assert [
         name
         for table in tables().values()
