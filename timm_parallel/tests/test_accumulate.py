@@ -74,7 +74,7 @@ def halved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow(seconds=2)
 @pytest.mark.processes
-def test_accumulate_auto_gives_the_weights_of_the_number_set_by_hand(
+def test_accumulate_auto_trains_the_same_weights_as_the_same_number_set_explicitly(
     halved: Path, tmp_path: Path
 ) -> None:
     by_hand = run_warm(tmp_path / "run", *DDP, "data.batch_size=16", "train.accumulate=2")
@@ -87,7 +87,7 @@ def test_accumulate_auto_gives_the_weights_of_the_number_set_by_hand(
 
 @pytest.mark.processes
 @pytest.mark.parametrize("again", [(), ("train.accumulate=auto", "data.batch_size=32")])
-def test_resumed_run_keeps_the_accumulate_that_auto_found(
+def test_resumed_run_keeps_the_number_of_batches_that_accumulate_auto_found(
     halved: Path, again: tuple[str, ...]
 ) -> None:
     command = compose_run(parse(f"resume={halved}", "train.epochs=2", *again))
@@ -99,7 +99,9 @@ def test_resumed_run_keeps_the_accumulate_that_auto_found(
     check_resumable(config, halved)
 
 
-def test_continued_job_of_a_sweep_keeps_the_accumulate_that_auto_found(tmp_path: Path) -> None:
+def test_resumed_sweep_job_keeps_the_number_of_batches_that_accumulate_auto_found(
+    tmp_path: Path,
+) -> None:
     job = Job(0, "auto", "0", [], configuration=0, seed=42)
     source = config_folder(tmp_path, job)
     command = compose_command(parse(*tiny(*DDP, "train.accumulate=auto")))
@@ -117,20 +119,22 @@ def test_continued_job_of_a_sweep_keeps_the_accumulate_that_auto_found(tmp_path:
     assert load_config(write_job_folder(tmp_path, job)).train.accumulate == 2
 
 
-def test_evaluation_on_ranks_ignores_accumulate_auto_of_its_experiment(tmp_path: Path) -> None:
+def test_evaluation_on_ranks_ignores_accumulate_auto_of_an_experiment_file(tmp_path: Path) -> None:
     overrides = ["experiment=finetune", f"data.root={tmp_path}", "parallel=ddp"]
     config = evaluation_config(None, overrides, Ranks(0, 2, 0, 2))
     assert (config.train.accumulate, config.parallel.devices) == (1, 2)
 
 
 @pytest.mark.processes
-def test_report_compares_accumulate_auto_with_runs_whose_batch_fitted(halved: Path) -> None:
+def test_report_lists_the_requested_batch_size_of_a_run_with_accumulate_auto(halved: Path) -> None:
     (record,) = collect([halved])
     assert record.config["train.accumulate"] == 1
     assert record.config["data.batch_size"] == record.integer("batch_size") == 32
 
 
-def test_asks_for_accumulate_is_true_only_for_auto(tmp_path: Path) -> None:
+def test_asks_for_accumulate_returns_true_only_for_a_run_with_accumulate_auto(
+    tmp_path: Path,
+) -> None:
     for value in ("auto", "2"):
         command = compose_command(parse(*tiny(f"train.accumulate={value}", "tags=[auto]")))
         save_hydra_files(command.tree, tmp_path / value)
@@ -148,7 +152,7 @@ def test_asks_for_accumulate_is_true_only_for_auto(tmp_path: Path) -> None:
         (("data.batch_size=16", "data.augment.mixup=0.8"), [(8, 2), (4, 4)]),
     ],
 )
-def test_batches_are_halved_until_a_rank_has_one_image(
+def test_accumulate_auto_halves_batches_until_a_rank_has_one_image(
     overrides: tuple[str, ...], sizes: list[tuple[int, int]]
 ) -> None:
     half = halve_batches(resolved(*DDP, *overrides))
@@ -162,7 +166,7 @@ def test_batches_are_halved_until_a_rank_has_one_image(
 @pytest.mark.nightly
 @pytest.mark.processes
 @pytest.mark.slow
-def test_accumulate_auto_ends_with_the_keys_to_change_when_one_image_does_not_fit(
+def test_accumulate_auto_error_names_keys_to_change_when_one_image_exceeds_the_memory(
     train: Train,
 ) -> None:
     done = train(

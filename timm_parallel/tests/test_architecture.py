@@ -205,7 +205,7 @@ def test_architecture_check_reports_forbidden_imports_and_long_functions(
 WORDS_OF_TASKS = re.compile(r"\b(multilabel|class_names|num_classes|acc)\b")
 
 
-def test_library_has_no_word_of_a_task() -> None:
+def test_library_code_contains_no_terms_of_a_specific_task_such_as_classification() -> None:
     found = {
         f"{name_of(path)}: {line.strip()}"
         for path in SOURCES

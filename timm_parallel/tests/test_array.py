@@ -103,7 +103,7 @@ def test_sweep_resume_submits_slurm_array_of_unfinished_jobs_only(
         (("sweep.timed=true", "sweep.jobs=2", "seed=1,2"), "sweep.jobs=2: sweep.timed=true"),
     ],
 )
-def test_slurm_sweep_is_refused_when_settings_cannot_run_as_job_array(
+def test_slurm_sweep_is_refused_when_the_settings_do_not_allow_a_job_array(
     words: tuple[str, ...], named: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=named):

@@ -115,7 +115,7 @@ def test_sweep_repeat_n_has_the_seed_of_the_first_repeat_plus_n(
 
 
 @pytest.mark.slow(seconds=3)
-def test_added_sweep_repeat_starts_from_the_saved_configs_instead_of_composing_conf_again(
+def test_added_sweep_repeat_uses_saved_configs_instead_of_the_current_files_in_conf(
     tmp_path: Path, five: list[Point]
 ) -> None:
     jobs = frozen(tmp_path, five, repeats=1)
@@ -128,7 +128,7 @@ def test_added_sweep_repeat_starts_from_the_saved_configs_instead_of_composing_c
 
 
 @pytest.mark.slow(seconds=3)
-def test_jobs_of_a_sweep_have_different_folders_when_subdir_is_the_same_for_all(
+def test_sweep_jobs_have_different_folders_when_hydra_sweep_subdir_is_equal_for_all(
     tmp_path: Path,
 ) -> None:
     jobs = frozen(
@@ -155,7 +155,7 @@ def test_hydra_config_of_second_sweep_repeat_records_the_seed_of_that_repeat(
 
 
 @pytest.mark.parametrize("value", ["auto", "0"])
-def test_invalid_sweep_repeats_is_refused_in_one_line(value: str) -> None:
+def test_invalid_value_of_sweep_repeats_is_refused_in_one_line(value: str) -> None:
     with pytest.raises(ValueError, match=rf"^sweep\.repeats={value}: .*$"):
         points(f"sweep.repeats={value}", "parallel=single,ddp")
 

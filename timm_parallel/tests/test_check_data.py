@@ -166,7 +166,9 @@ def test_check_data_finds_problems_in_a_multilabel_csv(tmp_path: Path) -> None:
 
 
 @processes
-def test_check_data_reports_csv_groups_and_spellings_of_one_path(tmp_path: Path) -> None:
+def test_check_data_reports_csv_groups_split_between_train_and_val_and_repeated_paths(
+    tmp_path: Path,
+) -> None:
     draw_images(tmp_path, "images", count=6)
     rows = [
         (f"images/{number}.jpg", "ab"[number % 2], "t" if number < 3 else "u", "")
@@ -245,7 +247,7 @@ def test_check_data_prints_at_most_20_lines_per_kind_of_problem(
     assert sum(line.startswith("class ") for line in lines) <= 21
 
 
-def test_check_data_reports_no_classes_for_regression_targets() -> None:
+def test_check_data_reports_no_class_counts_for_regression_targets() -> None:
     images = [
         CheckedImage("train", n, f"{n}", (f"{n / 7}",), 8, 8, "RGB", f"{n}") for n in range(5)
     ]

@@ -124,7 +124,7 @@ def test_checkpoint_weights_have_parameter_names_of_timm_under_every_strategy(
     plain.load_state_dict(contents["model"])
 
 
-def test_first_step_after_a_restore_is_the_first_counted_step(
+def test_watchdog_does_not_count_optimizer_steps_during_a_checkpoint_restore(
     single: RunParts, contents: Contents, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Until then the watchdog waits for start_timeout. Restoring steps a copy of the optimizer,
@@ -177,7 +177,7 @@ class Summing(Single):
         self.total = state["total"]
 
 
-def test_checkpoint_restores_state_of_its_strategy_and_ignores_that_of_another(
+def test_checkpoint_restore_ignores_strategy_state_that_another_strategy_saved(
     single: RunParts, tmp_path: Path
 ) -> None:
     before, after, other = (Summing(single.config.parallel, Ranks()) for _ in range(3))
@@ -205,7 +205,7 @@ def test_checkpoint_restore_starts_ema_from_model_weights_when_ema_is_missing(
         assert torch.equal(tensor, contents["model"][name]), name
 
 
-def test_json_sidecar_of_a_checkpoint_holds_step_best_classes_and_parameters(
+def test_json_sidecar_of_a_checkpoint_holds_step_best_metrics_and_parameter_count(
     contents: Contents, tmp_path: Path
 ) -> None:
     sidecar = json.loads(save(tmp_path, contents, 7, is_best=True).with_suffix(".json").read_text())
@@ -298,7 +298,7 @@ def test_checkpoint_save_with_top_1_writes_best_pt_and_no_best_step_files(
     assert {path.name for path in tmp_path.glob("*.pt")} == {"last.pt", "best.pt", "step_1.pt"}
 
 
-def test_checkpoint_save_drops_top_files_of_later_steps_or_of_a_different_metric(
+def test_checkpoint_save_deletes_best_files_of_later_steps_or_of_a_different_metric(
     contents: Contents, tmp_path: Path
 ) -> None:
     """A run that continues from an older checkpoint, or with another metric, deletes files that it
@@ -312,7 +312,7 @@ def test_checkpoint_save_drops_top_files_of_later_steps_or_of_a_different_metric
     assert best_steps(tmp_path) == [7]
 
 
-def test_checkpoint_save_continues_when_earlier_top_files_are_removed_or_damaged(
+def test_checkpoint_save_continues_when_earlier_best_files_are_missing_or_damaged(
     contents: Contents, tmp_path: Path
 ) -> None:
     for step, score in ((1, 0.9), (2, 0.8), (3, 0.7), (4, 0.6)):
@@ -372,7 +372,9 @@ def trained_twice(ranks: Ranks, store: Any, folder: str) -> None:
 
 @pytest.mark.processes
 @pytest.mark.slow(seconds=5)
-def test_resumed_run_keeps_top_checkpoints_from_before_and_after_the_resume(tmp_path: Path) -> None:
+def test_resumed_run_keeps_best_checkpoints_from_before_and_after_the_resume(
+    tmp_path: Path,
+) -> None:
     in_ranks(trained_twice, 1, str(tmp_path / "run"))
     lines = [line for line in read_lines(tmp_path / "run" / "metrics.jsonl") if "val/acc" in line]
     assert len(lines) == 6
@@ -425,7 +427,7 @@ def test_checkpoint_save_does_not_delete_copies_made_by_the_user(
     assert (checkpoint.load_newest(tmp_path) or "")[0] == folder / "last.pt"
 
 
-def test_progress_ignores_nan_losses_when_it_tracks_the_best_value() -> None:
+def test_nan_loss_never_becomes_the_best_value_of_a_run() -> None:
     progress = Progress()
     losses = [float("nan"), 2.0, float("nan"), 1.0, 3.0]
     assert [progress.add_evaluation({"loss": loss, "acc": 0.5}, "loss", Classification.metrics) for loss in losses] == [  # noqa: E501

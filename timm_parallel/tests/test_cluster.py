@@ -419,7 +419,7 @@ def test_cluster_memory_is_converted_to_kubernetes_notation() -> None:
     assert [_bytes(memory) for memory in (None, "64G", "500")] == [None, "64Gi", "500Mi"]
 
 
-def test_wait_for_returns_highest_exit_code_of_a_slurm_job_array(
+def test_waiting_for_a_slurm_job_array_returns_the_highest_exit_code_of_all_tasks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """scontrol prints a line per task, soon omits finished tasks, and sometimes does not answer."""
@@ -466,7 +466,7 @@ def test_wait_for_returns_highest_exit_code_of_a_slurm_job_array(
         ),
     ],
 )
-def test_queued_job_returns_slurm_job_id_of_run_folder_or_none(
+def test_queued_job_returns_the_slurm_job_id_of_a_run_folder_or_none_when_not_queued(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str, code: int, queued: Any
 ) -> None:
     squeue = tmp_path / "squeue"

@@ -71,7 +71,7 @@ def test_compare_runs_treats_nan_in_one_run_as_a_difference(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("value", [math.nan, 1.0])
-def test_compare_runs_treats_a_step_of_only_one_run_as_a_difference(
+def test_compare_runs_treats_a_step_that_only_one_run_logged_as_a_difference(
     tmp_path: Path, value: float
 ) -> None:
     longer, shorter = run(tmp_path / "a", [2.0, value]), run(tmp_path / "b", [2.0], steps=2)

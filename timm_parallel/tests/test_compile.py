@@ -112,7 +112,7 @@ def test_model_compile_mode_is_passed_to_torch_compile(monkeypatch: pytest.Monke
     assert given == [{"mode": None}, *({"mode": mode} for mode in COMPILE_MODES)]
 
 
-def test_torch_knows_every_compile_mode() -> None:
+def test_torch_compile_supports_every_value_of_model_compile() -> None:
     """`default` is torch's name for no mode; the others are sets of options of its compiler."""
     assert set(COMPILE_MODES) <= set(torch._inductor.list_mode_options())
 

@@ -223,7 +223,7 @@ def test_sweep_composer_runs_full_hydra_composition_once_per_choice_of_config_gr
     assert full == [["model=tiny", "parallel=single"], ["model=vit_tiny", "parallel=single"]]
 
 
-def test_sweep_has_sizes_of_two_sides_next_to_squares() -> None:
+def test_sweep_of_data_image_size_accepts_height_width_pairs_next_to_single_numbers() -> None:
     words = tiny(
         "parallel=single", "parallel.accelerator=cpu", "data.image_size=[16,24],[24,16],32"
     )

@@ -68,7 +68,9 @@ def test_openmp_watcher_creates_idle_thread_teams_while_threads_wait_for_a_core(
 
 
 @linux
-def test_openmp_watcher_thread_ends_in_its_atexit_handler(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_openmp_watcher_thread_is_ended_by_an_atexit_handler(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A thread that is inside torch during interpreter shutdown aborts the process."""
     for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
         monkeypatch.delenv(name, raising=False)
@@ -99,7 +101,7 @@ def test_openmp_watcher_does_not_start_when_process_has_one_openmp_thread() -> N
 
 @pytest.mark.slow(seconds=1)
 @linux
-def test_scheduled_seconds_counts_time_that_a_busy_process_waits_for_its_core() -> None:
+def test_scheduled_seconds_counts_time_that_a_busy_process_waits_for_a_core() -> None:
     """Two busy processes share one core with this process."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(before)})

@@ -33,7 +33,7 @@ def last_weights(folder: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.slow(seconds=3)
 @pytest.mark.processes
 @pytest.mark.parametrize("parallel", ["dp", "ddp", pytest.param("fsdp", marks=pytest.mark.nightly)])
-def test_run_evaluates_within_an_epoch_under_every_strategy_alike(
+def test_evaluations_within_an_epoch_give_equal_losses_under_every_strategy(
     tmp_path: Path, parallel: str
 ) -> None:
     values = []
@@ -57,7 +57,7 @@ def test_evaluations_within_an_epoch_do_not_change_the_training(tmp_path: Path) 
 
 
 @pytest.mark.slow(seconds=4)
-def test_run_that_stops_between_two_evaluations_resumes_with_equal_bits(tmp_path: Path) -> None:
+def test_run_that_stops_between_two_evaluations_resumes_bit_for_bit(tmp_path: Path) -> None:
     words = (*EVERY_TWO, "parallel=single")
     whole = run_warm(tmp_path / "whole", *words)
     run_warm(tmp_path / "parts", *words, "train.max_steps=3")

@@ -140,7 +140,7 @@ def check_equal(actual: list[dict[str, Any]], expected: list[dict[str, Any]]) ->
         assert ours == {key: value for key, value in theirs.items() if key != "loss"}
 
 
-def test_evaluation_raises_when_a_sample_is_missed_or_counted_twice() -> None:
+def test_evaluation_raises_when_a_sample_is_skipped_or_counted_twice() -> None:
     strategy = build_strategy(
         ParallelConfig(strategy="single", devices=1, accelerator="cpu", threads_per_device=1),
         Ranks(),

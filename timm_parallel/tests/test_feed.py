@@ -72,7 +72,7 @@ def test_prefetcher_accepts_smaller_last_batch() -> None:
 
 
 @pytest.mark.parametrize(("size", "is_kept"), [(32, False), (256, True)])
-def test_prefetcher_uses_batch_memory_only_for_large_batches(
+def test_prefetcher_reuses_cpu_memory_only_for_large_batches(
     monkeypatch: pytest.MonkeyPatch, size: int, is_kept: bool
 ) -> None:
     shapes: list[tuple[int, ...]] = []
@@ -87,7 +87,9 @@ def test_prefetcher_uses_batch_memory_only_for_large_batches(
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
-def test_prefetcher_normalizes_in_both_memory_formats(channels_last: bool) -> None:
+def test_prefetcher_normalizes_images_in_contiguous_and_channels_last_format(
+    channels_last: bool,
+) -> None:
     prefetcher = DevicePrefetcher(
         torch.device("cpu"), **plain(3, mean=0.5, std=0.25), channels_last=channels_last
     )
@@ -98,7 +100,7 @@ def test_prefetcher_normalizes_in_both_memory_formats(channels_last: bool) -> No
     assert received.is_contiguous(memory_format=expected)
 
 
-def test_loader_yields_a_batch_before_it_asks_for_the_next_one_and_keeps_none(
+def test_loader_yields_each_batch_before_loading_the_next_and_keeps_no_reference(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A late batch would otherwise delay a step whose images are on the device."""
@@ -172,7 +174,7 @@ def test_loader_workers_do_not_pin_memory() -> None:
         assert loader.fetcher.pin_memory == (workers == 0)
 
 
-def test_workers_auto_is_0_for_data_in_memory_unless_a_gpu_waits_for_transforms_of_each_image(
+def test_workers_auto_is_0_for_data_in_memory_unless_a_gpu_run_transforms_each_image(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(hardware, "cores", lambda: 8)

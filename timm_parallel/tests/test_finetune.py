@@ -202,7 +202,7 @@ def test_fine_tuning_keeps_loaded_head_when_weights_file_does_not_list_classes(
 
 
 @pytest.mark.parametrize(("metric", "kind"), [("val/acc", "model"), ("val/loss_ema", "ema")])
-def test_fine_tuning_loads_ema_weights_only_when_checkpoint_metric_is_of_the_ema(
+def test_fine_tuning_loads_ema_weights_only_when_checkpoint_metric_evaluates_the_ema(
     trained: Path, data: Path, tmp_path: Path, metric: str, kind: str
 ) -> None:
     saved = contents(best(trained))
@@ -216,7 +216,7 @@ def test_fine_tuning_loads_ema_weights_only_when_checkpoint_metric_is_of_the_ema
 # --- evaluation of a file
 
 
-def test_evaluation_of_weights_file_matches_metrics_of_its_run(
+def test_evaluation_of_a_weights_file_matches_metrics_of_the_run_that_saved_the_file(
     trained: Path, data: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     code, out, err = evaluated(capfd, *of_file(trained, data, "data.image_size=16", "split=test"))
@@ -352,7 +352,7 @@ def test_limit_train_error_names_the_unreadable_file(data: Path, tmp_path: Path)
     assert str(files[2]) in line
 
 
-def test_failure_message_gives_image_indices_of_the_whole_split_under_limit_train(
+def test_error_gives_image_indices_within_the_whole_split_when_limit_train_is_set(
     data: Path, tmp_path: Path
 ) -> None:
     training = Trainer(

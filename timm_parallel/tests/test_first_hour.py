@@ -74,7 +74,7 @@ def test_install_passes_pip_settings_to_uv_as_environment_variables() -> None:
 
 
 @pytest.mark.parametrize("fits", [True, False])
-def test_install_requires_the_hashes_of_a_lock_and_refuses_one_that_is_outdated(
+def test_install_requires_hashes_of_a_lock_file_and_refuses_an_outdated_lock_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], fits: bool
 ) -> None:
     (tmp_path / "wanted.txt").write_text(f"# A comment\nrich==15.0.{0 if fits else 1}\n")
@@ -127,7 +127,7 @@ def test_install_falls_back_to_pip_when_uv_fails(
 # --- console
 
 
-def test_schema_declares_the_defaults_of_a_plain_run() -> None:
+def test_schema_defaults_equal_the_config_of_a_run_without_overrides() -> None:
     plain, schema = dict(_values(plain_config())), dict(_values(Config()))
     # Options that are chosen by default, but not meant by null in other options: digits' size, and
     # the tracker's name.
@@ -244,7 +244,7 @@ def test_console_reports_early_stop_only_when_the_run_ended_before_its_last_epoc
 @pytest.mark.parametrize(
     ("speed", "shown"), [(12345.2, ["12,345 images/s"]), (7.25, ["7.25 images/s"]), (None, [])]
 )
-def test_console_ends_with_the_speed_of_the_timed_steps_if_any_were_timed(
+def test_console_output_ends_with_the_speed_only_when_steps_were_timed(
     speed: float | None, shown: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     result = Result("done", throughput={"images_per_sec": speed, "steps_timed": 30 if speed else 0})
@@ -257,7 +257,9 @@ def test_console_ends_with_the_speed_of_the_timed_steps_if_any_were_timed(
 
 
 @pytest.mark.processes
-def test_console_labels_at_begin_and_end_of_a_run_share_one_column(finished_run: Finished) -> None:
+def test_console_values_at_start_and_end_of_a_run_begin_in_the_same_column(
+    finished_run: Finished,
+) -> None:
     lines = finished_run.stdout.splitlines()
     for label in ("model", "data", "classes", "strategy", "batch", "steps", "lr", "metrics"):
         assert [line for line in lines if re.match(rf"{label:<11}  \S", line)], label
@@ -266,7 +268,7 @@ def test_console_labels_at_begin_and_end_of_a_run_share_one_column(finished_run:
 
 @pytest.mark.slow(seconds=1)
 @pytest.mark.processes
-def test_console_line_of_an_epoch_shows_val_metrics_only_when_it_was_evaluated(
+def test_console_line_of_an_epoch_shows_val_metrics_only_when_the_epoch_was_evaluated(
     tmp_path: Path,
 ) -> None:
     folder = run_warm(
@@ -285,7 +287,7 @@ def test_console_line_of_an_epoch_shows_val_metrics_only_when_it_was_evaluated(
 
 
 @pytest.mark.parametrize("overrides", [("data=folder",), ("experiment=finetune",)])
-def test_overfit_preset_trains_without_augmentation_and_smoothing(
+def test_overfit_preset_trains_without_augmentation_and_label_smoothing(
     overrides: tuple[str, ...],
 ) -> None:
     config = resolved(*overrides, "data.root=x", "debug=overfit", "parallel=single")

@@ -61,7 +61,7 @@ def test_forecast_step_time_is_compute_plus_exposed_part_of_ring_all_reduce() ->
     )
 
 
-def test_forecast_reproduces_speeds_of_the_scaling_model_behind_its_measurements() -> None:
+def test_forecast_reproduces_speeds_of_the_scaling_model_that_generated_the_measurements() -> None:
     answer = forecast(strong(1, 2, 4, 8))
     assert answer.error is not None and answer.error < 0.05
     for row in answer.strong:
@@ -89,7 +89,7 @@ def test_forecast_interval_from_noisy_measurements_contains_true_speed() -> None
     assert held >= 2
 
 
-def test_forecast_omits_its_error_for_two_device_counts_and_is_refused_for_one() -> None:
+def test_forecast_omits_the_error_estimate_for_two_device_counts_and_refuses_one_count() -> None:
     answer = forecast(strong(1, 2))
     assert answer.error is None
     assert answer.residual < 0.01
@@ -97,7 +97,7 @@ def test_forecast_omits_its_error_for_two_device_counts_and_is_refused_for_one()
     assert answer.strong[1].low is None, "an interval of width zero would claim certainty"
 
 
-def test_forecast_notes_name_fitted_costs_at_their_bound_and_count_flagged_runs() -> None:
+def test_forecast_notes_name_fitted_costs_at_a_bound_and_count_disturbed_runs() -> None:
     assert notes_on(TRUE, strong(1, 2, 4, 8)) == []
     # A step takes the same time for any batch, and the all-reduce takes no time.
     flat = [
@@ -110,7 +110,7 @@ def test_forecast_notes_name_fitted_costs_at_their_bound_and_count_flagged_runs(
     assert [note.partition(" runs")[0] for note in notes_on(TRUE, runs)] == ["3 of 4"]
 
 
-def test_forecast_warns_when_its_leave_one_out_error_exceeds_15_percent() -> None:
+def test_forecast_warns_when_the_leave_one_out_error_exceeds_15_percent() -> None:
     odd = [*strong(1, 2, 4), Measured(8, 256, 3 * TRUE.seconds(8, 32), TRUE.gradient_bytes, None)]
     answer = forecast(odd)
     assert answer.error is not None and answer.error > 0.15
@@ -130,7 +130,7 @@ def undescribed() -> list[Measured]:
     return [replace(run, seconds=run.seconds * factor) for run in runs for factor in (0.999, 1.001)]
 
 
-def test_forecast_warns_and_widens_intervals_when_its_fit_misses_measured_speeds() -> None:
+def test_forecast_warns_and_widens_intervals_when_the_fit_misses_measured_speeds() -> None:
     answer = forecast(undescribed(), counts=(2, 10_000))
     measured = [row for row in answer.strong + answer.weak if row.measured is not None]
     missed = max(abs(row.speed / row.measured - 1) for row in measured if row.measured)
@@ -144,7 +144,9 @@ def test_forecast_warns_and_widens_intervals_when_its_fit_misses_measured_speeds
         )
 
 
-def test_forecast_prints_numbers_without_exponents_and_counts_flagged_runs(tmp_path: Path) -> None:
+def test_forecast_prints_numbers_without_exponents_and_counts_disturbed_runs(
+    tmp_path: Path,
+) -> None:
     folder = sweep_folder(tmp_path)
     text = "\n".join(as_text(forecast_sweep(folder, counts=(2, 100_000))))
     assert re.search(r"\de[+-]?\d", text) is None, text

@@ -72,9 +72,7 @@ def local(tensor: Tensor) -> Tensor:
         ("mixer_s32_224", "MixerBlock", 8),
     ],
 )
-def test_fsdp_sharded_blocks_of_a_timm_model_are_its_repeated_modules(
-    name: str, kind: str, count: int
-) -> None:
+def test_fsdp_shards_the_repeated_blocks_of_a_timm_model(name: str, kind: str, count: int) -> None:
     with torch.device("meta"):
         model = timm.create_model(name)
     blocks = blocks_of(model)
@@ -92,12 +90,12 @@ class Own(nn.Module):
             self.layers[0].linear1 = self.layers[1].linear1
 
 
-def test_fsdp_sharded_blocks_of_a_custom_model_are_the_layers_of_its_module_list() -> None:
+def test_fsdp_shards_each_layer_in_the_module_list_of_a_custom_model() -> None:
     model = Own()
     assert blocks_of(model) == list(model.layers)
 
 
-def test_fsdp_sharded_blocks_of_a_custom_model_come_from_its_shard_blocks_method() -> None:
+def test_fsdp_shards_the_blocks_that_shard_blocks_of_a_custom_model_returns() -> None:
     class Named(Own):
         def shard_blocks(self) -> list[nn.Module]:
             return [self.layers[1]]
@@ -106,12 +104,12 @@ def test_fsdp_sharded_blocks_of_a_custom_model_come_from_its_shard_blocks_method
     assert blocks_of(model) == [model.layers[1]]
 
 
-def test_fsdp_sharded_blocks_exclude_blocks_with_tied_weights() -> None:
+def test_fsdp_does_not_select_blocks_with_tied_weights_for_sharding() -> None:
     model = Own(tied=True)
     assert blocks_of(model) == [model.layers[2]]
 
 
-def test_fsdp_sharded_blocks_are_found_in_a_timm_model_inside_a_custom_module() -> None:
+def test_fsdp_shards_the_blocks_of_a_timm_model_inside_a_custom_module() -> None:
     class Wrapped(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -120,7 +118,7 @@ def test_fsdp_sharded_blocks_are_found_in_a_timm_model_inside_a_custom_module() 
     assert len(blocks_of(Wrapped())) == 3
 
 
-def test_fsdp_vector_layers_are_layer_norms_and_layer_scales() -> None:
+def test_fsdp_vector_layers_of_a_vit_are_all_layer_norm_and_layer_scale_modules() -> None:
     model = timm.create_model("vit_tiny_patch16_224", depth=2, init_values=0.1)
     assert {type(layer).__name__ for layer in vector_layers(model)} == {"LayerNorm", "LayerScale"}
 

@@ -56,7 +56,7 @@ def _save_forever(folder: Path, first: int) -> None:
 @pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.processes
-def test_last_checkpoint_loads_and_its_step_never_decreases_when_saves_are_killed_20_times(
+def test_last_checkpoint_loads_and_step_never_decreases_when_20_saves_are_killed(
     tmp_path: Path,
 ) -> None:
     context = warm_processes()
@@ -95,7 +95,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(where=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7), sidecars=st.booleans())
-def test_checkpoint_with_a_flipped_bit_is_refused_by_the_checksum_of_its_json_sidecar(
+def test_checkpoint_with_a_flipped_bit_is_refused_by_the_checksum_in_the_json_sidecar(
     good: Path, tmp_path: Path, where: float, bit: int, sidecars: bool
 ) -> None:
     """A flipped bit is refused. Without a sidecar, the file may load with equal numbers if the byte
@@ -143,7 +143,7 @@ def test_load_newest_checkpoint_skips_and_logs_damaged_files(
     assert step_in(folder / "best.pt") == 1
 
 
-def test_checkpoint_save_removes_files_with_later_steps_of_an_abandoned_attempt(
+def test_checkpoint_save_deletes_later_steps_of_an_abandoned_attempt(
     tmp_path: Path,
 ) -> None:
     """A run that resumed from step 2, because step 9 was damaged, keeps its new checkpoints and

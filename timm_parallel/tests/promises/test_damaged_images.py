@@ -74,7 +74,7 @@ def train(ranks: Ranks, store: Any, root: str, folder: str, overrides: tuple[str
 @pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.processes
-def test_on_error_skip_counts_unreadable_images_equally_under_single_dp_and_ddp(
+def test_data_on_error_skip_counts_unreadable_images_equally_under_single_dp_and_ddp(
     tmp_path: Path,
 ) -> None:
     root, _ = image_folder(tmp_path / "images", damaged=True)
@@ -128,7 +128,7 @@ def test_unreadable_image_is_replaced_in_training_and_dropped_in_evaluation(tmp_
     assert len(labels) == 0 and unreadable == [4, 5]
 
 
-def test_on_error_skip_reads_an_image_in_the_next_epoch_when_it_became_readable() -> None:
+def test_data_on_error_skip_tries_a_skipped_image_again_in_the_next_epoch() -> None:
     """An image may be unreadable for a moment, for example while a network disk is unavailable."""
 
     class Split:
@@ -153,7 +153,7 @@ def test_on_error_skip_reads_an_image_in_the_next_epoch_when_it_became_readable(
         assert loader.unreadable == unreadable
 
 
-def test_on_error_skip_raises_after_100_unreadable_images_in_a_row() -> None:
+def test_data_on_error_skip_raises_after_100_unreadable_images_in_a_row() -> None:
     class Split:
         def __len__(self) -> int:
             return 1000
@@ -165,7 +165,7 @@ def test_on_error_skip_raises_after_100_unreadable_images_in_a_row() -> None:
         BatchFetcher(Split(), Targets(), None, 0, "skip", 1000).read(IndexBatch(0, np.array([7])))
 
 
-def test_on_error_skip_does_not_catch_exceptions_other_than_unreadable_image() -> None:
+def test_data_on_error_skip_does_not_catch_errors_other_than_unreadable_images() -> None:
     class Split:
         def __len__(self) -> int:
             return 3
@@ -180,7 +180,7 @@ def test_on_error_skip_does_not_catch_exceptions_other_than_unreadable_image() -
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.nightly
-def test_run_fails_and_names_a_damaged_image_when_on_error_is_raise(train: Train) -> None:
+def test_run_fails_and_names_a_damaged_image_when_data_on_error_is_raise(train: Train) -> None:
     """A loader worker reads the file in this test; in test_ends.py the rank itself reads it."""
     root, _ = image_folder(train.base / "images", damaged=True)
     overrides = (

@@ -168,7 +168,7 @@ def test_ranks_and_loader_workers_end_when_train_py_is_killed(train: Train, stra
 )
 @pytest.mark.slow(seconds=7)
 @pytest.mark.sample(2)
-def test_run_ends_with_exit_code_1_when_its_folder_is_moved_or_deleted(
+def test_run_ends_with_exit_code_1_when_the_run_folder_is_moved_or_deleted(
     train: Train, strategy: str, command: str
 ) -> None:
     """Training on would be for nothing, because no file of the run can be found any more."""
@@ -221,7 +221,7 @@ def _drift(ranks: Ranks, store: torch.distributed.Store, where: str, folder: str
 @pytest.mark.nightly
 @pytest.mark.parametrize("where", ["start", "end"])
 @pytest.mark.slow(seconds=3)
-def test_ddp_ranks_raise_when_their_parameters_differ_at_start_or_end_of_training(
+def test_ddp_ranks_raise_when_parameters_differ_between_ranks_at_start_or_end_of_training(
     tmp_path: Path, where: str
 ) -> None:
     assert all(

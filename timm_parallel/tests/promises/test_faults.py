@@ -225,7 +225,7 @@ def test_error_names_rank_phase_and_step_of_a_crash_or_stall_inside_a_rank(
     ("form", "strategy"), [("python", "ddp"), ("python", "fsdp"), ("torchrun", "ddp")]
 )
 @pytest.mark.sample(3)
-def test_run_restarts_from_its_newest_checkpoint_when_a_rank_is_killed(
+def test_run_restarts_from_the_newest_checkpoint_when_a_rank_is_killed(
     train: Train, form: str, strategy: str
 ) -> None:
     restarts = ("parallel.max_restarts=1",) if form == "python" else ()

@@ -107,7 +107,7 @@ OF_ALLOCATOR = (
         (MemoryError(), "cpu"),
     ],
 )
-def test_out_of_memory_record_names_the_device_that_is_full(
+def test_failure_record_of_an_out_of_memory_error_names_the_full_device(
     error: Exception, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The current device is that of the strategy, which has read parallel.device_ids."""
@@ -121,7 +121,7 @@ def test_out_of_memory_record_names_the_device_that_is_full(
 
 
 @pytest.mark.parametrize("failing", ["init_process_group", "barrier"])
-def test_backend_that_cannot_connect_is_not_reported_as_an_exit_of_another_rank(
+def test_connection_failure_of_nccl_is_not_reported_as_the_exit_of_another_rank(
     failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """NCCL connects in its first collective. A rank that was killed meanwhile is still the first
@@ -147,7 +147,7 @@ def test_backend_that_cannot_connect_is_not_reported_as_an_exit_of_another_rank(
     assert first_failure(tmp_path, RankExits(exit_codes={0: 1, 1: -signal.SIGKILL}))["rank"] == 1
 
 
-def test_config_refusal_by_rank_0_does_not_raise_when_another_rank_never_answers(
+def test_config_refusal_by_rank_0_does_not_raise_when_another_rank_never_responds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from torch.distributed import HashStore
@@ -158,7 +158,7 @@ def test_config_refusal_by_rank_0_does_not_raise_when_another_rank_never_answers
     torchrun.refuse_followers(Ranks(0, 2, 0, 2), "seed=x: expected an integer")
 
 
-def test_node_records_the_store_error_when_another_node_never_connects(
+def test_result_holds_the_torch_store_error_when_another_node_never_connects(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The inventory of the other node is missing, so the error of the store is the only known
@@ -200,7 +200,7 @@ os._exit(1)
 
 
 @pytest.mark.processes
-def test_reason_of_the_only_rank_is_printed_and_recorded_when_the_disk_takes_no_failure_record(
+def test_failure_reason_is_printed_and_recorded_when_the_failure_record_cannot_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = resolved("parallel=single")
@@ -214,7 +214,7 @@ def test_reason_of_the_only_rank_is_printed_and_recorded_when_the_disk_takes_no_
     assert capsys.readouterr().err.splitlines()[0] == "Failed: the disk is full"
 
 
-def test_reason_is_printed_when_the_disk_takes_no_result_either(
+def test_failure_reason_is_printed_when_result_json_cannot_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def full(folder: Path, result: object) -> None:
@@ -228,7 +228,7 @@ def test_reason_is_printed_when_the_disk_takes_no_result_either(
     assert "step_24.pt: could not be written" in capsys.readouterr().err.splitlines()[0]
 
 
-def test_published_failure_is_read_from_the_store_and_not_replaced_by_an_exit_code(
+def test_failure_reason_in_the_torch_store_is_not_replaced_by_an_exit_code(
     tmp_path: Path,
 ) -> None:
     from torch.distributed import HashStore
@@ -260,7 +260,7 @@ time.sleep(600)
 
 @pytest.mark.processes
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_child_process_gets_sigkill_when_it_ignores_sigterm_or_sigint(
+def test_child_process_that_ignores_sigterm_or_sigint_is_ended_by_sigkill(
     monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
     monkeypatch.setattr(supervisor, "GRACE_SECONDS", 0.5)
@@ -270,7 +270,7 @@ def test_child_process_gets_sigkill_when_it_ignores_sigterm_or_sigint(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
-def test_signal_that_is_ignored_at_the_start_stays_ignored(number: signal.Signals) -> None:
+def test_signal_that_is_ignored_when_a_command_starts_stays_ignored(number: signal.Signals) -> None:
     """`nohup` ignores SIGHUP, and a script ignores SIGINT in what it starts with `&`."""
     received: list[int] = []
     previous = signal.signal(number, signal.SIG_IGN)
@@ -286,7 +286,7 @@ def test_signal_that_is_ignored_at_the_start_stays_ignored(number: signal.Signal
 
 
 @pytest.mark.processes
-def test_child_process_gets_one_kill_timer_when_two_signals_arrive_together(
+def test_two_simultaneous_signals_start_only_one_kill_timer_for_a_child_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """`timeout` signals the process and its group. The second signal arrives while the kill timer
@@ -312,7 +312,7 @@ def test_child_process_gets_one_kill_timer_when_two_signals_arrive_together(
     )
 
 
-def test_watchdog_exits_its_process_after_a_node_loss_when_the_disk_is_full(
+def test_watchdog_ends_the_rank_after_a_node_loss_when_the_disk_is_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The watchdog cannot write its failure record, and must not wait for the lost node."""
@@ -337,7 +337,9 @@ def test_watchdog_exits_its_process_after_a_node_loss_when_the_disk_is_full(
         dog._end(100.0)
 
 
-def test_heartbeats_are_read_without_error_while_another_thread_adds_nodes(tmp_path: Path) -> None:
+def test_watchdog_reads_heartbeats_without_error_while_another_thread_adds_nodes(
+    tmp_path: Path,
+) -> None:
     """The watchdog reads a dict that the heartbeat thread changes. An exception would end the
     watchdog silently.
     """
@@ -375,7 +377,7 @@ def test_heartbeats_are_read_without_error_while_another_thread_adds_nodes(tmp_p
 
 
 @pytest.mark.parametrize(("status", "code"), [("done", 0), (None, 130)])
-def test_result_status_stays_done_when_a_signal_arrives_after_completion(
+def test_result_status_stays_done_when_a_signal_arrives_after_the_run_completed(
     tmp_path: Path, status: str | None, code: int
 ) -> None:
     config = resolved("parallel=single")
@@ -386,7 +388,7 @@ def test_result_status_stays_done_when_a_signal_arrives_after_completion(
 
 
 @pytest.mark.parametrize(("checkpoint", "hint"), [(True, "resume="), (False, "same command")])
-def test_stopped_run_suggests_resume_only_when_it_has_a_checkpoint(
+def test_stopped_run_suggests_resume_only_when_a_checkpoint_exists(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], checkpoint: bool, hint: str
 ) -> None:
     if checkpoint:

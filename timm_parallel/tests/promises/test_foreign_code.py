@@ -194,7 +194,7 @@ def test_hydra_override_is_refused_when_its_key_is_not_on_the_allowlist(
         assert given in line and "run, sweep, sweeper.params, job.name" in line
 
 
-def test_hydra_override_is_accepted_when_its_key_is_on_the_allowlist() -> None:
+def test_hydra_override_is_accepted_when_the_key_is_on_the_allowlist() -> None:
     for plus in ("", "++"):
         compose_command(parse(*(f"{plus}hydra.{word}" for word in SETTABLE)))
 
@@ -222,7 +222,7 @@ def test_hydra_section_of_a_config_file_is_refused_when_a_key_is_not_on_the_allo
     assert "hydra." in refuse("--config-dir", str(folder), "experiment=odd")
 
 
-def test_hydra_section_of_a_config_file_is_accepted_when_its_keys_are_on_the_allowlist(
+def test_hydra_section_of_a_config_file_is_accepted_when_all_keys_are_on_the_allowlist(
     tmp_path: Path,
 ) -> None:
     text = (
@@ -326,7 +326,7 @@ def ghostscript(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pat
     assert not mark.exists(), "Ghostscript was started"
 
 
-def test_image_formats_are_those_of_the_file_names_that_are_read() -> None:
+def test_decoder_accepts_exactly_the_image_formats_of_the_accepted_file_suffixes() -> None:
     Image.init()
     assert {Image.registered_extensions()[suffix] for suffix in IMAGE_SUFFIXES} == set(
         IMAGE_FORMATS
@@ -365,7 +365,7 @@ def test_postscript_named_like_an_image_is_unreadable_and_starts_no_program(
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_any_error_of_a_decoder_makes_the_image_unreadable(
+def test_any_decoder_exception_is_reported_as_an_unreadable_image(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     """So data.on_error decides, and check_data lists the image."""

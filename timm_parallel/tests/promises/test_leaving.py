@@ -112,7 +112,7 @@ def test_exception_in_main_thread_ends_the_thread_that_waits_in_the_torch_store(
     assert done.stdout == "MainThread\n"
 
 
-def test_exit_process_raises_system_exit_without_a_torch_process_group() -> None:
+def test_exit_process_raises_system_exit_when_no_torch_process_group_exists() -> None:
     for code in (0, 1):
         with pytest.raises(SystemExit) as error:
             exit_process(code)
@@ -144,7 +144,7 @@ def _kill_worker_and_exit(temporary: Path) -> None:
 
 
 @pytest.mark.processes
-def test_killed_loader_worker_and_immediate_exit_leave_no_temporary_folder() -> None:
+def test_rank_that_exits_after_its_loader_worker_was_killed_leaves_no_temporary_folder() -> None:
     # Not tmp_path: the path of a socket has at most 107 characters.
     with tempfile.TemporaryDirectory() as folder:
         process = warm_processes().Process(
@@ -158,7 +158,7 @@ def test_killed_loader_worker_and_immediate_exit_leave_no_temporary_folder() -> 
 
 
 @pytest.mark.processes
-def test_error_names_the_killed_loader_worker_when_its_connection_breaks_first(
+def test_error_names_the_killed_loader_worker_instead_of_the_broken_connection(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     split = InMemory(
@@ -184,7 +184,7 @@ def test_error_names_the_killed_loader_worker_when_its_connection_breaks_first(
     loader.close()
 
 
-def test_failed_run_closes_its_metrics_recorder_and_keeps_logged_steps(
+def test_failed_run_closes_the_metrics_recorder_and_keeps_logged_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An immediate exit of the process would lose the events queued in TensorBoard's

@@ -181,7 +181,7 @@ def steps_with_overflow_on_rank_1(
 )
 @pytest.mark.slow(seconds=10)
 @pytest.mark.sample(4)
-def test_all_ranks_skip_the_same_fp16_step_when_gradients_of_one_overflow(
+def test_all_ranks_skip_the_same_fp16_step_when_gradients_of_one_rank_overflow(
     tmp_path: Path, overrides: tuple[str, ...]
 ) -> None:
     words = (*overrides, "parallel.devices=3", "data.batch_size=6")

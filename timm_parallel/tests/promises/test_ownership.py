@@ -82,7 +82,9 @@ def test_folder_lock_is_held_by_one_process_at_a_time_when_8_processes_request_i
     ), "two processes held the lock at the same time"
 
 
-def test_folder_lock_is_granted_while_another_thread_queries_it_briefly(tmp_path: Path) -> None:
+def test_folder_lock_is_granted_while_another_thread_briefly_queries_the_lock(
+    tmp_path: Path,
+) -> None:
     """resume=auto queries the folders of all runs of a task while other jobs lock their folders."""
     asked, leave = threading.Event(), threading.Timer(0.05, lambda: None)
 

@@ -272,7 +272,7 @@ def assert_resume_changes_nothing(
     ],
     ids=lambda overrides: "x".join(text.split("=")[1] for text in overrides),
 )
-def test_resume_under_another_strategy_reads_each_sample_once_and_keeps_losses(
+def test_resume_under_another_strategy_reads_each_sample_once_and_gives_equal_losses(
     undisturbed: Any, tmp_path: Path, before: tuple[str, ...], after: tuple[str, ...]
 ) -> None:
     def processes(overrides: tuple[str, ...]) -> int:
@@ -343,7 +343,9 @@ def train_with_growing_scale(
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.slow(seconds=4)
 @pytest.mark.sample(2)
-def test_resumed_fp16_run_continues_with_its_loss_scale(tmp_path: Path, world_size: int) -> None:
+def test_resumed_fp16_run_continues_with_the_saved_loss_scale(
+    tmp_path: Path, world_size: int
+) -> None:
     """The stop is between two changes of the scale, so that both the scale and its count of good
     steps matter.
     """
@@ -389,7 +391,7 @@ def test_resume_reports_throughput_of_the_few_remaining_steps_of_a_long_run(tmp_
 
 
 @pytest.mark.slow(seconds=2)
-def test_resume_from_the_final_checkpoint_writes_the_train_metrics_of_the_run(
+def test_resume_from_the_final_checkpoint_writes_train_metrics_of_the_original_run(
     undisturbed: Any, tmp_path: Path
 ) -> None:
     overrides = (*spread(1), *RANDOM, "data.workers=0")

@@ -240,7 +240,9 @@ def test_literal_secret_is_refused_in_a_saved_run_config(refuse: Refuse, tmp_pat
         "MY_KEY",
     ],
 )
-def test_environment_variable_is_secret_when_its_name_looks_secret(name: str) -> None:
+def test_environment_variable_is_treated_as_secret_when_the_name_looks_like_a_secret(
+    name: str,
+) -> None:
     assert is_secret_variable(name, "12345678")
     assert not is_secret_variable(name, "1234567"), "short values occur in ordinary words"
     assert not is_secret_variable(name, str(ROOT)), (
@@ -248,7 +250,7 @@ def test_environment_variable_is_secret_when_its_name_looks_secret(name: str) ->
     )
 
 
-def test_variables_and_keys_that_only_resemble_secret_names_are_not_secret() -> None:
+def test_variables_and_keys_that_only_resemble_secret_names_are_not_treated_as_secret() -> None:
     for name in (
         "PWD",
         "OLDPWD",
@@ -277,7 +279,7 @@ def test_variables_and_keys_that_only_resemble_secret_names_are_not_secret() -> 
         assert not is_secret_key(key), key
 
 
-def test_secret_is_hidden_in_quoted_and_url_encoded_text_json_files_and_tracebacks(
+def test_secret_is_masked_in_quoted_text_url_encoded_text_json_files_and_tracebacks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from urllib.parse import quote_plus

@@ -89,7 +89,7 @@ def test_yaml_file_whose_aliases_expand_to_millions_of_values_is_refused(
 ESCAPES = "\x1b[2J\x9b31m\u202e\x07"
 
 
-def test_control_characters_of_file_and_class_names_are_escaped_where_they_are_printed(
+def test_control_characters_of_file_and_class_names_are_escaped_in_printed_output(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     name = f"red{ESCAPES}.png"

@@ -65,7 +65,7 @@ time.sleep(600)
 
 @pytest.mark.processes
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux signals the death of a parent")
-def test_rank_dies_when_its_launcher_dies_during_startup() -> None:
+def test_rank_ends_when_the_launcher_dies_during_startup() -> None:
     command = [sys.executable, "-c", LAUNCHER, RANK]
     done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=True
@@ -83,14 +83,14 @@ def test_rank_dies_when_its_launcher_dies_during_startup() -> None:
             rank.kill()
 
 
-def test_environment_of_ranks_contains_the_pid_of_their_launcher() -> None:
+def test_environment_of_ranks_contains_the_pid_of_the_launcher() -> None:
     assert supervisor._environment(resolved("parallel=single").parallel)["RUN_LAUNCHER"] == str(
         os.getpid()
     )
 
 
 @pytest.mark.processes
-def test_terminate_descendants_ends_orphans_but_not_children_started_before_it() -> None:
+def test_terminate_descendants_ends_orphans_but_no_children_started_before_the_with_block() -> None:
     context = multiprocessing.get_context("fork")
     answers = context.Queue()
     launcher = context.Process(target=_launch, args=(answers,))

@@ -75,7 +75,7 @@ def statuses(folder: Path) -> list[str]:
 
 @pytest.mark.processes
 @pytest.mark.slow(seconds=3)
-def test_sweep_job_with_done_result_does_not_run_again_when_killed_sweep_is_resumed(
+def test_finished_sweep_job_does_not_run_again_when_a_killed_sweep_is_resumed(
     tmp_path: Path,
 ) -> None:
     """The checkpoint of a done job is at the last step, so a second run would have no measured
@@ -98,7 +98,7 @@ def test_sweep_job_with_done_result_does_not_run_again_when_killed_sweep_is_resu
 
 @pytest.mark.slow(seconds=2)
 @pytest.mark.processes
-def test_sweep_job_status_is_done_when_sigint_arrives_after_its_result(
+def test_sweep_job_status_is_done_when_sigint_arrives_after_the_job_wrote_a_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("JOB_STAYS", "60")
@@ -117,7 +117,7 @@ def test_sweep_job_status_is_done_when_sigint_arrives_after_its_result(
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 @pytest.mark.slow(seconds=5)
 @pytest.mark.sample(3)
-def test_signal_while_a_sweep_writes_its_report_prints_how_to_continue(
+def test_sweep_prints_the_resume_override_when_a_signal_arrives_during_the_report(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -154,7 +154,7 @@ def test_sweep_exits_1_with_status_interrupted_when_a_job_was_interrupted(
     ("number", "part"), [(signal.SIGKILL, "lack of memory"), (signal.SIGSEGV, "SIGSEGV")]
 )
 @pytest.mark.slow(seconds=5)
-def test_reason_of_a_sweep_job_that_was_killed_names_the_signal(
+def test_failure_reason_of_a_killed_sweep_job_names_the_signal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, part: str
 ) -> None:
     command = [sys.executable, "-c", f"import os; os.kill(os.getpid(), {int(number)})"]
@@ -167,7 +167,7 @@ def test_reason_of_a_sweep_job_that_was_killed_names_the_signal(
 
 @pytest.mark.slow(seconds=1)
 @pytest.mark.parametrize(("is_lost", "status"), [(True, "done"), (False, "failed")])
-def test_done_job_stays_done_when_it_is_killed_with_its_fork_server(
+def test_finished_sweep_job_stays_done_when_the_fork_server_and_the_job_are_killed(
     tmp_path: Path, is_lost: bool, status: str
 ) -> None:
     """A job that exits with an error by itself, after its result was written, has failed."""
@@ -184,7 +184,7 @@ def test_done_job_stays_done_when_it_is_killed_with_its_fork_server(
 
 @pytest.mark.processes
 @pytest.mark.slow(seconds=6)
-def test_gpu_jobs_of_a_sweep_are_started_instead_of_skipped_when_gpus_are_missing(
+def test_sweep_starts_gpu_jobs_and_lets_them_fail_when_gpus_have_disappeared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A resume on a machine with GPUs runs failed jobs again, but would not run skipped jobs."""
@@ -220,7 +220,7 @@ def page(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.processes
-def test_search_keeps_job_statuses_and_study_db_when_writing_its_report_page_fails(
+def test_search_keeps_job_statuses_and_study_db_when_the_report_cannot_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(jobs: Jobs, study: object, config: object) -> None:
@@ -305,7 +305,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.slow
-def test_resumed_sweep_keeps_its_folders_when_slurm_rejects_the_submission(
+def test_resumed_sweep_keeps_all_run_folders_when_slurm_rejects_the_submission(
     tmp_path: Path, cluster: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "sweep"
@@ -325,7 +325,7 @@ def test_resumed_sweep_keeps_its_folders_when_slurm_rejects_the_submission(
 
 
 @pytest.mark.slow(seconds=2)
-def test_slurm_array_task_is_listed_as_failed_when_it_exits_without_a_result(
+def test_slurm_array_task_that_exits_without_a_result_is_listed_as_failed(
     tmp_path: Path, cluster: None
 ) -> None:
     folder = tmp_path / "sweep"
@@ -344,7 +344,7 @@ def test_slurm_array_task_is_listed_as_failed_when_it_exits_without_a_result(
 
 
 @pytest.mark.slow(seconds=2)
-def test_sweep_resume_is_refused_while_its_slurm_array_is_in_the_queue(
+def test_sweep_resume_is_refused_while_the_slurm_array_of_the_sweep_is_in_the_queue(
     tmp_path: Path, cluster: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """This also holds if the command was killed before it saved the ID of the array."""

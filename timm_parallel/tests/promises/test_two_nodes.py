@@ -260,7 +260,9 @@ def is_refused_on_both(nodes: Nodes, started: list[subprocess.Popen[str]], *part
 
 
 @pytest.mark.nightly
-def test_nodes_refuse_to_train_when_their_code_differs(nodes: Nodes, tmp_path: Path) -> None:
+def test_nodes_refuse_to_train_when_code_differs_between_nodes(
+    nodes: Nodes, tmp_path: Path
+) -> None:
     other = shutil.copytree(ROOT / "src" / "train", tmp_path / "other")
     with open(other / "loop.py", "a") as file:
         file.write("# another version\n")
@@ -270,7 +272,9 @@ def test_nodes_refuse_to_train_when_their_code_differs(nodes: Nodes, tmp_path: P
 
 
 @pytest.mark.nightly
-def test_nodes_refuse_to_train_when_their_arguments_differ(nodes: Nodes) -> None:
+def test_nodes_refuse_to_train_when_command_line_arguments_differ_between_nodes(
+    nodes: Nodes,
+) -> None:
     is_refused_on_both(nodes, nodes.torchrun(second=("nonsense.key=3",)), "nonsense.key=3")
 
 
@@ -293,7 +297,7 @@ def images_of(root: Path, names: tuple[str, ...], count: int) -> Path:
     ids=["classes", "images"],
 )
 @pytest.mark.nightly
-def test_nodes_refuse_to_train_when_their_data_differs(
+def test_nodes_refuse_to_train_when_data_differs_between_nodes(
     nodes: Nodes, names: tuple[str, ...], count: int, parts: tuple[str, ...]
 ) -> None:
     images_of(nodes.base / nodes.names[0] / "data", ("c0", "c1"), 16)
@@ -310,7 +314,7 @@ def test_nodes_refuse_to_train_when_their_data_differs(
 
 
 @pytest.mark.nightly
-def test_stall_of_a_rank_on_node_1_ends_both_nodes_and_is_recorded_on_node_0(
+def test_stall_of_a_rank_on_node_1_ends_the_run_on_both_nodes_and_is_recorded_on_node_0(
     nodes: Nodes, tmp_path: Path
 ) -> None:
     fault = replace(FAULTS["stalls"], step=9)
@@ -414,7 +418,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, ...]:
     [("cut off",), pytest.param(("cut off", "dead", "stopped"), marks=pytest.mark.nightly)],
     ids=" ".join,
 )
-def test_error_names_the_lost_node_and_the_same_torchrun_command_resumes_the_run(
+def test_error_names_the_lost_node_and_the_same_torchrun_commands_resume_the_run(
     nodes: Nodes, undisturbed: tuple[Any, ...], faults: tuple[str, ...]
 ) -> None:
     """One run loses its second node, also several times in different ways."""

@@ -211,7 +211,7 @@ def test_node_without_heartbeats_is_reported_lost_only_after_the_time_limit(
     assert NODE_SILENT < clock[0] - silent_since < 10
 
 
-def test_node_without_heartbeats_has_a_longer_time_limit_before_its_first_step(
+def test_node_without_heartbeats_has_a_longer_time_limit_before_the_first_step(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Importing libraries from a slow disk blocks every thread of a rank."""
@@ -239,7 +239,7 @@ def test_node_1_reports_node_0_lost_when_the_torch_store_does_not_respond(
     assert second.silent_node() is None, "the delay is explained by the suspension of this process"
 
 
-def test_node_0_reports_no_lost_node_when_its_own_heartbeat_was_delayed(
+def test_node_0_reports_no_lost_node_when_heartbeats_of_node_0_were_delayed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     clock = [0.0]
@@ -248,7 +248,7 @@ def test_node_0_reports_no_lost_node_when_its_own_heartbeat_was_delayed(
     assert first.silent_node() is None
 
 
-def test_heartbeats_mark_the_run_failed_when_disk_is_too_full_for_the_failure_record(
+def test_heartbeat_thread_marks_the_run_failed_when_the_failure_record_cannot_be_written(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The error ends the heartbeat thread. Other nodes would mistake its silence for the death of
@@ -268,7 +268,9 @@ def test_heartbeats_mark_the_run_failed_when_disk_is_too_full_for_the_failure_re
     assert second.failed and second.peer_has_left()
 
 
-def test_heartbeats_close_waits_until_the_thread_has_left_the_torch_store(tmp_path: Path) -> None:
+def test_closing_heartbeats_waits_until_the_heartbeat_thread_has_left_the_torch_store(
+    tmp_path: Path,
+) -> None:
     """A thread inside a store call at interpreter shutdown aborts the process, and a completed run
     would be lost.
     """
@@ -342,7 +344,7 @@ def test_failure_record_of_a_rank_reaches_another_node_through_the_torch_store(
 
 
 @pytest.mark.parametrize(("exception", "limit"), [("NodeLost", 3.0), ("RuntimeError", LEAVE + 3.0)])
-def test_all_ranks_of_a_node_end_within_seconds_after_one_has_found_that_a_node_is_lost(
+def test_all_ranks_of_a_node_end_within_seconds_after_one_rank_detects_a_lost_node(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exception: str, limit: float
 ) -> None:
     """Only the first rank of a node watches the other nodes. Its peers wait in a collective for the
@@ -434,7 +436,7 @@ def test_watchdog_ends_a_process_whose_run_folder_is_deleted_moved_or_replaced(
 @pytest.mark.parametrize(
     ("number", "is_gone"), [(errno.ENOENT, True), (errno.EIO, False), (errno.ESTALE, False)]
 )
-def test_run_folder_on_a_file_system_with_errors_does_not_count_as_gone(
+def test_run_folder_does_not_count_as_deleted_when_the_file_system_reports_errors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, is_gone: bool
 ) -> None:
     def fail(path: Path) -> None:
@@ -474,7 +476,7 @@ def _run_own_loop(folder: Path, step_for: float) -> None:
 @pytest.mark.nightly
 @pytest.mark.processes
 @pytest.mark.slow(seconds=4)
-def test_watchdog_ends_a_custom_training_loop_only_when_its_optimizer_stops_stepping(
+def test_watchdog_ends_a_custom_training_loop_only_when_the_optimizer_stops_stepping(
     tmp_path: Path,
 ) -> None:
     """Two runs execute at the same time: one steps for twice the limit, the other stops after its
