@@ -1,5 +1,5 @@
-"""Messages show the first cause of a failure, not errors that it caused on other ranks or in a
-wait.
+"""Tests that an error message shows the first cause of a failure. Later errors of other ranks, or
+of a process that waits for a failed rank, must not replace it.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ OF_ALLOCATOR = (
 def test_failure_record_of_an_out_of_memory_error_names_the_full_device(
     error: Exception, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The current device is that of the strategy, which has read parallel.device_ids."""
+    """The device is the one that the strategy has chosen according to parallel.device_ids."""
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 5)
     config = resolved("parallel=single")
@@ -124,8 +124,8 @@ def test_failure_record_of_an_out_of_memory_error_names_the_full_device(
 def test_connection_failure_of_nccl_is_not_reported_as_the_exit_of_another_rank(
     failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """NCCL connects in its first collective. A rank that was killed meanwhile is still the first
-    failure.
+    """NCCL connects in the first collective. If another rank was killed before, its death is the
+    first failure.
     """
 
     def fail(*given: Any, **named: Any) -> None:
@@ -154,15 +154,15 @@ def test_config_refusal_by_rank_0_does_not_raise_when_another_rank_never_respond
 
     monkeypatch.setattr(torchrun, "open_store", lambda ranks: HashStore())
     monkeypatch.setattr(nodes, "REFUSAL_SECONDS", 0.05)
-    # Raises nothing: the caller prints the refusal.
+    # The function under test must not raise, because the caller prints the refusal of the config.
     torchrun.refuse_followers(Ranks(0, 2, 0, 2), "seed=x: expected an integer")
 
 
 def test_result_holds_the_torch_store_error_when_another_node_never_connects(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The inventory of the other node is missing, so the error of the store is the only known
-    cause.
+    """The other node sends no information about itself, so the error of the torch store is the only
+    known cause.
     """
     from torch.distributed import DistStoreError
 
@@ -271,7 +271,9 @@ def test_child_process_that_ignores_sigterm_or_sigint_is_ended_by_sigkill(
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_signal_that_is_ignored_when_a_command_starts_stays_ignored(number: signal.Signals) -> None:
-    """`nohup` ignores SIGHUP, and a script ignores SIGINT in what it starts with `&`."""
+    """`nohup` starts a command with SIGHUP ignored. A script starts a background command with
+    SIGINT ignored.
+    """
     received: list[int] = []
     previous = signal.signal(number, signal.SIG_IGN)
     try:
@@ -289,8 +291,8 @@ def test_signal_that_is_ignored_when_a_command_starts_stays_ignored(number: sign
 def test_two_simultaneous_signals_start_only_one_kill_timer_for_a_child_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """`timeout` signals the process and its group. The second signal arrives while the kill timer
-    of the first starts.
+    """The program `timeout` sends a signal to the process and also to its process group. The second
+    signal may arrive while the handler of the first signal starts the kill timer.
     """
     starts = []
 
@@ -315,7 +317,9 @@ def test_two_simultaneous_signals_start_only_one_kill_timer_for_a_child_process(
 def test_watchdog_ends_the_rank_after_a_node_loss_when_the_disk_is_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The watchdog cannot write its failure record, and must not wait for the lost node."""
+    """The watchdog cannot write its failure record to a full disk. It must end the rank without
+    waiting for the lost node.
+    """
 
     class Full:
         def write(self, text: str) -> None:
@@ -340,8 +344,8 @@ def test_watchdog_ends_the_rank_after_a_node_loss_when_the_disk_is_full(
 def test_watchdog_reads_heartbeats_without_error_while_another_thread_adds_nodes(
     tmp_path: Path,
 ) -> None:
-    """The watchdog reads a dict that the heartbeat thread changes. An exception would end the
-    watchdog silently.
+    """The watchdog reads a dictionary that the heartbeat thread changes. An exception would end the
+    watchdog thread without a message.
     """
     heartbeats = Heartbeats(Ranks(0, 2, 0, 1, node=0, nodes=2), None, tmp_path)
 

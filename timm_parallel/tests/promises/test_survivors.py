@@ -1,5 +1,5 @@
-"""A launcher ends all its processes: children, grandchildren outside its group, and those that
-ignore SIGTERM.
+"""Tests that a launcher ends all processes that it has started. These include grandchildren outside
+its process group, and processes that ignore SIGTERM.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ DEAF = (
     "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', "
     "flush=True); time.sleep(600)"
 )
-# A child that starts a deaf grandchild in a new session, prints its pid, and exits: the grandchild
-# becomes an orphan.
+# Script that starts a child process in a new session, prints its process ID and exits. The child
+# ignores SIGTERM and becomes an orphan.
 PARENT = f"""
 import subprocess, sys
 child = subprocess.Popen([sys.executable, "-c", {DEAF!r}], start_new_session=True, stdout=subprocess.PIPE)
@@ -47,7 +47,8 @@ def _launch(answers: Any) -> None:
     spared.wait()
 
 
-# A launcher that starts a rank and exits before the rank has asked the kernel to be killed with it.
+# Script of a launcher that starts a rank and exits at once. At this time the rank has not yet asked
+# the kernel for a signal at the death of its parent.
 LAUNCHER = """
 import os, subprocess, sys
 environment = {**os.environ, "RUN_LAUNCHER": str(os.getpid())}

@@ -1,5 +1,5 @@
-"""Results of a sweep or search survive a stop, a kill, a rejected submission and a resume on
-another machine.
+"""Tests that the results of a sweep or search survive a stop, a kill, a rejected submission to
+Slurm, and a resume on another machine.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from timm_parallel.record.jobs import Job, Jobs, read_jobs
 from timm_parallel.record.result import Result, read_result, write_result
 from timm_parallel.testing.configs import parse, tiny
 
-# A fake job: counts its starts, writes a done result with an objective of 0.5, and runs for
-# JOB_STAYS seconds.
+# Script of a fake sweep job. It counts its starts in a file, writes result.json with status done
+# and objective 0.5, and then sleeps for JOB_STAYS seconds.
 JOB = """
 import json, os, pathlib, sys, time
 folder = pathlib.Path(sys.argv[1])
@@ -63,7 +63,7 @@ def frozen(folder: Path, *overrides: str) -> Jobs:
 
 
 def starts(folder: Path) -> list[int]:
-    """Return how often each of three jobs was started."""
+    """Return how often each of the three fake jobs was started."""
     return [
         len(path.read_text()) if (path := folder / job / "starts").exists() else 0 for job in "012"
     ]
@@ -78,8 +78,8 @@ def statuses(folder: Path) -> list[str]:
 def test_finished_sweep_job_does_not_run_again_when_a_killed_sweep_is_resumed(
     tmp_path: Path,
 ) -> None:
-    """The checkpoint of a done job is at the last step, so a second run would have no measured
-    steps.
+    """The checkpoint of a finished job is at the last step. A second run would train no steps and
+    overwrite the measured speed.
     """
     jobs = frozen(tmp_path, "seed=1,2,3")
     for job in jobs.jobs[:2]:
@@ -170,7 +170,9 @@ def test_failure_reason_of_a_killed_sweep_job_names_the_signal(
 def test_finished_sweep_job_stays_done_when_the_fork_server_and_the_job_are_killed(
     tmp_path: Path, is_lost: bool, status: str
 ) -> None:
-    """A job that exits with an error by itself, after its result was written, has failed."""
+    """If the fork server still runs, however, a job that exits with an error after it has written
+    its result counts as failed.
+    """
     [job] = frozen(tmp_path, "seed=1").jobs
     server = WarmServer()
     running = child.LocalJob(job, tmp_path / "0", None, server)
@@ -187,7 +189,9 @@ def test_finished_sweep_job_stays_done_when_the_fork_server_and_the_job_are_kill
 def test_sweep_starts_gpu_jobs_and_lets_them_fail_when_gpus_have_disappeared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A resume on a machine with GPUs runs failed jobs again, but would not run skipped jobs."""
+    """A failed job runs again when the sweep is resumed on a machine with GPUs. A skipped job would
+    not run again.
+    """
     monkeypatch.setattr(
         hardware, "visible_cuda_devices", lambda: (CudaDevice(0, "a GPU", 2**34, "GPU-0"),)
     )
@@ -310,7 +314,8 @@ def test_resumed_sweep_keeps_all_run_folders_when_slurm_rejects_the_submission(
 ) -> None:
     folder = tmp_path / "sweep"
     assert on_slurm(folder) == 0
-    for job in "012":  # the time limit was reached
+    # Make all jobs look interrupted by the time limit of Slurm.
+    for job in "012":
         write_result(folder / job, Result("interrupted"))
         (folder / job / "checkpoints").mkdir()
         (folder / job / "checkpoints" / "last.pt").touch()
@@ -320,7 +325,8 @@ def test_resumed_sweep_keeps_all_run_folders_when_slurm_rejects_the_submission(
     assert len(list(folder.glob("?/checkpoints/last.pt"))) == 3
     new = tmp_path / "new"
     with pytest.raises(ValueError, match="the controller is away"):
-        on_slurm(new, "parallel.devices=1,2")  # two devices are skipped
+        # On this machine, the jobs with two devices are skipped, and the other jobs are submitted.
+        on_slurm(new, "parallel.devices=1,2")
     assert not new.exists()
 
 
@@ -347,7 +353,9 @@ def test_slurm_array_task_that_exits_without_a_result_is_listed_as_failed(
 def test_sweep_resume_is_refused_while_the_slurm_array_of_the_sweep_is_in_the_queue(
     tmp_path: Path, cluster: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """This also holds if the command was killed before it saved the ID of the array."""
+    """The resume is refused even if the earlier command was killed before it could save the ID of
+    the array.
+    """
     folder = tmp_path / "sweep"
     on_slurm(folder)
     for job in "012":
@@ -393,7 +401,7 @@ def test_sweep_prints_a_line_per_ended_job_and_a_progress_bar_only_in_terminals(
     capsys: pytest.CaptureFixture[str],
     is_terminal: bool,
 ) -> None:
-    """Names are printed unchanged, although rich reads brackets as markup."""
+    """The names of the jobs contain brackets, which rich must not read as markup."""
     monkeypatch.setenv("TTY_COMPATIBLE", str(int(is_terminal)))
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("COLUMNS", "100")
@@ -412,14 +420,16 @@ def test_sweep_prints_a_line_per_ended_job_and_a_progress_bar_only_in_terminals(
     assert all(
         line.endswith(f"{n}/3 done  2.0 s  {names[n - 1]}") for n, line in enumerate(lines, 1)
     )
-    # The estimate of the time left is in the bar only.
+    # Only the progress bar shows an estimate of the time left.
     assert (" s left" in shown) == is_terminal
 
 
 def test_sweep_display_does_not_raise_when_the_reader_of_stdout_has_exited(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With `| tee log`, Ctrl-C ends tee immediately, but the sweep must still record its jobs."""
+    """In `python train.py -m | tee log`, Ctrl-C ends tee at once. The sweep must still record the
+    states of its jobs.
+    """
     reading, writing = os.pipe()
     os.close(reading)
     with os.fdopen(writing, "w") as output:
