@@ -1,4 +1,6 @@
-"""train.accumulate=auto: all ranks start again with half the batches after one is out of memory."""
+"""Tests of train.accumulate=auto. If a rank runs out of memory, all ranks start again with batches
+of half the size and twice the number of accumulated batches.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ DDP = ("parallel=ddp", "parallel.devices=2", "train.epochs=1")
 
 
 def without_memory(rank: str, step: int, mark: Path) -> dict[str, str]:
-    """Return environment variables with which a rank runs out of memory in a step."""
+    """Build environment variables that make a rank run out of memory in the forward
+    pass of a step.
+    """
     return {
         "FAULT": f"no_memory:{rank}:{step}:the forward pass",
         "FAULT_MARK": str(mark),
@@ -49,8 +53,8 @@ def without_memory(rank: str, step: int, mark: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def halved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of a run with train.accumulate=auto on two ranks, of which rank 1 runs out
-    of memory in step 3 of the first attempt.
+    """Train a run with train.accumulate=auto on two ranks, and return the run folder. In the first
+    attempt, rank 1 runs out of memory in step 3.
     """
     base = tmp_path_factory.mktemp("halved")
     folder, attempts = base / "run", []
@@ -111,7 +115,7 @@ def test_resumed_sweep_job_keeps_the_number_of_batches_that_accumulate_auto_foun
     half = halve_batches(load_config(folder))
     assert half is not None
     save_config(half, folder)
-    # An attempt without a checkpoint starts with the whole batch again.
+    # A job without a checkpoint forgets the halved batch and starts again with the whole batch.
     assert load_config(write_job_folder(tmp_path, job)).train.accumulate == 1
     save_config(half, folder)
     (folder / "checkpoints").mkdir()

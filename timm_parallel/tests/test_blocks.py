@@ -1,5 +1,5 @@
-"""A sweep with repeats is a randomized complete block design. Each block runs every configuration
-in random order.
+"""Tests of sweeps with repeats, which are randomized complete block designs. Each repeat runs every
+configuration once, in random order.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ def points(*overrides: str) -> list[Point]:
 
 @pytest.fixture(scope="module")
 def five() -> list[Point]:
-    """Expand a sweep of five configurations that can run on two cores, and single on two devices,
-    which cannot.
+    """Compose a sweep on two cores with six configurations. Five of them can run, but
+    parallel=single cannot use two devices.
     """
     return points("parallel=ddp,dp,single", "parallel.devices=2,1", "seed=7")
 
 
 def blocks_of(jobs: Jobs) -> list[list[Job]]:
-    """Return the jobs of each block in run order."""
+    """Return a list with the jobs of each repeat, in the order in which the jobs run."""
     return [[job for job in jobs.jobs if job.block == number] for number in range(jobs.num_blocks)]
 
 
@@ -119,7 +119,8 @@ def test_added_sweep_repeat_uses_saved_configs_instead_of_the_current_files_in_c
     tmp_path: Path, five: list[Point]
 ) -> None:
     jobs = frozen(tmp_path, five, repeats=1)
-    for path in tmp_path.glob("configs/*/config.yaml"):  # the saved config differs from conf/
+    # Edit the saved configs, so that they differ from the current files in conf/.
+    for path in tmp_path.glob("configs/*/config.yaml"):
         path.write_text(path.read_text().replace("epochs: 8", "epochs: 9"))
     append_block(jobs)
     assert [
@@ -182,7 +183,9 @@ def test_sweep_is_refused_when_no_configuration_matches_sweep_baseline() -> None
 def test_benchmark_experiments_have_enough_epochs_for_their_max_steps(
     devices: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Weak scaling on eight devices has four steps per epoch."""
+    """Weak scaling on eight devices trains only four steps per epoch, so that it needs the most
+    epochs.
+    """
     from timm_parallel.machine import hardware
 
     monkeypatch.setattr(hardware, "visible_cuda_devices", lambda: tuple(range(devices)))

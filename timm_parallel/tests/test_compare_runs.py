@@ -1,4 +1,6 @@
-"""Comparison of two runs: the runs agree, differ from some step onward, or cannot be compared."""
+"""Tests of scripts/compare_runs.py, which reports that two runs agree, differ from some step
+onward, or cannot be compared.
+"""
 
 from __future__ import annotations
 

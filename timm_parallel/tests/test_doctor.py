@@ -1,4 +1,4 @@
-"""Diagnoses of scripts/doctor.py on simulated machines and on this machine."""
+"""Tests of the diagnoses of scripts/doctor.py on simulated machines and on this machine."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ GPU = {"name": "a GPU", "memory": 80 * GIB}
 
 
 def facts(gpus: int = 0, **changes: Any) -> MachineReport:
-    """Return the report of a machine without problems, with changed fields as given."""
+    """Build the report of a machine without problems. `changes` replaces fields of the report."""
     saying = {"version": "2.14.1", "timm": "1.0.31", "cuda": "13.0", "mps": False}
     saying |= {"devices": gpus}
     return MachineReport(

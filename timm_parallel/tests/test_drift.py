@@ -1,5 +1,5 @@
-"""Weights that differ between ranks at the end: an error on equal device models, only a warning on
-different models.
+"""Tests of weights that differ between ranks after training. On equal GPU models this is an error.
+On different GPU models, a small difference is only a warning.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""`train.evaluate_every_steps`: evaluations within an epoch, which change nothing else."""
+"""Tests of train.evaluate_every_steps, which evaluates within an epoch and must not change the
+training.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ EVERY_TWO = (
 
 
 def evaluated_losses(folder: Path) -> dict[int, float]:
-    """Return the loss on val by step."""
+    """Read the validation losses that a run has logged, and return a dictionary from
+    step to loss.
+    """
     lines = read_lines(folder / "metrics.jsonl")
     return {line["step"]: line["val/loss"] for line in lines if "val/loss" in line}
 
@@ -40,7 +44,7 @@ def test_evaluations_within_an_epoch_give_equal_losses_under_every_strategy(
     for words in (("parallel=single",), (f"parallel={parallel}", "parallel.devices=2")):
         folder = run_warm(tmp_path / words[0], *EVERY_TWO, *words)
         evaluated = evaluated_losses(folder)
-        # Five steps per epoch.
+        # An epoch has five steps, and an evaluation follows every second step of the run.
         assert list(evaluated) == [2, 4, 6, 8, 10]
         values.append(list(evaluated.values()))
         best = torch.load(folder / "checkpoints/best.pt", weights_only=True)

@@ -1,5 +1,5 @@
-"""The forecast recovers the model behind the measurements, reports its error, and answers what-if
-questions.
+"""Tests of the speed forecast for other numbers of devices. The forecast fits a scaling model to
+the measurements of a sweep and reports its error.
 """
 
 from __future__ import annotations
@@ -99,7 +99,8 @@ def test_forecast_omits_the_error_estimate_for_two_device_counts_and_refuses_one
 
 def test_forecast_notes_name_fitted_costs_at_a_bound_and_count_disturbed_runs() -> None:
     assert notes_on(TRUE, strong(1, 2, 4, 8)) == []
-    # A step takes the same time for any batch, and the all-reduce takes no time.
+    # Measurements in which a step takes the same time for any batch size, and the all-reduce takes
+    # no time.
     flat = [
         Measured(n, 256, 0.02, 1000 if n > 1 else 0, 1e-9 if n > 1 else None) for n in (1, 2, 4)
     ]
@@ -119,8 +120,8 @@ def test_forecast_warns_when_the_leave_one_out_error_exceeds_15_percent() -> Non
 
 
 def undescribed() -> list[Measured]:
-    """Return two repeats of three device counts that no such model fits: the largest batch per
-    device is fastest.
+    """Build two repeats of measurements on three numbers of devices. No scaling model of the
+    forecast fits them, because the largest batch per device is the fastest.
     """
     runs = [
         Measured(1, 64, 64 / 2789, 0),
@@ -163,8 +164,8 @@ def test_forecast_prints_numbers_without_exponents_and_counts_disturbed_runs(
 
 
 def test_forecast_error_is_below_5_percent_when_exact_measurements_vary_batch_size() -> None:
-    """In a sweep that also varies data.batch_size, the model that generated all measurements must
-    match all of them.
+    """The measurements come from one scaling model without noise, for several values of
+    data.batch_size. The fitted model must describe all of them.
     """
     runs = [run(devices, batch / devices) for devices in (1, 2, 4) for batch in (64, 256)]
     answer = forecast(runs)
@@ -197,8 +198,8 @@ def test_forecast_is_limited_by_a_slow_data_loader_at_every_device_count() -> No
 def sweep_folder(
     folder: Path, neighbours: int = 0, knows_bytes: bool = True, warm_up: int | None = None
 ) -> Path:
-    """Write a sweep. `warm_up`: number of devices of an extra baseline run before all others, ten
-    times as slow.
+    """Write the files of a sweep over three numbers of devices. If `warm_up` is given, the first
+    job is a warm-up run of the baseline on this number of devices, which is ten times as slow.
     """
     jobs = Jobs(folder, "python train.py -m …", [])
     counts = [(devices, 0, 0.0) for devices in (1, 2, 4)]

@@ -1,5 +1,5 @@
-"""An image folder trains; a folder without a classification layout gives an error that names it
-before a run starts.
+"""Tests that an image folder trains, and that a folder with another layout is refused before a run
+starts, with an error that names the folder.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from timm_parallel.testing.ranks import run_warm
 
 
 def image_folder(root: Path, counts: dict[str, dict[str, int]]) -> Path:
-    """Write `{split: {class: number of images}}` as JPEG and PNG in turn, of several sizes, one
-    color per class.
+    """Write images into `<root>/<split>/<class>/`, and return the root folder. `counts` maps split
+    and class to the number of images. Each class has one color, and JPEG and PNG files alternate.
     """
     draw = np.random.default_rng(0)
     for split, classes in counts.items():
@@ -133,7 +133,8 @@ def test_error_for_split_folders_among_class_folders_names_the_fix(
     message = str(refusal.value)
     assert message.startswith(f"data.root={tmp_path}: ")
     assert all(fix.format(root=tmp_path) in message for fix in fixes)
-    # The root of a folder with splits would train on their names.
+    # The error must not suggest data.root itself as the folder of the classes, because its
+    # subfolders are splits.
     assert f"{tmp_path}/<class>/ with" not in message
 
 

@@ -325,7 +325,7 @@ def test_resumed_sweep_keeps_all_run_folders_when_slurm_rejects_the_submission(
     assert len(list(folder.glob("?/checkpoints/last.pt"))) == 3
     new = tmp_path / "new"
     with pytest.raises(ValueError, match="the controller is away"):
-        # On this machine, the jobs with two devices are skipped, and the other jobs are submitted.
+        # The jobs with two devices are skipped, because parallel=single uses one device.
         on_slurm(new, "parallel.devices=1,2")
     assert not new.exists()
 
