@@ -141,10 +141,8 @@ class Running:
 
 
 class Train:
-    """Starter of `train.py` and other commands for one test.
-
-    All commands get a home folder and a temporary folder of the test. The test fails if any of the
-    processes still runs at its end.
+    """Starter of `train.py` and other commands for a test. All commands use a home folder and a
+    temporary folder of the test. `close` fails the test if any of the started processes still runs.
     """
 
     def __init__(self, base: Path, caches: Path) -> None:
@@ -279,9 +277,9 @@ def heed_signals() -> None:
 
 
 def processes_of(folder: Path) -> list[psutil.Process]:
-    """Return the processes that belong to a run folder. These are processes with the folder in the
-    command line, and jobs forked by the warm server of a sweep that have a file in the folder open.
-    A forked job has the command line of the server.
+    """Return the running processes that belong to a run folder. Most of them have the folder in
+    their command line. A sweep job that is forked from a server has the command line of the server,
+    and is recognized by an open file in the folder.
     """
     running = []
     for process in psutil.process_iter():

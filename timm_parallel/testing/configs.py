@@ -45,8 +45,8 @@ def parse(*words: str) -> Any:
 
 
 def conf(folder: Path, **files: str) -> Path:
-    """Write YAML files into a folder for `--config-dir`, and return the folder. `files` maps a file
-    name without suffix to its YAML text; `__` in a name stands for `/`.
+    """Write YAML files into a folder for the option `--config-dir`, and return the folder. `files`
+    maps a file name without suffix to its YAML text. Two underscores in a name stand for a slash.
     """
     for name, text in files.items():
         path = folder / f"{name.replace('__', '/')}.yaml"

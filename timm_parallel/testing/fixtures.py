@@ -39,17 +39,18 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
 
-# Run this hook before the hook of the same name in xdist, which pytest loads after this plugin.
+# Run this hook first. Otherwise the hook of pytest-xdist, which is loaded later, would decide the
+# number of workers.
 @pytest.hookimpl(optionalhook=True, tryfirst=True)
 def pytest_xdist_auto_num_workers() -> int | None:
-    """Return the number of test workers for `-n logical`: one more than the number of CPU cores.
-    Tests do not use a core all the time, because they also wait for processes and watchdogs.
+    """Return the number of test workers for `-n logical`, which is one more than the number of CPU
+    cores. Tests also wait for processes and watchdogs, so that cores would be idle otherwise.
     """
     return None if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ else hardware.cores() + 1
 
 
-# Disable garbage collection while pytest imports test modules. The collector would find no garbage,
-# but take a quarter of the time.
+# Disable garbage collection while pytest imports test modules. The collector would take a quarter
+# of this time and find no garbage.
 gc.disable()
 
 
@@ -72,7 +73,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
             item.add_marker(pytest.mark.nightly)
 
 
-# Sort last, after the option -m has removed tests.
+# Run this hook last, so that it sorts only the tests that the option -m has selected.
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Sort tests so that files with slow tests run first. Otherwise one worker could start a slow

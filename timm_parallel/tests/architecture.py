@@ -36,7 +36,7 @@ class Named:
     name: str
     line: int
     in_function: bool
-    # True for an import inside `if TYPE_CHECKING:`.
+    # True if the name is imported or used inside `if TYPE_CHECKING:`.
     for_types: bool
     is_import: bool
 
@@ -224,8 +224,8 @@ def public_names(root: Path = ROOT) -> dict[str, set[str]]:
 
 
 def past_the_interface(root: Path = ROOT) -> list[str]:
-    """Return a line of text for each name of the library that train.py, evaluate.py, src/ or
-    scripts/ uses although the name is not public.
+    """Return a line of text for each use of a name of the library that is not public. Only
+    train.py, evaluate.py, src/ and scripts/ are searched.
     """
     public = {
         f"{package}.{name}" for package, names in public_names(root).items() for name in names

@@ -1,5 +1,5 @@
-"""Tests of train.accumulate=auto. If a rank runs out of memory, all ranks start again with batches
-of half the size and twice the number of accumulated batches.
+"""Tests of train.accumulate=auto. If a rank runs out of memory, all ranks start again. They halve
+the batch and accumulate the gradients of twice as many batches.
 """
 
 from __future__ import annotations

@@ -180,7 +180,7 @@ def test_sweep_is_refused_when_no_configuration_matches_sweep_baseline() -> None
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", [0, 8])
 @pytest.mark.sample(2)
-def test_benchmark_experiments_have_enough_epochs_for_their_max_steps(
+def test_benchmark_experiments_have_enough_epochs_to_reach_max_steps(
     devices: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Weak scaling on eight devices trains only four steps per epoch, so that it needs the most

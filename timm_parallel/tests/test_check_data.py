@@ -171,7 +171,7 @@ def test_check_data_finds_problems_in_a_multilabel_csv(tmp_path: Path) -> None:
 
 
 @processes
-def test_check_data_reports_csv_groups_split_between_train_and_val_and_repeated_paths(
+def test_check_data_reports_groups_in_two_splits_and_repeated_paths_of_a_csv(
     tmp_path: Path,
 ) -> None:
     draw_images(tmp_path, "images", count=6)

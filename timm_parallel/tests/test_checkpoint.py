@@ -638,7 +638,7 @@ def resume(
 @pytest.mark.parametrize(
     "overrides", [(), ("parallel=ddp", "parallel.devices=2"), ("train.epochs=1",)]
 )
-def test_resume_refuses_finished_run_without_changing_its_files(
+def test_resume_refuses_a_finished_run_without_changing_files(
     resume: Any, overrides: tuple[str, ...]
 ) -> None:
     """The resumed run would train no steps, and would overwrite the throughput in result.json."""

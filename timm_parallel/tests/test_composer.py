@@ -1,5 +1,5 @@
-"""Tests that the fast Composer of sweeps gives the same configs as Hydra, which would compose each
-configuration of a sweep from all files.
+"""Tests of the Composer of sweeps. It must give the same configs as Hydra, but reads the config
+files only once for all configurations of a sweep.
 """
 
 from __future__ import annotations

@@ -46,8 +46,8 @@ def test_run_is_refused_on_windows_and_error_recommends_wsl(
         resolve(Config())
 
 
-# Command lines with a misspelled or forbidden key. The other texts of a row must appear in the
-# error message.
+# Each row holds a command line with a misspelled or forbidden key, and texts that the error message
+# must contain.
 MISSPELT_KEYS = [
     ("modle=resnet18", "modle=resnet18", "model"),
     ("+modle=resnet18", "modle=resnet18", "model"),

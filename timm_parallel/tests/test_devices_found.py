@@ -1,5 +1,5 @@
-"""Tests that GPUs are counted as torch counts them, that `auto` chooses a suitable number of them,
-and that unusable GPUs are reported.
+"""Tests of the choice of devices. GPUs are counted as torch counts them, `auto` chooses a suitable
+number, and unusable GPUs are reported.
 """
 
 from __future__ import annotations

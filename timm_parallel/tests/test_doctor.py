@@ -136,7 +136,7 @@ def test_doctor_reports_that_training_cannot_start_when_single_fails() -> None:
 @pytest.mark.parametrize(
     "reason", ["rank 0: RuntimeError: no kernel", None], ids=["failed", "refused"]
 )
-def test_doctor_trial_run_returns_its_failure_reason_or_the_last_line_of_output(
+def test_doctor_trial_run_returns_the_failure_reason_or_the_last_line_of_output(
     monkeypatch: pytest.MonkeyPatch, reason: str | None
 ) -> None:
     def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:

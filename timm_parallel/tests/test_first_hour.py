@@ -230,7 +230,7 @@ def test_overfit_preset_reports_whether_loss_target_is_reached(
 
 
 @pytest.mark.parametrize(("epochs", "is_early"), [(3, True), (9, False)])
-def test_console_reports_early_stop_only_when_the_run_ended_before_its_last_epoch(
+def test_console_reports_early_stop_only_when_the_run_ended_before_the_last_epoch(
     epochs: int, is_early: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = resolved(

@@ -199,7 +199,7 @@ def sweep_folder(
     folder: Path, neighbours: int = 0, knows_bytes: bool = True, warm_up: int | None = None
 ) -> Path:
     """Write the files of a sweep over three numbers of devices. If `warm_up` is given, the first
-    job is a warm-up run of the baseline on this number of devices, which is ten times as slow.
+    job is a warm-up run of the baseline on this number of devices. It is ten times as slow.
     """
     jobs = Jobs(folder, "python train.py -m …", [])
     counts = [(devices, 0, 0.0) for devices in (1, 2, 4)]

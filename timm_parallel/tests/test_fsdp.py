@@ -365,8 +365,8 @@ def test_fsdp_matches_single_with_freeze_grad_checkpointing_or_channels_last(
 
 
 def evaluated(ranks: Any, store: Any, stops: bool) -> list[float | None] | None:
-    """Evaluate 25 images in batches of 8 per rank, so that with 3 ranks, one rank has a batch more
-    than the others. All ranks must call this function.
+    """Evaluate 25 images in batches of 8 per rank. With 3 ranks, one rank has a batch more than the
+    others. All ranks must call this function.
     """
     parts = built(ranks, store, f"evaluation{stops}")
     loader = parts.eval_loaders["val"]

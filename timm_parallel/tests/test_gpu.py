@@ -85,7 +85,7 @@ def test_gpu_training_loss_matches_cpu_for_each_strategy_and_precision(
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.processes
-def test_forked_jobs_of_a_sweep_train_on_the_gpu_and_record_it(train: Train) -> None:
+def test_forked_jobs_of_a_sweep_train_on_the_gpu_and_record_the_gpu_count(train: Train) -> None:
     sweep = train.base / "sweep"
     words = ("parallel=single", "optim.lr=1e-3,1e-4", "parallel.accelerator=cuda")
     done = train("-m", *words, "train.max_steps=3", f"hydra.sweep.dir={sweep}")

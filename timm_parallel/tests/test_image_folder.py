@@ -1,5 +1,5 @@
-"""Tests that an image folder trains, and that a folder with another layout is refused before a run
-starts, with an error that names the folder.
+"""Tests of image folders. A folder with another layout is refused before a run starts, and the
+error names the folder.
 """
 
 from __future__ import annotations

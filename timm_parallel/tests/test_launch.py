@@ -1,5 +1,5 @@
-"""Tests that a run has one run folder, one set of records and identical metrics, whether train.py,
-torchrun or a cluster starts its ranks.
+"""Tests that train.py, torchrun and a cluster give the same run, when they start its ranks. There
+is one run folder with one set of records, and the metrics are identical.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Tests that a checkpoint is written completely or not at all, that damage is detected when it is
-read, and that a run loads the newest valid checkpoint.
+"""Tests that a checkpoint is written completely or not at all, and that damage is detected on
+reading. A run loads the newest valid checkpoint.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Tests that a damaged image ends the run with an error that names the file, or is skipped and
-counted equally by every strategy.
+"""Tests of damaged images. Depending on data.on_error, the run ends with an error that names the
+file, or every strategy skips and counts the same images.
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ def test_decode_returns_expected_rgb_colors_for_each_image_format(
 
 
 @pytest.mark.parametrize("name", ["turned.jpg", "turned_named_wrongly.png"])
-def test_decode_rotates_an_image_by_its_exif_tag(tmp_path: Path, name: str) -> None:
+def test_decode_rotates_an_image_according_to_the_exif_tag(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(turned())
     image = decode(tmp_path / name)
     assert image.shape == (3, 32, 16)

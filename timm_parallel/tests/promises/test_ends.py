@@ -122,7 +122,7 @@ def test_sigint_to_the_process_group_stops_a_ddp_run(train: Train) -> None:
 
 
 @pytest.mark.slow
-def test_sigint_stops_a_ddp_run_while_its_ranks_are_starting(train: Train) -> None:
+def test_sigint_stops_a_ddp_run_while_ranks_are_starting(train: Train) -> None:
     running = train.start(*TWO, *ENDLESS)
     running.wait_for(lambda: len(running.workers()) == 2)
     done = running.signal(signal.SIGINT)

@@ -1,5 +1,5 @@
-"""Tests that a failing or stalled rank ends the run promptly with an error that names the rank, and
-that no process remains.
+"""Tests that a failing or stalled rank ends the run promptly. The error names the rank, and no
+process remains.
 
 COMMANDS lists the combinations of launcher, strategy, world size and fault that are tested in new
 processes. WARM lists combinations that are tested in forked ranks. The faults are injected into
@@ -110,8 +110,8 @@ WARM = [
     ("dp", 2, "stalls"),
     ("single", 1, "no_memory"),
 ]
-# Combinations that are not marked as slow. One is enough, because test_ends.py already tests a rank
-# that raises, and a command that a signal stops.
+# Combinations of strategy, number of ranks and fault that are not marked as slow. One is enough,
+# because test_ends.py has quick tests of other failures.
 QUICK = {("ddp", 2, "stalls_reading")}
 
 
@@ -122,7 +122,7 @@ class FaultyRun:
     code: int
     stderr: str
     folder: Path
-    # The fault that the error must report.
+    # The injected fault, which the error message must report.
     fault: Fault
     # Seconds between the fault and the end of the run.
     seconds: float
@@ -243,7 +243,7 @@ def test_run_restarts_from_the_newest_checkpoint_when_a_rank_is_killed(
 ) -> None:
     restarts = ("parallel.max_restarts=1",) if form == "python" else ()
     if form == "torchrun":
-        # torchrun reads this variable as its option --max-restarts.
+        # torchrun reads PET_MAX_RESTARTS as its option --max-restarts.
         train.environment["PET_MAX_RESTARTS"] = "1"
     run = run_with(
         train, FAULTS["killed"], form, strategy, 2, "checkpoint.every_steps=2", *restarts

@@ -154,7 +154,7 @@ def test_config_refusal_by_rank_0_does_not_raise_when_another_rank_never_respond
 
     monkeypatch.setattr(torchrun, "open_store", lambda ranks: HashStore())
     monkeypatch.setattr(nodes, "REFUSAL_SECONDS", 0.05)
-    # The function under test must not raise, because the caller prints the refusal of the config.
+    # refuse_followers must not raise an error, because the caller prints the refusal of the config.
     torchrun.refuse_followers(Ranks(0, 2, 0, 2), "seed=x: expected an integer")
 
 

@@ -40,8 +40,8 @@ from timm_parallel.testing.configs import conf, parse
 
 @pytest.fixture
 def evil(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Write a Python package that creates a marker file when the package is imported or called, and
-    yield the path of the marker file. The test fails if the marker file exists at its end.
+    """Write a Python package that creates a marker file when the package is imported or called.
+    Yield the path of the marker file. The test fails if the file exists at its end.
     """
     mark = tmp_path / "mark"
     package = tmp_path / "library" / "evil_package"
@@ -129,8 +129,8 @@ def test_hydra_searchpath_with_a_package_is_refused_without_importing_the_packag
         "+model.kwargs.cache_dir=/tmp/evil",
         "model.name=hf-hub:evil/model",
         "model.name=local-dir:/tmp/evil",
-        # The name of a class in a config must not be a function, a module, or an object that a
-        # module of the library has imported from another package.
+        # model.name and data.name must not name a function, a module, or an object that a module of
+        # the library has imported from another package.
         "model.name=timm_parallel.machine.process.kill_on_parent_exit",
         "model.name=src.models.build.nn",
         "data.name=timm_parallel.launch.supervisor.contextmanager",

@@ -148,7 +148,7 @@ def _kill_worker_and_exit(temporary: Path) -> None:
 
 
 @pytest.mark.processes
-def test_rank_that_exits_after_its_loader_worker_was_killed_leaves_no_temporary_folder() -> None:
+def test_rank_that_exits_after_a_loader_worker_was_killed_leaves_no_temporary_folder() -> None:
     # Use a folder with a short path instead of tmp_path, because the path of a socket has at most
     # 107 characters.
     with tempfile.TemporaryDirectory() as folder:

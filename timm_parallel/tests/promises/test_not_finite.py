@@ -148,7 +148,8 @@ def steps_with_overflow_on_rank_1(
     )
     training = Trainer(config, Path(folder), ranks, store)
     state, steps = training.state, []
-    # Start with a low loss scale, so that no step overflows by itself.
+    # Start with a low loss scale, so that gradients overflow only in the step that the test
+    # chooses.
     state.scaler = scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     bad_batch = config.train.accumulate + 1 if ranks.rank == 1 else None
     state.model.head = OverflowingHead(state.model.head, bad_batch)  # type: ignore[arg-type]

@@ -1,5 +1,5 @@
-"""Tests of the lock of a run folder. A second process is refused with the process ID and host of
-the owner, and a dead owner does not block the folder.
+"""Tests of the lock of a run folder. The refusal of a second process names the process ID and host
+of the owner. A dead owner does not block the folder.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def test_folder_lock_error_names_the_owner_and_lock_is_released_when_the_owner_d
 
 
 @pytest.mark.processes
-def test_folder_lock_is_held_by_one_process_at_a_time_when_8_processes_request_it(
+def test_folder_lock_is_held_by_one_process_at_a_time_when_8_processes_request_the_lock(
     tmp_path: Path,
 ) -> None:
     context = multiprocessing.get_context("fork")

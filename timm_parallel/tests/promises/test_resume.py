@@ -240,8 +240,8 @@ def assert_resume_changes_nothing(
     stop_at: int,
     strategy: str = "",
 ) -> None:
-    """Check that a run that was stopped at step `stop_at` and resumed has the same checkpoint,
-    metrics and curves as an uninterrupted run.
+    """Train a run that stops at step `stop_at`, and resume it. Check that its checkpoint, metrics
+    and curves equal those of an uninterrupted run.
     """
     overrides = (*more, *spread(world_size, strategy))
     whole = undisturbed(world_size, overrides)

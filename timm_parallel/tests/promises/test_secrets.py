@@ -134,8 +134,8 @@ def save_by_command(folder: Path, *words: str) -> ResolvedConfig:
 def test_environment_reference_stays_unresolved_in_saved_yaml_and_resolves_on_load(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A reference keeps the value of any environment variable out of files, even if the name of the
-    variable does not look like a secret.
+    """A reference keeps the value of an environment variable out of files. This also holds if the
+    name of the variable does not look like a secret.
     """
     for name in ("HARMLESS_NAME", "SHORT_TOKEN"):
         monkeypatch.setenv(name, "s3cret")

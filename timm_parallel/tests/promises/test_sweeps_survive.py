@@ -1,5 +1,5 @@
-"""Tests that the results of a sweep or search survive a stop, a kill, a rejected submission to
-Slurm, and a resume on another machine.
+"""Tests that the results of a sweep or search survive a stop, a kill and a rejected submission to
+Slurm. They also survive a resume on another machine.
 """
 
 from __future__ import annotations
@@ -170,8 +170,8 @@ def test_failure_reason_of_a_killed_sweep_job_names_the_signal(
 def test_finished_sweep_job_stays_done_when_the_fork_server_and_the_job_are_killed(
     tmp_path: Path, is_lost: bool, status: str
 ) -> None:
-    """If the fork server still runs, however, a job that exits with an error after it has written
-    its result counts as failed.
+    """The job counts as failed, however, if the fork server still runs and the job exits with an
+    error after writing its result.
     """
     [job] = frozen(tmp_path, "seed=1").jobs
     server = WarmServer()

@@ -1,5 +1,5 @@
-"""Tests that the watchdog names the rank that stopped first, not the ranks that wait for this rank,
-and that it ignores time in a debugger.
+"""Tests of the watchdog. It names the rank that stopped first, not the ranks that wait for this
+rank. It ignores the time that a process spends in a debugger.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def test_watchdog_blames_the_rank_furthest_behind_when_all_ranks_respond(
         lambda ranks: {True, False} == {r[1] for r in ranks}
     )
 )
-def test_watchdog_blames_an_unresponsive_rank_even_when_others_are_further_behind(
+def test_watchdog_blames_an_unresponsive_rank_even_when_other_ranks_are_further_behind(
     ranks: list[tuple[tuple[int, int], bool]],
 ) -> None:
     places, answers = [place for place, _ in ranks], [answer for _, answer in ranks]
@@ -86,7 +86,7 @@ def test_watchdog_blames_an_unresponsive_rank_even_when_others_are_further_behin
     assert answers[recorder]
 
 
-def test_watchdog_blames_the_rank_in_the_forward_pass_when_others_are_in_backward() -> None:
+def test_watchdog_blames_the_rank_in_the_forward_pass_when_other_ranks_are_in_backward() -> None:
     now = heartbeats([(7, BACKWARD), (7, FORWARD), (7, BACKWARD)], [2, 2, 2])
     failed, _, reason = judge(heartbeats([(7, BACKWARD)] * 3, [1, 1, 1]), now, 120)
     assert failed.rank == 1
