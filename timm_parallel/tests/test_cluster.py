@@ -313,7 +313,7 @@ def body(folder: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow(seconds=2)
-def test_config_yaml_is_identical_for_local_slurm_and_kubernetes(
+def test_config_yaml_is_identical_for_local_slurm_and_kubernetes_runs(
     main: Main, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     same = (

@@ -70,7 +70,8 @@ MISSPELT_KEYS = [
     ("++hydra.run.dirr=x", "hydra.run.dirr"),
     ("+hydra.nonsense=1", "hydra.nonsense"),
     ("hydra/launchr=basic", "hydra/launchr"),
-    # parallel.has_ranks is a property of the config class and not a key.
+    # parallel.has_ranks is a property of the config class. It is not a key, so a command line
+    # cannot set it.
     ("parallel.has_ranks=true", "unknown key parallel.has_ranks"),
     ("+train.untimed_steps=3", "unknown key train.untimed_steps"),
     # Check only the start of this message, because Hydra words the rest.
@@ -399,7 +400,7 @@ def test_error_names_invalid_key_or_value_in_saved_config_of_a_run(
         ),
     ],
 )
-def test_device_settings_are_refused_when_they_do_not_fit_two_gpus(
+def test_device_settings_that_two_gpus_cannot_satisfy_are_refused(
     refuse: Refuse, monkeypatch: pytest.MonkeyPatch, command: str, named: tuple[str, ...]
 ) -> None:
     monkeypatch.setattr(hardware, "visible_cuda_devices", lambda: fake_cuda(2))

@@ -40,7 +40,7 @@ from timm_parallel.testing.configs import resolved
         (("parallel=ddp", "parallel.backend=mpi"), ("parallel.backend=mpi", "without MPI")),
     ],
 )
-def test_mpi_backend_and_small_compiled_ddp_buckets_are_refused_without_a_run_folder(
+def test_mpi_backend_and_compile_with_small_ddp_buckets_are_refused_before_a_run_folder_exists(
     words: tuple[str, ...], named: tuple[str, ...], tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=r"mpi|bucket_cap") as refusal:
@@ -49,7 +49,7 @@ def test_mpi_backend_and_small_compiled_ddp_buckets_are_refused_without_a_run_fo
     assert not (tmp_path / "run").exists()
 
 
-def test_batched_grad_copy_is_refused_when_ddp_of_this_torch_lacks_it(
+def test_parallel_batched_grad_copy_is_refused_when_the_installed_torch_lacks_the_option(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from torch.nn.parallel import DistributedDataParallel

@@ -97,7 +97,7 @@ def test_fsdp_shards_each_layer_in_the_module_list_of_a_custom_model() -> None:
     assert blocks_of(model) == list(model.layers)
 
 
-def test_fsdp_shards_the_blocks_that_shard_blocks_of_a_custom_model_returns() -> None:
+def test_fsdp_shards_the_modules_that_the_shard_blocks_method_of_a_custom_model_returns() -> None:
     class Named(Own):
         def shard_blocks(self) -> list[nn.Module]:
             return [self.layers[1]]

@@ -49,7 +49,9 @@ def recorded(error: Exception, folder: Path, config: Any = None) -> dict[str, An
         )
 
 
-def test_file_name_containing_gloo_is_not_reported_as_lost_connection(tmp_path: Path) -> None:
+def test_error_about_a_path_that_contains_gloo_is_not_reported_as_a_lost_connection(
+    tmp_path: Path,
+) -> None:
     for error in (
         FileNotFoundError("/data/igloo/1.png"),
         RuntimeError("/data/igloo/1.png: an odd image"),
@@ -147,7 +149,7 @@ def test_connection_failure_of_nccl_is_not_reported_as_the_exit_of_another_rank(
     assert first_failure(tmp_path, RankExits(exit_codes={0: 1, 1: -signal.SIGKILL}))["rank"] == 1
 
 
-def test_config_refusal_by_rank_0_does_not_raise_when_another_rank_never_responds(
+def test_rank_0_that_refuses_a_config_does_not_raise_when_another_rank_never_responds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from torch.distributed import HashStore
