@@ -1,5 +1,5 @@
-"""Helpers for tests: small configs and command lines, composed in the same way as in train.py, and
-readers for metrics.jsonl.
+"""Helpers for tests. They compose small configs and command lines in the same way as train.py, and
+read metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ def plain(channels: int, mean: float = 0.0, std: float = 1 / 255) -> dict[str, t
 
 
 def train_loader_of(*parts: Any) -> TrainLoader:
-    """Build a training loader from its parts: a batch fetcher, a sampler, a device prefetcher and a
-    number of worker processes.
+    """Build a training loader from a batch fetcher, a sampler, a device prefetcher and a number of
+    worker processes.
     """
     loader = TrainLoader.__new__(TrainLoader)
     Loader.__init__(loader, *parts)

@@ -106,9 +106,9 @@ def train(tmp_path: Path, caches: Path) -> Iterator[Train]:
 def refuse(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> Refuse:
-    """Return a function that calls main of train.py with given arguments, which train.py must
-    refuse. The function checks for exit code 2 and no new files, and returns the one-line error. No
-    CUDA devices are visible.
+    """Return a function that runs main of train.py in an empty folder with arguments that must be
+    refused. The function checks the exit code 2 and that no file was created, and returns the
+    one-line error. No CUDA devices are visible.
     """
     here = tmp_path / "here"
     here.mkdir()
@@ -144,8 +144,8 @@ def _no_child(*arguments: object, **options: object) -> None:
 
 @pytest.fixture(scope="module")
 def train_shared(tmp_path_factory: pytest.TempPathFactory, caches: Path) -> Iterator[Train]:
-    """Yield a starter of train.py for runs that several tests of a module share. See the fixture
-    `train` for one test.
+    """Yield a starter of train.py, as the fixture `train` does. The started runs are kept for all
+    tests of a module.
     """
     starter = Train(tmp_path_factory.mktemp("shared"), caches)
     yield starter

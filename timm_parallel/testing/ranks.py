@@ -150,13 +150,13 @@ def warm_ranks(
     timeout: float = 300,
     start_rank: object = None,
 ) -> RankExits:
-    """Run all ranks of a run in forked processes without torch's elastic agent, and return their
-    exit codes. This function replaces `supervisor.run_ranks` in tests, which has the same
-    arguments.
+    """Train a run in forked ranks without torch's elastic agent, and return the exit codes of the
+    ranks. Tests use this function in place of `supervisor.run_ranks`.
 
     The run folder must already contain the saved config. If a rank fails, the other ranks are
-    ended, as the agent does. `first` is a Python file that each rank executes before it trains. The
-    output of all ranks goes to `console.txt` in the run folder. `start_rank` is ignored.
+    ended, as the agent does. `environment` holds additional environment variables. `first` is a
+    Python file that each rank executes before training. The output of all ranks goes to
+    `console.txt` in the run folder. `start_rank` is ignored.
     """
     from torch.distributed import TCPStore
 

@@ -43,12 +43,13 @@ class Sweep:
         block: int = 0,
         **changes: Any,
     ) -> Path:
-        """Write the run folder of a finished job, add the job to jobs.json, and return the run
+        """Write the run folder of a finished job, list the job for jobs.json, and return the run
         folder.
 
-        `changes` replaces fields of result.json. `config` replaces keys of config.yaml, and
-        `options` replaces keys of its section parallel. `block` is the number of the repeat.
-        `speed` is in images per second.
+        `speed` is in images per second, `per_device` is the number of images per device, and
+        `block` is the number of the repeat. `changes` replaces fields of result.json. `environment`
+        replaces fields of environment.json. `config` replaces keys of config.yaml, and `options`
+        replaces keys of the section parallel in config.yaml.
         """
         folder = self.folder / str(len(self.jobs))
         batch = per_device * devices if per_device else 64
@@ -90,8 +91,8 @@ class Sweep:
     def row(
         self, *overrides: str, status: str, reason: str = "", block: int = 0, **fields: str
     ) -> None:
-        """Add a job to jobs.json, but write no run folder, as for a job that was skipped or never
-        started.
+        """List a job for jobs.json without writing a run folder, as for a job that was skipped or
+        never started.
         """
         number = len(self.jobs)
         self.jobs.append(

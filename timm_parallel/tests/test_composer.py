@@ -1,5 +1,5 @@
-"""Tests of the Composer of sweeps. It must give the same configs as Hydra, but reads the config
-files only once for all configurations of a sweep.
+"""Tests of the Composer of sweeps. It must give the same configs as a full composition by Hydra,
+which is slower.
 """
 
 from __future__ import annotations

@@ -35,8 +35,8 @@ COMMON = (
 
 
 def shared_mean(ranks: Ranks, store: Any, dist_bn: str | None) -> float:
-    """Return the running mean of BatchNorm after the ranks have shared their statistics. Before, it
-    is 0 on rank 0 and 1 on rank 1. All ranks must call this function.
+    """Return the running mean of BatchNorm after the ranks have shared their statistics. Before
+    sharing, the mean is 0 on rank 0 and 1 on rank 1. All ranks must call this function.
     """
     overrides = () if dist_bn is None else (f"parallel.dist_bn={dist_bn}",)
     config = resolved(*COMMON, *STRATEGIES["ddp2"], *overrides)

@@ -171,7 +171,9 @@ def test_ranks_and_loader_workers_end_when_train_py_is_killed(train: Train, stra
 def test_run_ends_with_exit_code_1_when_the_run_folder_is_moved_or_deleted(
     train: Train, strategy: str, command: str
 ) -> None:
-    """Further training would be useless, because nobody could find the checkpoints and records."""
+    """Further training would be useless, because the checkpoints and records of the run could not
+    be found any more.
+    """
     devices = 1 if strategy == "single" else 2
     running = train.start(f"parallel={strategy}", f"parallel.devices={devices}", *ENDLESS)
     running.wait_for_steps()
