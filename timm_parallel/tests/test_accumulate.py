@@ -78,7 +78,7 @@ def halved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow(seconds=2)
 @pytest.mark.processes
-def test_accumulate_auto_trains_the_same_weights_as_the_same_number_set_explicitly(
+def test_accumulate_auto_trains_the_same_weights_as_an_equal_train_accumulate_set_by_hand(
     halved: Path, tmp_path: Path
 ) -> None:
     by_hand = run_warm(tmp_path / "run", *DDP, "data.batch_size=16", "train.accumulate=2")

@@ -307,7 +307,7 @@ def test_checkpoint_save_with_top_1_writes_best_pt_and_no_best_step_files(
     assert {path.name for path in tmp_path.glob("*.pt")} == {"last.pt", "best.pt", "step_1.pt"}
 
 
-def test_checkpoint_save_deletes_best_files_of_later_steps_or_of_a_different_metric(
+def test_checkpoint_save_deletes_best_checkpoints_of_later_steps_or_of_a_different_metric(
     contents: Contents, tmp_path: Path
 ) -> None:
     """A run may continue from an older checkpoint or with another metric. It then deletes the best
@@ -321,7 +321,7 @@ def test_checkpoint_save_deletes_best_files_of_later_steps_or_of_a_different_met
     assert best_steps(tmp_path) == [7]
 
 
-def test_checkpoint_save_continues_when_earlier_best_files_are_missing_or_damaged(
+def test_checkpoint_save_continues_when_earlier_best_checkpoints_are_missing_or_damaged(
     contents: Contents, tmp_path: Path
 ) -> None:
     for step, score in ((1, 0.9), (2, 0.8), (3, 0.7), (4, 0.6)):

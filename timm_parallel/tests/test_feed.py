@@ -151,7 +151,7 @@ def test_train_loader_gathers_batches_into_pinned_memory_in_a_thread(
             pinned.append(threading.get_ident())
         return empty(*shape, **options)
 
-    # Pin memory, as the loader does for a GPU.
+    # Let the loader pin memory, as it does for a GPU.
     loader.fetcher.pin_memory = True
     monkeypatch.setattr(torch, "empty", recording_empty)
     received = list(loader.epoch(0))

@@ -148,7 +148,7 @@ def test_load_newest_checkpoint_skips_and_logs_damaged_files(
     assert step_in(folder / "best.pt") == 1
 
 
-def test_checkpoint_save_deletes_later_steps_of_an_abandoned_attempt(
+def test_checkpoint_save_deletes_checkpoints_of_later_steps_from_an_abandoned_attempt(
     tmp_path: Path,
 ) -> None:
     """A run continued from step 2, because the checkpoint of step 9 was damaged. The next save
