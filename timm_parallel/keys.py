@@ -197,7 +197,9 @@ class TrackerConfig:
     )
 
     def classes(self) -> dict[str, str]:
-        """Return a dictionary from the name of each chosen tracker to the dotted name of its class."""
+        """Return a dictionary from the name of each chosen tracker to the dotted name of its
+        class.
+        """
         use = {"tensorboard": True} if self.use is None else self.use
         built_in = {name: f"timm_parallel.trackers.{name}.{TRACKERS.get(name)}" for name in use}
         return {
@@ -220,7 +222,9 @@ class PathsConfig:
 
 @dataclass
 class ModelConfig:
-    """Config keys of the model that the library reads. src/schema.py adds the keys of the project."""
+    """Config keys of the model that the library reads. src/schema.py adds the keys of the
+    project.
+    """
 
     name: str = key("resnet18", help="Any timm model, or `src.<module>.<Class>` of your own.")
     pretrained: bool = key(
@@ -244,7 +248,9 @@ class ModelConfig:
         return is_own_class(self.name)
 
     def problems(self, whole: Any) -> Iterator[str]:
-        """Yield an error message for each model key that does not fit the other keys of the config."""
+        """Yield an error message for each model key that does not fit the other keys of the
+        config.
+        """
         loads_weights = class_attributes(self.name).get("has_pretrained", False)
         if self.pretrained and self.is_own and not loads_weights:
             yield (
@@ -266,7 +272,9 @@ class ModelConfig:
 
 @dataclass
 class DataConfig:
-    """Config keys of the data that the library reads. src/schema.py adds the keys of the project."""
+    """Config keys of the data that the library reads. src/schema.py adds the keys of the
+    project.
+    """
 
     name: str = key(
         "digits",
@@ -500,8 +508,8 @@ class ParallelConfig:
             )
         if self.broadcast_buffers and self.dist_bn == "reduce":
             yield (
-                "parallel.broadcast_buffers=true: every step would undo "
-                "parallel.dist_bn=reduce; leave it at null"
+                "parallel.broadcast_buffers=true: sends rank 0's BatchNorm statistics to all ranks "
+                "in each step, so parallel.dist_bn=reduce has nothing to average; use null"
             )
 
 

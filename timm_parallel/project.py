@@ -62,7 +62,7 @@ class Project(Generic[C, R]):
     # config.
     check_data: str = "timm_parallel.data.build.check_data"
     # Dotted name of the function that raises ValueError if the training data has fewer images than
-    # a batch. Argument: config.
+    # an optimizer step needs. Argument: config.
     check_batch: str = "timm_parallel.data.build.check_batch"
     # Dotted name of the function that returns the number of training images, or None if counting
     # takes long. Argument: config.data.
@@ -81,15 +81,15 @@ class Project(Generic[C, R]):
         return self.name.partition(".")[0]
 
     def own(self, config: Config) -> C:
-        """Return `config` unchanged, typed as the project's config class. Fails if it has another
-        class.
+        """Return `config` unchanged, typed as the project's config class. Raises AssertionError for
+        another class.
         """
         assert isinstance(config, self.config)
         return config
 
     def own_resolved(self, config: ResolvedConfig) -> R:
-        """Return `config` unchanged, typed as the project's class of resolved configs. Fails if it
-        has another class.
+        """Return `config` unchanged, typed as the project's class of resolved configs. Raises
+        AssertionError for another class.
         """
         assert isinstance(config, self.resolved)
         return config

@@ -115,7 +115,7 @@ class Task(Targets, Generic[C]):
     # a name that the project invents. The class of a dataset lists its types in `targets`. `none`
     # accepts any dataset and ignores its targets.
     target: ClassVar[str] = "label"
-    # Noun for the names of the model outputs, which messages use.
+    # What a run calls the names of the model outputs when it prints them, e.g. `classes`.
     names_are: ClassVar[str] = "classes"
     # Name in train.loss -> loss. If train.loss is a class of the project, the first of these losses
     # computes the evaluation loss.
@@ -148,7 +148,9 @@ class Task(Targets, Generic[C]):
 
     @classmethod
     def find_loss(cls, name: str) -> Loss:
-        """Return the loss with this name. A dotted name is imported as a loss class of the project."""
+        """Return the loss with this name. A dotted name is imported as a loss class of the
+        project.
+        """
         return cls.losses[name] if name in cls.losses else cls.own_loss(import_name(name))
 
     @classmethod
@@ -304,8 +306,8 @@ class Task(Targets, Generic[C]):
                 if metric.min_outputs <= self.num_outputs
             )
             raise ValueError(
-                f"checkpoint.metric=val/{name}: not defined for {self.num_outputs} outputs; use "
-                f"one of {others}"
+                f"checkpoint.metric=val/{name}: not defined for a model with {self.num_outputs} "
+                f"outputs; use one of {others}"
             )
 
     def details(self, evaluation: Evaluation) -> dict[str, Any]:
@@ -326,7 +328,8 @@ class Task(Targets, Generic[C]):
         ValueError if the task has no table.
         """
         raise ValueError(
-            f"predictions: train.task={self.config.train.task} writes no table; leave it out"
+            f"predictions: train.task={self.config.train.task} has no table of predictions; remove "
+            "this option"
         )
 
     def predictions(self, scores: Tensor, topk: int) -> list[dict[str, Any]]:
@@ -357,4 +360,7 @@ class Task(Targets, Generic[C]):
         `scores`: scores of the image. `image`: its path. `name`: name of the files without suffix,
         which may include subfolders.
         """
-        raise ValueError(f"folder={folder}: train.task={self.config.train.task} writes no files")
+        raise ValueError(
+            f"folder={folder}: train.task={self.config.train.task} writes no files per image; "
+            "remove this option"
+        )

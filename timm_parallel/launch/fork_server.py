@@ -73,12 +73,14 @@ def _check_is_forkable() -> None:
     """
     threads = len(os.listdir("/proc/self/task"))  # also counts threads of C++ libraries
     if threads != 1:
-        raise RuntimeError(f"an import started {threads - 1} thread(s), so jobs cannot be forked")
+        raise RuntimeError(
+            f"the sweep cannot fork its jobs, because an import started {threads - 1} thread(s)"
+        )
     torch = sys.modules.get("torch")
     # torch does not notice a query of ours, after which the driver refuses to work in a forked
     # process.
     if nvidia.has_initialized_driver or (torch is not None and torch.cuda.is_initialized()):
-        raise RuntimeError("an import initialized CUDA, so jobs cannot be forked")
+        raise RuntimeError("the sweep cannot fork its jobs, because an import initialized CUDA")
 
 
 def _fork(work: Callable[[], int]) -> int:

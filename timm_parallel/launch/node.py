@@ -115,8 +115,8 @@ def find_address() -> NodeAddress:
         return address_of_pod(int(os.environ["JOB_COMPLETION_INDEX"]))
     if "SLURM_STEP_NODELIST" not in os.environ:
         raise ValueError(
-            "SLURM_STEP_NODELIST: not set; start this command with srun, or on Kubernetes by "
-            "job.yaml"
+            "SLURM_STEP_NODELIST: not set, although this command runs one node of a job; start it "
+            "with srun, or on Kubernetes by job.yaml"
         )
     count = int(os.environ["SLURM_STEP_NUM_NODES"])
     return address_of_step(int(os.environ["SLURM_NODEID"]), count) if count > 1 else NodeAddress()

@@ -82,8 +82,8 @@ def collect_inventories(
                 f"{who}{'s' if len(missing) > 1 else ''} {', '.join(missing)} (of 0 to {count - 1})"
             )
             raise ValueError(
-                f"{named}: did not connect within parallel.start_timeout={seconds:g} s; check the "
-                "logs there, or raise parallel.start_timeout"
+                f"{named}: did not connect within parallel.start_timeout={seconds:g} s; check "
+                "the logs of its node, or raise parallel.start_timeout"
             )
         time.sleep(INVENTORY_POLL_SECONDS)
     inventories = [
@@ -133,7 +133,7 @@ def receive_config(store: Store, index: int) -> tuple[ResolvedConfig, Path] | st
             write_text(path, text)
     except OSError as error:
         raise ValueError(
-            f"{folder}: cannot be created on {host_name()} for its logs ({error.strerror}); "
+            f"{folder}: node {host_name()} cannot create this run folder ({error.strerror}); "
             "choose a folder that each node can write"
         ) from None
     return load_config(folder), folder
@@ -154,8 +154,8 @@ def fit_to_nodes(
             and any(task.devices for task in node)
         ):
             raise ValueError(
-                f"parallel.accelerator=auto: {node[0].host} has CUDA devices, {nodes[0][0].host} "
-                "has none; set cpu or cuda"
+                f"parallel.accelerator=auto: node {node[0].host} has CUDA devices, but node "
+                f"{nodes[0][0].host} has none; set parallel.accelerator=cpu or cuda"
             )
     check_nodes(config, inventories)
     if asked.threads_per_device == "auto":
@@ -174,8 +174,9 @@ def check_nodes(config: ResolvedConfig, inventories: list[NodeInventory]) -> Non
         needed = node[0].ranks or parallel.devices // config.cluster.nodes
         if present < (1 if parallel.backend == "gloo" else needed):
             raise ValueError(
-                f"parallel.devices={parallel.devices}: {needed} ranks on {node[0].host}, which has "
-                f"{present} CUDA device(s) for them; two NCCL ranks cannot share one"
+                f"parallel.devices={parallel.devices}: {needed} ranks are on {node[0].host}, which "
+                f"has only {present} CUDA device(s); start one rank per device, because NCCL ranks "
+                "cannot share a device"
             )
 
 

@@ -155,7 +155,8 @@ def _refuse_elastic_nodes() -> None:
     minimum, _, maximum = given[-1].partition(":")
     if maximum not in ("", minimum):
         raise ValueError(
-            f"--nnodes={given[-1]}: a run has one number of nodes; give torchrun --nnodes={maximum}"
+            f"--nnodes={given[-1]}: a variable number of nodes is not supported; use torchrun "
+            f"--nnodes={maximum}"
         )
 
 

@@ -95,11 +95,11 @@ def ranks_from_environment(environment: Mapping[str, str]) -> Ranks | None:
     if not present:
         _refuse_mpirun(environment)
         return _ranks_of_srun(environment)
-    fix = "start ranks with torchrun, or unset it"
+    fix = "start the ranks with torchrun, or unset these variables"
     missing = [name for name in NEEDED if name not in environment]
     if missing:
         raise ValueError(
-            f"{present[0]}={environment[present[0]]}: also requires {', '.join(missing)}; {fix}"
+            f"{present[0]}={environment[present[0]]}: set without {', '.join(missing)}; {fix}"
         )
     for name in names:
         if not environment[name].isdecimal():
@@ -155,8 +155,8 @@ def _ranks_of_srun(environment: Mapping[str, str]) -> Ranks | None:
     if wrong or not counts:
         name = wrong[0] if wrong else "SLURM_STEP_TASKS_PER_NODE"
         raise ValueError(
-            f"{name}: missing or invalid; start with srun --ntasks=N python train.py …, or "
-            "submit with cluster=slurm"
+            f"{name}: this variable of srun is missing or invalid; start with srun --ntasks=N "
+            "python train.py …, or submit with cluster=slurm"
         )
     rank, local_rank, node, world_size, nodes = (int(environment[name]) for name in names)
     return Ranks(rank, world_size, local_rank, counts[node], 0, node, nodes)
