@@ -300,7 +300,7 @@ def asks_for_accumulate(folder: Path) -> bool:
     """Return True if the command of a run set train.accumulate=auto. The run's config.yaml has a
     number instead, so .hydra/config.yaml is read.
     """
-    # Search the text of the file, because parsing it would take 10 ms.
+    # Search .hydra/config.yaml as text, because parsing it would take 10 ms.
     path = folder / ".hydra" / "config.yaml"
     text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     return re.search(r"^train:\n(?:  .*\n)*?  accumulate: auto$", text, re.MULTILINE) is not None

@@ -49,7 +49,7 @@ def evaluation_config(
                 "nothing to evaluate: give run=<run folder>, model.pretrained=true or "
                 "model.weights=<file>"
             )
-    # Reset keys that only training uses.
+    # Reset config keys that only training uses.
     config.model.for_evaluation()
     config.tracker, config.train.accumulate = TrackerConfig(), 1
     check_combination(config)

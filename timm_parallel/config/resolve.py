@@ -36,7 +36,8 @@ def resolve(
         config.data.batch_size = type(config.data).batch_size
     _check_starter(config, world_size)
     if config.train.accumulate == "auto":
-        # Start with 1. The launcher doubles the number after each attempt that runs out of memory.
+        # Start with train.accumulate=1. The launcher doubles the number after each attempt that
+        # runs out of memory.
         config.train.accumulate = 1
     elsewhere = config.cluster.scheduler != "local"
     if elsewhere:

@@ -62,7 +62,7 @@ def main(folder: Path, origin: Path) -> int:
             return NODE_LOST
         with lock_folder(folder):
             if origin != folder:
-                # Copy the text of the file, so that references to environment variables stay
+                # Copy config.yaml as text, so that references to environment variables stay
                 # unresolved.
                 write_text(
                     folder / "config.yaml", (origin / "config.yaml").read_text(encoding="utf-8")
