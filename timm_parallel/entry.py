@@ -242,8 +242,8 @@ def _show_with_hydra(app: App[Any, Any], arguments: Any) -> int:
         arguments.config_dir,
     )
     if not (arguments.shell_completion or (arguments.help and not any(chosen))):
-        # Compose and check the config first, so that an invalid config is rejected in one line and
-        # before Hydra imports a class that the config names. A plain --help needs no config.
+        # Compose and check the config first. An invalid config is then rejected in one line, before
+        # Hydra imports a class that the config names. A plain --help needs no config.
         composed = argparse.Namespace(
             **{**vars(arguments), "multirun": arguments.multirun or not arguments.cfg}
         )
@@ -253,8 +253,8 @@ def _show_with_hydra(app: App[Any, Any], arguments: Any) -> int:
     def task(tree: Any) -> None:
         return None
 
-    # Hydra derives the name of the task and the folder conf/ from the module and the file of the
-    # function, so set both to those of train.py.
+    # Set module and file of the function to those of train.py, because Hydra derives the name of
+    # the task and the folder conf/ from them.
     task.__module__ = "__main__"
     task.__code__ = task.__code__.replace(co_filename=str(app.root / "train.py"))
     shown = io.StringIO()

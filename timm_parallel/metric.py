@@ -14,16 +14,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Metric:
-    """An evaluation metric whose value is exact on any number of ranks. Define `sums` and
-    `from_sums`, or define `from_rows`.
+    """An evaluation metric whose value is exact on any number of ranks. A metric defines the
+    functions `sums` and `from_sums`, or the function `from_rows`.
 
-    - `sums(scores, targets, losses)` returns a tensor of fixed shape, which is added over all
-      batches and ranks. scores and targets have shape [B, …], losses has shape [B]. Metrics with
-      the same `sums` function share its result.
+    - `sums(scores, targets, losses)` returns a tensor of fixed shape for a batch. The tensors are
+      added over all batches and ranks. scores and targets have shape [B, …], losses has shape [B].
+      Metrics with the same `sums` function share its result.
     - `from_sums(sums, samples)` computes the value of the metric from the total and the number of
       samples.
-    - `from_rows(scores, targets)` computes the value of the metric on the CPU, from the scores and
-      targets of the whole split in the order of the dataset.
+    - `from_rows(scores, targets)` computes the value of the metric from all scores and targets of
+      the split. They are on the CPU, in the order of the dataset.
 
     The value may be None, for example for a class without images.
     """

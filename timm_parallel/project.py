@@ -147,7 +147,9 @@ def as_resolved(config: Config) -> ResolvedConfig:
         ("train.accumulate", train.accumulate),
     ):
         if not isinstance(value, int):
-            raise ValueError(f"{key}=auto: expected an integer in the config of a run")
+            raise ValueError(
+                f"{key}=auto: config.yaml of a run must have an integer; replace auto by a number"
+            )
     return current().resolved(**{**vars(config), "parallel": parallel, "train": train})
 
 

@@ -239,7 +239,8 @@ def _not_parsed(word: str, reason: str, words: list[str]) -> str:
         return (
             f"{word}: neither the shell nor train.py expands ~ here; write {key}=$HOME{value[1:]}"
         )
-    # Replace Hydra's reason, because it quotes parts of the value.
+    # Replace Hydra's parse error by a plain text, because the error quotes only fragments of the
+    # value.
     if re.search(r"input '|NoViableAlt|token recognition", reason):
         reason = UNPARSABLE
     return f"{word}: {reason.split(' See https')[0]}"

@@ -53,8 +53,8 @@ def main(folder: Path, origin: Path) -> int:
             return run_follower_node(origin, address)
         if not (origin / "config.yaml").exists():
             raise ValueError(
-                f"{origin}: no config.yaml on node 0 ({host_name()}); use a folder that node 0 "
-                "can read"
+                f"{origin}: node 0 ({host_name()}) finds no config.yaml in this folder; use a "
+                "folder that node 0 can read"
             )
         folder.mkdir(parents=True, exist_ok=True)
         config = load_config(origin)

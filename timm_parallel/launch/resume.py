@@ -1,12 +1,12 @@
 """Find and check the run that `resume=<run folder>`, `resume=auto` or `resume=auto_or_new`
 continues.
 
-auto continues the newest unfinished run of any task. If the command line has task_name, the run
-must have this task_name. If the command line has keys that affect the training, the run must have
-the task_name of the config and exactly this config.
+`resume=auto` continues the newest unfinished run of any task. With task_name on the command line,
+only runs of this task count. With keys that affect the training, only runs of the config's task
+with exactly this config count.
 
-auto_or_new, for files of cluster jobs, considers only runs with the task_name of the config. It
-starts a new run if there is none.
+`resume=auto_or_new` is for files of cluster jobs. Only runs of the config's task count. If there is
+none, a new run starts.
 """
 
 from __future__ import annotations
@@ -131,7 +131,9 @@ def check_resumable(config: ResolvedConfig, folder: Path) -> None:
     resume_strict=false, keys that define the training must not change.
     """
     if not any((folder / "checkpoints").glob("*.pt")):
-        raise ValueError(f"resume={folder}: has no checkpoint; start a new run without resume")
+        raise ValueError(
+            f"resume={folder}: has no checkpoint to continue from; start a new run without resume"
+        )
     for path in (folder / "checkpoints").glob("*.pt"):
         if path.is_dir():
             raise ValueError(

@@ -75,7 +75,8 @@ def run_ranks(
     `rendezvous`: connection to the other nodes, if any. `start_rank`: function that starts the rank
     of a run with one process.
     """
-    # Give the agent a command, because it hangs if a function exits with code 0 without returning.
+    # Start each rank as a command. torch's agent hangs if a rank is a function that exits with code
+    # 0 without returning.
     command = [sys.executable, *SAFE_PATH, "-m", "timm_parallel.rank", current().name, str(folder)]
     oom_kills_before = hardware.oom_kills()
     with RunFolder(folder) as place, terminate_descendants():

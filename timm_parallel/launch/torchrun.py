@@ -153,9 +153,9 @@ def remembered_folder(ranks: Ranks | None) -> Path | None:
 
 
 def _refuse_elastic_nodes() -> None:
-    """Raise ValueError for a variable number of nodes, as in `torchrun --nnodes 1:2`. torchrun
-    would then restart ranks without counting the restart, so that they would read keys of an
-    earlier attempt from the store.
+    """Raise ValueError for a variable number of nodes, as in `torchrun --nnodes 1:2`. torchrun does
+    not count the restarts of such a run, so a restarted rank would read keys of an earlier attempt
+    from the store.
     """
     command = ""
     if "TORCHELASTIC_RUN_ID" in os.environ:
