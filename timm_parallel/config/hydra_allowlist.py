@@ -73,8 +73,8 @@ def check_before_composing(loader: Any, config_name: str, overrides: list[Any]) 
             raise ValueError(f"{given}: unknown key {key}{key_hint(key, groups, value)}")
         elif override.is_delete() and is_declared(key):
             raise ValueError(
-                f"{given}: a config key cannot be deleted; remove this argument for the default, "
-                f"or set a value with {key}=…"
+                f"{given}: a config key cannot be deleted; leave it out of the command for its "
+                f"default, or set another value: {key}=…"
             )
     main = loader.repository.load_config(config_name)
     is_dict = main is not None and OmegaConf.is_dict(main.config)

@@ -66,7 +66,7 @@ def read_json(path: Path, newest: int, missing: str) -> dict[str, Any]:
         raise ValueError(f"{path}: damaged, cannot be read as JSON ({error})") from None
     if not isinstance(values, dict) or not isinstance(values.get("format", 0), int):
         raise ValueError(
-            f"{path}: not written by this project (expected a JSON object with the key `format`)"
+            f"{path}: this file is not of this project; expected a JSON object with a key `format`"
         )
     if values.get("format", 0) > newest:
         raise ValueError(
