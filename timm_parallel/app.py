@@ -45,7 +45,7 @@ class App(Project[C, R]):
         return list(leaves(self.config()))
 
     def batches_per_epoch(self, config: R, images: int) -> int:
-        """Return the number of global batches in an epoch of `images` training images. Raises
+        """Compute the number of global batches in an epoch of `images` training images. Raises
         ValueError if the images do not fill a single optimizer step.
         """
         return batches_per_epoch(images, config.global_batch, config.train.accumulate)

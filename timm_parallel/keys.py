@@ -514,8 +514,8 @@ class ParallelConfig:
 
 
 def strategy_options() -> dict[str, str]:
-    """Return a dictionary from each `parallel` key that only one strategy reads to the name of that
-    strategy.
+    """Find the `parallel` keys that only one strategy reads. Return a dictionary from key to name
+    of the strategy.
     """
     fields = dataclasses.fields(ParallelConfig)
     return {entry.name: entry.metadata["only"] for entry in fields if entry.metadata.get("only")}
@@ -680,7 +680,7 @@ class ResolvedTrain(TrainConfig):
     accumulate: int = 1
 
     def count_steps(self, batches_per_epoch: int) -> tuple[int, int]:
-        """Return (optimizer steps per epoch, optimizer steps in total) for an epoch of
+        """Compute (optimizer steps per epoch, optimizer steps in total) for an epoch of
         `batches_per_epoch` global batches.
         """
         per_epoch = batches_per_epoch // self.accumulate

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 
 def hint(name: str, known: Iterable[str]) -> str:
-    """Return the end of an error message for an unknown name: `; did you mean a, b?` with similar
+    """Build the end of an error message for an unknown name: `; did you mean a, b?` with similar
     names. Without a similar name, the text lists all known names if there are at most 20, and is
     empty otherwise.
     """

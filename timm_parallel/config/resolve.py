@@ -77,7 +77,7 @@ def halve_batches(config: ResolvedConfig) -> ResolvedConfig | None:
 
 
 def notices(asked: Config, resolved: ResolvedConfig, world_size: int | None = None) -> list[str]:
-    """Return messages about chosen values that may surprise the user, for example when `auto` chose
+    """Build messages about chosen values that may surprise the user, for example when `auto` chose
     fewer devices than the machine has.
 
     `asked`: the config before `auto` was replaced. `resolved`: the config after that. `world_size`:

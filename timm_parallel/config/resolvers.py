@@ -30,7 +30,7 @@ def by_device(on_cpu: Any, on_gpu: Any) -> Any:
 
 def count_that_divides(present: int, batch: int | None, pairs: bool = False) -> int:
     """Return the largest number of devices up to `present` that divides the batch. Return `present`
-    if no batch is given.
+    if no batch is given, or if no number fits.
 
     `pairs`: True if the batch of each device must also be even.
     """

@@ -63,8 +63,8 @@ def is_declared(key: str) -> bool:
 
 
 def plain_values(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value) for each value in nested dicts and lists that is neither a dict nor
-    a list. Items of a list have the key of the list.
+    """Yield (dotted key, value) for each single value in nested dicts and lists. Items of a list
+    have the key of the list.
     """
     if isinstance(node, dict):
         for name, value in node.items():
@@ -77,12 +77,12 @@ def plain_values(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def key_hint(key: str, more: Iterable[str] = (), value: Any = None, program: str = "train") -> str:
-    """Return the end of an error message for an unknown key: `; did you mean …?` with similar keys,
+    """Build the end of an error message for an unknown key: `; did you mean …?` with similar keys,
     or the reason why no such key exists. The text is empty if there is neither.
 
     `key`: the unknown key. `more`: further valid names, besides the config keys. `value`: the value
-    that the user gave to the key. `program`: `train` or `evaluate`, which may have names of other
-    programs in a table of its own.
+    that the user gave to the key. `program`: `train` or `evaluate`, because evaluate.py has an
+    additional table of suggestions.
     """
     tables = _other_names()
     if reason := _entry(key, value, tables["no_key"]):
@@ -108,8 +108,10 @@ def _keys_and_sections() -> tuple[list[str], list[str]]:
 
 def _meant(key: str, value: Any, table: dict[str, str]) -> list[str]:
     """Find the config keys that a user most likely meant by an unknown key. Similar keys of the
-    same section come first. Otherwise the result has names from a table for other programs, and
-    keys with the same last part in other sections.
+    same section come first. If there is none, return keys that a table lists for this name of
+    another program, and keys of other sections with the same last part.
+
+    `value`: the value that the user gave to the key. `table`: names of other programs -> keys here.
     """
     keys, sections = _keys_and_sections()
     section, _, last = key.rpartition(".")
@@ -126,9 +128,12 @@ def _meant(key: str, value: Any, table: dict[str, str]) -> list[str]:
 
 
 def _entry(key: str, value: Any, table: dict[str, str]) -> str:
-    """Look up a key in a table of other_names.yaml. The longest end of the key that the table
-    contains wins: `trainer.max_epochs` is found as `max_epochs`. Return an empty text if nothing is
-    found.
+    """Look up an unknown key in a table of other_names.yaml. The longest end of the key that the
+    table contains wins, so `trainer.max_epochs` is found as `max_epochs`. Return an empty text if
+    nothing is found.
+
+    `value`: the value that the user gave to the key. An entry for key and value together comes
+    first.
     """
     parts = key.lower().replace("-", "_").split(".")
     ends = [".".join(parts[start:]) for start in range(len(parts))]
@@ -224,7 +229,7 @@ def explain(error: Exception, overrides: Iterable[str] = ()) -> str:
 
 
 def _not_parsed(word: str, reason: str, words: list[str]) -> str:
-    """Return the error message for an argument of the command line that Hydra could not parse.
+    """Build the error message for an argument of the command line that Hydra could not parse.
 
     `word`: the argument. `reason`: Hydra's message. `words`: all arguments of the command line.
     """
@@ -247,7 +252,7 @@ def _not_parsed(word: str, reason: str, words: list[str]) -> str:
 
 
 def _without_equals(word: str, words: list[str]) -> str:
-    """Return the fix for an argument without `=`: join it with its neighbors, choose an option of
+    """Build the fix for an argument without `=`: join it with its neighbors, choose an option of
     the group, or add a value.
 
     `word`: the argument. `words`: all arguments of the command line.
@@ -310,7 +315,7 @@ def own_class_exists(name: str) -> bool:
 
 
 def objectives() -> list[str]:
-    """Return the allowed values of optimized_metric."""
+    """Build the list of allowed values of optimized_metric."""
     names = [f"{name}{suffix}" for suffix in ("", "_ema") for name in current().metrics]
     best = [f"val/{name}_best" for name in current().metrics]
     return [
