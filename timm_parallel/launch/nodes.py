@@ -70,7 +70,7 @@ def publish_inventory(
 
 
 def _software(arguments: list[str]) -> dict[str, str]:
-    """Return a dictionary of everything that must be equal on all nodes: arguments of the command
+    """Collect everything that must be equal on all nodes, as a dictionary: arguments of the command
     line, versions of libraries, and a hash of each code file.
     """
     software = {key: value for key, _, value in (argument.partition("=") for argument in arguments)}

@@ -111,7 +111,7 @@ def _write_characters(path: Path, text: str) -> None:
 
 
 def finite(value: Any) -> Any:
-    """Return a copy of nested dicts and lists, in which NaN and infinity are replaced by None, and
-    tuples by lists, as in JSON.
+    """Copy nested dicts and lists. In the copy, NaN and infinity are None and tuples are lists, as
+    in JSON.
     """
     return json.loads(json.dumps(value), parse_constant=lambda name: None)

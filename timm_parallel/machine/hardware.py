@@ -72,7 +72,7 @@ def visible_cuda_devices() -> tuple[CudaDevice, ...]:
 
 
 def oom_kills() -> int:
-    """Return the number of processes that the kernel has killed for lack of memory since boot; 0 if
+    """Read the number of processes that the kernel has killed for lack of memory since boot; 0 if
     the number is unknown.
     """
     return int(_search(Path("/proc/vmstat"), r"^oom_kill (\d+)$") or 0)

@@ -139,7 +139,7 @@ def _if_shown(reason: str) -> str | None:
 
 
 def nvidia_device_files(root: Path = Path("/")) -> list[str]:
-    """Return the paths of NVIDIA device files in /proc and /dev. The list is empty on a machine
+    """List the paths of NVIDIA device files in /proc and /dev. The list is empty on a machine
     without NVIDIA device.
     """
     paths = [*(root / "proc/driver/nvidia/gpus").glob("*"), *(root / "dev").glob("nvidia[0-9]*")]

@@ -94,8 +94,8 @@ def hide(text: str) -> str:
 
 
 def hide_in(tree: Any, key: str = "") -> Any:
-    """Return a copy of nested dicts and lists without secrets. Values of secret environment
-    variables become `${oc.env:NAME}`, and values of secret keys become `***`.
+    """Copy nested dicts and lists without secrets. In the copy, values of secret environment
+    variables are `${oc.env:NAME}`, and values of secret keys are `***`.
 
     `key`: the key whose value `tree` is.
     """
