@@ -8,7 +8,7 @@ and builds the whole schema.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,6 +69,11 @@ def leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
             yield from leaves(value, f"{key}.")
         else:
             yield key, value, entry
+
+
+def is_below(key: str, sections: Iterable[str]) -> bool:
+    """Return True if a dotted key is one of the given keys, or is in one of the given sections."""
+    return any(f"{key}.".startswith(f"{section}.") for section in sections)
 
 
 def is_timm_dataset(name: str) -> bool:

@@ -14,7 +14,14 @@ from timm_parallel.config.compose import compose_command, load_config, typed_and
 from timm_parallel.config.resolve import resolve
 from timm_parallel.config.suggest import explain, is_known, key_hint
 from timm_parallel.config.validate import check_combination
-from timm_parallel.keys import ClusterConfig, Config, ParallelConfig, ResolvedConfig, TrackerConfig
+from timm_parallel.keys import (
+    ClusterConfig,
+    Config,
+    ParallelConfig,
+    ResolvedConfig,
+    TrackerConfig,
+    is_below,
+)
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.project import current
 
@@ -63,7 +70,7 @@ def _check_key(override: str, allowed: tuple[str, ...]) -> None:
     if not (equals and (is_known(key) or key == "experiment")):
         hint = key_hint(key.lstrip("-"), OPTIONS, value, "evaluate")
         raise ValueError(f"{override}: unknown option{hint}")
-    if not f"{key}.".startswith(tuple(f"{part}." for part in allowed)):
+    if not is_below(key, allowed):
         raise ValueError(
             f"{override}: not an evaluation option; evaluate.py allows keys that start with "
             f"{', '.join(allowed)}"

@@ -19,6 +19,7 @@ from timm_parallel.config.suggest import (
     key_hint,
     plain_values,
 )
+from timm_parallel.keys import is_below
 from timm_parallel.project import root
 
 SETTABLE = ("run", "sweep", "sweeper.params", "job.name", "job.chdir", "verbose")
@@ -51,7 +52,7 @@ def check_before_composing(loader: Any, config_name: str, overrides: list[Any]) 
     for override in overrides:
         key, given = override.key_or_group, override.input_line
         if re.match(r"hydra([./]|$)", key):
-            if not _is_below(re.sub("^hydra[./]?", "", key), SETTABLE):
+            if not is_below(re.sub("^hydra[./]?", "", key), SETTABLE):
                 raise ValueError(f"{given}: {FIXED}")
         elif key in groups:
             options = loader.get_group_options(key)
@@ -102,7 +103,7 @@ def check_hydra_block(tree: DictConfig) -> None:
     """Raise ValueError if a key of the `hydra` section that users may not change differs from its
     default.
     """
-    given = {pair for pair in _pairs(tree) if not _is_below(pair[0], (*SETTABLE, *FILLED_IN))}
+    given = {pair for pair in _pairs(tree) if not is_below(pair[0], (*SETTABLE, *FILLED_IN))}
     # Compare with the project's defaults (conf/hydra/default.yaml) first, then with Hydra's own. A
     # config that does not include the project's file, such as config.yaml of a run, has Hydra's own
     # defaults.
@@ -150,7 +151,3 @@ def _defaults(*overrides: str) -> set[tuple[str, str]]:
 
 def _pairs(tree: DictConfig) -> set[tuple[str, str]]:
     return {(key, str(value)) for key, value in plain_values(OmegaConf.to_container(tree.hydra))}
-
-
-def _is_below(key: str, sections: tuple[str, ...]) -> bool:
-    return any(f"{key}.".startswith(f"{section}.") for section in sections)

@@ -23,7 +23,14 @@ from yaml import YAMLError
 
 from timm_parallel.cluster.slurm import queued_job
 from timm_parallel.config.compose import Command, compose_command, load_config, read_saved
-from timm_parallel.keys import Config, ParallelConfig, ResolvedConfig, leaves, strategy_options
+from timm_parallel.keys import (
+    Config,
+    ParallelConfig,
+    ResolvedConfig,
+    is_below,
+    leaves,
+    strategy_options,
+)
 from timm_parallel.machine.lock import is_locked
 from timm_parallel.machine.secrets import hide, mask
 from timm_parallel.machine.text import yaml_text
@@ -35,19 +42,18 @@ from timm_parallel.record.result import Result, read_result, read_status
 MUST_STAY = ("model", "data", "seed", "optim.opt", "train.accumulate")
 MAY_CHANGE = ("data.workers", "data.on_error", "data.root", "model.compile", "model.freeze")
 AUTO = ("auto", "auto_or_new")
-# Config keys that do not affect the training. `resume` also covers resume_strict.
+# Config keys and groups that do not affect the training.
 NOT_TRAINING = (
-    *(
-        "resume",
-        "print_config",
-        "cluster",
-        "task_name",
-        "paths",
-        "sweep",
-        "search",
-        "tracker",
-        "hydra",
-    ),
+    "resume",
+    "resume_strict",
+    "print_config",
+    "cluster",
+    "task_name",
+    "paths",
+    "sweep",
+    "search",
+    "tracker",
+    "hydra",
     "optimized_metric",
 )
 PER_DEVICE = ("device_ids", "output_device")
@@ -114,7 +120,7 @@ def folder_to_resume(config: ResolvedConfig, asked: Config) -> Path | None:
         changes = [
             each
             for each in _changes(keep_accumulate(config, asked, folder), load_config(folder))
-            if not _is_part_of(each[0], NOT_TRAINING)
+            if not is_below(each[0], NOT_TRAINING)
         ]
         if not changes:
             _show_choice(config.resume, folder)
@@ -199,13 +205,7 @@ def _has_training_keys(arguments: Any) -> bool:
     training.
     """
     keys = [item.lstrip("+~").partition("=")[0].replace("/", ".") for item in arguments.overrides]
-    return bool(arguments.config_name) or not all(_is_part_of(key, NOT_TRAINING) for key in keys)
-
-
-def _is_part_of(key: str, sections: tuple[str, ...]) -> bool:
-    return key == "resume_strict" or any(
-        key == section or key.startswith(f"{section}.") for section in sections
-    )
+    return bool(arguments.config_name) or not all(is_below(key, NOT_TRAINING) for key in keys)
 
 
 def _unfinished(config: Config, task: str | None = None) -> Iterator[Path]:
