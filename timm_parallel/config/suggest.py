@@ -14,7 +14,6 @@ from typing import Any
 import yaml
 from omegaconf.errors import ConfigTypeError, ValidationError
 
-from timm_parallel.class_source import find_class
 from timm_parallel.config.hints import hint
 from timm_parallel.config.timm_names import timm_models, timm_optimizers
 from timm_parallel.keys import leaves
@@ -305,13 +304,6 @@ def type_text(entry: Any) -> str:
     field.
     """
     return TYPES.get(entry.type) or " or ".join(TYPES[name] for name in entry.type.split(" | "))
-
-
-def own_class_exists(name: str) -> bool:
-    """Return True if the class with the dotted name `src.<module>.<Class>` exists. Its file is
-    parsed and not imported.
-    """
-    return find_class(name) is not None
 
 
 def objectives() -> list[str]:

@@ -17,11 +17,11 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from timm_parallel.class_source import class_attributes, is_own_class, package
+from timm_parallel.class_source import class_attributes, find_class, is_own_class, package
 from timm_parallel.config import timm_rules
 from timm_parallel.config.cluster import cluster_rules
 from timm_parallel.config.hints import hint
-from timm_parallel.config.suggest import objectives, own_class_exists, type_text
+from timm_parallel.config.suggest import objectives, type_text
 from timm_parallel.errors import RefusedError
 from timm_parallel.keys import TIMM_DATASETS, TRACKERS, Config, leaves
 from timm_parallel.project import current
@@ -124,7 +124,7 @@ def own_class_problems(key: str, name: str) -> Iterator[str]:
     """Yield an error message if a class of the project does not exist. `key`: the config key that
     names it. `name`: its dotted name.
     """
-    if not own_class_exists(name):
+    if find_class(name) is None:
         yield (
             f"{key}={name}: no such class; expected {package()}.<module>.<Class> with <module> "
             f"a file under {package()}/"
@@ -168,7 +168,7 @@ def _task(name: str) -> Iterator[str]:
 def _strategy(config: Config) -> Iterator[str]:
     name = config.parallel.strategy
     known = ("auto", *current().strategies)
-    if name not in known and not (is_own_class(name, "parallel") and own_class_exists(name)):
+    if name not in known and not (is_own_class(name, "parallel") and find_class(name)):
         yield (
             f"parallel.strategy={name}: no such strategy{hint(name, known)}; a class of your own "
             f"is named {package()}.parallel.<module>.<Class>"
