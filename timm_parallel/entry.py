@@ -13,7 +13,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Iterator
+from functools import partial
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -44,7 +44,7 @@ def run_command(app: App[Any, Any]) -> int:
             return run_follower(app.train, ranks)
         # Under torchrun, leave the signal handlers to the code of the rank. Otherwise let a stop
         # signal raise KeyboardInterrupt.
-        with contextlib.nullcontext() if ranks else _interrupted_by_signals():
+        with contextlib.nullcontext() if ranks else signal_handlers(_interrupt):
             return _lead(app, ranks)
     except ValueError as error:
         print(f"train.py: {' '.join(mask(str(error)).split())}", file=sys.stderr)
@@ -64,17 +64,11 @@ def run_command(app: App[Any, Any]) -> int:
         return 128 + number
 
 
-@contextlib.contextmanager
-def _interrupted_by_signals() -> Iterator[None]:
-    """Convert stop signals to KeyboardInterrupt during the `with` block. A sweep that is
-    interrupted before it has written its jobs can then remove its folder.
+def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
+    """Handle a stop signal by raising KeyboardInterrupt. A sweep that is interrupted before it has
+    written its jobs can then remove its folder.
     """
-
-    def interrupt(number: int, frame: FrameType | None) -> NoReturn:
-        raise KeyboardInterrupt(number)
-
-    with signal_handlers(interrupt):
-        yield
+    raise KeyboardInterrupt(number)
 
 
 def _signal_of(interrupt: KeyboardInterrupt) -> signal.Signals:
@@ -194,12 +188,10 @@ def _run(app: App[Any, Any], arguments: Any, ranks: Ranks | None) -> int:
                 check_resumable(config, folder)
             if config.print_config:
                 print_config(command.config, config)
+            job = partial(run_job, config, folder)
             if ranks is not None:
-                code = run_in_hydra(
-                    command, folder, lambda: run_rank_zero(app.train, config, folder, ranks)
-                )
-            else:
-                code = run_in_hydra(command, folder, lambda: run_job(config, folder))
+                job = partial(run_rank_zero, app.train, config, folder, ranks)
+            code = run_in_hydra(command, folder, job)
             if is_resumed and code == 2:
                 restore_records(folder, records)
     except KeyboardInterrupt as interrupt:

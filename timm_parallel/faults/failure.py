@@ -102,13 +102,15 @@ def failure_record(
     kind, text = type(error).__name__, _one_line(error)
     last = traceback.extract_tb(error.__traceback__)[-1]
     location = f"{Path(last.filename).name}:{last.lineno}"
-    record = record_of(ranks.rank, folder, f"{ranks.name}: {kind}: {text} ({location})")
-    record |= {
-        "attempt": ranks.restart_count,
-        "exception": kind,
-        "traceback": traceback.format_exc(),
-    }
-    record["shows_traceback"] = not isinstance(error, RefusedError | UnreadableImageError)
+    record = record_of(
+        ranks.rank,
+        folder,
+        f"{ranks.name}: {kind}: {text} ({location})",
+        attempt=ranks.restart_count,
+        exception=kind,
+        traceback=traceback.format_exc(),
+        shows_traceback=not isinstance(error, RefusedError | UnreadableImageError),
+    )
     if isinstance(error, RefusedError):
         record |= {"status": "refused", "reason": text, "exit_code": 2}
     elif isinstance(error, NotFiniteError):
