@@ -121,5 +121,6 @@ class App(Project[C, R]):
         `run`: the folder of the run to evaluate. None: evaluate the model that the overrides name.
         `overrides`: `key=value` arguments, as on the command line of train.py.
         """
-        ranks = ranks_from_environment(os.environ)
-        return self.own_resolved(evaluation_config(run, overrides, ranks))
+        return self.own_resolved(
+            evaluation_config(run, overrides, ranks_from_environment(os.environ))
+        )

@@ -480,11 +480,11 @@ class ParallelConfig:
     def problems(self, whole: Config) -> Iterator[str]:
         strategy = self.strategy
         if self.has_one_device and self.devices not in ("auto", 1):
-            message = (
+            yield Problem(
                 f"parallel.devices={self.devices}: {strategy} uses one device; choose "
-                "parallel=ddp or parallel=dp"
+                "parallel=ddp or parallel=dp",
+                ONE_DEVICE,
             )
-            yield Problem(message, ONE_DEVICE)
         for name, owner in strategy_options().items():
             if getattr(self, name) is not None and strategy != owner:
                 yield (

@@ -88,8 +88,13 @@ def sbatch(script: Path) -> str:
     # the new job.
     names = [name for name in os.environ if not name.startswith("SLURM_") or name == "SLURM_CONF"]
     environment = {name: os.environ[name] for name in names}
-    command = ["sbatch", "--parsable", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    done = subprocess.run(
+        ["sbatch", "--parsable", str(script)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
+    )
     if done.returncode != 0:
         raise ValueError(f"cluster=slurm: sbatch rejected the job: {' '.join(done.stderr.split())}")
     return done.stdout.strip().partition(";")[0]
@@ -180,9 +185,10 @@ def render(file: str, **values: Any) -> str:
     """
     import jinja2
 
-    loader = jinja2.FileSystemLoader(Path(__file__).parent)
     templates = jinja2.Environment(
-        loader=loader, undefined=jinja2.StrictUndefined, keep_trailing_newline=True
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        undefined=jinja2.StrictUndefined,
+        keep_trailing_newline=True,
     )
     templates.filters["quoted"] = quoted
     templates.policies["json.dumps_kwargs"] = {"ensure_ascii": False}

@@ -25,11 +25,11 @@ def cluster_rules(config: Config) -> Iterator[str]:
     """
     cluster, parallel = config.cluster, config.parallel
     if cluster.nodes > 1 and parallel.has_one_process:
-        message = (
+        yield Problem(
             f"parallel={parallel.strategy}: one process cannot span cluster.nodes={cluster.nodes}; "
-            "use parallel=auto"
+            "use parallel=auto",
+            ONE_PROCESS,
         )
-        yield Problem(message, ONE_PROCESS)
     if cluster.scheduler == "local":
         return
     for scheduler, keys in KEYS_OF.items():
@@ -68,8 +68,10 @@ def _texts(cluster: ClusterConfig) -> Iterator[str]:
         and cluster.time
         and seconds_of(cluster.time) <= cluster.signal_seconds
     ):
-        limit = f"cluster.time={cluster.time} ({seconds_of(cluster.time)} s)"
-        yield f"cluster.signal_seconds={cluster.signal_seconds}: expected less than {limit}"
+        yield (
+            f"cluster.signal_seconds={cluster.signal_seconds}: expected less than "
+            f"cluster.time={cluster.time} ({seconds_of(cluster.time)} s)"
+        )
     if cluster.memory is not None and not re.fullmatch(r"\d+[KMGT]?", cluster.memory):
         yield f"cluster.memory={cluster.memory}: expected a number and K, M, G or T, e.g. 64G"
     for key in ("namespace", "claim"):

@@ -159,10 +159,9 @@ def check_package(package: str | None, shown: str | None, tree: DictConfig) -> N
 
 def save_hydra_files(tree: DictConfig, folder: Path) -> None:
     """Write `.hydra/` into the run folder, as Hydra does, but without the values of secrets."""
-    hydra = OmegaConf.masked_copy(tree, ["hydra"])
     for name, part in (
         ("config", _task_of(tree)),
-        ("hydra", hydra),
+        ("hydra", OmegaConf.masked_copy(tree, ["hydra"])),
         ("overrides", tree.hydra.overrides.task),
     ):
         write_text(folder / ".hydra" / f"{name}.yaml", OmegaConf.to_yaml(part))

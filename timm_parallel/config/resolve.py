@@ -126,10 +126,9 @@ def notices(asked: Config, resolved: ResolvedConfig, world_size: int | None = No
         )
     cores = hardware.cores()
     if parallel.accelerator == "cpu" and world_size is None and parallel.devices > cores:
-        fix = f"use parallel.devices={cores} or fewer"
         lines.append(
             f"parallel.devices={parallel.devices}: no faster than the number of cores ({cores}); "
-            f"{fix}"
+            f"use parallel.devices={cores} or fewer"
         )
     return lines
 
@@ -150,12 +149,10 @@ def _check_starter(config: Config, world_size: int | None) -> None:
             "python, not with torchrun or srun"
         )
     if world_size is None and cluster.scheduler == "local" and cluster.nodes > 1:
-        fix = (
+        raise ValueError(
+            f"cluster.nodes={cluster.nodes}: cluster=local starts ranks on this machine only; "
             f"use cluster=slurm or cluster=kubernetes, or torchrun --nnodes={cluster.nodes} on "
             "each node"
-        )
-        raise ValueError(
-            f"cluster.nodes={cluster.nodes}: cluster=local starts ranks on this machine only; {fix}"
         )
     # train.accumulate=auto needs a launcher that can start all ranks again with smaller batches. A
     # pod of a Kubernetes job cannot, because it receives a config.yaml in which auto is already a
@@ -218,10 +215,10 @@ def _missing_here(config: Config, cuda: int, local: int) -> Iterator[str]:
     if parallel.backend == "mpi" and not hardware.has_mpi():
         yield ("parallel.backend=mpi: the installed torch was built without MPI; use nccl or gloo")
     if parallel.batched_grad_copy is not None and not hardware.ddp_has("batched_grad_copy"):
-        value = yaml_text(parallel.batched_grad_copy)
         yield (
-            f"parallel.batched_grad_copy={value}: DistributedDataParallel of the installed torch "
-            "lacks this option; install torch >= 2.14, or use null"
+            f"parallel.batched_grad_copy={yaml_text(parallel.batched_grad_copy)}: "
+            "DistributedDataParallel of the installed torch lacks this option; install torch >= "
+            "2.14, or use null"
         )
     if parallel.accelerator == "cuda":
         if cuda == 0:
@@ -239,11 +236,11 @@ def _missing_here(config: Config, cuda: int, local: int) -> Iterator[str]:
         if local > cuda and not parallel.has_ranks:
             yield Problem(f"{here}, and {parallel.strategy} needs one per replica", TOO_FEW_DEVICES)
         if local > cuda and parallel.backend != "gloo":
-            reason = (
-                "NCCL ranks cannot share a device (with parallel.backend=gloo they can, for "
-                "a trial)"
+            yield Problem(
+                f"{here}; NCCL ranks cannot share a device (with parallel.backend=gloo they can, "
+                "for a trial)",
+                TOO_FEW_DEVICES,
             )
-            yield Problem(f"{here}; {reason}", TOO_FEW_DEVICES)
         if parallel.shards and parallel.backend in ("gloo", "mpi"):
             yield (
                 f"parallel.backend={parallel.backend}: {parallel.strategy} on CUDA needs nccl; "
@@ -305,20 +302,20 @@ def _unfit_sizes(config: ResolvedConfig) -> Iterator[str]:
             f"{fitting}, or null"
         )
     if batch < devices:
-        few = (
+        yield Problem(
             f"data.batch_size={batch}: fewer images than the {devices} devices; use at least "
-            f"{devices}"
+            f"{devices}",
+            BATCH_TOO_SMALL,
         )
-        yield Problem(few, BATCH_TOO_SMALL)
     # Only strategies with ranks need equal batches. The chunks of dp may differ in size, and
     # result.json records their sizes.
     if batch % devices and has_ranks:
         below, above = batch // devices * devices, (batch // devices + 1) * devices
-        uneven = (
+        yield Problem(
             f"data.batch_size={batch}: not divisible by {devices} devices; nearest sizes: "
-            f"{below}, {above}"
+            f"{below}, {above}",
+            BATCH_NOT_DIVISIBLE,
         )
-        yield Problem(uneven, BATCH_NOT_DIVISIBLE)
     if config.data.pairs_images and (batch // devices if has_ranks else batch) % 2:
         yield (
             f"data.batch_size={batch}: mixup and cutmix pair images, so each rank's batch must "

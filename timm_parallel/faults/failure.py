@@ -116,8 +116,11 @@ def failure_record(
     elif isinstance(error, NotFiniteError):
         record |= {"status": "not_finite", "reason": text}
     elif (device := _full_device(error, text, config.parallel.accelerator)) is not None:
-        reason = _out_of_memory(text, device, config, ranks)
-        record |= {"status": "out_of_memory", "reason": reason, "shows_traceback": False}
+        record |= {
+            "status": "out_of_memory",
+            "reason": _out_of_memory(text, device, config, ranks),
+            "shows_traceback": False,
+        }
     elif NOT_DETERMINISTIC in text:
         record["reason"] += "; set train.deterministic=false, or use another model"
     elif "DataLoader worker" in text:
@@ -127,13 +130,16 @@ def failure_record(
     elif isinstance(error, ConnectError):
         # Mark the record as a consequence (is_echo), because the cause may be another rank that was
         # killed.
-        reason = f"{ranks.name} could not connect to the other ranks: {text}"
-        record |= {"is_echo": True, "reason": reason}
+        record |= {
+            "is_echo": True,
+            "reason": f"{ranks.name} could not connect to the other ranks: {text}",
+        }
     elif kind in LOST_CONNECTION or (kind == "RuntimeError" and GLOO.search(text)):
-        reason = (
-            f"{ranks.name} lost its connection to another rank, which has exited: {kind}: {text}"
-        )
-        record |= {"is_echo": True, "reason": reason}
+        record |= {
+            "is_echo": True,
+            "reason": f"{ranks.name} lost its connection to another rank, which has exited: "
+            f"{kind}: {text}",
+        }
     return record
 
 

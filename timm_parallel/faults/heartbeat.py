@@ -193,9 +193,13 @@ class Heartbeats:
         """Build the failure record of another rank, which cannot write the record itself. `other`:
         the newest heartbeat of that rank. `exception`: value of the field `exception`.
         """
-        attempt = self.ranks.restart_count
         return record_of(
-            other.rank, self.folder, reason, host=other.host, attempt=attempt, exception=exception
+            other.rank,
+            self.folder,
+            reason,
+            host=other.host,
+            attempt=self.ranks.restart_count,
+            exception=exception,
         )
 
     def forgive(self, seconds: float) -> None:

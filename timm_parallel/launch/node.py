@@ -136,13 +136,10 @@ def run_node_zero(config: ResolvedConfig, folder: Path, address: NodeAddress) ->
     if address.nodes > 1:
         try:
             rendezvous = _meet(address, config.parallel.start_timeout)
-            store = rendezvous.store
-            nodes.check_nodes(
-                config,
-                nodes.collect_inventories(
-                    store, address.nodes, config.parallel.start_timeout, "node"
-                ),
+            inventories = nodes.collect_inventories(
+                rendezvous.store, address.nodes, config.parallel.start_timeout, "node"
             )
+            nodes.check_nodes(config, inventories)
         except (ValueError, RuntimeError) as error:
             record_end(config, folder, "failed", str(error))
             if rendezvous is not None:

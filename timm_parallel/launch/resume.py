@@ -333,11 +333,10 @@ def _other_training(config: ResolvedConfig, before: ResolvedConfig) -> str | Non
         return None
     # The global batch can differ here only if data.batch_size_per_device is set and the number of
     # devices has changed.
-    batch = (
-        f"data.batch_size_per_device makes the global batch {config.global_batch} (was "
-        f"{before.global_batch})"
+    return (
+        f"parallel.devices={config.parallel.devices}: data.batch_size_per_device makes the global "
+        f"batch {config.global_batch} (was {before.global_batch})"
     )
-    return f"parallel.devices={config.parallel.devices}: {batch}"
 
 
 def _reached_limit(config: ResolvedConfig, before: ResolvedConfig, result: Result) -> str | None:

@@ -111,9 +111,9 @@ def node_end(node: int, folder: Path, ended: RankExits) -> str:
     """Build the last console line of a failed run on a node other than 0, with the reason and the
     folder of the node's logs.
     """
-    reason = first_failure(folder, ended)["reason"]
     return (
-        f"Node {node} ({host_name()}) ends with the run: {reason}; its logs are in "
+        f"Node {node} ({host_name()}) ends with the run: "
+        f"{first_failure(folder, ended)['reason']}; its logs are in "
         f"{host_name()}:{folder / 'logs'}"
     )
 

@@ -44,9 +44,8 @@ def lock_folder(folder: Path, patience: float = PATIENCE_SECONDS) -> Iterator[No
     try:
         lock.acquire()
     except Timeout:
-        owner = owner_of(folder)
         raise ValueError(
-            f"{folder}: in use by {owner}; wait for it, stop it, or use another folder"
+            f"{folder}: in use by {owner_of(folder)}; wait for it, stop it, or use another folder"
         ) from None
     except OSError as error:
         if error.errno not in NO_LOCKS:
