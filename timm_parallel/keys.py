@@ -49,8 +49,14 @@ def key(
     of a number. A key with bounds also accepts `auto` if its type allows text. `syntax`:
     `auto_augment` for a text that timm must be able to parse.
     """
-    bounds = {"ge": ge, "gt": gt, "le": le}
-    metadata: dict[str, Any] = {"help": help, "only": only, "syntax": syntax, **bounds}
+    metadata: dict[str, Any] = {
+        "help": help,
+        "only": only,
+        "syntax": syntax,
+        "ge": ge,
+        "gt": gt,
+        "le": le,
+    }
     if choices is not None:
         metadata["choices"] = tuple(choices)
     if isinstance(default, dict | list):
@@ -522,8 +528,11 @@ def strategy_options() -> dict[str, str]:
     """Find the `parallel` keys that only one strategy reads. Return a dictionary from key to name
     of the strategy.
     """
-    fields = dataclasses.fields(ParallelConfig)
-    return {entry.name: entry.metadata["only"] for entry in fields if entry.metadata.get("only")}
+    return {
+        entry.name: entry.metadata["only"]
+        for entry in dataclasses.fields(ParallelConfig)
+        if entry.metadata.get("only")
+    }
 
 
 @dataclass

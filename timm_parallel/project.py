@@ -158,8 +158,7 @@ def code_files() -> dict[str, Path]:
     path, relative to the project or to the library's parent folder, to its full path.
     """
     project, library = root(), Path(__file__).parent
-    package = project / current().package
-    own = [project / "train.py", *sorted(package.rglob("*.py"))]
+    own = [project / "train.py", *sorted((project / current().package).rglob("*.py"))]
     files = {path.relative_to(project).as_posix(): path for path in own}
     for path in sorted(library.rglob("*.py")):
         if path.relative_to(library).parts[0] not in ("tests", "testing"):

@@ -158,10 +158,9 @@ class Task(Targets, Generic[C]):
         """Build a Loss from a loss class of the project. The first loss of the task computes the
         evaluation loss.
         """
-        of_samples = next(iter(cls.losses.values())).of_samples
         return Loss(
             lambda config, **given: loss_class(**given),
-            of_samples,
+            next(iter(cls.losses.values())).of_samples,
             getattr(loss_class, "reads", ()),
         )
 

@@ -309,10 +309,9 @@ def type_text(entry: Any) -> str:
 def objectives() -> list[str]:
     """Build the list of allowed values of optimized_metric."""
     names = [f"{name}{suffix}" for suffix in ("", "_ema") for name in current().metrics]
-    best = [f"val/{name}_best" for name in current().metrics]
     return [
         *(f"{split}/{name}" for split in ("val", "test") for name in names),
-        *best,
+        *(f"val/{name}_best" for name in current().metrics),
         "train/loss",
         "images_per_sec",
     ]

@@ -101,11 +101,10 @@ def failure_record(
     """
     kind, text = type(error).__name__, _one_line(error)
     last = traceback.extract_tb(error.__traceback__)[-1]
-    location = f"{Path(last.filename).name}:{last.lineno}"
     record = record_of(
         ranks.rank,
         folder,
-        f"{ranks.name}: {kind}: {text} ({location})",
+        f"{ranks.name}: {kind}: {text} ({Path(last.filename).name}:{last.lineno})",
         attempt=ranks.restart_count,
         exception=kind,
         traceback=traceback.format_exc(),

@@ -109,9 +109,15 @@ class Heartbeats:
             self._thread.join(timeout=PUBLISH)
 
     def mine(self) -> Heartbeat:
-        progress = (liveness.step, liveness.phase, self.ticks)
         return Heartbeat(
-            self.ranks.rank, host_name(), os.getpid(), *progress, machine_id(), self.ranks.node
+            self.ranks.rank,
+            host_name(),
+            os.getpid(),
+            liveness.step,
+            liveness.phase,
+            self.ticks,
+            machine_id(),
+            self.ranks.node,
         )
 
     def all(self) -> list[Heartbeat]:

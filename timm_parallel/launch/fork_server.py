@@ -48,7 +48,6 @@ def serve(descriptor: int, run: rank.RankMain, preload: Callable[[], object]) ->
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     preload()
     _check_is_forkable()
-    server = os.getpid()
     connection: Connection[Any, Any] = Connection(descriptor)
     connection.send({"ready": True})
     # Job id -> process id of each running job.
@@ -61,7 +60,7 @@ def serve(descriptor: int, run: rank.RankMain, preload: Callable[[], object]) ->
                 return
             id = request.pop("id")
             if "signal" not in request:
-                pids[id] = _fork(partial(_run_job, server, run, **request))
+                pids[id] = _fork(partial(_run_job, os.getpid(), run, **request))
             elif id in pids:
                 os.kill(pids[id], request["signal"])
         for id, pid in list(pids.items()):

@@ -84,12 +84,10 @@ class Driver:
             return cls(problem=forked if code == NOT_INITIALIZED else _if_shown(reason))
         is_unknown = library.cuDriverGetVersion(ctypes.byref(version))
         if not is_unknown and version.value // 1000 < int(torch_cuda.partition(".")[0]):
-            supported = _cuda_version(version.value)
-            reason = (
-                f"the driver supports CUDA {supported}, but torch is built for {torch_cuda}; "
-                "update the driver"
+            return cls(
+                problem=f"the driver supports CUDA {_cuda_version(version.value)}, but torch is "
+                f"built for {torch_cuda}; update the driver"
             )
-            return cls(problem=reason)
         if code := library.cuDeviceGetCount(ctypes.byref(count)):
             return cls(problem=_if_shown(_driver_error(library, "cuDeviceGetCount", code)))
         devices = tuple(_device(library, index) for index in range(count.value))
