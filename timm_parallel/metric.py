@@ -40,7 +40,7 @@ class Metric:
 
     @property
     def shown_as(self) -> tuple[bool, bool]:
-        """(True if lower is better, True if the value is a proportion). Reports and searches look
-        up both by the metric's name alone.
+        """Pair of booleans: lower values are better, values are proportions. Reports and searches
+        look up this pair by the metric's name.
         """
         return self.lower_is_better, self.is_proportion

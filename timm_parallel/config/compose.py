@@ -182,8 +182,8 @@ def to_config(tree: DictConfig, merged: DictConfig | None = None) -> Config:
     """Convert a composed config, whose `${…}` are not yet resolved, to a Config object, and check
     each value. Raises ValueError for an invalid value, and for a secret that is written out.
 
-    `merged`: the result of `merge_into_schema(tree)` from a caller that has also checked the types
-    in the `hydra` section. None: do both here.
+    `merged`: the result of `merge_into_schema(tree)`, from a caller that has also checked the types
+    in the `hydra` section. If it is None, this function merges and checks.
     """
     for key, value in plain_values(OmegaConf.to_container(_task_of(tree))):
         # Reject a secret, because ranks read the config from a file of the run folder. A plain

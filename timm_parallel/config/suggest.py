@@ -251,8 +251,8 @@ def _not_parsed(word: str, reason: str, words: list[str]) -> str:
 
 
 def _without_equals(word: str, words: list[str]) -> str:
-    """Build the fix for an argument without `=`: join it with its neighbors, choose an option of
-    the group, or add a value.
+    """Suggest how to fix an argument of the command line without `=`: join it with its neighbors,
+    choose an option of the group, or add a value.
 
     `word`: the argument. `words`: all arguments of the command line.
     """

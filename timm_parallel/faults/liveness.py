@@ -48,8 +48,8 @@ class Liveness:
 
     @contextmanager
     def on_trial(self) -> Iterator[None]:
-        """Exclude the optimizer steps in the `with` block from `steps_done`. They are trials before
-        the first training step.
+        """Do not count the optimizer steps in the `with` block as training steps, because they are
+        trials before the first training step.
         """
         self._on_trial = True
         try:

@@ -208,8 +208,9 @@ class Watchdog:
             with suppress(RuntimeError):
                 self.store.wait(["watchdog/recorded"], timedelta(seconds=WRITE))
                 fetch_failures(self.store, self.folder, self.ranks.world_size)
-            # Call before_exit on each other node. The rank that records the failure calls it on its
-            # own node. Rank 0 writes result.json in before_exit, so rank 0 must not exit earlier.
+            # Call before_exit on the first rank of each node, except the node whose rank has
+            # recorded the failure and called it already. Rank 0 writes result.json in before_exit,
+            # so rank 0 must not exit earlier.
             if self.ranks.is_first_of_node and after[recorder].node != self.ranks.node:
                 self.before_exit()
 

@@ -40,7 +40,7 @@ LIBRARIES = ("torch", "torchvision", "timm", "numpy")
 @dataclass
 class NodeInventory:
     """Hardware that one process of a run can use: host name, node number, CPU cores and CUDA
-    devices. Each process publishes its own for rank 0.
+    devices. Each process publishes this description for rank 0.
     """
 
     node: int

@@ -179,8 +179,8 @@ def records_of(folder: Path) -> dict[Path, bytes]:
 
 
 def restore_records(folder: Path, records: dict[Path, bytes]) -> None:
-    """Write the files of a run back after its resume was rejected. `records`: the result of
-    `records_of` before the resume.
+    """Write the old contents back to the files of a run whose resume was rejected. `records`: the
+    result of `records_of` before the resume.
     """
     for name in ("result.json", CODE_DIFF):
         (folder / name).unlink(missing_ok=True)

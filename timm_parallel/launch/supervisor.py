@@ -97,7 +97,7 @@ def run_ranks(
 
 def _environment(parallel: ResolvedParallel) -> dict[str, str]:
     """Build the environment variables of the ranks. They include the number of threads, because
-    torch reads it when it is imported.
+    torch reads that number at import time.
     """
     threads = str(parallel.threads_per_device)
     return with_project_on_path(os.environ) | {

@@ -70,8 +70,8 @@ def read_json(path: Path, newest: int, missing: str) -> dict[str, Any]:
         )
     if values.get("format", 0) > newest:
         raise ValueError(
-            f"{path}: format {values['format']} is newer than this code reads ({newest}); update "
-            "the code"
+            f"{path}: format {values['format']} is newer than this code reads (at most {newest}); "
+            "update the code"
         )
     return values
 

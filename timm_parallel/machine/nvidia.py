@@ -42,7 +42,7 @@ SLOWED_BY = {
 
 @dataclass(frozen=True)
 class CudaDevice:
-    # Number of the device in torch.
+    # Number i of the device, which is `cuda:i` in torch.
     index: int
     name: str
     memory_bytes: int | None

@@ -125,7 +125,7 @@ def keep_freed_memory() -> None:
     # again. Settings of the user (MALLOC_…) have priority.
     if sys.platform != "linux" or any(name.startswith("MALLOC_") for name in os.environ):
         return
-    # Numbers of these options in malloc.h.
+    # Option numbers of the function mallopt, from malloc.h.
     M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
