@@ -172,8 +172,8 @@ def fit_to_nodes(
             and any(task.devices for task in node)
         ):
             raise ValueError(
-                f"parallel.accelerator=auto: node {node[0].host} has CUDA devices, but node "
-                f"{nodes[0][0].host} has none; set parallel.accelerator=cpu or cuda"
+                f"parallel.accelerator=auto: {node[0].host} has CUDA devices, {nodes[0][0].host} "
+                "has none; set parallel.accelerator=cpu or cuda"
             )
     check_nodes(config, inventories)
     if asked.threads_per_device == "auto":
@@ -193,9 +193,9 @@ def check_nodes(config: ResolvedConfig, inventories: list[NodeInventory]) -> Non
         needed = node[0].ranks or parallel.devices // config.cluster.nodes
         if present < (1 if parallel.backend == "gloo" else needed):
             raise ValueError(
-                f"parallel.devices={parallel.devices}: {needed} ranks are on {node[0].host}, which "
-                f"has only {present} CUDA device(s); start one rank per device, because NCCL ranks "
-                "cannot share a device"
+                f"parallel.devices={parallel.devices}: {needed} ranks on {node[0].host}, which has "
+                f"{present} CUDA device(s); start one rank per device, because NCCL ranks cannot "
+                "share a device"
             )
 
 
