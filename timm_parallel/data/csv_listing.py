@@ -1,5 +1,7 @@
-"""Images listed in a CSV file: `data=csv`. No torch: train.py also reads the file before it starts
-anything.
+"""Dataset of images that a CSV file lists: `data=csv`.
+
+This module does not import torch, because train.py checks the CSV file before it starts any
+process.
 """
 
 from __future__ import annotations
@@ -25,11 +27,12 @@ COLUMNS = ("file", "label", "split", "fold", "group")
 
 @dataclass
 class Row:
-    """A line of the CSV file: an image and its labels. Values of missing columns are empty."""
+    """One line of the CSV file: an image and its labels. The value of a missing column is empty."""
 
     line: int
     file: Path
-    key: str  # decides the split, if a fraction does: the group, else the file's path
+    # The text whose hash selects the split under data.val_fraction: the group, or else the path.
+    key: str
     labels: list[str]
     split: str
     fold: str
@@ -37,9 +40,10 @@ class Row:
 
 
 class CsvDataset(ImageDataset):
-    """Images and labels listed in a CSV file."""
+    """Dataset of images and labels that a CSV file lists."""
 
-    # Between the labels of one image, if it may have several.
+    # Character between two labels of one image, for tasks in which an image may have several
+    # labels.
     separator = ";"
     targets = ("label", "labels", "numbers")
     takes = ("trained_names", "target")
@@ -51,9 +55,12 @@ class CsvDataset(ImageDataset):
         target: str = "label",
         targets: list[str] | None = None,
     ) -> None:
-        """`trained_names`: in an evaluation, the target names of the evaluated run. `target`:
-        label; labels, if an image may have any number of them; or numbers. `targets`: the columns
-        of the numbers; None: label.
+        """Read the CSV file and divide its images into splits.
+
+        `trained_names`: names of the classes (or columns of numbers) of the trained run, if this
+        dataset is to evaluate that run. `target`: `label` for one label per image, `labels` for any
+        number of them, `numbers` for regression. `targets`: names of the columns with the numbers
+        to learn; None: the column `label`.
         """
         from timm_parallel.data.decode import files_of
 
@@ -71,11 +78,12 @@ class CsvDataset(ImageDataset):
 
     @classmethod
     def check(cls, config: DataConfig, evaluated: str | None = None, target: str = "label") -> None:
-        """Raise ValueError for a CSV file that cannot be used. Checks that one image of each label
-        exists.
+        """Raise ValueError for a CSV file that cannot be used, or if the image of a label does not
+        exist.
 
-        Without `evaluated`, also raise it for labels that mean several, files and groups in two
-        splits, and labels that only val or test has.
+        The existence of one image per label is checked. For training (`evaluated` is None), three
+        more checks follow: no cell may hold several labels, no file or group may be in two splits,
+        and each label of val or test must also be in train.
         """
         path, several, columns = csv_file(config), target == "labels", _columns(config, target)
         rows = read_rows(path, several, columns)
@@ -97,15 +105,16 @@ class CsvDataset(ImageDataset):
 
     @classmethod
     def size(cls, config: DataConfig, enough: int | None = None) -> int:
-        """Count the training images. Their number is the same for any train.task."""
+        """Count the training images in the CSV file. The count is the same for any train.task."""
         path = csv_file(config)
         rows = read_rows(path, several=True, columns=config.kwargs.get("targets", ()))
         return len(_divide(rows, path, config)["train"])
 
     @classmethod
     def groups(cls, config: DataConfig, target: str) -> dict[str, str]:
-        """Map the path of each file to its group, the value of the column `group`. Files without a
-        group are left out.
+        """Return a dictionary from the path of each image to the value of its column `group`.
+
+        Images with an empty group are left out.
         """
         columns = _columns(config, target)
         rows = read_rows(csv_file(config), target == "labels", columns)
@@ -113,7 +122,7 @@ class CsvDataset(ImageDataset):
 
 
 def csv_file(data: DataConfig) -> Path:
-    """Return the CSV file of data.root, which is the file itself or a folder with labels.csv."""
+    """Return the path of the CSV file: data.root itself, or labels.csv if data.root is a folder."""
     if data.root is None:
         raise ValueError("data.root=null: set it to a CSV file with the columns file and label")
     root = Path(data.root)
@@ -124,7 +133,9 @@ def csv_file(data: DataConfig) -> Path:
 
 
 def _columns(config: DataConfig, target: str) -> Sequence[str]:
-    """Return the columns of the numbers that are learned; () for labels."""
+    """Return the CSV columns with the numbers to learn, or an empty tuple if the task learns
+    labels.
+    """
     columns = config.kwargs.get("targets")
     if target == "numbers":
         return columns or ("label",)
@@ -134,11 +145,11 @@ def _columns(config: DataConfig, target: str) -> Sequence[str]:
 
 
 def read_rows(path: Path, several: bool, columns: Sequence[str] = ()) -> list[Row]:
-    """Read the CSV file: columns file (relative to the CSV's folder) and label, and optionally
-    split, fold and group.
+    """Read the rows of the CSV file from its columns `file`, `label`, `split`, `fold` and `group`.
 
-    Only with `several` may an image have several labels, or none. `columns`: of numbers, which are
-    read instead of a label.
+    The last three columns are optional. Paths in `file` are relative to the folder of the CSV file.
+    `several`: whether an image may have several labels, or none. `columns`: columns of numbers to
+    read instead of the column `label`.
     """
     try:
         with open(path, newline="", encoding="utf-8-sig") as lines:
@@ -177,7 +188,8 @@ def _parse(
                     )
         else:
             labels = _parts(label) if several else [label]
-        # pandas writes the folds of a column with gaps as 0.0, 1.0, …
+        # Remove the ".0" of a fold: pandas writes whole numbers as 0.0, 1.0, … if some cells are
+        # empty.
         fold = fold.removesuffix(".0")
         group = unicodedata.normalize("NFC", group)
         rows.append(
@@ -205,11 +217,10 @@ def _parts(label: str) -> list[str]:
 
 
 def path_key(file: str, folder: str) -> str:
-    """Return the text that decides the split of a file: equal for all spellings of its path, and on
-    any machine.
+    """Return the path of an image in the form whose hash selects its split.
 
-    It is the path relative to `folder`, which is the CSV's, if the file is below it; else the path
-    as written.
+    All spellings of a path give the same text, on any machine. The text is relative to `folder`,
+    the folder of the CSV file, if the image is below that folder. Else it is the normalized path.
     """
     below = os.path.join(folder, "")
     path = os.path.normpath(os.path.join(folder, file))
@@ -217,8 +228,8 @@ def path_key(file: str, folder: str) -> str:
 
 
 def _divide(rows: Sequence[Row], path: Path, data: DataConfig) -> dict[str, list[Row]]:
-    """Divide rows into train, val and test: by data.fold, by data.val_fraction, or by the column
-    split.
+    """Divide the rows into train, val and test by the column `split`, by data.fold or by
+    data.val_fraction.
     """
     divided: dict[str, list[Row]] = {split: [] for split in SPLITS}
     for row in rows:
@@ -226,7 +237,8 @@ def _divide(rows: Sequence[Row], path: Path, data: DataConfig) -> dict[str, list
             raise ValueError(
                 f"data.root={path}: line {row.line}: split={row.split}; expected train, val or test"
             )
-        # Fold and fraction divide the images that the column split does not assign to val or test.
+        # data.fold and data.val_fraction divide only the images that the column split does not
+        # already assign to val or test.
         if row.split in ("val", "test"):
             divided[row.split].append(row)
         elif data.fold is not None:
@@ -243,7 +255,7 @@ def _divide(rows: Sequence[Row], path: Path, data: DataConfig) -> dict[str, list
     if data.fold is not None and not divided["val"]:
         folds = ", ".join(sorted({row.fold for row in rows if row.fold}))
         raise ValueError(
-            f"data.fold={data.fold}: {path} has no line with this fold; its folds are {folds}"
+            f"data.fold={data.fold}: no line of {path} has this fold; choose one of {folds}"
         )
     return divided
 
@@ -255,10 +267,11 @@ def _list(
     classes: list[str] | None,
     several: bool,
 ) -> tuple[list[str], Listing]:
-    """Return the class names and, for each split, its files with labels.
+    """Return the class names, and the image files of each split with their labels.
 
-    `classes`: the class names of trained weights. A label is the number of a class. With `several`,
-    it is a list with a number per class: 1 if the image has that class, else 0.
+    `classes`: class names of the trained run to evaluate, or None. `several`: whether an image may
+    have several labels. If so, its target is a tuple with one number per class: 1 if the image has
+    the class, else 0. If not, its target is the index of its class.
     """
     names = classes or sorted(
         {label for of_split in divided.values() for row in of_split for label in row.labels}
@@ -288,7 +301,7 @@ def _list(
 
 
 def _list_numbers(divided: dict[str, list[Row]]) -> Listing:
-    """Return each split's files with their numbers."""
+    """Return the image files of each split, each with the tuple of numbers to learn."""
     return {
         split: [(row.file, tuple(map(float, row.labels))) for row in rows]
         for split, rows in divided.items()
@@ -296,7 +309,9 @@ def _list_numbers(divided: dict[str, list[Row]]) -> Listing:
 
 
 def _complete(listing: Listing, path: Path, data: DataConfig, is_trained: bool) -> None:
-    """Remove an empty test split. Raise ValueError if the data to train on have no val split."""
+    """Remove the test split if it is empty, and raise ValueError if data for training lack a val
+    split.
+    """
     if not listing["test"] and not data.test_fraction:
         del listing["test"]
     if is_trained:
@@ -309,11 +324,11 @@ def _complete(listing: Listing, path: Path, data: DataConfig, is_trained: bool) 
 
 
 def _check_combinations(rows: list[Row], path: Path) -> None:
-    """Raise ValueError if labels with a semicolon are several labels of an image, which would
-    become classes together.
+    """Raise ValueError if a label with semicolons looks like several labels of one image.
 
-    They are if a part of one is a label by itself, or is in another one. So a class may be called
-    `salt; pepper`.
+    A single-label task would wrongly train on such a combination as a class. A label counts as a
+    combination if one of its parts also occurs in another label. So `salt; pepper` alone may be a
+    class.
     """
     line_of = {row.labels[0]: row.line for row in reversed(rows)}
     counts = Counter(part for label in line_of for part in set(_parts(label)))
@@ -329,8 +344,10 @@ def _check_combinations(rows: list[Row], path: Path) -> None:
 def _in_two_splits(
     divided: dict[str, list[Row]], name_of: Callable[[Row], str]
 ) -> dict[str, list[Row]]:
-    """Return the names of rows that are in two splits or more: name -> a row for each of its
-    splits.
+    """Find the files or groups that are in more than one split.
+
+    `name_of` returns the file or group of a row. The result is a dictionary from each such name to
+    one row per split that contains it.
     """
     by_name: dict[str, dict[str, Row]] = {}
     for split, rows in divided.items():
@@ -366,10 +383,10 @@ def _lines(rows: list[Row]) -> str:
 
 
 def _check_known_labels(rows: list[Row], path: Path, fold: int | None) -> None:
-    """Raise ValueError for a label that the columns split and fold give to val or test only.
+    """Raise ValueError for a label of val or test that no training image has.
 
-    Chance may do the same to a rare label under data.val_fraction; scripts/check_data.py counts
-    such labels.
+    Only the columns `split` and `fold` are checked, because under data.val_fraction a rare label
+    may be missing by chance. scripts/check_data.py counts labels that are missing by chance.
     """
     held_out = [
         row
