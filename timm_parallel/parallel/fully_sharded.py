@@ -1,8 +1,8 @@
-"""FSDP2: every rank holds a part of every parameter, gathered block by block while a step goes
-through the model.
+"""Strategy fsdp: FSDP2, in which every rank holds a part of every parameter.
 
-Gradients, optimizer state and averaged weights are in parts too. Checkpoints hold whole tensors, as
-under every strategy.
+During a step, the parameters are gathered for one block of the model after the other. Gradients,
+optimizer state and averaged weights are sharded too. Checkpoints hold whole tensors, as under every
+strategy.
 """
 
 from __future__ import annotations
@@ -24,14 +24,16 @@ from timm_parallel.parallel.strategy import own_parameters
 
 
 class FullySharded(Distributed):
-    """FSDP2 strategy: each rank drives one device, and `shard_size` of them (by default all) hold a
-    model together.
+    """Strategy fsdp, in which each rank drives one device.
+
+    A group of `shard_size` ranks holds one copy of the model together. By default the group has all
+    ranks.
     """
 
     shards = True
     compiles = False
     has_buckets = False
-    # Type in which parameters are gathered, if not their own.
+    # Type in which parameters are gathered for a forward pass; None: their own type.
     dtype: torch.dtype | None = None
 
     @cached_property
@@ -40,13 +42,14 @@ class FullySharded(Distributed):
 
     def wrap(self, step: Any) -> nn.Module:
         self.model, self.dtype = step.bare_model, step.dtype
-        # As DDP does. Otherwise, parts of ranks with different initial weights would form the
-        # model.
+        # Broadcast the initial weights of rank 0, as DDP does. Otherwise the model would consist of
+        # parts with different initial weights.
         for tensor in (*step.parameters(), *step.buffers()):
             self.group.broadcast(tensor.detach())
         shards.refuse_scalars(step, self.model)
         self.lay_out(self.model)
-        # Gathers and reduces for all that is inside of it.
+        # The outermost sharded module. It gathers parameters and reduces gradients for all modules
+        # inside.
         self.root: nn.Module = self.model
         own = own_parameters(step, self.model).values()
         if any(parameter.requires_grad for parameter in own):
@@ -56,37 +59,38 @@ class FullySharded(Distributed):
         return module
 
     def _shard_step(self, step: nn.Module, own: list[nn.Parameter]) -> nn.Module:
-        """Shard the parameters that the step has besides the model's: a step gathers them before it
-        starts.
+        """Shard the parameters that the training step has in addition to those of its model.
+
+        Each step gathers these parameters before it starts.
         """
         root = StepOfShards(step)
         for parameter in own:
             parameter.data = parameter.data.contiguous()
         frozen = {parameter for parameter in own if not parameter.requires_grad}
-        # Without autocast: the loss is computed in float32.
+        # Set no low precision here, because the loss is computed in float32.
         policy = MixedPrecisionPolicy(cast_forward_inputs=False)
         sharded = fully_shard(root, mesh=self.mesh, mp_policy=policy, ignored_params=frozen)
         shards.announce_waiting(root)
-        # The first forward pass makes its module the root, and an evaluation may come before the
-        # first step.
+        # Run an empty forward pass now. FSDP2 takes the first module that runs as its root, and
+        # this would be the model if an evaluation came before the first step.
         with torch.no_grad():
             root()
         sharded.reshard()
         return root
 
     def lay_out(self, module: nn.Module) -> None:
-        # Parts are rows of contiguous tensors, so with model.channels_last only images keep that
-        # format.
+        # FSDP2 shards rows of contiguous tensors. So model.channels_last changes only the images
+        # and not the parameters.
         for parameter in module.parameters():
             parameter.data = parameter.data.contiguous()
-        # Inputs stay as they are: autocast chooses the type for each operation.
+        # Do not convert inputs, because autocast chooses the type for each operation.
         low = MixedPrecisionPolicy(
             self.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
         full = MixedPrecisionPolicy(cast_forward_inputs=False)
         policies = {} if self.dtype is None else dict.fromkeys(vector_layers(module), full)
-        # From the inside out, because fully_shard takes all parameters that no inner module has
-        # taken.
+        # Shard inner modules before outer ones, because fully_shard takes all parameters that are
+        # not sharded yet.
         for part in dict.fromkeys([*policies, *blocks_of(module), module]):
             policy = policies.get(part, full if self.dtype is None else low)
             fully_shard(
@@ -98,7 +102,7 @@ class FullySharded(Distributed):
             shards.announce_waiting(part)
 
     def for_evaluation(self, model: nn.Module) -> nn.Module:
-        # evaluate.py does not shard the model.
+        # The model is not sharded if evaluate.py evaluates it.
         is_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
         return Lockstep(model, self.group, self.device) if is_sharded else model
 
@@ -113,7 +117,9 @@ class FullySharded(Distributed):
 
 
 class StepOfShards(nn.Module):
-    """Training step whose loss has sharded parameters. Without a batch, it only gathers them."""
+    """Training step whose loss has sharded parameters. Called without a batch, it only gathers
+    them.
+    """
 
     def __init__(self, step: nn.Module) -> None:
         super().__init__()

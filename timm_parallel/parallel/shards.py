@@ -1,6 +1,4 @@
-"""Parameters in parts (DTensors) under fsdp: their devices, and their conversion to whole tensors
-and back.
-"""
+"""Sharded parameters (DTensors) under fsdp: place them on devices, gather them and split them."""
 
 from __future__ import annotations
 
@@ -17,8 +15,10 @@ from timm_parallel.faults.liveness import FORWARD, GATHERING, liveness
 
 
 def device_mesh(device: torch.device, world_size: int, shard_size: int | None) -> DeviceMesh:
-    """Return the mesh of ranks: [replicas, shards], or [shards] if all ranks together hold one
-    replica. Collective.
+    """Build the device mesh of the ranks for fsdp: [replicas, shards], or [shards] for one replica.
+
+    All ranks must call this function. `shard_size`: number of ranks that hold one replica together;
+    None: all ranks.
     """
     if shard_size in (None, world_size):
         return init_device_mesh(device.type, (world_size,))
@@ -28,13 +28,14 @@ def device_mesh(device: torch.device, world_size: int, shard_size: int | None) -
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Gather a tensor of which each rank has a part. Collective."""
+    """Gather a sharded tensor, of which each rank has a part. All ranks must call this function."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def part(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return this rank's part of a whole `tensor`, which every rank has, so that none needs to send
-    it.
+    """Return this rank's part of a whole tensor, sharded like the tensor `like`.
+
+    Every rank already has the whole tensor, so no rank needs to send it.
     """
     if not isinstance(like, DTensor) or isinstance(tensor, DTensor):
         return tensor
@@ -44,14 +45,12 @@ def part(tensor: Tensor, like: Tensor) -> Tensor:
 
 
 def refuse_scalars(step: nn.Module, model: nn.Module) -> None:
-    """Raise ValueError if a parameter of the training step has no dimension along which it could be
-    sharded.
-    """
+    """Raise ValueError if a parameter of the training step is a scalar, which fsdp cannot shard."""
     of_model = {
         id(parameter): f"model.name: {name}" for name, parameter in model.named_parameters()
     }
     for name, parameter in step.named_parameters():
-        # Frozen parameters of a loss stay whole.
+        # Frozen parameters of a loss are allowed, because they are not sharded.
         if parameter.ndim == 0 and (parameter.requires_grad or id(parameter) in of_model):
             raise ValueError(
                 f"{of_model.get(id(parameter), f'train.loss: {name}')} is a parameter without "
@@ -61,8 +60,9 @@ def refuse_scalars(step: nn.Module, model: nn.Module) -> None:
 
 
 def announce_waiting(module: nn.Module) -> None:
-    """Report to the watchdog when a forward pass waits for the weights of `module`, or it may blame
-    the waiting rank.
+    """Tell the watchdog when a forward pass waits for the weights of a module.
+
+    Without this, the watchdog may report the waiting rank as the one that failed.
     """
 
     def wait(*_: Any) -> None:
@@ -73,15 +73,16 @@ def announce_waiting(module: nn.Module) -> None:
         if liveness.phase == GATHERING:
             liveness.at(FORWARD)
 
-    # Before and after the hook of FSDP2 that gathers.
+    # The first hook runs before FSDP2 gathers the weights, and the second one afterwards.
     module.register_forward_pre_hook(wait, prepend=True)
     module.register_forward_pre_hook(compute)
 
 
 @contextmanager
 def unreduced(model: Any) -> Iterator[None]:
-    """Skip the gradient reduction of an FSDP2 `model` in the `with` block: each rank adds up
-    unsharded gradients.
+    """Skip the reduction of gradients in the `with` block, for a model of FSDP2.
+
+    Each rank adds up whole gradients locally instead.
     """
     model.set_requires_gradient_sync(False)
     model.set_is_last_backward(False)
