@@ -101,7 +101,9 @@ class CsvDataset(ImageDataset):
                 _check_known_labels(rows, path, config.fold)
         for row in {tuple(row.labels): row for row in reversed(rows)}.values():
             if not row.file.is_file():
-                raise ValueError(f"data.root={path}: line {row.line}: no such file: {row.file}")
+                raise ValueError(
+                    f"data.root={path}: line {row.line}: no such image file: {row.file}"
+                )
 
     @classmethod
     def size(cls, config: DataConfig, enough: int | None = None) -> int:
@@ -128,7 +130,9 @@ def csv_file(data: DataConfig) -> Path:
     root = Path(data.root)
     path = root / "labels.csv" if root.is_dir() else root
     if not path.is_file():
-        raise ValueError(f"data.root={data.root}: no such file, and no folder with a labels.csv")
+        raise ValueError(
+            f"data.root={data.root}: expected a CSV file, or a folder with a labels.csv"
+        )
     return path
 
 
@@ -140,7 +144,10 @@ def _columns(config: DataConfig, target: str) -> Sequence[str]:
     if target == "numbers":
         return columns or ("label",)
     if columns:
-        raise ValueError(f"data.kwargs.targets={columns}: this train.task learns labels; remove it")
+        raise ValueError(
+            f"data.kwargs.targets={columns}: names columns of numbers, but this train.task learns "
+            "labels; remove the key"
+        )
     return ()
 
 
@@ -166,7 +173,8 @@ def _parse(
     if missing := {"file", *(columns or ("label",))} - set(reader.fieldnames or ()):
         present = ", ".join(reader.fieldnames or ()) or "no columns, because it is empty"
         raise ValueError(
-            f"data.root={path}: has no column {' and '.join(sorted(missing))}; it has {present}"
+            f"data.root={path}: has no column {' and '.join(sorted(missing))}; the file has "
+            f"{present}"
         )
     folder = os.path.abspath(path.parent)
     rows = []
@@ -176,7 +184,7 @@ def _parse(
             reason = (
                 f"line {reader.line_num} has no value in the column {'label' if file else 'file'}"
             )
-            fix = "; a train.task with several labels reads images without one" if file else ""
+            fix = "; add a label, or use a train.task for any number of labels" if file else ""
             raise ValueError(f"data.root={path}: {reason}{fix}")
         if columns:
             labels = [(entry.get(column) or "").strip() for column in columns]
@@ -245,7 +253,7 @@ def _divide(rows: Sequence[Row], path: Path, data: DataConfig) -> dict[str, list
             if not row.fold:
                 raise ValueError(
                     f"data.fold={data.fold}: line {row.line} of {path} has no value in the column "
-                    "fold"
+                    "fold; add one"
                 )
             divided["val" if row.fold == str(data.fold) else "train"].append(row)
         elif data.val_fraction is not None:
@@ -280,14 +288,14 @@ def _list(
         counts = (
             f"{plural(len(names), 'label')} in {plural(sum(map(len, divided.values())), 'line')}"
         )
-        raise ValueError(f"data.root={path}: {counts}; expected two labels or more")
+        raise ValueError(f"data.root={path}: {counts}; expected two different labels or more")
     number_of = {name: number for number, name in enumerate(names)}
 
     def encode(row: Row) -> int | tuple[float, ...]:
         if unknown := set(row.labels) - number_of.keys():
             raise ValueError(
-                f"data.root={path}: line {row.line}: the run has no class "
-                f"{', '.join(sorted(unknown))}"
+                f"data.root={path}: line {row.line}: the trained run has no class "
+                f"{', '.join(sorted(unknown))}; remove the line, or correct its label"
             )
         if several:
             return tuple(float(name in row.labels) for name in names)
@@ -317,8 +325,8 @@ def _complete(listing: Listing, path: Path, data: DataConfig, is_trained: bool) 
     if is_trained:
         if not listing["val"] and data.val_fraction is None:
             raise ValueError(
-                f"data.root={path}: no image for val; set data.val_fraction=0.2 or data.fold, or "
-                "add a column named split"
+                f"data.root={path}: no image is in the val split; set data.val_fraction=0.2 or "
+                "data.fold, or add a column named split"
             )
         check_splits(listing, data)
 
@@ -336,8 +344,9 @@ def _check_combinations(rows: list[Row], path: Path) -> None:
         common = [part for part in _parts(label) if counts[part] > 1]
         if CsvDataset.separator in label and common:
             raise ValueError(
-                f"data.root={path}: line {line_of[label]}: {label} is read as one class, but other "
-                f"lines have {common[0]} too; several labels per image need another train.task"
+                f"data.root={path}: line {line_of[label]}: {label} would be one class, but other "
+                f"lines have {common[0]} too; if an image may have several labels, choose a "
+                "train.task for several labels"
             )
 
 
@@ -364,7 +373,7 @@ def _check_files(divided: dict[str, list[Row]], path: Path) -> None:
         rows = next(iter(leaking.values()))
         raise ValueError(
             f"data.root={path}: {plural(len(leaking), 'file')} would be in two splits, e.g. "
-            f"{rows[0].file} ({_lines(rows)}); remove all lines but one of each"
+            f"{rows[0].file} ({_lines(rows)}); keep one line per file"
         )
 
 
@@ -401,7 +410,7 @@ def _check_known_labels(rows: list[Row], path: Path, fold: int | None) -> None:
     if unknown:
         names = sorted(unknown)
         raise ValueError(
-            f"data.root={path}: {plural(len(names), 'label')} of val or test without a training "
-            f"image: {first(names)} (line {unknown[names[0]]}); remove such lines, or give some of "
-            "them another split or fold"
+            f"data.root={path}: found {plural(len(names), 'label')} only in val or test: "
+            f"{first(names)} (line {unknown[names[0]]}); a model cannot learn labels without "
+            "training images: remove their lines, or give some of them another split or fold"
         )

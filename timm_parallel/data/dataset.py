@@ -89,7 +89,7 @@ class ImageDataset:
         """
         if trained != self.target_names:
             difference = class_difference(trained, self.target_names)
-            raise ValueError(f"data: expected the same classes as in the run {run} ({difference})")
+            raise ValueError(f"data: the classes are not those of the run {run} ({difference})")
 
 
 class InMemory:

@@ -165,8 +165,8 @@ class TarSplit:
             self.labels = np.array([numbers[label] for *_, label in members])
         except KeyError as error:
             raise ValueError(
-                f"data.root={tars[0].parent}: the class {error} is in val or test, but not in "
-                "train; add it to train"
+                f"data.root={tars[0].parent}: the class {error} has images in val or test, but not "
+                "in train; add training images of this class"
             ) from None
 
     def __len__(self) -> int:

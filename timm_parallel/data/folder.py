@@ -147,8 +147,8 @@ def _group_of(path: str, data: DataConfig) -> str:
     match = re.search(data.group_pattern, path)
     if match is None:
         raise ValueError(
-            f"data.group_pattern={data.group_pattern}: does not match {path}; every image needs a "
-            "group"
+            f"data.group_pattern={data.group_pattern}: does not match {path}; choose a pattern "
+            "that matches the path of every image"
         )
     return match.group(1) if match.groups() else match.group()
 
@@ -162,7 +162,7 @@ def _check_trained_folder(root: Path) -> None:
     if len(train) < 2:
         classes = f"only the class {train[0]}" if train else "no class folders"
         raise ValueError(
-            f"data.root={root}: {classes} in {root / 'train'}; expected two or more: "
+            f"data.root={root}: {classes} in {root / 'train'}; expected two classes or more: "
             "train/<class>/<image>"
         )
     for folder in (root / "train", root / "val", root / "test"):
@@ -227,7 +227,8 @@ def _check_no_splits(root: Path, folder: Path, names: list[str], to_read_splits:
         fix = f"expected {folder}/<class>/<image>; rename the folder if it is a class"
     listed = " and ".join(f"{name}/" for name in splits)
     raise ValueError(
-        f"data.root={root}: {listed} in {folder} would be classes, but are named as splits; {fix}"
+        f"data.root={root}: {listed} in {folder} would be read as classes, but have the names "
+        f"of splits; {fix}"
     )
 
 
@@ -269,8 +270,8 @@ def _check_split(root: Path, folder: Path) -> None:
         if next(image_files(folder / name), None) is None:
             suffixes = ", ".join(IMAGE_SUFFIXES)
             raise ValueError(
-                f"data.root={root}: class {name}: no image in {folder / name}; add {suffixes}, or "
-                "remove it"
+                f"data.root={root}: class {name}: no image in {folder / name}; add images "
+                f"({suffixes}), or remove the folder"
             )
 
 

@@ -41,7 +41,7 @@ def check_splits(listing: Listing, data: DataConfig) -> None:
             key = "test_fraction" if split == "test" else "val_fraction"
             images = plural(sum(map(len, listing.values())), "image")
             raise ValueError(
-                f"data.{key}={getattr(data, key)}: none of {images} is left for {split}; choose "
+                f"data.{key}={getattr(data, key)}: leaves none of {images} for {split}; choose "
                 "another value"
             )
 

@@ -227,8 +227,8 @@ class BatchFetcher:
                 image, label = self.transform(image, label)
             return image, label
         raise ValueError(
-            f"data.on_error=skip: {MAX_IN_A_ROW} unreadable images in a row, up to number "
-            f"{number}; check the files"
+            f"data.on_error=skip: {MAX_IN_A_ROW} consecutive images cannot be read, up to the "
+            f"image with the index {number}; check the files"
         )
 
 

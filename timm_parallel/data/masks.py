@@ -97,14 +97,15 @@ class MaskFiles:
         image, mask = decode(path), read_mask(self.root / name, self.ignore_index)
         if image.shape[1:] != mask.shape:
             raise UnreadableImageError(
-                f"{path}: {image.shape[2]}x{image.shape[1]} pixels, but its mask {name} has "
-                f"{mask.shape[1]}x{mask.shape[0]}; make them equal"
+                f"{path}: the image has {image.shape[2]}x{image.shape[1]} pixels, but its mask "
+                f"{name} has {mask.shape[1]}x{mask.shape[0]}; make them equal"
             )
         largest = int(mask.masked_fill(mask == IGNORED, 0).max())
         if largest >= self.classes:
             raise UnreadableImageError(
-                f"{self.root / name}: has the class {largest}, but data.kwargs.classes ends with "
-                f"{self.classes - 1}; add its name, or set data.kwargs.ignore_index={largest}"
+                f"{self.root / name}: has a pixel of class {largest}, but data.kwargs.classes only "
+                f"names the classes 0 to {self.classes - 1}; add a name, or set "
+                f"data.kwargs.ignore_index={largest}"
             )
         return image, mask
 
@@ -130,8 +131,8 @@ def read_mask(path: Path, ignore_index: int = IGNORED) -> Tensor:
         raise UnreadableImageError(f"{path}: not a readable mask ({error}); replace it") from None
     if mode not in ("L", "P", "1"):
         raise UnreadableImageError(
-            f"{path}: a mask of mode {mode}; expected class numbers: a PNG of 8 bits per pixel, "
-            "gray or with a palette"
+            f"{path}: the mask has the mode {mode}; expected a PNG of class numbers, with 8 bits "
+            "per pixel, gray or with a palette"
         )
     numbers = numbers.byte()
     return numbers.masked_fill(numbers == ignore_index, IGNORED)
@@ -141,7 +142,7 @@ def _class_names(config: DataConfig) -> list[str]:
     names = config.kwargs.get("classes")
     if not isinstance(names, list) or len(names) < 2:
         raise ValueError(
-            f"data.kwargs.classes={names}: expected the names of the numbers in the masks, e.g. "
+            f"data.kwargs.classes={names}: expected a list with one name per class number, e.g. "
             "+data.kwargs.classes=[background,road]"
         )
     return [str(name) for name in names]
@@ -170,13 +171,15 @@ def _pairs(root: Path, folder: Path) -> list[tuple[Path, str]]:
     images, masks = folder / "images", folder / "masks"
     for needed in (images, masks):
         if not needed.is_dir():
-            raise ValueError(f"data.root={root}: no folder {needed}")
+            raise ValueError(
+                f"data.root={root}: no folder {needed}; expected the folders images and masks"
+            )
     image_of, mask_of = _by_stem(images), _by_stem(masks)
     for of_one, of_other, other in ((image_of, mask_of, masks), (mask_of, image_of, images)):
         if missing := [str(path) for stem, path in of_one.items() if stem not in of_other]:
             raise ValueError(
                 f"data.root={root}: {plural(len(missing), 'file')} without one of the same name in "
-                f"{other}: {first(missing)}"
+                f"{other}: {first(missing)}; add a file for each"
             )
     return [(path, str(mask_of[stem].relative_to(root))) for stem, path in image_of.items()]
 
@@ -186,5 +189,8 @@ def _by_stem(folder: Path) -> dict[Path, Path]:
     for path in image_files(folder):
         other = files.setdefault(path.relative_to(folder).with_suffix(""), path)
         if other is not path:
-            raise ValueError(f"{other} and {path}: expected one image of this name; rename one")
+            raise ValueError(
+                f"{other} and {path}: two images have the same name apart from the suffix; rename "
+                "one of them"
+            )
     return files

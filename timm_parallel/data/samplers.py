@@ -49,7 +49,8 @@ def class_balance(labels: Tensor | None, balance: float) -> Tensor:
     """
     if labels is None or labels.ndim != 1 or labels.is_floating_point():
         raise ValueError(
-            f"data.balance={balance}: needs a dataset that lists one class per image; set it to 0"
+            f"data.balance={balance}: needs a dataset that lists one class per image; set "
+            "data.balance=0"
         )
     counts = labels.bincount().double()
     return counts[labels] ** -balance

@@ -65,7 +65,7 @@ class TarDataset(ImageDataset):
         """Raise ValueError if the folder of the tar files does not exist."""
         if not (config.root and Path(config.root).is_dir()):
             raise ValueError(
-                f"data.root={config.root}: no such folder; give the one that contains the tars"
+                f"data.root={config.root}: no such folder; give the folder with the tar files"
             )
 
 
@@ -74,9 +74,9 @@ def _check_overlap(root: Path, names: list[str], tars: list[list[Path]]) -> None
     for name, paths in zip(names[1:], tars[1:], strict=True):
         if name != names[0] and (both := sorted({*paths} & {*tars[0]})):
             raise ValueError(
-                f"data.root={root}: {both[0].name} matches the splits {names[0]} and {name}; name "
-                f"their tars in data.kwargs.train_split and val_split, with * or {{0000..0146}} "
-                "for several"
+                f"data.root={root}: {both[0].name} matches the splits {names[0]} and {name}; give "
+                f"the names of their tar files in data.kwargs.train_split and "
+                f"data.kwargs.val_split, several files as * or {{0000..0146}}"
             )
 
 
@@ -94,8 +94,8 @@ def find_tars(root: Path, split: str) -> list[Path]:
         ]
         if missing := [path for path in matches if not path.is_file()]:
             raise ValueError(
-                f"data.root={root}: {missing[0].name} of {split} is not there; add it, or change "
-                "the pattern"
+                f"data.root={root}: {missing[0].name} of {split} is not there; add the file, or "
+                "change the pattern"
             )
         return matches
     for name in SYNONYMS.get(split, (split,)):

@@ -115,7 +115,8 @@ def _create(config: DataConfig, split: str, **options: Any) -> Any:
         )
     except ImportError as error:
         raise ValueError(
-            f"data.name={config.name}: needs a package: pip install {error.name}"
+            f"data.name={config.name}: needs a package that is not installed: pip install "
+            f"{error.name}"
         ) from None
     except (OSError, RuntimeError, AssertionError, ValueError) as error:
         reason = " ".join(str(error).split())[:200]

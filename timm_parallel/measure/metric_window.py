@@ -35,8 +35,8 @@ class MetricWindow:
         if self._names not in ((), names):
             now, before = (", ".join(each[1:]) or "none" for each in (names, self._names))
             raise ValueError(
-                "the training step must return the same metrics in every call; got "
-                f"{now}, before {before}"
+                "the training step must return the same metrics in every call; it returned "
+                f"{now}, but {before} in the calls before"
             )
         self._names = names
         values = [loss.detach(), *metrics.values()]

@@ -116,7 +116,7 @@ def run_on_black_image(
         reason = " ".join(str(error).split())[:200]
         raise ValueError(
             f"data.image_size={sides}: the model does not accept images of {height}x{width} "
-            f"({reason})"
+            f"({reason}); choose another size"
         ) from None
     finally:
         model.train(was_training)
@@ -144,9 +144,9 @@ def check_sharded_model(
     # If another rank has failed, gather() raises an error of the process group here.
     if any(group.gather(reason)):
         raise ValueError(
-            "parallel=fsdp: the model uses a parameter outside of the forward pass of its block "
-            f"({reason}); let a method shard_blocks() of the model return the blocks to shard ([] "
-            "for none), or use parallel=ddp"
+            "parallel=fsdp: the model uses a parameter outside of the forward pass of the module "
+            f"that holds it ({reason}); add a method shard_blocks() to the model that returns the "
+            "modules to shard by themselves ([] for none), or use parallel=ddp"
         )
     model.finish()
     model.train(was_training)

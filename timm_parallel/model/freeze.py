@@ -33,7 +33,7 @@ def freeze(model: Any, which: int | str | None) -> str:
     if not frozen:
         roots = dict.fromkeys(name.partition(".")[0] for name in names)
         raise ValueError(
-            f"model.freeze={which}: no parameter name starts with it; they start with "
+            f"model.freeze={which}: matches the start of no parameter name; names start with "
             f"{', '.join(roots)}"
         )
     if len(frozen) == len(names):
@@ -90,7 +90,7 @@ def _first_groups(model: Any, count: int) -> list[str]:
     last = max(groups.values())
     if count > last:
         raise ValueError(
-            f"model.freeze={count}: the last of the {last + 1} groups must be trained; use {last} "
-            "or less"
+            f"model.freeze={count}: the last of the {last + 1} layer groups must be trained; use "
+            f"{last} or less"
         )
     return [name for name, number in groups.items() if number < count]

@@ -46,7 +46,8 @@ def load_weights(
             file.tensors = _adapted(file.tensors, model)
         except (AssertionError, KeyError, RuntimeError, ValueError) as error:
             raise ValueError(
-                f"model.weights={path}: timm cannot adapt it to this model.name ({error})"
+                f"model.weights={path}: timm cannot adapt these weights to model.name ({error}); "
+                "use the model that they were trained with"
             ) from None
     return fill_model(model, file, head_names(model), target_names, for_evaluation, strict)
 

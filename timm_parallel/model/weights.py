@@ -71,7 +71,10 @@ def read_weights(path: Path, read_foreign: Callable[[Path], dict[str, Any]]) -> 
         reason = " ".join(str(error)[:200].split())
         if path.suffix != ".safetensors" and not zipfile.is_zipfile(path):
             reason = "not a complete file of torch.save"
-        raise ValueError(f"model.weights={path}: not readable as weights ({reason})") from None
+        raise ValueError(
+            f"model.weights={path}: not readable as weights ({reason}); give a checkpoint or a "
+            "state dict"
+        ) from None
     if not tensors:
         raise ValueError(
             f"model.weights={path}: contains no tensors by name; give a state dict or a checkpoint"

@@ -208,8 +208,9 @@ class BufferSync:
     def by_rank(self, model: nn.Module) -> Tensor | None:
         """Gather the float buffers of a model from all ranks as one tensor [ranks, values].
 
-        A checkpoint stores them, because each rank trains on with its own buffers. Returns None if
-        all ranks have equal buffers in training. All ranks must call this function.
+        A checkpoint stores this tensor, so that each rank can later continue with its own buffers.
+        Returns None if evaluation does not average the buffers over the ranks. All ranks must call
+        this function.
         """
         buffers = [buffer.flatten() for buffer in model.buffers() if buffer.is_floating_point()]
         if not self._averages or not buffers:

@@ -54,8 +54,8 @@ def refuse_scalars(step: nn.Module, model: nn.Module) -> None:
         if parameter.ndim == 0 and (parameter.requires_grad or id(parameter) in of_model):
             raise ValueError(
                 f"{of_model.get(id(parameter), f'train.loss: {name}')} is a parameter without "
-                "dimensions, which parallel=fsdp cannot shard; give it one with torch.ones(1), or "
-                "use parallel=ddp"
+                "dimensions, which parallel=fsdp cannot shard; create it with torch.ones(1), which "
+                "has one, or use parallel=ddp"
             )
 
 

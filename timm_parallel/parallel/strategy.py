@@ -82,7 +82,7 @@ class Strategy:
         elif config.accelerator == "cuda" and not torch.cuda.is_available():
             raise RuntimeError(
                 f"parallel.accelerator=cuda: torch {torch.__version__} can use no CUDA device "
-                f"({_why_no_cuda()}); fix that, or set parallel.accelerator=cpu"
+                f"({_why_no_cuda()}); fix the cause, or set parallel.accelerator=cpu"
             )
         self.devices = self.choose_devices(ranks)
         self.device = self.devices[0]

@@ -186,7 +186,9 @@ def as_pixels(image: Any) -> NDArray[np.uint8]:
         image = image.convert("RGB")
     pixels = np.asarray(image)
     if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] != 3:
-        raise ValueError(f"expected uint8 [H, W, 3], got {pixels.dtype} {list(pixels.shape)}")
+        raise ValueError(
+            f"image: expected uint8 [H, W, 3], got {pixels.dtype} {list(pixels.shape)}"
+        )
     return pixels
 
 

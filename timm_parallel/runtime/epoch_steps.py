@@ -32,8 +32,8 @@ class EpochSteps:
         # Stop here, because no step would follow and the epoch would never end.
         if progress.step_in_epoch > steps_per_epoch:
             raise RuntimeError(
-                f"the checkpoint is at step {progress.step_in_epoch} of its epoch, but an epoch "
-                f"now has {steps_per_epoch} steps: the training data changed after it was saved"
+                f"the checkpoint was saved at step {progress.step_in_epoch} of an epoch, but an "
+                f"epoch now has {steps_per_epoch} steps, because the training data changed"
             )
         self.progress, self.config, self.strategy = progress, config, strategy
         self.hooks, self.mixing = parts.hooks, parts.mixing

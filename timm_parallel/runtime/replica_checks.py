@@ -54,8 +54,8 @@ def check_replicas_at_start(model: HasParameters, strategy: Strategy) -> tuple[i
     digest, equal = parameters_hash(model, strategy)
     if not equal:
         raise ReplicasDifferError(
-            "the ranks start with different parameters; seed every random draw of the model's "
-            "constructor"
+            "the ranks start with different parameters; seed all random numbers that the "
+            "constructor of the model draws"
         )
     measured, requested = strategy.measured_world_size(), strategy.config.devices
     if measured != requested:

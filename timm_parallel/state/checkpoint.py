@@ -118,7 +118,7 @@ def load(path: Path) -> dict[str, Any]:
         if type(error).__name__ == "UnpicklingError":
             reason = "it holds more than tensors and plain values"
         raise ValueError(
-            f"{path}: damaged, or not a checkpoint ({reason}); use another one"
+            f"{path}: damaged, or not a checkpoint ({reason}); use another checkpoint"
         ) from None
     if (
         not isinstance(contents, dict)
@@ -131,8 +131,8 @@ def load(path: Path) -> dict[str, Any]:
         )
     if contents["format"] != FORMAT:
         raise ValueError(
-            f"{path}: format {contents['format']}, expected {FORMAT}; use the code that wrote the "
-            "file"
+            f"{path}: the checkpoint has format {contents['format']}, but this code reads format "
+            f"{FORMAT}; use the code that wrote the file"
         )
     return contents
 
@@ -158,7 +158,7 @@ def _verify(path: Path) -> None:
     with zipfile.ZipFile(path) as archive:
         damaged = archive.testzip()
     if damaged is not None:
-        raise ValueError(f"the checksum of {damaged} is wrong")
+        raise ValueError(f"the checksum of {damaged} in the file is wrong")
 
 
 def load_newest(folder: Path) -> tuple[Path, dict[str, Any]] | None:

@@ -50,9 +50,9 @@ def restore_run(parts: RunParts, contents: dict[str, Any]) -> dict[str, list[Any
         if progress.step_in_epoch > (train.epochs - progress.epoch) * parts.steps_per_epoch:
             limit = f"train.epochs={train.epochs}"
         raise ValueError(
-            f"resume: {limit} is reached: the checkpoint is at step {progress.step}, "
-            f"{progress.step_in_epoch} steps into epoch {progress.epoch + 1}; give a larger value "
-            "to continue"
+            f"resume: {limit} is reached: the checkpoint is at step {progress.step}, after "
+            f"{progress.step_in_epoch} steps of epoch {progress.epoch + 1}; set a larger value to "
+            "continue"
         )
     parts.hooks.meter.expect(parts.total_steps - progress.step)
     now = plain_config(parts)
@@ -93,7 +93,7 @@ def _check_data(parts: RunParts, contents: dict[str, Any]) -> list[str]:
         raise ValueError(
             f"resume: the training data changed in mid-epoch (step {step} of "
             f"{before['steps_per_epoch']}): {', '.join(differences)}; the rest of the epoch would "
-            f"read other images: restore the data and keys, or {remedy}"
+            f"read other images; restore the data and keys, or {remedy}"
         )
     return [f"training data: {', '.join(differences)}"] if differences else []
 
@@ -110,8 +110,8 @@ def _check_classes(before: list[str], now: list[str]) -> None:
         or "none"
     )
     raise ValueError(
-        "resume: the data's class names are not those of the checkpoint: only in the checkpoint: "
-        f"{removed}; only in the data: {added}; labels would mean other classes: rename the "
+        "resume: the data's class names are not those of the checkpoint (only in the checkpoint: "
+        f"{removed}; only in the data: {added}), so labels would mean other classes; rename the "
         "folders back, or start a new run"
     )
 
@@ -124,7 +124,8 @@ def restore(state: TrainState, strategy: Strategy, contents: dict[str, Any]) -> 
     missing = {"optimizer", "scaler", "ema", "progress"} - contents.keys()
     if missing:
         raise ValueError(
-            f"resume: the checkpoint has only weights, no {', '.join(sorted(missing))}"
+            f"resume: the checkpoint has only weights, no {', '.join(sorted(missing))}; start a "
+            "new run with model.weights=<the checkpoint>"
         )
     restore_weights(state, strategy, contents)
     for name, module in state.modules.items():
@@ -171,9 +172,10 @@ def _restore_step(state: TrainState, strategy: Strategy, saved: dict[str, Tensor
     ]
     if lacking or changed:
         raise ValueError(
-            f"train.loss: the checkpoint has no {', '.join(lacking + changed)} of this shape, "
-            "which the loss or the training step trains; give train.loss and train.loss_kwargs as "
-            "they were, or start a new run with model.weights=<folder>/checkpoints/last.pt"
+            f"train.loss: the loss or the training step has {', '.join(lacking + changed)}, which "
+            "the checkpoint lacks or has in another shape; set train.loss and train.loss_kwargs "
+            "as in the saved run, or start a new run with "
+            "model.weights=<folder>/checkpoints/last.pt"
         )
     for name, tensor in own.items():
         if name in saved:
@@ -188,7 +190,7 @@ def load_model_state(model: nn.Module, contents: dict[str, Any], which: str) -> 
     """
     if contents.get(which) is None:
         raise ValueError(
-            f"weights={which}: the checkpoint has no averaged weights; the run had no "
+            f"weights={which}: the checkpoint has no averaged weights, because its run did not set "
             "model.ema.decay"
         )
     try:
@@ -196,7 +198,7 @@ def load_model_state(model: nn.Module, contents: dict[str, Any], which: str) -> 
     except RuntimeError as error:
         raise ValueError(
             "model.name: the checkpoint was written by a different model "
-            f"({' '.join(str(error).split())[:300]})"
+            f"({' '.join(str(error).split())[:300]}); set model.name and model.kwargs as in its run"
         ) from None
 
 
@@ -276,6 +278,6 @@ def _check_state_is_complete(optimizer: Optimizer) -> None:
         except KeyError as error:
             raise ValueError(
                 f"optim: {type(optimizer).__name__} with these settings needs state that the "
-                f"checkpoint does not have ({error}); give optim.kwargs and optim.momentum as they "
-                "were, or start a new run"
+                f"checkpoint does not have ({error}); set optim.kwargs and optim.momentum as in "
+                "the saved run, or start a new run"
             ) from None

@@ -129,5 +129,7 @@ def check_finite(
     # Gather a plain value, because the tensor may be in CPU memory, from which NCCL cannot send.
     if any(group.gather(bool(bad))):
         raise NotFiniteError(
-            f"the weights are not finite after step {step}, though its loss was", step
+            f"the weights are not finite after step {step}, although the loss of this step was "
+            "finite",
+            step,
         )
