@@ -27,7 +27,10 @@ COLUMNS = ("file", "label", "split", "fold", "group")
 
 @dataclass
 class Row:
-    """One line of the CSV file: an image and its labels. The value of a missing column is empty."""
+    """One line of the CSV file of a dataset: an image and its labels.
+
+    The value of a missing column is empty.
+    """
 
     line: int
     file: Path
@@ -78,12 +81,11 @@ class CsvDataset(ImageDataset):
 
     @classmethod
     def check(cls, config: DataConfig, evaluated: str | None = None, target: str = "label") -> None:
-        """Raise ValueError for a CSV file that cannot be used, or if the image of a label does not
-        exist.
+        """Raise ValueError if the CSV file of the dataset cannot be used.
 
-        The existence of one image per label is checked. For training (`evaluated` is None), three
-        more checks follow: no cell may hold several labels, no file or group may be in two splits,
-        and each label of val or test must also be in train.
+        One image of each label must exist as a file. For training (`evaluated` is None), no cell
+        may hold several labels, no file or group may be in two splits, and each label of val or
+        test must also be in train.
         """
         path, several, columns = csv_file(config), target == "labels", _columns(config, target)
         rows = read_rows(path, several, columns)
@@ -236,8 +238,9 @@ def path_key(file: str, folder: str) -> str:
 
 
 def _divide(rows: Sequence[Row], path: Path, data: DataConfig) -> dict[str, list[Row]]:
-    """Divide the rows into train, val and test by the column `split`, by data.fold or by
-    data.val_fraction.
+    """Divide the rows of the CSV file into train, val and test.
+
+    The column `split`, data.fold or data.val_fraction decides.
     """
     divided: dict[str, list[Row]] = {split: [] for split in SPLITS}
     for row in rows:

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 Sample: TypeAlias = "tuple[Tensor, Any]"
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm")
-# Image formats, by Pillow's names, of the suffixes above. Pillow ignores the suffix of a file. For
-# formats that are not listed here it may start another program, such as Ghostscript for PostScript.
+# Names that Pillow gives to the accepted image formats. Pillow ignores the suffix of a file. For
+# other formats it may start a program, such as Ghostscript for PostScript.
 IMAGE_FORMATS = ("JPEG", "PNG", "BMP", "GIF", "TIFF", "WEBP", "PPM")
 
 
@@ -177,10 +177,12 @@ def train_labels(split: Split, chosen: Tensor | None) -> Tensor | None:
 
     files = getattr(split, "files", None)
     listed = [label for _, label in files] if files else getattr(split, "labels", None)
-    # In a segmentation dataset the second entry is the path of a mask file, and not a label.
+    # A segmentation dataset has no labels, because the second entry of each file is the path of its
+    # mask.
     if listed is None or (files and isinstance(listed[0], str)):
         return None
-    # A split of tar files stores its labels as a numpy array instead of a list.
+    # Convert the labels here, because a split of tar files stores them as a numpy array instead of
+    # a list.
     labels = torch.as_tensor(listed)
     return labels if chosen is None else labels[chosen]
 

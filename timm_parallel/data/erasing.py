@@ -10,7 +10,8 @@ import torch
 from timm.data.random_erasing import RandomErasing
 from torch import Tensor
 
-Box = tuple[int, int, int, int]  # top, left, height, width
+# Box of pixels to erase: top, left, height and width.
+Box = tuple[int, int, int, int]
 
 
 class Erasing:

@@ -236,8 +236,8 @@ def _check_class_folders(root: Path, is_trained: bool) -> None:
     if not root.is_dir():
         raise ValueError(f"data.root={root}: no such folder; expected {root}/<class>/<image>")
     names = class_folders(root)
-    # Do not check this for an evaluation, because the run may have been trained on classes of such
-    # names.
+    # Allow class folders with the names of splits in an evaluation, because the run may have been
+    # trained on them.
     if is_trained:
         _check_no_splits(root, root, names, "set data.val_fraction=null")
     if len(names) < 2:

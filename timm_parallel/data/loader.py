@@ -99,16 +99,16 @@ class BatchFetcher:
         augmentation of batches of uint8 images, after `transform`. `on_normalized`: augmentation of
         batches of normalized images.
         """
-        # Without a task, use the default, which stacks the targets of a batch to one tensor.
+        # Without a task, the targets of a batch are stacked to one tensor, which is the default.
         targets = targets or Targets()
         self.split, self.targets, self.transform, self.seed = split, targets, transform, seed
         self.on_error, self.substitutes, self.chosen = on_error, substitutes, chosen
         self.on_pixels, self.on_normalized = on_pixels, on_normalized
-        # The loader enables this only if the rank itself reads the batches, because a forked worker
-        # process cannot use CUDA.
+        # Whether to gather batches in pinned memory. Only a rank that reads the batches itself can
+        # do so, because a forked worker process cannot use CUDA.
         self.pin_memory = False
-        # An index from num_images on stands for a further augmented copy of the image index %
-        # num_images.
+        # Indices from num_images on stand for further augmented copies of the images. Index i reads
+        # the image i % num_images.
         self.num_images = substitutes or len(split)
         # If the images are in memory and no transform changes each image, a batch is read by one
         # indexing operation.
@@ -157,8 +157,8 @@ class BatchFetcher:
         if self.on_pixels is not None:
             draws += self.on_pixels.draw(seeds_for(self.seed, batch.epoch, batch.indices), shape)
         if self.on_normalized is not None:
-            # The additional 1 gives other seeds than those of the augmentation of single images, so
-            # that the two are independent.
+            # Pass the additional number 1, so that the augmentation of batches uses other seeds
+            # than that of single images.
             draws += self.on_normalized.draw(
                 seeds_for(self.seed, batch.epoch, batch.indices, 1), shape
             )
@@ -261,7 +261,7 @@ class Loader:
                 fetcher,  # type: ignore[arg-type]
                 batch_sampler=sampler,  # type: ignore[arg-type]
                 num_workers=num_workers,
-                # Keep what the fetcher returns, because it is a complete batch already.
+                # Do not collate samples, because the fetcher already returns a complete batch.
                 collate_fn=tuple,
                 pin_memory=on_gpu,
                 persistent_workers=True,
@@ -314,7 +314,8 @@ class Loader:
         """
         iterator = None if self._loader is None else self._loader._iterator
         if iterator is not None:
-            # torch also calls this function, but only when nothing refers to the iterator any more.
+            # Shut down the workers now. torch would do so only when nothing refers to the iterator
+            # of the loader any more.
             iterator._shutdown_workers()  # type: ignore[attr-defined]
 
 

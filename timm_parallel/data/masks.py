@@ -64,7 +64,7 @@ class MaskDataset(ImageDataset):
         listing = _list_masks(config)
         needed = {None: ["train", "val"], "all": ["val"]}.get(evaluated, [str(evaluated)])
         for split in needed:
-            # If all splits are to be evaluated, the test images alone are enough.
+            # With evaluated=all, a dataset with test images alone is enough.
             if not listing.get(split) and not (evaluated == "all" and listing.get("test")):
                 raise ValueError(
                     f"data.root={config.root}: no image for {split}; expected "

@@ -12,9 +12,8 @@ from torch import Tensor
 # Images [B, C, H, W] and targets [B, …]. With V views per image, images are [B, V, C, H, W].
 Batch = tuple[Tensor, Tensor]
 
-# Number of values in a batch from which on BatchMemory provides its memory. For smaller batches
-# malloc is faster, because it keeps their memory. Finding a free block here takes 40 us with cold
-# caches.
+# Batches with at least so many values get their memory from BatchMemory. For smaller batches malloc
+# is faster, because it keeps their memory, while finding a free block takes 40 us with cold caches.
 LARGE = 2**20
 
 
@@ -28,7 +27,7 @@ class BatchMemory:
     # a tiny ViT. With a larger model the saving is too small to measure.
 
     def __init__(self) -> None:
-        # Blocks that no tensor uses, by their size in bytes.
+        # Free memory blocks, which no tensor uses, by their size in bytes.
         self._free: dict[int, list[mmap.mmap]] = {}
 
     def empty(self, *shape: int) -> Tensor:
@@ -40,7 +39,8 @@ class BatchMemory:
         block = (
             free.pop() if free else mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         )
-        # The tensor keeps this view alive. When the view is deleted, the block is free again.
+        # The tensor keeps this memory view alive. When the view is deleted, its memory block is
+        # free again.
         view = memoryview(block)
         weakref.finalize(view, free.append, block)
         return torch.frombuffer(view, dtype=torch.float32).view(shape)

@@ -63,7 +63,8 @@ class IndexBatch(NamedTuple):
     """
 
     epoch: int
-    # Shape [batch]. A numpy array, because torch would send a tensor through shared memory.
+    # Indices of the images, with the shape [batch]. They are a numpy array, because torch would
+    # send a tensor through shared memory.
     indices: NDArray[np.int64]
 
 

@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-MASK = 0xFFFFFFFFFFFFFFFF  # 64 bits
+# Bit mask that keeps the lowest 64 bits of an integer.
+MASK = 0xFFFFFFFFFFFFFFFF
 
 
 def seed_for(*values: int) -> int:

@@ -25,8 +25,7 @@ def flop_counter() -> FlopCounterMode:
         return int(sdpa_flop_count(query, key, value))
 
     def backward(_gradient: Shape, *shapes: Any, **__: Any) -> int:
-        # Count the FLOPs of attention without a fused kernel. A fused kernel computes scores twice,
-        # but the second computation does not count.
+        # Count attention as if it had no fused kernel, which computes scores twice.
         return 2 * forward(*shapes)
 
     attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu

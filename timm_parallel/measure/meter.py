@@ -2,8 +2,9 @@
 
 # The timed window starts after the warm-up of caches, allocators, compilers and DDP buckets. It
 # ends with the last step. Waiting for data and logging count, evaluation and saving do not. The
-# window is a series of intervals. An interval ends when the device is known to be idle: after every
-# step on a CPU, and at every sync step on a GPU.
+# window is a series of intervals. An interval ends when the device is known to be idle. On a CPU,
+# this is after every step. On a GPU, it is after each step that logs, saves or evaluates (sync
+# step).
 
 from __future__ import annotations
 
@@ -63,7 +64,8 @@ class Meter:
             0.0,
             0.0,
         )
-        # Timed steps and timed seconds until each of the last two sync steps.
+        # Timed steps and timed seconds until each of the last two steps that logged, saved or
+        # evaluated.
         self._sync_points = ((0, 0.0), (0, 0.0))
         # Processor time and energy that the run uses in the timed window.
         self.usage, self._energy = Usage(), energy or Energy()
@@ -123,7 +125,10 @@ class Meter:
             self._close_interval()
 
     def synchronized(self) -> None:
-        """End the current interval at a sync step, when the device has finished all queued work."""
+        """End the current time interval, because the device has finished all queued work.
+
+        The training loop calls this function after each step that logs, saves or evaluates.
+        """
         if self._open_steps:
             self._close_interval()
         if self.steps_timed:
@@ -148,8 +153,9 @@ class Meter:
         self._mark, self._open_steps, self._wait, self._is_between = now, 0, 0.0, True
 
     def recent(self) -> float | None:
-        """Return the images per second between the last two sync steps, or None if no step was
-        timed there.
+        """Return the images per second between the last two steps that logged, saved or evaluated.
+
+        Returns None if no step was timed between them.
         """
         (steps_before, seconds_before), (steps, seconds) = self._sync_points
         if steps == steps_before:

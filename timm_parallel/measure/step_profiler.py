@@ -42,7 +42,7 @@ def build_hooks(
     untimed: int | None,
     recorded: int | None,
 ) -> StepHooks:
-    """Build the hooks that time the steps of a training run, and profile some of them if asked to.
+    """Build the hooks that time the steps of a training run, and profile some steps if requested.
 
     `total_steps`: steps of the run. `untimed`: number of first steps that are not timed.
     `recorded`: number of steps to profile, which are among the steps that are not timed; None: no
@@ -102,7 +102,7 @@ class ProfiledStepHooks(StepHooks):
         # the trace too.
         if self._steps == self._untimed:
             self._profiler.stop()
-        # Call this last, because the timed window may start in this call.
+        # Call the method of the base class last, because it may start the timed window.
         return super().end_step()
 
     def profile(self, folder: Path) -> dict[str, Any] | None:
@@ -118,7 +118,7 @@ class ProfiledStepHooks(StepHooks):
         trace.parent.mkdir(exist_ok=True)
         self._profiler.export_chrome_trace(str(trace))
         averages = self._profiler.key_averages()
-        # Select the ranges on the CPU, because a GPU has events with the same names.
+        # Select the named ranges of the CPU, because a GPU has events with the same names.
         ranges = [
             event
             for event in averages

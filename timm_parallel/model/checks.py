@@ -109,7 +109,7 @@ def run_on_black_image(
     try:
         with torch.no_grad():
             outputs = model.eval()(image)
-    # Running out of memory is a RuntimeError too, but the image size is not the reason.
+    # Do not report an out-of-memory error as a wrong image size. It is a RuntimeError too.
     except torch.OutOfMemoryError:
         raise
     except (AssertionError, RuntimeError, ValueError) as error:

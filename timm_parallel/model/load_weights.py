@@ -27,8 +27,8 @@ def load_weights(
     """Load a weights file into a model, and return a line for the log.
 
     The line lists which tensors were loaded and which keep their random values. `target_names`:
-    class names of the data. `for_evaluation`: every tensor must come from the file. `strict`:
-    whether a tensor outside of the head may keep its random values (False) or not (True).
+    class names of the data. `for_evaluation`: every tensor must come from the file. `strict`: raise
+    ValueError if a tensor outside of the head would keep its random values.
 
     The file is a .safetensors file, a state dict, or a checkpoint of this project, of timm, of
     Lightning or of a PyTorch tutorial. It is read with `weights_only=True`, so it cannot run code.
@@ -89,7 +89,8 @@ def _adapted(tensors: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
         try:
             tensors = checkpoint_filter(tensors, model)
         except TypeError:
-            # Some filters of timm take only the tensors as argument, and not the model.
+            # The checkpoint filters of some timm models take only the tensors as argument, and not
+            # the model.
             tensors = checkpoint_filter(tensors)
     traits = get_model_traits(model)
     stems = traits.get("first_conv", getattr(model, "pretrained_cfg", {}).get("first_conv"))
@@ -97,14 +98,14 @@ def _adapted(tensors: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
         convolution, weight = model.get_submodule(stem), tensors.get(f"{stem}.weight")
         if not isinstance(convolution, nn.Conv2d) or weight is None or weight.ndim != 4:
             continue
-        # A space-to-depth layer before the first convolution multiplies the number of channels, so
-        # the number of image channels comes from the model's traits.
+        # Read the number of image channels from timm's traits of the model, because a
+        # space-to-depth layer may multiply the channels before the first convolution.
         in_chans = traits.get("in_chans", convolution.in_channels)
         file_in_chans = weight.shape[1] * convolution.groups * in_chans // convolution.in_channels
         try:
             tensors[f"{stem}.weight"] = adapt_input_conv(in_chans, weight, base_chans=file_in_chans)
         except NotImplementedError:
-            # timm cannot adapt this tensor. Keep its shape, so that fill_model reports that it does
-            # not fit.
+            # If timm cannot adapt this tensor, keep its shape, so that fill_model reports that it
+            # does not fit.
             continue
     return tensors

@@ -13,8 +13,8 @@ import torch
 from timm.models import group_parameters
 from torch import nn
 
-# Modules that only contain others. A forward pass may call their items instead of the module
-# itself, so fsdp must not treat them as blocks.
+# Modules that only contain other modules. A forward pass may call these inner modules directly, so
+# fsdp must not treat the container as a block.
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 

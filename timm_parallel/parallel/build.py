@@ -45,8 +45,8 @@ def use_deterministic_algorithms() -> None:
     """
     import torch
 
-    # cuBLAS reads this variable only once. Without the variable, torch would raise RuntimeError for
-    # each matrix product.
+    # cuBLAS reads CUBLAS_WORKSPACE_CONFIG only once. Without this environment variable, torch would
+    # raise RuntimeError for each matrix product.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     # Disable cuDNN's benchmark mode, which chooses algorithms by timing and so may choose
     # differently in each run.

@@ -11,7 +11,7 @@ class Communication:
     method = "one device: none"
 
     def start_measuring(self) -> None:
-        """Start the time window over which `seconds` averages."""
+        """Start a new time window, over which the seconds of communication are averaged."""
 
     def seconds(self) -> tuple[float, float] | None:
         """Return two times of this rank in seconds per step, or None if they are unknown.

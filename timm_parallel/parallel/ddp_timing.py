@@ -71,7 +71,7 @@ class TimedDistributedDataParallel(DistributedDataParallel):
     def _sync_buffers(self) -> None:
         start = time.perf_counter()
         super()._sync_buffers()  # type: ignore[no-untyped-call]
-        # Do not time the broadcast on a GPU, where it is only queued at this point.
+        # On a GPU, do not add the time of the broadcast, which is only queued at this point.
         if self.device_type == "cpu":
             self.buffer_seconds += time.perf_counter() - start
 
@@ -107,10 +107,10 @@ class DdpCommunication(Communication):
         They are: steps, timed steps, seconds of all-reduces in timed steps, the part of these
         seconds that overlaps with computing, and seconds of buffer broadcasts.
         """
-        # The seconds of an all-reduce last from the start of the first bucket to the end of the
-        # last one. They overlap with computing until the last gradient is computed. The reducer
-        # only gives means over all timed steps, including the warm-up, so they are converted to
-        # sums. A step is included once the next step starts.
+        # All-reduce time lasts from the start of the first bucket of gradients to the end of the
+        # last one. It overlaps with computing until the last gradient is computed. The reducer of
+        # torch gives only means over all timed steps since the start of the run, so they are
+        # converted to sums. A step is included once the next step starts.
         ddp = self._wrapped
         if not isinstance(ddp, TimedDistributedDataParallel):
             return torch.zeros(5, dtype=torch.float64)

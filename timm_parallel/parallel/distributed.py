@@ -54,7 +54,7 @@ class Distributed(Strategy):
         # averaged. A broadcast would overwrite them.
         if self.config.dist_bn == "reduce" or has_only_batch_norm_buffers(step):
             options.setdefault("broadcast_buffers", False)
-        # torch 2.13 renamed the option broadcast_buffers.
+        # Use the new name of the option broadcast_buffers, which torch 2.13 renamed.
         renamed = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
         if renamed and "broadcast_buffers" in options:
             options["forward_sync_buffers"] = options.pop("broadcast_buffers")
@@ -71,6 +71,7 @@ class Distributed(Strategy):
     def communication(self, wrapped: nn.Module) -> Communication:
         if self.group.world_size == 1:
             return Communication()
-        # A subclass may wrap the step in another class, whose communication cannot be measured.
+        # Report the communication as unknown if a subclass wraps the step in another class than
+        # DDP.
         is_ddp = isinstance(wrapped, TimedDistributedDataParallel)
         return DdpCommunication(wrapped) if is_ddp else UnmeasuredCommunication()

@@ -28,7 +28,10 @@ def device_mesh(device: torch.device, world_size: int, shard_size: int | None) -
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Gather a sharded tensor, of which each rank has a part. All ranks must call this function."""
+    """Return the whole tensor of a sharded tensor, of which each rank has a part.
+
+    All ranks must call this function.
+    """
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -73,7 +76,7 @@ def announce_waiting(module: nn.Module) -> None:
         if liveness.phase == GATHERING:
             liveness.at(FORWARD)
 
-    # The first hook runs before FSDP2 gathers the weights, and the second one afterwards.
+    # Register one hook that runs before FSDP2 gathers the weights, and one that runs afterwards.
     module.register_forward_pre_hook(wait, prepend=True)
     module.register_forward_pre_hook(compute)
 

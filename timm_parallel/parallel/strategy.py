@@ -53,8 +53,8 @@ class Strategy:
 
     # The following attributes declare what the strategy can do. train.py reads them from the source
     # code before it imports torch, to reject a config early. Each must be a plain True or False.
-    # This one is True for one process per device, and False for one process that drives all
-    # devices.
+    # process_per_device: one process per device (True), or one process that drives all devices
+    # (False).
     process_per_device = False
     # True if the strategy uses one device, even if the machine has more.
     has_one_device = False
@@ -66,7 +66,7 @@ class Strategy:
     # True if gradients are copied to buckets to send them, unless parallel.gradient_as_bucket_view
     # is true.
     has_buckets = False
-    # Note that the console shows next to the name of the strategy.
+    # The console shows this text in parentheses after the name of the strategy.
     note = ""
 
     def __init__(self, config: ResolvedParallel, ranks: Ranks, store: Store | None = None) -> None:

@@ -64,14 +64,14 @@ class Telemetry:
 
         All ranks must call this function.
         """
-        # On a CPU, this is the peak resident memory of the process, including libraries. CPU
-        # devices that are threads of one process share this memory.
+        # The peak memory of a CPU device is the peak resident memory of its process, including
+        # libraries. CPU devices that are threads of one process share this memory.
         by_rank = self._group.gather(self._local_memory())
         entries = [(rank, entry) for rank, entries in enumerate(by_rank) for entry in entries]
         names = [entry["device"] for _, entry in entries]
         for rank, entry in entries:
-            # Add the rank to a name that occurs twice. Such ranks share a GPU, or run on different
-            # nodes.
+            # Add the rank to a device name that occurs twice. Ranks with the same device name share
+            # a GPU, or run on different nodes.
             if names.count(entry["device"]) > 1:
                 entry["device"] += f"_rank_{rank}"
         return [entry for _, entry in entries]

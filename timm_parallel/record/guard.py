@@ -54,7 +54,8 @@ def flags(measured: dict[str, Any], steps_timed: int) -> list[str]:
         reasons.append(f"other programs kept {load:.1f} of {cores} processors busy")
     if steal is not None and steal >= STEAL:
         reasons.append(f"the hypervisor gave {steal:.0%} of the processors' time to others")
-    # If the run itself uses all cores, its threads wait for each other and not for other programs.
+    # Report no disturbance if the run itself uses all cores, because its threads then wait for each
+    # other.
     is_own_load = own is not None and own >= 0.9 * cores and not is_crowded
     if share is not None and share < STARVED and not is_own_load:
         reasons.append(

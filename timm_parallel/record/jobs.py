@@ -16,7 +16,7 @@ from pathlib import Path
 from timm_parallel.machine.files import read_json, write_json
 
 FORMAT = 1
-# File in the sweep folder of scripts/verdict.py, with the two versions of code that it compares.
+# File that scripts/verdict.py writes into its sweep folder. It says what the sweep compares.
 VERDICT = "verdict.json"
 UNFINISHED = ("waiting", "running", "interrupted")
 FAILED = ("failed", "out_of_memory", "not_finite")
@@ -107,8 +107,8 @@ def read_jobs(folder: Path) -> Jobs:
         raise ValueError(f"{error}{_report_without_jobs(folder)}") from None
     known = {entry.name for entry in dataclasses.fields(Job)}
     try:
-        # Drop jobs without a block. In older sweeps, the first and the last job ran the baseline
-        # again to measure drift.
+        # Drop jobs that belong to no repeat. In older sweeps, the first and the last job ran the
+        # baseline again to measure drift.
         listed = [job for job in values["jobs"] if job["block"] is not None]
         jobs = [Job(**{key: value for key, value in job.items() if key in known}) for job in listed]
         return Jobs(

@@ -153,7 +153,8 @@ class Recorder:
             self._track(
                 "end", "interrupted" if isinstance(sys.exception(), Stopped) else "failed", {}
             )
-            # Do not wait longer for the trackers, because the other ranks wait for this rank.
+            # Limit the time for closing the trackers, because the other ranks wait for this rank
+            # meanwhile.
             until = time.monotonic() + min(END_SECONDS, self._timeout / 2)
             for channel in self._trackers:
                 channel.close(until)

@@ -90,7 +90,7 @@ class Result:
     segments: list[dict[str, Any]] = field(default_factory=list)
     # Git commit of the code that ran.
     commit: str | None = None
-    # One entry per rank if train.profile_steps is set.
+    # Profiles of training steps, one entry per rank, if train.profile_steps is set.
     profile: list[dict[str, Any]] = field(default_factory=list)
     seconds: dict[str, Any] = field(default_factory=dict)
     objective: float | None = None
@@ -194,7 +194,7 @@ def _parsed(text: bytes) -> dict[str, Any] | None:
     """
     try:
         line = json.loads(text)
-    # A damaged line of thousands of opening brackets raises RecursionError.
+    # json.loads raises RecursionError for a damaged line with thousands of opening brackets.
     except (ValueError, RecursionError):
         return None
     return line if isinstance(line, dict) and isinstance(line.get("step"), int) else None

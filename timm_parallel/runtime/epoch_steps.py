@@ -21,15 +21,16 @@ class EpochSteps:
     stop signal.
 
     The training loop calls `fetch` and `add` for each batch of a step, and then `end`. A sync step
-    is a step that logs, saves or evaluates, or the last step of an epoch. Between two sync steps
-    nothing waits for the device. Losses and metrics stay on the device, and are summed over the
-    ranks at the next sync step.
+    is a step that logs, saves or evaluates, or the last step of an epoch. Losses and metrics stay
+    on the device until the next sync step, at which they are summed over the ranks. Between two
+    sync steps, the CPU does not wait for the device.
     """
 
     def __init__(self, parts: RunParts) -> None:
         progress, config, strategy = parts.progress, parts.config, parts.strategy
         steps_per_epoch = parts.steps_per_epoch
-        # Stop here, because no step would follow and the epoch would never end.
+        # Raise an error, because an epoch with fewer steps than the checkpoint has trained would
+        # never end.
         if progress.step_in_epoch > steps_per_epoch:
             raise RuntimeError(
                 f"the checkpoint was saved at step {progress.step_in_epoch} of an epoch, but an "
@@ -77,9 +78,9 @@ class EpochSteps:
     def end(self) -> dict[str, float] | None:
         """End a training step after the optimizer has changed the weights.
 
-        At a sync step, returns the mean loss and metrics of all ranks since the last sync step;
-        else None. Raises NotFiniteError on all ranks if a loss is not finite. All ranks must call
-        this function.
+        At a step that logs, saves or evaluates, returns the mean loss and metrics of all ranks
+        since the last such step; else None. Raises NotFiniteError on all ranks if a loss is not
+        finite. All ranks must call this function.
         """
         progress = self.progress
         progress.step, progress.step_in_epoch = progress.step + 1, progress.step_in_epoch + 1

@@ -67,8 +67,8 @@ def evaluate(
     stopped = torch.zeros((), dtype=torch.int64, device=device)
     for images, targets in loader if batches is None else batches:
         liveness.at(EVALUATING)
-        # If one rank stops, all ranks return below. Otherwise the other ranks would wait for it in
-        # the sums.
+        # If one rank stops, all ranks return None below. Otherwise the other ranks would wait
+        # forever for the sums of the stopped rank.
         if should_stop is not None and should_stop():
             stopped += 1
             break

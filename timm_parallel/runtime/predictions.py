@@ -49,6 +49,7 @@ def _as_csv(predictions: Predictions, task: Task[Any]) -> str:
         {"path": path, **({} if values is None else task.columns(values))}
         for path, values in predictions.items()
     ]
-    # Take the columns from the longest row, because the row of an unreadable image has no values.
+    # Take the column names from the longest row, because the row of an unreadable image has no
+    # values.
     columns = max((list(row) for row in rows), key=len)
     return pd.DataFrame(rows, columns=columns).to_csv(index=False, lineterminator="\n")

@@ -37,9 +37,9 @@ def save(
 ) -> Path:
     """Write the checkpoint of step N as `step_N.pt`, and return the path of last.pt.
 
-    last.pt is linked to the new file, also best.pt if `is_best`. With `top` > 1, `best_step_N.pt`
-    is linked to it if its evaluation is one of the `top` best of the run. Then all but the newest
-    `keep` files `step_N.pt` are deleted.
+    last.pt becomes a link to the new file, and best.pt too if `is_best`. With `top` > 1, the link
+    `best_step_N.pt` is added if this evaluation is one of the `top` best of the run. Then all but
+    the newest `keep` files `step_N.pt` are deleted.
     """
     newest, among_best = folder / f"step_{step}.pt", folder / f"best_step_{step}.pt"
     whole = {"format": FORMAT, **_on_cpu(contents)}
@@ -89,9 +89,10 @@ def save(
 def _best(folder: Path, newest: dict[str, Any], top: int) -> set[int]:
     """Return the steps of the `top` best checkpoints by checkpoint.metric.
 
-    `newest`: summary of the checkpoint that is being saved. It is compared with the best_step_N.pt
-    files, except those of later steps (which will be trained again), those scored by another
-    metric, and damaged ones. Of equal scores, the earliest step is best.
+    The checkpoint that is being saved, whose summary is `newest`, is compared with the files
+    best_step_N.pt. Files of later steps are left out, because these steps will be trained again.
+    Files scored by another metric and damaged files are left out too. Of equal scores, the earliest
+    step is best.
     """
     scores = {} if newest["score"] is None else {newest["step"]: newest["score"]}
     for step, path in _steps(folder, "best_step_").items():
@@ -114,7 +115,7 @@ def load(path: Path) -> dict[str, Any]:
         contents = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         reason = " ".join(str(error).split())[:200]
-        # Replace the message of torch, which advises to load the file without weights_only.
+        # Replace the message of torch, because it advises to load the file without weights_only.
         if type(error).__name__ == "UnpicklingError":
             reason = "it holds more than tensors and plain values"
         raise ValueError(
@@ -198,7 +199,7 @@ def read_checkpoint(folder: Path, which: str | None) -> tuple[Path, dict[str, An
     elif which is not None:
         path = Path(which)
     else:
-        # A run that has not ended has no result.json.
+        # Ignore a missing result.json, because a run that has not ended has none.
         with suppress(ValueError):
             if (name := read_result(folder).checkpoint) is not None:
                 path = folder / name
@@ -238,7 +239,8 @@ def _summary(contents: dict[str, Any]) -> dict[str, Any]:
         "step": progress["step"],
         "epoch": progress["epoch"],
         "best": progress["best_values"],
-        # Value of checkpoint.metric, where higher is better; null if this state was not evaluated.
+        # Value of checkpoint.metric, negated if it is a loss; null if the model was not evaluated
+        # at this step.
         "score": progress.get("score")
         if progress.get("evaluated_at") == progress["step"]
         else None,

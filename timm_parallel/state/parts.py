@@ -140,9 +140,9 @@ class RunParts:
         """Build the parts of a run, with the objects that time its steps and its communication.
 
         `profiled`: number of first steps that are not timed, and how many of these steps are
-        profiled. `parts`: the other fields. Raises ValueError if a trainable parameter is missing
-        from the optimizer, or if a sharded model cannot be evaluated. All ranks must call this
-        function.
+        profiled. `parts`: the other fields of the new object. Raises ValueError if a trainable
+        parameter is missing from the optimizer, or if a sharded model cannot be evaluated. All
+        ranks must call this function.
         """
         check_is_complete(state.optimizer, state)
         if strategy.shards:

@@ -227,7 +227,7 @@ def restore_optimizer(
             # increment a shared tensor.
             group[COUNTER] = copy.deepcopy(before[COUNTER])
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    # Shard the values first, because load_state_dict copies them to the device.
+    # Shard the saved optimizer state before loading it, because loading copies it to the device.
     state = {
         index: {
             key: _part(value, parameter, strategy) for key, value in saved["state"][name].items()

@@ -46,8 +46,8 @@ def checkpoint_of(parts: RunParts, segments: list[dict[str, Any]]) -> dict[str, 
         "made_by": {
             "strategy": parts.strategy.kind,
             "devices": parts.config.parallel.devices,
-            # The key model.weights reads this metric, to load the raw or the averaged weights as it
-            # says.
+            # If a later run loads this checkpoint by model.weights, this metric decides whether the
+            # raw or the averaged weights are loaded.
             "metric": parts.config.checkpoint.metric,
         },
         "trained_on": data_of_a_step(parts),

@@ -49,7 +49,7 @@ class Tracker:
         which the run continues; 0 for a new run.
         """
         self.config, self.folder, self.resume_step = config, folder, resume_step
-        # The run is called by its date and time, or by its sweep and job.
+        # Name of the run: its date and time, or its sweep and job.
         self.name = f"{folder.parent.name} {folder.name}"
 
     def start(self) -> None:

@@ -62,8 +62,8 @@ class Wandb(Tracker):
             # the process exits.
             settings=self._wandb.Settings(finish_timeout=6, **PRIVATE),
         )
-        # Use a separate metric as the step, because a resume from an older checkpoint repeats
-        # steps. wandb's own step must not decrease.
+        # Log the step as a metric of its own, because a resume from an older checkpoint repeats
+        # steps. The step counter of wandb must not decrease.
         self._run.define_metric("*", step_metric="step")
         folder = shlex.quote(str(self.folder))
         self.view = (
