@@ -132,8 +132,8 @@ def load(path: Path) -> dict[str, Any]:
         )
     if contents["format"] != FORMAT:
         raise ValueError(
-            f"{path}: the checkpoint has format {contents['format']}, but this code reads format "
-            f"{FORMAT}; use the code that wrote the file"
+            f"{path}: the checkpoint has the format {contents['format']}, expected {FORMAT}; use "
+            "the code that wrote the file"
         )
     return contents
 
