@@ -83,9 +83,9 @@ class CsvDataset(ImageDataset):
     def check(cls, config: DataConfig, evaluated: str | None = None, target: str = "label") -> None:
         """Raise ValueError if the CSV file of the dataset cannot be used.
 
-        One image of each label must exist as a file. For training (`evaluated` is None), no cell
-        may hold several labels, no file or group may be in two splits, and each label of val or
-        test must also be in train.
+        One image of each label must exist as a file. More is checked for training (`evaluated` is
+        None). No cell may hold several labels. No file or group may be in two splits. Each label of
+        val or test must also be in train.
         """
         path, several, columns = csv_file(config), target == "labels", _columns(config, target)
         rows = read_rows(path, several, columns)

@@ -34,8 +34,9 @@ class Erasing:
     def draw(self, seeds: list[int], shape: torch.Size) -> list[Tensor]:
         """Draw which pixels of a batch are erased, and the noise that replaces them.
 
-        Returns the indices of these pixels, int32 [P], counted over all pixels of all images of the
-        batch. Unless the mode is const, the noise, float32 [P, C], follows in the list.
+        The first tensor in the returned list has the indices of these pixels, int32 [P], counted
+        over all pixels of all images. The second tensor has the noise, float32 [P, C]. It is left
+        out in the mode const, which erases to zeros.
         """
         # Create the generators here and not as attributes, because a torch.Generator cannot be
         # pickled for loader workers that are spawned.

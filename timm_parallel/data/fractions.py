@@ -24,8 +24,8 @@ def split_of(key: str, data: DataConfig) -> str:
     """Select train, val or test for an image from a hash of `key`, its relative path or its group.
 
     An image keeps its split when other images are added. Each class is divided in about the
-    configured fractions. The Unicode forms NFC and NFD of a name, of which macOS uses NFD, give the
-    same split.
+    configured fractions. File names from macOS use another Unicode form (NFD) than those of other
+    systems (NFC). Both forms give the same split.
     """
     text = unicodedata.normalize("NFC", key).encode("utf-8", "surrogateescape")
     digest = hashlib.blake2b(text, digest_size=8).digest()

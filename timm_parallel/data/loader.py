@@ -93,11 +93,11 @@ class BatchFetcher:
         """Configure how batches are read.
 
         `on_error`: raise ends the run at an unreadable image; skip replaces the image or leaves it
-        out. `substitutes`: number of images among which the next readable one replaces an
-        unreadable one, so that a training batch keeps its size on every rank. 0 leaves unreadable
-        images out. `chosen`: indices of the images of the split to read; None: all. `on_pixels`:
-        augmentation of batches of uint8 images, after `transform`. `on_normalized`: augmentation of
-        batches of normalized images.
+        out. `substitutes`: number of images that may replace an unreadable image; the next readable
+        one does. So a training batch keeps its size on every rank. 0: leave unreadable images out.
+        `chosen`: indices of the images of the split to read; None: all. `on_pixels`: augmentation
+        of batches of uint8 images, after `transform`. `on_normalized`: augmentation of batches of
+        normalized images.
         """
         # Without a task, the targets of a batch are stacked to one tensor, which is the default.
         targets = targets or Targets()
@@ -336,9 +336,9 @@ def num_workers(
 ) -> int:
     """Return the number of worker processes for the loader of one rank.
 
-    With `auto`, data in memory need no workers. Other data get the number of cores divided by the
-    number of ranks on this machine. Data in memory get as many workers if a GPU is used and each
-    image is transformed by itself, because the main thread is busy with launching kernels.
+    With `auto`, this is the number of cores divided by the number of ranks on this machine. Data in
+    memory need no workers. An exception is a GPU run that transforms each image by itself, because
+    its main thread is busy with launching kernels.
     """
     if workers != "auto":
         return int(workers)

@@ -31,8 +31,8 @@ class BatchMemory:
         self._free: dict[int, list[mmap.mmap]] = {}
 
     def empty(self, *shape: int) -> Tensor:
-        """Return an uninitialized float32 tensor with the given shape, in a reused block if one is
-        free.
+        """Return an uninitialized float32 tensor with the given shape, in a free memory block or a
+        new one.
         """
         size = 4 * math.prod(shape)
         free = self._free.setdefault(size, [])

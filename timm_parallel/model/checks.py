@@ -1,7 +1,7 @@
-"""Checks that run before training starts.
+"""Checks of a model that run before training starts.
 
-The checks find that pretrained weights cannot be downloaded, that torch cannot compile, that the
-model rejects the image size, or that the optimizer lacks a parameter.
+They detect pretrained weights that cannot be downloaded, a missing compiler, an image size that the
+model rejects, and parameters that the optimizer lacks.
 """
 
 from __future__ import annotations
