@@ -7,14 +7,16 @@ strategy.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from timm_parallel.parallel import shards
 from timm_parallel.parallel.blocks import blocks_of, vector_layers
@@ -38,7 +40,15 @@ class FullySharded(Distributed):
 
     @cached_property
     def mesh(self) -> DeviceMesh:
-        return shards.device_mesh(self.device, self.group.world_size, self.config.shard_size)
+        """Build the device mesh of the ranks: [replicas, shards], or [shards] for one replica.
+
+        All ranks must call this function.
+        """
+        ranks, shard_size = self.group.world_size, self.config.shard_size
+        if shard_size in (None, ranks):
+            return init_device_mesh(self.device.type, (ranks,))
+        shape = (ranks // shard_size, shard_size)
+        return init_device_mesh(self.device.type, shape, mesh_dim_names=("replicate", "shard"))
 
     def wrap(self, step: Any) -> nn.Module:
         self.model, self.dtype = step.bare_model, step.dtype
@@ -50,13 +60,12 @@ class FullySharded(Distributed):
         self.lay_out(self.model)
         # The outermost sharded module. It gathers parameters and reduces gradients for all modules
         # inside.
-        self.root: nn.Module = self.model
+        self.root: Any = self.model
         own = own_parameters(step, self.model).values()
         if any(parameter.requires_grad for parameter in own):
             self.root = self._shard_step(step, list(own))
-            return self.root
-        module: nn.Module = step
-        return module
+            return cast(nn.Module, self.root)
+        return cast(nn.Module, step)
 
     def _shard_step(self, step: nn.Module, own: list[nn.Parameter]) -> nn.Module:
         """Shard the parameters that the training step has in addition to those of its model.
@@ -106,14 +115,25 @@ class FullySharded(Distributed):
         is_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
         return Lockstep(model, self.group, self.device) if is_sharded else model
 
-    def skip_sync(self, wrapped: nn.Module) -> AbstractContextManager[Any]:
-        return shards.unreduced(self.root)
+    @contextmanager
+    def skip_sync(self, wrapped: nn.Module) -> Iterator[None]:
+        # Each rank adds up the gradients of whole parameters until they are reduced.
+        self.root.set_requires_gradient_sync(False)
+        self.root.set_is_last_backward(False)
+        yield
+        self.root.set_requires_gradient_sync(True)
+        self.root.set_is_last_backward(True)
 
     def whole(self, tensor: Tensor) -> Tensor:
-        return shards.whole(tensor)
+        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
     def part(self, tensor: Tensor, like: Tensor) -> Tensor:
-        return shards.part(tensor, like)
+        if not isinstance(like, DTensor) or isinstance(tensor, DTensor):
+            return tensor
+        # Every rank already has the whole tensor, so no rank needs to send it.
+        return distribute_tensor(
+            tensor.to(like.device), like.device_mesh, like.placements, src_data_rank=None
+        )
 
 
 class StepOfShards(nn.Module):
