@@ -40,7 +40,7 @@ def submit_array(jobs: Jobs, max_jobs: int | None, config: Config, is_new: bool)
         and (queued := jobs_in_queue().get(str(script))) is not None
     ):
         raise ValueError(
-            f"sweep.resume={jobs.folder}: Slurm job {queued} of this sweep is still in the queue; "
+            f"sweep.resume={jobs.folder}: Slurm job {queued} of this sweep is in the queue; "
             f"wait until it has ended, or run `scancel {queued}`"
         )
     for job in waiting:
