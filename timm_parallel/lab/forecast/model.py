@@ -200,8 +200,8 @@ def fit(runs: Sequence[Measured]) -> Model:
     times and, if recorded, the all-reduce times.
 
     The unknowns are chosen in this order: c1, beta, h if all-reduce times were recorded, c0 if the
-    batches per device differ, alpha. There are never more unknowns than measured numbers of
-    devices.
+    batches per device differ, alpha. There are never more unknowns than equations. Each number of
+    devices gives one equation per kind of time.
     """
     from scipy.optimize import least_squares
 
