@@ -15,7 +15,7 @@ from timm_parallel.record.result import read_metrics, read_result
 
 # Logged values of one metric: step -> value.
 Curve = dict[int, float]
-# Logged values that are equal in no two runs, because they depend on time or memory.
+# Logged metrics that differ between any two runs, because they measure time or memory.
 BY_THE_CLOCK = re.compile(
     r"epoch|step|time|train/(images_per_sec(_per_device)?|data_wait)|(memory|utilisation)/.*"
 )
@@ -48,8 +48,8 @@ def compare_curves(one: Path, other: Path, tolerance: float) -> list[CurveCompar
         # A run that failed before it loaded its data recorded no fingerprints of the data.
         if key in second and a != second[key]:
             raise ValueError(
-                f"{key}: {a} in {one}, {second[key]} in {other}; expected runs on equal data, of "
-                "equal length and batch"
+                f"{key}: {a} in {one}, {second[key]} in {other}; expected two runs with equal "
+                "data, number of steps and batch size"
             )
     of_one, of_other = curves(one), curves(other)
     common = sorted(of_one.keys() & of_other.keys())
@@ -81,7 +81,9 @@ def curves(run: Path) -> dict[str, Curve]:
     memory are left out.
     """
     if not (run / "metrics.jsonl").is_file():
-        raise ValueError(f"{run}: has no metrics.jsonl; expected a run folder")
+        raise ValueError(
+            f"{run}: has no metrics.jsonl; expected the folder of a run that has logged metrics"
+        )
     by_name: dict[str, Curve] = defaultdict(dict)
     for line in read_metrics(run / "metrics.jsonl"):
         for name, value in line.items():

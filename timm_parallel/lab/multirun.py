@@ -20,7 +20,7 @@ from timm_parallel.record.jobs import VERDICT
 
 
 def main(arguments: Any) -> int:
-    """Start, resume or show the sweep or search of a parsed command line. Return the exit code."""
+    """Start, resume or list the sweep or search of a parsed command line. Return the exit code."""
     app = current()
     return run_multirun(
         arguments, partial(app.call, app.training_size), partial(app.call, app.check_data)

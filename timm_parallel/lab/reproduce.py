@@ -54,7 +54,9 @@ def reproduce_run(run: Path, steps: int) -> int:
     except ValueError as error:
         shutil.rmtree(folder)
         has = f"use a clone that has commit {environment['commit']}"
-        raise ValueError(f"{run}: its code cannot be restored ({error}); {has}") from None
+        raise ValueError(
+            f"{run}: the code of this run cannot be restored ({error}); {has}"
+        ) from None
     last = max(recorded[LOSS])
     is_whole = end.status == "done" and end.steps == last
     code = _train(run, folder, [] if is_whole else [f"train.max_steps={last}"])
@@ -114,7 +116,9 @@ def _recorded(run: Path, steps: int) -> dict[str, Curve]:
     logged = curves(run)
     last = max((step for step in logged.get(LOSS, {}) if step <= steps), default=None)
     if last is None:
-        raise ValueError(f"steps={steps}: {run} has logged no loss up to there; use a larger one")
+        raise ValueError(
+            f"steps={steps}: {run} has logged no loss in its first {steps} steps; use more steps"
+        )
     for curve in logged.values():
         for step in [step for step in curve if step > last]:
             del curve[step]

@@ -49,9 +49,11 @@ class MeasuredPoint(Configuration):
     strategy: str
     devices: int
     nodes: int
-    # Parallel options that differ from other configurations with this strategy and device count.
+    # Options of `parallel` in which this configuration differs from others with the same strategy
+    # and number of devices.
     options: str
-    # End of the label, which names the nodes and the options.
+    # Last part of the configuration's label, such as ` on 2 nodes`. It names the nodes and the
+    # options.
     suffix: str
 
     @property
@@ -81,7 +83,7 @@ class Group(Question[MeasuredPoint]):
     model: str
     # Scaling: strong if the global batch is fixed, weak if the batch per device is fixed.
     kind: str
-    # The batch that is fixed.
+    # The fixed batch size: the global one for strong scaling, the one per device for weak scaling.
     batch: int | None
     # Further settings that differ between the groups of a report.
     settings: str

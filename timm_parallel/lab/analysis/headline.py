@@ -57,16 +57,16 @@ class Recommendation:
     command: str = ""
     # Label of the recommended configuration.
     point: str | None = None
-    # The comparison on which the sentence relies.
+    # The comparison of two configurations on which the sentence of the headline result relies.
     contrast: Contrast | None = None
     # Expected value of the headline metric, without the bias of choosing the best configuration.
     # None on a page about speed.
     value: float | None = None
-    # 95 % confidence interval of that value.
+    # 95 % confidence interval of the expected value of the headline metric.
     value_interval: tuple[float, float] | None = None
     # Expected difference from the baseline, without the bias of choosing the best configuration.
     difference: float | None = None
-    # Sentences that a reader must know to rely on the headline result.
+    # Sentences that a reader of the report must know to rely on the headline result.
     notes: tuple[str, ...] = ()
 
 
@@ -161,8 +161,8 @@ def _recommend_simple(group: Group) -> Recommendation:
 
 
 def _compare_with_single(group: Group, point: MeasuredPoint) -> tuple[Contrast | None, str]:
-    """Return (comparison, sentence) of a configuration with strategy single. If the configuration
-    is single, compare it with the fastest other configuration.
+    """Compare a configuration with strategy single. If the configuration is single itself, compare
+    it with the fastest other one. Return (comparison, sentence for the report).
     """
     assert point.speed is not None
     if point is group.single:
@@ -349,8 +349,8 @@ def _expected(group: SettingGroup, chosen: Setting) -> Recommendation:
     differences = [score - baseline[block] for block, score in scores.items() if block in baseline]
     interval = group.interval(chosen)
     if interval is not None and chosen.mean is not None:
-        # Extend the interval from that of a setting that was not chosen by its mean to the values
-        # that the correction allows.
+        # Widen the confidence interval of the mean, so that it also contains the values that are
+        # likely after the correction for choosing the best setting.
         low, high = (end - (chosen.mean - value) for end in interval)
         interval = min(low, interval[0]), max(high, interval[1])
         if group.scale.is_proportion:
@@ -372,8 +372,8 @@ def _value(group: SettingGroup, chosen: Setting, expected: Recommendation) -> st
 
 
 def _rivals(group: SettingGroup, named: Setting) -> str:
-    """Format a sentence on the settings that may be as good as the best one. The text is empty if
-    that is true of no sound setting.
+    """Format a sentence that names the settings which are not shown to be worse than the
+    recommended one. If there are none, the sentence says that it is the best.
     """
     rivals = [
         setting

@@ -1,6 +1,6 @@
 """Base classes of a comparison. A configuration is a set of runs with the same settings. A question
-states the measure, its scale, and the pairs of configurations to compare. One function estimates
-the differences and decides for all questions.
+is a group of configurations that are compared by a measure on a scale. One function estimates the
+differences and decides for all questions.
 """
 
 from __future__ import annotations
@@ -72,13 +72,13 @@ C = TypeVar("C", bound=Configuration)
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Question(Generic[C]):
-    """Configurations that are compared with each other by the measures of their runs, and the
-    results of the comparison.
+    """A group of configurations that are compared with each other by the measures of their runs,
+    with the results of the comparison.
     """
 
     members: tuple[C, ...] = ()
     by_measure: Mapping[str, Sequence[Contrast]] = field(default_factory=dict, compare=False)
-    # Relative difference below which a difference does not matter for a verdict.
+    # Smallest relative difference that matters. A smaller one does not count for a verdict.
     smallest_difference: float = SMALLEST_DIFFERENCE
     # Chance that any verdict on the measure of the headline result is wrong.
     level: float = LEVEL
@@ -113,13 +113,15 @@ class Question(Generic[C]):
 
     @property
     def contrasts(self) -> Sequence[Contrast]:
-        """Compared pairs of configurations, by the measure of the headline result."""
+        """Effect, confidence interval and verdict of each compared pair of configurations, for the
+        measure of the headline result.
+        """
         return self.by_measure.get(self.metric, ())
 
     @property
     def detectable(self) -> list[float]:
-        """Smallest difference that the comparison of each pair can show, by the measure of the
-        headline result.
+        """Smallest difference that the comparison of each pair of configurations can show, for the
+        measure of the headline result.
         """
         return [c.detectable for c in self.contrasts if c.detectable is not None]
 
@@ -146,8 +148,8 @@ def with_contrasts(
     smallest_difference: float = SMALLEST_DIFFERENCE,
     levels: Mapping[str, float] | None = None,
 ) -> list[Q]:
-    """Compare the configurations of each question in pairs, and return the questions with the
-    results. A result has an effect, an interval and a verdict.
+    """Compare pairs of configurations in each group, and return copies of the groups with the
+    results: effect, confidence interval and verdict of each pair.
 
     `levels`: measure -> chance that any verdict on it is wrong. The key "" stands for the measure
     of the headline result, which is the only measure by default.
@@ -157,8 +159,8 @@ def with_contrasts(
         names = [measure or question.metric for question in questions]
         asked = zip(questions, names, strict=True)
         estimates = [q.estimates(name, q.pairs(name)) for q, name in asked]
-        # Decide on the pairs of all questions in one call, because Holm's rule corrects for the
-        # number of all pairs.
+        # Decide on the pairs of all groups in one call, because Holm's rule corrects for the number
+        # of all pairs.
         decided = iter(decide([e for of in estimates for e in of], smallest_difference, level))
         for place, question in enumerate(questions):
             contrasts = [next(decided) for _ in estimates[place]]

@@ -28,7 +28,7 @@ _RECORDED = {name: f"throughput.{name}" for name in _TIMED} | {
     # Processor seconds of all processes per second of wall time.
     "cpu_seconds": "cpu.seconds_per_second",
     "first_step_seconds": "seconds.start_to_first_step",
-    # Energy of all GPUs.
+    # Joules of all GPUs per image.
     "joules_per_image": "energy.joules_per_image",
     # Share of the timed steps in which the devices wait for data, 0 to 1.
     "data_wait": "data_wait",
@@ -38,7 +38,7 @@ IMAGES_PER_SECOND = "images/s"
 MEASURES = (*_RECORDED, "imbalance", "busy")
 
 
-# Records are compared by identity, so two records are never equal.
+# RunRecords are compared by identity, so two of them are never equal.
 @dataclass(frozen=True, eq=False)
 class RunRecord:
     """Recorded data of one run, which may be a job of a sweep.
@@ -55,9 +55,9 @@ class RunRecord:
     reason: str = ""
     # Folder of the sweep. Empty for a run outside of a sweep.
     sweep: str = ""
-    # Number of the repeat in the sweep.
+    # Number of the repeat to which the run belongs in its sweep.
     block: int = 0
-    # Number of the job in the order in which the jobs start.
+    # Position of the run in the order in which the jobs of its sweep start.
     position: int | None = None
     overrides: tuple[str, ...] = ()
     # Name of the file of conf/model that was chosen. Empty if Hydra did not record it.
@@ -161,7 +161,7 @@ class RunRecord:
         )
         if requested is not None and devices is None:
             return f"not compared: devices is {requested!r}, expected an integer"
-        # On several nodes, the world size is a multiple of the devices.
+        # The world size counts all nodes and `devices` counts one node, so it must be a multiple.
         if world and devices and world % devices:
             return f"not compared: {devices} devices requested, world size {world} measured"
         if self.is_edited:

@@ -24,7 +24,7 @@ class Scale:
     name: str
     # Function that transforms a value. It returns NaN for a value without a transformed value.
     to: Callable[[float], float]
-    # The inverse function.
+    # Function that converts a transformed value back to a value of the measure.
     back: Callable[[float], float]
     # True if results are stated as ratios, else as differences.
     is_ratio: bool = False

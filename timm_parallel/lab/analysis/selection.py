@@ -24,13 +24,13 @@ def choose(
     simplest_first: Sequence[str],
     smallest_difference: float = SMALLEST_DIFFERENCE,
 ) -> tuple[str, Contrast | None, list[str]] | None:
-    """Return the simplest configuration that is at most `smallest_difference` slower than the
-    fastest one. The confidence interval of the ratio must show this.
+    """Choose the simplest configuration whose confidence interval shows that it is at most
+    `smallest_difference` slower than the fastest one.
 
     `rows`: measured speeds. `simplest_first`: configurations from the simplest to the most complex
-    one. The result has the configuration, its comparison with the fastest (None if it is the
-    fastest), and the configurations that share no repeat with the fastest, so that they cannot be
-    compared. It is None without rows.
+    one. Return (configuration, its comparison with the fastest one, other configurations). The
+    comparison is None if the configuration is the fastest. The other configurations share no repeat
+    with the fastest, so that they cannot be compared with it. Return None without rows.
     """
     # Do not choose the simplest configuration that is not shown to be slower. If one disturbed run
     # widens all intervals, that rule would choose too simple a configuration.

@@ -79,7 +79,7 @@ class Setting(Configuration):
         return stdev(self.values.values()) if len(self.values) > 1 else None
 
 
-# Groups are compared by identity, so two groups are never equal.
+# Groups of settings are compared by identity, so two of them are never equal.
 @dataclass(frozen=True, eq=False)
 class SettingGroup(Question[Setting]):
     """Settings of a sweep on the same data and code, which are compared by their headline
@@ -131,8 +131,8 @@ class SettingGroup(Question[Setting]):
         return replace(e, slack=(up, down) if self.scale.lower_is_better else (down, up))
 
     def is_void(self, contrast: Contrast) -> bool:
-        """Return True if the setting that is shown to be better has ended runs itself. The values
-        of its other runs then say nothing about those runs.
+        """Return True if the setting that is shown to be better has itself ended some of its runs.
+        The values of its other runs do not tell how it would do in those runs.
         """
         return contrast.verdict == SUPPORTED and not self.named(contrast.a).is_sound
 
@@ -305,8 +305,8 @@ def _settings(runs: Sequence[RunRecord], keys: Sequence[str]) -> tuple[Setting, 
         alike[tuple(repr(run.config.get(key)) for key in keys)].append(run)
     if len(alike) == 1:
         [members] = alike.values()
-        # A single setting still shows all keys, because jobs that have not ended may have other
-        # values.
+        # Show all keys of a single setting, because jobs that have not ended may have other values
+        # of them.
         texts = [{key: _default(members[0], key) for key in keys}]
     else:
         texts = _swept_values([members[0] for members in alike.values()], keys)

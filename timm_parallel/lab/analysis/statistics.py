@@ -26,14 +26,14 @@ from typing import Any
 
 import numpy as np
 
-# Not from scipy.stats, because its import takes a second.
+# Import from scipy.special, because an import of scipy.stats takes a second.
 from scipy.special import digamma, fdtrc, polygamma, stdtr, stdtrit
 
 from timm_parallel.lab.analysis.scales import RATIO, Scale
 
 SUPPORTED, NOT_SUPPORTED = "supported", "not supported"
 INCONCLUSIVE, NOT_MEASURABLE = "inconclusive", "not measurable"
-# A smaller relative difference does not matter for the choice of a strategy.
+# Smallest relative difference that matters for the choice of a strategy.
 SMALLEST_DIFFERENCE = 0.03
 # Chance that any verdict of a report is wrong.
 LEVEL = 0.05
@@ -66,9 +66,9 @@ class Estimate:
     # Number of measurements of the two configurations in common repeats. The smaller number counts.
     n: int
     difference: float | None = None
-    # Standard error of the difference.
+    # Standard error of the estimated difference of two configurations.
     error: float = 0.0
-    # Residual degrees of freedom. 0 if the measurements do not show the noise.
+    # Residual degrees of freedom of the model. 0 if the measurements do not show the noise.
     freedom: float = 0
     # Residual standard deviation of one measurement.
     noise: float = 0.0
@@ -118,7 +118,8 @@ class Contrast:
     b: str
     # A ratio or a difference, depending on the scale. None if it is unknown.
     effect: float | None
-    # Ends of the confidence interval, or None if the noise is unknown. Holm's rule sets the level.
+    # Ends of the confidence interval at the level that Holm's rule sets. None if the noise is
+    # unknown.
     low: float | None
     high: float | None
     n: int

@@ -1,11 +1,10 @@
 """Verdict on a change of the code: better, worse, or no difference shown. Runs of the code before
 the change (base) and after it (head) have the same seeds. All functions are pure.
 
-Who tests the same question often enough finds a difference by chance. So all verdicts on one base
-share the level LEVEL. Verdict number k may be wrong with a chance of LEVEL / (k (k + 1)), which
-sums to LEVEL over all k. This is alpha spending (Foster and Stine, 2008; Tian and Ramdas, 2021),
-which is Bonferroni's correction for an unknown number of tests. It holds for dependent verdicts
-too.
+A test that is repeated often enough finds a difference by chance. So all verdicts on one base share
+the level LEVEL. Verdict number k may be wrong with a chance of LEVEL / (k (k + 1)), which sums to
+LEVEL over all k. This is alpha spending (Foster and Stine, 2008; Tian and Ramdas, 2021), which is
+Bonferroni's correction for an unknown number of tests. It holds for dependent verdicts too.
 """
 
 from __future__ import annotations
@@ -43,9 +42,10 @@ from timm_parallel.lab.analysis.wording import (
 from timm_parallel.machine.text import plural
 from timm_parallel.record.jobs import UNFINISHED
 
-# Name and values of the setting that the jobs of a verdict differ in, the version of the code.
+# Name and values of the only setting in which the jobs of a verdict differ: the version of the
+# code.
 CODE, BASE, HEAD = "code", "base", "head"
-# Measures that are tested.
+# Measures by which a verdict compares two versions of the code.
 METRIC, SPEED = "metric", "speed"
 BETTER, WORSE, NO_DIFFERENCE = "better", "worse", "no difference shown"
 FAILED, REFUSED, UNKNOWN = "failed", "refused", "no verdict yet"
@@ -69,7 +69,7 @@ class Record:
     head: str
     # Number of the verdict among all verdicts on the same base, from 1.
     number: int
-    # The measure that decides.
+    # The measure that decides a verdict: metric or speed.
     on: str = METRIC
     overrides: list[str] = field(default_factory=list)
     # Sentences on differences of the two versions that a reader must know.

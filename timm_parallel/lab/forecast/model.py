@@ -47,7 +47,7 @@ class Measured:
     """
 
     devices: int
-    # Images of all devices in one optimizer step.
+    # Number of images of all devices in one optimizer step.
     images: int
     seconds: float
     gradient_bytes: int

@@ -54,13 +54,13 @@ class Plan:
     devices: int
     reason: str = ""
     strategy: str = ""
-    # Images of all devices in one batch.
+    # Number of images of all devices in one batch.
     batch_size: int = 0
-    # Images of the device that gets the largest part of a batch.
+    # Number of images that one device gets of a batch. If the parts differ, the largest counts.
     batch_size_per_device: int = 0
-    # Images of the training split.
+    # Number of images of the training split.
     images: int = 0
-    # Images that one device processes in an epoch.
+    # Number of images that one device processes in an epoch.
     images_per_device: int = 0
     dropped_per_epoch: int = 0
     steps_per_epoch: int = 0

@@ -54,8 +54,10 @@ class LocalJob:
     def __init__(
         self, job: Job, folder: Path, watch: Watch | None, server: WarmServer | None = None
     ) -> None:
-        """`watch`: function that returns a reason to stop the job early. `server`: server process
-        that forks the job, or None to start the job as a command.
+        """Create the object that controls a job, without starting the job.
+
+        `watch`: function that returns a reason to stop the job early. `server`: server process that
+        forks the job, or None to start the job as a command.
         """
         self.job, self.folder, self._watch, self._server = job, folder, watch, server
         self._prune_reason = ""

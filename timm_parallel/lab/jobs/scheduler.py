@@ -27,7 +27,9 @@ class DeviceScheduler:
     """Assigns the devices of a machine to jobs, and chooses the job that starts next."""
 
     def __init__(self, devices: Mapping[str, Sequence[str]], max_jobs: int | None = None) -> None:
-        """`devices`: dictionary from device type to the names of the devices. `max_jobs`: largest
+        """Create a scheduler without running jobs.
+
+        `devices`: dictionary from device type to the names of the devices. `max_jobs`: largest
         number of concurrent jobs, or None if only the devices limit it.
         """
         self.devices, self.max_jobs = devices, max_jobs

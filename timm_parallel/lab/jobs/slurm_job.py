@@ -87,7 +87,7 @@ class SlurmJob(LocalJob):
         # Id of the Slurm job of this trial.
         self._number: str | None = None
         self._cancelled = False
-        # Time since when the job is neither in the queue nor has a final result.
+        # Time at which the job was first found neither in Slurm's queue nor with a final result.
         self._missing_since: float | None = None
 
     def start(self, need: Requirement, names: Sequence[str]) -> None:

@@ -30,7 +30,7 @@ SafeLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 def collect(folders: list[Path]) -> list[RunRecord]:
     """Read run folders, and all jobs of sweep folders, into RunRecords. Raises ValueError if a
-    folder is neither, or cannot be read.
+    folder is neither a run nor a sweep, or if it cannot be read.
     """
     unique = list(dict.fromkeys(folder.resolve() for folder in folders))
     root = Path(os.path.commonpath(unique))
@@ -52,7 +52,7 @@ def _read_folder(folder: Path, root: Path) -> list[RunRecord]:
     if (folder / "jobs.json").is_file():
         jobs = read_jobs(folder).jobs
         if not jobs:
-            raise ValueError(f"{folder / 'jobs.json'}: the list of jobs is empty")
+            raise ValueError(f"{folder / 'jobs.json'}: has no jobs, but a sweep has at least one")
         return [
             _read_run(folder / job.folder, root, job, os.path.relpath(folder, root)) for job in jobs
         ]
@@ -100,7 +100,8 @@ def _read_run(folder: Path, root: Path, job: Job | None, sweep: str = "") -> Run
         position=job.id if job else None,
         overrides=overrides,
         model_option=_option(folder, "model"),
-        # A search without search=… on its command line gives its trials this override.
+        # Recognize a trial of a search by this override. A search that an experiment file switched
+        # on gives it to all of its trials.
         is_trial=_option(folder, "search") not in ("", "null")
         or (job is not None and "search.sampler=null" in job.overrides),
         seed=_seed(job) if job else None,
@@ -136,8 +137,9 @@ def read_curve(folder: Path, metric: str) -> dict[int, float]:
 
 
 def _seed(job: Job) -> int | None:
-    """Return the seed of a job. If its overrides set a seed that does not fit jobs.json, return the
-    seed of the overrides. A repeat adds its number to the seed.
+    """Return the seed of a job. If the overrides of the job set a seed that contradicts jobs.json,
+    return the seed of the overrides. The seed of a repeat is the first seed plus the number of the
+    repeat.
     """
     given = parse_overrides(job.overrides).get("seed", "")
     if given.isdigit() and job.seed not in (int(given), int(given) + (job.block or 0)):

@@ -1,4 +1,4 @@
-"""The contents of a report, before they are rendered as HTML and Markdown."""
+"""Contents of a report, before they are rendered as HTML and Markdown."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Report:
     # Numbers of jobs by status, such as `7 of 9 jobs done, 1 skipped, 1 running`.
     counts: str
     smallest_difference: float
-    # Headline result of each group.
+    # Headline result of each group of configurations.
     recommendations: list[Recommendation]
     groups: list[Group]
     # Groups of settings that are compared by a metric. Empty on a page about speed.

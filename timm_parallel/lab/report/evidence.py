@@ -41,7 +41,7 @@ class ClaimResult:
 class Comparison:
     """Ratio of two configurations, and the verdict on a claim about this ratio."""
 
-    # Name of configuration a, with the title of its group if there are several groups.
+    # Name of the first configuration, with the title of its group if there are several groups.
     label: str
     group: Group
     a: MeasuredPoint

@@ -30,7 +30,7 @@ INK, QUIET = "#010101", "#808080"
 COLORS = ("#0080c8", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#777777", INK)
 DASHES = ("-", "--", "-.", ":")
 MARKS = "os^Dv"
-# Strategy -> (mark, color).
+# Strategy -> (mark, color) in all plots.
 LOOKS = {"single": ("o", INK), "dp": ("s", "#d55e00"), "ddp": ("^", "#0080c8")}
 OTHER = ("D", QUIET)
 # Part of a step -> (name in the legend, color, hatch of its bar).

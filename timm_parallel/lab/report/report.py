@@ -44,8 +44,9 @@ Drawn = dict[Group | SettingGroup, list[plots.Plot]]
 
 
 def compare(runs: list[RunRecord], folders: Sequence[Path]) -> Report:
-    """Group and compare runs, and return the contents of the report. `folders`: folders of the
-    report, of which the sweep folders have a jobs.json that is read.
+    """Group and compare runs, and return the contents of the report.
+
+    `folders`: folders from which the runs come. In sweep folders, jobs.json is read too.
     """
     # If the sweeps set different values of sweep.smallest_difference, use the largest.
     limits = [run.config.get("sweep.smallest_difference") for run in runs]
@@ -85,9 +86,9 @@ def write_report(sweep_folders: list[Path], out: Path | None = None) -> Path:
     """Write report.html, report.md, report.csv, report.json and plots of sweeps and single runs.
     Return the path of report.html.
 
-    `sweep_folders`: folders of finished or unfinished sweeps, or of runs, from any number of
-    machines. `out`: folder of the report, by default the first of them. Raises ValueError for any
-    other folder, or if one cannot be read.
+    `sweep_folders`: folders of sweeps or of runs, finished or not, from any number of machines.
+    `out`: folder of the report, by default the first of `sweep_folders`. Raises ValueError for any
+    other folder, or if a folder cannot be read.
     """
     runs = collect(sweep_folders)
     out = (out or sweep_folders[0]).resolve()

@@ -99,8 +99,7 @@ def draw_study(study: optuna.Study, metric: str) -> list[str]:
     values = [
         trial.value for trial in study.get_trials(deepcopy=False) if trial.state.name == "COMPLETE"
     ]
-    # These functions of Optuna have a parameter `target_name`, the name of the metric. The others
-    # do not.
+    # Plot functions of Optuna that have a parameter `target_name`, the name of the metric.
     of_values: list[Any] = [plots.plot_optimization_history, plots.plot_slice] if values else []
     if len(values) >= MIN_FOR_IMPORTANCES and len(set(values)) > 1:
         of_values.append(plots.plot_param_importances)

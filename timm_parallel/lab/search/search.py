@@ -39,7 +39,8 @@ from timm_parallel.machine.secrets import hide
 from timm_parallel.record.jobs import FAILED, UNFINISHED, Job, Jobs, new_jobs, read_jobs
 from timm_parallel.record.result import read_result
 
-if TYPE_CHECKING:  # slow to import
+# Optuna is slow to import, so that it is only imported for type checks here.
+if TYPE_CHECKING:
     import optuna
 
 
@@ -152,7 +153,7 @@ class Search(Runner):
         # Number of trials that have failed since this process started.
         self.failed = 0
         # Take results from the study that jobs.json does not have, because a search may be killed
-        # between the two writes.
+        # after it wrote the one and before it wrote the other.
         attributes = {
             trial.number: trial.user_attrs
             for trial in self.study.get_trials()

@@ -51,16 +51,17 @@ class Dimension:
     numbers from `low` to `high` inclusive.
     """
 
-    # The dotted key.
+    # The searched key, such as `optim.lr`.
     name: str
     # The key as in an override, with + or ++ if the config does not have it yet.
     key: str
-    # The values as the user wrote them.
+    # The values of the key, as the user wrote them.
     text: str
     options: tuple[str, ...] = ()
     low: float = 0
     high: float = 0
-    # Distance between two values, or None if all numbers in the range are allowed.
+    # Distance between two neighboring values of the key, or None if every number in the range is
+    # allowed.
     step: float | None = None
     log: bool = False
 
@@ -171,7 +172,7 @@ def _dimension(override: Any) -> Dimension:
             )
         return Dimension(name, key, text, (), numbers[0], numbers[-1], abs(sweep.step))
     if not override.is_choice_sweep():
-        raise ValueError(f"{written}: expected {SWEPT}")
+        raise ValueError(f"{written}: expected several values as {SWEPT}")
     return Dimension(name, key, text, tuple(dict.fromkeys(override.sweep_string_iterator())))
 
 
@@ -313,7 +314,7 @@ def read_frozen(path: Path) -> DictConfig:
         assert isinstance(tree, DictConfig)
     except (OSError, AssertionError, YAMLError):
         raise ValueError(
-            f"{path}: missing or damaged; restore the file, or start again in a new folder"
+            f"{path}: the file is missing or damaged; restore it, or start again in a new folder"
         ) from None
     OmegaConf.set_struct(tree, True)
     return tree

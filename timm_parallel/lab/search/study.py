@@ -13,7 +13,8 @@ from timm_parallel.lab.search.space import Dimension
 from timm_parallel.machine.secrets import hide
 from timm_parallel.record.result import read_metrics
 
-if TYPE_CHECKING:  # slow to import
+# Optuna is slow to import, so that it is only imported for type checks here.
+if TYPE_CHECKING:
     import optuna
 
 

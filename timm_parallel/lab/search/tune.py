@@ -29,7 +29,7 @@ from timm_parallel.record.jobs import FAILED, UNFINISHED, Jobs, read_jobs
 
 # File with the current settings, in the sweep folder.
 FROZEN = "tune.yaml"
-# Folder of the first part of a tuning, in the sweep folder.
+# Folder of the screening, the first part of a tuning, in the sweep folder.
 SCREENING = "screening"
 SCREENING_BLOCKS = 3
 

@@ -97,10 +97,8 @@ class Board:
 
 @contextmanager
 def counted(doing: str, total: int) -> Iterator[Callable[[], None]]:
-    """Show the progress of a slow loop over `total` items on stderr. The context manager yields a
-    function that the loop must call after each item.
-
-    `doing`: what the loop does, in a word such as `composing`.
+    """Show the progress of a slow loop on stderr. The context manager yields a function that the
+    loop must call after each of `total` items. `doing`: word for the loop, such as `composing`.
     """
     console = PipeSafeConsole(
         stderr=True, soft_wrap=True, markup=False, emoji=False, highlight=False

@@ -37,15 +37,17 @@ class Point:
     """One configuration of a sweep. Each repeat of the sweep runs it in one job."""
 
     overrides: list[str]
-    # Run folder of the job, relative to the sweep folder.
+    # Run folder of the configuration's job, relative to the sweep folder.
     subdir: str
     # The config as Hydra composed it, with the `hydra` keys.
     tree: DictConfig
-    # The typed config. Its `auto` values are replaced unless it cannot run on this machine.
+    # The typed config. Its `auto` values are replaced, unless the configuration cannot run on this
+    # machine.
     config: Config
     # The reason why the configuration cannot run on this machine. Empty if it can.
     reason: str = ""
-    # Machine-readable code of that reason, if it has one.
+    # Code of the reason why the configuration cannot run, for programs. Empty if the reason has
+    # none.
     code: str = ""
     # Notes on values that `auto` chose and that may surprise the user.
     notices: list[str] = field(default_factory=list)
@@ -99,8 +101,8 @@ def check_jobs_data(configs: Sequence[Config], check_data: Callable[[Config], No
 
 
 def settle(point: Point) -> None:
-    """Replace the `auto` values in the config of a configuration by those for this machine. If the
-    config cannot run here, record the reason in `point.reason` instead.
+    """Replace the `auto` values of a configuration by those for this machine. If the configuration
+    cannot run on this machine, record the reason in `point.reason` instead.
     """
     try:
         check_combination(point.config)

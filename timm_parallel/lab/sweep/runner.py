@@ -60,7 +60,7 @@ class Runner(ABC):
         self._scheduler = DeviceScheduler(devices, max_jobs)
         self._running: dict[int, LocalJob] = {}
         self._board = Board(jobs)
-        # Free memory before any job runs.
+        # Free memory of the machine while no job of the sweep runs.
         self._free_bytes = hardware.available_memory()
         # Ids of jobs that ran out of memory while other jobs ran. They run again alone.
         self._alone: set[int] = set()

@@ -30,7 +30,8 @@ def start_sweep(command: Command, points: list[Point]) -> int:
     configs = [point.config for point in points if not point.reason]
     if not configs:
         raise ValueError(
-            f"no job of this sweep can run on this machine; the first job: {points[0].reason}"
+            f"no job of this sweep can run on this machine; reason of the first job: "
+            f"{points[0].reason}"
         )
     check_blocks(points, settings)
     if cluster.scheduler != "local" and any(
@@ -99,7 +100,9 @@ class Sweep(Runner):
     def __init__(
         self, jobs: Jobs, max_jobs: int | None = 1, slurm: SlurmQueue | None = None
     ) -> None:
-        """`max_jobs`: largest number of concurrent jobs, or None if only the devices limit it.
+        """Prepare the waiting jobs of a sweep, without starting one.
+
+        `max_jobs`: largest number of concurrent jobs, or None if only the devices limit it.
         `slurm`: queue of Slurm jobs, or None to run jobs on this machine.
         """
         super().__init__(jobs, max_jobs, slurm)

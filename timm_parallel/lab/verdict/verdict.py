@@ -52,7 +52,8 @@ MEANING = ("checkpoint.metric", "train.task")
 REQUIREMENTS = ("requirements.txt", "requirements.lock", "pyproject.toml")
 # Folder with the copies of both versions of the code, in the sweep folder.
 COPIES = "code"
-# File in the output folder that lists all verdicts on each base commit.
+# Name and format version of the file in the output folder that lists all verdicts on each base
+# commit.
 LEDGER, LEDGER_FORMAT = "verdicts.json", 1
 # Longest time to wait for another verdict that starts at the same time and locks the same file.
 LOCK_SECONDS = 10.0
@@ -66,9 +67,9 @@ def start_verdict(
     """Copy both versions of the code, train each with the same seeds, and decide which is better.
     Return (exit code, the dictionary that `--json` prints).
 
-    `overrides`: of train.py. `base`, `head`: commits; None as head is the working tree. `on`: the
-    measure that decides, metric or speed. `is_new`: restart the count of verdicts on this base at
-    1.
+    `overrides`: overrides of train.py. `base`: commit before the change. `head`: commit after the
+    change, or None for the working tree. `on`: the measure that decides, metric or speed. `is_new`:
+    True to restart the count of verdicts on this base at 1.
     """
     command = compose_command(parse_command_line(overrides))
     commits = find_commit(BASE, base), head and find_commit(HEAD, head)
@@ -174,15 +175,16 @@ def _check(folder: Path, overrides: list[str]) -> None:
     for key in MEANING:
         if old.get(key) != new.get(key):
             raise ValueError(
-                f"{key}: {old.get(key)} in base, {new.get(key)} in head; a verdict needs one "
-                f"metric: give {key} on the command line"
+                f"{key}: {old.get(key)} in base, {new.get(key)} in head; a verdict needs the same "
+                f"metric in both, so set {key} on the command line"
             )
     name = old["checkpoint.metric"]
     metric = metric_of(name)
     if base.code_of(metric) != head.code_of(metric):
         raise ValueError(
-            f"checkpoint.metric={name}: its code differs between base and head, so it may mean "
-            "another thing; commit the change of the metric, and use that commit as base"
+            f"checkpoint.metric={name}: the code of this metric differs between base and head, so "
+            "its values cannot be compared; commit the change of the metric, and use that commit "
+            "as base"
         )
 
 

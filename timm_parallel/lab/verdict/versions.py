@@ -54,7 +54,7 @@ class Version:
         )
         if done.returncode != 0:
             reason = done.stderr.strip().rpartition("\n")[2]
-            raise ValueError(f"{self.name} refuses the command line: {reason}")
+            raise ValueError(f"train.py of {self.name} rejects the command line: {reason}")
         config: dict[str, Any] = yaml.safe_load(done.stdout)
         return config
 
@@ -103,7 +103,7 @@ def find_commit(option: str, name: str) -> str:
         )
     except ValueError as error:
         raise ValueError(
-            f"{option}={name}: expected a commit of this repository ({error})"
+            f"{option}={name}: expected a commit, branch or tag of this repository ({error})"
         ) from None
 
 
