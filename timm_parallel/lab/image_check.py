@@ -141,8 +141,8 @@ class ImageReader(Dataset[CheckedImage]):
 def check_images(
     dataset: ImageDataset, target: str, groups: Mapping[str, str] | None = None
 ) -> Report:
-    """Read every image of a dataset, with one process per core. Return a report of problems and
-    statistics.
+    """Read every image of a dataset and return a report of its problems and statistics. One process
+    per core reads the images.
 
     `target`: kind of target of the task, such as `label` or `mask`. `groups`: file -> group. All
     images of a group, such as one patient, belong into one split.

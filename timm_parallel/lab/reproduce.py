@@ -36,8 +36,8 @@ OF_RESULT = ("accelerator", "devices", "threads_per_device", "accumulate", "para
 
 
 def reproduce_run(run: Path, steps: int) -> int:
-    """Repeat the first `steps` steps of a run in `<run>/reproduced`, print how the losses and
-    metrics compare, and write certificate.json.
+    """Repeat the first `steps` steps of a run and compare the losses, metrics and weights with the
+    recorded ones. The repetition is in `<run>/reproduced`, the result in `<run>/certificate.json`.
 
     Return the exit code: 0 if all values are equal bit for bit, 3 if not, else that of train.py,
     which rejects a machine with too few devices. Raises ValueError if the run did not record its

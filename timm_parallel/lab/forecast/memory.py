@@ -24,8 +24,8 @@ def measure_step(
     dtype: torch.dtype | None,
     has_ema: bool,
 ) -> tuple[int, Bytes]:
-    """Run one training step of one device on fake tensors. Return its FLOPs, forward and backward,
-    and its memory.
+    """Measure the FLOPs and the memory of one training step of one device, on fake tensors. Return
+    (FLOPs of forward and backward pass, memory).
 
     `step`: module that computes the loss of `model`. `batch`: images and targets of one device.
     `dtype`: type of autocast, or None if it is off. `has_ema`: True if the run averages its
