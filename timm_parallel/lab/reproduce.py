@@ -53,9 +53,9 @@ def reproduce_run(run: Path, steps: int) -> int:
             apply_diff(folder / "code", run / CODE_DIFF)
     except ValueError as error:
         shutil.rmtree(folder)
-        has = f"use a clone that has commit {environment['commit']}"
         raise ValueError(
-            f"{run}: the code of this run cannot be restored ({error}); {has}"
+            f"{run}: the code of this run cannot be restored ({error}); use a clone that has "
+            f"commit {environment['commit']}"
         ) from None
     last = max(recorded[LOSS])
     is_whole = end.status == "done" and end.steps == last

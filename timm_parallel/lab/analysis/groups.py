@@ -224,8 +224,8 @@ def group_runs(runs: Iterable[RunRecord]) -> list[Group]:
     """
     comparable = [run for run in runs if run.comparable]
     settings = [key for key in varied(comparable) if not key.startswith(_NOT_OF_A_GROUP)]
-    # Different numbers of workers do not separate groups if each strategy has one number, because
-    # `data.workers=auto` may choose a number per strategy.
+    # Do not put strategies into separate groups because of their numbers of loader workers, which
+    # `data.workers=auto` may choose differently for each strategy.
     workers = {(run.strategy, run.devices, run.config.get("data.workers")) for run in comparable}
     if "data.workers" in settings and len(workers) == len(
         {(strategy, devices) for strategy, devices, _ in workers}

@@ -137,8 +137,8 @@ class Contrast:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """Return the comparison as an entry of report.json. The effect is named `ratio` or
-        `difference`.
+        """Return the comparison of two configurations as an entry of report.json. The effect is
+        named `ratio` or `difference`.
         """
         names = {"effect": "ratio" if self.scale.is_ratio else "difference"}
         return {names.get(key, key): value for key, value in vars(self).items() if key != "scale"}
@@ -340,8 +340,8 @@ def decide(
     smallest_difference: float = SMALLEST_DIFFERENCE,
     level: float = LEVEL,
 ) -> list[Contrast]:
-    """Compare the configurations of each estimate: return effect, confidence interval and verdict.
-    The chance that any of the verdicts is wrong is at most `level`.
+    """Turn the estimated differences of pairs of configurations into effects, confidence intervals
+    and verdicts. The chance that any of the verdicts is wrong is at most `level`.
 
     Holm's rule: compare the smallest of m p-values with level / m, the next with level / (m - 1),
     and so on, until one fails. Test the rest at the level of that one. Each interval has the level
@@ -413,9 +413,11 @@ def _blocks_needed(e: Estimate, level: float, smallest: float) -> int | None:
 def mean_interval(
     values: Iterable[float], scale: Scale, rounding: float = 0.0
 ) -> tuple[float, float] | None:
-    """Return the 95 % confidence interval of the mean of `values`, from Student's t on the scale.
-    Return None for fewer than two values. The interval extends at least `rounding` below and above
-    the mean.
+    """Return the 95 % confidence interval of the mean of `values`, by Student's t on a scale such
+    as the logarithm. Return None for fewer than two values.
+
+    `rounding`: smallest difference that the measure can show. The interval extends at least that
+    far below and above the mean.
     """
     shifts = np.array([scale.to(value) for value in values])
     if len(shifts) < 2:

@@ -88,7 +88,9 @@ class Record:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Answer to the question if the code of head is better than the code of base."""
+    """Result of the comparison of two versions of the code, base (before a change) and head (after
+    it).
+    """
 
     word: str
     sentence: str
@@ -104,8 +106,8 @@ class Verdict:
 def judge(
     runs: Sequence[RunRecord], record: Record, smallest: float = SMALLEST_DIFFERENCE
 ) -> Verdict:
-    """Decide if the runs of head are better than those of base. `smallest`: relative difference
-    below which a difference does not matter.
+    """Decide if the runs of head, the changed code, are better than those of base. `smallest`:
+    relative difference below which a difference does not matter.
     """
     groups = with_contrasts(setting_groups(runs), smallest, {"": record.level_of(METRIC)})
     timed = [
@@ -204,8 +206,8 @@ def _word(contrast: Contrast) -> str:
 
 
 def _difference(contrast: Contrast, level: float) -> str:
-    """Format a difference of head from base, for example `1.2 points higher (98 % interval 0.4 to
-    2.0)`.
+    """Format the difference of head, the changed code, from base, for example `1.2 points higher
+    (98 % interval 0.4 to 2.0)`.
     """
     interval = f"{level_text(level)} interval "
     if contrast.scale.is_ratio:

@@ -191,8 +191,8 @@ def findings_of(facts: MachineReport) -> list[Finding]:
 
 
 def strategies_to_try(facts: MachineReport) -> dict[str, int]:
-    """Choose the trial runs for this machine, as a dictionary from strategy to number of devices.
-    It is empty if a problem prevents any training.
+    """Choose the strategies that the check of this machine tries out, as a dictionary from strategy
+    to number of devices. It is empty if a problem prevents any training.
     """
     if any(finding.stops for finding in findings_of(facts)):
         return {}

@@ -80,7 +80,7 @@ class WarmServer:
         return job
 
     def close(self) -> None:
-        """End the server process. Call this method after all jobs have ended."""
+        """End the server process that forks jobs. Call this method after all jobs have ended."""
         if self._connection is not None:
             self._connection.close()
         if self._process is not None:

@@ -103,8 +103,8 @@ def resume_search(folder: Path, command: Command, check_data: Callable[[Config],
     for key in ("n_trials", "n_jobs", "confirm"):
         if f"search.{key}" in keys:
             setattr(config.search, key, getattr(command.config.search, key))
-    # Check the search space on this machine too. On a machine that cannot run the trials, all of
-    # them would otherwise be skipped.
+    # Check the search space again when a search is resumed. On a machine that cannot run the
+    # trials, all of them would otherwise be skipped.
     check_jobs_data(
         [*check_space(config, base, space), *check_confirmation(config, base, space)], check_data
     )

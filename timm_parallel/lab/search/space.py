@@ -53,7 +53,8 @@ class Dimension:
 
     # The searched key, such as `optim.lr`.
     name: str
-    # The key as in an override, with + or ++ if the config does not have it yet.
+    # The searched key as written in an override, with + or ++ if the config does not have the key
+    # yet.
     key: str
     # The values of the key, as the user wrote them.
     text: str
@@ -191,8 +192,10 @@ def check_space(config: Config, base: DictConfig, space: list[Dimension]) -> lis
             f"use search.direction={direction}"
         )
     if settings.pruner != "none" and not metric.startswith("val/"):
-        reason = f"{metric} is known only at the end of a trial; use search.pruner=none"
-        raise ValueError(f"search.pruner={settings.pruner}: {reason}")
+        raise ValueError(
+            f"search.pruner={settings.pruner}: cannot stop trials early by {metric}, which is "
+            "known only at the end of a trial; use search.pruner=none"
+        )
     if config.sweep.dry_run:
         raise ValueError(
             "sweep.dry_run=true: cannot list the trials of a search, because their values are "

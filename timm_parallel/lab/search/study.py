@@ -39,19 +39,17 @@ def open_study(folder: Path, config: Config, is_new: bool) -> optuna.Study:
         direction = optuna.study.StudyDirection[str(settings.direction).upper()]
         return optuna.create_study(study_name=name, storage=url, pruner=pruner, direction=direction)
     except optuna.exceptions.DuplicatedStudyError:
-        reason = (
-            "the database of search.storage already has a study of this name; choose another name, "
-            "or continue that study with sweep.resume=<sweep folder>"
-        )
-        raise ValueError(f"search.study_name={name}: {reason}") from None
+        raise ValueError(
+            f"search.study_name={name}: the database of search.storage already has a study of this "
+            "name; choose another name, or continue that study with sweep.resume=<sweep folder>"
+        ) from None
     # Catch every exception, because each database driver has its own. Do not show the URL, because
     # it may contain a password.
     except Exception as error:
-        reason = (
-            f"cannot open study {name} ({type(error).__name__}); check the URL, and that its "
-            "database runs"
-        )
-        raise ValueError(f"search.storage: {reason}") from error
+        raise ValueError(
+            f"search.storage: cannot open study {name} ({type(error).__name__}); check the URL, "
+            "and that its database runs"
+        ) from error
 
 
 def ask(
@@ -76,8 +74,10 @@ def ask(
         else study.ask()
     )
     if trial.number != number:
-        fix = "the study of this name contains trials of another search; choose another name"
-        raise ValueError(f"search.study_name={study.study_name}: {fix}")
+        raise ValueError(
+            f"search.study_name={study.study_name}: the study of this name contains trials of "
+            "another search; choose another name"
+        )
     for dimension in space:
         # A trial that a stopped search has begun keeps its values.
         trial._suggest(dimension.name, dimension.distribution())

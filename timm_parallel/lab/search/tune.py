@@ -200,9 +200,8 @@ def _finalists(screening: Jobs, current: Point) -> list[tuple[str, ...]]:
         if of_setting.keys() & of_current.keys()
     }
     if not gains:
-        reason = (
-            "no setting has finished in the same repeat as the current settings, so nothing "
-            "can be compared"
+        raise ValueError(
+            f"{screening.folder}: no setting has finished in the same repeat as the current "
+            "settings, so nothing can be compared; see the logs/ folders of its jobs"
         )
-        raise ValueError(f"{screening.folder}: {reason}; see the logs/ folders of its jobs")
     return finalists(gains, current.config.sweep.smallest_difference)

@@ -23,11 +23,10 @@ def check_blocks(points: list[Point], settings: SweepConfig) -> None:
     no configuration.
     """
     if settings.repeats != 1 and len({point.config.seed for point in points}) > 1:
-        fix = (
-            "each repeat gets its own seed, but the sweep also varies seed; give only one of "
-            "sweep.repeats and several seeds"
+        raise ValueError(
+            f"sweep.repeats={settings.repeats}: each repeat gets its own seed, but the sweep also "
+            "varies seed; leave sweep.repeats out, or give seed a single value"
         )
-        raise ValueError(f"sweep.repeats={settings.repeats}: {fix}")
     if settings.baseline is not None:
         # Import this module only if sweep.baseline is set, because the import is slow.
         from timm_parallel.lab.analysis.settings import check_baseline

@@ -95,7 +95,7 @@ def find_commit(option: str, name: str) -> str:
     """Return the full hash of a commit. Raises ValueError if the repository has no commit of that
     name.
 
-    `option`: name of the option that gave the name, for the message.
+    `option`: command-line option that named the commit, for the error message.
     """
     try:
         return (
