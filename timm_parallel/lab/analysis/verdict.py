@@ -72,7 +72,7 @@ class Record:
     # The measure that decides a verdict: metric or speed.
     on: str = METRIC
     overrides: list[str] = field(default_factory=list)
-    # Sentences on differences of the two versions that a reader must know.
+    # Sentences on differences between base and head that a reader of the report must know.
     notes: list[str] = field(default_factory=list)
     format: int = 1
 

@@ -40,7 +40,8 @@ class WarmServer:
         self.jobs: dict[int, ForkedJob] = {}
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection[Any, Any] | None = None
-        # Environment variables and times of code files at the start of the server.
+        # Environment variables, and modification times of code files, that the fork server read at
+        # its start.
         self._loaded: dict[str, str] = {}
         self._ids = itertools.count(1)
 

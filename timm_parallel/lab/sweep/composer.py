@@ -42,11 +42,11 @@ class Composer:
         self._bases: dict[tuple[str, ...], _Base] = {}
 
     def compose(self, overrides: list[str]) -> tuple[DictConfig, DictConfig | None]:
-        """Compose the config for a list of overrides. Return the config as Hydra composes it, and
-        the same config merged into the schema.
+        """Compose the config for a list of overrides. Return (the config as Hydra composes it, the
+        same config merged into the schema).
 
-        The second is None if it cannot be built from a cached config, for example after `~key`. The
-        caller then has to merge the first one.
+        The merged config is None if it cannot be built from a cached config, for example after the
+        override `~key`. The caller then has to merge the first config.
         """
         from hydra._internal.config_loader_impl import ConfigLoaderImpl, get_overrides_dirname
         from hydra.core.override_parser.overrides_parser import OverridesParser

@@ -29,7 +29,9 @@ def show_headline(folder: Path) -> None:
 
 
 def show_table(rows: Sequence[Mapping[str, str]]) -> Console:
-    """Print the first rows of a table, and the number of the other rows. Return the console."""
+    """Print the first rows of a table, and how many rows are left out. Return the console, for
+    further output.
+    """
     console = Console(
         width=None if Console().is_terminal else 200, markup=False, emoji=False, highlight=False
     )

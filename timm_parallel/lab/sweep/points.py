@@ -46,8 +46,7 @@ class Point:
     config: Config
     # The reason why the configuration cannot run on this machine. Empty if it can.
     reason: str = ""
-    # Code of the reason why the configuration cannot run, for programs. Empty if the reason has
-    # none.
+    # Identifier of the reason why the configuration cannot run, for programs. Empty if it has none.
     code: str = ""
     # Notes on values that `auto` chose and that may surprise the user.
     notices: list[str] = field(default_factory=list)

@@ -270,7 +270,8 @@ class VerdictRun(Runner):
     def __init__(self, jobs: Jobs, record: Record, command: Command) -> None:
         config = command.config
         super().__init__(jobs, jobs_at_a_time("sweep.jobs", config.sweep.jobs, config))
-        # Both versions of the code get equal devices.
+        # Give the jobs of both versions of the code equal devices, so that their speeds can be
+        # compared.
         self._record, self._need_of_each = record, need_of(resolve(config))
         self._versions = {version.name: version for version in _versions(jobs.folder)}
         self._refused = ""
