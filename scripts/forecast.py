@@ -68,7 +68,8 @@ def link(arguments: Any) -> dict[str, float | None]:
     )
     if per_node is not None and gbps is None and microseconds is None:
         raise ValueError(
-            f"devices-per-node={per_node}: needs the link between nodes; give bandwidth-gbps too"
+            f"devices-per-node={per_node}: has no effect without the bandwidth between nodes; give "
+            "bandwidth-gbps too"
         )
     return {
         "bandwidth": None if gbps is None else gbps * 1e9 / 8,

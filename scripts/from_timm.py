@@ -342,7 +342,7 @@ def main(argv: list[str]) -> int:
     options, settings = changes(convert(args))
     output = given.output or app.root / "conf" / "experiment" / f"{settings['task_name']}.yaml"
     if output.exists():
-        raise ValueError(f"output={output}: exists; remove it or give another file")
+        raise ValueError(f"output={output}: exists already; remove it or give another file")
     output.write_text(
         experiment(output.stem, given.file.name, options, settings, args), encoding="utf-8"
     )

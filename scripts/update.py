@@ -106,7 +106,7 @@ def put_back(root: Path, result: str, head: str) -> None:
     except ValueError as error:
         fix = "git reset --hard discards the update and your edits"
         raise ValueError(
-            f"a file was edited during the tests, so the update is not undone; {fix} ({error})"
+            f"you edited a file during the tests, so the update is not undone; {fix} ({error})"
         ) from None
 
 
@@ -116,7 +116,7 @@ def read_record(root: Path) -> dict[str, Any]:
     """
     if not (root / RECORD).is_file():
         raise ValueError(
-            f"{RECORD} does not exist, so this is no fork; make fork NAME=my_project makes one"
+            f"{RECORD} does not exist, so this is not a fork; run make fork NAME=my_project first"
         )
     if Path(git(root, "rev-parse", "--show-toplevel")).resolve() != root:
         raise ValueError(
@@ -157,9 +157,9 @@ def find_base(root: Path, source: str, recorded: str, newest: str) -> str:
         if files in commits:
             return commits[files]
     raise ValueError(
-        f"template_commit={recorded} in {RECORD}: no commit of FROM={source} has its files; "
-        "write the template's commit that this fork began with (in a shallow clone: git fetch "
-        "--unshallow)"
+        f"template_commit={recorded} in {RECORD}: no commit of FROM={source} has the same files; "
+        "write the commit of the template from which this fork started (in a shallow clone, run "
+        "git fetch --unshallow first)"
     )
 
 
@@ -198,10 +198,10 @@ def merge(
             if conflicts:
                 names = " ".join(conflicts)
                 raise Conflict(
-                    f"conflict in {names}; nothing is changed. The template's change: git diff "
-                    f"{old[:10]} {new[:10]} -- {names}; "
-                    "put what you want of it into your files, commit, and run again with "
-                    f'KEEP="{names}"'
+                    f"conflict in {names}: both you and the template changed it. Your files are "
+                    f"unchanged. See the template's change with git diff {old[:10]} {new[:10]} -- "
+                    f"{names}; copy what you want of it into your files, commit, and run again "
+                    f'with KEEP="{names}"'
                 )
             replaced = paths(
                 git(root, "diff", "--name-only", "--no-renames", "-z", old, head, "--", *LIBRARY)
@@ -223,8 +223,8 @@ def commit_fork(scratch: Path, commit: str, record: dict[str, Any], *parents: st
     git(scratch, "checkout", "--quiet", "--detach", "--force", commit)
     if not (scratch / MAKE_FORK).is_file():
         raise ValueError(
-            f"commit {commit[:10]} has no {MAKE_FORK}, so it is not the template's; set FROM=<URL "
-            "of the template>"
+            f"commit {commit[:10]} has no {MAKE_FORK}, so it is not a commit of the template; set "
+            "FROM=<URL of the template>"
         )
     command = [sys.executable, MAKE_FORK, record["name"], f"--holder={record['holder']}"]
     if record["drop_demo"]:
@@ -270,8 +270,8 @@ def refuse_to_overwrite_ignored_files(root: Path, head: str, result: str) -> Non
     here = [path for path in added if os.path.lexists(root / path)]
     if here:
         raise ValueError(
-            f"{' '.join(here)}: ignored by git here, and a new file of the template; rename or "
-            "delete it"
+            f"{' '.join(here)}: the newer template adds this file, but git ignores your file of "
+            "this name; rename or delete your file"
         )
 
 

@@ -177,8 +177,8 @@ class ModelConfig(timm_parallel.ModelConfig):
         bucket = whole.parallel.bucket_cap_mb
         if self.compile and bucket is not None and bucket < 1:
             yield (
-                f"parallel.bucket_cap_mb={bucket}: expected >= 1 with {chosen}, which splits "
-                "the graph there"
+                f"parallel.bucket_cap_mb={bucket}: expected >= 1 with {chosen}, because the "
+                "compiler splits the graph at each bucket"
             )
 
 
@@ -288,8 +288,8 @@ class AugmentConfig:
             )
         if self.color_jitter and self.aa is not None and "3a" not in self.aa:
             yield (
-                f"data.augment.color_jitter={self.color_jitter}: timm leaves it out next to "
-                f"data.augment.aa={self.aa}; set one"
+                f"data.augment.color_jitter={self.color_jitter}: timm ignores it with "
+                f"data.augment.aa={self.aa}; set one of them"
             )
         if self.cutmix_minmax and not self.cutmix_minmax[0] < self.cutmix_minmax[-1] <= 1:
             yield (
@@ -379,7 +379,7 @@ class DataConfig(timm_parallel.DataConfig):
             yield f"data.std={self.std}: expected numbers above 0"
         if self.balance and self.augment.aug_repeats > 1:
             yield (
-                f"data.balance={self.balance}: draws images repeatedly already; set "
+                f"data.balance={self.balance}: already draws images repeatedly; set "
                 "data.augment.aug_repeats=1"
             )
         if (self.mean is None) != (self.std is None):
@@ -403,20 +403,21 @@ class DataConfig(timm_parallel.DataConfig):
                 )
         if self.fold is not None and self.test_fraction is not None:
             yield (
-                f"data.test_fraction={self.test_fraction}: data.fold={self.fold} divides the "
-                "images; write split=test in the CSV"
+                f"data.test_fraction={self.test_fraction}: conflicts with data.fold={self.fold}; "
+                "mark the test images by split=test in the CSV"
             )
         for name in ("test_fraction", "group_pattern"):
             if getattr(self, name) is not None and self.val_fraction is None:
                 yield f"data.{name}={getattr(self, name)}: set data.val_fraction too"
         if (self.val_fraction or 0) + (self.test_fraction or 0) >= 1:
             yield (
-                f"data.val_fraction={self.val_fraction}: with data.test_fraction it must be below 1"
+                f"data.val_fraction={self.val_fraction}: the sum with data.test_fraction must be "
+                "below 1"
             )
         if self.fold is not None and self.val_fraction is not None:
             yield (
-                f"data.fold={self.fold}: data.val_fraction={self.val_fraction} chooses val "
-                "already; set one"
+                f"data.fold={self.fold}: data.val_fraction={self.val_fraction} already chooses the "
+                "val split; set one of them"
             )
         if self.group_pattern is not None and not is_regular_expression(self.group_pattern):
             example = "'data.group_pattern=\"(patient_[0-9]+)\"'"
@@ -509,8 +510,8 @@ class OptimConfig(timm_parallel.OptimConfig):
             yield f"optim.warmup_prefix=false: has no effect with optim.sched={self.sched}"
         if self.warmup_epochs + self.cooldown_epochs >= epochs and self.sched != "constant":
             yield (
-                f"optim.warmup_epochs={self.warmup_epochs}: with optim.cooldown_epochs, "
-                f"expected less than train.epochs={epochs}"
+                f"optim.warmup_epochs={self.warmup_epochs}: the sum with optim.cooldown_epochs "
+                f"must be below train.epochs={epochs}"
             )
         if self.sched == "multistep" and not self.decay_milestones:
             yield "optim.sched=multistep: set optim.decay_milestones, e.g. [30,60,90] (epochs)"
@@ -564,8 +565,8 @@ class OptimConfig(timm_parallel.OptimConfig):
             )
         if self.kwargs.get("fused") and self.opt not in ("adam", "adamw"):
             yield (
-                f"optim.kwargs.fused=true: torch has it for adam and adamw under {strategy}, but "
-                f"optim.opt={self.opt}; leave it out"
+                f"optim.kwargs.fused=true: under {strategy}, torch supports it only for adam and "
+                f"adamw, but optim.opt={self.opt}; leave it out"
             )
 
 

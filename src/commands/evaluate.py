@@ -75,7 +75,7 @@ def evaluate_config(
             print(f"weights      {line}", file=sys.stderr)
         if split not in ("all", *loaders):
             raise ValueError(
-                f"split={split}: this data has no such split; it has {', '.join(loaders)}"
+                f"split={split}: the data does not have this split; it has {', '.join(loaders)}"
             )
         chosen = list(loaders) if split == "all" else [split]
         averaged = ["ema"] if contents.get("ema") else []
@@ -161,5 +161,5 @@ def _check_head(config: ResolvedConfig, model: nn.Module, classes: int) -> None:
     if trained_outputs != classes:
         raise ValueError(
             f"model.name={config.model.name}: its weights are for {trained_outputs} classes, the "
-            f"data has {classes}; train it on the data first, and give run=<run folder>"
+            f"data has {classes}; train the model on the data first, and give run=<run folder>"
         )

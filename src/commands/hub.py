@@ -34,8 +34,8 @@ def export_hub(trained: Trained, folder: Path) -> list[str]:
         )
     if saved.result.status != "done":
         raise ValueError(
-            f"format=hub: run={trained.run}: {saved.result.status}, expected done; continue it "
-            "with resume"
+            f"format=hub: run={trained.run}: its status is {saved.result.status}, expected done; "
+            f"finish the run with resume={trained.run}"
         )
     if trained.task.problem_type is None and not _activation(trained.task):
         raise ValueError(

@@ -28,7 +28,7 @@ from timm_parallel.lab import Plan, measure_step
 # With fewer images per device, BatchNorm's noisy statistics raise the error (Wu and He 2018,
 # arXiv:1803.08494, figure 1).
 SMALL_FOR_BATCHNORM = 16
-ONE_IMAGE = "BatchNorm needs two images per device; a larger data.batch_size, or fewer devices"
+ONE_IMAGE = "BatchNorm needs two images per device; use a larger data.batch_size or fewer devices"
 
 
 class Sizes(ImageDataset):
@@ -180,14 +180,15 @@ def _warnings(
     if has_batch_norm and chunk < SMALL_FOR_BATCHNORM and not config.model.sync_bn:
         yield (
             f"per-device batch {chunk} with BatchNorm: its statistics are noisy; "
-            "model.sync_bn=true, or a larger batch"
+            "set model.sync_bn=true, or use a larger batch"
         )
     if dropped > 0.05 * images:
         yield (
             f"{dropped} of {images} images are dropped in every epoch; a smaller "
-            "data.batch_size drops fewer"
+            "data.batch_size would drop fewer"
         )
     if config.model.grad_checkpointing:
         yield (
-            "model.grad_checkpointing=true: activations do not include the inputs that blocks keep"
+            "model.grad_checkpointing=true: the bytes of activations do not include the inputs of "
+            "the blocks, which are kept"
         )

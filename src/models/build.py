@@ -60,7 +60,8 @@ def build_model(
             model.set_grad_checkpointing(True)
         except (AttributeError, AssertionError) as error:
             raise ValueError(
-                f"model.grad_checkpointing=true: {config.name} lacks it ({error}); use false"
+                f"model.grad_checkpointing=true: {config.name} does not support it ({error}); use "
+                "false"
             ) from None
     if config.sync_bn:
         # Convert with timm's function, because torch's would drop the activation inside timm's

@@ -41,8 +41,8 @@ def all_metrics() -> dict[str, Metric]:
                 known = metrics.setdefault(name, metric)
                 if known.shown_as != metric.shown_as:
                     raise ValueError(
-                        f"{task.__name__}: the metric {name} is another one in another task; "
-                        "give it another name"
+                        f"{task.__name__}: another task defines the metric {name} differently; "
+                        "give the metric another name"
                     )
     return metrics
 
@@ -83,7 +83,7 @@ def problems(config: Config) -> Iterator[str]:
         if not value:
             continue
         if name not in task.applies:
-            yield f"{option}={value}: not for train.task={train.task}; leave it out"
+            yield f"{option}={value}: does not apply to train.task={train.task}; leave it out"
         elif name in ("smoothing", "class_weights", "mixup") and name not in reads:
             yield (
                 f"{option}={value}: train.loss={train.loss} does not read it; leave it "

@@ -255,8 +255,9 @@ class Classification(ImageTask):
         smallest, largest = int(targets.min()), int(targets.max())
         if targets.is_floating_point() or smallest < 0 or largest >= len(self.names):
             raise ValueError(
-                f"the data has labels from {smallest} to {largest}, but {len(self.names)} classes "
-                "(0 is the first): fix the labels or the dataset's target_names"
+                f"the data has labels from {smallest} to {largest}, expected 0 to "
+                f"{len(self.names) - 1} for {len(self.names)} classes; fix the labels or the "
+                "dataset's target_names"
             )
 
     def class_weights(self, targets: Tensor | None) -> dict[str, Tensor]:

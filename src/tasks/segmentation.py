@@ -203,34 +203,36 @@ class Segmentation(Task[ResolvedConfig]):
         data, mode, stride = config.data, self.options.evaluation, self.options.stride
         if data.crop_pct not in (None, 1):
             raise ValueError(
-                f"data.crop_pct={data.crop_pct}: a mask has all pixels of an image; leave it at "
-                "null"
+                f"data.crop_pct={data.crop_pct}: segmentation evaluates all pixels of an image; "
+                "leave it at null"
             )
         if mode == "slide" and data.image_size is None:
             raise ValueError(
-                "data.image_size=null: expected the size of the windows of "
-                "train.task_kwargs.evaluation=slide; set it"
+                "data.image_size=null: expected the size of the sliding windows of "
+                "train.task_kwargs.evaluation=slide, in pixels"
             )
         if stride is not None and (mode != "slide" or stride > min(self.window)):
             raise ValueError(
-                f"train.task_kwargs.stride={stride}: expected train.task_kwargs.evaluation=slide "
-                "and a number up to the sides of data.image_size; leave it out"
+                f"train.task_kwargs.stride={stride}: expected train.task_kwargs.evaluation=slide, "
+                "and at most the shorter side of data.image_size; lower it or leave it out"
             )
 
     def check_targets(self, targets: Tensor) -> None:
         largest = int(targets.masked_fill(targets == IGNORED, 0).max()) if len(targets) else 0
         if largest >= len(self.names):
             raise ValueError(
-                f"the data has masks with the class {largest}, but {len(self.names)} classes (0 is "
-                f"the first): name all classes, and give pixels without a class {IGNORED}"
+                f"the data has masks with the class {largest}, expected 0 to {len(self.names) - 1} "
+                f"for {len(self.names)} classes; name all classes, and set pixels without a class "
+                f"to {IGNORED}"
             )
 
     def check_outputs(self, outputs: Any) -> None:
         shape = list(getattr(outputs, "shape", ()))
         if len(shape) != 4 or shape[1] < self.num_outputs:
             raise ValueError(
-                f"model.name: expected scores of each pixel, [1, {self.num_outputs}, height, "
-                f"width], got {shape or type(outputs).__name__}; use model=segmenter"
+                f"model.name: expected a model that returns scores of each pixel, [1, "
+                f"{self.num_outputs}, height, width], got {shape or type(outputs).__name__}; use "
+                "model=segmenter"
             )
 
     def class_weights(self, targets: Tensor | None) -> dict[str, Tensor]:
@@ -245,7 +247,7 @@ class Segmentation(Task[ResolvedConfig]):
         if given == "auto" or len(given) != self.num_outputs or not any(given):
             raise ValueError(
                 f"train.class_weights={given}: expected a number for each of the "
-                f"{self.num_outputs} classes, one of them above 0"
+                f"{self.num_outputs} classes, at least one above 0"
             )
         weights = torch.tensor(given, dtype=torch.float32)
         return {"class_weight": weights / weights.mean()}
@@ -258,7 +260,8 @@ class Segmentation(Task[ResolvedConfig]):
         augment = self.config.data.augment
         if augment.train_crop_mode in ("rkrc", "rkrr"):
             raise ValueError(
-                f"data.augment.train_crop_mode={augment.train_crop_mode}: not for masks; use rrc"
+                f"data.augment.train_crop_mode={augment.train_crop_mode}: cannot crop masks; use "
+                "rrc"
             )
         steps = train_transform(augment, size, False, mean, mask_fill=IGNORED)
         if resize and augment.scale is None and augment.train_crop_mode is None:

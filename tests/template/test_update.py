@@ -259,7 +259,7 @@ def test_file_moved_into_the_library_is_a_conflict_when_the_fork_changed_it(
     commit(template, {"timm_parallel/front.py": SMALL["src/front.py"], "src/front.py": None})
     before = state(mine)
     assert update(mine) == 1
-    assert "conflict in src/front.py;" in capfd.readouterr().err
+    assert "conflict in src/front.py:" in capfd.readouterr().err
     assert state(mine) == before
 
 
