@@ -171,7 +171,7 @@ def test_optimizer_accumulation_and_clipping_each_change_final_weights(
 
 @pytest.mark.slow(seconds=3)
 @pytest.mark.processes
-def test_early_stop_ends_both_ranks_after_the_epoch_that_ends_single(tmp_path: Path) -> None:
+def test_early_stop_ends_both_ddp_ranks_after_the_same_epoch_as_single(tmp_path: Path) -> None:
     # No epoch after the first one is better, because the weights hardly move.
     settings = (
         "data.limit_train=96",

@@ -179,7 +179,7 @@ def saved(run: RunParts) -> dict[str, Any]:
 )
 @pytest.mark.slow(seconds=7)
 @pytest.mark.sample(4)
-def test_loss_with_parameters_trains_alike_under_every_strategy(
+def test_loss_with_parameters_trains_equally_under_every_strategy(
     trained: Callable[[str], Path], spread: str
 ) -> None:
     expected, actual = contents(trained("single")), contents(trained(spread))
@@ -218,7 +218,7 @@ def test_head_lr_scale_applies_to_the_parameters_of_a_loss_and_layer_decay_does_
     assert [scale_of[id(parameter)] for parameter in state.own_parameters.values()] == [10.0, 10.0]
 
 
-def test_frozen_model_part_leaves_the_parameters_of_a_loss_trainable() -> None:
+def test_freezing_the_backbone_leaves_the_parameters_of_a_loss_trainable() -> None:
     state = built("model.freeze=backbone").state
     trainable = {name.partition(".")[0] for name, p in state.named_parameters() if p.requires_grad}
     assert trainable == {"head", "train_step"}
@@ -322,7 +322,7 @@ def test_checkpoint_without_the_parameters_of_the_loss_is_refused_in_one_line() 
 
 
 @pytest.mark.parametrize("loss", ["ce", "bce", "asl"])
-def test_built_in_losses_with_class_weights_leave_checkpoints_unchanged(loss: str) -> None:
+def test_built_in_losses_store_no_class_weights_in_checkpoints(loss: str) -> None:
     name = "multilabel" if loss == "asl" else "classification"
     train = TrainConfig(task=name, loss=loss, class_weights=torch.rand(10).tolist())
     criterion = task_of(10, train).build_criterion(None)
@@ -333,7 +333,7 @@ def test_built_in_losses_with_class_weights_leave_checkpoints_unchanged(loss: st
 
 
 @pytest.mark.slow(seconds=1)
-def test_checkpoint_of_a_built_in_loss_from_before_it_recorded_the_step_resumes() -> None:
+def test_run_with_a_built_in_loss_resumes_when_the_checkpoint_has_no_entry_train_step() -> None:
     config = resolved("parallel=single", "train.class_weights=auto")
     run, other = (
         build_run(config, build_strategy(config.parallel, Ranks(), None)) for _ in range(2)
@@ -344,7 +344,7 @@ def test_checkpoint_of_a_built_in_loss_from_before_it_recorded_the_step_resumes(
     assert parameters_hash(other.state, other.strategy) == parameters_hash(run.state, run.strategy)
 
 
-def test_trained_model_of_a_loss_with_parameters_has_only_the_tensors_of_the_model(
+def test_exported_model_contains_no_parameters_of_the_loss(
     trained: Callable[[str], Path], tmp_path: Path
 ) -> None:
     run = shutil.copytree(trained("single"), tmp_path / "run")
@@ -406,7 +406,7 @@ def test_each_dp_replica_has_its_own_copy_of_the_class_weights() -> None:
 
 
 @pytest.mark.parametrize(("mixup", "expected"), [(0.0, 0.1), (0.2, 0.0)])
-def test_own_loss_class_that_reads_smoothing_gets_it_unless_mixed_targets_have_it(
+def test_custom_loss_receives_label_smoothing_unless_mixup_smooths_the_targets(
     mixup: float, expected: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Reader(nn.Module):

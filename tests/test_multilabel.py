@@ -132,7 +132,7 @@ def read_predictions(path: Path) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFra
 @pytest.mark.parametrize(
     ("word", "weights"), [("", "ema"), ("weights=ema", "ema"), ("weights=model", "model")]
 )
-def test_multilabel_metrics_of_run_match_scikit_learn_on_the_predictions_csv(
+def test_multilabel_metrics_of_a_run_match_scikit_learn_on_predictions_csv(
     multilabel_run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], word: str, weights: str
 ) -> None:
     """Without `weights`, the metrics of both sets are printed, and the file is of those that
@@ -252,7 +252,7 @@ given_weights = st.lists(st.floats(0.01, 100), min_size=5, max_size=5)
     st.sampled_from([0.0, 0.1]),
     st.integers(0, 9),
 )
-def test_class_weighted_cross_entropy_is_torchs_over_the_whole_training_set(
+def test_class_weighted_cross_entropy_of_the_whole_training_set_equals_that_of_torch(
     counts: list[int], given: str | list[float], smoothing: float, seed: int
 ) -> None:
     classes = len(counts)
@@ -267,7 +267,7 @@ def test_class_weighted_cross_entropy_is_torchs_over_the_whole_training_set(
 
 @pytest.mark.parametrize("loss", ["ce", "bce"])
 @pytest.mark.parametrize("weights", ["auto", [3.0, 3.0, 3.0]])
-def test_class_weights_leave_the_loss_unchanged_when_classes_are_equal(
+def test_class_weights_do_not_change_the_loss_when_classes_are_equally_frequent(
     loss: str, weights: Any
 ) -> None:
     labels = torch.arange(3).repeat(7)
@@ -280,7 +280,7 @@ def test_class_weights_leave_the_loss_unchanged_when_classes_are_equal(
 
 @pytest.mark.parametrize("weights", ["auto", [0.2, 7.0]])
 @pytest.mark.parametrize(("loss", "share"), [("ce", 0.99), ("ce", 0.5), ("bce", 0.99)])
-def test_class_weights_keep_the_size_of_the_loss_of_an_untrained_model(
+def test_class_weights_do_not_change_the_mean_loss_of_an_untrained_model(
     loss: str, share: float, weights: Any
 ) -> None:
     labels = (torch.arange(200) >= 200 * share).long()
@@ -291,7 +291,7 @@ def test_class_weights_keep_the_size_of_the_loss_of_an_untrained_model(
 @pytest.mark.slow(seconds=1)
 @pytest.mark.parametrize("loss", ["bce", "asl"])
 @pytest.mark.parametrize("positives", [(1, 50, 99), (0, 50, 100)])
-def test_class_weights_of_several_labels_keep_the_size_of_the_loss(
+def test_multilabel_class_weights_do_not_change_the_mean_loss(
     loss: str, positives: tuple[int, ...]
 ) -> None:
     labels = torch.stack([(torch.arange(100) < count).float() for count in positives], 1)
@@ -324,7 +324,7 @@ def test_class_weights_must_have_one_number_per_class_and_auto_includes_absent_c
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_class_weighted_cross_entropy_is_the_mean_over_images_not_over_weights(
+def test_class_weighted_cross_entropy_is_divided_by_images_not_by_the_sum_of_weights(
     smoothing: float,
 ) -> None:
     config = TrainConfig(class_weights=[0.5, 2.0, 1.0], smoothing=smoothing)

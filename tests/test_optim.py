@@ -76,7 +76,7 @@ def test_apex_and_bitsandbytes_optimizers_are_refused_when_there_is_no_cuda(opt:
 
 
 @pytest.mark.parametrize("opt", sorted({"momentum", "sgdp", "lars", "rmsprop", *NESTEROV}))
-def test_zero_momentum_is_refused_early_exactly_for_optimizers_that_refuse_it(opt: str) -> None:
+def test_momentum_0_is_refused_exactly_for_optimizers_that_reject_it(opt: str) -> None:
     config = OptimConfig(opt=opt, momentum=0)
     early = list(config.problems(Config()))
     assert [line.partition(":")[0] for line in early] == (
@@ -94,7 +94,7 @@ def test_zero_momentum_is_refused_early_exactly_for_optimizers_that_refuse_it(op
     )
 
 
-def test_rsqrt_schedule_without_warmup_is_refused_unless_its_time_scale_is_given() -> None:
+def test_rsqrt_schedule_without_warmup_is_refused_unless_the_time_scale_is_given() -> None:
     config = OptimConfig(sched="rsqrt", warmup_epochs=0)
     assert [line.partition(":")[0] for line in config.problems(Config())] == [
         "optim.warmup_epochs=0"
@@ -237,7 +237,7 @@ def own_optimizer(monkeypatch: pytest.MonkeyPatch) -> str:
     return "src.train.signs.Signs"
 
 
-def test_own_optimizer_gets_the_parameter_groups_and_settings_of_timm(own_optimizer: str) -> None:
+def test_custom_optimizer_gets_parameter_groups_and_settings_of_timm(own_optimizer: str) -> None:
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
     config = OptimConfig(opt=own_optimizer, momentum=0.3, weight_decay=0.2)
     optimizer = build_optimizer(config, 0.1, model)
@@ -249,7 +249,7 @@ def test_own_optimizer_gets_the_parameter_groups_and_settings_of_timm(own_optimi
     assert groups == [{"lr": 0.1, "weight_decay": decay, "momentum": 0.3} for decay in (0.0, 0.2)]
 
 
-def test_own_optimizer_refuses_unknown_arguments_and_other_classes(own_optimizer: str) -> None:
+def test_wrong_class_or_argument_of_a_custom_optimizer_is_refused(own_optimizer: str) -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(ValueError, match=r"^optim\.kwargs=\{'gamma': 1\}: "):
         build_optimizer(OptimConfig(opt=own_optimizer, kwargs={"gamma": 1}), 0.1, model)
@@ -257,6 +257,6 @@ def test_own_optimizer_refuses_unknown_arguments_and_other_classes(own_optimizer
         build_optimizer(OptimConfig(opt="src.train.signs.Module"), 0.1, model)
 
 
-def test_misspelled_class_of_an_own_optimizer_is_refused() -> None:
+def test_misspelled_class_name_of_a_custom_optimizer_is_refused() -> None:
     with pytest.raises(ValueError, match=r"^optim\.opt=src\.train\.optim\.Signs: no such class"):
         resolved("optim.opt=src.train.optim.Signs")

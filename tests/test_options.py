@@ -235,7 +235,7 @@ def files_below(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.slow(seconds=4)
 @pytest.mark.processes
-def test_run_started_from_saved_config_reproduces_metrics_and_weights(
+def test_run_from_the_saved_config_of_another_run_reproduces_metrics_and_weights(
     run_command: RunCommand, tmp_path: Path
 ) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
@@ -263,7 +263,7 @@ def test_run_started_from_saved_config_reproduces_metrics_and_weights(
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.nightly
-def test_run_started_from_saved_config_with_another_seed_has_another_train_loss(
+def test_run_from_a_saved_config_has_another_train_loss_when_the_seed_changes(
     run_command: RunCommand, tmp_path: Path
 ) -> None:
     """If the seed had no effect, the test above could not fail."""

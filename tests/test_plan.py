@@ -133,7 +133,7 @@ def test_plan_predicts_steps_parameters_and_bytes_of_a_real_ddp_run(
 
 
 @pytest.mark.slow(seconds=2)
-def test_plan_of_accumulate_auto_has_the_whole_batch_on_several_devices() -> None:
+def test_plan_with_accumulate_auto_does_not_split_the_batch_on_several_devices() -> None:
     auto, fixed = (
         plan([*TINY, "parallel=ddp", f"train.accumulate={value}"], [2]) for value in ("auto", "1")
     )
@@ -163,7 +163,7 @@ def test_plan_for_fsdp_divides_weight_gradient_optimizer_and_ema_bytes_by_shard_
 
 
 @pytest.mark.slow(seconds=1)
-def test_plan_accepts_device_counts_above_the_machine_and_explains_indivisible_batches() -> None:
+def test_plan_accepts_more_devices_than_the_machine_has_and_explains_indivisible_batches() -> None:
     plans = plan([*WORDS, "data.batch_size=64"], [1, 3, 64])
     assert [bool(row.reason) for row in plans] == [False, True, False]
     assert "63, 66" in plans[1].reason
@@ -265,7 +265,7 @@ def test_plan_py_suggests_images_and_classes_when_data_root_does_not_exist(
     assert "data.root=/nonexistent" in err and "images=" in err and "classes=" in err
 
 
-def test_plan_reason_names_batch_size_when_batchnorm_would_get_one_image_per_device() -> None:
+def test_plan_suggests_a_larger_batch_when_batchnorm_would_get_one_image_per_device() -> None:
     reason = plan_for("model=resnet18", "data.image_size=32", "data.batch_size=2", devices=2).reason
     assert "BatchNorm" in reason and "data.batch_size" in reason
 

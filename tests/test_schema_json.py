@@ -34,7 +34,7 @@ def validator(path: Path) -> Draft7Validator:
 
 
 @pytest.mark.parametrize("path", sorted(files()))
-def test_schema_json_and_keys_page_equal_those_generated_from_schema_py(path: str) -> None:
+def test_schema_json_and_docs_keys_md_equal_files_generated_from_schema_py(path: str) -> None:
     assert (ROOT / path).read_text(encoding="utf-8") == files()[path], "run make schema"
 
 

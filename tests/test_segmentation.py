@@ -65,7 +65,7 @@ SMALL = (
     scale=st.sampled_from([None, [0.3, 1.0]]),
     size=st.tuples(st.integers(8, 30), st.integers(8, 30)),
 )
-def test_mask_that_is_drawn_from_the_image_stays_equal_to_it_after_every_augmentation(
+def test_mask_still_matches_the_image_after_every_augmentation(
     seed: int,
     flips: tuple[float, float],
     padding: int,
@@ -150,7 +150,7 @@ def measured(ranks: Ranks, store: Any, mode: str) -> dict[str, Any]:
     "mode",
     ["resize", *(pytest.param(mode, marks=pytest.mark.nightly) for mode in ("whole", "slide"))],
 )
-def test_segmentation_metrics_equal_scikit_learns_on_1_2_and_3_ranks(mode: str) -> None:
+def test_segmentation_metrics_match_scikit_learn_on_1_2_and_3_ranks(mode: str) -> None:
     alone = measured(Ranks(), None, mode)
     labels, found = [], []
     for place, (image, mask) in enumerate(Truth(0 if mode == "resize" else 3).samples):
@@ -180,7 +180,7 @@ def test_segmentation_metrics_equal_scikit_learns_on_1_2_and_3_ranks(mode: str) 
     window=st.tuples(st.integers(2, 9), st.integers(2, 9)),
     stride=st.none() | st.integers(1, 2),
 )
-def test_scores_of_a_pixel_are_the_mean_over_its_windows(
+def test_sliding_window_scores_are_the_mean_over_windows_that_contain_a_pixel(
     size: tuple[int, int], window: tuple[int, int], stride: int | None
 ) -> None:
     """The model gives the mean of its window, so that each window counts."""
@@ -212,7 +212,7 @@ def test_scores_of_a_pixel_are_the_mean_over_its_windows(
     assert actual.shape == (1, 4, *size)
 
 
-def test_whole_images_are_padded_for_the_model_and_cut_again() -> None:
+def test_evaluation_of_whole_images_pads_inputs_and_crops_outputs() -> None:
     shapes = []
 
     class Noted(nn.Module):
@@ -234,7 +234,7 @@ def test_whole_images_are_padded_for_the_model_and_cut_again() -> None:
         ({"evaluation": "slide", "stride": 9}, [8, 10], "train.task_kwargs.stride=9"),
     ],
 )
-def test_option_of_evaluation_without_effect_is_refused(
+def test_segmentation_evaluation_option_without_effect_is_refused(
     options: dict[str, Any], size: Any, key: str
 ) -> None:
     with pytest.raises(ValueError) as refusal:  # noqa: PT011
@@ -242,7 +242,7 @@ def test_option_of_evaluation_without_effect_is_refused(
     assert str(refusal.value).startswith(key)
 
 
-def test_losses_of_images_ignore_unlabeled_pixels() -> None:
+def test_segmentation_losses_ignore_unlabeled_pixels() -> None:
     _, masks = truth()
     scores = torch.randn(11, 4, 6, 5, generator=torch.Generator().manual_seed(2))
     changed = scores + 9 * (masks == IGNORED)[:, None] * torch.randn(1, 4, 1, 1)
@@ -254,7 +254,7 @@ def test_losses_of_images_ignore_unlabeled_pixels() -> None:
 
 
 @pytest.mark.parametrize("loss", ["ce", "ce_dice"])
-def test_class_weights_move_with_the_loss_and_have_mean_1(loss: str) -> None:
+def test_segmentation_class_weights_have_mean_1_and_move_with_the_loss(loss: str) -> None:
     _, masks = truth()
     scores = torch.randn(11, 4, 6, 5, generator=torch.Generator().manual_seed(2))
     train = TrainConfig(task="segmentation", loss=loss, class_weights=[2, 4, 1, 1])
@@ -267,7 +267,7 @@ def test_class_weights_move_with_the_loss_and_have_mean_1(loss: str) -> None:
     assert criterion.to("meta").class_weight.device.type == "meta"
 
 
-def test_deterministic_losses_equal_the_others() -> None:
+def test_segmentation_losses_with_deterministic_algorithms_equal_those_without() -> None:
     _, masks = truth()
     scores = torch.randn(11, 4, 6, 5, generator=torch.Generator().manual_seed(2))
     weights = torch.tensor([1.0, 2.0, 0.5, 0.5])
@@ -283,7 +283,7 @@ def test_deterministic_losses_equal_the_others() -> None:
 @pytest.mark.slow(seconds=6)
 @pytest.mark.processes
 @pytest.mark.parametrize("parallel", [pytest.param("dp", marks=pytest.mark.nightly), "ddp", "fsdp"])
-def test_segmentation_trains_alike_under_every_strategy(tmp_path: Path, parallel: str) -> None:
+def test_segmentation_trains_equally_under_every_strategy(tmp_path: Path, parallel: str) -> None:
     """Without BatchNorm's statistics of a rank's own images: the norms are frozen."""
     results, losses = [], []
     frozen = ('model.freeze=".*(bn|norm|downsample|smooth.1)"',)
@@ -307,7 +307,7 @@ def test_segmentation_trains_alike_under_every_strategy(tmp_path: Path, parallel
         pytest.param("swin_tiny_patch4_window7_224", {"img_size": 64}, marks=SLOW),
     ],
 )
-def test_segmenter_trains_on_any_kind_of_backbone(backbone: str, options: dict[str, Any]) -> None:
+def test_segmenter_trains_on_cnns_and_transformers(backbone: str, options: dict[str, Any]) -> None:
     model = Segmenter(3, 3, backbone, width=8, **options)
     model.set_grad_checkpointing(backbone != "test_efficientnet")
     outputs = model.train()(torch.randn(2, 3, 64, 64))
@@ -316,7 +316,7 @@ def test_segmenter_trains_on_any_kind_of_backbone(backbone: str, options: dict[s
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-def test_freezing_the_backbone_leaves_the_whole_decoder_to_be_trained() -> None:
+def test_freezing_the_backbone_of_a_segmenter_leaves_the_whole_decoder_trainable() -> None:
     model = Segmenter(3, 3, "test_resnet", width=8)
     freeze(model, "backbone")
     frozen = {name.partition(".")[0] for name, p in model.named_parameters() if not p.requires_grad}
@@ -324,7 +324,7 @@ def test_freezing_the_backbone_leaves_the_whole_decoder_to_be_trained() -> None:
     assert (frozen, trained) == ({"backbone"}, {"laterals", "smooth", "head"})
 
 
-def test_backbone_without_a_model_or_weights_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_segmenter_refuses_unknown_or_unloadable_backbone(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any, **__: Any) -> Any:
         raise OSError("no connection")
 
@@ -354,9 +354,7 @@ def roads(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow(seconds=2)
-def test_folder_of_images_and_masks_is_trained_and_predicted_as_png_files(
-    roads: Path, tmp_path: Path
-) -> None:
+def test_model_trained_on_a_folder_of_masks_predicts_png_masks(roads: Path, tmp_path: Path) -> None:
     words = (
         *("data=segmentation", f"data.root={roads}", "data.val_fraction=0.3"),
         *("+data.kwargs.classes=[ground,box]", "data.batch_size=4", "data.image_size=[32,40]"),
@@ -385,7 +383,7 @@ OF_ROADS = (
 @pytest.mark.slow(seconds=4)
 @pytest.mark.processes
 @pytest.mark.parametrize("parallel", ["dp", "ddp", pytest.param("fsdp", marks=pytest.mark.nightly)])
-def test_ranks_with_unequal_numbers_of_windows_evaluate_alike(
+def test_evaluation_result_is_equal_when_ranks_have_unequal_numbers_of_windows(
     roads: Path, tmp_path: Path, parallel: str
 ) -> None:
     """Images of height 40 have two rows of windows, those of height 36 have one."""
@@ -402,7 +400,7 @@ def test_ranks_with_unequal_numbers_of_windows_evaluate_alike(
 
 @pytest.mark.slow(seconds=6)
 @pytest.mark.processes
-def test_segmentation_resumes_in_mid_epoch_with_equal_bits(tmp_path: Path) -> None:
+def test_segmentation_run_resumes_bit_identically_in_mid_epoch(tmp_path: Path) -> None:
     words = (*SMALL, "parallel=ddp", "parallel.devices=2")
     whole = run_warm(tmp_path / "whole", *words)
     # Two epochs of four steps.
@@ -417,7 +415,7 @@ def test_segmentation_resumes_in_mid_epoch_with_equal_bits(tmp_path: Path) -> No
 
 @pytest.mark.nightly
 @pytest.mark.slow(seconds=5)
-def test_predicted_masks_of_whole_images_have_the_iou_of_evaluate(
+def test_predicted_masks_of_whole_images_have_the_iou_that_evaluate_py_prints(
     roads: Path, tmp_path: Path
 ) -> None:
     (roads / "images" / "north").mkdir()
@@ -457,7 +455,7 @@ def test_predicted_masks_of_whole_images_have_the_iou_of_evaluate(
         ({"classes": ["ground", "box"]}, r"1 file without one .*: .*images/3\.png"),
     ],
 )
-def test_masks_that_are_missing_or_have_no_class_names_are_refused(
+def test_mask_dataset_is_refused_when_masks_or_class_names_are_missing(
     roads: Path, kwargs: dict[str, Any], named: str
 ) -> None:
     (roads / "masks" / "3.png").unlink()
@@ -480,14 +478,14 @@ def split_of(roads: Path, **kwargs: Any) -> Any:
     return build_dataset(data, target="mask").train
 
 
-def test_pixels_of_ignore_index_have_no_class(roads: Path) -> None:
+def test_mask_pixels_with_ignore_index_are_read_as_unlabeled(roads: Path) -> None:
     _, mask = split_of(roads)[0]
     _, other = split_of(roads, ignore_index=0)[0]
     assert set(mask.unique().tolist()) == {0, 1}
     assert torch.equal(other, mask.masked_fill(mask == 0, IGNORED))
 
 
-def test_bad_masks_are_named_by_check_data(roads: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_data_py_names_each_bad_mask(roads: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Image.new("L", (48, 40), 7).save(roads / "masks" / "1.png")
     Image.new("L", (9, 9), 0).save(roads / "masks" / "2.png")
     Image.new("RGB", (48, 40)).save(roads / "masks" / "3.png")
@@ -512,14 +510,14 @@ def test_bad_masks_are_named_by_check_data(roads: Path, capsys: pytest.CaptureFi
         (("+train.task_kwargs.evaluation=full",), "train.task_kwargs.evaluation=full"),
     ],
 )
-def test_key_that_does_not_fit_a_segmentation_is_refused(words: tuple[str, ...], key: str) -> None:
+def test_key_that_segmentation_does_not_use_is_refused(words: tuple[str, ...], key: str) -> None:
     with pytest.raises(ValueError) as refusal:  # noqa: PT011
         resolved("experiment=segmentation", *words)
     assert str(refusal.value).startswith(key)
 
 
 @pytest.mark.slow(seconds=10)
-def test_segmentation_equals_a_loop_of_ones_own_for_ten_epochs(roads: Path, tmp_path: Path) -> None:
+def test_segmentation_run_matches_a_plain_pytorch_loop(roads: Path, tmp_path: Path) -> None:
     """The loop is plain PyTorch: its own reading, loss, optimizer and confusion matrix."""
     for path in (roads / "images").iterdir():
         # Equal sizes, which need no resizing.

@@ -92,7 +92,7 @@ def test_train_accuracy_ignores_outputs_beyond_the_classes_of_the_data() -> None
     assert metrics["acc"] == 0.5
 
 
-def test_train_step_gives_its_model_and_dtype_with_and_without_autocast() -> None:
+def test_train_step_returns_the_bare_model_and_the_dtype_with_and_without_autocast() -> None:
     model = nn.Identity()
     for wrapped, dtype in ((model, None), (Autocast(model, "cpu", torch.bfloat16), torch.bfloat16)):
         step = TrainStep(wrapped, nn.CrossEntropyLoss(), task_of(2))

@@ -256,7 +256,7 @@ def outcomes(request: pytest.FixtureRequest) -> Callable[[str], dict[str, Outcom
 )
 @pytest.mark.slow(seconds=1)
 @pytest.mark.sample(12)
-def test_timm_option_trains_to_finite_losses_under_single_and_like_single_under_dp_and_ddp(
+def test_timm_option_has_finite_losses_under_single_and_equal_ones_under_dp_and_ddp(
     outcomes: Callable[[str], dict[str, Outcome]], option: str, strategy: str
 ) -> None:
     actual = outcomes(strategy)[option]
@@ -486,13 +486,13 @@ def test_crop_mode_border_matches_timm(
     assert difference.max() <= 2 and difference.float().mean() <= 0.2
 
 
-def test_crop_mode_border_keeps_the_pixels_of_an_image_that_is_one_pixel_wide() -> None:
+def test_crop_mode_border_keeps_all_pixels_of_an_image_that_is_one_pixel_wide() -> None:
     preprocessing = Preprocessing((3, 64, 64), (0.5,) * 3, (0.5,) * 3, 1.0, "border", "bilinear")
     actual = evaluation_transform(preprocessing)(torch.full((3, 500, 1), 255, dtype=torch.uint8))
     assert actual.shape == (3, 64, 64) and set(actual.unique().tolist()) == {128, 255}
 
 
-def test_error_about_model_kwargs_names_both_keys() -> None:
+def test_error_about_model_kwargs_also_names_model_name() -> None:
     """The options of model=tiny with the model.name of an experiment."""
     config = compose_command(parse("experiment=finetune", "model=tiny", "data.root=x")).config.model
     config.pretrained = False

@@ -218,7 +218,7 @@ def module(copy: Path, name: str) -> Any:
     return loaded
 
 
-def test_examples_in_docs_extend_md_change_listed_number_of_files_outside_the_library(
+def test_each_example_in_docs_extend_md_changes_the_listed_number_of_files_and_none_of_the_library(
     scratch: Path,
 ) -> None:
     bill = json.loads((scratch / "bill.json").read_text())
@@ -241,7 +241,7 @@ def test_code_in_docs_extend_md_passes_ruff(scratch: Path, alone: Callable[[str]
             assert done.returncode == 0, done.stdout
 
 
-def test_every_example_in_docs_extend_md_is_linked_in_its_table_and_has_a_command() -> None:
+def test_every_example_in_docs_extend_md_has_a_command_and_a_link_in_the_table() -> None:
     anchors = [f"#{name.lower().replace(' ', '-')}" for name in EXAMPLES]
     table = PAGES[0].partition("\n## ")[0]
     assert re.findall(r"\]\((?:extend_\w+\.md)?(#[\w-]+)\)", table) == anchors
@@ -342,7 +342,9 @@ class TestCommands:
             assert (actual["val"]["samples"], actual["test"]["samples"]) == (16, 8)
 
     @pytest.mark.nightly
-    def test_custom_validation_metric_is_logged_and_used_as_objective(self, scratch: Path) -> None:
+    def test_custom_validation_metric_is_logged_and_can_be_the_objective_of_a_search(
+        self, scratch: Path
+    ) -> None:
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
         folder = run(scratch, EXAMPLES["A metric"].commands[0], "model=tiny")
@@ -403,7 +405,7 @@ class TestCommands:
             assert 0.1 <= result(folder)["train"]["confidence"] <= 1
 
     @pytest.mark.nightly
-    def test_custom_parameter_group_rule_decays_only_matrices_that_are_not_embeddings(
+    def test_custom_parameter_group_rule_gives_weight_decay_only_to_matrices_except_embeddings(
         self, scratch: Path
     ) -> None:
         line = EXAMPLES["A parameter-group rule"].commands[0]
@@ -583,7 +585,7 @@ def teacher(scratch: Path) -> Path:
 @pytest.mark.processes
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("name", TASKS)
-def test_tasks_of_ones_own_train_alike_under_single_and_ddp_and_are_evaluated(
+def test_custom_tasks_have_equal_losses_under_single_and_ddp_and_can_be_evaluated(
     scratch: Path, teacher: Path, name: str
 ) -> None:
     commands = [line.replace(PLACEHOLDER, str(teacher)) for line in EXAMPLES[name].commands]
@@ -631,7 +633,7 @@ def follow_runs(copy: Path, jobs: dict[str, list[str]], images: Path) -> list[di
 @pytest.mark.nightly
 @pytest.mark.slow(seconds=20)
 @pytest.mark.processes
-def test_tasks_of_ones_own_predict_resume_and_refuse_what_has_no_meaning(
+def test_custom_tasks_can_predict_resume_and_plan_and_refuse_a_missing_teacher(
     scratch: Path, teacher: Path, npz: Path, tmp_path: Path
 ) -> None:
     jobs = {}
@@ -683,7 +685,7 @@ def test_tasks_of_ones_own_predict_resume_and_refuse_what_has_no_meaning(
     ],
     ids=["with state", "without state", *ALONE],
 )
-def test_run_of_every_example_is_evaluated_predicted_with_and_resumed(
+def test_run_of_every_example_in_docs_extend_md_can_be_resumed_evaluated_and_used_to_predict(
     names: list[str], scratch: Path, npz: Path, alone: Callable[[str], Path], tmp_path: Path
 ) -> None:
     copy = alone(names[0]) if names[0] in ALONE else scratch
@@ -707,7 +709,9 @@ def test_run_of_every_example_is_evaluated_predicted_with_and_resumed(
 @pytest.mark.parametrize(
     "parallel", ["ddp", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("dp", "fsdp"))]
 )
-def test_picture_is_shown_at_every_evaluation(alone: Callable[[str], Path], parallel: str) -> None:
+def test_custom_picture_is_logged_to_tensorboard_at_every_evaluation(
+    alone: Callable[[str], Path], parallel: str
+) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     words = ("train.max_steps=null", "train.epochs=2", f"parallel={parallel}", "parallel.devices=2")
@@ -764,7 +768,7 @@ def test_custom_training_loop_is_not_stopped_by_watchdog(alone: Callable[[str], 
     [STRATEGIES[1], pytest.param(STRATEGIES[0], marks=pytest.mark.nightly)],
     ids=" ".join,
 )
-def test_custom_training_loop_saves_at_sigterm_and_ends_at_max_steps(
+def test_custom_training_loop_saves_a_checkpoint_at_sigterm_and_ends_at_max_steps(
     alone: Callable[[str], Path], overrides: tuple[str, ...]
 ) -> None:
     copy = alone("A training loop")
@@ -887,7 +891,9 @@ def test_local_sgd_with_period_1_matches_ddp(scratch: Path) -> None:
 @pytest.mark.slow(seconds=30)
 @pytest.mark.processes
 @pytest.mark.nightly
-def test_momentum_of_averages_continues_bit_for_bit_in_a_resumed_run(scratch: Path) -> None:
+def test_resumed_local_sgd_run_continues_the_momentum_of_its_averages_bit_for_bit(
+    scratch: Path,
+) -> None:
     # Without state in the optimizer, of which a checkpoint has rank 0's alone.
     settings = (
         *("model=tiny", "optim=sgd", "optim.opt=momentum", "optim.momentum=0"),
@@ -926,7 +932,7 @@ def test_momentum_of_averages_continues_bit_for_bit_in_a_resumed_run(scratch: Pa
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.sample(6)
-def test_invalid_metric_loss_or_strategy_setting_for_custom_code_exits_2(
+def test_train_py_exits_2_when_a_setting_of_a_custom_metric_loss_or_strategy_is_invalid(
     scratch: Path, overrides: tuple[str, ...], message: str
 ) -> None:
     command = [sys.executable, "train.py", *tiny(*overrides)]

@@ -60,20 +60,20 @@ ELSEWHERE = {
     ),
     r"python scripts/from_timm\.py": "test_from_timm_script_writes_experiment_that_composes_to_the_shipped_a2_recipe",
     r"make doctor$": "test_doctor_script_prints_can_train_and_a_command_on_this_machine",
-    r"python timm_parallel/tests/architecture\.py": "test_import_levels_and_strategy_methods_stay_within_their_limits",
-    r"make schema$": "test_schema_json_and_keys_page_equal_those_generated_from_schema_py",
+    r"python timm_parallel/tests/architecture\.py": "test_number_of_import_levels_and_of_strategy_methods_is_within_limits",
+    r"make schema$": "test_schema_json_and_docs_keys_md_equal_files_generated_from_schema_py",
     r"make fork\b": "test_make_fork_replaces_every_occurrence_of_the_template_name",
     r"(git rm -r timm_parallel|pip install --no-deps)": (
         "test_fork_trains_and_sweeps_when_the_library_is_installed_from_a_tag"
     ),
     r"python -m timm_parallel\.rank": "test_sweep_over_strategies_and_devices_trains_equally_on_one_and_two_ranks",
-    r"make update": "test_update_replaces_the_library_and_merges_other_files",
+    r"make update": "test_make_update_replaces_the_library_and_merges_other_files",
     r"make gpu-check$": "test_make_gpu_check_prints_one_line_when_no_gpu_is_visible",
     r"make docs$": "test_documentation_site_builds_and_the_build_fails_on_a_broken_link",
-    r"python scripts/maintain/simulate_sweeps\.py": "test_report_seldom_states_a_false_difference_on_simulated_sweeps",
-    r"python scripts/maintain/simulate_verdicts\.py": "test_verdict_seldom_calls_equal_code_different",
+    r"python scripts/maintain/simulate_sweeps\.py": "test_report_rarely_states_a_false_difference_for_simulated_sweeps",
+    r"python scripts/maintain/simulate_verdicts\.py": "test_verdict_rarely_calls_equal_code_better_or_worse",
     r"(make verdict|python scripts/verdict\.py)": "test_script_compares_working_tree_with_base",
-    r"make size$": "test_count_statements_leaves_out_docstrings_and_counts_nested_statements",
+    r"make size$": "test_count_statements_counts_nested_statements_but_no_docstrings",
     r"python scripts/export\.py .*format=onnx": "test_onnx_export_matches_checkpoint_outputs_at_batch_sizes_1_and_7",
     r"python scripts/reproduce\.py ": "test_repeated_run_has_equal_losses_and_weights",
     r"python scripts/check_data\.py ": "test_check_data_finds_unreadable_leaked_duplicate_and_mislabeled_images",
@@ -82,9 +82,9 @@ ELSEWHERE = {
         "test_evaluation_of_a_run_on_an_image_folder_needs_no_train_split"
     ),
     r"python evaluate\.py .*train\.task_kwargs\.evaluation=": (
-        "test_predicted_masks_of_whole_images_have_the_iou_of_evaluate"
+        "test_predicted_masks_of_whole_images_have_the_iou_that_evaluate_py_prints"
     ),
-    r"python train\.py --config-path": "test_run_started_from_saved_config_reproduces_metrics_and_weights",
+    r"python train\.py --config-path": "test_run_from_the_saved_config_of_another_run_reproduces_metrics_and_weights",
     r"python train\.py tracker=(wandb|mlflow|\[tensorboard,)": (
         "test_wandb_and_mlflow_hold_the_whole_run_and_no_api_key_after_a_resume"
     ),
@@ -95,7 +95,7 @@ ELSEWHERE = {
     r"tensorboard ": "test_tensorboard_listens_on_loopback_with_the_documented_command",
     r"python -c ": "test_documented_python_one_liner_prints_true",
     r"python scripts/plan\.py model=resnet18 ": "test_batch_tables_of_page_on_several_gpus_match_output_of_plan_py",
-    r"python scripts/maintain/chaos\.py": "test_run_with_injected_faults_matches_undisturbed_run",
+    r"python scripts/maintain/chaos\.py": "test_run_with_injected_faults_matches_run_without_faults",
     r"cp conf/local": "test_example_of_conf_local_default_yaml_composes_with_changed_output_dir",
     r"python train\.py --help": "test_help_shows_options_and_commands_without_importing_torch",
     r"python train\.py --cfg job": "test_cfg_job_shows_all_keys_without_importing_torch",
@@ -246,7 +246,7 @@ def documented_overrides() -> set[str]:
     return {word for word, key in keys.items() if key is not None and is_known(key[1])}
 
 
-def test_every_documented_override_can_be_typed_as_documented() -> None:
+def test_every_documented_override_is_accepted_by_hydra_when_typed_in_a_shell() -> None:
     """Hydra's grammar needs inner quotes around a text with parentheses or backslashes."""
     words = documented_overrides()
     assert len(words) > 200
@@ -496,7 +496,7 @@ def check(command: str, capsys: pytest.CaptureFixture[str], **places: Path) -> N
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("command", scripts_like(ALONE))
 @pytest.mark.slow(seconds=2)
-def test_documented_command_of_plan_py_prints_memory_per_device(
+def test_documented_plan_py_command_prints_memory_per_device(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     check(command, capsys)
@@ -505,7 +505,7 @@ def test_documented_command_of_plan_py_prints_memory_per_device(
 @pytest.mark.slow(seconds=1)
 @pytest.mark.processes
 @pytest.mark.parametrize("command", scripts_like(ON_A_RUN))
-def test_documented_script_command_prints_or_writes_its_result_for_a_finished_run(
+def test_documented_script_command_prints_or_writes_a_result_for_a_finished_run(
     command: str,
     finished_run: Finished,
     photos: Path,
@@ -541,7 +541,7 @@ def sweep(train_shared: Train) -> Path:
 @pytest.mark.processes
 @pytest.mark.parametrize("command", scripts_like(ON_A_SWEEP))
 @pytest.mark.nightly
-def test_documented_report_and_forecast_commands_print_their_result_for_a_sweep(
+def test_documented_report_and_forecast_commands_print_results_of_a_sweep(
     command: str, sweep: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     check(command, capsys, sweep=sweep)

@@ -85,7 +85,7 @@ def test_dockerignore_excludes_secrets_data_and_outputs() -> None:
     } <= set(ignored)
 
 
-def test_devcontainer_builds_a_stage_of_the_dockerfile() -> None:
+def test_devcontainer_builds_an_existing_stage_of_the_dockerfile() -> None:
     actual = json.loads((ROOT / ".devcontainer" / "devcontainer.json").read_text(encoding="utf-8"))
     place = ROOT / ".devcontainer" / actual["build"]["dockerfile"]
     assert place.resolve() == ROOT / "Dockerfile"

@@ -147,7 +147,7 @@ def units_of(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("drop_demo", [False, True])
-def test_make_fork_removes_only_whole_sentences_list_items_and_rows(
+def test_make_fork_removes_only_whole_sentences_list_items_and_table_rows_from_pages(
     drop_demo: bool, template: Path, clone: Path
 ) -> None:
     fork(clone, "mine", "Ada", drop_demo)
@@ -177,7 +177,9 @@ def test_make_fork_removes_demo_experiments_when_drop_demo_is_true(clone: Path) 
 
 
 @pytest.mark.slow(seconds=2)
-def test_make_test_of_a_fork_tests_the_library_only_after_a_change_of_it(clone: Path) -> None:
+def test_make_test_in_a_fork_runs_library_tests_only_when_the_library_has_changed(
+    clone: Path,
+) -> None:
     def command(target: str = "test") -> str:
         words = ["make", "-n", target, f"PYTHON={sys.executable}"]
         return subprocess.run(

@@ -89,7 +89,7 @@ def fork_at_start(forked: Path) -> Path:
 @pytest.mark.slow(seconds=9)
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_checks_of_a_fork_pass_with_one_example_of_docs_extend_md(
+def test_lint_and_quick_tests_of_a_fork_pass_with_one_example_of_docs_extend_md(
     name: str, fork_at_start: Path
 ) -> None:
     EXAMPLES[name].follow(fork_at_start)

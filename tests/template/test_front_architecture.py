@@ -41,7 +41,7 @@ def test_source_file_outside_the_library_follows_import_and_naming_rules(path: P
 
 @pytest.mark.slow(seconds=1)
 @pytest.mark.parametrize("name", LIMITS)
-def test_import_levels_and_strategy_methods_stay_within_their_limits(name: str) -> None:
+def test_number_of_import_levels_and_of_strategy_methods_is_within_limits(name: str) -> None:
     assert measure()[name] <= LIMITS[name]
 
 

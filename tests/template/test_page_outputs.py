@@ -48,7 +48,7 @@ def words_of(output: str) -> list[str]:
         ("epoch 1/8  val/acc 0.1", "epoch 1/8  val/loss 0.1", False),
     ],
 )
-def test_words_of_outputs_differ_only_by_more_than_numbers_and_paths(
+def test_outputs_that_differ_only_in_numbers_and_paths_count_as_equal(
     first: str, second: str, equal: bool
 ) -> None:
     assert (words_of(first) == words_of(second)) == equal
@@ -58,7 +58,9 @@ def test_words_of_outputs_differ_only_by_more_than_numbers_and_paths(
 @pytest.mark.nightly
 @pytest.mark.processes
 @pytest.mark.parametrize("page", BLOCKS)
-def test_output_shown_on_a_page_has_the_words_of_its_command(page: str, tmp_path: Path) -> None:
+def test_output_shown_on_a_page_has_the_same_words_as_a_new_run_of_the_command(
+    page: str, tmp_path: Path
+) -> None:
     """A failure means that a message has changed since `make docs-outputs` was run."""
     copy_project(tmp_path / "project")
     draw_flowers(tmp_path / "data")

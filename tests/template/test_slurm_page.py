@@ -12,7 +12,7 @@ CLUSTER = r"dev_cluster\.sh|srun|torchrun|cluster=(slurm|kubernetes)"
 PLACEHOLDERS = {"10.77.0.1": "<first node>", "29511": "29500"}
 
 
-def test_commands_of_the_cluster_pages_are_those_that_their_tests_run() -> None:
+def test_commands_on_slurm_and_kubernetes_pages_equal_the_commands_that_tests_run() -> None:
     """timm_parallel/tests has them as constants, because a fork may replace the pages."""
     pages = ("docs/slurm.md", "docs/kubernetes.md", "CONTRIBUTING.md")
     texts = [(ROOT / page).read_text(encoding="utf-8") for page in pages]

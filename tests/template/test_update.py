@@ -172,7 +172,9 @@ def read(path: Path) -> str:
 
 
 @WITH_AND_WITHOUT_COMMON_HISTORY
-def test_update_replaces_the_library_and_merges_other_files(template: Path, mine: Path) -> None:
+def test_make_update_replaces_the_library_and_merges_other_files(
+    template: Path, mine: Path
+) -> None:
     commit(
         mine, {"timm_parallel/core.py": "VERSION = 'mine'\n", "timm_parallel/mine.py": "# mine\n"}
     )
@@ -213,7 +215,9 @@ def test_update_replaces_the_library_and_merges_other_files(template: Path, mine
 
 @WITH_AND_WITHOUT_COMMON_HISTORY
 @pytest.mark.slow(seconds=2)
-def test_update_starts_from_the_commit_of_the_last_update(template: Path, mine: Path) -> None:
+def test_make_update_starts_from_the_template_commit_of_the_previous_update(
+    template: Path, mine: Path
+) -> None:
     commit(template, NEWER)
     assert update(mine) == 0
     commit(mine, {})
@@ -231,7 +235,7 @@ def test_update_starts_from_the_commit_of_the_last_update(template: Path, mine: 
 
 
 @pytest.mark.slow(seconds=2)
-def test_update_names_conflicts_and_changes_nothing_unless_they_are_kept(
+def test_make_update_names_conflicting_files_and_changes_nothing_unless_keep_lists_them(
     template: Path, mine: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (mine / "image.png").write_bytes(b"\0mine")
@@ -253,7 +257,7 @@ def test_update_names_conflicts_and_changes_nothing_unless_they_are_kept(
     assert read(mine / "timm_parallel/core.py") == "VERSION = 2\n"
 
 
-def test_file_moved_into_the_library_is_a_conflict_when_the_fork_changed_it(
+def test_make_update_reports_a_conflict_when_a_file_changed_by_the_fork_moved_into_the_library(
     template: Path, mine: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     commit(template, {"timm_parallel/front.py": SMALL["src/front.py"], "src/front.py": None})
@@ -263,7 +267,7 @@ def test_file_moved_into_the_library_is_a_conflict_when_the_fork_changed_it(
     assert state(mine) == before
 
 
-def test_update_puts_everything_back_when_a_test_fails(
+def test_make_update_restores_the_fork_when_a_test_fails(
     template: Path, mine: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     commit(template, NEWER)
@@ -280,7 +284,7 @@ def test_update_puts_everything_back_when_a_test_fails(
 
 
 @pytest.mark.slow(seconds=1)
-def test_failed_update_never_overwrites_a_file_edited_during_the_tests(
+def test_failed_make_update_never_overwrites_a_file_edited_during_the_tests(
     template: Path, mine: Path
 ) -> None:
     commit(template, NEWER)
@@ -293,7 +297,7 @@ def test_failed_update_never_overwrites_a_file_edited_during_the_tests(
 
 
 @pytest.mark.slow(seconds=1)
-def test_git_reset_repairs_a_fork_whose_update_was_killed(template: Path, mine: Path) -> None:
+def test_git_reset_restores_a_fork_after_make_update_was_killed(template: Path, mine: Path) -> None:
     commit(template, NEWER)
     before = state(mine)
     command = [
@@ -322,7 +326,7 @@ def test_git_reset_repairs_a_fork_whose_update_was_killed(template: Path, mine: 
 @pytest.mark.parametrize(
     "reason", ["no fork", "uncommitted", "no remote", "not the template", "unknown base", "ignored"]
 )
-def test_update_refuses_and_changes_nothing(
+def test_make_update_refuses_an_unsuitable_fork_or_source_and_changes_nothing(
     reason: str, template: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     folder = copy_of(template, tmp_path / "mine", shared=True)
@@ -365,7 +369,7 @@ def test_update_refuses_and_changes_nothing(
 @pytest.mark.parametrize("shared", [True, False], ids=["common history", "no common history"])
 @pytest.mark.slow(seconds=4)
 @pytest.mark.sample(2)
-def test_fork_of_this_project_takes_a_newer_template(
+def test_make_update_merges_a_newer_template_into_a_fork_of_this_project(
     shared: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     template = tmp_path / "template"
