@@ -109,7 +109,7 @@ def test_head_outputs_beyond_dataset_classes_are_never_predicted() -> None:
 def test_log_states_both_numbers_when_a_model_has_more_outputs_than_classes(
     caplog: pytest.LogCaptureFixture, outputs: int, notices: int
 ) -> None:
-    """train.py and evaluate.py build these parts."""
+    """train.py and evaluate.py both build data and model with this function."""
     config = resolved("parallel=single", "parallel.accelerator=cpu", f"model.num_classes={outputs}")
     build_data_and_model(config, build_strategy(config.parallel, Ranks(), None))
     lines = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
@@ -180,7 +180,7 @@ def test_failed_evaluation_closes_loaders_and_strategy(
     if fault == "in evaluating":
         monkeypatch.setattr("src.commands.evaluate.evaluate", lambda *_, **__: 1 / 0)
     config = resolved("parallel=single", "parallel.accelerator=cpu", "model=tiny")
-    # With weights from a file, the head is not checked.
+    # Give a file of weights, because the number of classes is then not checked.
     config.model.weights = str(tmp_path)
     monkeypatch.setattr("src.commands.evaluate.load_weights", lambda *_, **__: "")
     split = "val" if fault == "in evaluating" else "other"
@@ -330,7 +330,7 @@ def test_evaluate_py_gives_the_same_result_on_one_and_two_devices(
     finished_run: Finished, capfd: pytest.CaptureFixture[str], strategy: str
 ) -> None:
     overrides = [f"run={finished_run.folder}", f"parallel={strategy}", "parallel.devices=2"]
-    # Under ddp, the command starts itself again as ranks.
+    # Start a process for ddp, because the command starts itself again as ranks.
     if strategy == "ddp":
         command = [sys.executable, "evaluate.py", *overrides]
         done = subprocess.run(

@@ -1,5 +1,5 @@
-"""Parameters of the training step besides the model's, such as those of a loss: trained, saved,
-resumed, not exported.
+"""Parameters that are not in the model, such as those of a loss. They are trained, saved and
+resumed, but not exported.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ from timm_parallel.state.parts import RunParts
 from timm_parallel.testing.configs import read_lines, resolved, task_of
 from timm_parallel.testing.ranks import in_ranks
 
-STEPS = 8  # in 2 epochs
+# Total number of steps in two epochs.
+STEPS = 8
 SETTINGS = (
     "model.num_classes=18",
     "data.batch_size=12",
@@ -64,14 +65,14 @@ SPREADS = {
     "ddp": ("parallel=ddp", "parallel.devices=2"),
     "fsdp": ("parallel=fsdp", "parallel.devices=2"),
 }
-# The name of this file in configs, which may name classes of src/ only.
+# Module name under which configs find this file, because they may name only classes of src/.
 HERE = "src.loss_parameters_of_test"
 sys.modules[HERE] = sys.modules[__name__]
 NAMES = ["criterion.centers", "criterion.temperature", "criterion.batches"]
 
 
 class ArcFace(nn.Module):
-    """ArcFace (arXiv:1801.07698) next to cross entropy, with a learned scale, a count of batches
+    """ArcFace (arXiv:1801.07698) added to cross entropy. It has a learned scale, a count of batches
     and a constant.
     """
 
@@ -86,7 +87,7 @@ class ArcFace(nn.Module):
         self.batches = self.batches + 1
         scores, embeddings = outputs[:, :10], outputs[:, 10:]
         cosines = functional.normalize(embeddings) @ functional.normalize(self.centers).T
-        # The derivative of acos is infinite at 1.
+        # Keep away from 1, where the derivative of acos is infinite.
         angles = cosines.clamp(-0.9999, 0.9999).acos()
         margins = 0.3 * functional.one_hot(targets, 10)
         arcface = functional.cross_entropy(16 * (angles + margins).cos(), targets)
@@ -164,10 +165,6 @@ def saved(run: RunParts) -> dict[str, Any]:
     return saving.snapshot(run.state, run.strategy)
 
 
-# Training
-# --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "spread",
     [
@@ -239,7 +236,7 @@ def test_gradient_norm_and_clipping_include_the_parameters_of_a_loss(
     temperature.grad.fill_(10)
     norm = _clip_gradients(run.state, run.config.optim, run.strategy, needed=True)
     assert norm == 10
-    # agc leaves the head alone.
+    # Adaptive clipping (agc) does not change the head.
     assert temperature.grad.item() == pytest.approx(expected)
 
 
@@ -248,10 +245,6 @@ def test_optimizer_without_a_trainable_parameter_is_refused() -> None:
     state.optimizer.param_groups.pop()
     with pytest.raises(ValueError, match=r"train_step\.criterion\.centers"):
         check_is_complete(state.optimizer, state)
-
-
-# Checks
-# --------------------------------------------------------------------------------------------------
 
 
 def test_parameters_hash_of_a_run_covers_the_parameters_of_the_loss(
@@ -271,10 +264,6 @@ def test_checkpoint_of_a_loss_with_a_non_finite_parameter_is_not_saved(tmp_path:
         training.run.save()
     training.run.close()
     assert not (tmp_path / "checkpoints").exists()
-
-
-# Checkpoints
-# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -348,7 +337,7 @@ def test_exported_model_contains_no_parameters_of_the_loss(
     trained: Callable[[str], Path], tmp_path: Path
 ) -> None:
     run = shutil.copytree(trained("single"), tmp_path / "run")
-    # This file is not in src/, which a saved config is checked for.
+    # Replace the loss in the config, because loading checks that the class is in src/.
     text = (run / "config.yaml").read_text().replace(f"{HERE}.ArcFace", "ce")
     (run / "config.yaml").write_text(text)
     export_safetensors(load_trained(run, None, None, torch.device("cpu")), tmp_path)
@@ -361,14 +350,10 @@ def test_exported_model_contains_no_parameters_of_the_loss(
     )
 
 
-# Devices
-# --------------------------------------------------------------------------------------------------
-
-
 def test_dp_moves_the_loss_to_the_device_of_the_outputs() -> None:
     config = ParallelConfig(strategy="dp", devices=2, accelerator="cpu", threads_per_device=1)
     strategy, criterion = DataParallelStrategy(config, Ranks()), ArcFace()
-    # A device that every machine has.
+    # The device meta exists on every machine.
     strategy.output_device = torch.device("meta")
     step = TrainStep(nn.Linear(4, 18), criterion, task_of(10))
     strategy.wrap(step)
@@ -399,10 +384,6 @@ def test_each_dp_replica_has_its_own_copy_of_the_class_weights() -> None:
     loss, _ = strategy.wrap(TrainStep(model, criterion, task))(images, labels)
     assert len(weights) == len(set(weights.values())) == 2
     assert loss.item() == pytest.approx(criterion(model(images), labels).item())
-
-
-# fsdp
-# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("mixup", "expected"), [(0.0, 0.1), (0.2, 0.0)])

@@ -19,7 +19,8 @@ from src.train.optim import build_optimizer, build_schedule, waits_for_scaler
 from timm_parallel.config.timm_names import timm_optimizers
 from timm_parallel.testing.configs import resolved
 
-HERE_WITHOUT = (  # Apex and bitsandbytes need CUDA and more packages
+# Optimizers of Apex and bitsandbytes, which need CUDA and more packages.
+HERE_WITHOUT = (
     *(
         "bnbadam",
         "bnbadam8bit",
@@ -40,7 +41,7 @@ HERE_WITHOUT = (  # Apex and bitsandbytes need CUDA and more packages
         "fusedsgd",
     ),
 )
-# kron compiles itself, which takes 20 s; kronc and kronw are the same class.
+# kron is left out, because compiling it takes 20 s. kronc and kronw are the same class.
 QUICK_OPTIMIZERS = ("adamw", "sgd", "momentum", "lamb", "lion", "muon")
 
 
@@ -57,7 +58,7 @@ def test_every_timm_optimizer_updates_all_weights_within_two_steps(opt: str) -> 
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 4))
     optimizer = build_optimizer(resolved(f"optim.opt={opt}").optim, 1e-3, model)
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    # Some optimizers do not change the weights in their first step.
+    # Run two steps, because some optimizers do not change the weights in the first step.
     for _ in range(2):
         optimizer.zero_grad()
         model(torch.randn(4, 3, 8, 8)).square().mean().backward()
@@ -83,7 +84,7 @@ def test_momentum_0_is_refused_exactly_for_optimizers_that_reject_it(opt: str) -
         ["optim.momentum=0"] if opt in NESTEROV else []
     )
     if early:
-        # An empty optim.kwargs is not what is wrong.
+        # The error must not blame optim.kwargs, which is empty.
         with pytest.raises(ValueError, match=rf"optim: {opt} ") as error:
             build_optimizer(config, 1e-3, nn.Linear(2, 2))
         assert "kwargs" not in str(error.value)
@@ -126,7 +127,7 @@ def test_optimizer_gives_norms_and_biases_no_weight_decay() -> None:
         }
         excluded = getattr(model, "no_weight_decay", set)()
         for name, parameter in model.named_parameters():
-            # A rule of your own may exclude embeddings and tokens too.
+            # Skip embeddings and tokens, because a fork may exclude them from weight decay too.
             if "embed" not in name and "token" not in name:
                 decays = parameter.ndim > 1 and name not in excluded
                 assert decay[id(parameter)] == (0.1 if decays else 0.0), name
@@ -153,7 +154,8 @@ def rates(*overrides: str, steps_per_epoch: int = 10, steps: int | None = None) 
 
 @pytest.mark.parametrize(
     ("overrides", "expected"),
-    [  # step -> rate, by hand: 20 steps of warm-up from 0.1 to 1, then 80 of decay
+    # Learning rates by step, computed by hand: 20 steps of warm-up from 0.1 to 1, then 80 of decay.
+    [
         (
             ("optim.sched=cosine",),
             {0: 0.1, 10: 0.55, 20: 1.0, 60: 0.5, 40: 0.5 + 0.5 * math.cos(math.pi / 4), 100: 0.0},
@@ -166,7 +168,7 @@ def rates(*overrides: str, steps_per_epoch: int = 10, steps: int | None = None) 
             ("optim.sched=step", "optim.decay_epochs=3", "optim.decay_rate=0.5"),
             {20: 1.0, 49: 1.0, 50: 0.5, 80: 0.25},
         ),
-        # timm drops the rate one step before the milestone, on purpose.
+        # timm intentionally drops the rate one step before the milestone.
         (
             ("optim.sched=multistep", "optim.decay_milestones=[4,7]"),
             {20: 1.0, 38: 1.0, 39: 0.1, 68: 0.1, 69: 0.01},

@@ -322,7 +322,7 @@ def test_export_exits_1_when_exported_model_and_checkpoint_outputs_differ(
 ) -> None:
     def save_changed_weights(model: Any, folder: str, **more: Any) -> None:
         with torch.no_grad():
-            # The written weights differ from the trained ones.
+            # Change the model while the file is written, so that file and model differ.
             model.head.weight[0] += 1
         save_for_hf(model, folder, **more)
         with torch.no_grad():
@@ -468,8 +468,8 @@ def test_hub_export_loads_in_transformers_with_class_names_and_normalization(
 def test_multilabel_hub_export_states_problem_type_in_config_and_sigmoid_in_model_card(
     finished_run: Finished, tmp_path: Path
 ) -> None:
-    """It also names the outputs that have no class, because transformers ignores a list that is too
-    short.
+    """The config also names outputs without a class, because transformers ignores a list of names
+    that is too short.
     """
     trained = load_trained(finished_run.folder, None, None, CPU)
     train = replace(trained.config.train, task="multilabel", loss="bce")

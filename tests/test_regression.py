@@ -1,4 +1,6 @@
-"""Regression: equal under all strategies, exact on any number of ranks, and a run that resumes."""
+"""Regression trains equally under all strategies, has exact metrics on any number of ranks, and
+resumes.
+"""
 
 from __future__ import annotations
 
@@ -165,7 +167,7 @@ def test_regression_r2_is_none_when_all_targets_are_equal() -> None:
 def test_regression_run_resumes_bit_identically_in_mid_epoch(colors: Path, tmp_path: Path) -> None:
     words = (*SMALL, f"data.root={colors}", "parallel=ddp", "parallel.devices=2")
     whole = run_warm(tmp_path / "whole", *words)
-    # Two epochs of three steps.
+    # Stop in the second of two epochs, which have three steps each.
     part = run_warm(tmp_path / "part", *words, "train.max_steps=4")
     run_warm(part, *words)
     weights = [
@@ -256,7 +258,7 @@ def test_csv_cell_that_is_not_a_number_is_refused_with_the_line_number(
 
 @pytest.mark.slow(seconds=8)
 def test_regression_run_matches_a_plain_pytorch_loop(colors: Path, tmp_path: Path) -> None:
-    """The loop is plain PyTorch: its own model, order of images, optimizer and schedule."""
+    """The loop has its own model, order of images, optimizer and schedule."""
     import timm
 
     words = (
@@ -269,7 +271,7 @@ def test_regression_run_matches_a_plain_pytorch_loop(colors: Path, tmp_path: Pat
     ours = losses_of(folder)
     run = read_result(folder)
     assert run.epochs == 10
-    # The same order of images and initial weights; everything else is done here.
+    # Only the order of images and the initial weights come from the project.
     from timm_parallel.data.build import build_dataset
     from timm_parallel.data.samplers import TrainSampler
     from timm_parallel.project import current

@@ -72,7 +72,7 @@ def test_mask_still_matches_the_image_after_every_augmentation(
     scale: list[float] | None,
     size: tuple[int, int],
 ) -> None:
-    """A gradient, of which each pixel shows where it comes from."""
+    """The image is a gradient, so the value of each pixel shows where it comes from."""
     augment = {"hflip": flips[0], "vflip": flips[1], "scale": scale}
     task = task_of(250, MASKS, **augment, crop_padding=0 if scale else padding)
     transform = task.train_transform(size, True, (0.5, 0.5, 0.5))
@@ -83,7 +83,8 @@ def test_mask_still_matches_the_image_after_every_augmentation(
     assert image.shape == (3, *size) and moved.shape == size
     is_inside = moved != IGNORED
     difference = (image[0].int() - moved.int()).abs()[is_inside]
-    # A pixel of the result in each direction; a flip of the image alone would be more.
+    # Allow a shift of one pixel in each direction. A flip of the image alone would cause a larger
+    # difference.
     assert int(difference.max()) <= sum(6 * (max(1, 20 / side) + 0.5) for side in size)
     if padding and not scale:
         assert bool((image[0][~is_inside] == 0).all())
@@ -98,7 +99,7 @@ def task_for(size: list[int], **options: Any) -> Any:
 
 
 class Truth:
-    """Images with masks, of equal sizes, or each second one larger."""
+    """Images with masks. They have equal sizes, or every second image is larger."""
 
     def __init__(self, larger: int) -> None:
         draw = torch.Generator().manual_seed(0)
@@ -132,7 +133,7 @@ def measured(ranks: Ranks, store: Any, mode: str) -> dict[str, Any]:
         strategy="ddp", devices=ranks.world_size, accelerator="cpu", backend="gloo"
     )
     strategy = build_strategy(config, ranks, store)
-    # Some images are smaller than a window.
+    # The windows are larger than some images.
     task = task_for([8, 8], evaluation=mode)
     prefetcher = DevicePrefetcher(torch.device("cpu"), **plain(3, 0.5, 0.25), channels_last=False)
     split: Any = InMemory(*truth()) if mode == "resize" else Truth(larger=3)
@@ -183,7 +184,7 @@ def test_segmentation_metrics_match_scikit_learn_on_1_2_and_3_ranks(mode: str) -
 def test_sliding_window_scores_are_the_mean_over_windows_that_contain_a_pixel(
     size: tuple[int, int], window: tuple[int, int], stride: int | None
 ) -> None:
-    """The model gives the mean of its window, so that each window counts."""
+    """The model returns the mean of its window, so the score of a pixel depends on each window."""
 
     class OfWindow(nn.Module):
         def forward(self, images: Tensor) -> Tensor:
@@ -199,7 +200,7 @@ def test_sliding_window_scores_are_the_mean_over_windows_that_contain_a_pixel(
     starts = []
     for side, length in zip(sides, window, strict=True):
         step = stride or length // 2
-        # The last window ends with the image.
+        # The last window ends at the border of the image.
         starts.append(sorted({min(start, side - length) for start in range(0, side, step)}))
     for row, column in ((0, 0), (size[0] - 1, size[1] - 1), (size[0] // 2, size[1] // 3)):
         means = [
@@ -284,7 +285,7 @@ def test_segmentation_losses_with_deterministic_algorithms_equal_those_without()
 @pytest.mark.processes
 @pytest.mark.parametrize("parallel", [pytest.param("dp", marks=pytest.mark.nightly), "ddp", "fsdp"])
 def test_segmentation_trains_equally_under_every_strategy(tmp_path: Path, parallel: str) -> None:
-    """Without BatchNorm's statistics of a rank's own images: the norms are frozen."""
+    """BatchNorm is frozen, because its statistics depend on the images of a rank."""
     results, losses = [], []
     frozen = ('model.freeze=".*(bn|norm|downsample|smooth.1)"',)
     for name, devices in (("single", 1), (parallel, 2)):
@@ -388,7 +389,7 @@ def test_evaluation_result_is_equal_when_ranks_have_unequal_numbers_of_windows(
 ) -> None:
     """Images of height 40 have two rows of windows, those of height 36 have one."""
     words = (*OF_ROADS, f"data.root={roads}", "+train.task_kwargs.evaluation=slide")
-    # Without BatchNorm's statistics of a rank's own images.
+    # Freeze BatchNorm, because its statistics depend on the images of a rank.
     frozen = ('model.freeze=".*(bn|norm|downsample|smooth.1)"', "data.augment.scale=null")
     alone = run_warm(tmp_path / "single", *words, *frozen, "parallel=single")
     spread = (f"parallel={parallel}", "parallel.devices=2")
@@ -403,7 +404,7 @@ def test_evaluation_result_is_equal_when_ranks_have_unequal_numbers_of_windows(
 def test_segmentation_run_resumes_bit_identically_in_mid_epoch(tmp_path: Path) -> None:
     words = (*SMALL, "parallel=ddp", "parallel.devices=2")
     whole = run_warm(tmp_path / "whole", *words)
-    # Two epochs of four steps.
+    # Stop in the second of two epochs, which have four steps each.
     part = run_warm(tmp_path / "part", *words, "train.max_steps=5")
     run_warm(part, *words)
     weights = [
@@ -443,7 +444,7 @@ def test_predicted_masks_of_whole_images_have_the_iou_that_evaluate_py_prints(
         labels, found = (np.array(Image.open(of / name)) for of in (roads / "masks", output))
         expected = jaccard_score(labels.ravel(), found.ravel(), average=None, labels=[0, 1])
         assert [float(row["iou_ground"]), float(row["iou_box"])] == pytest.approx(expected.tolist())
-    # Images of other folders may have the same name.
+    # Masks are in subfolders, because images in different folders may have the same name.
     assert (output / "north" / "0.png").is_file() and (output / "north" / "0_overlay.png").is_file()
     assert 0.2 < min(float(row["iou_box"]) for row in rows) < 1
 
@@ -518,9 +519,9 @@ def test_key_that_segmentation_does_not_use_is_refused(words: tuple[str, ...], k
 
 @pytest.mark.slow(seconds=10)
 def test_segmentation_run_matches_a_plain_pytorch_loop(roads: Path, tmp_path: Path) -> None:
-    """The loop is plain PyTorch: its own reading, loss, optimizer and confusion matrix."""
+    """The loop has its own code to read files, and its own loss, optimizer and confusion matrix."""
     for path in (roads / "images").iterdir():
-        # Equal sizes, which need no resizing.
+        # Crop all images to one size, so that no resizing is needed.
         for kind in ("images", "masks"):
             with Image.open(roads / kind / path.name) as image:
                 image.crop((0, 0, 36, 32)).save(roads / kind / path.name)

@@ -62,8 +62,8 @@ def timms(steps: Any, image: Tensor) -> Tensor:
     return v2.functional.pil_to_tensor(changed)
 
 
-# Setting -> (our config, timm's arguments, largest difference of a value). Flips and policies are
-# equal bit for bit; in the others, PIL and torch round differently.
+# Dictionary from a setting to our config, timm's arguments and the largest difference of a value.
+# Flips and policies are equal bit for bit; otherwise PIL and torch round differently.
 SAME_DRAWS: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
     "vflip": ({"vflip": 0.5, "hflip": 0.5}, {"vflip": 0.5, "hflip": 0.5}, 0),
     "color_jitter": ({"color_jitter": 0.4}, {"color_jitter": 0.4}, 4),
@@ -219,7 +219,7 @@ def test_batched_crops_and_flips_equal_those_of_single_images_bit_for_bit(
         seed_draws(3, 5, index)
         expected.append(each(image))
     assert torch.equal(found, torch.stack(expected))
-    # The last image alone: its draws do not depend on the rest of the batch.
+    # Augment the last image alone: its random numbers must not depend on the rest of the batch.
     last, draws = images[-1:], step.draw(seeds_for(3, 5, indices[-1:]), images[-1:].shape)
     alone, _ = step(last, last, *draws)
     assert torch.equal(alone, found[-1:])
@@ -228,7 +228,9 @@ def test_batched_crops_and_flips_equal_those_of_single_images_bit_for_bit(
 def test_training_batches_of_digits_are_equal_with_and_without_batched_augmentation(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Also for copies of images, in a later epoch, from the middle on."""
+    """They are also equal for augmented copies of images, in a later epoch, and from the middle of
+    an epoch on.
+    """
     augment = ("data.augment.crop_padding=3", "data.augment.hflip=0.5", "data.augment.vflip=0.2")
     config = resolved(
         "parallel=single", "parallel.accelerator=cpu", *augment, "data.augment.aug_repeats=2"
@@ -311,7 +313,8 @@ def test_adaptive_clipping_needs_at_most_4_operations_more_per_additional_tensor
         layers = nn.Sequential(*[nn.Linear(4, 4) for _ in range(depth)])
         layers(torch.ones(1, 4)).sum().backward()
         counts.append(count_operations(clip_adaptively, list(layers.parameters()), 0.01))
-    # Of weight and bias: two norms each, of which detach() is no kernel.
+    # Each of the 10 more layers has 2 tensors, with 4 operations each: 2 norms and their detach(),
+    # which launches no kernel.
     assert counts[1] - counts[0] <= 10 * 2 * 4
 
 

@@ -41,9 +41,8 @@ SMALL_SWIN = (
     "+model.kwargs={embed_dim: 16, depths: [1, 1], num_heads: [1, 2], patch_size: 4, window_size: "
     "4, drop_path_rate: 0}",
 )
-# Name -> (overrides, how far losses may be from those of single). None: they differ legitimately,
-# by BatchNorm's statistics of a chunk, or by draws that are each rank's own (mixing pairs images
-# within a rank).
+# Dictionary from a name to overrides and the largest difference of losses from single. None: they
+# may differ, because BatchNorm sees a chunk or each rank draws its own random numbers.
 OPTIONS: dict[str, tuple[tuple[str, ...], float | None]] = {
     "nothing": ((), 1e-5),
     "resnet": (("model.name=test_resnet", "+model.kwargs={}"), None),
@@ -165,15 +164,16 @@ COMMON = (
     "train.max_steps=3",
     "optim.warmup_epochs=0.1",
 )
-# One of each kind: a model with BatchNorm, averaged weights, mixed images, a scaler with
-# accumulation and clipping. The rest of the matrix is for `make test-all`.
+# Options of the quick tests: BatchNorm, averaged weights, mixed images, and a gradient scaler with
+# accumulation and clipping. `make test-all` runs the others.
 QUICK = ("nothing", "resnet", "ema", "mixup_larger_head", "fp16_accumulate_clip")
-Outcome = dict[str, Any]  # losses, parameters_equal, ema_equal; or error
+# Entries: losses, parameters_equal, ema_equal, or error.
+Outcome = dict[str, Any]
 
 
 def overrides_of(option: str) -> tuple[str, ...]:
     given = OPTIONS[option][0]
-    # These are not the tiny ViT.
+    # These options need another model than the tiny ViT.
     if "+model.kwargs={}" in given or option == "swin":
         return tuple(word for word in ("model=resnet18", *given) if word != "+model.kwargs={}")
     return given
@@ -218,8 +218,8 @@ def try_options(ranks: Ranks, store: Any, configs: dict[str, ResolvedConfig]) ->
 
 @pytest.fixture(scope="module")
 def outcomes(request: pytest.FixtureRequest) -> Callable[[str], dict[str, Outcome]]:
-    """Return outcomes by strategy and option, under ddp from rank 0. All options of a session train
-    in the same ranks.
+    """Return outcomes by strategy and option. Under ddp, they are those of rank 0. All options of a
+    session train in the same ranks.
     """
     known: dict[str, dict[str, Outcome]] = {}
     chosen = {
@@ -471,8 +471,8 @@ def test_crop_mode_border_matches_timm(
     )
     preprocessing = preprocessing_for(model, config, images)
     assert preprocessing.crop_mode == "border"
-    # A smooth image, because timm's resizing of PIL images differs from that of tensors by more
-    # than rounding elsewhere.
+    # Use a smooth image: elsewhere, resizing a PIL image differs from resizing a tensor by more
+    # than rounding.
     rows, columns = np.mgrid[: size[0], : size[1]]
     pixels = np.stack(
         [rows * 255 // size[0], columns * 255 // size[1], (rows + columns) * 255 // sum(size)],
@@ -493,7 +493,7 @@ def test_crop_mode_border_keeps_all_pixels_of_an_image_that_is_one_pixel_wide() 
 
 
 def test_error_about_model_kwargs_also_names_model_name() -> None:
-    """The options of model=tiny with the model.name of an experiment."""
+    """The experiment replaces model.name, but the options of model=tiny remain."""
     config = compose_command(parse("experiment=finetune", "model=tiny", "data.root=x")).config.model
     config.pretrained = False
     with pytest.raises(ValueError, match=r"^model\.kwargs=") as refusal:

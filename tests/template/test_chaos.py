@@ -1,5 +1,5 @@
-"""scripts/maintain/chaos.py, shortened: a run with injected faults and resumes matches an
-undisturbed run.
+"""A short version of scripts/maintain/chaos.py: a run with injected faults and resumes ends like a
+run without faults.
 """
 
 from __future__ import annotations

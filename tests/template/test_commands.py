@@ -43,7 +43,7 @@ from timm_parallel.testing.commands import ROOT, TEST_FILES, Finished, Train
 from timm_parallel.testing.configs import parse, tiny
 from timm_parallel.testing.ranks import in_ranks
 
-# In running text, a command begins with one of these.
+# Pattern of a command in inline code, which starts with the name of a program.
 IN_TEXT = re.compile(
     r"([A-Z]+=\S+ )?(make|python|torchrun|tensorboard|docker|nvidia-smi|pip|source|cp|tc|kubectl|scancel|tests/\S+\.sh) \S"
 )
@@ -51,8 +51,8 @@ TRAINING = re.compile(r"(?:python|torchrun --nproc-per-node (\d+|N)) train\.py ?
 SCRIPT = re.compile(
     r"python (?:scripts/)?(plan|predict|export|compare_runs|report|forecast|evaluate)\.py ?(.*)"
 )
-# Pattern of commands -> the tests that run them. Tests of clusters are skipped without Slurm or
-# without root.
+# Dictionary from a pattern of commands to the names of tests that run them. Tests of clusters are
+# skipped without Slurm or root rights.
 ELSEWHERE = {
     r"make (train|compare)\b": (
         "test_make_train_installs_only_runtime_requirements "
@@ -197,10 +197,9 @@ HERE = [
 ]
 TRAININGS = [command for command in HERE if TRAINING.fullmatch(command)]
 SCRIPTS = [command for command in HERE if SCRIPT.fullmatch(command)]
-LARGE = re.compile(
-    "experiment=(small_layers|buckets|scaling_|imagenet_|finetune_)|-m seed="
-)  # to compose, or to train
-ALONE, ON_A_SWEEP, WITH_RANKS = "/plan", "/(report|forecast)", "evaluate.*parallel=ddp"  # scripts
+LARGE = re.compile("experiment=(small_layers|buckets|scaling_|imagenet_|finetune_)|-m seed=")
+# Patterns of script commands that need no run, a sweep, or ranks.
+ALONE, ON_A_SWEEP, WITH_RANKS = "/plan", "/(report|forecast)", "evaluate.*parallel=ddp"
 ON_A_RUN = "outputs/(…|train|finetune)|<run folder>"
 
 
@@ -215,7 +214,7 @@ def test_every_documented_command_is_run_by_a_test_or_listed_with_a_reason() -> 
     ] == []
     files = [path.read_text(encoding="utf-8") for path in TEST_FILES]
     tests = {name for text in files for name in re.findall(r"^ *def (\w+)", text, re.MULTILINE)}
-    # A fork has fewer pages and tests.
+    # Check only the template, because a fork has fewer pages and tests.
     if not (ROOT / ".template.json").exists():
         assert {name for names in ELSEWHERE.values() for name in names.split()} <= tests
         assert [
@@ -224,8 +223,8 @@ def test_every_documented_command_is_run_by_a_test_or_listed_with_a_reason() -> 
 
 
 def documented_overrides() -> set[str]:
-    """Return the words `key=value` of commands and inline code, also of docs/extend*.md, as a shell
-    passes them on.
+    """Return the words `key=value` of all documented commands and inline code, as a shell passes
+    them on. docs/extend*.md are included.
     """
     block = re.compile(r"^ *```.*?^ *```$", re.MULTILINE | re.DOTALL)
     texts = list(SHOWN)
@@ -235,7 +234,7 @@ def documented_overrides() -> set[str]:
         ) + commands_of(path)
     words: set[str] = set()
     for text in texts:
-        # A span of prose may have an apostrophe.
+        # Skip inline code that a shell cannot split, for example because of an apostrophe.
         with suppress(ValueError):
             words.update(shlex.split(text))
     keys = {
@@ -247,7 +246,9 @@ def documented_overrides() -> set[str]:
 
 
 def test_every_documented_override_is_accepted_by_hydra_when_typed_in_a_shell() -> None:
-    """Hydra's grammar needs inner quotes around a text with parentheses or backslashes."""
+    """Hydra needs quotes around a value that contains parentheses or backslashes, in addition to
+    those of the shell.
+    """
     words = documented_overrides()
     assert len(words) > 200
     parser = OverridesParser.create()
@@ -274,7 +275,7 @@ def configs_of(command: str) -> list[ResolvedConfig]:
     """
     match = TRAINING.fullmatch(command)
     assert match is not None
-    # The runs that the pages name do not exist here.
+    # Leave out weights files of runs that the pages name, because these runs do not exist here.
     parsed = parse(
         *(word for word in shlex.split(match[2]) if not word.startswith("model.weights=outputs/"))
     )
@@ -301,7 +302,7 @@ def small(config: ResolvedConfig, folder: Path) -> ResolvedConfig:
         data.batch_size = min(data.batch_size or 64, 4 * parallel.devices)
     else:
         data.batch_size_per_device = 4
-    # A dataset of timm would be downloaded.
+    # Replace datasets that timm would download.
     if is_timm_dataset(data.name):
         data.name, data.root, data.kwargs = "synthetic", None, {}
     if data.name == "synthetic":
@@ -315,7 +316,8 @@ def small(config: ResolvedConfig, folder: Path) -> ResolvedConfig:
         )
     elif data.name == "csv":
         data.root = str(folder / "labels.csv")
-    # Pretrained weights would be downloaded, and the run of the weights file does not exist here.
+    # Do not load weights: pretrained ones would be downloaded, and the run of a weights file does
+    # not exist here.
     config.model.pretrained, config.model.weights = False, None
     data.workers, data.limit_train, parallel.threads_per_device = 0, 64, 1
     train.max_steps, train.log_every, train.evaluate_every, train.target_loss = 1, 1, 1, None
@@ -417,7 +419,7 @@ def losses(request: pytest.FixtureRequest, photos: Path) -> dict[str, list[float
     }
 
 
-# The tests of all other commands are slow.
+# Only small commands of the README run in the quick tests.
 FIRST = set(commands_of(ROOT / "README.md"))
 QUICK = [command for command in TRAININGS if command in FIRST and not LARGE.search(command)]
 
@@ -438,7 +440,7 @@ def test_documented_training_command_trains_one_step(
 # --- scripts: each with the arguments of the page, for one finished run or sweep
 
 
-# Placeholders of the pages -> paths of these tests.
+# Dictionary from a pattern of placeholders on the pages to the path that replaces it.
 STANDS_FOR = {
     r"outputs/(?:train|finetune)/(2026-01-01/\S+|<date>/<time>)|outputs/…|<run folder>": "{run}",
     r"<sweep folder>|<folder>( …)?|outputs/sweeps/<date>/<time>": "{sweep}",
@@ -449,10 +451,11 @@ STANDS_FOR = {
     r"data\.root=/data/imagenet": "data.root={photos}",
     r"model\.name=resnet50 model\.pretrained=true": "model.name=resnet10t model.weights={weights}",
 }
-# Printed by each script.
+# Dictionary from a script to a text that its output must contain.
 SAYS = {
     "plan": "per device",
-    "predict": "labels.csv",  # written
+    # predict.py prints the name of the file that it has written.
+    "predict": "labels.csv",
     "export": "verified equal",
     "compare_runs": "agree",
     "evaluate": '"acc": ',
@@ -536,7 +539,8 @@ def sweep(train_shared: Train) -> Path:
     return folder
 
 
-# In CI, test_report.py and test_forecast.py run both scripts on sweeps that they write.
+# This test is nightly, because test_report.py and test_forecast.py run both scripts at every
+# commit.
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize("command", scripts_like(ON_A_SWEEP))

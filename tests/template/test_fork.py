@@ -82,7 +82,7 @@ def test_make_fork_replaces_every_occurrence_of_the_template_name(clone: Path) -
     assert "outputs/train" not in pages
     assert "python train.py resume=outputs/my_project/<date>/<time>" in pages
     texts = [path for path in clone.rglob("*") if path.is_file() and ".git/" not in str(path)]
-    # The library keeps its name.
+    # Skip the library, because make fork does not change its name.
     own = [path for path in texts if not path.is_relative_to(clone / "timm_parallel")]
     assert [path.name for path in own if OLD_NAME.encode() in path.read_bytes()] in (
         [],
@@ -129,8 +129,8 @@ def test_make_fork_removes_files_that_only_the_template_needs(clone: Path) -> No
 
 
 def units_of(text: str) -> list[str]:
-    """Split a page into what may be removed alone: lines of whole sentences, list items, rows of
-    tables, and lines of code.
+    """Split a page into parts that can be removed alone: lines of whole sentences, list items,
+    table rows and lines of code.
     """
     units: list[str] = []
     in_code = joins = False

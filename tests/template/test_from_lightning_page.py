@@ -1,4 +1,6 @@
-"""The table of docs/from_lightning.md gives what the messages of train.py suggest."""
+"""docs/from_lightning.md names the same keys as the error messages of train.py for options of
+Lightning.
+"""
 
 from __future__ import annotations
 

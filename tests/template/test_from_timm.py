@@ -33,8 +33,8 @@ from timm_parallel.keys import leaves
 OF_COMMIT = json.loads(
     (Path(__file__).with_name("timm_train_args.json")).read_text(encoding="utf-8")
 )
-# Named by the release notes and tests of timm 1.0.31. The defaults are those of the functions of
-# timm that take them.
+# Arguments of timm 1.0.31 that are newer than the pinned train.py. Their defaults are those of the
+# timm functions that take them.
 NEWER = {
     **dict.fromkeys(
         ("target_format", "class_stats", "loss_class_weight", "loss_pos_weight", "loss_weight_max")

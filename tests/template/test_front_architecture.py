@@ -23,7 +23,8 @@ from timm_parallel.tests.architecture import (
 )
 from timm_parallel.tests.test_architecture import VAGUE_NAMES, broken_rules, name_of
 
-# A fork adds code of its own, so these rules are the template's.
+# Files outside the library. The rules for them apply only to the template, because a fork adds its
+# own code.
 SOURCES = [
     path
     for path in (*source_files(), *sorted((ROOT / "scripts").rglob("*.py")))

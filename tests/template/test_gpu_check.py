@@ -18,7 +18,8 @@ from scripts.maintain.gpu_speed import TRAININGS
 from timm_parallel.machine import hardware
 
 ROOT = Path(__file__).resolve().parents[2]
-SUPPORT = ("warm", "ranks", "configs", "commands", "fixtures")  # modules in timm_parallel/testing/
+# Names of modules in timm_parallel/testing/ that GPU tests import.
+SUPPORT = ("warm", "ranks", "configs", "commands", "fixtures")
 
 
 @pytest.mark.processes
@@ -36,7 +37,9 @@ def test_make_gpu_check_prints_one_line_when_no_gpu_is_visible() -> None:
 
 
 def test_gpu_tests_import_only_packages_that_make_gpu_check_requires() -> None:
-    """Their ranks are forked from a server that imports warm.py."""
+    """The ranks of GPU tests are forked from a server that imports warm.py, so its imports count
+    too.
+    """
     files = (
         *gpu_check.WAITS,
         *gpu_check.ON_DEVICE,
@@ -53,7 +56,7 @@ def test_gpu_tests_import_only_packages_that_make_gpu_check_requires() -> None:
             else [entry.name for entry in node.names]
         )
     }
-    # torch itself needs filelock.
+    # filelock is available wherever torch is, because torch requires it.
     available = {
         *sys.stdlib_module_names,
         *gpu_check.NEEDED,

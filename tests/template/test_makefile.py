@@ -20,8 +20,7 @@ pytestmark = [
 
 
 def make(*arguments: str, folder: Path = ROOT) -> str:
-    # The environment holds the variables of a make that runs these tests: `make test VENV=…
-    # ARGS=…`.
+    # Remove variables of a make command that runs these tests, such as `make test VENV=… ARGS=…`.
     given = re.compile("MAKE.*|MFLAGS|ARGS|VENV|PYTHON|BIN")
     environment = {name: value for name, value in os.environ.items() if not given.fullmatch(name)}
     done = subprocess.run(

@@ -1,5 +1,5 @@
-"""Outputs that the pages show have the text of today's outputs: numbers, paths and what chance
-decides aside.
+"""Outputs on the pages have the same words as the outputs of today's code. Numbers, paths and
+random choices may differ.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from scripts.maintain.docs_outputs import (
     draw_flowers,
 )
 
-# Pattern of commands that are not run -> why another run may print other words.
+# Dictionary from a pattern of commands that are not run to the reason why another run may print
+# other words.
 VARIES = {
     "make -s tune": "the fastest settings of a machine may be others",
     ".*search.confirm=": "the verdict of a confirmation may be another",

@@ -31,7 +31,8 @@ from timm_parallel.testing.ranks import in_ranks, run_warm
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
-IS_TEMPLATE = not (ROOT / ".template.json").exists()  # a fork has dropped pages and maintain/
+# True in the template; a fork has removed pages and scripts/maintain.
+IS_TEMPLATE = not (ROOT / ".template.json").exists()
 OUTPUT = re.compile(r"<!-- output of: (.*?)(?:\n +lines: (.*?))? -->\n```\n(.*?)```", re.DOTALL)
 
 
@@ -74,7 +75,8 @@ def test_links_on_documentation_pages_point_to_existing_files_and_headings(page:
         name, _, place = link.partition("#")
         target = (page.parent / name).resolve() if name else page
         assert target.exists(), link
-        # The site has no code: `make docs` fails on a link to it.
+        # A page may link only to pages and files below docs/, because the site contains no code,
+        # and a link to code breaks `make docs`.
         assert target in PAGES or ROOT / "docs" in target.parents, link
         assert not place or place in anchors(target.read_text(encoding="utf-8")), link
 
@@ -90,7 +92,7 @@ def test_user_pages_are_linked_from_the_readme_and_developer_pages_from_contribu
     assert link in text_of(index)
 
 
-# The changelog also names what is gone.
+# Skip the changelog, because it also names scripts and options that were removed.
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if page.name != "CHANGELOG.md"], ids=lambda page: page.name
 )
@@ -111,8 +113,8 @@ def test_readme_is_at_most_110_lines() -> None:
     assert len(text_of("README.md").splitlines()) <= 110
 
 
-# The pages on additions hold the code of their examples, and docs/keys.md is generated: a line per
-# key.
+# Skip pages named extend*, which contain the code of their examples, and docs/keys.md, which is
+# generated with a line for each key.
 @pytest.mark.parametrize(
     "page",
     [page for page in PAGES if not page.name.startswith(("extend", "keys"))],
@@ -325,7 +327,7 @@ def test_code_on_from_lightning_page_loads_a_checkpoint_and_reproduces_val_accur
     assert isinstance(val, InMemory)
     images = (val.images / 255 - preprocessing["mean"][0]) / preprocessing["std"][0]
     hits = (model(images).argmax(1) == val.labels).sum().item()
-    # As many as the run itself counted.
+    # The run counted the same number of correct predictions.
     assert hits == json.loads((folder / "result.json").read_text())["val"]["correct"]
 
 

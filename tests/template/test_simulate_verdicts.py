@@ -1,5 +1,5 @@
-"""Verdicts on invented runs keep their error rate. docs/dev/report_method.md has the figures of
-more of them: scripts/maintain/simulate_verdicts.py.
+"""Error rate of verdicts on invented runs. docs/dev/report_method.md shows the results of larger
+simulations with scripts/maintain/simulate_verdicts.py.
 """
 
 from __future__ import annotations

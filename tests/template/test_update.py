@@ -1,5 +1,5 @@
-"""`make update` takes a newer template into a fork, or leaves the fork as it was; with small
-repositories and the real one.
+"""`make update` merges a newer template into a fork, or leaves the fork as it was. Tested with
+small repositories and with this project.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WITH_AND_WITHOUT_COMMON_HISTORY = pytest.mark.parametrize(
 pytestmark = pytest.mark.skipif(
     shutil.which("git") is None or not (ROOT / ".git").exists(), reason="needs a git checkout"
 )
-# The make fork of a template with few files: renames the README, deletes scripts/maintain, and
+# Script `make fork` of a small template: it renames the README, deletes scripts/maintain and
 # records the commit.
 SMALL_FORK = """
 import argparse, json, shutil, subprocess
@@ -103,7 +103,8 @@ def write(folder: Path, files: dict[str, str | None]) -> None:
 def commit(folder: Path, files: dict[str, str | None]) -> str:
     write(folder, files)
     git(folder, "add", "--all")
-    # With equal messages, two repositories could begin with one and the same commit.
+    # Use different messages, because two repositories with equal messages could start with the same
+    # commit hash.
     git(folder, "commit", "--quiet", "--message", f"A change of {folder.name}")
     return git(folder, "rev-parse", "HEAD")
 
@@ -116,7 +117,7 @@ def start_repository(folder: Path, files: dict[str, str | None]) -> Path:
 
 
 def copy_of(template: Path, folder: Path, shared: bool) -> Path:
-    """Clone the template, or begin a new history with its files, as "Use this template" does."""
+    """Clone the template, or start a new history with its files, as "Use this template" does."""
     if shared:
         git(folder.parent, "clone", "--quiet", str(template), folder.name)
     else:
@@ -184,7 +185,7 @@ def test_make_update_replaces_the_library_and_merges_other_files(
     newest = commit(template, {})
     head = git(mine, "rev-parse", "HEAD")
     assert update(mine) == 0
-    # The library and its tests are the template's, all of them.
+    # All files of the library and its tests are those of the template.
     assert read(mine / "timm_parallel/core.py") == "VERSION = 2\n"
     assert sorted(path.name for path in (mine / "timm_parallel").iterdir()) == [
         "core.py",
@@ -192,18 +193,18 @@ def test_make_update_replaces_the_library_and_merges_other_files(
         "tests",
     ]
     assert read(mine / "timm_parallel/tests/test_core.py") == "def test_newer_core(): pass\n"
-    # Changes of both sides, and files of one side.
+    # Files have the changes of both sides, and new files of each side exist.
     assert read(mine / "src/front.py") == "first = 10\n\nsecond = 2\n\nthird = 30\n"
     assert read(mine / "README.md") == "# my_project\n\nMy own one.\n\nTwo.\n\nThree, and more.\n"
     assert (mine / "src/own.py").exists() and (mine / "src/added.py").exists()
     assert (mine / "image.png").read_bytes() == b"\x89PNG\0\xff"
     assert (mine / "run.sh").stat().st_mode & 0o111
-    # Deleted by the template, by make fork, and by the fork.
+    # Files that the template, make fork or the fork deleted do not exist.
     deleted = ("src/unused.py", "scripts/maintain", "demo.txt", "src/example.py")
     assert [name for name in deleted if (mine / name).exists()] == []
     record = {"name": "my_project", "holder": "Ada", "drop_demo": True, "template_commit": newest}
     assert json.loads(read(mine / ".template.json")) == record
-    # Everything is staged and nothing is committed.
+    # All changes are staged, and no commit was made.
     assert git(mine, "rev-parse", "HEAD") == head
     assert (
         git(mine, "diff", "--name-only") == ""
