@@ -78,7 +78,7 @@ def take(root: Path, source: str, keep: Sequence[str], test: str) -> str:
     newest = fetch(root, source)
     base = find_base(root, source, record["template_commit"], newest)
     if base == newest:
-        raise ValueError(f"already at the newest commit of {source}, {newest[:10]}")
+        raise ValueError(f"the fork already has the newest commit of {source}, {newest[:10]}")
     head = git(root, "rev-parse", "HEAD")
     result = merge(root, head, base, newest, record, keep)
     refuse_to_overwrite_ignored_files(root, head, result)
@@ -183,7 +183,7 @@ def merge(
             # renamed file of the library, which is replaced below.
             picked = run_git(scratch, "cherry-pick", "--no-commit", "--strategy=resolve", new)
             if picked.returncode > 1:
-                raise ValueError(f"git cherry-pick: {picked.stderr.strip()}")
+                raise ValueError(f"git cherry-pick failed: {picked.stderr.strip()}")
             git(
                 scratch,
                 "restore",
@@ -231,7 +231,9 @@ def commit_fork(scratch: Path, commit: str, record: dict[str, Any], *parents: st
         command.append("--drop-demo")
     done = subprocess.run(command, cwd=scratch, capture_output=True, encoding="utf-8", check=False)
     if done.returncode != 0:
-        raise ValueError(f"{MAKE_FORK} of commit {commit[:10]}: {done.stderr.strip()}")
+        raise ValueError(
+            f"{MAKE_FORK} failed on the template's commit {commit[:10]}: {done.stderr.strip()}"
+        )
     git(scratch, "add", "--all")
     options = [option for parent in parents for option in ("-p", parent)]
     return git(
@@ -285,7 +287,7 @@ def git(folder: Path, *arguments: str) -> str:
     """
     done = run_git(folder, *arguments)
     if done.returncode != 0:
-        raise ValueError(f"git {arguments[0]}: {' '.join(done.stderr.split())}")
+        raise ValueError(f"git {arguments[0]} failed: {' '.join(done.stderr.split())}")
     return done.stdout.strip()
 
 

@@ -39,7 +39,7 @@ DATASETS = {
 # data.root.
 MADE_IN_MEMORY = ("digits", "synthetic", "shapes")
 SCHEDULES = ("constant", "cosine", "tanh", "step", "multistep", "poly", "wsd", "rsqrt")
-# Modes of torch.compile, which timm names in --torchcompile-mode.
+# Modes of torch.compile. They are also the values of timm's option --torchcompile-mode.
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 # Arguments of timm's create_scheduler_v2 that the config does not accept, because other keys, such
 # as train.epochs, determine them.
@@ -89,8 +89,8 @@ NESTEROV = ("csgdc", "csgdw", "nesterov", "nesterovw", "nlarc", "nlars", "sgd", 
 
 @dataclass
 class EmaConfig:
-    """Averaged weights (exponential moving average), evaluated next to the raw ones as
-    `val/<metric>_ema`.
+    """Averaged weights (exponential moving average). Evaluation logs their metrics as
+    `val/<metric>_ema`, next to those of the raw weights.
     """
 
     decay: float | None = key(
@@ -428,7 +428,7 @@ class DataConfig(timm_parallel.DataConfig):
 
 @dataclass
 class OptimConfig(timm_parallel.OptimConfig):
-    """Optimizer and schedule, with timm's names."""
+    """Optimizer and learning-rate schedule, with the names of timm."""
 
     weight_decay: float = key(0.05, ge=0, help="Weight decay; norms and biases have none.")
     momentum: float = key(0.9, ge=0, le=1, help="Momentum, for optimizers that have it.")
@@ -626,7 +626,7 @@ class TrainConfig(timm_parallel.TrainConfig):
 
 @dataclass
 class CheckpointConfig(timm_parallel.CheckpointConfig):
-    """Checkpoints: last.pt, best.pt and step_N.pt in `checkpoints/` of the run folder."""
+    """Checkpoints of a run: last.pt, best.pt and step_N.pt in its folder `checkpoints/`."""
 
     metric: str = key(
         "val/acc", help="Metric of best.pt: val/<metric of the task in src/tasks/>, or with _ema."
@@ -642,7 +642,7 @@ class ResolvedTrain(TrainConfig, timm_parallel.ResolvedTrain):
 
 @dataclass
 class Config(timm_parallel.Config):
-    """Keys of a run that are in no group."""
+    """Config of a run: its groups of keys, and the keys that are in no group."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)

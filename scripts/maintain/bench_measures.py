@@ -156,8 +156,8 @@ def call(command: list[str], limit: float = 300) -> str:
     )  # fmt: skip
     if done.returncode:
         raise RuntimeError(
-            f"{' '.join(command)}: exit code "
-            f"{done.returncode}\n{(done.stdout + done.stderr)[-2000:]}"
+            f"{' '.join(command)}: exited with code {done.returncode}, expected 0; the output ends "
+            f"with\n{(done.stdout + done.stderr)[-2000:]}"
         )
     return done.stdout
 

@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "README.zh-CN.md", *sorted((ROOT / "docs").rglob("*.md"))]
 MARK = r"<!-- output of: (?P<command>.*?)(?:\n +lines: (?P<lines>.*?))? -->"
 OUTPUT = re.compile(rf"(?P<mark>{MARK}\n```\n)(?P<shown>.*?)(?=```)", re.DOTALL)
-# Dictionary from class to number of petals.
+# Dictionary from the class of a drawn flower to its number of petals.
 FLOWERS = {"daisy": 8, "rose": 6, "tulip": 4}
 # Exit codes: done, wrong argument, stopped by the command timeout.
 EXPECTED_CODES = (0, 2, 124)
@@ -91,13 +91,18 @@ def captured(command: str, lines: str | None, project: Path, data: Path) -> str:
         shell, cwd=project, env=environment, text=True, stdout=subprocess.PIPE, check=False
     )
     if done.returncode not in EXPECTED_CODES:
-        raise RuntimeError(f"{command}: exit code {done.returncode}\n{done.stdout}")
+        raise RuntimeError(
+            f"{command}: exited with code {done.returncode}, expected one of {EXPECTED_CODES}\n"
+            f"{done.stdout}"
+        )
     text = done.stdout.replace(f"{data}/", "/data/").replace(f"{project}/", "")
     shown = [
         line.rstrip() for line in text.splitlines() if line.strip() and re.search(lines or "", line)
     ]
     if not shown:
-        raise RuntimeError(f"{command}: no line of its output matches {lines}\n{done.stdout}")
+        raise RuntimeError(
+            f"{command}: no line of the output matches the pattern {lines}\n{done.stdout}"
+        )
     return "".join(f"{line}\n" for line in shown)
 
 

@@ -40,7 +40,8 @@ FAULTY = ROOT / "timm_parallel" / "tests" / "promises" / "faulty"
 HUGE = 8192
 WITHOUT_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 if SIMULATED:
-    # Turn the simulation off too, because its driver ignores CUDA_VISIBLE_DEVICES.
+    # Simulated GPUs stay visible, because their driver ignores CUDA_VISIBLE_DEVICES. So turn the
+    # simulation off.
     WITHOUT_GPU |= {"LD_PRELOAD": "", "LD_LIBRARY_PATH": "", "SIMCUDA": ""}
 
 

@@ -26,7 +26,7 @@ Batch = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class StepReport:
-    """Training metrics since the previous report, for the log."""
+    """Training metrics of the steps since the previous report, to be logged."""
 
     # Means of the loss and of each metric over the images since the previous report.
     means: dict[str, float]

@@ -89,7 +89,7 @@ def test_make_gpu_check_continues_after_a_check_fails_or_times_out() -> None:
     }
 
 
-def test_time_limits_of_all_one_gpu_checks_add_up_to_at_most_the_total_limit() -> None:
+def test_time_limits_of_the_checks_for_one_gpu_add_up_to_at_most_the_total_limit() -> None:
     parts = gpu_check.chosen(1, is_full=False)
     assert parts and sum(part.seconds for part in parts) <= SECONDS
 
