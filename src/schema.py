@@ -110,8 +110,8 @@ class ModelConfig(timm_parallel.ModelConfig):
 
     freeze: int | str | None = key(
         None,
-        help="backbone, the first N of timm's coarse groups, or a regex of names; not parameters "
-        "of a loss.",
+        help="Freeze the backbone, the first N of timm's coarse groups, or names that match a "
+        "regex; parameters of a loss are not frozen.",
     )
     num_classes: int | None = key(
         None, ge=1, help="Outputs of the model; null: as many as the data has classes."
@@ -200,7 +200,7 @@ class AugmentConfig:
     interpolation: str = key(
         "bilinear",
         choices=("bilinear", "bicubic", "random"),
-        help="For training images, and in aa.",
+        help="Interpolation of training images, also in aa.",
     )
     crop_padding: int = key(
         0, ge=0, help="Pixels of black around an image before a random crop of its size."
@@ -329,7 +329,9 @@ class DataConfig(timm_parallel.DataConfig):
         None, gt=0, le=1, help="Side of the crop / side of the image; null: the model's."
     )
     interpolation: str | None = key(
-        None, choices=("bilinear", "bicubic"), help="For evaluation images; null: the model's."
+        None,
+        choices=("bilinear", "bicubic"),
+        help="Interpolation of evaluation images; null: the model's.",
     )
     workers: int | str = key(
         "auto", ge=0, help="Loader processes per rank; auto: cores / ranks; mostly 0 in memory."
