@@ -350,7 +350,7 @@ def test_timm_options_change_training_losses_except_four_listed_options(
         ),
     ],
 )
-def test_impossible_timm_option_combination_is_refused_with_its_key_in_one_line(
+def test_unsupported_combination_of_timm_options_is_refused_with_the_key_in_one_line(
     overrides: tuple[str, ...], message: str
 ) -> None:
     from timm_parallel.data.build import check_data

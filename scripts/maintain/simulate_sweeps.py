@@ -193,8 +193,8 @@ def lost_runs(
     status: str = FAILED,
     shared: float = SEED_NOISE,
 ) -> Sweep:
-    """Simulate equal settings in which runs have no result. They are a random share of the runs, or
-    the worst seeds of settings 0, 2, 4, 6 and 8.
+    """Simulate a sweep of equally good settings in which runs have no result. They are a random
+    share of the runs, or the worst seeds of settings 0, 2, 4, 6 and 8.
     """
     sweep = blocks_of_seeds(draw, [0] * 10, 5, shared=shared)
     lost = {place for place in np.ndindex(sweep.values.shape) if draw.random() < share}
@@ -206,8 +206,8 @@ def lost_runs(
 def few_seeds(
     draw: np.random.Generator, lost: Mapping[int, Sequence[int]], status: str = MISSING
 ) -> Sweep:
-    """Simulate equal settings of which some have fewer seeds. `lost`: dictionary from setting to
-    the seeds without a result.
+    """Simulate a sweep of equally good settings of which some have fewer seeds. `lost`: dictionary
+    from setting to the seeds without a result.
     """
     sweep = blocks_of_seeds(draw, [0] * 10, 5)
     gone: dict[tuple[int, ...], str] = {
@@ -271,8 +271,8 @@ def losses(
 
 
 def heavy_tailed(draw: np.random.Generator, rate: float = 0) -> Sweep:
-    """Simulate equal settings with Student's t noise of 3 degrees of freedom, or with a share of
-    runs that are 10 standard deviations off.
+    """Simulate a sweep of equally good settings with Student's t noise of 3 degrees of freedom, or
+    with a share of runs that are 10 standard deviations off.
     """
 
     def noise(shape: tuple[int, ...]) -> Array:
@@ -288,8 +288,8 @@ def heavy_tailed(draw: np.random.Generator, rate: float = 0) -> Sweep:
 def setting_by_fold(
     draw: np.random.Generator, count: int, folds: int, seeds: int, interaction: float
 ) -> Sweep:
-    """Simulate equal settings in several folds and seeds. Each fold changes each setting
-    differently, by a random interaction.
+    """Simulate a sweep of equally good settings in several folds and seeds. Each fold changes each
+    setting differently, by a random interaction.
     """
     common = draw.standard_normal((1, folds, 1))
     common -= common.mean()
@@ -300,8 +300,8 @@ def setting_by_fold(
 
 
 def correlated(draw: np.random.Generator) -> Sweep:
-    """Simulate equal settings whose noise in a repeat correlates with that in the previous repeat
-    (autoregressive, 0.5).
+    """Simulate a sweep of equally good settings whose noise in a repeat correlates with that in the
+    previous repeat (autoregressive, 0.5).
     """
 
     def noise(shape: tuple[int, ...]) -> Array:

@@ -51,8 +51,8 @@ def asymmetric(
 
 
 def count_labels(scores: Tensor, labels: Tensor, losses: Tensor) -> Tensor:
-    """Count for each class the images that have the label and are predicted to have it, that are
-    predicted to have it, and that have it. Return a tensor [3, classes].
+    """Count true positives, predicted labels and true labels of each class. Return a tensor [3,
+    classes].
     """
     import torch
 

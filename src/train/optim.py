@@ -154,8 +154,8 @@ def waits_for_scaler(optimizer: torch.optim.Optimizer) -> bool:
 def build_schedule(
     config: OptimConfig, train: TrainConfig, optimizer: torch.optim.Optimizer, steps_per_epoch: int
 ) -> Scheduler:
-    """Build the learning-rate schedule. Warm-up, decay (all its cycles) and cool-down together take
-    train.epochs.
+    """Build the learning-rate schedule. Its warm-up, decay (all cycles) and cool-down take
+    train.epochs epochs in total.
     """
     arguments: dict[str, Any] = dict(config.sched_kwargs)
     # Each cycle is cycle_mul times as long as the previous one. `cycles` is the length of all
