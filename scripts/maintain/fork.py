@@ -161,7 +161,7 @@ def _git(root: Path, *words: str) -> str:
         ["git", "-C", str(root), *words], capture_output=True, text=True, check=False
     )
     if done.returncode != 0 and words[0] != "config":
-        raise ValueError(f"git {' '.join(words)} failed: {done.stderr.strip().splitlines()[-1:]}")
+        raise ValueError(f"git {' '.join(words)} failed: {' '.join(done.stderr.split())}")
     return done.stdout.strip()
 
 
