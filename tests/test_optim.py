@@ -41,7 +41,7 @@ HERE_WITHOUT = (
         "fusedsgd",
     ),
 )
-# kron is left out, because compiling it takes 20 s. kronc and kronw are the same class.
+# Optimizers of the quick tests, without kron, whose compilation takes 20 s.
 QUICK_OPTIMIZERS = ("adamw", "sgd", "momentum", "lamb", "lion", "muon")
 
 
