@@ -41,7 +41,8 @@ HERE_WITHOUT = (
         "fusedsgd",
     ),
 )
-# Optimizers of the quick tests, without kron, whose compilation takes 20 s.
+# Optimizers of the quick tests. kron is not one of them, because its compilation takes 20 s.
+# kronc and kronw are the same class as kron, so they are not tested.
 QUICK_OPTIMIZERS = ("adamw", "sgd", "momentum", "lamb", "lion", "muon")
 
 
