@@ -130,24 +130,22 @@ def rows() -> list[Row]:
     ]
     for workers in (1, 2):
         ours = f"JPEG ours x{workers}"
-        table.append(
+        table += [
             Row(
                 f"JPEG, {workers} workers: images/s over timm's loader",
                 rate,
                 ours,
                 f"JPEG timm x{workers}",
                 1.4,
-            )
-        )
-        table.append(
+            ),
             Row(
                 f"JPEG, {workers} workers: images/s over a core's",
                 rate,
                 ours,
                 f"JPEG core x{workers}",
                 0.9,
-            )
-        )
+            ),
+        ]
     return [
         *table,
         Row(
