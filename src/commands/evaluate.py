@@ -95,12 +95,11 @@ def evaluate_config(
                 if contents
                 else {"model": config.model.name}
             )
-            world_size = strategy.measured_world_size()
             yield (
                 name,
                 {
                     **source,
-                    "world_size": world_size,
+                    "world_size": strategy.measured_world_size(),
                     **evaluation.numbers,
                     **task.details(evaluation),
                 },
