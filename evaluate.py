@@ -1,13 +1,13 @@
-"""Evaluate a run's checkpoint, or a model with timm's weights or a file's; exact on any number of
-devices.
+"""Evaluate the checkpoint of a run, or a model with weights from timm or from a file. The result is
+the same on any number of devices.
 
     python evaluate.py run=<run folder>                                       repeats its numbers
     python evaluate.py run=<run folder> data.root=/other/images parallel=ddp  on other data
     python evaluate.py run=<run folder> predictions=predictions.csv           a line per image, too
     python evaluate.py model.name=resnet50 model.pretrained=true data=folder data.root=/data/images
 
-Accepts train.py's keys of data, parallel, train.task_kwargs and, without a run, model. A shell loop
-evaluates several runs:
+evaluate.py accepts the keys of train.py in the groups data and parallel, and train.task_kwargs.
+Without run=, it accepts the group model too. A shell loop evaluates several runs:
 
     for run in outputs/train/*/*; do python evaluate.py run=$run split=test; done
 """
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 @CommandLine.errors_in_one_line
 def main(arguments: list[str]) -> int:
-    """Evaluate and print a JSON line per split and set of weights. Return the exit code: 0 done, 2
-    refused.
+    """Evaluate, and print a line of JSON for each split and each set of weights (raw, averaged).
+    Return the exit code: 0 if the evaluation is done, 2 if an argument is wrong.
     """
     if {"-m", "--multirun"} & {*arguments}:
         raise ValueError(
@@ -87,5 +87,6 @@ def _evaluate(given: argparse.Namespace, overrides: list[str], arguments: list[s
 
 
 if __name__ == "__main__":
-    # This process may be a rank.
+    # Use exit_process instead of sys.exit, because this process may be a rank: destructors of CUDA
+    # and NCCL may block.
     CommandLine.exit_process(main(sys.argv[1:]))

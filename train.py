@@ -1,6 +1,7 @@
-"""Train a timm model: `python train.py [key=value …]`, or the same under torchrun. See --help.
+"""Train a timm model: `python train.py [key=value …]`, or start the same command with torchrun.
+`python train.py --help` explains more.
 
-src/app.py says what the library needs to know of this project; src/train/run.py trains.
+src/app.py connects this project to the library. src/train/run.py contains the training run.
 """
 
 from src.app import app

@@ -3,10 +3,10 @@
     python scripts/check_data.py data=folder data.root=/data/flowers
     python scripts/check_data.py data=csv data.root=/data/flowers/labels.csv page=flowers.html
 
-Finds unreadable images, exact duplicates within a split and across splits, groups in two splits,
-equal images with different labels, and classes without an image in a split. Shows class counts,
-sizes and modes. Takes train.py's keys. Exit code: 0 no problem, 1 problems, 2 the request is
-refused.
+The script finds unreadable images, exact duplicates within a split and across splits, groups in two
+splits, equal images with different labels, and classes without an image in a split. It shows class
+counts, sizes and modes of the images. It takes the keys of train.py. Exit code: 0 no problem, 1
+problems in the data, 2 a wrong argument.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-sys.path.insert(
-    0, str(Path(__file__).resolve().parent.parent)
-)  # run as a file: Python adds scripts/, not the root
+# Python searches the folder of a script for modules, so add the root of the project.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from timm_parallel import CommandLine
 
@@ -41,7 +40,8 @@ def main(argv: list[str]) -> int:
 
     config = app.compose(*arguments.overrides)
     is_csv, target = config.data.name == "csv", Task.find(config.train.task).target
-    # Missing files of a CSV and its groups in two splits are reported with the other problems.
+    # Skip this check for a CSV: check_images reports its missing files, and groups in two splits,
+    # together with the other problems.
     if not is_csv:
         app.call(app.check_data, config)
     dataset = app.build_dataset(config)

@@ -1,9 +1,10 @@
 """Compare the training of two runs: `python scripts/compare_runs.py <run> <run> [--tolerance
 1e-3]`.
 
-Compares the curves in their metrics.jsonl, except those of time and memory. Exit code 0 if they
-agree within the tolerance (relative to the larger value); 1 if they differ, with the first step of
-each difference; 2 for runs that cannot be compared, because length, data or batch differ.
+The script compares the curves in metrics.jsonl of both runs, except time and memory. Exit code: 0
+if the curves agree within the tolerance, which is relative to the larger value; 1 if they differ,
+and the output names the first step of each difference; 2 if the runs cannot be compared, because
+their length, data or batch differ.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-# Python adds the folder of a script, not the root of the project.
+# Python searches the folder of a script for modules, so add the root of the project.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from timm_parallel import CommandLine

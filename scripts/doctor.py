@@ -1,8 +1,8 @@
-"""Check this machine and print the command to start with, or what to fix: `python scripts/doctor.py
-[--json]`.
+"""Check this machine: `python scripts/doctor.py [--json]` prints the command to start with, or what
+to fix.
 
-It tries a step with every strategy that can run here, and needs neither network nor GPU. Exit code
-1 if training could not start.
+The script tries a training step with every strategy that this machine can run. It needs neither a
+network nor a GPU. Exit code: 1 if training cannot start.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-# Python adds the folder of a script, not the root of the project.
+# Python searches the folder of a script for modules, so add the root of the project.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 
 def main(argv: list[str]) -> int:
-    # This script may be started with any Python.
+    # Check the version here, because the system's Python, which may be older, can start this
+    # script.
     if sys.version_info < (3, 11):  # noqa: UP036
         print(
             f"Python {sys.version.split()[0]}: too old; make PYTHON=python3.12 VENV=.venv312 "

@@ -4,10 +4,11 @@
     python scripts/export.py run=<run folder> format=onnx
     python scripts/export.py run=<run folder> format=hub
 
-safetensors writes model.safetensors and config.json (class names, data config), which timm loads;
-hub also writes a model card, and transformers loads the folder too; onnx and torch_export write one
-file. Prints the Python that loads them. The model returns scores: probabilities are their softmax,
-or with train.loss=bce the sigmoid of each.
+The format safetensors writes model.safetensors and config.json (class names, preprocessing), which
+timm loads. hub also writes a model card, and transformers loads the folder too. onnx and
+torch_export write one file. The script prints the Python code that loads the export. The exported
+model returns scores. Probabilities are the softmax of the scores, or with train.loss=bce the
+sigmoid of each score.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-# Python adds the folder of a script, not the root of the project.
+# Python searches the folder of a script for modules, so add the root of the project.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from timm_parallel import CommandLine
@@ -27,8 +28,8 @@ ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 
 @CommandLine.errors_in_one_line
 def main(argv: list[str]) -> int:
-    """Export the model of a run. Return the exit code: 0 done, 1 the export differs from the model,
-    2 refused.
+    """Export the model of a run. Return the exit code: 0 if done, 1 if the exported model has other
+    outputs than the checkpoint, 2 if an argument is wrong.
     """
     parser = CommandLine(__doc__)
     parser.add_argument("--run", type=Path, required=True, help="run folder")

@@ -1,9 +1,10 @@
-"""Forecast the speed on more devices from the device counts of a sweep: `python scripts/forecast.py
-<sweep folder>`.
+"""Forecast the speed of training on more devices from a sweep over parallel.devices: `python
+scripts/forecast.py <sweep folder>`.
 
-Prints images per second and efficiency for 2 to 1,024 devices, strong and weak, with an interval,
-and the error for counts left out of the fit (docs/dev/forecast.md). --bandwidth-gbps, --latency-us
-and --devices-per-node describe another link.
+The script prints images per second and efficiency for 2 to 1,024 devices, for strong and weak
+scaling, each with an interval. It also prints the error of the forecast for device counts that it
+leaves out of the fit (docs/dev/forecast.md). The options --bandwidth-gbps, --latency-us and
+--devices-per-node describe another link between devices.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-# Python adds the folder of a script, not the root of the project.
+# Python searches the folder of a script for modules, so add the root of the project.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from timm_parallel import CommandLine
@@ -59,7 +60,7 @@ def main(argv: list[str]) -> int:
 
 
 def link(arguments: Any) -> dict[str, float | None]:
-    """Convert the link options of the command line to bytes per second and seconds."""
+    """Convert the options that describe the link between nodes to bytes per second and seconds."""
     gbps, microseconds, per_node = (
         arguments.bandwidth_gbps,
         arguments.latency_us,
@@ -67,7 +68,8 @@ def link(arguments: Any) -> dict[str, float | None]:
     )
     if per_node is not None and gbps is None and microseconds is None:
         raise ValueError(
-            f"devices-per-node={per_node}: needs the link between nodes; give bandwidth-gbps too"
+            f"devices-per-node={per_node}: has no effect without the bandwidth between nodes; give "
+            "bandwidth-gbps too"
         )
     return {
         "bandwidth": None if gbps is None else gbps * 1e9 / 8,

@@ -1,8 +1,9 @@
-"""From timm's train.py: `python scripts/from_timm.py args.yaml` writes an experiment that trains as
-its run did.
+"""Convert a run of timm's train.py: `python scripts/from_timm.py args.yaml` writes an experiment
+that trains in the same way.
 
-The file is the args.yaml in a run's folder, or what `--config` reads: an argument that it leaves
-out has timm's default. Prints what has no equivalent here, and what differs although it is set.
+The file is args.yaml from the folder of timm's run, or a file that timm's `--config` reads. An
+argument that the file does not contain has timm's default. The script prints the arguments that
+have no equivalent here, and the differences that remain.
 """
 
 from __future__ import annotations
@@ -18,9 +19,8 @@ from typing import Any
 
 import yaml
 
-sys.path.insert(
-    0, str(Path(__file__).resolve().parent.parent)
-)  # run as a file: Python adds scripts/, not the root
+# Python searches the folder of a script for modules, so add the root of the project.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from src.app import app
 from src.schema import Config
@@ -29,24 +29,22 @@ from timm_parallel import CommandLine
 TABLE: dict[str, dict[str, Any]] = yaml.safe_load(
     Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
 )
-RENAMED = {
-    "jsd": "jsd_loss",
-    "native_amp": "amp",
-    "apex_amp": "amp",
-}  # by older versions of train.py
-PARTS = (
-    "same",
-    "without_meaning",
-    "missing",
-)  # of TABLE, with a default and a key or reason in each row
-ROOT = "data.root=."  # a config without a folder is refused
+# Dictionary from the name of an argument in older versions of timm's train.py to its name today.
+RENAMED = {"jsd": "jsd_loss", "native_amp": "amp", "apex_amp": "amp"}
+# Parts of TABLE whose rows contain timm's default, and the key here or the reason why none exists.
+PARTS = ("same", "without_meaning", "missing")
+# Override for composing a config, because a config without a data folder is refused.
+ROOT = "data.root=."
 CYCLIC = ("cosine", "tanh", "poly")
 METRICS = {"top1": "val/acc", "top5": "val/acc5", "loss": "val/loss"}
-Settings = dict[str, Any]  # dotted key -> value
+# Dictionary from dotted key to value.
+Settings = dict[str, Any]
 
 
 class TimmArguments:
-    """Arguments of a run of timm's train.py, with notes on how each was converted."""
+    """Arguments of a run of timm's train.py, with notes about those that were not converted
+    exactly.
+    """
 
     def __init__(self, given: Settings) -> None:
         self.values: Settings = {
@@ -58,7 +56,7 @@ class TimmArguments:
             name = RENAMED.get(written, written)
             if name in self.values and (name == written or value):
                 self.values[name] = value if isinstance(self.values[name], str) else _number(value)
-        # An argument that is off has no effect, whatever it is.
+        # Ignore unknown arguments that are off, because they have no effect.
         unknown = {
             name: value
             for name, value in given.items()
@@ -77,8 +75,8 @@ class TimmArguments:
         if self.no_aug:
             self.values |= TABLE["no_aug"]
         self.mixes = bool(self.mixup or self.cutmix or self.cutmix_minmax)
-        # With --bce-loss, timm took the cross entropy if there was neither mixup nor smoothing;
-        # with --loss it does not.
+        # With --bce-loss, timm uses cross entropy if neither mixup nor smoothing is on. With
+        # --loss, timm has no such exception.
         self.values["bce_loss"] = self.loss == "bce" or (
             self.bce_loss and (self.mixes or self.smoothing > 0)
         )
@@ -97,8 +95,8 @@ class TimmArguments:
         self.differences.append(f"Without an equivalent here: {argument}; {instead or 'left out'}")
 
     def has_effect(self, name: str, default: Any, key: str, needed: Sequence[str] = ()) -> bool:
-        """Return True if an argument changes something here. A constructor's argument at timm's
-        default does not.
+        """Return True if an argument must be written to the experiment. An argument of a
+        constructor that has timm's default need not be written.
         """
         if "kwargs." in key and self.values[name] == default:
             return False
@@ -108,8 +106,8 @@ class TimmArguments:
 
 
 def convert(args: TimmArguments) -> Settings:
-    """Convert timm's arguments to settings of this project,
-    and record in `args` those that differ.
+    """Convert the arguments of timm to settings of this project. Note the differences that remain
+    in the TimmArguments object.
     """
     settings = {
         row[1]: args.values[name]
@@ -228,8 +226,8 @@ def _schedule(args: TimmArguments) -> Settings:
 
 
 def _epochs(args: TimmArguments) -> int:
-    """Return the total epochs that timm trains: with cycles, cool-down, and warm-up if
-    --warmup-prefix is set.
+    """Compute the number of epochs that timm trains. It includes cycles and cool-down, and the
+    warm-up if --warmup-prefix is set.
     """
     epochs = args.epochs
     if args.sched in CYCLIC:
@@ -260,7 +258,9 @@ def _train(args: TimmArguments) -> Settings:
 
 
 def _number(value: Any) -> Any:
-    """Convert text such as 5e-4, which YAML reads as text and argparse as a number, to a number."""
+    """Convert a text such as 5e-4 to a number. YAML reads it as text, but timm's argparse as a
+    number.
+    """
     return (
         float(value)
         if isinstance(value, str) and re.fullmatch(r"[-+]?[\d.]+([eE][-+]?\d+)?", value)
@@ -269,8 +269,8 @@ def _number(value: Any) -> Any:
 
 
 def changes(settings: Settings) -> tuple[list[str], Settings]:
-    """Return config-group overrides (data=…), and the other settings to write, in the order of
-    src/schema.py.
+    """Return the config options to select (data=…, parallel=…), and the settings that differ from
+    the defaults, in the order of src/schema.py.
     """
     options = ["data=timm" if "data.name" in settings else "data=folder", "parallel=ddp"]
     name = settings.get("data.name", "folder")
@@ -298,7 +298,7 @@ def changes(settings: Settings) -> tuple[list[str], Settings]:
 def experiment(
     name: str, source: str, options: list[str], settings: Settings, args: TimmArguments
 ) -> str:
-    """Return the YAML text of the experiment file."""
+    """Build the YAML text of the experiment file."""
     lines = [
         "# @package _global_",
         f"# {args.model} as timm's train.py trained it; scripts/from_timm.py read {source}.",
@@ -342,7 +342,7 @@ def main(argv: list[str]) -> int:
     options, settings = changes(convert(args))
     output = given.output or app.root / "conf" / "experiment" / f"{settings['task_name']}.yaml"
     if output.exists():
-        raise ValueError(f"output={output}: exists; remove it or give another file")
+        raise ValueError(f"output={output}: exists already; remove it or give another file")
     output.write_text(
         experiment(output.stem, given.file.name, options, settings, args), encoding="utf-8"
     )
@@ -350,7 +350,7 @@ def main(argv: list[str]) -> int:
     words = [
         f"{'+' * ('kwargs.' in key)}{key}={json.dumps(value)}" for key, value in settings.items()
     ]
-    # Refuses what train.py would refuse.
+    # Compose the written config, so that a setting that train.py would reject raises an error here.
     app.compose(*options, ROOT, *words)
     return 0
 

@@ -1,15 +1,16 @@
-"""Install a requirements file into the environment that runs this script: with uv, or with pip if
-uv fails.
+"""Install a requirements file into the environment of the Python that runs this script. The script
+uses uv, or pip if uv fails.
 
     .venv/bin/python scripts/install.py requirements.lock
 
-A file that ends in .lock has the hashes of all packages. Then a package that changed on the index,
-and one that no line names, is refused; so is a lock that does not fit requirements.txt.
+A file that ends in .lock lists the hashes of all packages. The installer then refuses a package
+with another hash, and a package that the lock does not list. The script refuses a lock that does
+not fit requirements.txt.
 
-uv takes a third of pip's time for the same pins. It compiles what it installs, as pip does: with
-PYTHONDONTWRITEBYTECODE, which many images set, every process would otherwise compile torch and timm
-again, which takes longer than importing them. uv does not read pip's settings (a mirror in
-pip.conf, PIP_INDEX_URL), so this script passes them on.
+uv takes a third of pip's time for the same versions. Like pip, it compiles the packages when it
+installs them. Otherwise, if PYTHONDONTWRITEBYTECODE is set, as in many container images, every
+process would compile torch and timm again, which takes longer than importing them. uv does not read
+the settings of pip (a mirror in pip.conf, PIP_INDEX_URL), so this script passes them to uv.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PIP = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
-# pip's setting -> uv's variable, and the separator of several values.
+# Dictionary from a setting of pip to the environment variable that uv reads, and the separator of
+# several values in it.
 UV_NAMES = {
     "index-url": ("UV_DEFAULT_INDEX", " "),
     "extra-index-url": ("UV_INDEX", " "),
@@ -34,8 +36,8 @@ UV_NAMES = {
 
 
 def main(requirements: str) -> int:
-    """Install a requirements file with uv, or else pip. Return the exit code of the last installer;
-    2: the lock is outdated.
+    """Install a requirements file with uv, or with pip if uv fails. Return the exit code of the
+    last installer, or 2 if the lock is outdated.
     """
     install = ["install", "-r", requirements]
     if requirements.endswith(".lock"):
@@ -82,8 +84,8 @@ def main(requirements: str) -> int:
 
 
 def out_of_step(requirements: str, lock: str) -> list[str]:
-    """Return the lines of a requirements file that its lock lacks, or has in another version or in
-    several.
+    """Return the requirements that the lock file does not fulfill: it lacks the package, or lists
+    another version or several versions.
     """
     versions: dict[str, set[str]] = {}
     for name, version in re.findall(r"^([\w.-]+)==([\w.+!-]+)", lock, re.MULTILINE):
@@ -103,8 +105,8 @@ def _canonical(name: str) -> str:
 
 
 def settings_for_uv(listed: str) -> dict[str, str]:
-    """Convert the output of `pip config list`, such as `global.index-url='https://…'`, to variables
-    of uv.
+    """Convert the settings of pip to environment variables for uv. The input is the output of `pip
+    config list`, such as `global.index-url='https://…'`.
     """
     variables: dict[str, str] = {}
     for line in listed.splitlines():
@@ -116,7 +118,8 @@ def settings_for_uv(listed: str) -> dict[str, str]:
             variables[variable] = separator.join(
                 filter(None, [variables.get(variable, ""), *values])
             )
-    # As pip: the best version of any index.
+    # Let uv take the best version from any index, as pip does. By default, uv takes the first index
+    # that has the package.
     if "UV_INDEX" in variables:
         variables["UV_INDEX_STRATEGY"] = "unsafe-best-match"
     return variables

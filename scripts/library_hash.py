@@ -1,8 +1,8 @@
-"""Print a hash of the library: the names and contents of timm_parallel, without files that git
+"""Print a hash of the names and contents of all files in timm_parallel, without files that git
 ignores.
 
-`make test` of a fork compares it with .template.json, and leaves the library's tests out if it is
-the template's.
+`make test` in a fork compares this hash with the one in .template.json. If they are equal, the
+library is that of the template, and its tests are skipped.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ LIBRARY = ("timm_parallel",)
 
 
 def library_hash(root: Path) -> str:
-    """Hash the library in the working tree of the repository `root`, with changes that are not
-    committed.
+    """Compute the hash of the library in the working tree of a repository, including changes that
+    are not committed.
     """
     command = [
         "git",

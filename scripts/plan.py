@@ -1,8 +1,9 @@
-"""Plan a run on hardware that is not here: `python scripts/plan.py key=value …
+"""Plan a run on hardware that this machine does not have: `python scripts/plan.py key=value …
 parallel.devices=1,8,64`.
 
-Prints a table with shards, steps, learning rate, FLOPs and tensor bytes per device; `--json` prints
-everything as JSON. For data that is not here, give its size: `images=1281167 classes=1000`.
+The script prints a table with shards, steps, learning rate, FLOPs, and bytes of tensors per device.
+`--json` prints all values as JSON. If this machine does not have the data, give its size:
+`images=1281167 classes=1000`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-# Python adds the folder of a script, not the root of the project.
+# Python searches the folder of a script for modules, so add the root of the project.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from timm_parallel import CommandLine

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-# Python adds the folder of a script, not the root of the project.
+# Python searches the folder of a script for modules, so add the root of the project.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from src.app import app
@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 
 @CommandLine.errors_in_one_line
 def main(argv: list[str]) -> int:
-    """Predict images and write the predictions. Return the exit code: 0 done, 2 refused."""
+    """Predict images and write the predictions. Return the exit code: 0 if done, 2 if an argument
+    is wrong.
+    """
     parser = CommandLine(__doc__)
     parser.add_argument("--run", type=Path, required=True, help="run folder")
     parser.add_argument("--images", type=Path, required=True, help="folder or file")
@@ -98,5 +100,6 @@ def _predict(
 
 
 if __name__ == "__main__":
-    # This process may be a rank.
+    # Use exit_process instead of sys.exit, because this process may be a rank: destructors of CUDA
+    # and NCCL may block.
     CommandLine.exit_process(main(sys.argv[1:]))

@@ -1,11 +1,13 @@
-"""Write the comparison report again: `python scripts/report.py <sweep folder> [more folders]`."""
+"""Write the report of a sweep again, or of several sweeps: `python scripts/report.py <sweep folder>
+[more folders]`.
+"""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-# Python adds the folder of a script, not the root of the project.
+# Python searches the folder of a script for modules, so add the root of the project.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from timm_parallel import CommandLine

@@ -1,10 +1,10 @@
 """Repeat a run and compare it bit for bit: `python scripts/reproduce.py run=<run folder>
 [steps=50]`.
 
-Trains the recorded commit, with code.diff, and the saved config on as many devices, in
-`<run>/reproduced`. Compares losses, metrics and the hash of the weights, and writes
-`<run>/certificate.json`. Exit code 0: reproduced, 3: not reproduced, 2: refused, 1: the repeated
-run failed.
+The script trains the recorded commit, changed by code.diff, with the saved config on the same
+number of devices, in `<run>/reproduced`. It compares losses, metrics and the hash of the weights,
+and writes `<run>/certificate.json`. Exit code: 0 reproduced, 3 not reproduced, 2 a wrong argument,
+1 the repeated run failed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-# Python adds the folder of a script, not the root of the project.
+# Python searches the folder of a script for modules, so add the root of the project.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from timm_parallel import CommandLine

@@ -1,10 +1,11 @@
-"""Generate conf/schema.json (for editors) and the tables of docs/keys.md from src/schema.py, and
-those of docs/api.md from timm_parallel.
+"""Generate conf/schema.json and the tables of docs/keys.md from src/schema.py, and the tables of
+docs/api.md from timm_parallel.
 
     python scripts/schema.py            (make schema)
 
-With conf/schema.json, editors complete and explain keys in YAML and underline wrong ones. Files in
-.vscode/ point from each group of conf/ to its part. Hydra reads none of these files.
+Editors read conf/schema.json to complete and explain keys in YAML files, and to mark wrong keys.
+The files in .vscode/ connect each folder of conf/ with its part of the schema. Hydra reads none of
+these files.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import typing
 from pathlib import Path
 from typing import Any
 
-# Python adds the folder of a script, not the root of the project.
+# Python searches the folder of a script for modules, so add the root of the project.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import timm_parallel
@@ -28,9 +29,11 @@ from src.app import app
 from src.schema import Config
 
 TYPES = {str: "string", int: "integer", float: "number", bool: "boolean"}
-# ${other.key}, or ??? for a value that the command line must give.
+# Value that YAML may give instead of a value of the right type: ${other.key}, or ??? if the command
+# line must set the key.
 REFERENCE = {"type": "string", "pattern": r"^(\$\{.+\}|\?\?\?)$"}
-# Bound in the metadata of a key -> its name in JSON Schema, and its sign in the tables.
+# Dictionary from the name of a bound of a key to its name in JSON Schema and its sign in the
+# tables.
 BOUNDS = {"ge": ("minimum", ">="), "gt": ("exclusiveMinimum", ">"), "le": ("maximum", "<=")}
 PAGE = "docs/keys.md"
 API = "docs/api.md"
@@ -38,7 +41,7 @@ MARK = "<!-- `make schema` writes everything below this line"
 
 
 def groups() -> dict[str, Any]:
-    """Map the name of each config group to its dataclass."""
+    """Return the config groups, as a dictionary from name to dataclass."""
     factories = {entry.name: entry.default_factory for entry in dataclasses.fields(Config)}
     return {
         name: factory for name, factory in factories.items() if dataclasses.is_dataclass(factory)
@@ -46,8 +49,8 @@ def groups() -> dict[str, Any]:
 
 
 def schema() -> dict[str, Any]:
-    """Return the JSON schema of a whole config. Its `$defs/<group>` is the schema of a group's YAML
-    file.
+    """Build the JSON schema of a whole config. Its entry `$defs/<group>` is the schema of a YAML
+    file in the folder of this group.
     """
     whole = _object(Config)
     whole["properties"] |= {"defaults": {"type": "array"}, "hydra": {"type": "object"}}
@@ -61,7 +64,7 @@ def schema() -> dict[str, Any]:
 
 
 def _sentence(group_class: Any) -> str:
-    """Return the docstring on one line."""
+    """Return the docstring of a dataclass on one line."""
     return " ".join(group_class.__doc__.split())
 
 
@@ -99,7 +102,7 @@ def _default(field: Any) -> Any:
 
 
 def _bounds(field: Any) -> list[tuple[str, float]]:
-    """Return the bounds of a config key as pairs (bound name, number), e.g. ('ge', 0)."""
+    """Return the bounds of a config key as pairs of name and number, for example ('ge', 0)."""
     return [(name, field.metadata[name]) for name in BOUNDS if field.metadata.get(name) is not None]
 
 
@@ -122,7 +125,9 @@ def _parts(hint: Any) -> tuple[Any, ...]:
 
 
 def page() -> str:
-    """Return the text of docs/keys.md: a table of keys per group, below MARK."""
+    """Build the text of docs/keys.md: the hand-written beginning, then a table of keys for each
+    config group.
+    """
     tables = [
         _table("", Config),
         *(_table(group, group_class) for group, group_class in groups().items()),
@@ -131,7 +136,9 @@ def page() -> str:
 
 
 def api_page() -> str:
-    """Return the text of docs/api.md: a table of public names per group, below MARK."""
+    """Build the text of docs/api.md: the hand-written beginning, then a table for each group of
+    public names.
+    """
     tables = []
     for package in (timm_parallel, timm_parallel.lab):
         for title, names in package._GROUPS.items():
@@ -144,14 +151,17 @@ def api_page() -> str:
 
 
 def _first_sentence(text: str) -> str:
-    """Return the first sentence of a docstring on one line, for a cell of a table."""
+    """Return the first sentence of a docstring on one line, escaped for a cell of a Markdown
+    table.
+    """
     first = re.split(r"(?<=\.)\s+(?=[A-Z`])|\n\n", " ".join(text.split("\n\n")[0].split()))[0]
     return first.replace("|", "\\|")
 
 
 def _below_mark(path: str, tables: list[str]) -> str:
-    """Return the text of a page with the generated tables. Empty for a project that has no such
-    page, or one without MARK.
+    """Replace the tables of a page, which are below a comment (MARK), by new ones. Return the text
+    of the page, or an empty text if the project does not have the page or the page has no such
+    comment.
     """
     file = app.root / path
     text = file.read_text(encoding="utf-8") if file.is_file() else ""
@@ -196,7 +206,9 @@ def _allowed(field: Any) -> str:
 
 
 def files() -> dict[str, str]:
-    """Map the path of each generated file, from the project's root, to its text."""
+    """Build the text of each generated file. Return a dictionary from path, relative to the
+    project's root, to text.
+    """
     parts: dict[str, Any] = {"conf/schema.json": schema()}
     folders = ("", "experiment/", "debug/", "local/")
     globs = {"./conf/schema.json": [f"conf/{folder}*.yaml" for folder in folders]}

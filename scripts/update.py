@@ -1,7 +1,7 @@
-"""Take a newer template into a fork: `make update [FROM=<remote or URL>] [KEEP="README.md docs"]`.
+"""Merge a newer template into a fork: `make update [FROM=<remote or URL>] [KEEP="README.md docs"]`.
 
-Replaces timm_parallel, merges all other files with yours, runs the tests and stages the result. A
-conflict or a failed test leaves the fork as it was. It does not commit.
+The script replaces timm_parallel, merges all other files with yours, runs the tests and stages the
+result. It does not commit. After a conflict or a failed test, the fork is as it was.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 RECORD = ".template.json"
-# Folders that a fork takes from the template without merging.
+# Folders in which the template's files replace those of the fork, without a merge.
 LIBRARY = ("timm_parallel",)
 MAKE_FORK = "scripts/maintain/fork.py"
 
 
 class Conflict(Exception):
-    """Files that the fork and the template changed in different ways."""
+    """Raised if the fork and the template changed the same files in different ways."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Return 0 if the newer template is staged or already there, 1 for a conflict or a failed test,
-    2 for a refusal.
+    """Merge a newer template into a fork. Return the exit code: 0 if the template is staged or
+    already there, 1 for a conflict or a failed test, 2 for a wrong argument.
     """
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
@@ -69,16 +69,16 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def take(root: Path, source: str, keep: Sequence[str], test: str) -> str:
-    """Stage the newest template of `source` and return its commit.
+    """Stage the newest commit of the template, and return its hash.
 
-    Raises ValueError for a refusal, Conflict, or CalledProcessError for a failed test. The fork is
-    then as it was.
+    Raises Conflict if both sides changed a file, ValueError if the update cannot start, and
+    CalledProcessError if a test fails. After each of these errors, the fork is as it was.
     """
     record = read_record(root)
     newest = fetch(root, source)
     base = find_base(root, source, record["template_commit"], newest)
     if base == newest:
-        raise ValueError(f"already at the newest commit of {source}, {newest[:10]}")
+        raise ValueError(f"the fork already has the newest commit of {source}, {newest[:10]}")
     head = git(root, "rev-parse", "HEAD")
     result = merge(root, head, base, newest, record, keep)
     refuse_to_overwrite_ignored_files(root, head, result)
@@ -89,32 +89,34 @@ def take(root: Path, source: str, keep: Sequence[str], test: str) -> str:
         subprocess.run(shlex.split(test), cwd=root, check=True)
         passed = True
     finally:
-        # Also after Ctrl-C.
+        # Undo the update in `finally`, so that Ctrl-C undoes it too.
         if not passed:
             put_back(root, result, head)
     return newest
 
 
 def put_back(root: Path, result: str, head: str) -> None:
-    """Undo the changes from `head` to `result`. Raises ValueError if one of these files was edited
-    during the tests.
+    """Undo the changes of an update in the working tree. Raises ValueError if one of the changed
+    files was edited during the tests.
     """
     git(root, "update-index", "-q", "--refresh")
     try:
-        # In contrast to git reset --hard, this never overwrites an edited file.
+        # Use read-tree, because git reset --hard would overwrite edited files.
         git(root, "read-tree", "-m", "-u", result, head)
     except ValueError as error:
         fix = "git reset --hard discards the update and your edits"
         raise ValueError(
-            f"a file was edited during the tests, so the update is not undone; {fix} ({error})"
+            f"you edited a file during the tests, so the update is not undone; {fix} ({error})"
         ) from None
 
 
 def read_record(root: Path) -> dict[str, Any]:
-    """Read .template.json. Raises ValueError if `root` is no clean checkout of a fork."""
+    """Read .template.json, the record of a fork. Raises ValueError if the folder is not a fork, or
+    has uncommitted changes.
+    """
     if not (root / RECORD).is_file():
         raise ValueError(
-            f"{RECORD} does not exist, so this is no fork; make fork NAME=my_project makes one"
+            f"{RECORD} does not exist, so this is not a fork; run make fork NAME=my_project first"
         )
     if Path(git(root, "rev-parse", "--show-toplevel")).resolve() != root:
         raise ValueError(
@@ -127,7 +129,7 @@ def read_record(root: Path) -> dict[str, Any]:
 
 
 def fetch(root: Path, source: str) -> str:
-    """Fetch the default branch of `source` and return its commit."""
+    """Fetch the default branch of the template, and return the hash of its newest commit."""
     try:
         git(root, "fetch", "--quiet", "--no-tags", source, "HEAD")
     except ValueError as error:
@@ -137,11 +139,11 @@ def fetch(root: Path, source: str) -> str:
 
 
 def find_base(root: Path, source: str, recorded: str, newest: str) -> str:
-    """Return the template's commit whose files the fork has: the one recorded, or the nearest one
-    with equal files.
+    """Return the commit of the template from which the fork started. Without the recorded commit,
+    it is the newest commit with equal files.
 
-    A repository made by "Use this template" begins with a commit of the same files, which the
-    template does not have.
+    On GitHub, "Use this template" starts a repository with a new commit, which the template does
+    not have. Its files are equal to those of a commit of the template.
     """
     commits: dict[str, str] = {}
     for line in git(root, "log", "--format=%H %T", newest).splitlines():
@@ -155,20 +157,20 @@ def find_base(root: Path, source: str, recorded: str, newest: str) -> str:
         if files in commits:
             return commits[files]
     raise ValueError(
-        f"template_commit={recorded} in {RECORD}: no commit of FROM={source} has its files; "
-        "write the template's commit that this fork began with (in a shallow clone: git fetch "
-        "--unshallow)"
+        f"template_commit={recorded} in {RECORD}: no commit of FROM={source} has the same files; "
+        "write the commit of the template from which this fork started (in a shallow clone, run "
+        "git fetch --unshallow first)"
     )
 
 
 def merge(
     root: Path, head: str, base: str, newest: str, record: dict[str, Any], keep: Sequence[str]
 ) -> str:
-    """Merge the template's changes from `base` to `newest` into the fork's `head`. Return the
-    result as a git tree.
+    """Merge the changes of the template between two commits into the fork. Return the hash of the
+    merged git tree.
 
-    The changes are those between forks of both commits, so a line that make fork renamed or a file
-    that it deleted is none.
+    Both commits are first turned into forks. So a name that `make fork` changes, or a file that it
+    deletes, does not count as a change.
     """
     with tempfile.TemporaryDirectory(prefix="update-") as folder:
         scratch = Path(folder) / "scratch"
@@ -177,11 +179,11 @@ def merge(
             old = commit_fork(scratch, base, record)
             new = commit_fork(scratch, newest, record, old)
             git(scratch, "checkout", "--quiet", "--detach", "--force", head)
-            # resolve ignores renames. Otherwise your change could move into a library file, which
-            # is replaced below.
+            # The strategy resolve ignores renames. Otherwise git could move your change into a
+            # renamed file of the library, which is replaced below.
             picked = run_git(scratch, "cherry-pick", "--no-commit", "--strategy=resolve", new)
             if picked.returncode > 1:
-                raise ValueError(f"git cherry-pick: {picked.stderr.strip()}")
+                raise ValueError(f"git cherry-pick failed: {picked.stderr.strip()}")
             git(
                 scratch,
                 "restore",
@@ -196,10 +198,10 @@ def merge(
             if conflicts:
                 names = " ".join(conflicts)
                 raise Conflict(
-                    f"conflict in {names}; nothing is changed. The template's change: git diff "
-                    f"{old[:10]} {new[:10]} -- {names}; "
-                    "put what you want of it into your files, commit, and run again with "
-                    f'KEEP="{names}"'
+                    f"conflict in {names}: both you and the template changed it. Your files are "
+                    f"unchanged. See the template's change with git diff {old[:10]} {new[:10]} -- "
+                    f"{names}; copy what you want of it into your files, commit, and run again "
+                    f'with KEEP="{names}"'
                 )
             replaced = paths(
                 git(root, "diff", "--name-only", "--no-renames", "-z", old, head, "--", *LIBRARY)
@@ -215,21 +217,23 @@ def merge(
 
 
 def commit_fork(scratch: Path, commit: str, record: dict[str, Any], *parents: str) -> str:
-    """Run the make fork of the template's `commit` with the names in `record`. Return a commit of
-    the result.
+    """Run `make fork` on a commit of the template, with the names of this fork. Return the hash of
+    a commit of the result.
     """
     git(scratch, "checkout", "--quiet", "--detach", "--force", commit)
     if not (scratch / MAKE_FORK).is_file():
         raise ValueError(
-            f"commit {commit[:10]} has no {MAKE_FORK}, so it is not the template's; set FROM=<URL "
-            "of the template>"
+            f"commit {commit[:10]} has no {MAKE_FORK}, so it is not a commit of the template; set "
+            "FROM=<URL of the template>"
         )
     command = [sys.executable, MAKE_FORK, record["name"], f"--holder={record['holder']}"]
     if record["drop_demo"]:
         command.append("--drop-demo")
     done = subprocess.run(command, cwd=scratch, capture_output=True, encoding="utf-8", check=False)
     if done.returncode != 0:
-        raise ValueError(f"{MAKE_FORK} of commit {commit[:10]}: {done.stderr.strip()}")
+        raise ValueError(
+            f"{MAKE_FORK} failed on the template's commit {commit[:10]}: {done.stderr.strip()}"
+        )
     git(scratch, "add", "--all")
     options = [option for parent in parents for option in ("-p", parent)]
     return git(
@@ -238,10 +242,11 @@ def commit_fork(scratch: Path, commit: str, record: dict[str, Any], *parents: st
 
 
 def settle(scratch: Path, head: str, keep: Sequence[str]) -> list[str]:
-    """Delete conflicting files that the fork deleted, and restore those in `keep`. Return the other
-    conflicts.
+    """Resolve conflicts: delete files that the fork deleted, and keep the fork's version of the
+    paths in KEEP. Return the paths of the other conflicts.
     """
-    # git's stages: 1 is the old template, 2 the fork, 3 the newer template.
+    # git lists up to three stages of a file: 1 is the old template, 2 the fork, 3 the newer
+    # template.
     stages: dict[str, str] = {}
     for entry in paths(git(scratch, "ls-files", "--unmerged", "-z")):
         description, path = entry.split("\t")
@@ -258,8 +263,8 @@ def settle(scratch: Path, head: str, keep: Sequence[str]) -> list[str]:
 
 
 def refuse_to_overwrite_ignored_files(root: Path, head: str, result: str) -> None:
-    """Raise ValueError if a new file of the template is here already, ignored by git, which would
-    overwrite it.
+    """Raise ValueError if the update would overwrite a file that git ignores in the fork, because
+    the newer template adds a file of this name.
     """
     added = paths(
         git(root, "diff", "--name-only", "--no-renames", "--diff-filter=A", "-z", head, result)
@@ -267,8 +272,8 @@ def refuse_to_overwrite_ignored_files(root: Path, head: str, result: str) -> Non
     here = [path for path in added if os.path.lexists(root / path)]
     if here:
         raise ValueError(
-            f"{' '.join(here)}: ignored by git here, and a new file of the template; rename or "
-            "delete it"
+            f"{' '.join(here)}: the newer template adds this file, but git ignores your file of "
+            "this name; rename or delete your file"
         )
 
 
@@ -277,16 +282,18 @@ def paths(output: str) -> list[str]:
 
 
 def git(folder: Path, *arguments: str) -> str:
-    """Run git and return its output. Raises ValueError with git's message if it fails."""
+    """Run git and return its output. Raises ValueError with the error message of git if the command
+    fails.
+    """
     done = run_git(folder, *arguments)
     if done.returncode != 0:
-        raise ValueError(f"git {arguments[0]}: {' '.join(done.stderr.split())}")
+        raise ValueError(f"git {arguments[0]} failed: {' '.join(done.stderr.split())}")
     return done.stdout.strip()
 
 
 def run_git(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    # Hooks, recorded conflict resolutions and the user's identity must not matter to commits that
-    # nobody sees.
+    # Turn off hooks and recorded conflict resolutions, and set an identity. The user's settings
+    # must not change the temporary commits.
     options = (
         "--literal-pathspecs",
         "-c",

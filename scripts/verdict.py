@@ -1,9 +1,10 @@
 """Test if a change of the code is better: `python scripts/verdict.py base=<commit> [head=<commit>]
 [key=value …] sweep.repeats=8`.
 
-Trains the code of `base` and that of `head`, by default the working tree, with the same seeds, and
-compares the metric and images/s. Keys are those of train.py. `sweep.resume=<folder>` continues.
-Exit code 0: head is better, 3: no difference shown, 4: worse, 2: refused, 1: jobs failed.
+The script trains the code of the commits `base` and `head` with the same seeds, and compares the
+metric and images/s. Without head=, it trains the working tree. It takes the keys of train.py;
+`sweep.resume=<folder>` continues. Exit code: 0 head is better, 3 no difference shown, 4 head is
+worse, 2 a wrong argument, 1 jobs failed.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import json
 import sys
 from pathlib import Path
 
-# Python adds the folder of a script, not the root of the project.
+# Python searches the folder of a script for modules, so add the root of the project.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from timm_parallel import CommandLine
@@ -32,7 +33,7 @@ def main(argv: list[str]) -> int:
 
     from timm_parallel.lab import resume_verdict, start_verdict
 
-    # With --json, progress and tables go to stderr.
+    # With --json, print progress and tables to stderr, so that stdout contains only JSON.
     with contextlib.redirect_stdout(sys.stderr if arguments.json else sys.stdout):
         if arguments.base is None:
             code, values = resume_verdict(arguments.overrides)

@@ -1,4 +1,6 @@
-"""This project, as the library sees it. Importing it loads neither torch nor timm."""
+"""The `App` object, through which the library finds this project's config, training function, tasks
+and datasets. Importing this module imports neither torch nor timm.
+"""
 
 from __future__ import annotations
 

@@ -1,15 +1,15 @@
-"""Every key that a fork may edit, with its type, default, bounds and help. The YAML under `conf/`
-is merged into `Config`.
+"""Dataclasses that declare the config keys of this project. Each key has a type, a default, bounds
+and a help text. Hydra merges the YAML files of `conf/` into the dataclass `Config`.
 
-Keys of the launcher, sweeps, searches and trackers are in timm_parallel/keys.py. train.py rejects
-an undeclared key, wherever it is set: `python train.py modle=resnet18`. Free dictionaries appear
-only where a third-party constructor reads them (`kwargs`). `make schema` writes docs/keys.md and
-conf/schema.json.
+The library declares the keys of the launcher, of sweeps, searches and trackers
+(timm_parallel/keys.py). train.py rejects an undeclared key on the command line and in YAML. Only a
+free dictionary, such as `model.kwargs`, accepts any key, because the constructor of another package
+reads it. `make schema` writes docs/keys.md and conf/schema.json from these dataclasses.
 
-Rules that tie keys together are in the method `problems` of their group, which yields an error
-message per broken rule: key, value and fix. train.py refuses a config with the first message; a
-sweep skips that configuration. A message that other code must recognize is a `Problem`, which
-carries a code.
+A rule about several keys is in the method `problems` of a dataclass. The method yields an error
+message for each broken rule, with the key, its value and the fix. train.py stops with the first
+message; a sweep skips the configuration. Yield a `Problem`, which has a code, instead of a string
+if other code must recognize the error.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from typing import Any
 import timm_parallel
 from timm_parallel import ResolvedParallel, key
 
-# Built-in datasets: name -> class. A config refers to your own as `src.<module>.<Class>`.
+# Dictionary from the name of a built-in dataset to its class. A config gives your own dataset as
+# `src.<module>.<Class>`.
 DATASETS = {
     "digits": "src.data.datasets.Digits",
     "synthetic": "src.data.datasets.Synthetic",
@@ -34,22 +35,25 @@ DATASETS = {
     "wds": "timm_parallel.data.tar_index.TarDataset",
     "segmentation": "timm_parallel.data.masks.MaskDataset",
 }
-# Datasets made in memory. They have one image size and do not read data.root.
+# Built-in datasets that are made in memory. All their images have one size, and they do not read
+# data.root.
 MADE_IN_MEMORY = ("digits", "synthetic", "shapes")
 SCHEDULES = ("constant", "cosine", "tanh", "step", "multistep", "poly", "wsd", "rsqrt")
-# Modes of torch.compile, which timm names in --torchcompile-mode.
+# Modes of torch.compile. They are also the values of timm's option --torchcompile-mode.
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
-# Arguments of timm's create_scheduler_v2 that other keys decide.
+# Arguments of timm's create_scheduler_v2 that the config does not accept, because other keys, such
+# as train.epochs, determine them.
 DERIVED_ARGUMENTS = ("num_epochs", "step_on_epochs", "updates_per_epoch")
-# Arguments of timm's create_scheduler_v2 that not every schedule reads -> the schedules that do.
+# Dictionary from an argument of timm's create_scheduler_v2 to the schedules that read it. Every
+# schedule reads the arguments that are not listed.
 SCHEDULES_WITH = {
     **dict.fromkeys(("cycle_mul", "cycle_decay", "cycle_limit"), ("cosine", "tanh", "poly")),
     "k_decay": ("cosine", "poly"),
     **dict.fromkeys(("decay_fn", "stable_timescale"), ("wsd", "rsqrt")),
     **dict.fromkeys(("patience_epochs", "plateau_mode"), ()),
 }
-# Optimizers that work under fsdp: they update each number alone, or with norms of tensors, so that
-# a rank can update its shard.
+# Optimizers that work under fsdp, where each rank updates its shard of a parameter. They update
+# each element independently, or need only norms of whole tensors.
 OPTIMIZERS_OF_PARTS = (
     *(
         "adabelief",
@@ -79,14 +83,14 @@ OPTIMIZERS_OF_PARTS = (
     ),
     *("radamw", "rmsprop", "rmsproptf", "sgd", "sgdw"),
 )
-# timm's optimizers with Nesterov momentum, which must be above 0.
+# timm's optimizers that use Nesterov momentum, which must be above 0.
 NESTEROV = ("csgdc", "csgdw", "nesterov", "nesterovw", "nlarc", "nlars", "sgd", "sgdc", "sgdw")
 
 
 @dataclass
 class EmaConfig:
-    """Averaged weights (exponential moving average), evaluated next to the raw ones as
-    `val/<metric>_ema`.
+    """Averaged weights (exponential moving average). Evaluation logs their metrics as
+    `val/<metric>_ema`, next to those of the raw weights.
     """
 
     decay: float | None = key(
@@ -102,12 +106,12 @@ class EmaConfig:
 
 @dataclass
 class ModelConfig(timm_parallel.ModelConfig):
-    """The model. Its head, channels and image size follow the data."""
+    """The model. The data determines its head, channels and image size."""
 
     freeze: int | str | None = key(
         None,
-        help="backbone, the first N of timm's coarse groups, or a regex of names; not parameters "
-        "of a loss.",
+        help="Freeze the backbone, the first N of timm's coarse groups, or names that match a "
+        "regex; parameters of a loss are not frozen.",
     )
     num_classes: int | None = key(
         None, ge=1, help="Outputs of the model; null: as many as the data has classes."
@@ -153,7 +157,8 @@ class ModelConfig(timm_parallel.ModelConfig):
             )
         if self.weights is None and not self.weights_strict:
             yield "model.weights_strict=false: has no effect without model.weights=<file>"
-        # On a cluster, the job checks that the file exists.
+        # Do not check the file here if Slurm starts the run: the file may exist only on the nodes
+        # of the cluster.
         here = whole.cluster.scheduler == "local"
         if self.weights is not None and here and not Path(self.weights).is_file():
             yield f"model.weights={self.weights}: no such file"
@@ -172,15 +177,15 @@ class ModelConfig(timm_parallel.ModelConfig):
         bucket = whole.parallel.bucket_cap_mb
         if self.compile and bucket is not None and bucket < 1:
             yield (
-                f"parallel.bucket_cap_mb={bucket}: expected >= 1 with {chosen}, which splits "
-                "the graph there"
+                f"parallel.bucket_cap_mb={bucket}: expected >= 1 with {chosen}, because the "
+                "compiler splits the graph at each bucket"
             )
 
 
 @dataclass
 class AugmentConfig:
-    """Augmentation of training images, with timm's names and meanings.
-    null or 0 leaves a step out.
+    """Augmentation of training images, with timm's names and meanings. null or 0 turns an
+    augmentation off.
     """
 
     scale: list[float] | None = key(
@@ -195,7 +200,7 @@ class AugmentConfig:
     interpolation: str = key(
         "bilinear",
         choices=("bilinear", "bicubic", "random"),
-        help="For training images, and in aa.",
+        help="Interpolation of training images, also in aa.",
     )
     crop_padding: int = key(
         0, ge=0, help="Pixels of black around an image before a random crop of its size."
@@ -245,7 +250,7 @@ class AugmentConfig:
 
     @property
     def mixes(self) -> bool:
-        """True if mixup or cutmix is on."""
+        """True if the config turns mixup or cutmix on."""
         return bool(self.mixup or self.cutmix or self.cutmix_minmax)
 
     def problems(self, whole: Config) -> Iterator[str]:
@@ -283,8 +288,8 @@ class AugmentConfig:
             )
         if self.color_jitter and self.aa is not None and "3a" not in self.aa:
             yield (
-                f"data.augment.color_jitter={self.color_jitter}: timm leaves it out next to "
-                f"data.augment.aa={self.aa}; set one"
+                f"data.augment.color_jitter={self.color_jitter}: timm ignores it with "
+                f"data.augment.aa={self.aa}; set one of them"
             )
         if self.cutmix_minmax and not self.cutmix_minmax[0] < self.cutmix_minmax[-1] <= 1:
             yield (
@@ -324,7 +329,9 @@ class DataConfig(timm_parallel.DataConfig):
         None, gt=0, le=1, help="Side of the crop / side of the image; null: the model's."
     )
     interpolation: str | None = key(
-        None, choices=("bilinear", "bicubic"), help="For evaluation images; null: the model's."
+        None,
+        choices=("bilinear", "bicubic"),
+        help="Interpolation of evaluation images; null: the model's.",
     )
     workers: int | str = key(
         "auto", ge=0, help="Loader processes per rank; auto: cores / ranks; mostly 0 in memory."
@@ -374,15 +381,15 @@ class DataConfig(timm_parallel.DataConfig):
             yield f"data.std={self.std}: expected numbers above 0"
         if self.balance and self.augment.aug_repeats > 1:
             yield (
-                f"data.balance={self.balance}: draws images repeatedly already; set "
+                f"data.balance={self.balance}: already draws images repeatedly; set "
                 "data.augment.aug_repeats=1"
             )
         if (self.mean is None) != (self.std is None):
             yield "data.mean and data.std: set both or neither"
 
     def _split_problems(self) -> Iterator[str]:
-        """Yield an error message for each split key that the dataset does not read. Your own
-        dataset may read all of them.
+        """Yield an error message for each key of data that sets how images are split, if the
+        dataset does not read the key. A dataset of your own may read all of these keys.
         """
         readers = {
             "val_fraction": ("folder", "csv", "segmentation"),
@@ -398,20 +405,21 @@ class DataConfig(timm_parallel.DataConfig):
                 )
         if self.fold is not None and self.test_fraction is not None:
             yield (
-                f"data.test_fraction={self.test_fraction}: data.fold={self.fold} divides the "
-                "images; write split=test in the CSV"
+                f"data.test_fraction={self.test_fraction}: conflicts with data.fold={self.fold}; "
+                "mark the test images by split=test in the CSV"
             )
         for name in ("test_fraction", "group_pattern"):
             if getattr(self, name) is not None and self.val_fraction is None:
                 yield f"data.{name}={getattr(self, name)}: set data.val_fraction too"
         if (self.val_fraction or 0) + (self.test_fraction or 0) >= 1:
             yield (
-                f"data.val_fraction={self.val_fraction}: with data.test_fraction it must be below 1"
+                f"data.val_fraction={self.val_fraction}: the sum with data.test_fraction must be "
+                "below 1"
             )
         if self.fold is not None and self.val_fraction is not None:
             yield (
-                f"data.fold={self.fold}: data.val_fraction={self.val_fraction} chooses val "
-                "already; set one"
+                f"data.fold={self.fold}: data.val_fraction={self.val_fraction} already chooses the "
+                "val split; set one of them"
             )
         if self.group_pattern is not None and not is_regular_expression(self.group_pattern):
             example = "'data.group_pattern=\"(patient_[0-9]+)\"'"
@@ -422,7 +430,7 @@ class DataConfig(timm_parallel.DataConfig):
 
 @dataclass
 class OptimConfig(timm_parallel.OptimConfig):
-    """Optimizer and schedule, with timm's names."""
+    """Optimizer and learning-rate schedule, with the names of timm."""
 
     weight_decay: float = key(0.05, ge=0, help="Weight decay; norms and biases have none.")
     momentum: float = key(0.9, ge=0, le=1, help="Momentum, for optimizers that have it.")
@@ -477,8 +485,8 @@ class OptimConfig(timm_parallel.OptimConfig):
     )
 
     def problems(self, whole: Config) -> Iterator[str]:
-        """Yield an error message for each key that has no effect, or does not fit the schedule or
-        train.epochs.
+        """Yield an error message for each key of optim that has no effect, or that contradicts
+        optim.sched or train.epochs.
         """
         epochs = whole.train.epochs
         if self.clip_mode != "norm" and self.clip_grad is None:
@@ -504,8 +512,8 @@ class OptimConfig(timm_parallel.OptimConfig):
             yield f"optim.warmup_prefix=false: has no effect with optim.sched={self.sched}"
         if self.warmup_epochs + self.cooldown_epochs >= epochs and self.sched != "constant":
             yield (
-                f"optim.warmup_epochs={self.warmup_epochs}: with optim.cooldown_epochs, "
-                f"expected less than train.epochs={epochs}"
+                f"optim.warmup_epochs={self.warmup_epochs}: the sum with optim.cooldown_epochs "
+                f"must be below train.epochs={epochs}"
             )
         if self.sched == "multistep" and not self.decay_milestones:
             yield "optim.sched=multistep: set optim.decay_milestones, e.g. [30,60,90] (epochs)"
@@ -544,8 +552,8 @@ class OptimConfig(timm_parallel.OptimConfig):
                 )
 
     def _shard_problems(self, strategy: str) -> Iterator[str]:
-        """Yield an error for each setting that needs unsharded tensors, because the strategy shards
-        parameters and gradients.
+        """Yield an error message for each key of optim that needs whole tensors. A strategy that
+        shards the model, such as fsdp, gives each rank a part of each tensor.
         """
         if self.opt not in OPTIMIZERS_OF_PARTS and not self.works_on_parts:
             yield (
@@ -559,14 +567,14 @@ class OptimConfig(timm_parallel.OptimConfig):
             )
         if self.kwargs.get("fused") and self.opt not in ("adam", "adamw"):
             yield (
-                f"optim.kwargs.fused=true: torch has it for adam and adamw under {strategy}, but "
-                f"optim.opt={self.opt}; leave it out"
+                f"optim.kwargs.fused=true: under {strategy}, torch supports it only for adam and "
+                f"adamw, but optim.opt={self.opt}; leave it out"
             )
 
 
 @dataclass
 class TrainConfig(timm_parallel.TrainConfig):
-    """The training loop."""
+    """Keys of the training loop."""
 
     task: str = key(
         "classification",
@@ -587,8 +595,8 @@ class TrainConfig(timm_parallel.TrainConfig):
 
     @property
     def untimed_steps(self) -> int | None:
-        """Number of first steps that a profiled run does not time: 10 of warm-up, one to start the
-        profiler, the profiled ones.
+        """Number of steps at the start of a run that are not timed if train.profile_steps is set.
+        They are 10 steps of warm-up, one step that starts the profiler, and the profiled steps.
         """
         return None if self.profile_steps is None else 11 + self.profile_steps
 
@@ -607,7 +615,9 @@ class TrainConfig(timm_parallel.TrainConfig):
             yield from self.profile_problems(self.max_steps)
 
     def profile_problems(self, steps: int) -> Iterator[str]:
-        """Yield an error if no steps are left to time after the profiled steps."""
+        """Yield an error message if the run ends before it has steps to time. Profiled steps are
+        not timed.
+        """
         if self.untimed_steps is not None and steps <= self.untimed_steps:
             yield (
                 f"train.profile_steps={self.profile_steps}: expected a run of "
@@ -618,7 +628,7 @@ class TrainConfig(timm_parallel.TrainConfig):
 
 @dataclass
 class CheckpointConfig(timm_parallel.CheckpointConfig):
-    """Checkpoints: last.pt, best.pt and step_N.pt in `checkpoints/` of the run folder."""
+    """Checkpoints of a run: last.pt, best.pt and step_N.pt in its folder `checkpoints/`."""
 
     metric: str = key(
         "val/acc", help="Metric of best.pt: val/<metric of the task in src/tasks/>, or with _ema."
@@ -627,14 +637,14 @@ class CheckpointConfig(timm_parallel.CheckpointConfig):
 
 @dataclass
 class ResolvedTrain(TrainConfig, timm_parallel.ResolvedTrain):
-    """TrainConfig without `auto`."""
+    """Keys of the group train after `auto` is replaced by numbers."""
 
     accumulate: int = 1
 
 
 @dataclass
 class Config(timm_parallel.Config):
-    """Keys of a run that are in no group."""
+    """Config of a run: its groups of keys, and the keys that are in no group."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -649,17 +659,20 @@ class Config(timm_parallel.Config):
 
 @dataclass
 class ResolvedConfig(Config, timm_parallel.ResolvedConfig):
-    """Config resolved for a machine; the content of a run's config.yaml."""
+    """Config of a run after `auto` is replaced by values for this machine. A run writes it to
+    config.yaml.
+    """
 
     parallel: ResolvedParallel = field(default_factory=ResolvedParallel)
     train: ResolvedTrain = field(default_factory=ResolvedTrain)
 
     @property
     def learning_rate(self) -> float:
-        """optim.lr scaled by optim.lr_rule for the batch of an optimizer step: global batch x
-        accumulate.
+        """Peak learning rate: optim.lr, scaled by optim.lr_rule for the images of an optimizer step
+        (global batch x train.accumulate).
 
-        linear: Goyal et al. 2017, arXiv:1706.02677; sqrt: Krizhevsky 2014, arXiv:1404.5997.
+        The rule linear is that of Goyal et al. 2017 (arXiv:1706.02677), sqrt that of Krizhevsky
+        2014 (arXiv:1404.5997).
         """
         ratio = self.global_batch * self.train.accumulate / self.optim.lr_base_batch
         return (
@@ -676,7 +689,7 @@ class ResolvedConfig(Config, timm_parallel.ResolvedConfig):
 
 
 def is_regular_expression(text: str) -> bool:
-    """Return True if `re` can compile the text."""
+    """Return True if a text is a valid regular expression of Python."""
     try:
         re.compile(text)
     except re.error:
@@ -685,7 +698,9 @@ def is_regular_expression(text: str) -> bool:
 
 
 def is_size(sides: Any) -> bool:
-    """Return True for a value of data.image_size that means a size, or null."""
+    """Return True if a value is valid for data.image_size: a number of pixels, [height, width], or
+    null.
+    """
     pair = sides if isinstance(sides, list) else [sides, sides]
     return sides is None or (
         len(pair) == 2 and all(type(side) is int and side >= 1 for side in pair)

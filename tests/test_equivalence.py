@@ -46,7 +46,8 @@ TRAININGS = {
     "clip_grad": ("optim=sgd", "optim.lr=0.005", "optim.clip_grad=0.5"),
 }
 COMMON = (
-    "data.batch_size=24",  # divides by 2 and 3
+    # A batch of 24 images divides evenly among 2 and 3 ranks.
+    "data.batch_size=24",
     "data.limit_train=480",
     "train.epochs=1",
     "train.log_every=1",
@@ -61,7 +62,8 @@ def _case(training: str, spread: str) -> Any:
     marks = [] if spread.startswith("dp") else [pytest.mark.processes]
     if spread not in QUICK or training != "sgd":
         marks.append(pytest.mark.slow(seconds=2))
-    # The spreads on two devices with sgd, and the other trainings with ddp, run at every commit.
+    # At every commit, run the trainings with sgd under all strategies on two devices, and the
+    # others under ddp.
     others = ("ddp2", "fsdp2") if training == "clip_grad" else ("ddp2",)
     if spread not in (QUICK if training == "sgd" else others):
         marks.append(pytest.mark.nightly)
@@ -171,8 +173,8 @@ def test_optimizer_accumulation_and_clipping_each_change_final_weights(
 
 @pytest.mark.slow(seconds=3)
 @pytest.mark.processes
-def test_early_stop_ends_both_ranks_after_the_epoch_that_ends_single(tmp_path: Path) -> None:
-    # No epoch after the first one is better, because the weights hardly move.
+def test_early_stop_ends_both_ddp_ranks_after_the_same_epoch_as_single(tmp_path: Path) -> None:
+    # The weights hardly move, so no epoch after the first is better.
     settings = (
         "data.limit_train=96",
         "data.batch_size=24",

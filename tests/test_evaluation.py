@@ -36,7 +36,7 @@ from timm_parallel.testing.configs import evaluate_batches, resolved
 from timm_parallel.testing.ranks import run_warm
 
 
-def test_evaluation_of_cluster_run_uses_devices_of_this_machine(tmp_path: Path) -> None:
+def test_evaluation_of_a_slurm_run_uses_the_devices_of_this_machine(tmp_path: Path) -> None:
     there = (
         "cluster=slurm",
         "cluster.submit=false",
@@ -74,7 +74,7 @@ def test_evaluation_refuses_conflicting_config_keys_with_and_without_a_run_folde
             evaluation_config(run, [*model_of, *overrides], None)
 
 
-def test_evaluation_does_not_compile_model_when_training_did(tmp_path: Path) -> None:
+def test_evaluation_does_not_compile_the_model_of_a_run_with_model_compile(tmp_path: Path) -> None:
     save_config(resolved("parallel=ddp", "parallel.devices=2", "model.compile=true"), tmp_path)
     assert not evaluation_config(tmp_path, [], None).model.compile
     assert (
@@ -106,10 +106,10 @@ def test_head_outputs_beyond_dataset_classes_are_never_predicted() -> None:
 
 
 @pytest.mark.parametrize(("outputs", "notices"), [(13, 1), (10, 0)])
-def test_notice_names_both_numbers_when_a_model_has_more_outputs_than_classes(
+def test_log_states_both_numbers_when_a_model_has_more_outputs_than_classes(
     caplog: pytest.LogCaptureFixture, outputs: int, notices: int
 ) -> None:
-    """train.py and evaluate.py build these parts."""
+    """train.py and evaluate.py both build data and model with this function."""
     config = resolved("parallel=single", "parallel.accelerator=cpu", f"model.num_classes={outputs}")
     build_data_and_model(config, build_strategy(config.parallel, Ranks(), None))
     lines = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
@@ -180,7 +180,7 @@ def test_failed_evaluation_closes_loaders_and_strategy(
     if fault == "in evaluating":
         monkeypatch.setattr("src.commands.evaluate.evaluate", lambda *_, **__: 1 / 0)
     config = resolved("parallel=single", "parallel.accelerator=cpu", "model=tiny")
-    # With weights from a file, the head is not checked.
+    # Give a file of weights, because the number of classes is then not checked.
     config.model.weights = str(tmp_path)
     monkeypatch.setattr("src.commands.evaluate.load_weights", lambda *_, **__: "")
     split = "val" if fault == "in evaluating" else "other"
@@ -274,7 +274,7 @@ def test_evaluate_py_refuses_invalid_arguments_in_one_line(
 
 
 @pytest.mark.processes
-def test_evaluate_py_gives_same_metrics_with_different_batch_size(
+def test_evaluate_py_gives_the_same_metrics_with_another_batch_size(
     finished_run: Finished, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert entry.main([f"run={finished_run.folder}", "split=test", "data.batch_size=7"]) == 0
@@ -284,7 +284,7 @@ def test_evaluate_py_gives_same_metrics_with_different_batch_size(
 
 
 @pytest.mark.processes
-def test_evaluate_py_evaluates_model_given_by_name_and_weights(
+def test_evaluate_py_evaluates_a_model_given_by_model_name_and_model_weights(
     finished_run: Finished, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The weights come from a run, so the metrics are known."""
@@ -297,7 +297,7 @@ def test_evaluate_py_evaluates_model_given_by_name_and_weights(
 
 @pytest.mark.processes
 @pytest.mark.parametrize("classes", [10, 3])
-def test_evaluate_py_refuses_data_with_different_classes(
+def test_evaluate_py_refuses_data_with_other_classes_than_the_run(
     finished_run: Finished, capfd: pytest.CaptureFixture[str], classes: int
 ) -> None:
     """Labels of different classes have different meanings, even if the number of classes is the
@@ -326,11 +326,11 @@ def test_evaluate_py_refuses_head_with_wrong_number_of_classes() -> None:
 @pytest.mark.processes
 @pytest.mark.parametrize("strategy", ["ddp", "dp"])
 @pytest.mark.sample(2)
-def test_evaluate_py_gives_same_result_on_two_devices(
+def test_evaluate_py_gives_the_same_result_on_one_and_two_devices(
     finished_run: Finished, capfd: pytest.CaptureFixture[str], strategy: str
 ) -> None:
     overrides = [f"run={finished_run.folder}", f"parallel={strategy}", "parallel.devices=2"]
-    # Under ddp, the command starts itself again as ranks.
+    # Start a process for ddp, because the command starts itself again as ranks.
     if strategy == "ddp":
         command = [sys.executable, "evaluate.py", *overrides]
         done = subprocess.run(

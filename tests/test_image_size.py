@@ -38,7 +38,7 @@ def picture(height: int, width: int) -> Image.Image:
 
 @pytest.mark.parametrize("size", [(32, 48), (48, 32)])
 @pytest.mark.parametrize("mode", ["center", "squash", "border"])
-def test_evaluation_transform_of_two_sides_matches_timm(mode: str, size: tuple[int, int]) -> None:
+def test_non_square_evaluation_transform_matches_timm(mode: str, size: tuple[int, int]) -> None:
     preprocessing = Preprocessing((3, *size), (0.5,) * 3, (0.5,) * 3, 0.875, mode, "bicubic")
     for sides in SIZES:
         image = picture(*sides)
@@ -62,7 +62,7 @@ def test_evaluation_transform_of_two_sides_matches_timm(mode: str, size: tuple[i
     ],
     ids=str,
 )
-def test_augmentation_returns_images_of_the_given_height_and_width(augment: Any) -> None:
+def test_augmentation_returns_images_of_the_configured_height_and_width(augment: Any) -> None:
     transform = train_transform(AugmentConfig(**augment), (32, 48), resize=True)
     assert transform is not None
     for sides in SIZES:
@@ -102,7 +102,7 @@ def trained(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.processes
-def test_run_with_two_sides_is_evaluated_predicted_with_and_exported(
+def test_run_on_non_square_images_can_be_evaluated_exported_and_used_to_predict(
     trained: Path, images: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     result = read_result(trained)
@@ -128,7 +128,7 @@ def test_run_with_two_sides_is_evaluated_predicted_with_and_exported(
 
 @pytest.mark.slow(seconds=2)
 @pytest.mark.processes
-def test_run_with_two_sides_resumes_in_mid_epoch_with_equal_bits(
+def test_run_on_non_square_images_resumes_bit_identically_in_mid_epoch(
     trained: Path, images: Path, tmp_path: Path
 ) -> None:
     words = (*WORDS, f"data.root={images}", "parallel=single")
@@ -142,7 +142,7 @@ def test_run_with_two_sides_resumes_in_mid_epoch_with_equal_bits(
 
 
 @pytest.mark.slow(seconds=2)
-def test_plan_counts_the_pixels_of_both_sides() -> None:
+def test_plan_flops_double_when_images_are_twice_as_wide() -> None:
     of_square, of_wide = (
         plan([*TINY, "model=resnet18", f"data.image_size={size}"], [1])[0].flops_per_step
         for size in ("64", "[64,128]")

@@ -1,5 +1,5 @@
-"""Parameters of the training step besides the model's, such as those of a loss: trained, saved,
-resumed, not exported.
+"""Parameters that are not in the model, such as those of a loss. They are trained, saved and
+resumed, but not exported.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ from timm_parallel.state.parts import RunParts
 from timm_parallel.testing.configs import read_lines, resolved, task_of
 from timm_parallel.testing.ranks import in_ranks
 
-STEPS = 8  # in 2 epochs
+# Total number of steps in two epochs.
+STEPS = 8
 SETTINGS = (
     "model.num_classes=18",
     "data.batch_size=12",
@@ -64,14 +65,14 @@ SPREADS = {
     "ddp": ("parallel=ddp", "parallel.devices=2"),
     "fsdp": ("parallel=fsdp", "parallel.devices=2"),
 }
-# The name of this file in configs, which may name classes of src/ only.
+# Module name under which configs find this file, because they may name only classes of src/.
 HERE = "src.loss_parameters_of_test"
 sys.modules[HERE] = sys.modules[__name__]
 NAMES = ["criterion.centers", "criterion.temperature", "criterion.batches"]
 
 
 class ArcFace(nn.Module):
-    """ArcFace (arXiv:1801.07698) next to cross entropy, with a learned scale, a count of batches
+    """ArcFace (arXiv:1801.07698) added to cross entropy. It has a learned scale, a count of batches
     and a constant.
     """
 
@@ -86,7 +87,7 @@ class ArcFace(nn.Module):
         self.batches = self.batches + 1
         scores, embeddings = outputs[:, :10], outputs[:, 10:]
         cosines = functional.normalize(embeddings) @ functional.normalize(self.centers).T
-        # The derivative of acos is infinite at 1.
+        # Keep away from 1, where the derivative of acos is infinite.
         angles = cosines.clamp(-0.9999, 0.9999).acos()
         margins = 0.3 * functional.one_hot(targets, 10)
         arcface = functional.cross_entropy(16 * (angles + margins).cos(), targets)
@@ -164,10 +165,6 @@ def saved(run: RunParts) -> dict[str, Any]:
     return saving.snapshot(run.state, run.strategy)
 
 
-# Training
-# --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "spread",
     [
@@ -179,7 +176,7 @@ def saved(run: RunParts) -> dict[str, Any]:
 )
 @pytest.mark.slow(seconds=7)
 @pytest.mark.sample(4)
-def test_loss_with_parameters_trains_alike_under_every_strategy(
+def test_loss_with_parameters_trains_equally_under_every_strategy(
     trained: Callable[[str], Path], spread: str
 ) -> None:
     expected, actual = contents(trained("single")), contents(trained(spread))
@@ -218,7 +215,7 @@ def test_head_lr_scale_applies_to_the_parameters_of_a_loss_and_layer_decay_does_
     assert [scale_of[id(parameter)] for parameter in state.own_parameters.values()] == [10.0, 10.0]
 
 
-def test_frozen_model_part_leaves_the_parameters_of_a_loss_trainable() -> None:
+def test_freezing_the_backbone_leaves_the_parameters_of_a_loss_trainable() -> None:
     state = built("model.freeze=backbone").state
     trainable = {name.partition(".")[0] for name, p in state.named_parameters() if p.requires_grad}
     assert trainable == {"head", "train_step"}
@@ -239,7 +236,7 @@ def test_gradient_norm_and_clipping_include_the_parameters_of_a_loss(
     temperature.grad.fill_(10)
     norm = _clip_gradients(run.state, run.config.optim, run.strategy, needed=True)
     assert norm == 10
-    # agc leaves the head alone.
+    # Adaptive clipping (agc) does not change the head.
     assert temperature.grad.item() == pytest.approx(expected)
 
 
@@ -248,10 +245,6 @@ def test_optimizer_without_a_trainable_parameter_is_refused() -> None:
     state.optimizer.param_groups.pop()
     with pytest.raises(ValueError, match=r"train_step\.criterion\.centers"):
         check_is_complete(state.optimizer, state)
-
-
-# Checks
-# --------------------------------------------------------------------------------------------------
 
 
 def test_parameters_hash_of_a_run_covers_the_parameters_of_the_loss(
@@ -271,10 +264,6 @@ def test_checkpoint_of_a_loss_with_a_non_finite_parameter_is_not_saved(tmp_path:
         training.run.save()
     training.run.close()
     assert not (tmp_path / "checkpoints").exists()
-
-
-# Checkpoints
-# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -322,7 +311,7 @@ def test_checkpoint_without_the_parameters_of_the_loss_is_refused_in_one_line() 
 
 
 @pytest.mark.parametrize("loss", ["ce", "bce", "asl"])
-def test_built_in_losses_with_class_weights_leave_checkpoints_unchanged(loss: str) -> None:
+def test_built_in_losses_store_no_class_weights_in_checkpoints(loss: str) -> None:
     name = "multilabel" if loss == "asl" else "classification"
     train = TrainConfig(task=name, loss=loss, class_weights=torch.rand(10).tolist())
     criterion = task_of(10, train).build_criterion(None)
@@ -333,7 +322,7 @@ def test_built_in_losses_with_class_weights_leave_checkpoints_unchanged(loss: st
 
 
 @pytest.mark.slow(seconds=1)
-def test_checkpoint_of_a_built_in_loss_from_before_it_recorded_the_step_resumes() -> None:
+def test_run_with_a_built_in_loss_resumes_when_the_checkpoint_has_no_entry_train_step() -> None:
     config = resolved("parallel=single", "train.class_weights=auto")
     run, other = (
         build_run(config, build_strategy(config.parallel, Ranks(), None)) for _ in range(2)
@@ -344,11 +333,11 @@ def test_checkpoint_of_a_built_in_loss_from_before_it_recorded_the_step_resumes(
     assert parameters_hash(other.state, other.strategy) == parameters_hash(run.state, run.strategy)
 
 
-def test_trained_model_of_a_loss_with_parameters_has_only_the_tensors_of_the_model(
+def test_exported_model_contains_no_parameters_of_the_loss(
     trained: Callable[[str], Path], tmp_path: Path
 ) -> None:
     run = shutil.copytree(trained("single"), tmp_path / "run")
-    # This file is not in src/, which a saved config is checked for.
+    # Replace the loss in the config, because loading checks that the class is in src/.
     text = (run / "config.yaml").read_text().replace(f"{HERE}.ArcFace", "ce")
     (run / "config.yaml").write_text(text)
     export_safetensors(load_trained(run, None, None, torch.device("cpu")), tmp_path)
@@ -361,14 +350,10 @@ def test_trained_model_of_a_loss_with_parameters_has_only_the_tensors_of_the_mod
     )
 
 
-# Devices
-# --------------------------------------------------------------------------------------------------
-
-
 def test_dp_moves_the_loss_to_the_device_of_the_outputs() -> None:
     config = ParallelConfig(strategy="dp", devices=2, accelerator="cpu", threads_per_device=1)
     strategy, criterion = DataParallelStrategy(config, Ranks()), ArcFace()
-    # A device that every machine has.
+    # The device meta exists on every machine.
     strategy.output_device = torch.device("meta")
     step = TrainStep(nn.Linear(4, 18), criterion, task_of(10))
     strategy.wrap(step)
@@ -401,12 +386,8 @@ def test_each_dp_replica_has_its_own_copy_of_the_class_weights() -> None:
     assert loss.item() == pytest.approx(criterion(model(images), labels).item())
 
 
-# fsdp
-# --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("mixup", "expected"), [(0.0, 0.1), (0.2, 0.0)])
-def test_own_loss_class_that_reads_smoothing_gets_it_unless_mixed_targets_have_it(
+def test_custom_loss_receives_label_smoothing_unless_mixup_smooths_the_targets(
     mixup: float, expected: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Reader(nn.Module):

@@ -60,7 +60,7 @@ def scenes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "labels.csv"
 
 
-# A few values only, so that scores tie.
+# Draw scores from five values, so that some scores are equal.
 rows_of_scores = st.integers(2, 40).flatmap(
     lambda n: st.tuples(
         st.lists(
@@ -132,11 +132,11 @@ def read_predictions(path: Path) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFra
 @pytest.mark.parametrize(
     ("word", "weights"), [("", "ema"), ("weights=ema", "ema"), ("weights=model", "model")]
 )
-def test_multilabel_metrics_of_run_match_scikit_learn_on_the_predictions_csv(
+def test_multilabel_metrics_of_a_run_match_scikit_learn_on_predictions_csv(
     multilabel_run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], word: str, weights: str
 ) -> None:
-    """Without `weights`, the metrics of both sets are printed, and the file is of those that
-    checkpoint.metric evaluates.
+    """Without `weights`, evaluate.py evaluates raw and averaged weights, and writes the predictions
+    of the set that checkpoint.metric names.
     """
     path = tmp_path / "predictions.csv"
     words = [
@@ -223,7 +223,7 @@ def test_loss_metric_mixup_or_balance_config_is_refused_when_incompatible_with_t
 def test_class_weights_auto_are_inversely_proportional_to_class_frequency() -> None:
     labels = torch.tensor([0] * 6 + [1] * 3 + [2])
     weights = task_of(3, TrainConfig(class_weights="auto")).class_weights(labels)["class_weight"]
-    # scikit-learn's class_weight="balanced".
+    # The weights equal those of scikit-learn's class_weight="balanced".
     balanced = compute_class_weight("balanced", classes=np.arange(3), y=labels.numpy())
     assert weights.tolist() == pytest.approx(balanced.tolist())
     several = torch.tensor([[1.0, 0.0], [1.0, 1.0], [1.0, 0.0], [0.0, 0.0]])
@@ -252,7 +252,7 @@ given_weights = st.lists(st.floats(0.01, 100), min_size=5, max_size=5)
     st.sampled_from([0.0, 0.1]),
     st.integers(0, 9),
 )
-def test_class_weighted_cross_entropy_is_torchs_over_the_whole_training_set(
+def test_class_weighted_cross_entropy_of_the_whole_training_set_equals_that_of_torch(
     counts: list[int], given: str | list[float], smoothing: float, seed: int
 ) -> None:
     classes = len(counts)
@@ -267,7 +267,7 @@ def test_class_weighted_cross_entropy_is_torchs_over_the_whole_training_set(
 
 @pytest.mark.parametrize("loss", ["ce", "bce"])
 @pytest.mark.parametrize("weights", ["auto", [3.0, 3.0, 3.0]])
-def test_class_weights_leave_the_loss_unchanged_when_classes_are_equal(
+def test_class_weights_do_not_change_the_loss_when_classes_are_equally_frequent(
     loss: str, weights: Any
 ) -> None:
     labels = torch.arange(3).repeat(7)
@@ -280,7 +280,7 @@ def test_class_weights_leave_the_loss_unchanged_when_classes_are_equal(
 
 @pytest.mark.parametrize("weights", ["auto", [0.2, 7.0]])
 @pytest.mark.parametrize(("loss", "share"), [("ce", 0.99), ("ce", 0.5), ("bce", 0.99)])
-def test_class_weights_keep_the_size_of_the_loss_of_an_untrained_model(
+def test_class_weights_do_not_change_the_mean_loss_of_an_untrained_model(
     loss: str, share: float, weights: Any
 ) -> None:
     labels = (torch.arange(200) >= 200 * share).long()
@@ -291,11 +291,11 @@ def test_class_weights_keep_the_size_of_the_loss_of_an_untrained_model(
 @pytest.mark.slow(seconds=1)
 @pytest.mark.parametrize("loss", ["bce", "asl"])
 @pytest.mark.parametrize("positives", [(1, 50, 99), (0, 50, 100)])
-def test_class_weights_of_several_labels_keep_the_size_of_the_loss(
+def test_multilabel_class_weights_do_not_change_the_mean_loss(
     loss: str, positives: tuple[int, ...]
 ) -> None:
     labels = torch.stack([(torch.arange(100) < count).float() for count in positives], 1)
-    # Without focusing and clipping, asl is bce.
+    # Turn off focusing and clipping, because the asymmetric loss then equals binary cross entropy.
     kwargs = {"gamma_pos": 0, "gamma_neg": 0, "clip": 0} if loss == "asl" else {}
     plain, auto, listed = (
         TrainConfig(task="multilabel", loss=loss, loss_kwargs=kwargs, class_weights=weights)
@@ -318,13 +318,13 @@ def test_class_weights_are_refused_when_no_training_image_has_a_weight() -> None
 def test_class_weights_must_have_one_number_per_class_and_auto_includes_absent_classes() -> None:
     with pytest.raises(ValueError, match=r"train\.class_weights=\[1\.0, 2\.0\]: .* 3 classes"):
         task_of(3, TrainConfig(class_weights=[1.0, 2.0])).class_weights(None)
-    # The last class has no training image, as with data.limit_train.
+    # The last class has no training image, which data.limit_train can cause.
     weights = task_of(3, TrainConfig(class_weights="auto")).class_weights(torch.tensor([0, 0, 1]))
     assert weights["class_weight"].tolist() == pytest.approx([0.75, 1.5, 1.125])
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_class_weighted_cross_entropy_is_the_mean_over_images_not_over_weights(
+def test_class_weighted_cross_entropy_is_divided_by_images_not_by_the_sum_of_weights(
     smoothing: float,
 ) -> None:
     config = TrainConfig(class_weights=[0.5, 2.0, 1.0], smoothing=smoothing)

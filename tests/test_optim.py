@@ -19,7 +19,8 @@ from src.train.optim import build_optimizer, build_schedule, waits_for_scaler
 from timm_parallel.config.timm_names import timm_optimizers
 from timm_parallel.testing.configs import resolved
 
-HERE_WITHOUT = (  # Apex and bitsandbytes need CUDA and more packages
+# Optimizers of Apex and bitsandbytes, which need CUDA and more packages.
+HERE_WITHOUT = (
     *(
         "bnbadam",
         "bnbadam8bit",
@@ -40,7 +41,7 @@ HERE_WITHOUT = (  # Apex and bitsandbytes need CUDA and more packages
         "fusedsgd",
     ),
 )
-# kron compiles itself, which takes 20 s; kronc and kronw are the same class.
+# kron is left out, because compiling it takes 20 s. kronc and kronw are the same class.
 QUICK_OPTIMIZERS = ("adamw", "sgd", "momentum", "lamb", "lion", "muon")
 
 
@@ -57,7 +58,7 @@ def test_every_timm_optimizer_updates_all_weights_within_two_steps(opt: str) -> 
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 4))
     optimizer = build_optimizer(resolved(f"optim.opt={opt}").optim, 1e-3, model)
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    # Some optimizers do not change the weights in their first step.
+    # Run two steps, because some optimizers do not change the weights in the first step.
     for _ in range(2):
         optimizer.zero_grad()
         model(torch.randn(4, 3, 8, 8)).square().mean().backward()
@@ -76,14 +77,14 @@ def test_apex_and_bitsandbytes_optimizers_are_refused_when_there_is_no_cuda(opt:
 
 
 @pytest.mark.parametrize("opt", sorted({"momentum", "sgdp", "lars", "rmsprop", *NESTEROV}))
-def test_zero_momentum_is_refused_early_exactly_for_optimizers_that_refuse_it(opt: str) -> None:
+def test_momentum_0_is_refused_exactly_for_optimizers_that_reject_it(opt: str) -> None:
     config = OptimConfig(opt=opt, momentum=0)
     early = list(config.problems(Config()))
     assert [line.partition(":")[0] for line in early] == (
         ["optim.momentum=0"] if opt in NESTEROV else []
     )
     if early:
-        # An empty optim.kwargs is not what is wrong.
+        # The error must not blame optim.kwargs, which is empty.
         with pytest.raises(ValueError, match=rf"optim: {opt} ") as error:
             build_optimizer(config, 1e-3, nn.Linear(2, 2))
         assert "kwargs" not in str(error.value)
@@ -94,7 +95,7 @@ def test_zero_momentum_is_refused_early_exactly_for_optimizers_that_refuse_it(op
     )
 
 
-def test_rsqrt_schedule_without_warmup_is_refused_unless_its_time_scale_is_given() -> None:
+def test_rsqrt_schedule_without_warmup_is_refused_unless_the_time_scale_is_given() -> None:
     config = OptimConfig(sched="rsqrt", warmup_epochs=0)
     assert [line.partition(":")[0] for line in config.problems(Config())] == [
         "optim.warmup_epochs=0"
@@ -126,7 +127,7 @@ def test_optimizer_gives_norms_and_biases_no_weight_decay() -> None:
         }
         excluded = getattr(model, "no_weight_decay", set)()
         for name, parameter in model.named_parameters():
-            # A rule of your own may exclude embeddings and tokens too.
+            # Skip embeddings and tokens, because a fork may exclude them from weight decay too.
             if "embed" not in name and "token" not in name:
                 decays = parameter.ndim > 1 and name not in excluded
                 assert decay[id(parameter)] == (0.1 if decays else 0.0), name
@@ -153,7 +154,8 @@ def rates(*overrides: str, steps_per_epoch: int = 10, steps: int | None = None) 
 
 @pytest.mark.parametrize(
     ("overrides", "expected"),
-    [  # step -> rate, by hand: 20 steps of warm-up from 0.1 to 1, then 80 of decay
+    # Learning rates by step, computed by hand: 20 steps of warm-up from 0.1 to 1, then 80 of decay.
+    [
         (
             ("optim.sched=cosine",),
             {0: 0.1, 10: 0.55, 20: 1.0, 60: 0.5, 40: 0.5 + 0.5 * math.cos(math.pi / 4), 100: 0.0},
@@ -166,7 +168,7 @@ def rates(*overrides: str, steps_per_epoch: int = 10, steps: int | None = None) 
             ("optim.sched=step", "optim.decay_epochs=3", "optim.decay_rate=0.5"),
             {20: 1.0, 49: 1.0, 50: 0.5, 80: 0.25},
         ),
-        # timm drops the rate one step before the milestone, on purpose.
+        # timm intentionally drops the rate one step before the milestone.
         (
             ("optim.sched=multistep", "optim.decay_milestones=[4,7]"),
             {20: 1.0, 38: 1.0, 39: 0.1, 68: 0.1, 69: 0.01},
@@ -237,7 +239,7 @@ def own_optimizer(monkeypatch: pytest.MonkeyPatch) -> str:
     return "src.train.signs.Signs"
 
 
-def test_own_optimizer_gets_the_parameter_groups_and_settings_of_timm(own_optimizer: str) -> None:
+def test_custom_optimizer_gets_parameter_groups_and_settings_of_timm(own_optimizer: str) -> None:
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
     config = OptimConfig(opt=own_optimizer, momentum=0.3, weight_decay=0.2)
     optimizer = build_optimizer(config, 0.1, model)
@@ -249,7 +251,7 @@ def test_own_optimizer_gets_the_parameter_groups_and_settings_of_timm(own_optimi
     assert groups == [{"lr": 0.1, "weight_decay": decay, "momentum": 0.3} for decay in (0.0, 0.2)]
 
 
-def test_own_optimizer_refuses_unknown_arguments_and_other_classes(own_optimizer: str) -> None:
+def test_wrong_class_or_argument_of_a_custom_optimizer_is_refused(own_optimizer: str) -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(ValueError, match=r"^optim\.kwargs=\{'gamma': 1\}: "):
         build_optimizer(OptimConfig(opt=own_optimizer, kwargs={"gamma": 1}), 0.1, model)
@@ -257,6 +259,6 @@ def test_own_optimizer_refuses_unknown_arguments_and_other_classes(own_optimizer
         build_optimizer(OptimConfig(opt="src.train.signs.Module"), 0.1, model)
 
 
-def test_misspelled_class_of_an_own_optimizer_is_refused() -> None:
+def test_misspelled_class_name_of_a_custom_optimizer_is_refused() -> None:
     with pytest.raises(ValueError, match=r"^optim\.opt=src\.train\.optim\.Signs: no such class"):
         resolved("optim.opt=src.train.optim.Signs")

@@ -33,11 +33,11 @@ OPTIONS = sorted(
     (path.parent.name, path.stem)
     for path in (ROOT / "conf").glob("*/*.yaml")
     if path.parent.name not in ("local", "hydra")
-    and path.stem not in ("slurm", "kubernetes")  # which start nothing here: test_cluster.py
-    and path.stem != "profile"  # which needs more than a step: test_profile.py
-    and path.stem not in ("wandb", "mlflow")  # whose packages are optional: test_trackers.py
+    # test_cluster.py tests slurm and kubernetes, which start no run here. test_profile.py tests
+    # profile, which needs several steps. The packages of wandb and mlflow are optional.
+    and path.stem not in ("slurm", "kubernetes", "profile", "wandb", "mlflow")
 )
-# An option of several groups; `make test-all` tests all.
+# Options that the quick tests run; `make test-all` runs all.
 QUICK = (("data", "folder"), ("debug", "fast"), ("optim", "sgd"))
 ONE_STEP = (
     "train.max_steps=1",
@@ -88,8 +88,8 @@ def run_command(
 
 @pytest.fixture(scope="module")
 def image_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two classes with a JPEG and seven PNG files each, of different sizes; also as a tar per split
-    and as a CSV.
+    """Write a JPEG and seven PNG files of different sizes for each of two classes, also as a tar
+    per split and as a CSV.
     """
     from PIL import Image
 
@@ -115,7 +115,8 @@ def result_of(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "result.json").read_text(encoding="utf-8"))  # type: ignore[no-any-return]
 
 
-# A recipe keeps its model and settings, but has eight small images.
+# Overrides that make a recipe small. It keeps its model and settings, but trains on eight small
+# images.
 STAND_INS = {
     "imagenet_resnet50_a1": ("data.image_size=64", "parallel.devices=2"),
     "imagenet_resnet50_a2": ("data.image_size=64", "parallel.devices=2"),
@@ -128,7 +129,7 @@ STAND_INS = {
 }
 
 
-# Options of segmentation, which need its task, model and data.
+# Options of segmentation, which work only with the task segmentation and its data.
 OF_MASKS = (("data", "segmentation"), ("data", "shapes"), ("model", "segmenter"))
 
 
@@ -161,9 +162,8 @@ def words_for(group: str, option: str, images: Path, scratch: Path) -> list[str]
         words.append("model=segmenter" if has_masks else "model=tiny")
     if group == "parallel" and option in SEVERAL_DEVICES:
         words.append("parallel.devices=2")
-    if (
-        option == "buckets"
-    ):  # one of its twelve points: composing them all takes longer than the step
+    if option == "buckets":
+        # Select one of twelve configurations, because composing all takes longer than a step.
         words += [
             "parallel.bucket_cap_mb=1",
             "parallel.gradient_as_bucket_view=true",
@@ -186,7 +186,8 @@ def words_for(group: str, option: str, images: Path, scratch: Path) -> list[str]
         words += [*in_files, "data.image_size=32", "data.name=tar"]
     elif (group, option) in (("data", "csv"), ("train", "multilabel")):
         words += ["data=csv", *in_files, "data.image_size=32", "data.val_fraction=0.4"]
-    elif group != "data":  # eight images to evaluate, instead of 540
+    elif group != "data":
+        # With 64 images, the run evaluates 8 instead of the 540 of the digits.
         words += ["data=synthetic", "data.kwargs.num_samples=64"]
     text = (ROOT / "conf" / group / f"{option}.yaml").read_text(encoding="utf-8")
     return ["-m", *words] if f"train.py -m {group}={option}" in text else words
@@ -235,7 +236,7 @@ def files_below(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.slow(seconds=4)
 @pytest.mark.processes
-def test_run_started_from_saved_config_reproduces_metrics_and_weights(
+def test_run_from_the_saved_config_of_another_run_reproduces_metrics_and_weights(
     run_command: RunCommand, tmp_path: Path
 ) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
@@ -263,7 +264,7 @@ def test_run_started_from_saved_config_reproduces_metrics_and_weights(
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.nightly
-def test_run_started_from_saved_config_with_another_seed_has_another_train_loss(
+def test_run_from_a_saved_config_has_another_train_loss_when_the_seed_changes(
     run_command: RunCommand, tmp_path: Path
 ) -> None:
     """If the seed had no effect, the test above could not fail."""

@@ -93,9 +93,7 @@ def allocated(forward: Any) -> int:
     with profile(profile_memory=True) as profiler:
         loss, _ = forward()
     assert loss.requires_grad
-    return sum(
-        event.self_cpu_memory_usage for event in profiler.key_averages()
-    )  # allocated minus freed
+    return sum(event.self_cpu_memory_usage for event in profiler.key_averages())
 
 
 @pytest.mark.nightly
@@ -122,7 +120,7 @@ def test_plan_predicts_steps_parameters_and_bytes_of_a_real_ddp_run(
     assert planned.parameters == result["parameters"]
     assert planned.flops_per_step == result["flops_per_step"]
     assert planned.bytes is not None
-    # A single rank sends nothing.
+    # A single rank sends no gradients.
     sent = planned.bytes.gradients if devices > 1 else 0
     assert result["communication"]["bytes_per_step"] == sent
     states = checkpoint.load(tmp_path / "checkpoints" / "last.pt")["optimizer"]["state"].values()
@@ -133,7 +131,7 @@ def test_plan_predicts_steps_parameters_and_bytes_of_a_real_ddp_run(
 
 
 @pytest.mark.slow(seconds=2)
-def test_plan_of_accumulate_auto_has_the_whole_batch_on_several_devices() -> None:
+def test_plan_with_accumulate_auto_does_not_split_the_batch_on_several_devices() -> None:
     auto, fixed = (
         plan([*TINY, "parallel=ddp", f"train.accumulate={value}"], [2]) for value in ("auto", "1")
     )
@@ -158,12 +156,13 @@ def test_plan_for_fsdp_divides_weight_gradient_optimizer_and_ema_bytes_by_shard_
         "parallel=fsdp", "parallel.reshard_after_forward=false", *overrides, devices=4
     ).bytes
     assert whole is not None and whole.gathered == pytest.approx(ddp.weights, rel=1e-6)
-    # Two of twelve blocks, and what is in none: 3 % of the parameters.
+    # fsdp gathers at most two of twelve transformer blocks, and the parameters outside of blocks (3
+    # %).
     assert 2 / 12 < fsdp.gathered / whole.gathered < 0.2
 
 
 @pytest.mark.slow(seconds=1)
-def test_plan_accepts_device_counts_above_the_machine_and_explains_indivisible_batches() -> None:
+def test_plan_accepts_more_devices_than_the_machine_has_and_explains_indivisible_batches() -> None:
     plans = plan([*WORDS, "data.batch_size=64"], [1, 3, 64])
     assert [bool(row.reason) for row in plans] == [False, True, False]
     assert "63, 66" in plans[1].reason
@@ -203,8 +202,8 @@ def test_flop_count_leaves_model_and_random_state_unchanged_and_is_none_when_imp
         {name: value.clone() for name, value in model.state_dict().items()},
         torch.get_rng_state(),
     )
-    # 2 per multiply-add; the input needs no gradient, so the backward pass costs as much as the
-    # forward pass.
+    # A multiply-add counts as 2 FLOPs. The input needs no gradient, so the backward pass costs as
+    # much as the forward pass.
     assert count_flops(model, (7, 3, 2, 2)) == (None if reads_a_value else 2 * 2 * 7 * 12 * 5)
     assert model.first is None and model.layer.weight.grad is None
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
@@ -213,8 +212,8 @@ def test_flop_count_leaves_model_and_random_state_unchanged_and_is_none_when_imp
 
 @pytest.mark.slow(seconds=2)
 def test_plan_flops_of_a_vision_transformer_include_attention() -> None:
-    """FLOPs are counted as without a fused kernel: 2 per multiply-add; the backward pass costs
-    twice the forward pass.
+    """FLOPs are counted without a fused kernel. A multiply-add counts as 2, and the backward pass
+    as two forward passes.
     """
     overrides = (
         "model=resnet18",
@@ -265,7 +264,7 @@ def test_plan_py_suggests_images_and_classes_when_data_root_does_not_exist(
     assert "data.root=/nonexistent" in err and "images=" in err and "classes=" in err
 
 
-def test_plan_reason_names_batch_size_when_batchnorm_would_get_one_image_per_device() -> None:
+def test_plan_suggests_a_larger_batch_when_batchnorm_would_get_one_image_per_device() -> None:
     reason = plan_for("model=resnet18", "data.image_size=32", "data.batch_size=2", devices=2).reason
     assert "BatchNorm" in reason and "data.batch_size" in reason
 

@@ -254,7 +254,7 @@ def test_exported_model_loaded_by_timm_reaches_test_accuracy_of_the_run(
     )
 
 
-def test_export_prints_that_timm_transforms_ignore_exif_and_16_bit_images(
+def test_export_warns_that_timm_transforms_ignore_exif_rotation_and_16_bit_images(
     finished_run: Finished, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert export_script.main([f"run={finished_run.folder}", f"output={tmp_path}"]) == 0
@@ -278,7 +278,7 @@ def test_export_writes_the_crop_mode_of_the_run_to_config_json(
     ("pretrained", "origin"),
     [(False, None), (True, "timm/vit_tiny_patch16_224.augreg_in21k_ft_in1k")],
 )
-def test_exports_state_no_tag_or_license_of_other_weights_but_the_base_model_of_a_fine_tuned_one(
+def test_exported_config_omits_tag_and_license_of_timm_weights_and_names_the_base_model(
     finished_run: Finished, tmp_path: Path, pretrained: bool, origin: str | None
 ) -> None:
     trained = load_trained(finished_run.folder, None, None, CPU)
@@ -322,7 +322,7 @@ def test_export_exits_1_when_exported_model_and_checkpoint_outputs_differ(
 ) -> None:
     def save_changed_weights(model: Any, folder: str, **more: Any) -> None:
         with torch.no_grad():
-            # The written weights differ from the trained ones.
+            # Change the model while the file is written, so that file and model differ.
             model.head.weight[0] += 1
         save_for_hf(model, folder, **more)
         with torch.no_grad():
@@ -465,11 +465,11 @@ def test_hub_export_loads_in_transformers_with_class_names_and_normalization(
         torch.testing.assert_close(model(images).logits, trained.model(images))
 
 
-def test_hub_export_of_a_multilabel_model_declares_the_problem_type_and_shows_sigmoid(
+def test_multilabel_hub_export_states_problem_type_in_config_and_sigmoid_in_model_card(
     finished_run: Finished, tmp_path: Path
 ) -> None:
-    """It also names the outputs that have no class, because transformers ignores a list that is too
-    short.
+    """The config also names outputs without a class, because transformers ignores a list of names
+    that is too short.
     """
     trained = load_trained(finished_run.folder, None, None, CPU)
     train = replace(trained.config.train, task="multilabel", loss="bce")
@@ -576,7 +576,7 @@ def test_export_of_a_custom_model_writes_all_tensors_of_its_state_dict(tmp_path:
 
 @pytest.mark.slow(seconds=1)
 @pytest.mark.processes
-def test_loaded_model_keeps_its_position_embedding_when_only_eval_image_size_is_set(
+def test_loaded_model_keeps_the_position_embedding_when_only_eval_image_size_is_set(
     tmp_path: Path,
 ) -> None:
     """`data.eval_image_size` alone changes neither the training image size nor the position

@@ -1,4 +1,6 @@
-"""Regression: equal under all strategies, exact on any number of ranks, and a run that resumes."""
+"""Regression trains equally under all strategies, has exact metrics on any number of ranks, and
+resumes.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +80,7 @@ def losses_of(folder: Path) -> list[float]:
 @pytest.mark.slow(seconds=2)
 @pytest.mark.processes
 @pytest.mark.parametrize("parallel", ["dp", "ddp", pytest.param("fsdp", marks=pytest.mark.nightly)])
-def test_regression_trains_alike_under_every_strategy(
+def test_regression_trains_equally_under_every_strategy(
     colors: Path, tmp_path: Path, parallel: str
 ) -> None:
     results, losses = [], []
@@ -102,7 +104,7 @@ def test_regression_trains_alike_under_every_strategy(
         ("huber", {"delta": 0.5}, partial(functional.huber_loss, delta=0.5)),
     ],
 )
-def test_loss_of_a_regression_equals_torchs_on_the_first_outputs(
+def test_regression_loss_equals_the_torch_loss_of_the_first_outputs(
     loss: str, options: dict[str, float], theirs: Any
 ) -> None:
     task = task_of(2, TrainConfig(task="regression", loss=loss, loss_kwargs=options))
@@ -147,14 +149,14 @@ def measured(ranks: Ranks, store: Any, numbers: int) -> dict[str, Any]:
 @pytest.mark.slow(seconds=5)
 @pytest.mark.processes
 @pytest.mark.parametrize("numbers", [1, 3])
-def test_regression_metrics_equal_scikit_learns_on_1_2_and_3_ranks(numbers: int) -> None:
+def test_regression_metrics_match_scikit_learn_on_1_2_and_3_ranks(numbers: int) -> None:
     alone = measured(Ranks(), None, numbers)
     for world_size in (2, 3):
         for of_rank in in_ranks(measured, world_size, numbers):
             assert of_rank == pytest.approx(alone, rel=1e-9)
 
 
-def test_regression_of_equal_targets_has_no_r2() -> None:
+def test_regression_r2_is_none_when_all_targets_are_equal() -> None:
     sums = torch.tensor([[1.0], [1.0], [6.0], [12.0]])
     assert Regression.metrics["r2"].from_sums is not None
     assert Regression.metrics["r2"].from_sums(sums, 3) is None
@@ -162,10 +164,10 @@ def test_regression_of_equal_targets_has_no_r2() -> None:
 
 @pytest.mark.slow(seconds=4)
 @pytest.mark.processes
-def test_regression_resumes_in_mid_epoch_with_equal_bits(colors: Path, tmp_path: Path) -> None:
+def test_regression_run_resumes_bit_identically_in_mid_epoch(colors: Path, tmp_path: Path) -> None:
     words = (*SMALL, f"data.root={colors}", "parallel=ddp", "parallel.devices=2")
     whole = run_warm(tmp_path / "whole", *words)
-    # Two epochs of three steps.
+    # Stop in the second of two epochs, which have three steps each.
     part = run_warm(tmp_path / "part", *words, "train.max_steps=4")
     run_warm(part, *words)
     weights = [
@@ -176,7 +178,7 @@ def test_regression_resumes_in_mid_epoch_with_equal_bits(colors: Path, tmp_path:
 
 
 @pytest.mark.processes
-def test_evaluate_and_predict_write_each_number_by_name(
+def test_evaluate_py_and_predict_py_write_each_number_under_the_target_name(
     trained: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     table = tmp_path / "table.csv"
@@ -195,7 +197,7 @@ def test_evaluate_and_predict_write_each_number_by_name(
 
 
 @pytest.mark.processes
-def test_hub_export_of_a_regression_has_numbers_by_name_and_no_probabilities(
+def test_regression_hub_export_names_each_number_and_has_no_probabilities(
     trained: Path, tmp_path: Path
 ) -> None:
     assert export.main([f"run={trained}", f"output={tmp_path}", "format=hub"]) == 0
@@ -211,7 +213,7 @@ def test_hub_export_of_a_regression_has_numbers_by_name_and_no_probabilities(
 @pytest.mark.skipif(find_spec("transformers") is None, reason="needs requirements-export.txt")
 @pytest.mark.slow
 @pytest.mark.processes
-def test_transformers_trains_a_hub_export_of_a_regression_by_squared_errors(
+def test_transformers_computes_squared_error_loss_for_a_regression_hub_export(
     trained: Path, tmp_path: Path
 ) -> None:
     from transformers import AutoModelForImageClassification
@@ -235,14 +237,14 @@ def test_transformers_trains_a_hub_export_of_a_regression_by_squared_errors(
         (("checkpoint.metric=val/acc",), "checkpoint.metric=val/acc"),
     ],
 )
-def test_key_that_does_not_fit_a_regression_is_refused(words: tuple[str, ...], key: str) -> None:
+def test_key_that_regression_does_not_use_is_refused(words: tuple[str, ...], key: str) -> None:
     with pytest.raises(ValueError) as refusal:  # noqa: PT011
         resolved("train=regression", "data=csv", "data.root=x", *words)
     assert str(refusal.value).startswith(key)
 
 
 @pytest.mark.parametrize(("cell", "named"), [("x", "red=x"), ("", "red="), ("nan", "red=nan")])
-def test_cell_that_is_no_number_is_refused_with_its_line(
+def test_csv_cell_that_is_not_a_number_is_refused_with_the_line_number(
     tmp_path: Path, cell: str, named: str
 ) -> None:
     from timm_parallel.data.build import check_data
@@ -255,8 +257,8 @@ def test_cell_that_is_no_number_is_refused_with_its_line(
 
 
 @pytest.mark.slow(seconds=8)
-def test_regression_equals_a_loop_of_ones_own_for_ten_epochs(colors: Path, tmp_path: Path) -> None:
-    """The loop is plain PyTorch: its own model, order of images, optimizer and schedule."""
+def test_regression_run_matches_a_plain_pytorch_loop(colors: Path, tmp_path: Path) -> None:
+    """The loop has its own model, order of images, optimizer and schedule."""
     import timm
 
     words = (
@@ -269,7 +271,7 @@ def test_regression_equals_a_loop_of_ones_own_for_ten_epochs(colors: Path, tmp_p
     ours = losses_of(folder)
     run = read_result(folder)
     assert run.epochs == 10
-    # The same order of images and initial weights; everything else is done here.
+    # Only the order of images and the initial weights come from the project.
     from timm_parallel.data.build import build_dataset
     from timm_parallel.data.samplers import TrainSampler
     from timm_parallel.project import current

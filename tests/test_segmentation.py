@@ -65,14 +65,14 @@ SMALL = (
     scale=st.sampled_from([None, [0.3, 1.0]]),
     size=st.tuples(st.integers(8, 30), st.integers(8, 30)),
 )
-def test_mask_that_is_drawn_from_the_image_stays_equal_to_it_after_every_augmentation(
+def test_mask_still_matches_the_image_after_every_augmentation(
     seed: int,
     flips: tuple[float, float],
     padding: int,
     scale: list[float] | None,
     size: tuple[int, int],
 ) -> None:
-    """A gradient, of which each pixel shows where it comes from."""
+    """The image is a gradient, so the value of each pixel shows where it comes from."""
     augment = {"hflip": flips[0], "vflip": flips[1], "scale": scale}
     task = task_of(250, MASKS, **augment, crop_padding=0 if scale else padding)
     transform = task.train_transform(size, True, (0.5, 0.5, 0.5))
@@ -83,7 +83,8 @@ def test_mask_that_is_drawn_from_the_image_stays_equal_to_it_after_every_augment
     assert image.shape == (3, *size) and moved.shape == size
     is_inside = moved != IGNORED
     difference = (image[0].int() - moved.int()).abs()[is_inside]
-    # A pixel of the result in each direction; a flip of the image alone would be more.
+    # Allow a shift of one pixel in each direction. A flip of the image alone would cause a larger
+    # difference.
     assert int(difference.max()) <= sum(6 * (max(1, 20 / side) + 0.5) for side in size)
     if padding and not scale:
         assert bool((image[0][~is_inside] == 0).all())
@@ -98,7 +99,7 @@ def task_for(size: list[int], **options: Any) -> Any:
 
 
 class Truth:
-    """Images with masks, of equal sizes, or each second one larger."""
+    """Images with masks. They have equal sizes, or every second image is larger."""
 
     def __init__(self, larger: int) -> None:
         draw = torch.Generator().manual_seed(0)
@@ -132,7 +133,7 @@ def measured(ranks: Ranks, store: Any, mode: str) -> dict[str, Any]:
         strategy="ddp", devices=ranks.world_size, accelerator="cpu", backend="gloo"
     )
     strategy = build_strategy(config, ranks, store)
-    # Some images are smaller than a window.
+    # The windows are larger than some images.
     task = task_for([8, 8], evaluation=mode)
     prefetcher = DevicePrefetcher(torch.device("cpu"), **plain(3, 0.5, 0.25), channels_last=False)
     split: Any = InMemory(*truth()) if mode == "resize" else Truth(larger=3)
@@ -150,7 +151,7 @@ def measured(ranks: Ranks, store: Any, mode: str) -> dict[str, Any]:
     "mode",
     ["resize", *(pytest.param(mode, marks=pytest.mark.nightly) for mode in ("whole", "slide"))],
 )
-def test_segmentation_metrics_equal_scikit_learns_on_1_2_and_3_ranks(mode: str) -> None:
+def test_segmentation_metrics_match_scikit_learn_on_1_2_and_3_ranks(mode: str) -> None:
     alone = measured(Ranks(), None, mode)
     labels, found = [], []
     for place, (image, mask) in enumerate(Truth(0 if mode == "resize" else 3).samples):
@@ -180,10 +181,10 @@ def test_segmentation_metrics_equal_scikit_learns_on_1_2_and_3_ranks(mode: str) 
     window=st.tuples(st.integers(2, 9), st.integers(2, 9)),
     stride=st.none() | st.integers(1, 2),
 )
-def test_scores_of_a_pixel_are_the_mean_over_its_windows(
+def test_sliding_window_scores_are_the_mean_over_windows_that_contain_a_pixel(
     size: tuple[int, int], window: tuple[int, int], stride: int | None
 ) -> None:
-    """The model gives the mean of its window, so that each window counts."""
+    """The model returns the mean of its window, so the score of a pixel depends on each window."""
 
     class OfWindow(nn.Module):
         def forward(self, images: Tensor) -> Tensor:
@@ -199,7 +200,7 @@ def test_scores_of_a_pixel_are_the_mean_over_its_windows(
     starts = []
     for side, length in zip(sides, window, strict=True):
         step = stride or length // 2
-        # The last window ends with the image.
+        # The last window ends at the border of the image.
         starts.append(sorted({min(start, side - length) for start in range(0, side, step)}))
     for row, column in ((0, 0), (size[0] - 1, size[1] - 1), (size[0] // 2, size[1] // 3)):
         means = [
@@ -212,7 +213,7 @@ def test_scores_of_a_pixel_are_the_mean_over_its_windows(
     assert actual.shape == (1, 4, *size)
 
 
-def test_whole_images_are_padded_for_the_model_and_cut_again() -> None:
+def test_evaluation_of_whole_images_pads_inputs_and_crops_outputs() -> None:
     shapes = []
 
     class Noted(nn.Module):
@@ -234,7 +235,7 @@ def test_whole_images_are_padded_for_the_model_and_cut_again() -> None:
         ({"evaluation": "slide", "stride": 9}, [8, 10], "train.task_kwargs.stride=9"),
     ],
 )
-def test_option_of_evaluation_without_effect_is_refused(
+def test_segmentation_evaluation_option_without_effect_is_refused(
     options: dict[str, Any], size: Any, key: str
 ) -> None:
     with pytest.raises(ValueError) as refusal:  # noqa: PT011
@@ -242,7 +243,7 @@ def test_option_of_evaluation_without_effect_is_refused(
     assert str(refusal.value).startswith(key)
 
 
-def test_losses_of_images_ignore_unlabeled_pixels() -> None:
+def test_segmentation_losses_ignore_unlabeled_pixels() -> None:
     _, masks = truth()
     scores = torch.randn(11, 4, 6, 5, generator=torch.Generator().manual_seed(2))
     changed = scores + 9 * (masks == IGNORED)[:, None] * torch.randn(1, 4, 1, 1)
@@ -254,7 +255,7 @@ def test_losses_of_images_ignore_unlabeled_pixels() -> None:
 
 
 @pytest.mark.parametrize("loss", ["ce", "ce_dice"])
-def test_class_weights_move_with_the_loss_and_have_mean_1(loss: str) -> None:
+def test_segmentation_class_weights_have_mean_1_and_move_with_the_loss(loss: str) -> None:
     _, masks = truth()
     scores = torch.randn(11, 4, 6, 5, generator=torch.Generator().manual_seed(2))
     train = TrainConfig(task="segmentation", loss=loss, class_weights=[2, 4, 1, 1])
@@ -267,7 +268,7 @@ def test_class_weights_move_with_the_loss_and_have_mean_1(loss: str) -> None:
     assert criterion.to("meta").class_weight.device.type == "meta"
 
 
-def test_deterministic_losses_equal_the_others() -> None:
+def test_segmentation_losses_with_deterministic_algorithms_equal_those_without() -> None:
     _, masks = truth()
     scores = torch.randn(11, 4, 6, 5, generator=torch.Generator().manual_seed(2))
     weights = torch.tensor([1.0, 2.0, 0.5, 0.5])
@@ -283,8 +284,8 @@ def test_deterministic_losses_equal_the_others() -> None:
 @pytest.mark.slow(seconds=6)
 @pytest.mark.processes
 @pytest.mark.parametrize("parallel", [pytest.param("dp", marks=pytest.mark.nightly), "ddp", "fsdp"])
-def test_segmentation_trains_alike_under_every_strategy(tmp_path: Path, parallel: str) -> None:
-    """Without BatchNorm's statistics of a rank's own images: the norms are frozen."""
+def test_segmentation_trains_equally_under_every_strategy(tmp_path: Path, parallel: str) -> None:
+    """BatchNorm is frozen, because its statistics depend on the images of a rank."""
     results, losses = [], []
     frozen = ('model.freeze=".*(bn|norm|downsample|smooth.1)"',)
     for name, devices in (("single", 1), (parallel, 2)):
@@ -307,7 +308,7 @@ def test_segmentation_trains_alike_under_every_strategy(tmp_path: Path, parallel
         pytest.param("swin_tiny_patch4_window7_224", {"img_size": 64}, marks=SLOW),
     ],
 )
-def test_segmenter_trains_on_any_kind_of_backbone(backbone: str, options: dict[str, Any]) -> None:
+def test_segmenter_trains_on_cnns_and_transformers(backbone: str, options: dict[str, Any]) -> None:
     model = Segmenter(3, 3, backbone, width=8, **options)
     model.set_grad_checkpointing(backbone != "test_efficientnet")
     outputs = model.train()(torch.randn(2, 3, 64, 64))
@@ -316,7 +317,7 @@ def test_segmenter_trains_on_any_kind_of_backbone(backbone: str, options: dict[s
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-def test_freezing_the_backbone_leaves_the_whole_decoder_to_be_trained() -> None:
+def test_freezing_the_backbone_of_a_segmenter_leaves_the_whole_decoder_trainable() -> None:
     model = Segmenter(3, 3, "test_resnet", width=8)
     freeze(model, "backbone")
     frozen = {name.partition(".")[0] for name, p in model.named_parameters() if not p.requires_grad}
@@ -324,7 +325,7 @@ def test_freezing_the_backbone_leaves_the_whole_decoder_to_be_trained() -> None:
     assert (frozen, trained) == ({"backbone"}, {"laterals", "smooth", "head"})
 
 
-def test_backbone_without_a_model_or_weights_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_segmenter_refuses_unknown_or_unloadable_backbone(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any, **__: Any) -> Any:
         raise OSError("no connection")
 
@@ -354,9 +355,7 @@ def roads(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow(seconds=2)
-def test_folder_of_images_and_masks_is_trained_and_predicted_as_png_files(
-    roads: Path, tmp_path: Path
-) -> None:
+def test_model_trained_on_a_folder_of_masks_predicts_png_masks(roads: Path, tmp_path: Path) -> None:
     words = (
         *("data=segmentation", f"data.root={roads}", "data.val_fraction=0.3"),
         *("+data.kwargs.classes=[ground,box]", "data.batch_size=4", "data.image_size=[32,40]"),
@@ -385,12 +384,12 @@ OF_ROADS = (
 @pytest.mark.slow(seconds=4)
 @pytest.mark.processes
 @pytest.mark.parametrize("parallel", ["dp", "ddp", pytest.param("fsdp", marks=pytest.mark.nightly)])
-def test_ranks_with_unequal_numbers_of_windows_evaluate_alike(
+def test_evaluation_result_is_equal_when_ranks_have_unequal_numbers_of_windows(
     roads: Path, tmp_path: Path, parallel: str
 ) -> None:
     """Images of height 40 have two rows of windows, those of height 36 have one."""
     words = (*OF_ROADS, f"data.root={roads}", "+train.task_kwargs.evaluation=slide")
-    # Without BatchNorm's statistics of a rank's own images.
+    # Freeze BatchNorm, because its statistics depend on the images of a rank.
     frozen = ('model.freeze=".*(bn|norm|downsample|smooth.1)"', "data.augment.scale=null")
     alone = run_warm(tmp_path / "single", *words, *frozen, "parallel=single")
     spread = (f"parallel={parallel}", "parallel.devices=2")
@@ -402,10 +401,10 @@ def test_ranks_with_unequal_numbers_of_windows_evaluate_alike(
 
 @pytest.mark.slow(seconds=6)
 @pytest.mark.processes
-def test_segmentation_resumes_in_mid_epoch_with_equal_bits(tmp_path: Path) -> None:
+def test_segmentation_run_resumes_bit_identically_in_mid_epoch(tmp_path: Path) -> None:
     words = (*SMALL, "parallel=ddp", "parallel.devices=2")
     whole = run_warm(tmp_path / "whole", *words)
-    # Two epochs of four steps.
+    # Stop in the second of two epochs, which have four steps each.
     part = run_warm(tmp_path / "part", *words, "train.max_steps=5")
     run_warm(part, *words)
     weights = [
@@ -417,7 +416,7 @@ def test_segmentation_resumes_in_mid_epoch_with_equal_bits(tmp_path: Path) -> No
 
 @pytest.mark.nightly
 @pytest.mark.slow(seconds=5)
-def test_predicted_masks_of_whole_images_have_the_iou_of_evaluate(
+def test_predicted_masks_of_whole_images_have_the_iou_that_evaluate_py_prints(
     roads: Path, tmp_path: Path
 ) -> None:
     (roads / "images" / "north").mkdir()
@@ -445,7 +444,7 @@ def test_predicted_masks_of_whole_images_have_the_iou_of_evaluate(
         labels, found = (np.array(Image.open(of / name)) for of in (roads / "masks", output))
         expected = jaccard_score(labels.ravel(), found.ravel(), average=None, labels=[0, 1])
         assert [float(row["iou_ground"]), float(row["iou_box"])] == pytest.approx(expected.tolist())
-    # Images of other folders may have the same name.
+    # Masks are in subfolders, because images in different folders may have the same name.
     assert (output / "north" / "0.png").is_file() and (output / "north" / "0_overlay.png").is_file()
     assert 0.2 < min(float(row["iou_box"]) for row in rows) < 1
 
@@ -457,7 +456,7 @@ def test_predicted_masks_of_whole_images_have_the_iou_of_evaluate(
         ({"classes": ["ground", "box"]}, r"1 file without one .*: .*images/3\.png"),
     ],
 )
-def test_masks_that_are_missing_or_have_no_class_names_are_refused(
+def test_mask_dataset_is_refused_when_masks_or_class_names_are_missing(
     roads: Path, kwargs: dict[str, Any], named: str
 ) -> None:
     (roads / "masks" / "3.png").unlink()
@@ -480,14 +479,14 @@ def split_of(roads: Path, **kwargs: Any) -> Any:
     return build_dataset(data, target="mask").train
 
 
-def test_pixels_of_ignore_index_have_no_class(roads: Path) -> None:
+def test_mask_pixels_with_ignore_index_are_read_as_unlabeled(roads: Path) -> None:
     _, mask = split_of(roads)[0]
     _, other = split_of(roads, ignore_index=0)[0]
     assert set(mask.unique().tolist()) == {0, 1}
     assert torch.equal(other, mask.masked_fill(mask == 0, IGNORED))
 
 
-def test_bad_masks_are_named_by_check_data(roads: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_data_py_names_each_bad_mask(roads: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Image.new("L", (48, 40), 7).save(roads / "masks" / "1.png")
     Image.new("L", (9, 9), 0).save(roads / "masks" / "2.png")
     Image.new("RGB", (48, 40)).save(roads / "masks" / "3.png")
@@ -512,17 +511,17 @@ def test_bad_masks_are_named_by_check_data(roads: Path, capsys: pytest.CaptureFi
         (("+train.task_kwargs.evaluation=full",), "train.task_kwargs.evaluation=full"),
     ],
 )
-def test_key_that_does_not_fit_a_segmentation_is_refused(words: tuple[str, ...], key: str) -> None:
+def test_key_that_segmentation_does_not_use_is_refused(words: tuple[str, ...], key: str) -> None:
     with pytest.raises(ValueError) as refusal:  # noqa: PT011
         resolved("experiment=segmentation", *words)
     assert str(refusal.value).startswith(key)
 
 
 @pytest.mark.slow(seconds=10)
-def test_segmentation_equals_a_loop_of_ones_own_for_ten_epochs(roads: Path, tmp_path: Path) -> None:
-    """The loop is plain PyTorch: its own reading, loss, optimizer and confusion matrix."""
+def test_segmentation_run_matches_a_plain_pytorch_loop(roads: Path, tmp_path: Path) -> None:
+    """The loop has its own code to read files, and its own loss, optimizer and confusion matrix."""
     for path in (roads / "images").iterdir():
-        # Equal sizes, which need no resizing.
+        # Crop all images to one size, so that no resizing is needed.
         for kind in ("images", "masks"):
             with Image.open(roads / kind / path.name) as image:
                 image.crop((0, 0, 36, 32)).save(roads / kind / path.name)

@@ -19,15 +19,15 @@ from timm_parallel.parallel.build import build_strategy
 from timm_parallel.testing.configs import resolved, task_of
 from timm_parallel.testing.ranks import in_ranks
 
-# Three steps; the first report is of two, the second of the epoch's last one. The model has no
-# BatchNorm.
+# A run of three steps: the first report covers two steps, the second the last one of the epoch. The
+# model has no BatchNorm.
 COMMON = ("parallel.accelerator=cpu", "train.log_every=2", "optim=sgd", "optim.lr=0.01")
 IN_CHUNKS = (
     "parallel=dp",
     "parallel.devices=3",
     "data.batch_size=25",
     "data.limit_train=75",
-)  # chunks of 9, 9 and 7
+)
 SPREADS = {
     "dp_with_the_loss_on_one_device": (*IN_CHUNKS, "parallel.loss_in_replica=false"),
     "dp_with_the_loss_in_replicas": (*IN_CHUNKS, "parallel.loss_in_replica=true"),
@@ -92,7 +92,7 @@ def test_train_accuracy_ignores_outputs_beyond_the_classes_of_the_data() -> None
     assert metrics["acc"] == 0.5
 
 
-def test_train_step_gives_its_model_and_dtype_with_and_without_autocast() -> None:
+def test_train_step_returns_the_bare_model_and_the_dtype_with_and_without_autocast() -> None:
     model = nn.Identity()
     for wrapped, dtype in ((model, None), (Autocast(model, "cpu", torch.bfloat16), torch.bfloat16)):
         step = TrainStep(wrapped, nn.CrossEntropyLoss(), task_of(2))

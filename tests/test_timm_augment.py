@@ -62,8 +62,8 @@ def timms(steps: Any, image: Tensor) -> Tensor:
     return v2.functional.pil_to_tensor(changed)
 
 
-# Setting -> (our config, timm's arguments, largest difference of a value). Flips and policies are
-# equal bit for bit; in the others, PIL and torch round differently.
+# Dictionary from a setting to our config, timm's arguments and the largest difference of a value.
+# Flips and policies are equal bit for bit; otherwise PIL and torch round differently.
 SAME_DRAWS: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
     "vflip": ({"vflip": 0.5, "hflip": 0.5}, {"vflip": 0.5, "hflip": 0.5}, 0),
     "color_jitter": ({"color_jitter": 0.4}, {"color_jitter": 0.4}, 4),
@@ -101,7 +101,7 @@ SAME_DRAWS: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
 
 @pytest.mark.parametrize("mean", [IMAGENET_DEFAULT_MEAN, (0.1, 0.9, 0.3)], ids=["imagenet", "own"])
 @pytest.mark.parametrize("name", SAME_DRAWS)
-def test_train_transform_matches_timm_for_equal_random_draws(
+def test_train_transform_matches_timm_with_the_same_random_numbers(
     name: str, mean: tuple[float, ...]
 ) -> None:
     ours, theirs, tolerance = SAME_DRAWS[name]
@@ -132,7 +132,7 @@ def test_train_transform_matches_timm_for_equal_random_draws(
 @pytest.mark.parametrize(
     "given", [{}, {"scale": [0.5, 1.0], "ratio": [0.8, 1.25]}], ids=["timms_range", "own_range"]
 )
-def test_train_crop_mode_matches_timm_for_equal_random_draws(
+def test_train_crop_mode_matches_timm_with_the_same_random_numbers(
     mode: str, given: dict[str, Any]
 ) -> None:
     transform = train_transform(
@@ -168,22 +168,25 @@ def test_train_crop_mode_rrc_uses_the_default_scale_range_of_timm() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_batch_steps_on_a_gpu_do_not_synchronize_and_equal_those_on_a_cpu() -> None:
+def test_batch_augmentation_on_gpu_does_not_synchronize_and_equals_that_on_cpu() -> None:
     device = torch.device("cuda", 0)
-    erasing, crop = (
-        Erasing(0.9, max_count=2),
-        CropAndFlip(AugmentConfig(crop_padding=4, hflip=0.5)),
-    )
+    erasing, crop = Erasing(0.9, max_count=2), CropAndFlip(AugmentConfig(crop_padding=4, hflip=0.5))
     pixels, seeds = torch.randint(0, 256, (16, 3, 64, 64), dtype=torch.uint8), list(range(16))
+
+    def apply(step: Any, images: Tensor, draws: list[Tensor]) -> Tensor:
+        if step is crop:
+            return step(images, images, *draws)[0]
+        return step(images, *draws)
+
     for step, images in ((crop, pixels), (erasing, pixels.float())):
         draws, copies = step.draw(seeds, images.shape), images.to(device)
         sent = [draw.to(device) for draw in draws]
         torch.cuda.set_sync_debug_mode("error")
         try:
-            found = step(copies, *sent)
+            found = apply(step, copies, sent)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        assert torch.equal(found.cpu(), step(images.clone(), *draws))
+        assert torch.equal(found.cpu(), apply(step, images.clone(), draws))
 
 
 @given(
@@ -195,7 +198,7 @@ def test_batch_steps_on_a_gpu_do_not_synchronize_and_equal_those_on_a_cpu() -> N
     base=st.integers(0, 2**40),
 )
 @settings(deadline=None)
-def test_batched_crop_and_flips_equal_those_of_each_image_bit_for_bit(
+def test_batched_crops_and_flips_equal_those_of_single_images_bit_for_bit(
     batch: int,
     channels: int,
     size: tuple[int, int],
@@ -219,7 +222,7 @@ def test_batched_crop_and_flips_equal_those_of_each_image_bit_for_bit(
         seed_draws(3, 5, index)
         expected.append(each(image))
     assert torch.equal(found, torch.stack(expected))
-    # The last image alone: its draws do not depend on the rest of the batch.
+    # Augment the last image alone: its random numbers must not depend on the rest of the batch.
     last, draws = images[-1:], step.draw(seeds_for(3, 5, indices[-1:]), images[-1:].shape)
     alone, _ = step(last, last, *draws)
     assert torch.equal(alone, found[-1:])
@@ -228,7 +231,9 @@ def test_batched_crop_and_flips_equal_those_of_each_image_bit_for_bit(
 def test_training_batches_of_digits_are_equal_with_and_without_batched_augmentation(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Also for copies of images, in a later epoch, from the middle on."""
+    """They are also equal for augmented copies of images, in a later epoch, and from the middle of
+    an epoch on.
+    """
     augment = ("data.augment.crop_padding=3", "data.augment.hflip=0.5", "data.augment.vflip=0.2")
     config = resolved(
         "parallel=single", "parallel.accelerator=cpu", *augment, "data.augment.aug_repeats=2"
@@ -253,7 +258,7 @@ def test_training_batches_of_digits_are_equal_with_and_without_batched_augmentat
         ({}, 17),
     ],
 )
-def test_batch_step_leaves_other_augmentation_and_other_sizes_to_the_transform(
+def test_batch_augmentation_is_not_used_when_images_need_resizing_or_other_augmentation(
     changed: Any, side: int
 ) -> None:
     split = InMemory(torch.zeros(2, 3, side, side, dtype=torch.uint8), torch.zeros(2))
@@ -286,7 +291,7 @@ def count_operations(step: Any, *inputs: Any) -> int:
 
 
 @pytest.mark.parametrize("name", ["crop", "erase const", "erase pixel", "mixup elem", "mixup pair"])
-def test_number_of_operations_on_a_batch_does_not_grow_with_the_batch(name: str) -> None:
+def test_batch_augmentation_needs_equally_many_operations_for_every_batch_size(name: str) -> None:
     counts = set()
     for size in (8, 64):
         images = torch.randint(0, 256, (size, 3, 16, 16), dtype=torch.uint8)
@@ -305,23 +310,20 @@ def test_number_of_operations_on_a_batch_does_not_grow_with_the_batch(name: str)
     assert len(counts) == 1 and counts.pop() < 40
 
 
-def test_adaptive_clipping_takes_a_few_operations_more_than_one_norm_and_one_product_per_tensor() -> (  # noqa: E501
-    None
-):
+def test_adaptive_clipping_needs_at_most_4_operations_more_per_additional_tensor() -> None:
     counts = []
     for depth in (2, 12):
         layers = nn.Sequential(*[nn.Linear(4, 4) for _ in range(depth)])
         layers(torch.ones(1, 4)).sum().backward()
         counts.append(count_operations(clip_adaptively, list(layers.parameters()), 0.01))
-    # Of weight and bias: two norms each, of which detach() is no kernel.
+    # Each of the 10 more layers has 2 tensors, with 4 operations each: 2 norms and their detach(),
+    # which launches no kernel.
     assert counts[1] - counts[0] <= 10 * 2 * 4
 
 
 @given(st.lists(st.floats(1e-4, 1e3), min_size=3, max_size=3), st.floats(2e-3, 1.0))
 @settings(deadline=None)
-def test_adaptive_clipping_equals_that_of_timm_to_rounding(
-    scales: list[float], factor: float
-) -> None:
+def test_adaptive_clipping_matches_timm_up_to_rounding(scales: list[float], factor: float) -> None:
     ours = [
         nn.Parameter(torch.randn(shape) * scale)
         for shape, scale in zip(((4, 3, 2), (5,), ()), scales, strict=True)

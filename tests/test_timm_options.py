@@ -41,9 +41,8 @@ SMALL_SWIN = (
     "+model.kwargs={embed_dim: 16, depths: [1, 1], num_heads: [1, 2], patch_size: 4, window_size: "
     "4, drop_path_rate: 0}",
 )
-# Name -> (overrides, how far losses may be from those of single). None: they differ legitimately,
-# by BatchNorm's statistics of a chunk, or by draws that are each rank's own (mixing pairs images
-# within a rank).
+# Dictionary from a name to overrides and the largest difference of losses from single. None: they
+# may differ, because BatchNorm sees a chunk or each rank draws its own random numbers.
 OPTIONS: dict[str, tuple[tuple[str, ...], float | None]] = {
     "nothing": ((), 1e-5),
     "resnet": (("model.name=test_resnet", "+model.kwargs={}"), None),
@@ -165,15 +164,16 @@ COMMON = (
     "train.max_steps=3",
     "optim.warmup_epochs=0.1",
 )
-# One of each kind: a model with BatchNorm, averaged weights, mixed images, a scaler with
-# accumulation and clipping. The rest of the matrix is for `make test-all`.
+# Options of the quick tests: BatchNorm, averaged weights, mixed images, and a gradient scaler with
+# accumulation and clipping. `make test-all` runs the others.
 QUICK = ("nothing", "resnet", "ema", "mixup_larger_head", "fp16_accumulate_clip")
-Outcome = dict[str, Any]  # losses, parameters_equal, ema_equal; or error
+# Entries: losses, parameters_equal, ema_equal, or error.
+Outcome = dict[str, Any]
 
 
 def overrides_of(option: str) -> tuple[str, ...]:
     given = OPTIONS[option][0]
-    # These are not the tiny ViT.
+    # These options need another model than the tiny ViT.
     if "+model.kwargs={}" in given or option == "swin":
         return tuple(word for word in ("model=resnet18", *given) if word != "+model.kwargs={}")
     return given
@@ -218,8 +218,8 @@ def try_options(ranks: Ranks, store: Any, configs: dict[str, ResolvedConfig]) ->
 
 @pytest.fixture(scope="module")
 def outcomes(request: pytest.FixtureRequest) -> Callable[[str], dict[str, Outcome]]:
-    """Return outcomes by strategy and option, under ddp from rank 0. All options of a session train
-    in the same ranks.
+    """Return outcomes by strategy and option. Under ddp, they are those of rank 0. All options of a
+    session train in the same ranks.
     """
     known: dict[str, dict[str, Outcome]] = {}
     chosen = {
@@ -256,7 +256,7 @@ def outcomes(request: pytest.FixtureRequest) -> Callable[[str], dict[str, Outcom
 )
 @pytest.mark.slow(seconds=1)
 @pytest.mark.sample(12)
-def test_timm_option_trains_to_finite_losses_under_single_and_like_single_under_dp_and_ddp(
+def test_timm_option_has_finite_losses_under_single_and_equal_ones_under_dp_and_ddp(
     outcomes: Callable[[str], dict[str, Outcome]], option: str, strategy: str
 ) -> None:
     actual = outcomes(strategy)[option]
@@ -350,7 +350,7 @@ def test_timm_options_change_training_losses_except_four_listed_options(
         ),
     ],
 )
-def test_impossible_timm_option_combination_is_refused_with_its_key_in_one_line(
+def test_unsupported_combination_of_timm_options_is_refused_with_the_key_in_one_line(
     overrides: tuple[str, ...], message: str
 ) -> None:
     from timm_parallel.data.build import check_data
@@ -471,8 +471,8 @@ def test_crop_mode_border_matches_timm(
     )
     preprocessing = preprocessing_for(model, config, images)
     assert preprocessing.crop_mode == "border"
-    # A smooth image, because timm's resizing of PIL images differs from that of tensors by more
-    # than rounding elsewhere.
+    # Use a smooth image: elsewhere, resizing a PIL image differs from resizing a tensor by more
+    # than rounding.
     rows, columns = np.mgrid[: size[0], : size[1]]
     pixels = np.stack(
         [rows * 255 // size[0], columns * 255 // size[1], (rows + columns) * 255 // sum(size)],
@@ -486,14 +486,14 @@ def test_crop_mode_border_matches_timm(
     assert difference.max() <= 2 and difference.float().mean() <= 0.2
 
 
-def test_crop_mode_border_keeps_the_pixels_of_an_image_that_is_one_pixel_wide() -> None:
+def test_crop_mode_border_keeps_all_pixels_of_an_image_that_is_one_pixel_wide() -> None:
     preprocessing = Preprocessing((3, 64, 64), (0.5,) * 3, (0.5,) * 3, 1.0, "border", "bilinear")
     actual = evaluation_transform(preprocessing)(torch.full((3, 500, 1), 255, dtype=torch.uint8))
     assert actual.shape == (3, 64, 64) and set(actual.unique().tolist()) == {128, 255}
 
 
-def test_error_about_model_kwargs_names_both_keys() -> None:
-    """The options of model=tiny with the model.name of an experiment."""
+def test_error_about_model_kwargs_also_names_model_name() -> None:
+    """The experiment replaces model.name, but the options of model=tiny remain."""
     config = compose_command(parse("experiment=finetune", "model=tiny", "data.root=x")).config.model
     config.pretrained = False
     with pytest.raises(ValueError, match=r"^model\.kwargs=") as refusal:

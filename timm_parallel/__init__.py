@@ -1,6 +1,8 @@
-"""Train image models on one device, with DataParallel, DistributedDataParallel or FSDP2.
+"""Library that trains image models on one device, or on several with DataParallel,
+DistributedDataParallel or FSDP2.
 
-These names are public; docs/api.md lists them. What is below may change without notice.
+The names in `__all__` are public, and docs/api.md lists them. All other names of the library may
+change in any version.
 """
 
 from __future__ import annotations
@@ -71,8 +73,9 @@ if TYPE_CHECKING:
     from timm_parallel.task import Task as Task
     from timm_parallel.trackers.tracker import Tracker as Tracker
 
-# Title of a group -> name -> its module. It is imported when the name is first used: --help and a
-# refused config need neither torch nor timm.
+# Title of a table in docs/api.md -> public name -> module that defines the name. A module is
+# imported when one of its names is first used, because --help and the check of a config must not
+# import torch or timm.
 _GROUPS = {
     "The app of a project, and its entry point": {
         "App": "app",

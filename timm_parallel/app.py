@@ -1,5 +1,5 @@
-"""The app of a project, which src/app.py makes: names and classes for the library, and configs for
-Python code.
+"""Class `App`, from which src/app.py builds the app of a project. The app tells the library the
+project's names and classes, and composes configs for Python code.
 """
 
 from __future__ import annotations
@@ -28,25 +28,34 @@ if TYPE_CHECKING:
 
 
 class App(Project[C, R]):
-    """A project that the library trains. Making one makes it that of this process."""
+    """A project that the library trains. Building an App makes that project the current one of this
+    process.
+    """
 
     def compose(self, *overrides: str) -> C:
-        """Compose and check the config of a command line of train.py, e.g. `model=tiny`."""
+        """Compose and check the config that train.py would use with these overrides, e.g.
+        `model=tiny`.
+        """
         return self.own(compose_command(parse_command_line([*overrides])).config)
 
     def declared_keys(self) -> list[tuple[str, Any, Any]]:
-        """Return (dotted key, default, dataclass field) of each key, in the order of the schema."""
+        """Return (dotted key, default value, dataclass field) of each config key, in the order of
+        src/schema.py.
+        """
         return list(leaves(self.config()))
 
     def batches_per_epoch(self, config: R, images: int) -> int:
-        """Return the number of global batches in an epoch of `images` images. Raises ValueError if
-        there are too few images for an optimizer step.
+        """Compute the number of global batches in an epoch of `images` training images. Raises
+        ValueError if the images do not fill a single optimizer step.
         """
         return batches_per_epoch(images, config.global_batch, config.train.accumulate)
 
     def build_dataset(self, config: C | R, trained_names: list[str] | None = None) -> ImageDataset:
-        """Build the dataset of a config, for its task. `trained_names`: the names of the outputs of
-        a run that will be evaluated on it.
+        """Build the dataset that a config names, with the targets that the task of the config
+        needs.
+
+        `trained_names`: the names of a trained model's outputs (e.g. its classes), if the dataset
+        will evaluate that model; None for training.
         """
         return build_dataset(config.data, trained_names, Task.find(config.train.task).target)
 
@@ -57,29 +66,30 @@ class App(Project[C, R]):
         store: Store | None,
         deterministic: bool = False,
     ) -> Strategy:
-        """Build the strategy of a run: set up its devices and join its process group.
+        """Build the parallel strategy of a run: set up its devices and join its process group.
 
-        `store`: through which the ranks find each other; None for one process. `deterministic`:
-        train.deterministic, which must be set before the devices are used.
+        `parallel`: the config group. `ranks`: the identity of this rank. `store`: the key-value
+        store through which the ranks find each other, None for a run of one process.
+        `deterministic`: the key train.deterministic, which must be set before a device is used.
         """
         from timm_parallel.parallel.build import build_strategy
 
         return build_strategy(parallel, ranks, store, deterministic)
 
     def check(self, config: C) -> None:
-        """Raise ValueError for keys of a config that cannot work together."""
+        """Raise ValueError if keys of a config cannot work together."""
         check_combination(config)
 
     def resolve(self, config: C, *sizes: int) -> R:
-        """Replace each `auto` of a config by its value on this machine.
+        """Replace each `auto` value of a config by its value on this machine.
 
-        `sizes`: the number of ranks in all and on this node, if torchrun or srun starts them.
+        `sizes`: world size and local world size, if torchrun or srun started this process.
         """
         return self.own_resolved(resolve(config, *sizes))
 
     def resolve_for_ranks(self, config: C) -> R:
-        """Replace each `auto` by its value for the ranks that torchrun or srun started, if they
-        did, else on this machine.
+        """Replace each `auto` value of a config. If torchrun or srun started this process, the
+        values fit the number of ranks. Otherwise they fit this machine.
         """
         ranks = ranks_from_environment(os.environ) if config.parallel.has_ranks else None
         return self.resolve(config, *((ranks.world_size, ranks.local_world_size) if ranks else ()))
@@ -87,25 +97,30 @@ class App(Project[C, R]):
     def resolve_parallel(
         self, strategy: str, devices: int | str, batch_size_per_device: int
     ) -> ResolvedParallel:
-        """Resolve a strategy and a number of devices for this machine, or for the ranks that
-        torchrun or srun started. Raises ValueError if they do not fit.
+        """Build the resolved `parallel` config group for a strategy, a number of devices (or
+        `auto`) and a batch size per device.
+
+        The numbers fit the ranks that torchrun or srun started, otherwise this machine. Raises
+        ValueError if strategy and devices do not fit.
         """
         config = self.config()
         config.parallel.strategy, config.parallel.devices = strategy, devices
         config.data.batch_size, config.data.batch_size_per_device = None, batch_size_per_device
-        # Every task has it.
+        # Choose a metric that every task has, because the check rejects an unknown metric.
         config.checkpoint.metric = "val/loss"
         self.check(config)
         return self.resolve_for_ranks(config).parallel
 
     def load_config(self, folder: Path) -> R:
-        """Read the config of a run from its folder."""
+        """Read the resolved config of a run from config.yaml in the run folder."""
         return self.own_resolved(load_config(folder))
 
     def evaluation_config(self, run: Path | None, overrides: list[str]) -> R:
-        """Return the config to evaluate `run`, or the model that the overrides choose.
+        """Build the resolved config for an evaluation.
 
-        `overrides`: as for train.py.
+        `run`: the folder of the run to evaluate. None: evaluate the model that the overrides name.
+        `overrides`: `key=value` arguments, as on the command line of train.py.
         """
-        ranks = ranks_from_environment(os.environ)
-        return self.own_resolved(evaluation_config(run, overrides, ranks))
+        return self.own_resolved(
+            evaluation_config(run, overrides, ranks_from_environment(os.environ))
+        )

@@ -1,5 +1,5 @@
-"""Read a class from its source. train.py checks a config before it imports torch, so it cannot
-import the classes that the config names.
+"""Find a class and its attributes by parsing source files. train.py checks a config before torch is
+imported, so it cannot import the classes that the config names.
 """
 
 from __future__ import annotations
@@ -13,14 +13,20 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-# Set by the project (project.py), which imports keys.py, which asks this file for attributes.
-# Name in a config -> dotted name, of the classes that the project names.
+# project.py sets both variables: the classes that have a short name in configs (short name ->
+# dotted name), and the project's package. This file cannot import project.py, because project.py
+# imports keys.py, and keys.py imports this file.
 _named: dict[str, str] = {}
 _package = "src"
 
 
 def use_classes_of(package: str, named: Mapping[str, str]) -> None:
-    """Let a config name the classes of a package, some of them otherwise than by a dotted name."""
+    """Set the package from which a config may name classes by their dotted names. Also set short
+    names for some classes.
+
+    `package`: name of the project's package, e.g. `src`. `named`: dictionary from a short name,
+    e.g. `ddp`, to the dotted name of its class.
+    """
     global _package
     _package = package
     _named.update(named)
@@ -28,21 +34,26 @@ def use_classes_of(package: str, named: Mapping[str, str]) -> None:
 
 
 def package() -> str:
-    """Return the name of the project's package."""
+    """Return the name of the project's package, e.g. `src`."""
     return _package
 
 
 def is_own_class(name: str, folder: str = "") -> bool:
-    """Return True for `src.<module>.<Class>`, a class of this project. A config may name no other
-    classes. `folder`: one of the package, which the class must be in.
+    """Return True if `name` has the form `src.<module>.<Class>`. A config may name only classes of
+    the project by a dotted name.
+
+    `folder`: subfolder of the package in which the class must be; empty for any.
     """
     place = f"{_package}.{folder}" if folder else _package
     return re.fullmatch(rf"{re.escape(place)}(\.[A-Za-z_]\w*){{2,}}", name) is not None
 
 
 def find_class(name: str) -> tuple[str, ast.Module, ast.ClassDef] | None:
-    """Return the module that defines the class `name`, `src.<module>.<Class>`, its syntax tree and
-    that of the class; None if there is no such class. Follows the imports of a package.
+    """Find the source of a class by its dotted name `src.<module>.<Class>`, without importing it.
+
+    Returns the name of the defining module, the syntax tree of that module and the syntax tree of
+    the class; None if the class does not exist. If a package imports the class in `__init__.py`,
+    the search continues in the module that the import names.
     """
     module, _, class_name = name.rpartition(".")
     if not module:
@@ -61,7 +72,9 @@ def find_class(name: str) -> tuple[str, ast.Module, ast.ClassDef] | None:
 
 
 def _imports(tree: ast.Module) -> dict[str, str]:
-    """Map the names that `from … import` gives a module, also for types only, to dotted names."""
+    """Read the `from … import …` statements of a module. Return a dictionary from each imported
+    name to its dotted name. Imports below `if TYPE_CHECKING` are included.
+    """
     return {
         alias.asname or alias.name: f"{statement.module}.{alias.name}"
         for statement in ast.walk(tree)
@@ -72,8 +85,10 @@ def _imports(tree: ast.Module) -> dict[str, str]:
 
 @cache
 def class_attributes(name: str) -> dict[str, Any]:
-    """Return the class attributes that have a plain value, with those of its base classes;
-    an empty dict for an unknown class.
+    """Read the attributes of a class from its source, base classes included.
+
+    Returns a dictionary from attribute to value. Only attributes with a literal value (number,
+    text, tuple …) are included. The dictionary is empty if the class does not exist.
     """
     name = _named.get(name, name)
     found = find_class(name)
@@ -82,7 +97,7 @@ def class_attributes(name: str) -> dict[str, Any]:
     module, tree, node = found
     imported = _imports(tree)
     attributes: dict[str, Any] = {}
-    # The first base wins, as in Python.
+    # Apply the first base class last, because Python looks there first.
     for base in reversed(node.bases):
         first, dot, rest = ast.unparse(base).partition(".")
         dotted = imported.get(first, f"{module}.{first}") + dot + rest
@@ -93,7 +108,8 @@ def class_attributes(name: str) -> dict[str, Any]:
             continue
         targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
         for target in targets:
-            # A value that is not plain is left out.
+            # Remove the inherited value first, because the new value is omitted if it is not a
+            # literal.
             attributes.pop(ast.unparse(target), None)
             with suppress(ValueError):
                 attributes[ast.unparse(target)] = ast.literal_eval(statement.value)

@@ -1,7 +1,7 @@
-"""The command line of train.py: train, sweep, or print help.
+"""Command line of train.py: train, sweep, or print help.
 
-Composes and checks the config once, before torch is imported. Then ranks start as separate
-processes and read the saved config of their run folder (timm_parallel/launch/).
+This process composes and checks the config once, before torch is imported. It then starts the ranks
+as separate processes. Each rank reads the saved config from the run folder (timm_parallel/launch/).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Iterator
+from functools import partial
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -25,15 +25,16 @@ from timm_parallel.machine.signals import signal_handlers
 
 
 def main(app: App[Any, Any]) -> NoReturn:
-    """Run the command line of train.py, and exit with its code."""
+    """Run the command line of train.py, and exit with its exit code."""
     keep_running_without_stdout()
-    # Under torchrun, this process is a rank.
+    # torchrun starts this process as a rank, so exit as a rank does: without destructors that may
+    # block.
     exit_process(run_command(app))
 
 
 def run_command(app: App[Any, Any]) -> int:
-    """Train, sweep or print help. Return the exit code: 0 done, 1 failed, 2 refused, 128 + N if
-    signal N stopped it.
+    """Train, sweep or print help, as the command line says. Return the exit code of train.py: 0
+    done, 1 failed, 2 rejected command or config, 128 + N stopped by signal N.
     """
     try:
         ranks = ranks_from_environment(os.environ)
@@ -41,36 +42,33 @@ def run_command(app: App[Any, Any]) -> int:
             from timm_parallel.launch.torchrun import run_follower
 
             return run_follower(app.train, ranks)
-        # A rank receives signals through the process that started it.
-        with contextlib.nullcontext() if ranks else _interrupted_by_signals():
+        # Under torchrun, leave the signal handlers to the code of the rank. Otherwise let a stop
+        # signal raise KeyboardInterrupt.
+        with contextlib.nullcontext() if ranks else signal_handlers(_interrupt):
             return _lead(app, ranks)
     except ValueError as error:
         print(f"train.py: {' '.join(mask(str(error)).split())}", file=sys.stderr)
         return 2
-    # Outside a run, which reports its errors itself: a full disk, or a deleted sweep folder.
+    # Handle a file error outside of a run, such as a full disk or a deleted sweep folder. A run
+    # reports its own errors.
     except OSError as error:
         if error.filename is None:
             raise
         print(f"train.py: {mask(str(error))}", file=sys.stderr)
         return 1
-    # Reached only outside a run, because a run handles signals itself.
+    # A stop signal can arrive here only before or after a run, because a run handles stop signals
+    # itself.
     except KeyboardInterrupt as interrupt:
         number = _signal_of(interrupt)
         print(f"train.py: stopped by {number.name}", file=sys.stderr)
         return 128 + number
 
 
-@contextlib.contextmanager
-def _interrupted_by_signals() -> Iterator[None]:
-    """Raise KeyboardInterrupt on a stop signal, so that a sweep removes its folder if its jobs are
-    not written yet.
+def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
+    """Handle a stop signal by raising KeyboardInterrupt. A sweep that is interrupted before it has
+    written its jobs can then remove its folder.
     """
-
-    def interrupt(number: int, frame: FrameType | None) -> NoReturn:
-        raise KeyboardInterrupt(number)
-
-    with signal_handlers(interrupt):
-        yield
+    raise KeyboardInterrupt(number)
 
 
 def _signal_of(interrupt: KeyboardInterrupt) -> signal.Signals:
@@ -78,8 +76,8 @@ def _signal_of(interrupt: KeyboardInterrupt) -> signal.Signals:
 
 
 def _lead(app: App[Any, Any], ranks: Ranks | None) -> int:
-    """Parse the command line and run, as rank 0 or the only process. Reports errors to the other
-    ranks, which wait.
+    """Parse the command line and carry it out, as rank 0 or as the only process. If the command
+    line is rejected, tell the reason to the other ranks, which wait for a config.
     """
     try:
         arguments = _parse(sys.argv[1:])
@@ -113,14 +111,16 @@ def _parse(command_line: list[str]) -> Any:
     from timm_parallel.config.suggest import key_hint
 
     def refuse(message: str) -> NoReturn:
-        # torch.distributed.launch passes it to every script.
+        # torch.distributed.launch adds --local-rank to the command line of every script that it
+        # starts.
         if re.search(r"--local[-_]rank", message):
             raise ValueError(
                 "--local-rank: torch.distributed.launch is not supported; "
                 "start the ranks with torchrun --nproc-per-node N train.py parallel=ddp"
             )
-        # The first word with dashes that is no option of Hydra, nor the start of just one:
-        # --lr=0.1, -j, --config.
+        # Explain the first argument that starts with a dash and is not an option of Hydra, such as
+        # --lr=0.1. An unambiguous prefix of an option is valid, because argparse accepts
+        # abbreviations.
         options = list(parser._option_string_actions)
         for word in command_line:
             name = word.partition("=")[0]
@@ -133,15 +133,16 @@ def _parse(command_line: list[str]) -> Any:
         raise ValueError(f"{message}; see python train.py --help")
 
     parser = get_args_parser()
-    # One line, instead of argparse's usage.
+    # Raise an error with a one-line message, where argparse would print its usage and exit.
     parser.error = refuse  # type: ignore[method-assign]
-    # Overrides may be on both sides of a flag: `model=tiny -m seed=1,2`.
+    # Use the intermixed parser, because overrides may stand before and after a flag: `model=tiny -m
+    # seed=1,2`.
     return parser.parse_intermixed_args(command_line)
 
 
 def _run(app: App[Any, Any], arguments: Any, ranks: Ranks | None) -> int:
-    """Compose and check the config, create or reopen the run folder, start the ranks (under
-    torchrun: run rank 0).
+    """Compose and check the config, create or reopen the run folder, and start the ranks. Under
+    torchrun this process is rank 0 and trains itself. Return the exit code.
     """
     from timm_parallel.cluster.slurm import check_scheduler, submit
     from timm_parallel.config.compose import run_in_hydra
@@ -163,7 +164,8 @@ def _run(app: App[Any, Any], arguments: Any, ranks: Ranks | None) -> int:
     remembered = remembered_folder(ranks)
     command = compose_run(arguments, remembered)
     config = resolve(command.config, *((ranks.world_size, ranks.local_world_size) if ranks else ()))
-    # On a cluster, the job checks the data.
+    # Check the data only for a run on this machine. A cluster job checks the data on its own node,
+    # where the paths may differ.
     if config.cluster.scheduler == "local":
         app.call(app.check_data, config)
         app.call(app.check_batch, config)
@@ -186,16 +188,15 @@ def _run(app: App[Any, Any], arguments: Any, ranks: Ranks | None) -> int:
                 check_resumable(config, folder)
             if config.print_config:
                 print_config(command.config, config)
+            job = partial(run_job, config, folder)
             if ranks is not None:
-                code = run_in_hydra(
-                    command, folder, lambda: run_rank_zero(app.train, config, folder, ranks)
-                )
-            else:
-                code = run_in_hydra(command, folder, lambda: run_job(config, folder))
+                job = partial(run_rank_zero, app.train, config, folder, ranks)
+            code = run_in_hydra(command, folder, job)
             if is_resumed and code == 2:
                 restore_records(folder, records)
     except KeyboardInterrupt as interrupt:
-        # Before the first rank, or after the last.
+        # The signal arrived before the first rank started or after the last rank ended, so no other
+        # code records the interruption.
         if is_ours:
             record_interruption(config, folder, _signal_of(interrupt))
         raise
@@ -205,19 +206,23 @@ def _run(app: App[Any, Any], arguments: Any, ranks: Ranks | None) -> int:
 
 
 def _sweep(app: App[Any, Any], arguments: Any, ranks: Ranks | None) -> int:
-    """Run a sweep (--multirun): compose all jobs first, then run each in separate processes."""
+    """Run a sweep (--multirun): compose the configs of all jobs first, then run each job in
+    separate processes. Return the exit code.
+    """
     if ranks is not None:
         raise ValueError(
             "--multirun: a sweep starts its own ranks; run python train.py -m … without "
             f"{starter()}"
         )
     if app.multirun is None:
-        raise ValueError("--multirun: this project has no sweeps; give `multirun` in src/app.py")
+        raise ValueError("--multirun: this project cannot run sweeps; set `multirun` in src/app.py")
     return int(app.call(app.multirun, arguments))
 
 
 def _show_with_hydra(app: App[Any, Any], arguments: Any) -> int:
-    """Let Hydra print --help, --cfg, --info or shell completion."""
+    """Let Hydra print the output of --help, --hydra-help, --cfg, --info or shell completion. Return
+    exit code 0.
+    """
     import hydra
 
     from timm_parallel.config.compose import check_package, compose_command, store_schema
@@ -229,8 +234,8 @@ def _show_with_hydra(app: App[Any, Any], arguments: Any) -> int:
         arguments.config_dir,
     )
     if not (arguments.shell_completion or (arguments.help and not any(chosen))):
-        # Refuse in one line, before Hydra imports the classes that a config names. A bare --help
-        # has nothing to refuse.
+        # Compose and check the config first. An invalid config is then rejected in one line, before
+        # Hydra imports a class that the config names. A plain --help needs no config.
         composed = argparse.Namespace(
             **{**vars(arguments), "multirun": arguments.multirun or not arguments.cfg}
         )
@@ -240,12 +245,13 @@ def _show_with_hydra(app: App[Any, Any], arguments: Any) -> int:
     def task(tree: Any) -> None:
         return None
 
-    # Hydra takes the name of the task and the folder of conf/ from where the function is.
+    # Set module and file of the function to those of train.py, because Hydra derives the name of
+    # the task and the folder conf/ from them.
     task.__module__ = "__main__"
     task.__code__ = task.__code__.replace(co_filename=str(app.root / "train.py"))
     shown = io.StringIO()
     try:
-        # Captured, because --resolve would print secrets.
+        # Capture Hydra's output, because --resolve prints the values of secrets.
         with contextlib.redirect_stdout(shown):
             hydra.main(version_base="1.3", config_path="conf", config_name="train")(task)()
     finally:

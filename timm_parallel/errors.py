@@ -1,5 +1,5 @@
-"""Exceptions for refusals, failures and unreadable images, and codes that tell them apart. No code
-reads the words of a message.
+"""Exception classes for rejected settings, failed runs and unreadable images. Code compares error
+codes and exception classes, never the text of a message.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-# Codes of refusals, which jobs.json has next to the message.
+# Error codes of rejected sweep jobs. jobs.json stores the code next to the message.
 ONE_DEVICE = "one_device"
 ONE_PROCESS = "one_process"
 TOO_FEW_DEVICES = "too_few_devices"
@@ -17,8 +17,8 @@ BATCH_NOT_DIVISIBLE = "batch_not_divisible"
 
 
 class Problem(str):
-    """Message of a broken rule with a code, for rules whose refusal other code or a reader of
-    jobs.json looks for.
+    """Error message with an error code. Checks yield this class when other code, or a reader of
+    jobs.json, must recognize the error.
     """
 
     code: str
@@ -30,53 +30,56 @@ class Problem(str):
 
 
 class RefusedError(ValueError):
-    """Error for a setting or file of the user that cannot work. The library prints its message, and
-    exits with code 2.
+    """Error for a setting or file of the user that cannot work. train.py prints the message in one
+    line and exits with code 2.
     """
 
     def __init__(self, message: str) -> None:
-        """`message`: text, or a Problem, whose code the error keeps."""
+        """`message`: a text, or a Problem, whose error code is kept in the attribute `code`."""
         super().__init__(str(message))
         self.code: str = getattr(message, "code", "")
 
 
 class ReplicasDifferError(RuntimeError):
-    """Error for ranks with different parameters. result.json names it in `failure.exception`."""
+    """Error for ranks whose model parameters differ. result.json stores the name of this class in
+    `failure.exception`.
+    """
 
 
 class NotFiniteError(RuntimeError):
-    """Error for a loss or weights that became NaN or infinite. Every rank raises it at the same
+    """Error for a loss or a weight that is NaN or infinite. Every rank raises the error at the same
     step.
     """
 
     def __init__(self, message: str, step: int) -> None:
-        """`step`: the first step with a non-finite value."""
+        """`step`: the first optimizer step with a value that is not finite."""
         super().__init__(message)
         self.step = step
 
 
 class ConnectError(RuntimeError):
-    """Error of a process group that never connected, so that no other rank can have closed the
-    connection.
+    """Error for a process group that could not connect at the start of a run. It is not the error
+    of a connection that was lost later.
     """
 
 
 class UnreadableImageError(ValueError):
-    """Error for a sample that cannot be read. With data.on_error=skip, training skips samples that
-    raise this error.
-    """
+    """Error for an image that cannot be read. With data.on_error=skip, training skips the image."""
 
 
 @contextmanager
 def refuse_wrong_arguments(
     key: str, values: Any, receiver: str, *errors: type[Exception], fix: str = ""
 ) -> Iterator[None]:
-    """Convert an error about arguments in the `with` block to a ValueError that names the config
-    key, and the `fix`.
+    """Convert an error about wrong arguments in the `with` block to a ValueError that names the
+    config key.
 
-    `errors`: types that a library function raises for wrong arguments. Without them the receiver is
-    a class of this project: only a TypeError about an argument is converted, because other errors
-    are bugs, which need their traceback.
+    `key`, `values`: the config key and its value, which holds the arguments. `receiver`: the
+    function or class that takes the arguments. `errors`: exception classes that a library function
+    raises for wrong arguments. `fix`: advice at the end of the message.
+
+    Without `errors`, the receiver is a class of the project. Then only a TypeError about an
+    argument is converted. Any other error is a bug of that class and keeps its traceback.
     """
     wrong_arguments: tuple[type[Exception], ...] = (TypeError, *errors)
     try:
@@ -84,7 +87,8 @@ def refuse_wrong_arguments(
     except wrong_arguments as error:
         if not errors and "argument" not in str(error):
             raise
-        # Without values, another key of the group is wrong.
+        # If the key is empty, the wrong argument comes from another key of the same config group,
+        # so name the group only.
         given = (
             f"{key}={values}: {receiver} does not accept them"
             if values

@@ -1,29 +1,32 @@
-"""Keys that a fork does not edit: cluster, sweep, search, trackers and paths; and the functions
-that declare a key.
+"""Dataclasses of the config, and the function `key` that declares one config key.
 
-src/schema.py adds the groups that a fork may edit, and puts all groups together.
+The groups cluster, sweep, search, tracker and paths are complete here. Of the other groups, this
+file declares the keys that the library reads. src/schema.py extends them with keys of the project
+and builds the whole schema.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from timm_parallel.class_source import class_attributes, is_own_class
 from timm_parallel.errors import ONE_DEVICE, Problem
 
-# Built-in strategies: name -> class. A config refers to your own as `src.<module>.<Class>`.
+# Built-in strategies: name in a config -> class. A config names a strategy of the project as
+# `src.parallel.<module>.<Class>`.
 STRATEGIES = {
     "single": "timm_parallel.parallel.single.Single",
     "dp": "timm_parallel.parallel.data_parallel.DataParallelStrategy",
     "ddp": "timm_parallel.parallel.distributed.Distributed",
     "fsdp": "timm_parallel.parallel.fully_sharded.FullySharded",
 }
-# The class of timm's datasets, by names such as torch/cifar10.
+# Class that reads datasets of timm by names such as torch/cifar10.
 TIMM_DATASETS = "timm_parallel.data.timm_datasets.TimmImages"
-# Built-in trackers: name of the package, and of the file in timm_parallel/trackers/ -> class.
+# Built-in trackers -> class. The name is that of the tracker's Python package and of its file in
+# timm_parallel/trackers/.
 TRACKERS = {"tensorboard": "TensorBoard", "wandb": "Wandb", "mlflow": "Mlflow"}
 Bound = float | None
 
@@ -39,14 +42,21 @@ def key(
     le: Bound = None,
     syntax: str = "",
 ) -> Any:
-    """Declare a config key. `help` is one sentence.
+    """Declare a config key, with its default, as a field of a config dataclass.
 
-    `only`: the strategy or tracker that reads the key; empty: all. `choices`: the allowed values.
-    `ge`, `gt`, `le`: bounds (>=, >, <=) of a finite number; the only text allowed next to them is
-    `auto`. `syntax`: timm's string that the value must be, `auto_augment`.
+    `help`: one sentence for docs/keys.md. `only`: the strategy or tracker that reads the key; empty
+    if all do. `choices`: the allowed values. `ge`, `gt`, `le`: lower and upper bounds (>=, >, <=)
+    of a number. A key with bounds also accepts `auto` if its type allows text. `syntax`:
+    `auto_augment` for a text that timm must be able to parse.
     """
-    bounds = {"ge": ge, "gt": gt, "le": le}
-    metadata: dict[str, Any] = {"help": help, "only": only, "syntax": syntax, **bounds}
+    metadata: dict[str, Any] = {
+        "help": help,
+        "only": only,
+        "syntax": syntax,
+        "ge": ge,
+        "gt": gt,
+        "le": le,
+    }
     if choices is not None:
         metadata["choices"] = tuple(choices)
     if isinstance(default, dict | list):
@@ -55,7 +65,9 @@ def key(
 
 
 def leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yield (dotted key, value, field) of every leaf of a config dataclass."""
+    """Yield (dotted key, value, dataclass field) for each key of a config dataclass, nested groups
+    included.
+    """
     for entry in dataclasses.fields(tree):
         value = getattr(tree, entry.name)
         key = f"{prefix}{entry.name}"
@@ -65,17 +77,22 @@ def leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
             yield key, value, entry
 
 
+def is_below(key: str, sections: Iterable[str]) -> bool:
+    """Return True if a dotted key is one of the given keys, or is in one of the given sections."""
+    return any(f"{key}.".startswith(f"{section}.") for section in sections)
+
+
 def is_timm_dataset(name: str) -> bool:
-    """Return True for a dataset name of timm's factory: `torch/cifar10`, `hfds/<name>`, `wds/…`, or
-    `tar`.
+    """Return True if a dataset name belongs to timm's dataset factory: `torch/cifar10`,
+    `hfds/<name>`, `wds/…` or `tar`.
     """
     return name.partition("/")[0] in ("torch", "hfds", "wds", "tar")
 
 
 @dataclass
 class ClusterConfig:
-    """Scheduler of a run, and the resources to request per node; null leaves a resource to the
-    scheduler.
+    """Job scheduler of a run, and the resources to request for each node. null leaves a resource to
+    the scheduler's default.
     """
 
     scheduler: str = key(
@@ -105,7 +122,7 @@ class ClusterConfig:
 
 @dataclass
 class SweepConfig:
-    """Sweeps, read with --multirun only."""
+    """Settings of a sweep. They are read with --multirun only."""
 
     repeats: int = key(1, ge=1, help="Blocks that run every point once, with new seeds.")
     smallest_difference: float = key(
@@ -130,8 +147,8 @@ class SweepConfig:
 
 @dataclass
 class SearchConfig:
-    """Hyper-parameter search with Optuna, read with --multirun only; the names are those of Hydra's
-    Optuna sweeper.
+    """Settings of a hyper-parameter search with Optuna. They are read with --multirun only, and
+    have the names of Hydra's Optuna sweeper.
     """
 
     sampler: str | None = key(
@@ -171,8 +188,8 @@ class SearchConfig:
 
 @dataclass
 class TrackerConfig:
-    """Trackers, which show numbers and images of runs: tracker=<name>, or several with
-    tracker=[<name>,<name>].
+    """Trackers, which store numbers and images of a run for display. Choose one by tracker=<name>,
+    or several by tracker=[<name>,<name>].
     """
 
     use: dict[str, Any] | None = key(
@@ -191,7 +208,9 @@ class TrackerConfig:
     )
 
     def classes(self) -> dict[str, str]:
-        """Map the name of each chosen tracker to the dotted name of its class."""
+        """Return a dictionary from the name of each chosen tracker to the dotted name of its
+        class.
+        """
         use = {"tensorboard": True} if self.use is None else self.use
         built_in = {name: f"timm_parallel.trackers.{name}.{TRACKERS.get(name)}" for name in use}
         return {
@@ -207,14 +226,16 @@ class TrackerConfig:
 
 @dataclass
 class PathsConfig:
-    """Folders of data sets and of outputs."""
+    """Folder in which runs and sweeps are stored."""
 
     output_dir: str = key("outputs", help="Folder for runs and sweeps.")
 
 
 @dataclass
 class ModelConfig:
-    """Keys of the model that the library reads. src/schema.py adds the others."""
+    """Config keys of the model that the library reads. src/schema.py adds the keys of the
+    project.
+    """
 
     name: str = key("resnet18", help="Any timm model, or `src.<module>.<Class>` of your own.")
     pretrained: bool = key(
@@ -234,11 +255,13 @@ class ModelConfig:
 
     @property
     def is_own(self) -> bool:
-        """True for a class of the project instead of a model of timm."""
+        """True if model.name is a class of the project and not a timm model."""
         return is_own_class(self.name)
 
     def problems(self, whole: Any) -> Iterator[str]:
-        """Yield an error message for each key that does not fit the others."""
+        """Yield an error message for each model key that does not fit the other keys of the
+        config.
+        """
         loads_weights = class_attributes(self.name).get("has_pretrained", False)
         if self.pretrained and self.is_own and not loads_weights:
             yield (
@@ -247,16 +270,22 @@ class ModelConfig:
             )
 
     def for_evaluation(self) -> None:
-        """Reset what concerns training only. Called on the config of an evaluation."""
+        """Reset the model keys that only training uses. Called on the config of an evaluation. The
+        base class has no such key.
+        """
 
     def problems_without_cuda(self) -> Iterator[str]:
-        """Yield an error message for each key that needs CUDA, for a run on another device."""
+        """Yield an error message for each model key that requires CUDA. Called for a run on another
+        device. The base class has no such key.
+        """
         yield from ()
 
 
 @dataclass
 class DataConfig:
-    """Keys of the data that the library reads. src/schema.py adds the others."""
+    """Config keys of the data that the library reads. src/schema.py adds the keys of the
+    project.
+    """
 
     name: str = key(
         "digits",
@@ -289,28 +318,34 @@ class DataConfig:
 
     @property
     def is_own(self) -> bool:
-        """True for a class of the project instead of a dataset by name."""
+        """True if data.name is the dotted name of a class of the project."""
         return is_own_class(self.name)
 
     @property
     def is_from_timm(self) -> bool:
-        """True for a name of timm's dataset factory: `torch/cifar10`, `hfds/<name>`, `wds/…`."""
+        """True if data.name belongs to timm's dataset factory: `torch/cifar10`, `hfds/<name>`,
+        `wds/…` or `tar`.
+        """
         return is_timm_dataset(self.name)
 
     @property
     def pairs_images(self) -> bool:
-        """True if the training step mixes pairs of images, so that a rank needs an even batch."""
+        """True if mixup or cutmix mixes pairs of images, so that each rank needs an even batch."""
         return False
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """Settings that decide the order of training images, besides the seed and the batch."""
+        """Config keys with their values that decide the order of training images, besides the seed
+        and the batch size.
+        """
         return {}
 
 
 @dataclass
 class ParallelConfig:
-    """Placement of a run on devices. null leaves an option at torch's default."""
+    """Devices of a run, and the strategy that distributes the training over them. null leaves an
+    option at torch's default.
+    """
 
     strategy: str = key(
         "auto", help="auto, single, dp, ddp, fsdp, or `src.parallel.<module>.<Class>` of your own."
@@ -398,56 +433,64 @@ class ParallelConfig:
 
     @property
     def has_ranks(self) -> bool:
-        """True if every device has its own process. False under `auto`, which must be resolved
-        first.
+        """True if the strategy has one process (rank) per device. False for strategy `auto`, which
+        must be resolved first.
         """
         declared = self._declares("process_per_device")
         return declared if self.process_per_device is None else self.process_per_device
 
     @property
     def has_one_device(self) -> bool:
-        """True if the strategy uses one device, whatever the machine has."""
+        """True if the strategy uses one device only, even on a machine with several."""
         return self._declares("has_one_device")
 
     @property
     def has_one_process(self) -> bool:
-        """True if one process drives all devices. It cannot span nodes and has no process group."""
+        """True if one process drives all devices of the strategy. Such a strategy has no process
+        group and cannot span nodes.
+        """
         return self.strategy != "auto" and not self.has_ranks
 
     @property
     def shards(self) -> bool:
-        """True if each rank holds a part of every parameter."""
+        """True if the strategy stores only a part of each parameter on each rank, as FSDP does."""
         return self._declares("shards")
 
     @property
     def compiles(self) -> bool:
-        """True if the strategy works with model.compile."""
+        """True if the strategy supports model.compile."""
         return self._declares("compiles")
 
     @property
     def has_buckets(self) -> bool:
-        """True if gradients are copied to buckets, unless gradient_as_bucket_view is true."""
+        """True if the strategy copies gradients to buckets for the all-reduce, as DDP does unless
+        parallel.gradient_as_bucket_view is true.
+        """
         return self._declares("has_buckets")
 
     def _declares(self, attribute: str) -> bool:
-        """Return an attribute of the strategy's class; under `auto` that of the base class."""
+        """Read a boolean class attribute of the strategy's class. For strategy `auto`, read the
+        attribute of the base class Strategy.
+        """
         declared = class_attributes(self.strategy)
         base = class_attributes("timm_parallel.parallel.strategy.Strategy")
         return bool(declared.get(attribute, base[attribute]))
 
     def choose_strategy(self, several: bool) -> None:
-        """Replace strategy `auto`: by ddp for `several` devices, by single for one."""
+        """Replace strategy `auto` by ddp if the run has `several` devices, otherwise by single.
+        Keep any other strategy.
+        """
         if self.strategy == "auto":
             self.strategy = "ddp" if several else "single"
 
     def problems(self, whole: Config) -> Iterator[str]:
         strategy = self.strategy
         if self.has_one_device and self.devices not in ("auto", 1):
-            message = (
+            yield Problem(
                 f"parallel.devices={self.devices}: {strategy} uses one device; choose "
-                "parallel=ddp or parallel=dp"
+                "parallel=ddp or parallel=dp",
+                ONE_DEVICE,
             )
-            yield Problem(message, ONE_DEVICE)
         for name, owner in strategy_options().items():
             if getattr(self, name) is not None and strategy != owner:
                 yield (
@@ -476,38 +519,49 @@ class ParallelConfig:
             )
         if self.broadcast_buffers and self.dist_bn == "reduce":
             yield (
-                "parallel.broadcast_buffers=true: every step would undo "
-                "parallel.dist_bn=reduce; leave it at null"
+                "parallel.broadcast_buffers=true: sends rank 0's BatchNorm statistics to all ranks "
+                "in each step, so parallel.dist_bn=reduce has nothing to average; use null"
             )
 
 
 def strategy_options() -> dict[str, str]:
-    """Map each `parallel` key that only one strategy reads to the name of that strategy."""
-    fields = dataclasses.fields(ParallelConfig)
-    return {entry.name: entry.metadata["only"] for entry in fields if entry.metadata.get("only")}
+    """Find the `parallel` keys that only one strategy reads. Return a dictionary from key to name
+    of the strategy.
+    """
+    return {
+        entry.name: entry.metadata["only"]
+        for entry in dataclasses.fields(ParallelConfig)
+        if entry.metadata.get("only")
+    }
 
 
 @dataclass
 class OptimConfig:
-    """Keys of the optimizer that the library reads. src/schema.py adds the others."""
+    """Config keys of the optimizer that the library reads. src/schema.py adds the keys of the
+    project.
+    """
 
     opt: str = key("adamw", help="Any timm optimizer, or `src.<module>.<Class>` of your own.")
     lr: float = key(1e-3, gt=0, help="Peak learning rate, before lr_rule.")
 
     @property
     def is_own(self) -> bool:
-        """True for a class of the project instead of an optimizer of timm."""
+        """True if optim.opt is a class of the project and not a timm optimizer."""
         return is_own_class(self.opt)
 
     @property
     def works_on_parts(self) -> bool:
-        """True if a class of the project declares that it can update parts of tensors."""
+        """True if the optimizer is a class of the project that can update a shard of a tensor, as
+        FSDP requires. The class declares this by its attribute `works_on_parts`.
+        """
         return bool(class_attributes(self.opt).get("works_on_parts", False))
 
 
 @dataclass
 class TrainConfig:
-    """Keys of the training loop that the library reads. src/schema.py adds the others."""
+    """Config keys of the training loop that the library reads. src/schema.py adds the keys of the
+    project.
+    """
 
     epochs: int = key(8, ge=1, help="Epochs to train; the schedule has this length.")
     max_steps: int | None = key(
@@ -543,7 +597,9 @@ class TrainConfig:
 
 @dataclass
 class CheckpointConfig:
-    """Checkpoints: last.pt, best.pt and step_N.pt in `checkpoints/` of the run folder."""
+    """Checkpoint files of a run: last.pt, best.pt and step_N.pt in `checkpoints/` of the run
+    folder.
+    """
 
     every_steps: int | None = key(
         None, ge=1, help="Steps between two saves; null: save after each epoch."
@@ -562,7 +618,9 @@ class CheckpointConfig:
 
 @dataclass
 class Config:
-    """Keys of a run that are in no group. src/schema.py puts its own classes into the groups."""
+    """Config of a run: all groups, and the keys that belong to no group. src/schema.py replaces
+    some groups by classes of the project.
+    """
 
     task_name: str = key("train", help="Name of the task; its runs are in outputs/<task_name>/.")
     tags: list[str] = key([], help="Labels of your own, stored with the run.")
@@ -598,27 +656,30 @@ class Config:
 
     @property
     def data_check_reads(self) -> tuple[Any, ...]:
-        """Values that `App.check_data` reads. Jobs of a sweep that have them in common are checked
-        once.
+        """Config values that the data check of the project (`App.check_data`) reads. A sweep checks
+        the data only once for jobs in which these values are equal.
         """
         return (self.data,)
 
     @property
     def metrics_read(self) -> dict[str, str]:
-        """Map each key that names a metric to its value."""
+        """Dictionary from each config key that names a metric to the name of the metric."""
         return {"checkpoint.metric": self.checkpoint.metric, "optimized_metric": self.objective}
 
     @property
     def objective(self) -> str:
-        """Metric that a search optimizes. Under checkpoint.metric=val/acc_ema, val/acc_best is of
-        averaged weights.
+        """Name of the metric that a search optimizes: optimized_metric, or the best value of
+        checkpoint.metric. With checkpoint.metric=val/acc_ema the name is val/acc_best, which then
+        holds the accuracy of the averaged weights.
         """
         return self.optimized_metric or f"{self.checkpoint.metric.removesuffix('_ema')}_best"
 
 
 @dataclass
 class ResolvedParallel(ParallelConfig):
-    """ParallelConfig in which the numbers of devices and threads are integers, not `auto`."""
+    """Config group `parallel` with integers for the numbers of devices and threads, where
+    ParallelConfig may have `auto`.
+    """
 
     devices: int = 1
     threads_per_device: int = 1
@@ -626,12 +687,16 @@ class ResolvedParallel(ParallelConfig):
 
 @dataclass
 class ResolvedTrain(TrainConfig):
-    """TrainConfig in which the number of batches per optimizer step is an integer, not `auto`."""
+    """Config group `train` with an integer for the number of batches per optimizer step, where
+    TrainConfig may have `auto`.
+    """
 
     accumulate: int = 1
 
     def count_steps(self, batches_per_epoch: int) -> tuple[int, int]:
-        """Return the optimizer steps per epoch and in total."""
+        """Compute (optimizer steps per epoch, optimizer steps in total) for an epoch of
+        `batches_per_epoch` global batches.
+        """
         per_epoch = batches_per_epoch // self.accumulate
         total = self.epochs * per_epoch
         return per_epoch, total if self.max_steps is None else min(total, self.max_steps)
@@ -639,8 +704,8 @@ class ResolvedTrain(TrainConfig):
 
 @dataclass
 class ResolvedConfig(Config):
-    """Config resolved for a machine by timm_parallel/config/resolve.py; the content of a run's
-    config.yaml.
+    """Config in which each `auto` is replaced by a value for one machine. config.yaml of a run
+    folder stores it.
     """
 
     parallel: ResolvedParallel = field(default_factory=ResolvedParallel)
@@ -648,7 +713,7 @@ class ResolvedConfig(Config):
 
     @property
     def global_batch(self) -> int:
-        """Images per forward pass over all devices."""
+        """Number of images per forward pass, summed over all devices."""
         if self.data.batch_size is not None:
             return self.data.batch_size
         assert self.data.batch_size_per_device is not None
@@ -656,12 +721,12 @@ class ResolvedConfig(Config):
 
     @property
     def headline_metric(self) -> str:
-        """Name of checkpoint.metric without split and `_ema`: the metric that the console and the
-        report show first.
+        """Name of the metric that the console and the report show first: checkpoint.metric without
+        its split (`val/`) and without `_ema`.
         """
         return self.checkpoint.metric.removeprefix("val/").removesuffix("_ema")
 
     @property
     def learning_rate_text(self) -> str:
-        """The learning rate on the console."""
+        """Learning rate as the console shows it."""
         return f"{self.optim.lr:g}"

@@ -1,5 +1,5 @@
-"""Class of an evaluation metric. Does not import torch, because train.py reads the registered names
-before torch.
+"""Class of an evaluation metric. This file does not import torch, because train.py reads the names
+of the metrics before torch is imported.
 """
 
 from __future__ import annotations
@@ -14,26 +14,33 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Metric:
-    """An evaluation metric, exact on any number of ranks. Define `sums` and `from_sums`, or
-    `from_rows`.
+    """An evaluation metric whose value is exact on any number of ranks. A metric defines the
+    functions `sums` and `from_sums`, or the function `from_rows`.
 
-    - `sums(scores, targets, losses)`: a tensor of fixed shape, which is added over batches and
-      ranks. scores and targets: [B, …], losses: [B]. Metrics with the same function share its sums.
-    - `from_sums(sums, samples)`: the value.
-    - `from_rows(scores, targets)`: the value from all rows of the split, in the order of the
-      dataset, on the host.
+    - `sums(scores, targets, losses)` returns a tensor of fixed shape for a batch. The tensors are
+      added over all batches and ranks. scores and targets have shape [B, …], losses has shape [B].
+      Metrics with the same `sums` function share its result.
+    - `from_sums(sums, samples)` computes the value of the metric from the total and the number of
+      samples.
+    - `from_rows(scores, targets)` computes the value of the metric from all scores and targets of
+      the split. They are on the CPU, in the order of the dataset.
 
-    A value may be None, for example the score of a class without images.
+    The value may be None, for example for a class without images.
     """
 
     sums: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
     from_sums: Callable[[Tensor, int], float | None] | None = None
     from_rows: Callable[[Tensor, Tensor], float | None] | None = None
     lower_is_better: bool = False
-    is_proportion: bool = False  # from 0 to 1; the report shows it in percent
-    min_outputs: int = 0  # of the task; with fewer, it has no value
+    # True for values from 0 to 1, which the report shows in percent.
+    is_proportion: bool = False
+    # Smallest number of model outputs for which the metric is defined. For a task with fewer
+    # outputs its value is None.
+    min_outputs: int = 0
 
     @property
     def shown_as(self) -> tuple[bool, bool]:
-        """Direction and unit, which reports and searches know by the name of a metric alone."""
+        """Pair of booleans: lower values are better, values are proportions. Reports and searches
+        look up this pair by the metric's name.
+        """
         return self.lower_is_better, self.is_proportion

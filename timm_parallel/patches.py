@@ -1,7 +1,8 @@
-"""Every run-time patch of a foreign library, with the versions that need it and why. The test of a
-patch fails when a newer version no longer needs it, or changes what it replaces.
+"""All run-time patches of foreign libraries. Each patch states the versions that need it, and the
+reason. The test of a patch fails when a newer version of the library no longer needs the patch.
 
-Each library is imported by its patch alone: train.py composes a config without torch and timm.
+Each function imports its library itself, because train.py composes a config without importing torch
+and timm.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ from typing import Any
 
 
 def share_config_store() -> None:
-    """Hydra 1.3: do not copy the config store.
+    """Hydra 1.3: do not copy the config store for each composition.
 
-    `CachingConfigRepository` copies its sources with the whole store for each composition, which
-    takes half the time of composing and most of --help (hydra-ecosystem/hydra#1543). Hydra copies
-    what it loads again, so this copy is not needed.
+    `CachingConfigRepository` copies its sources, and with them the whole config store, for each
+    composition. That takes half the time of composing, and most of the time of --help
+    (hydra-ecosystem/hydra#1543). The copy is not needed, because Hydra copies each loaded config
+    again.
     """
     from hydra.core.config_store import ConfigStore
 
@@ -24,10 +26,11 @@ def share_config_store() -> None:
 
 
 def check_files_first(repository: Any, check: Callable[[Path], None]) -> None:
-    """Hydra 1.3: call `check` on each config file before `repository` loads it.
+    """Hydra 1.3: call `check` with the path of each config file before the Hydra `repository` loads
+    the file.
 
-    Hydra has no hook before it parses a file, and the aliases of a small file may expand to
-    millions of values.
+    Hydra has no hook before it parses a file. A check is needed there, because the YAML aliases of
+    a small file may expand to millions of values.
     """
     load = repository.load_config
 
@@ -42,11 +45,11 @@ def check_files_first(repository: Any, check: Callable[[Path], None]) -> None:
 
 
 def create_model_with_filter(name: str, arguments: dict[str, Any]) -> Any:
-    """timm 1.0: build a model with random weights. Store timm's filter for its weight files as
-    `checkpoint_filter`.
+    """timm 1.0: build a model with random weights, and store timm's conversion function for weight
+    files as `model.checkpoint_filter`.
 
-    timm passes the filter to its loader and does not keep it, so this function intercepts that
-    call.
+    timm passes that function to its weight loader and does not keep it. So this function replaces
+    the loader during the call and reads the loader's arguments.
     """
     import timm
     from timm.models import _builder
@@ -67,8 +70,8 @@ def create_model_with_filter(name: str, arguments: dict[str, Any]) -> Any:
 
 
 def posterize_to_black() -> None:
-    """timm 1.0 with Pillow 13: return a black image for 0 bits, which timm's policies draw and
-    Pillow refuses.
+    """timm 1.0 with Pillow 13: make timm's Posterize augmentation return a black image for 0 bits.
+    timm draws 0 bits, and Pillow rejects that number.
     """
     from timm.data import auto_augment
 

@@ -1,9 +1,9 @@
-"""The project that the library trains. The rest of the library imports this file, and a project
-makes an `App` (timm_parallel/app.py), which adds methods that need the rest.
+"""Class `Project`: the names, classes and functions that a project gives to the library. All of the
+library may import this file. The subclass `App` (timm_parallel/app.py) adds methods for the
+project's code.
 
-The library imports nothing of the project. It reads names and classes from the app, and imports
-the project's functions by their dotted names when it calls them, so that a refused config and
-`--help` need neither torch nor timm.
+The library contains no import of the project. It imports the project's functions by their dotted
+names when it calls them. So --help and the check of a config need neither torch nor timm.
 """
 
 from __future__ import annotations
@@ -33,29 +33,42 @@ R = TypeVar("R", bound=ResolvedConfig)
 
 @dataclass(frozen=True)
 class Project(Generic[C, R]):
-    """A project that the library trains. Making one makes it that of this process."""
+    """A project that the library trains. Building a Project makes it the current project of this
+    process.
+    """
 
-    name: str  # where a rank finds it: `src.app:app`
-    root: Path  # folder of train.py, conf/ and src/
+    # Import path of the app, `src.app:app`, by which a rank imports it.
+    name: str
+    # Folder that contains train.py, conf/ and src/.
+    root: Path
     config: type[C]
     resolved: type[R]
-    # Dotted names of functions.
-    run: str  # (config, folder, ranks, store): train as one rank
-    rules: str  # (config): yield an error message for each key that does not fit the others
+    # Dotted name of the function that trains one rank. Arguments: config, run folder, ranks, store.
+    run: str
+    # Dotted name of the function that yields an error message for each config key that does not fit
+    # the other keys. Argument: config.
+    rules: str
     metrics: Mapping[str, Metric]
-    preload: tuple[str, ...]  # modules of a run, which the server that forks jobs imports
-    trial: tuple[str, ...]  # overrides of a run of seconds, with which doctor tries a strategy
-    # Name -> dotted name of the class. Without tasks, or datasets, their names are not checked.
+    # Modules to import in the server process that forks the jobs of a sweep.
+    preload: tuple[str, ...]
+    # Overrides of a run of a few seconds, with which doctor tries a strategy.
+    trial: tuple[str, ...]
+    # Names in a config -> dotted names of classes. If the dictionary is empty, the check of a
+    # config accepts any name.
     tasks: Mapping[str, str] = field(default_factory=dict)
     datasets: Mapping[str, str] = field(default_factory=dict)
     strategies: Mapping[str, str] = field(default_factory=STRATEGIES.copy)
-    # (config): raise ValueError for data that cannot be read
+    # Dotted name of the function that raises ValueError for data that cannot be read. Argument:
+    # config.
     check_data: str = "timm_parallel.data.build.check_data"
-    # (config): raise ValueError for more than a batch of the data
+    # Dotted name of the function that raises ValueError if the training data has fewer images than
+    # an optimizer step needs. Argument: config.
     check_batch: str = "timm_parallel.data.build.check_batch"
-    # (config.data): number of training images, None if it takes long to count
+    # Dotted name of the function that returns the number of training images, or None if counting
+    # takes long. Argument: config.data.
     training_size: str = "timm_parallel.data.build.training_size"
-    multirun: str | None = "timm_parallel.lab.multirun.main"  # None: no sweeps
+    # Dotted name of the function that runs sweeps. None for a project without sweeps.
+    multirun: str | None = "timm_parallel.lab.multirun.main"
 
     def __post_init__(self) -> None:
         global _current
@@ -64,35 +77,43 @@ class Project(Generic[C, R]):
 
     @property
     def package(self) -> str:
-        """Name of the project's package."""
+        """Name of the project's package, e.g. `src`."""
         return self.name.partition(".")[0]
 
     def own(self, config: Config) -> C:
-        """Return a config with the type that the project gave it."""
+        """Return `config` unchanged, typed as the project's config class. Raises AssertionError for
+        another class.
+        """
         assert isinstance(config, self.config)
         return config
 
     def own_resolved(self, config: ResolvedConfig) -> R:
-        """Return a resolved config with the type that the project gave it."""
+        """Return `config` unchanged, typed as the project's class of resolved configs. Raises
+        AssertionError for another class.
+        """
         assert isinstance(config, self.resolved)
         return config
 
     def call(self, function: str, *arguments: Any) -> Any:
-        """Import a function of the project by its dotted name and call it."""
+        """Import a function of the project by its dotted name, call it with `arguments`, and return
+        its result.
+        """
         return import_name(function)(*arguments)
 
     def train(
         self, config: ResolvedConfig, folder: Path, ranks: Ranks, store: Store | None
     ) -> None:
-        """Train as one rank of a run. Torch and the project's code are imported here, so that the
-        rank records import errors.
+        """Train one rank of a run in this process. Torch and the project's code are imported here,
+        so that an import error becomes a failure record of the rank.
         """
         with imports_without_gc():
             run = import_name(self.run)
         run(config, folder, ranks, store)
 
     def import_all(self) -> None:
-        """Import the modules of a run, for the server process that forks jobs."""
+        """Import the modules that a run needs. Called in the server process that forks the jobs of
+        a sweep.
+        """
         with imports_without_gc():
             for module in self.preload:
                 import_module(module)
@@ -102,18 +123,20 @@ _current: Project[Any, Any] | None = None
 
 
 def current() -> Project[Any, Any]:
-    """Return the app of this process: the one that was made, or else DEFAULT."""
+    """Return the current project of this process: the last one that was built. If there is none,
+    import src.app:app.
+    """
     return _current or find_app(DEFAULT)
 
 
 def root() -> Path:
-    """Return the folder of the project."""
+    """Return the folder of the project, which contains train.py."""
     return current().root
 
 
 def as_resolved(config: Config) -> ResolvedConfig:
-    """Convert a config without `auto` values to the project's class of a resolved one. Raises
-    ValueError if one is left.
+    """Convert a config to the project's class of resolved configs. Raises ValueError if a value is
+    still `auto`.
     """
     default = current().resolved()
     parallel = type(default.parallel)(**vars(config.parallel))
@@ -124,15 +147,18 @@ def as_resolved(config: Config) -> ResolvedConfig:
         ("train.accumulate", train.accumulate),
     ):
         if not isinstance(value, int):
-            raise ValueError(f"{key}=auto: expected an integer in the config of a run")
+            raise ValueError(
+                f"{key}=auto: config.yaml of a run must have an integer; replace auto by a number"
+            )
     return current().resolved(**{**vars(config), "parallel": parallel, "train": train})
 
 
 def code_files() -> dict[str, Path]:
-    """Return the files of code that a run uses, by their name below the project or the library."""
+    """Find the Python files that a run may use, tests excluded. Return a dictionary from the file's
+    path, relative to the project or to the library's parent folder, to its full path.
+    """
     project, library = root(), Path(__file__).parent
-    package = project / current().package
-    own = [project / "train.py", *sorted(package.rglob("*.py"))]
+    own = [project / "train.py", *sorted((project / current().package).rglob("*.py"))]
     files = {path.relative_to(project).as_posix(): path for path in own}
     for path in sorted(library.rglob("*.py")):
         if path.relative_to(library).parts[0] not in ("tests", "testing"):
@@ -141,7 +167,9 @@ def code_files() -> dict[str, Path]:
 
 
 def code_hashes() -> dict[str, str]:
-    """Return a hash of each file of code that a run uses."""
+    """Compute a hash of each Python file that a run may use. Return a dictionary from relative path
+    to hash.
+    """
     return {
         name: hashlib.sha256(path.read_bytes()).hexdigest()[:8]
         for name, path in code_files().items()
@@ -149,7 +177,9 @@ def code_hashes() -> dict[str, str]:
 
 
 def find_app(name: str) -> Project[Any, Any]:
-    """Import the app `<module>:<attribute>`. Raises ValueError if there is none."""
+    """Import an app by a name such as `src.app:app` (`<module>:<attribute>`). Raises ValueError if
+    the attribute is no App.
+    """
     module, _, attribute = name.partition(":")
     app = getattr(import_module(module), attribute, None)
     if not isinstance(app, Project):

@@ -1,4 +1,4 @@
-"""Load the public names of a package when they are first used (PEP 562)."""
+"""Import the public names of a package only when they are first used (PEP 562)."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from typing import Any
 
 
 def loader_of(package: str, groups: Mapping[str, Mapping[str, str]]) -> Callable[[str], Any]:
-    """Return the function `__getattr__` of a package.
+    """Build the function `__getattr__` of a package, which imports a public name when it is first
+    used.
 
-    `groups`: title -> name -> its module below timm_parallel. The function raises AttributeError
-    for a name that is in no group.
+    `package`: name of the package. `groups`: dictionary from title to a dictionary from public name
+    to module below timm_parallel. The built function raises AttributeError for a name that is in no
+    group.
     """
     modules = {name: module for group in groups.values() for name, module in group.items()}
 

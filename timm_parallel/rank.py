@@ -1,7 +1,7 @@
-"""One rank of a run: `python -m timm_parallel.rank <app> <run folder>`.
+"""Process of one rank of a run: `python -m timm_parallel.rank <app> <run folder>`.
 
-`python -m timm_parallel.rank <app> --serve <file descriptor>` forks the jobs of a sweep, so that
-they need not import torch and timm again.
+With `python -m timm_parallel.rank <app> --serve <file descriptor>` the process is a server instead.
+It forks the jobs of a sweep, which saves each job the import of torch and timm.
 """
 
 from __future__ import annotations

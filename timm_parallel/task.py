@@ -1,7 +1,8 @@
-"""Base class of tasks: targets, outputs, loss, metrics and predictions of what is learned.
+"""Base class of tasks. A task defines the targets, model outputs, loss, metrics and predictions of
+a training.
 
-Their modules import torch in functions only, because train.py reads the names of losses and metrics
-before torch.
+Modules of tasks import torch inside functions only, because train.py reads the names of losses and
+metrics before torch is imported.
 """
 
 from __future__ import annotations
@@ -24,44 +25,54 @@ if TYPE_CHECKING:
 
 C = TypeVar("C", bound=ResolvedConfig)
 Criterion = Callable[["Tensor", "Tensor"], "Tensor"]
-# Options of a run that only some tasks allow. Each of them is refused for the other tasks.
+# Training options that only some tasks support. A config that uses an option with another task is
+# rejected.
 OPTIONS = ("mixup", "erasing", "auto_augment", "smoothing", "class_weights", "balance")
 
 
 @dataclass(frozen=True)
 class Loss:
-    """An option of `train.loss`: training loss, and loss of each sample in evaluation."""
+    """One value of `train.loss`: the training loss, and the loss of each sample in evaluation."""
 
-    # (config, **train.loss_kwargs) -> criterion, which maps outputs [B, …] and targets [B, …] to
-    # the mean loss of the samples. A module may own parameters.
+    # Function that builds the training loss. Arguments: config, and train.loss_kwargs as keywords.
+    # The result maps outputs [B, …] and targets [B, …] to the mean loss of the batch. A result that
+    # is a module may have parameters of its own.
     build: Callable[..., Criterion]
-    # (scores [B, …], targets [B, …]) -> the loss of each sample: [B].
+    # Function that maps scores [B, …] and targets [B, …] to the loss of each sample [B], for
+    # evaluation.
     of_samples: Callable[[Tensor, Tensor], Tensor]
-    # Those of OPTIONS that the loss reads.
+    # The entries of OPTIONS that this loss supports.
     reads: tuple[str, ...] = ()
 
 
 @dataclass
 class Evaluation:
-    """Metrics of a model on a whole split of the data, over all ranks."""
+    """Result of evaluating a model on a whole split of the data, combined over all ranks."""
 
     samples: int
-    numbers: dict[str, float | None]  # values by metric name
-    sums: dict[Any, Tensor]  # on the CPU, by the metric function that computed them
-    # With keep_rows: indices [N], scores [N, …] and targets of all readable images, in the order of
-    # the dataset.
+    # Metric name -> value.
+    numbers: dict[str, float | None]
+    # Function `sums` of a metric -> total over all batches and ranks, on the CPU.
+    sums: dict[Any, Tensor]
+    # Indices [N], scores [N, …] and targets of all readable images, in the order of the dataset.
+    # None unless the evaluation was asked to keep them (keep_rows).
     rows: tuple[Tensor, Tensor, Tensor] | None = None
 
     def with_averaged(self, averaged: Evaluation | None) -> dict[str, float | None]:
-        """Return these metrics by name, and those of `averaged` (the EMA weights, if any) with the
-        suffix `_ema`.
+        """Return the metrics of this evaluation as a dictionary by name. Add those of the averaged
+        (EMA) weights with the suffix `_ema`.
+
+        `averaged`: the evaluation of the averaged weights; None if the run has none.
         """
         other = {} if averaged is None else averaged.numbers
         return self.numbers | {f"{name}_ema": value for name, value in other.items()}
 
     def table(self, split: Any, task: Task[Any]) -> pd.DataFrame:
-        """Return a table with a row per image, after an evaluation with keep_rows: path (or index),
-        and the columns of the task.
+        """Build a table of predictions with one row per image. The columns are the path of the
+        image (or its index) and the columns of the task. The evaluation must have been run with
+        keep_rows.
+
+        `split`: the evaluated split of the dataset.
         """
         import pandas as pd
 
@@ -72,10 +83,12 @@ class Evaluation:
 
 
 class Targets:
-    """Forms batches of targets. This class stacks numbers or tensors of equal shapes."""
+    """Builds a batch of targets from the targets of its samples. This class stacks numbers, or
+    tensors of equal shape.
+    """
 
     def collate(self, targets: Sequence[Any]) -> Tensor:
-        """Form the targets of a batch from those of its samples: [B, …]."""
+        """Build the targets of a batch [B, …] from the targets of its samples."""
         import torch
 
         if isinstance(targets[0], torch.Tensor):
@@ -83,109 +96,126 @@ class Targets:
         return torch.tensor(targets)
 
     def check_targets(self, targets: Tensor) -> None:
-        """Raise ValueError for targets [B, …] that the task cannot learn. A GPU would abort without
-        a reason.
+        """Raise ValueError if the task cannot learn from the targets [B, …], for example because a
+        class number is too large. On a GPU, such targets would abort the process without a reason.
         """
 
 
 @dataclass
 class NoOptions:
-    """Options of a task that has none."""
+    """Options (train.task_kwargs) of a task that has no options."""
 
 
 class Task(Targets, Generic[C]):
-    """A task of a project: what is learned. It extends this class in one file."""
+    """A task: the targets, outputs, loss, metrics and predictions of a training. A project extends
+    this class, one file per task.
+    """
 
-    # Kind of target that the dataset gives: `label`, `labels`, `numbers`, `mask`, or a name of your
-    # own. A dataset lists its kinds in `targets`. `none`: the targets of any dataset are ignored.
+    # Type of target that the task needs from the dataset: `label`, `labels`, `numbers`, `mask`, or
+    # a name that the project invents. The class of a dataset lists its types in `targets`. `none`
+    # accepts any dataset and ignores its targets.
     target: ClassVar[str] = "label"
-    # What the names of the outputs stand for, in words.
+    # What a run calls the names of the model outputs when it prints them, e.g. `classes`.
     names_are: ClassVar[str] = "classes"
-    # By name. The first loss also evaluates a loss class of your own.
+    # Name in train.loss -> loss. If train.loss is a class of the project, the first of these losses
+    # computes the evaluation loss.
     losses: ClassVar[Mapping[str, Loss]]
     metrics: ClassVar[Mapping[str, Metric]]
-    # Those of OPTIONS that make sense for this task.
+    # The entries of OPTIONS that this task supports.
     applies: ClassVar[tuple[str, ...]] = ()
-    # transformers' name of the task, if it needs one, in the files of export.py format=hub.
+    # Name of the task in transformers (problem_type), which export.py format=hub writes into its
+    # files. None if transformers needs none.
     problem_type: ClassVar[str | None] = None
-    # Images per sample that a step computes, for example two augmented views.
+    # Number of images per sample in a training step, for example 2 for two augmented views.
     views: ClassVar[int] = 1
-    # A dataclass: the keys of train.task_kwargs, each with a default.
+    # Dataclass of the task's options: the keys of train.task_kwargs, each with a default.
     Options: ClassVar[type[Any]] = NoOptions
 
     def __init__(self, config: C, names: Sequence[str]) -> None:
-        """`names`: what the outputs mean, from the dataset: classes, or columns of numbers."""
+        """`names`: the meaning of each model output, from the dataset. They are class names, or
+        names of columns with numbers.
+        """
         self.config, self.names = config, list(names)
         self.options: Any = self.Options(**config.train.task_kwargs)
         self.loss = self.find_loss(config.train.loss)
 
     @staticmethod
     def find(name: str) -> type[Task[Any]]:
-        """Return the class of a value of `train.task`. Raises ValueError for another class."""
+        """Import the task class that a value of `train.task` names. Raises ValueError if the class
+        does not extend Task.
+        """
         return import_class("train.task", name, Task, current().tasks)
 
     @classmethod
     def find_loss(cls, name: str) -> Loss:
-        """Return the loss of this name, or one for a class of the project."""
+        """Return the loss with this name. A dotted name is imported as a loss class of the
+        project.
+        """
         return cls.losses[name] if name in cls.losses else cls.own_loss(import_name(name))
 
     @classmethod
     def own_loss(cls, loss_class: Any) -> Loss:
-        """Return the loss for a class of the project."""
-        of_samples = next(iter(cls.losses.values())).of_samples
+        """Build a Loss from a loss class of the project. The first loss of the task computes the
+        evaluation loss.
+        """
         return Loss(
             lambda config, **given: loss_class(**given),
-            of_samples,
+            next(iter(cls.losses.values())).of_samples,
             getattr(loss_class, "reads", ()),
         )
 
     @classmethod
     def options_of_loss(cls, name: str) -> tuple[str, ...]:
-        """Return those of OPTIONS that a loss of the task, or your own class, reads."""
+        """Return the entries of OPTIONS that a loss supports. The loss is given by its name or by
+        the dotted name of a class of the project.
+        """
         if name in cls.losses:
             return cls.losses[name].reads
         return tuple(class_attributes(name).get("reads", ()))
 
-    # Data.
+    # Methods for the data of the task.
 
     def train_transform(self, size: tuple[int, int], resize: bool, mean: tuple[float, ...]) -> Any:
-        """Build the augmentation of a training sample: (uint8 image, target) -> (image, target).
-        None: nothing to do.
+        """Build the augmentation of training samples, a function (uint8 image, target) -> (image,
+        target). Return None if samples are not augmented.
 
-        Its random numbers come from the generators of torch, random and numpy, which are seeded for
-        each sample. `size`: height and width in pixels. `resize`: True if images may have another
-        size. `mean`: of images in 0..1, per channel.
+        `size`: height and width in pixels. `resize`: True if images may have another size. `mean`:
+        mean of each image channel, from 0 to 1. The function must draw random numbers from the
+        global generators of torch, random and numpy, which are seeded for each sample.
         """
         raise NotImplementedError
 
     def preprocessing(self, given: Any) -> Any:
-        """Return the preprocessing of evaluation images, which checkpoints and exports keep: as
-        given by the config, the dataset and the model, or changed.
+        """Return the preprocessing of evaluation images, which checkpoints and exports store.
+        `given`: the preprocessing that the config, the dataset and the model define. A task may
+        return a changed copy.
         """
         return given
 
     def evaluation_transform(self, preprocessing: Any) -> Any:
-        """Build the preparation of a sample for evaluation: (uint8 image, target) -> (image,
-        target).
+        """Build the preprocessing of evaluation samples, a function (uint8 image, target) ->
+        (image, target).
         """
         raise NotImplementedError
 
     def batch_augmentation(self, rows: Any, size: tuple[int, int]) -> Any:
-        """Return a step on whole batches in place of `train_transform`, None if there is none.
-        `rows`: the training split, if it is in memory.
+        """Build an augmentation of whole batches, which replaces `train_transform`. Return None if
+        there is none.
+
+        `rows`: the training split, if it is in memory. `size`: height and width in pixels.
         """
         return None
 
-    # Model and step.
+    # Methods for the model and the training step.
 
     @property
     def num_outputs(self) -> int:
-        """Outputs that the model needs."""
+        """Number of outputs that the model must have."""
         return len(self.names)
 
     def check_outputs(self, outputs: Any) -> None:
-        """Raise ValueError for a model's outputs on images [B, C, H, W], if it does not fit the
-        task. Called before `build_criterion`.
+        """Raise ValueError if the outputs of the model for images [B, C, H, W] do not fit the task.
+        Called before `build_criterion`.
         """
         shape = tuple(getattr(outputs, "shape", ()))
         if len(shape) != 2 or shape[1] < self.num_outputs:
@@ -195,8 +225,9 @@ class Task(Targets, Generic[C]):
             )
 
     def build_criterion(self, targets: Tensor | None) -> Criterion:
-        """Build the training loss. `targets`: of all training samples, None if the dataset does not
-        list them.
+        """Build the training loss from the config.
+
+        `targets`: targets of all training samples; None if the dataset does not list them.
         """
         train, weights = self.config.train, self.class_weights(targets)
         given = {**dict.fromkeys(weights, "of train.class_weights"), **train.loss_kwargs}
@@ -204,19 +235,20 @@ class Task(Targets, Generic[C]):
             return self.loss.build(self.config, **weights, **train.loss_kwargs)
 
     def class_weights(self, targets: Tensor | None) -> dict[str, Tensor]:
-        """Return the arguments of the loss that weight it, for a task that applies class_weights.
+        """Compute the keyword arguments that pass train.class_weights to the loss. The base class
+        returns none.
 
-        `targets`: as for `build_criterion`.
+        `targets`: targets of all training samples; None if the dataset does not list them.
         """
         return {}
 
     def step(
         self, model: nn.Module, criterion: Criterion, images: Tensor, targets: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute the mean loss of the samples, and metrics for the log: detached scalars, means
-        over the samples.
+        """Compute the mean loss of a training batch, and metrics for the log as a dictionary from
+        name to a detached scalar tensor. Each metric is a mean over the samples.
 
-        Under DataParallel the model's outputs may be on another device than the targets.
+        Under DataParallel, the outputs of the model may be on another device than the targets.
         """
         outputs = model(images)
         targets = targets.to(outputs.device, non_blocking=True)
@@ -224,40 +256,48 @@ class Task(Targets, Generic[C]):
         return loss, self.train_metrics(outputs.detach()[:, : self.num_outputs], targets)
 
     def train_metrics(self, scores: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        """Compute the metrics of a training batch, by name."""
+        """Compute metrics of a training batch for the log. Return a dictionary from name to a
+        scalar tensor. The base class has none.
+        """
         return {}
 
-    # Evaluation.
+    # Methods for evaluation.
 
     def blank(self, count: int, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """Return scores and targets of `count` samples with images of `size`, all zeros: a rank
-        without a sample, and a plan, need their shapes.
+        """Build scores and targets of zeros for `count` samples whose images have height and width
+        `size`. A rank without samples, and the memory plan, need tensors of the right shape.
         """
         raise NotImplementedError
 
     def predict(self, model: nn.Module, images: Tensor) -> Tensor:
-        """Compute the scores of images: [B, …]. Further outputs of the model are left out."""
+        """Compute the scores [B, …] of images [B, C, H, W]. Outputs of the model beyond
+        `num_outputs` are dropped.
+        """
         scores: Tensor = model(images)
         return scores.float()[:, : self.num_outputs]
 
     @property
     def evaluates_one_by_one(self) -> bool:
-        """True if the images of an evaluation keep their sizes, and cannot form a batch."""
+        """True if evaluation images keep their own sizes, so that they cannot form a batch."""
         return False
 
     def rows(self, scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what `Evaluation.rows` keeps of the scores and targets of a batch: [B, …] each, of
-        the same shape in all batches.
+        """Return the scores and targets of a batch [B, …] in the form in which `Evaluation.rows`
+        stores them. The shape after the first dimension must be equal in all batches.
         """
         return scores, targets
 
     @property
     def checked_metrics(self) -> dict[str, Metric]:
-        """Metrics of evaluate.py, which may be more than those of a run."""
+        """Metrics that evaluate.py computes, by name. They may be more than those of a training
+        run.
+        """
         return dict(self.metrics)
 
     def check_metric(self, name: str) -> None:
-        """Raise ValueError for a metric that has no value for so few outputs."""
+        """Raise ValueError if the metric with this name, a value of checkpoint.metric, requires
+        more outputs than the model has.
+        """
         if self.num_outputs < self.metrics[name].min_outputs:
             others = ", ".join(
                 f"val/{other}"
@@ -265,47 +305,61 @@ class Task(Targets, Generic[C]):
                 if metric.min_outputs <= self.num_outputs
             )
             raise ValueError(
-                f"checkpoint.metric=val/{name}: not defined for {self.num_outputs} outputs; use "
-                f"one of {others}"
+                f"checkpoint.metric=val/{name}: not defined for a model with {self.num_outputs} "
+                f"outputs; use one of {others}"
             )
 
     def details(self, evaluation: Evaluation) -> dict[str, Any]:
-        """Return more entries of result.json."""
+        """Return entries of an evaluation for result.json, besides the metrics."""
         return {"samples": evaluation.samples}
 
     def draw(self, evaluation: Evaluation) -> dict[str, Any]:
-        """Draw pictures of an evaluation for the trackers: uint8 arrays [H, W, 3] by name."""
+        """Draw images of an evaluation for the trackers. Return a dictionary from name to a uint8
+        array [H, W, 3]. The base class draws none.
+        """
         return {}
 
-    # Predictions.
+    # Methods for predictions.
 
     def table(self, evaluation: Evaluation) -> dict[str, list[Any]]:
-        """Return the columns of evaluate.py's predictions, besides the path, from
-        `evaluation.rows`.
+        """Build the columns of the prediction table that evaluate.py writes, from
+        `evaluation.rows`. Return a dictionary from column name to one value per image. Raises
+        ValueError if the task has no table.
         """
         raise ValueError(
-            f"predictions: train.task={self.config.train.task} writes no table; leave it out"
+            f"predictions: train.task={self.config.train.task} has no table of predictions; remove "
+            "this option"
         )
 
     def predictions(self, scores: Tensor, topk: int) -> list[dict[str, Any]]:
-        """Return the prediction of each image from its scores [B, …], as plain values by name."""
+        """Convert the scores of images [B, …] to one prediction per image, a dictionary of plain
+        values. `topk`: number of classes to include, for tasks with classes.
+        """
         return [dict(zip(self.names, row, strict=True)) for row in scores.tolist()]
 
     @property
     def unreadable(self) -> dict[str, Any]:
-        """The prediction of an image that cannot be read, in JSON."""
+        """Prediction, in JSON, for an image that cannot be read."""
         return dict.fromkeys(self.names)
 
     def columns(self, prediction: Mapping[str, Any]) -> dict[str, str]:
-        """Return the columns of a prediction in a CSV file."""
+        """Convert a prediction to the columns of a CSV file. Return a dictionary from column name
+        to text.
+        """
         return {name: str(value) for name, value in prediction.items()}
 
     def text(self, prediction: Mapping[str, Any]) -> str:
-        """Describe a prediction in a line on the console."""
+        """Format a prediction as one line for the console."""
         return ", ".join(f"{name} {value:.4f}" for name, value in prediction.items())
 
     def write(self, scores: Tensor, image: Path, folder: Path, name: str) -> None:
-        """Write the prediction of an image as files in `folder`, from its scores. `name`: of these
-        files without a suffix, with the folders of the image below the folder of all images.
+        """Write the prediction of one image as files into `folder`. Raises ValueError if the task
+        writes no files.
+
+        `scores`: scores of the image. `image`: its path. `name`: name of the files without suffix,
+        which may include subfolders.
         """
-        raise ValueError(f"folder={folder}: train.task={self.config.train.task} writes no files")
+        raise ValueError(
+            f"folder={folder}: train.task={self.config.train.task} writes no files per image; "
+            "remove this option"
+        )

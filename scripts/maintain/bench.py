@@ -1,12 +1,12 @@
-"""Measures train.py against a hand-written loop on this machine: new processes, alternating,
-medians of the rounds' ratios.
+"""Measure the speed of train.py against a hand-written loop on this machine. Each measurement
+starts new processes. The programs alternate, and the result is the median ratio over the rounds.
 
-    python scripts/maintain/bench.py              # everything: make bench
-    python scripts/maintain/bench.py --only tiny  # names that contain this, without the table
+    python scripts/maintain/bench.py              # all measurements: make bench
+    python scripts/maintain/bench.py --only tiny  # measurements whose name contains this, no table
 
-Prints the table, and writes it with every figure to outputs/bench/<time>/bench.json. A missed
-target within the middle half of the rounds counts as "within the spread", because the machine is
-not precise enough to decide.
+The script prints a table, and writes it with all measurements to outputs/bench/<time>/bench.json. A
+missed target counts as "within the spread" if it lies in the middle half of the rounds, because the
+machine is then not precise enough to decide.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-# Python adds the folder of a script, not the root of the project.
+# Python searches the folder of a script for modules, so add the root of the project.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from scripts.maintain.bench_measures import (
@@ -43,15 +43,16 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass
 class Row:
-    """A benchmark target: `figure` (a measurement) of `ours` divided by `other`, their difference,
-    or `ours` alone.
+    """A benchmark target. Its value is a measurement of our program divided by that of another
+    program, or the difference of the two, or our measurement alone.
     """
 
     name: str
     figure: str
     ours: str
     other: str | None
-    target: float | None  # None: only for comparison
+    # The value to reach; None: the row is only for comparison.
+    target: float | None
     less_is_better: bool = False
     difference: bool = False
 
@@ -66,8 +67,8 @@ class Row:
         )
 
     def judge(self, values: list[float]) -> str:
-        """Return `met`, `MISSED`, or `within the spread` if the target is within the middle half of
-        `values`.
+        """Return `met` or `MISSED`, or `within the spread` if the target lies in the middle half of
+        the values.
         """
         if self.target is None:
             return ""
@@ -84,7 +85,7 @@ class Row:
 
 
 def rows() -> list[Row]:
-    """Return every target, in the order of the table."""
+    """Build all benchmark targets, in the order of the table."""
     rate = "images_per_sec"
     table = []
     for name, target in (("tiny", 0.95), ("resnet18", 0.99), ("small ViT", 0.99)):
@@ -201,8 +202,8 @@ def main() -> int:
 def measure_all(
     wanted: dict[str, Measure], parts: dict[str, list[Figures]], number: int, of: int
 ) -> Round:
-    """Run all measurements of round `number` in turn. Return them with this round's results of
-    `parts`.
+    """Run all measurements of one round in turn. Return them, together with the results of this
+    round from programs that measure all rounds at once.
     """
     began = time.perf_counter()
     due = [name for name in wanted if number % 3 == 0 or not name.startswith(SELDOM)]
@@ -215,14 +216,16 @@ def measure_all(
 
 
 def about() -> dict[str, object]:
-    """Describe the machine and its load."""
+    """Describe the machine, its load and the versions of the packages."""
     versions = {name: metadata.version(name) for name in ("torch", "torchvision", "timm")}
     load = f"load {os.getloadavg()[0]:.1f} on {hardware.cores()} cores"
     return {"processor": platform.processor() or platform.machine(), "load": load, **versions}
 
 
 def show(table: list[tuple[Row, list[float]]], done: list[Round]) -> int:
-    """Print the table and write all measurements. Return the exit code: 1 if a target is missed."""
+    """Print the table of targets, and write all measurements to a file. Return the exit code: 1 if
+    a target is missed.
+    """
     width = max(len(row.name) for row, _ in table)
     print(f"{'':{width}s}   median   lowest  highest   target")
     for row, values in table:

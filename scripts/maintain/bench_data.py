@@ -1,10 +1,11 @@
-"""Measure how fast image files become training batches: our loader, timm's, and the limit of one
-core.
+"""Measure the speed at which image files become training batches: with our loader, with timm's, and
+with one core that only decodes and transforms.
 
     python scripts/maintain/bench_data.py make <folder>     # 500x375 JPEG files, like photographs
     python scripts/maintain/bench_data.py measure <folder>  # all with 1 and 2 workers, in turns
 
-Prints images per second of each round as JSON, without the first round, which starts the workers.
+The script prints images per second of each round as JSON. It omits the first round, in which the
+workers start.
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-# Python adds the folder of a script, not the root of the project.
+# Python searches the folder of a script for modules, so add the root of the project.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 SIZE, BATCH = 224, 32
-# Names of each file. A longer epoch reduces the weight of its start and end, where workers are
-# idle.
+# Number of names (hard links) of each file. More names make an epoch longer, so its start and end,
+# when workers are idle, have less weight.
 LINKS = 2
 
 
 def make(folder: Path, count: int = 480) -> None:
-    """Write `count` JPEG files of multi-scale noise, each as large as a photograph (about 60 kB at
-    quality 85).
+    """Write JPEG files of random noise on several scales. Each is as large as a photograph: about
+    60 kB at quality 85.
     """
     import numpy as np
     from PIL import Image
@@ -51,7 +52,7 @@ def make(folder: Path, count: int = 480) -> None:
                 path.with_stem(f"{index}_{link}").hardlink_to(path)
 
 
-# This sampler yields the size of each batch instead of its indices.
+# Function that runs an epoch and yields the number of images of each batch.
 Epoch = Callable[[], Iterator[int]]
 
 
@@ -61,8 +62,8 @@ def ours(folder: Path, workers: int) -> Epoch:
 
 
 def core(folder: Path) -> Epoch:
-    """Measure one core that only decodes and transforms, in this process, without batches and
-    normalization.
+    """Return a function that runs an epoch on one core. It only decodes and transforms images, in
+    this process, without batches and normalization.
     """
     loader = _our_loader(folder, 0)
 
@@ -108,8 +109,8 @@ def timm(folder: Path, workers: int) -> Epoch:
 
 
 def timms_loader(folder: Path, workers: int, batch_size: int, **options: Any) -> Any:
-    """Create timm's loader as its train.py does: its transform, uint8 batches, normalized after the
-    workers.
+    """Create timm's loader as timm's train.py does. Its workers transform images and return uint8
+    batches, which are normalized afterwards.
     """
     import torch
     from timm.data import create_dataset, create_loader
@@ -134,7 +135,7 @@ def measure(folder: Path, rounds: int) -> list[dict[str, float]]:
     from timm_parallel.machine.process import keep_freed_memory
 
     torch.set_num_threads(1)
-    # As in a run on a CPU.
+    # Set the memory allocator as a run on a CPU does, so that both have the same speed.
     keep_freed_memory()
     epochs = {"core": core(folder)}
     for workers in (1, 2):

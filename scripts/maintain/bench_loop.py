@@ -1,9 +1,11 @@
-"""Hand-written training loop of an expert, with which scripts/maintain/bench.py compares train.py.
+"""Training loop that an expert would write by hand. scripts/maintain/bench.py compares train.py
+with this loop.
 
     python scripts/maintain/bench_loop.py --steps 100
     torchrun --nproc-per-node 2 scripts/maintain/bench_loop.py --steps 100
 
-Prints one line of JSON: time of the first step, images per second after the warm-up, peak memory.
+The script prints one line of JSON: time of the first step, images per second after the warm-up, and
+peak memory.
 """
 
 import argparse
@@ -57,14 +59,14 @@ def model_and_optimizer(
     model = timm.create_model(given.model, num_classes=10, **given.kwargs).to(device).train()
     if given.channels_last:
         model = model.to(memory_format=torch.channels_last)
-    # No weight decay on norms and biases.
+    # Norms and biases get no weight decay, as in train.py.
     groups = timm.optim.param_groups_weight_decay(model, 0.05)
     return model, torch.optim.AdamW(groups, lr=1e-3, fused=given.optimizer == "fused" or None)
 
 
 class Gather:
-    """Copies rows of a tensor as a batch to a device, through reused pinned memory, so that no copy
-    waits for pages.
+    """Copies the rows of a batch to a device, through pinned memory that is used again. So no copy
+    waits until the system allocates and pins memory.
     """
 
     def __init__(self, size: int, cuda: bool, depth: int = 3) -> None:
@@ -94,7 +96,7 @@ class Gather:
         buffers = self.slots[slot]
         assert buffers is not None
         pinned_images, pinned_labels, copied = buffers
-        # The last copy from this slot was three batches ago.
+        # Wait until the previous copy from this buffer, three batches ago, has ended.
         copied.synchronize()
         torch.index_select(images, 0, indices, out=pinned_images)
         torch.index_select(labels, 0, indices, out=pinned_labels)

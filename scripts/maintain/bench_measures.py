@@ -1,5 +1,5 @@
-"""Measurements of scripts/maintain/bench.py: train.py and the hand-written loop, data loaders,
-commands.
+"""Measurements that scripts/maintain/bench.py runs: of train.py and the hand-written loop, of data
+loaders, and of commands.
 """
 
 from __future__ import annotations
@@ -19,20 +19,22 @@ from typing import Any
 from timm_parallel.record.result import read_metrics, read_result
 
 ROOT = Path(__file__).resolve().parents[2]
-# Measured in every third round only, so that all rounds take less than ten minutes.
+# Measurements that run only in every third round, so that all rounds take less than ten minutes.
 SELDOM = "default AdamW"
 ON_GPU = ("parallel.accelerator=cuda", "model.channels_last=true", "train.precision=bf16")
 BY_HAND_ON_GPU = ("--accelerator", "cuda", "--channels-last", "--precision", "bf16")
 Figures = dict[str, float]
-Round = dict[str, Figures]  # figures by name of the measurement
+# Dictionary from the name of a measurement to its figures.
+Round = dict[str, Figures]
 Measure = Callable[[], Figures]
-Part = Callable[[], list[Figures]]  # all rounds in one process
+# Function that measures all rounds in one process.
+Part = Callable[[], list[Figures]]
 
 
 @dataclass
 class Training:
-    """A training that all compared programs run: one epoch of random images, on a CPU with one
-    thread per process.
+    """A training that all compared programs run: one epoch of random images. On a CPU, each process
+    has one thread.
     """
 
     model: str
@@ -41,13 +43,15 @@ class Training:
     log_every: int
     batch_size: int = 32
     image_size: int = 32
-    on_gpu: bool = False  # bf16, channels_last
+    # Train on a GPU with bf16 and channels_last.
+    on_gpu: bool = False
     compile: bool = False
-    limit: float = 300  # seconds that a command may take
+    # Number of seconds after which a command is ended.
+    limit: float = 300
 
     def ours(self, world: int, strategy: str | None = None) -> Figures:
-        """Run train.py with all its parts: TensorBoard, metrics, meters, progress bar, checkpoints,
-        replica checks.
+        """Measure train.py with all its features: TensorBoard, metrics, measurement of speed and
+        memory, progress bar, checkpoints, and comparison of the ranks' parameters.
         """
         arguments = [
             *("model=resnet18", f"model.name={self.model}"),
@@ -137,8 +141,8 @@ TRAININGS = {
 
 
 def call(command: list[str], limit: float = 300) -> str:
-    """Run a command for up to `limit` seconds and return its stdout. Raises RuntimeError with its
-    output on failure.
+    """Run a command and return its stdout. Raises RuntimeError with the output if the command
+    fails, and TimeoutExpired if it takes longer than `limit` seconds.
     """
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -152,14 +156,14 @@ def call(command: list[str], limit: float = 300) -> str:
     )  # fmt: skip
     if done.returncode:
         raise RuntimeError(
-            f"{' '.join(command)}: exit code "
-            f"{done.returncode}\n{(done.stdout + done.stderr)[-2000:]}"
+            f"{' '.join(command)}: exited with code {done.returncode}, expected 0; the output ends "
+            f"with\n{(done.stdout + done.stderr)[-2000:]}"
         )
     return done.stdout
 
 
 def parse_output(command: list[str], limit: float = 300) -> Any:
-    """Run a command and parse the last line of JSON that it prints."""
+    """Run a command, and parse the last line of its output that is JSON."""
     return json.loads(
         [line for line in call(command, limit).splitlines() if line.startswith(("{", "["))][-1]
     )
@@ -173,7 +177,7 @@ def timed(command: list[str], exit_code: int = 0) -> Figures:
 
 
 def measures() -> dict[str, Measure]:
-    """Map names to measurement functions that start new processes."""
+    """Return the measurements that start new processes, as a dictionary from name to function."""
     train = [sys.executable, "train.py"]
     functions: dict[str, Measure] = {}
     for name, training in TRAININGS.items():
@@ -189,7 +193,9 @@ def measures() -> dict[str, Measure]:
 
 
 def parts(images: Path, rounds: int) -> dict[str, Part]:
-    """Map names to measurement functions that run all rounds in one process."""
+    """Return the measurements that run all rounds in one process, as a dictionary from name to
+    function.
+    """
     command = [
         sys.executable,
         "scripts/maintain/bench_data.py",
@@ -202,7 +208,9 @@ def parts(images: Path, rounds: int) -> dict[str, Part]:
 
 
 def derive(done: Round) -> None:
-    """Add the measurements that are computed from others to a round."""
+    """Add to the figures of a round those that are computed from other measurements, such as the
+    speed-up of ddp.
+    """
     for suffix in ("", " by hand"):
         one, two = (done[f"resnet18 x{world}{suffix}"]["images_per_sec"] for world in (1, 2))
         done[f"ddp{suffix}"] = {"speed-up": two / one}

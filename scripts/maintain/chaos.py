@@ -1,10 +1,10 @@
-"""Trains under ddp while it kills, stops and signals processes, fills the disk and damages files,
-and resumes each time.
+"""Train under ddp with random faults, and resume after each fault. The faults kill, stop and signal
+processes, fill the disk and damage files.
 
     python scripts/maintain/chaos.py --minutes 5 --seed 0
 
-At the end, weights, curves and counts of samples must equal those of an undisturbed run.
-outputs/chaos/<time>/faults.json lists the faults. Exit code 0: no complaint.
+At the end, the weights, curves and numbers of samples must equal those of a run without faults.
+outputs/chaos/<time>/faults.json lists the faults. Exit code 0 if the project handled all faults.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 
 import psutil
 
-# Python adds the folder of a script, not the root of the project.
+# Python searches the folder of a script for modules, so add the root of the project.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from scripts.maintain.chaos_faults import KINDS, Life
@@ -48,27 +48,33 @@ SETTINGS = (
     "+model.kwargs.drop_rate=0.1",
     "print_config=false",
 )
-PROMPT = 15.0  # seconds from a fault to the end of every process
-SILENCE = 4 + 15.0  # the same, if the watchdog must notice the fault first
-GRACE = 90.0  # seconds after which anything counts as a hang
+# Seconds within which all processes must end after a fault.
+PROMPT = 15.0
+# Seconds within which all processes must end if the watchdog must notice the fault first.
+SILENCE = 4 + 15.0
+# Seconds after which a process that still runs counts as hanging.
+GRACE = 90.0
 
 
 @dataclass
 class Fault:
     kind: str
-    seconds: float  # from the fault to the end
+    # Time from the fault until all processes ended.
+    seconds: float
     exit_code: int
     complaint: str = ""
 
 
 @dataclass
 class Chaos:
-    """Injects random faults, drawn from a seed, into runs and records them."""
+    """Injects random faults into runs, and records them. A seed determines the faults."""
 
     draw: random.Random
     base: Path
-    deadline: float  # by time.monotonic(); no faults after it
-    at_least: int = 0  # number of faults, even after the deadline
+    # Time by time.monotonic() after which no fault is injected.
+    deadline: float
+    # Number of faults to inject even after the deadline.
+    at_least: int = 0
     faults: list[Fault] = field(default_factory=list)
 
     @property
@@ -76,8 +82,8 @@ class Chaos:
         return time.monotonic() < self.deadline or len(self.faults) < self.at_least
 
     def start(self, folder: Path, epochs: int, room: int | None = None) -> Life:
-        """Start or resume the run. `room`: largest size of a file in bytes, to simulate a full
-        disk.
+        """Start a run, or resume it if it has a checkpoint. `room`: largest size of a file in
+        bytes, which simulates a full disk; None: no limit.
         """
         overrides = [f"resume={folder}"]
         if not any((folder / "checkpoints").glob("*.pt")):
@@ -104,7 +110,9 @@ class Chaos:
         return Life(process, folder)
 
     def live(self, life: Life) -> bool:
-        """Let the run train for a random time. Return True if it is still running."""
+        """Let a run train for a random time before the next fault. Return True if the run has not
+        ended by itself.
+        """
         log = life.folder / "metrics.jsonl"
         size = log.stat().st_size if log.exists() else 0
         until = time.monotonic() + GRACE
@@ -116,7 +124,9 @@ class Chaos:
         return False
 
     def strike(self, life: Life) -> None:
-        """Inject a random fault, and wait until all processes of the run have ended."""
+        """Inject a random fault into a run, and wait until all of its processes have ended. Record
+        a complaint if this takes too long or the exit code is wrong.
+        """
         kind = self.draw.choice(list(KINDS))
         before = life.family()
         began = time.monotonic()
@@ -149,8 +159,8 @@ class Chaos:
         )
 
     def damage(self, folder: Path) -> None:
-        """Sometimes damage the newest checkpoint, so that the next attempt must resume from an
-        older one.
+        """Damage the newest checkpoint in some rounds, so that the next resume must use an older
+        one.
         """
         checkpoints = sorted(
             (folder / "checkpoints").glob("step_*.pt"), key=lambda path: path.stat().st_mtime
@@ -161,7 +171,8 @@ class Chaos:
         how = self.draw.choice(["cut off", "overwritten", "removed"])
         data = bytearray(newest.read_bytes())
         if how == "cut off":
-            # last.pt is a hard link to step_N.pt, so truncating it truncates both.
+            # Truncating last.pt also truncates the newest step_N.pt, because last.pt is a hard link
+            # to it.
             newest.write_bytes(data[: self.draw.randrange(len(data))])
         elif how == "overwritten":
             where = self.draw.randrange(len(data) - 64)
@@ -172,7 +183,9 @@ class Chaos:
         self.note(Fault(f"last.pt {how}", 0.0, 0))
 
     def full_disk(self, folder: Path, epochs: int) -> None:
-        """Sometimes resume on a full disk. The run must end and keep the earlier checkpoints."""
+        """Resume a run on a full disk in some rounds. The run must end without a hang, and keep its
+        checkpoints.
+        """
         if self.draw.random() > 0.15 or not any((folder / "checkpoints").glob("*.pt")):
             return
         began = time.monotonic()
@@ -186,8 +199,8 @@ class Chaos:
         self.note(Fault("disk full", round(time.monotonic() - began, 2), code, complaint))
 
     def round(self, whole: Path, epochs: int) -> str:
-        """Inject faults into a run until it is done. Return its difference from the undisturbed
-        run; empty if equal.
+        """Inject faults into a run, and resume it, until it is done. Return a text that describes
+        how it differs from the run without faults, or an empty text if both are equal.
         """
         folder = self.base / f"disturbed_{sum(1 for _ in self.base.glob('disturbed_*'))}"
         while True:
@@ -206,8 +219,8 @@ class Chaos:
 
 
 def difference(whole: Path, folder: Path) -> str:
-    """Describe how the final state of a disturbed run differs from an undisturbed run; empty if
-    equal.
+    """Compare the final state of a run with faults to that of a run without faults. Return a text
+    that describes the first difference, or an empty text if both are equal.
     """
     import torch
 
@@ -273,7 +286,9 @@ def main() -> int:
 def summarize(
     chaos: Chaos, arguments: argparse.Namespace, runs: int, differences: list[str]
 ) -> int:
-    """Print a summary and write the record of all faults. Return the exit code."""
+    """Print a summary of the faults, and write all of them to faults.json. Return the exit code: 1
+    if there are complaints.
+    """
     print(f"\n{'fault':30s} {'times':>5s} {'median':>8s} {'worst':>8s}")
     for kind in sorted({fault.kind for fault in chaos.faults}):
         seconds = [fault.seconds for fault in chaos.faults if fault.kind == kind]

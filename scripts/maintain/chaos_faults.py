@@ -1,4 +1,6 @@
-"""Faults that scripts/maintain/chaos.py injects into a running training."""
+"""Faults that scripts/maintain/chaos.py injects into a running training, and access to the
+processes of the run.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ import psutil
 
 @dataclass
 class Life:
-    """One attempt of the run, from its start until it ends or a fault hits it."""
+    """The processes of a run from a start or resume until they end, by themselves or because of a
+    fault.
+    """
 
     process: subprocess.Popen[bytes]
     folder: Path
@@ -38,8 +42,8 @@ class Life:
         return ranks
 
     def ranks_in_training(self) -> int:
-        """Return the number of ranks once the run trains. Without ranks, faults would hit no
-        process.
+        """Wait until the run trains, and return its number of ranks. The number shows that faults
+        will hit ranks.
         """
         while self.process.poll() is None and not (self.folder / "metrics.jsonl").exists():
             time.sleep(0.02)
@@ -58,7 +62,8 @@ def _signal(
             os.killpg(life.process.pid, number)
         else:
             life.process.send_signal(number)
-        # 0: the run was about to end; -number: it did not handle signals yet, or no longer.
+        # Exit codes that are right: 128 + signal; 0 if the run was about to end; -signal if the
+        # process did not handle signals yet, or no longer.
         return (128 + number, 0, -number)
 
     return send
@@ -67,7 +72,7 @@ def _signal(
 def _kill_one(which: str, number: int) -> Callable[[random.Random, Life], tuple[int, ...]]:
     def kill(draw: random.Random, life: Life) -> tuple[int, ...]:
         processes = [life.process] if which == "launcher" else getattr(life, which)()
-        # Without processes, the run is about to end.
+        # The list is empty if the run is about to end.
         if processes:
             draw.choice(processes).send_signal(number)
         return (-9,) if which == "launcher" else (1, 0)

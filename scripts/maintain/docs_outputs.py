@@ -1,16 +1,16 @@
-"""Refresh the outputs that the pages show: `make docs-outputs`, or `python
-scripts/maintain/docs_outputs.py docs/resume.md`.
+"""Run the commands whose output the pages show, and write their new output into the pages: `make
+docs-outputs`, or `python scripts/maintain/docs_outputs.py docs/resume.md`.
 
-A block of output follows a comment that holds the command. `lines` selects the lines to show, by a
-regular expression:
+In a page, a comment with the command is directly above a block with the output. The regular
+expression `lines` selects the lines of the output to show:
 
     <!-- output of: make -s train
          lines: epoch|metrics -->
 
-Commands run in a copy of the project, in the order of the page, so a command finds the runs of the
-ones before it. There, `<run>` is the newest run, `<sweep>` the newest sweep, `/data/flowers` a
-folder of drawn images with a folder per class, and `/data/new` a folder of a few images without
-labels.
+The commands run in a copy of the project, in the order of the page, so a command finds the runs of
+earlier commands. In a command, `<run>` stands for the newest run and `<sweep>` for the newest
+sweep. `/data/flowers` is a folder of drawn images with a folder for each class, and `/data/new` a
+folder of a few images without labels.
 """
 
 from __future__ import annotations
@@ -31,12 +31,16 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "README.zh-CN.md", *sorted((ROOT / "docs").rglob("*.md"))]
 MARK = r"<!-- output of: (?P<command>.*?)(?:\n +lines: (?P<lines>.*?))? -->"
 OUTPUT = re.compile(rf"(?P<mark>{MARK}\n```\n)(?P<shown>.*?)(?=```)", re.DOTALL)
-FLOWERS = {"daisy": 8, "rose": 6, "tulip": 4}  # class -> petals
-EXPECTED_CODES = (0, 2, 124)  # done, refused, stopped by timeout
+# Dictionary from the class of a drawn flower to its number of petals.
+FLOWERS = {"daisy": 8, "rose": 6, "tulip": 4}
+# Exit codes: done, wrong argument, stopped by the command timeout.
+EXPECTED_CODES = (0, 2, 124)
 
 
 def draw_flowers(root: Path) -> None:
-    """Draw a data set of flower images: 100 images and two unlabeled ones per class."""
+    """Draw a dataset of flower images: for each class, 100 images in its folder, and two more in a
+    folder without labels.
+    """
     draws = random.Random(0)
     for name, petals in FLOWERS.items():
         for number in range(102):
@@ -60,7 +64,7 @@ def draw_flowers(root: Path) -> None:
 
 
 def copy_project(target: Path) -> None:
-    """Copy the files of this working tree that git does not ignore, and link the virtual
+    """Copy the files of the working tree, except those that git ignores, and link the virtual
     environment.
     """
     listing = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
@@ -72,7 +76,9 @@ def copy_project(target: Path) -> None:
 
 
 def captured(command: str, lines: str | None, project: Path, data: Path) -> str:
-    """Run a shell command in `project`. Return the lines of its output that match `lines`."""
+    """Run a shell command in the copy of the project. Return the lines of its output that match a
+    regular expression.
+    """
     for task, name in (("[!s]*", "<run>"), ("sweeps", "<sweep>")):
         folders = project.glob(f"outputs/{task}/*/*/")
         newest = sorted(folders, key=lambda folder: folder.parts[-2:])[-1:]
@@ -85,13 +91,18 @@ def captured(command: str, lines: str | None, project: Path, data: Path) -> str:
         shell, cwd=project, env=environment, text=True, stdout=subprocess.PIPE, check=False
     )
     if done.returncode not in EXPECTED_CODES:
-        raise RuntimeError(f"{command}: exit code {done.returncode}\n{done.stdout}")
+        raise RuntimeError(
+            f"{command}: exited with code {done.returncode}, expected one of {EXPECTED_CODES}\n"
+            f"{done.stdout}"
+        )
     text = done.stdout.replace(f"{data}/", "/data/").replace(f"{project}/", "")
     shown = [
         line.rstrip() for line in text.splitlines() if line.strip() and re.search(lines or "", line)
     ]
     if not shown:
-        raise RuntimeError(f"{command}: no line of its output matches {lines}\n{done.stdout}")
+        raise RuntimeError(
+            f"{command}: no line of the output matches the pattern {lines}\n{done.stdout}"
+        )
     return "".join(f"{line}\n" for line in shown)
 
 
@@ -109,8 +120,8 @@ def main(names: list[str]) -> int:
             text = page.read_text(encoding="utf-8")
             for block in OUTPUT.finditer(text):
                 key = (block["command"], block["lines"])
-                # A command that stands on several pages, as in both languages of the README, runs
-                # once.
+                # Run a command only once, even if several pages show it, such as both languages of
+                # the README.
                 results[key] = results.get(key) or captured(*key, project, data)
                 print(f"{page.name}: {key[0]}", flush=True)
             page.write_text(

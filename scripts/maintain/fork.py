@@ -1,11 +1,11 @@
-"""Makes a clone of this project your own: `make fork NAME=my_project [HOLDER="Ada Example"]
-[DROP_DEMO=1]`.
+"""Turn a clone of this project into your own project: `make fork NAME=my_project [HOLDER="Ada
+Example"] [DROP_DEMO=1]`.
 
-Puts your name into README, license, config, container and CI. Puts the template's commit and a hash
-of its library into .template.json: `make test` tests the library only after a change. Removes the
-files of the template: its benchmarks with their page, its random faults, the tests of its pages,
-and this script. DROP_DEMO=1 also removes the recipes. It does not commit: look at `git diff`, then
-commit.
+The script writes your name into README, license, config, container and CI. It writes .template.json
+with the template's commit and a hash of the library, so that `make test` tests the library only
+after a change. It removes files that only the template needs: benchmarks and their page, tests with
+random faults, tests of the pages, and this script. DROP_DEMO=1 also removes the recipes. The script
+does not commit: look at `git diff`, then commit.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-# Python adds the folder of a script, not the root of the project.
+# Python searches the folder of a script for modules, so add the root of the project.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from scripts.library_hash import library_hash
@@ -34,8 +34,9 @@ RECIPES = (
     ),
     *("imagenet_resnet50_a3", "imagenet_vit_small", "finetune_convnext_tiny", "finetune_swin_tiny"),
 )
-# Files that a fork does not need, and the commands in them. A page names them in lines that can be
-# removed: whole sentences, list items, rows of tables, or lines of code.
+# Files that a fork does not need, and a pattern for the commands in them. Lines of pages that match
+# the pattern are removed, so such a line must be a whole sentence, list item, table row or line of
+# code.
 OF_THE_TEMPLATE = (
     "scripts/maintain",
     "tests/template",
@@ -47,7 +48,7 @@ TARGETS = r"make (bench|gpu-wheels|gpu-check|test-simulated|size|docs|fork)\b"
 COMMANDS = rf"scripts/maintain|tests/template|benchmarks\.md|{TARGETS}"
 DEMO = ("docs/figures/report.png", "docs/figures/tensorboard.png")
 OLD_NAME = "timm-parallel"
-# Files that contain OLD_NAME.
+# Files in which the new name of the project replaces the old one.
 NAMED = (
     "Dockerfile",
     ".devcontainer/devcontainer.json",
@@ -56,7 +57,7 @@ NAMED = (
     "pyproject.toml",
     "CITATION.cff",
 )
-# A run folder of the template in pages.
+# Pattern for a run folder in the pages, which contains the template's task_name.
 RUN_FOLDER = r"(outputs/)train\b"
 
 
@@ -84,8 +85,8 @@ def main(arguments: list[str]) -> int:
 
 
 def fork(root: Path, name: str, holder: str, drop_demo: bool) -> None:
-    """Rename the project in clone `root`. Raises ValueError for a bad name, uncommitted changes, or
-    a second fork.
+    """Rename the project in a clone, and remove the files of the template. Raises ValueError if the
+    name is not valid, changes are not committed, or the clone is already a fork.
     """
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name):
         raise ValueError(
@@ -112,7 +113,8 @@ def fork(root: Path, name: str, holder: str, drop_demo: bool) -> None:
     _edit(root / "LICENSE", r"(Copyright \(c\) \d+) .*", rf"\1 {holder}")
     _edit(root / "conf" / "train.yaml", r"(?m)^task_name: .*$", f"task_name: {name}")
     _drop(root, OF_THE_TEMPLATE, COMMANDS)
-    # Runs are in outputs/<task_name>, and the pages name such folders.
+    # Rename run folders in the pages, because a run is in outputs/<task_name>, and task_name was
+    # changed above.
     for page in _pages(root):
         text = page.read_text(encoding="utf-8")
         page.write_text(re.sub(RUN_FOLDER, rf"\1{name}", text), encoding="utf-8")
@@ -124,16 +126,17 @@ def fork(root: Path, name: str, holder: str, drop_demo: bool) -> None:
             [*recipes, *figures],
             "|".join([*RECIPES, *(re.escape(Path(path).name) for path in figures)]),
         )
-    # make update forks newer commits of the template in the same way.
+    # Record the options, because `make update` must turn newer commits of the template into forks
+    # in the same way.
     record = {"name": name, "holder": holder, "drop_demo": drop_demo, "template_commit": commit}
     record["library_hash"] = library_hash(root)
     (root / ".template.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-    # `git commit -a` would leave a new file out.
+    # Add the new file, because `git commit -a` would not include it.
     _git(root, "add", ".template.json")
 
 
 def _drop(root: Path, paths: Sequence[str], named: str) -> None:
-    """Remove files (`paths`), and the lines of documentation pages that match `named`."""
+    """Remove files with git, and remove the lines of documentation pages that match a pattern."""
     _git(root, "rm", "-rq", *paths)
     for page in _pages(root):
         lines = page.read_text(encoding="utf-8").splitlines(keepends=True)
@@ -158,9 +161,7 @@ def _git(root: Path, *words: str) -> str:
         ["git", "-C", str(root), *words], capture_output=True, text=True, check=False
     )
     if done.returncode != 0 and words[0] != "config":
-        raise ValueError(
-            f"git {' '.join(words)}: {done.stderr.strip().splitlines()[-1:] or 'failed'}"
-        )
+        raise ValueError(f"git {' '.join(words)} failed: {' '.join(done.stderr.split())}")
     return done.stdout.strip()
 
 

@@ -1,10 +1,11 @@
-"""Check what needs a CUDA device, in nine minutes: make gpu-check. FULL=1 adds what takes longer.
+"""Run all checks that need a CUDA device, in nine minutes: `make gpu-check`. FULL=1 adds slower
+checks.
 
     make gpu-wheels && make gpu-check BIN=/usr/bin    # an interpreter with torch, no package index
 
-Each part has its seconds, and a part that fails does not stop the next one. With two or more GPUs,
-further parts compare the strategies and test faults. Writes one file to attach to an issue:
-outputs/gpu-check/<time>/gpu_check.md. Exit code 1 if a figure is wrong.
+Each check has a time limit, and a failed check does not stop the next one. With two or more GPUs,
+more checks compare the strategies and test faults. The script writes one file to attach to an
+issue: outputs/gpu-check/<time>/gpu_check.md. Exit code 1 if a figure is wrong.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-# Python adds the folder of a script, not the root of the project.
+# Python searches the folder of a script for modules, so add the root of the project.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from scripts.maintain import gpu_runs, gpu_speed
@@ -27,9 +28,9 @@ from timm_parallel.machine import hardware
 from timm_parallel.machine.files import claim_folder, write_text
 from timm_parallel.machine.process import terminate_descendants
 
-# For the parts of one GPU, without FULL=1.
+# Total time limit in seconds of the checks that need one GPU, without FULL=1.
 SECONDS = 520.0
-# Time that a simulated device may take, times that of a real one.
+# Factor of the time limits on simulated devices, which are slower than real ones.
 SLOWER = 20
 NOT_SEEN = (
     "skipped: {}, so these were not checked: training on a device, sweeps, waits, speed, memory, "
@@ -51,14 +52,15 @@ NEEDED = (
     *("optuna", "matplotlib", "pytest", "pytest_timeout"),
 )
 RESNET, VIT = gpu_speed.TRAININGS["ResNet-50"], gpu_speed.TRAININGS["ViT-B/16"]
-# The matrix products behind which a copy hides take minutes on simulated devices.
+# Tests that a step does not wait for the device. On simulated devices, test_feed.py would take
+# minutes because of its large matrix products.
 WAITS = (
     ("timm_parallel/tests/test_speed.py",)
     if SIMULATED
     else ("timm_parallel/tests/test_speed.py", "timm_parallel/tests/test_feed.py")
 )
 ON_DEVICE = ("timm_parallel/tests/test_gpu.py", "timm_parallel/tests/test_gpu_faults.py")
-# What tells most comes first.
+# The most informative checks run first, so that an interrupted script has run them.
 PARTS = (
     Part("machine", 15, gpu_runs.topology),
     Part("sweep and search", 65, gpu_runs.jobs),
@@ -110,13 +112,15 @@ PARTS = (
 
 
 def chosen(devices: int, is_full: bool) -> list[Part]:
-    """Return the parts for so many devices."""
+    """Return the checks to run on a number of devices. Without `is_full`, those that need FULL=1
+    are left out.
+    """
     return [part for part in PARTS if part.devices <= devices and (is_full or not part.needs_full)]
 
 
 def check(parts: Sequence[Part]) -> dict[str, list[Row]]:
-    """Run the parts in turn, and return the rows of each. A part that raises or takes too long gets
-    a row too.
+    """Run checks one after the other. Return a dictionary from the name of a check to its rows. A
+    check that raises an error or exceeds its time limit gets a row that says so.
     """
     done: dict[str, list[Row]] = {}
     for part in parts:
@@ -127,12 +131,13 @@ def check(parts: Sequence[Part]) -> dict[str, list[Row]]:
         seconds = part.seconds * (SLOWER if SIMULATED else 1)
         began = time.monotonic()
         try:
-            # A command that was ended may have started others, which would disturb the next part.
+            # End processes that the check has left behind, because they would disturb the next
+            # check.
             with terminate_descendants():
                 rows = part.run(seconds)
         except subprocess.TimeoutExpired:
             rows = [Row(part.name, f"not run within {seconds:.0f} s", True)]
-        # The next parts run after any error.
+        # Catch all errors, so that the remaining checks still run.
         except Exception as error:
             reason = " ".join(str(error).split())[-300:]
             rows = [Row(part.name, f"broke: {type(error).__name__}: {reason}", True)]
@@ -142,13 +147,13 @@ def check(parts: Sequence[Part]) -> dict[str, list[Row]]:
 
 
 def lines(rows: list[Row]) -> str:
-    """Format rows for the console."""
+    """Format the rows of the report for the console."""
     return "".join(f"{row.what}: {row.figure}{'   WRONG' if row.wrong else ''}\n" for row in rows)
 
 
 def report(done: dict[str, list[Row]], device: str, seconds: float) -> str:
-    """Format the rows as one Markdown file: a verdict, a table per part, and the rows for
-    docs/dev/benchmarks.md.
+    """Build the report as Markdown: a verdict, a table for each check, and the rows that can be
+    pasted into docs/dev/benchmarks.md.
     """
     wrong = [
         f"{name}: {row.what}: {row.figure}"
@@ -201,7 +206,9 @@ def _commit() -> str:
 
 
 def main() -> int:
-    """Check the visible devices, and write the report."""
+    """Check the visible CUDA devices, and write the report. Return the exit code: 0 if all figures
+    are right, 1 if one is wrong, 2 if a package is missing.
+    """
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     devices = hardware.visible_cuda_devices()
     if not devices:

@@ -1,6 +1,8 @@
-"""Measures device activity between the steps of the training loop: JSON, milliseconds per step.
+"""Profile the training loop on a device: `python scripts/maintain/gpu_profile.py --accelerator
+cuda`.
 
-python scripts/maintain/gpu_profile.py --accelerator cuda
+The script prints JSON with milliseconds per step: duration, kernels, gaps without a kernel, and
+copies.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-# Python adds the folder of a script, not the root of the project.
+# Python searches the folder of a script for modules, so add the root of the project.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
@@ -31,7 +33,9 @@ WARM_UP, STEPS = 5, 20
 
 
 def busy_and_idle(intervals: Iterable[tuple[float, float]]) -> tuple[float, float, float]:
-    """Return (time covered by intervals, time in gaps between them, longest gap)."""
+    """Return a tuple for a list of time intervals: the total time that they cover, the total time
+    of the gaps between them, and the longest gap.
+    """
     busy = idle = longest = 0.0
     end: float | None = None
     for start, stop in sorted(intervals):
@@ -43,14 +47,16 @@ def busy_and_idle(intervals: Iterable[tuple[float, float]]) -> tuple[float, floa
 
 
 def prepare(*overrides: str) -> tuple[ResolvedConfig, RunParts]:
-    """Return the config and the parts of a run on random images, from config overrides."""
+    """Build a training run on random images from config overrides. Return its config and its
+    objects.
+    """
     config = app.resolve(app.compose("parallel=single", "data=synthetic", *overrides))
     return config, build_run(config, build_strategy(config.parallel, Ranks(), None))
 
 
 def measure(accelerator: str, *overrides: str) -> dict[str, float]:
-    """Profile the training loop. Return ms per step of device activity; on a CPU, operators stand
-    for kernels.
+    """Profile the training loop. Return milliseconds per step that the device spends in kernels, in
+    gaps and in copies. On a CPU, operators are measured in place of kernels.
     """
     steps = WARM_UP + STEPS
     batch = 64 if accelerator == "cuda" else 8
@@ -74,7 +80,8 @@ def measure(accelerator: str, *overrides: str) -> dict[str, float]:
             pass
     seconds = time.perf_counter() - began
     on = [e for e in profile.events() if (e.device_type == DeviceType.CUDA) == cuda]
-    # The optimizer's annotation spans all of its kernels with their gaps.
+    # Leave out annotations, because that of the optimizer spans all its kernels and the gaps
+    # between them.
     events = [e for e in on if not e.is_user_annotation]
     kernels = [e for e in events if not cuda or not e.name.startswith("Mem")]
     busy, idle, longest = busy_and_idle((e.time_range.start, e.time_range.end) for e in kernels)

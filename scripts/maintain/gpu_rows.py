@@ -1,5 +1,5 @@
-"""Building blocks of `make gpu-check`: a row of its report, a part with its time limit, and
-commands that end in time.
+"""Classes and functions for the checks of `make gpu-check`: rows of the report, checks with a time
+limit, and commands that are ended at the limit.
 """
 
 from __future__ import annotations
@@ -18,38 +18,44 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-# Simulated devices (make test-simulated) show no speed, no real memory and no compiled kernels.
+# True if the CUDA devices are simulated (make test-simulated). They cannot show speed, real memory
+# or compiled kernels.
 SIMULATED = "SIMCUDA" in os.environ
 
 
 @dataclass
 class Row:
-    """A line of the report. `wrong`: the figure is not what it must be."""
+    """A row of the report. `wrong` is True if the figure is not what it must be."""
 
     what: str
     figure: str
     wrong: bool = False
 
 
-# Takes the seconds that it may use.
+# Function that runs a check within a number of seconds, and returns rows of the report.
 Check = Callable[[float], list[Row]]
 
 
 @dataclass(frozen=True)
 class Part:
-    """A check that returns rows within `seconds`."""
+    """A check with a name and a time limit in seconds. It returns rows of the report."""
 
     name: str
     seconds: float
     run: Check
-    needs_full: bool = False  # only with FULL=1
+    # True: run only with FULL=1.
+    needs_full: bool = False
+    # Least number of devices that the check needs.
     devices: int = 1
-    simulated: bool = True  # False: simulated devices cannot show it
+    # False: skip the check on simulated devices, which cannot show its result.
+    simulated: bool = True
 
 
 @dataclass(frozen=True)
 class Done:
-    """A command that has ended. `code` is None if it was ended at its time limit."""
+    """A command that has ended. `code` is its exit code, or None if it was ended at its time
+    limit.
+    """
 
     code: int | None
     output: str
@@ -58,7 +64,7 @@ class Done:
 
 @dataclass(frozen=True)
 class Run(Done):
-    """A command of train.py with its run or sweep folder."""
+    """A command of train.py that has ended, with its run folder or sweep folder."""
 
     folder: Path
 
@@ -68,17 +74,19 @@ class Run(Done):
 
     @property
     def statuses(self) -> list[str]:
-        """Status of each job of a sweep."""
+        """Status of each job of the sweep, such as done or failed."""
         return [job["status"] for job in self.read("jobs.json").get("jobs", [])]
 
     def read(self, name: str) -> dict[str, Any]:
-        """Read a JSON file of the folder; an empty dictionary if it is missing."""
+        """Read a JSON file of the run or sweep folder. Return an empty dictionary if the file is
+        missing.
+        """
         path = self.folder / name
         return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
 class Clock:
-    """Remaining seconds of a part."""
+    """Seconds that are left of the time limit of a check."""
 
     def __init__(self, seconds: float) -> None:
         self._until = time.monotonic() + seconds
@@ -91,7 +99,9 @@ class Clock:
 def python(
     arguments: list[str], seconds: float, environment: Mapping[str, str] | None = None
 ) -> Done:
-    """Run a Python command for at most `seconds`. Prints the end of its output if it fails."""
+    """Run a Python command with a time limit in seconds. Print the end of its output if it
+    fails.
+    """
     variables = {
         **os.environ,
         "PYTHONUNBUFFERED": "1",
@@ -122,7 +132,7 @@ def python(
 
 @contextmanager
 def scratch() -> Iterator[Path]:
-    """Make a temporary folder for the runs of a part."""
+    """Create a temporary folder for the runs of a check, and delete it at the end."""
     with tempfile.TemporaryDirectory(prefix="gpu_check_") as folder:
         yield Path(folder)
 
@@ -134,8 +144,8 @@ def train(
     environment: Mapping[str, str] | None = None,
     sweep: bool = False,
 ) -> Run:
-    """Run train.py with a tiny model on CUDA in `folder`, which may be a sweep folder. Later
-    overrides win.
+    """Run train.py with a tiny model on CUDA in a run folder or sweep folder. The given overrides
+    replace the default ones.
     """
     words = [
         "model=tiny",
@@ -153,12 +163,12 @@ def train(
 
 
 def tests(*names: str) -> Check:
-    """Return a part that runs the tests marked `gpu` of these files or test names, with a row per
-    test.
+    """Return a check that runs pytest tests with the mark `gpu`, with a row for each test. The
+    arguments are test files or names of tests.
     """
 
     def run(seconds: float) -> list[Row]:
-        # Other installed plugins are not loaded.
+        # Load only the plugin pytest_timeout, because other installed plugins may not work here.
         plain = ["-p", "no:cacheprovider", "-p", "pytest_timeout"]
         done = python(["-m", "pytest", "-m", "gpu", "-vv", "--tb=short", *plain, *names], seconds)
         rows = [Row(test, verdict, verdict != "passed") for test, verdict in outcomes(done.output)]
@@ -171,19 +181,23 @@ def tests(*names: str) -> Check:
 
 
 def outcomes(output: str) -> list[tuple[str, str]]:
-    """Parse the output of `pytest -v`: (test, passed, failed or error) per line."""
+    """Parse the output of `pytest -v`. Return pairs (test, outcome) with the outcome passed, failed
+    or error.
+    """
     lines = (re.match(r"(\S+::.+?) (PASSED|FAILED|ERROR)\b", line) for line in output.splitlines())
     return [(line[1].rpartition("/")[2], line[2].lower()) for line in lines if line is not None]
 
 
 def same(what: str, value: Any, expected: Any) -> Row:
-    """Compare a figure with the value that it must have."""
+    """Build a row of the report that is wrong unless a value equals the expected one."""
     figure = str(value) if value == expected else f"{value}, expected {expected}"
     return Row(what, figure, value != expected)
 
 
 def near(what: str, value: float | None, expected: float | None, tolerance: float) -> Row:
-    """Compare a figure with an expected one, within an absolute tolerance."""
+    """Build a row of the report that is wrong unless a value is close to the expected one. The
+    tolerance is absolute.
+    """
     if value is None or expected is None:
         return Row(what, f"{value}, expected {expected}", True)
     difference = abs(value - expected)

@@ -1,5 +1,5 @@
-"""Parts of `make gpu-check` that start runs: sweeps, checkpoints on other devices, faults, several
-GPUs.
+"""Checks of `make gpu-check` that start runs: sweeps, checkpoints on other devices, faults, and
+several GPUs.
 """
 
 from __future__ import annotations
@@ -36,16 +36,17 @@ SHORT = (
     "optim.warmup_epochs=0",
 )
 FAULTY = ROOT / "timm_parallel" / "tests" / "promises" / "faulty"
-# A batch that no GPU can hold.
+# Batch size that exceeds the memory of any GPU.
 HUGE = 8192
 WITHOUT_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 if SIMULATED:
-    # The simulated driver ignores CUDA_VISIBLE_DEVICES.
+    # Simulated GPUs stay visible, because their driver ignores CUDA_VISIBLE_DEVICES. So turn the
+    # simulation off.
     WITHOUT_GPU |= {"LD_PRELOAD": "", "LD_LIBRARY_PATH": "", "SIMCUDA": ""}
 
 
 def topology(seconds: float) -> list[Row]:
-    """List versions and devices."""
+    """Return rows with the versions of the packages and the devices of this machine."""
     import sys
 
     import timm
@@ -68,8 +69,8 @@ def topology(seconds: float) -> list[Row]:
 
 
 def jobs(seconds: float) -> list[Row]:
-    """Run a sweep of two jobs with one rank, and a search of two trials: a server forks both kinds
-    of job.
+    """Check a sweep of two single-device jobs and a search of two trials on CUDA. All jobs are
+    forked from a warm server process.
     """
     clock = Clock(seconds)
     with scratch() as base:
@@ -98,8 +99,8 @@ def jobs(seconds: float) -> list[Row]:
 
 
 def other_devices(seconds: float) -> list[Row]:
-    """Train on CUDA; then read, evaluate, predict with, export and resume the run without a GPU or
-    on it.
+    """Check that a run on CUDA can be loaded, evaluated, used for prediction, exported, and
+    resumed. Loading and one resume happen without a GPU.
     """
     clock, rows = Clock(seconds), []
     with scratch() as base:
@@ -122,7 +123,7 @@ def other_devices(seconds: float) -> list[Row]:
         )
         evaluated = python(["evaluate.py", f"run={folder}"], clock.left)
         lines = [json.loads(line) for line in evaluated.output.splitlines() if line.startswith("{")]
-        # evaluate.py prints the metrics of the best weights.
+        # Compare with acc_best, because evaluate.py evaluates the best weights.
         accuracies = [line.get("acc", line.get("val/acc")) for line in lines[:1]]
         rows.append(same("evaluate.py: val/acc", accuracies, [run.result["val"]["acc_best"]]))
         rows += _predict(base, folder, clock)
@@ -168,7 +169,9 @@ def _predict(base: Path, folder: Path, clock: Clock) -> list[Row]:
 
 
 def out_of_memory(seconds: float) -> list[Row]:
-    """Run a sweep whose first job cannot fit into the memory of the device."""
+    """Check a sweep whose first job exceeds the memory of the device. The next job must still
+    train.
+    """
     with scratch() as base:
         sweep = train(
             base / "sweep",
@@ -199,8 +202,8 @@ def out_of_memory(seconds: float) -> list[Row]:
 
 
 def fault(kind: str, expected: str, *overrides: str, rank: int = 0, limit: float = 15) -> Check:
-    """Return a part that causes a fault in the forward pass of step 4, and counts the seconds until
-    all ranks have ended.
+    """Return a check that injects a fault into the forward pass of step 4. The check measures the
+    seconds until all ranks have ended.
     """
 
     def run(seconds: float) -> list[Row]:
@@ -235,9 +238,7 @@ def fault(kind: str, expected: str, *overrides: str, rank: int = 0, limit: float
 
 
 def processes_on_devices() -> int:
-    """Count the Python processes that NVML still finds on the devices, other than this one's
-    ancestors.
-    """
+    """Return the number of rank processes that NVML still lists on the devices."""
     import pynvml
 
     pynvml.nvmlInit()
@@ -254,7 +255,8 @@ def processes_on_devices() -> int:
         return 0
     finally:
         pynvml.nvmlShutdown()
-    # In a container NVML reports the host's process ids.
+    # Count only processes that this machine knows as ranks, because in a container, NVML lists
+    # process ids of the host.
     return sum(_is_ours(pid) for pid in found)
 
 
@@ -266,17 +268,17 @@ def _is_ours(pid: int) -> bool:
 
 
 def fsdp_on_one(seconds: float) -> list[Row]:
-    """Train under fsdp over NCCL on one device, and compare its losses with single's."""
+    """Check that fsdp over NCCL on one device has the same losses as single."""
     return equal_to_single(("fsdp on 1", ("parallel=fsdp", "parallel.devices=1")))(seconds)
 
 
-# 49 validation images, which no number of ranks divides evenly.
+# With 49 validation images, no number of ranks evaluates the same number of images each.
 UNEVEN = ("data=synthetic", "data.kwargs.num_samples=392")
 
 
 def equal_to_single(*ways: tuple[str, tuple[str, ...]], tolerance: float = 2e-3) -> Check:
-    """Return a part that compares the losses and the evaluation of strategies with
-    those of single.
+    """Return a check that strategies have the same losses and evaluation results as single. The
+    tolerance is absolute.
     """
 
     def run(seconds: float) -> list[Row]:
@@ -329,7 +331,9 @@ def _losses(run: Run) -> list[float]:
 
 
 def deterministic(seconds: float) -> list[Row]:
-    """Train each of five models twice with train.deterministic=true: equal weights."""
+    """Check that each of five models ends with equal weights if it is trained twice with
+    train.deterministic=true.
+    """
     clock, rows = Clock(seconds), []
     names = (
         "resnet50",
@@ -353,7 +357,7 @@ def deterministic(seconds: float) -> list[Row]:
 
 
 def compiled(seconds: float) -> list[Row]:
-    """Train with model.compile=true, stop, and resume."""
+    """Check that a run with model.compile=true trains, stops, and resumes."""
     clock = Clock(seconds)
     with scratch() as base:
         folder = base / "run"
@@ -379,11 +383,13 @@ def compiled(seconds: float) -> list[Row]:
     return rows
 
 
-# For two or more GPUs.
+# The checks below need two or more GPUs.
 
 
 def all_strategies(seconds: float) -> list[Row]:
-    """Compare dp, ddp and fsdp on two devices, and HSDP on four if there are four, with single."""
+    """Check that dp, ddp and fsdp on two devices have the same losses as single. With four devices,
+    check HSDP too.
+    """
     two = ("parallel.devices=2",)
     ways: list[tuple[str, tuple[str, ...]]]
     ways = [(f"{name} on 2", (f"parallel={name}", *two)) for name in ("dp", "ddp", "fsdp")]
@@ -402,7 +408,9 @@ def all_strategies(seconds: float) -> list[Row]:
 
 
 def class_weights_under_dp(seconds: float) -> list[Row]:
-    """Train under dp with a loss that has weights, on the outputs' device and in the replicas."""
+    """Check that dp trains with class weights, with the loss on the output device and with the loss
+    in the replicas.
+    """
     clock, rows = Clock(seconds), []
     weighted = ("parallel=dp", "parallel.devices=2", "train.class_weights=auto", *SHORT)
     with scratch() as base:
@@ -413,7 +421,7 @@ def class_weights_under_dp(seconds: float) -> list[Row]:
 
 
 def side_by_side(seconds: float) -> list[Row]:
-    """Run two jobs of a sweep at a time, each on a device of its own."""
+    """Check that a sweep runs two jobs at the same time, each on another device."""
     with scratch() as base:
         sweep = train(
             base / "sweep",
@@ -434,7 +442,9 @@ def side_by_side(seconds: float) -> list[Row]:
 
 
 def compare_strategies(seconds: float) -> list[Row]:
-    """Run make compare, and give the headline of its report."""
+    """Run `make compare`, and return rows with the headline result of its report and the share of
+    jobs that are done.
+    """
     with scratch() as base:
         more = ("sweep.repeats=3",) if not SIMULATED else ("sweep.repeats=2", "train.max_steps=12")
         folder = base / "compare"
@@ -442,7 +452,7 @@ def compare_strategies(seconds: float) -> list[Row]:
         done = python(words, seconds)
         run = Run(done.code, done.output, done.seconds, folder)
         lead = run.read("report.json").get("lead")
-        # parallel=single with two devices is skipped.
+        # Ignore skipped jobs, because single cannot use two devices.
         tried = [status for status in run.statuses if status != "skipped"]
         done_jobs = statistics.fmean(status == "done" for status in tried) if tried else 0.0
         return [

@@ -1,5 +1,5 @@
-"""Parts of `make gpu-check` that measure: a hand-written loop, feeding batches, strategies, a
-profile.
+"""Checks of `make gpu-check` that measure speed: against a hand-written loop, of data loading, of
+strategies, and between steps.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from scripts.maintain.bench_measures import Figures, Training
 from scripts.maintain.gpu_rows import SIMULATED, Check, Clock, Row, python, scratch, train
 from timm_parallel.machine import hardware
 
-# Dense, from NVIDIA's data sheets.
+# Peak bf16 FLOPs per second of GPUs without sparsity, from NVIDIA's data sheets.
 PEAK_BF16 = {
     "H200": 989e12,
     "H100": 989e12,
@@ -21,7 +21,7 @@ PEAK_BF16 = {
     "L40S": 362e12,
     "4090": 165e12,
 }
-# Few steps, because both programs draw every image of the epoch before they start.
+# Use few steps, because both programs create all images of the epoch before they start.
 TRAININGS = {
     "ResNet-50": Training("resnet50", {}, 40, 20, batch_size=256, image_size=224, on_gpu=True),
     "ViT-B/16": Training(
@@ -36,8 +36,8 @@ if SIMULATED:
 
 
 def against_by_hand(name: str, training: Training, rounds: int = 1) -> Check:
-    """Return a part that compares train.py with the hand-written loop,
-    in at most `rounds` rounds.
+    """Return a check that compares the speed of train.py with the hand-written loop. It repeats the
+    comparison until the rounds are done or the time is over.
     """
 
     def run(seconds: float) -> list[Row]:
@@ -57,8 +57,8 @@ def against_by_hand(name: str, training: Training, rounds: int = 1) -> Check:
 def compare(
     name: str, training: Training, pairs: list[tuple[Figures, Figures]], device: str
 ) -> list[Row]:
-    """Return table rows that compare train.py with a hand-written loop. `pairs`: one (ours, by
-    hand) per round.
+    """Build rows that compare speed and peak memory of train.py with those of the hand-written
+    loop. `pairs`: for each round, the figures of train.py and of the loop.
     """
     rate, memory = (
         [ours[key] / other[key] for ours, other in pairs] for key in ("images_per_sec", "peak_mib")
@@ -67,7 +67,7 @@ def compare(
     start = statistics.median(ours["first_step"] for ours, _ in pairs)
     peak = next((peak for part, peak in PEAK_BF16.items() if part in device), None)
     mfu = "of an unknown peak" if peak is None else f"{model_flops(training) * own / peak:.3f}"
-    # Simulated devices say nothing about speed.
+    # Do not judge the ratios on simulated devices, whose speed and memory are not real.
     is_slow, is_large = max(rate) < 0.99 and not SIMULATED, min(memory) > 1.02 and not SIMULATED
     return [
         Row(f"{name}: images/s", f"{own:.0f}"),
@@ -79,14 +79,16 @@ def compare(
 
 
 def shown(values: list[float]) -> str:
-    """Format a median with the smallest and largest value."""
+    """Format the median of values, with the smallest and the largest value in parentheses."""
     if len(values) == 1:
         return f"{values[0]:.3f}"
     return f"{statistics.median(values):.3f} ({min(values):.3f} … {max(values):.3f})"
 
 
 def model_flops(training: Training) -> float:
-    """Return the training FLOPs per image: three times the forward pass, two per multiply-add."""
+    """Count the training FLOPs per image: three times those of the forward pass. A multiply-add
+    counts as two.
+    """
     import timm
     import torch
     from torch.utils.flop_counter import FlopCounterMode
@@ -98,8 +100,8 @@ def model_flops(training: Training) -> float:
 
 
 def feed(seconds: float) -> list[Row]:
-    """Train a small ResNet on images of CIFAR's size with flip and padded crop, where feeding may
-    be the limit.
+    """Measure a small ResNet on images of CIFAR's size with flips and padded crops. Data loading
+    may limit the speed of such a model.
     """
     size, count = (512, 40) if not SIMULATED else (16, 6)
     with scratch() as base:
@@ -143,8 +145,8 @@ def feed(seconds: float) -> list[Row]:
 
 
 def jpeg(seconds: float) -> list[Row]:
-    """Train ResNet-50 on JPEG files with workers=auto: images/s, and how long a step waits for
-    them.
+    """Measure ResNet-50 on JPEG files with data.workers=auto. Return rows with images/s and the
+    share of time that waits for data.
     """
     clock = Clock(seconds)
     model, pixels, size, links = (
@@ -152,8 +154,8 @@ def jpeg(seconds: float) -> list[Row]:
     )
     with scratch() as base:
         make(base / "images", 64)
-        # Further names of the same files, which stay in memory: this measures decoding, not the
-        # disk.
+        # Add hard links to the same files, which stay in the page cache, so this measures decoding
+        # and not the disk.
         for path in sorted((base / "images" / "train").rglob("*.jpg")):
             for link in range(links):
                 path.with_stem(f"{path.stem}_{link}_more").hardlink_to(path)
@@ -190,8 +192,8 @@ def jpeg(seconds: float) -> list[Row]:
 
 
 def strategies(seconds: float) -> list[Row]:
-    """Compare single, dp and ddp with ResNet-50 on one device, and on all devices if there are
-    several.
+    """Measure images/s of ResNet-50 with single, dp, ddp and fsdp, on one device and on all
+    devices.
     """
     clock, rows = Clock(seconds), []
     count = len(hardware.visible_cuda_devices())
@@ -212,7 +214,9 @@ def strategies(seconds: float) -> list[Row]:
 
 
 def profile(seconds: float) -> list[Row]:
-    """Measure what the device does between steps."""
+    """Run gpu_profile.py, which measures what the device does between training steps. Return a row
+    for each figure.
+    """
     done = python(["scripts/maintain/gpu_profile.py", "--accelerator", "cuda"], seconds)
     if done.code != 0:
         return [

@@ -1,5 +1,5 @@
-"""Train each named model twice for two steps with train.deterministic=true, and print a line of
-JSON per model.
+"""Train each named model twice for two steps with train.deterministic=true. Print for each model,
+as a line of JSON, if its weights are equal.
 
 python scripts/maintain/gpu_steps.py resnet50 convnext_tiny
 """
@@ -11,9 +11,9 @@ import os
 import sys
 from pathlib import Path
 
-# cuBLAS reads it when CUDA starts.
+# Set this variable before CUDA starts, because cuBLAS needs it for deterministic results.
 os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-# Python adds the folder of a script, not the root of the project.
+# Python searches the folder of a script for modules, so add the root of the project.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
@@ -26,7 +26,7 @@ STEPS = 2
 
 
 def trained(name: str) -> list[torch.Tensor]:
-    """Return the weights of a model after STEPS steps on random images."""
+    """Train a timm model for two steps on random images, and return its weights."""
     torch.manual_seed(0)
     _, run = prepare(
         *(
@@ -50,7 +50,9 @@ def trained(name: str) -> list[torch.Tensor]:
 
 
 def verdict(name: str) -> str:
-    """Return `equal`, `different` or the error of an operation that has no deterministic kernel."""
+    """Train a model twice, and return `equal` or `different` for its weights. Return the error
+    message if an operation has no deterministic kernel.
+    """
     try:
         first, second = trained(name), trained(name)
     except RuntimeError as error:

@@ -1,10 +1,11 @@
-"""Pack the packages that a GPU machine with torch may lack, to copy them there with the checkout.
+"""Pack Python packages that a GPU machine with torch may lack, so that they can be copied there
+with the checkout.
 
     python scripts/maintain/gpu_wheels.py          # make gpu-wheels: into .gpu-wheels/
 
-Copies the packages below with their requirements from this environment, except those that an
-interpreter with torch has. scripts/maintain/gpu_check.py uses them on a machine without a package
-index.
+The script copies packages and their requirements from this environment, except packages that
+usually come with torch. scripts/maintain/gpu_check.py uses the copies on a machine without a
+package index.
 """
 
 from __future__ import annotations
@@ -40,18 +41,18 @@ THERE = (
     "scikit-learn",
     "setuptools",
 )
-# Large, and not imported by a run.
+# Requirements that are left out, because they are large and no run imports them.
 NEVER_IMPORTED = ("grpcio", "tensorboard-data-server", "greenlet", "hf-xet")
-# Among others, files compiled for one version of Python, which are optional in each of these
-# packages.
+# Files that are left out. Compiled files work only with one version of Python, and these packages
+# work without them.
 LEFT_OUT = re.compile(
     r"(^|/)(__pycache__|tests?|testing)/|\.pyc$|\.cpython-\d+-.*\.so$|webfiles\.zip$|^\.\./"
 )
 
 
 def closure(wanted: Iterable[str]) -> list[str]:
-    """Return the names of the `wanted` packages and all their requirements that are
-    installed here.
+    """Return the names of the given packages and of all their requirements, if they are installed
+    here and not part of an environment with torch.
     """
     names: dict[str, None] = {}
     pending = list(wanted)
@@ -75,7 +76,9 @@ def closure(wanted: Iterable[str]) -> list[str]:
 
 
 def pack(folder: Path = FOLDER) -> tuple[list[str], int]:
-    """Copy the packages to `folder`, replacing its contents. Return (package names, bytes)."""
+    """Copy the packages to a folder, and delete its previous contents. Return the names of the
+    packages and their total size in bytes.
+    """
     shutil.rmtree(folder, ignore_errors=True)
     names, size = closure(WANTED), 0
     for name in names:

@@ -1,5 +1,5 @@
-"""Write a sample comparison report with invented measurements of a machine with eight GPUs. Each
-page says so.
+"""Write a sample report of a sweep with invented measurements of eight GPUs. The report says that
+they are invented.
 """
 
 from __future__ import annotations
@@ -15,21 +15,19 @@ from timm_parallel.testing.report_sweeps import Sweep
 
 ROOT = Path(__file__).resolve().parents[2]
 DEVICE, CPU = "invented GPU", "invented CPU (a sample: no machine measured these figures)"
-# (strategy, devices) -> images/s
+# Dictionary from (strategy, number of devices) to invented images/s.
 SPEEDS = {
     ("single", 1): 1000.0,
     **{("dp", devices): speed for devices, speed in ((2, 1500.0), (4, 1900.0), (8, 1800.0))},
     **{("ddp", devices): speed for devices, speed in ((2, 1930.0), (4, 3700.0), (8, 6900.0))},
 }
-# Relative speed of the five blocks, and of the runs in one block
+# Invented speeds of the five repeats, and of the runs within a repeat, relative to 1.
 BLOCKS = (1.0, 0.99, 1.01, 0.985, 1.005)
 NOISE = (0.0, 0.008, -0.006, 0.004, -0.01, 0.006, -0.003)
 
 
 def write_sample(folder: Path) -> Path:
-    """Write the files of an invented sweep and its report into `folder`. Return the path of
-    report.html.
-    """
+    """Write an invented sweep and its report into a folder. Return the path of report.html."""
     sweep = Sweep(folder, cores=64, host="example")
     devices = [{"index": index, "name": DEVICE, "memory_bytes": 80 * 2**30} for index in range(8)]
     environment = {"devices": devices, "cpu": {"model": CPU, "cores": 64, "memory_bytes": 2**39}}

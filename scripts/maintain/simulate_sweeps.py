@@ -1,10 +1,10 @@
-"""Simulate sweeps with known truth and count what their report pages say wrongly: python
-scripts/maintain/simulate_sweeps.py
+"""Simulate sweeps whose true results are known, and count the false statements of their reports:
+`python scripts/maintain/simulate_sweeps.py`.
 
-Invented run records go through the functions that write the page. Prints a Markdown table with a
-row per kind of sweep; `[sweeps] [processes] [part of a name]` are optional arguments (1000 sweeps,
-2 processes, all rows). Distances are in standard errors of a setting's mean, counted positive if
-the page says too good a value.
+The script passes invented run records to the functions that write a report. It prints a Markdown
+table with a row for each kind of sweep. Optional arguments are `[sweeps] [processes] [part of a
+row's name]`, by default 1000 sweeps, 2 processes and all rows. Biases are in standard errors of the
+mean of a setting. They are positive if the report states too good a value.
 """
 
 from __future__ import annotations
@@ -35,16 +35,22 @@ LOSS, LOSS_NOISE, DIVERGED_LOSS = 0.3, 0.05, 2.3
 
 @dataclass(frozen=True)
 class Sweep:
-    """Values of a simulated sweep by setting, fold and seed, and what is true of its settings."""
+    """A simulated sweep: the value of each setting, fold and seed, and the true values of the
+    settings.
+    """
 
-    values: Array  # settings × folds × seeds
-    truth: (
-        Array | None
-    )  # expected value of each setting; None: equal for all, and the mean over many sweeps
-    error: float  # standard error of the mean of an ordinary setting
-    status: Mapping[tuple[int, ...], str]  # of the runs without a value, by place in `values`
+    # Results of the runs: settings × folds × seeds.
+    values: Array
+    # Expected value of each setting. None: it is equal for all settings, and estimated by the mean
+    # over many sweeps.
+    truth: Array | None
+    # Standard error of the mean of a setting with ordinary noise.
+    error: float
+    # Dictionary from the index of a run in `values` to its status, for runs without a result.
+    status: Mapping[tuple[int, ...], str]
     metric: str = "val/acc"
-    samples: int | None = None  # evaluated images of a run
+    # Number of images that a run evaluates.
+    samples: int | None = None
 
     @property
     def sign(self) -> int:
@@ -78,24 +84,32 @@ class Sweep:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Statements of the page about one simulated sweep, compared with the truth."""
+    """Statements of the report about one simulated sweep, compared with the truth."""
 
-    named: bool  # a setting as better than the baseline
+    # True if the report names a setting that is better than the baseline.
+    named: bool
+    # True if the named setting is not better in truth.
     falsely_named: bool
-    any_false: bool  # an interval, the named setting, or the settings that may be the best
-    stated: float  # distance of the stated value from the truth of the setting that it is about
-    plain: float  # the same for the plain mean of that setting
-    difference: float  # distance of the stated difference from the truth; NaN if none is named
-    covered: (
-        float  # 1 if the interval of the named difference holds the truth; NaN if none is named
-    )
-    value_covered: float  # 1 if the interval of the stated value holds the truth; NaN without one
-    # The mean of all values where the truth is known only as the mean over many sweeps, else 0.
+    # True if an interval, the named setting, or the list of possibly best settings is false.
+    any_false: bool
+    # Stated value of the headline result minus its true value.
+    stated: float
+    # Plain mean of the setting of the headline result minus its true value.
+    plain: float
+    # Stated difference from the baseline minus the true one; NaN if no setting is named.
+    difference: float
+    # 1 if the interval of the difference contains the true one, else 0; NaN if none is named.
+    covered: float
+    # 1 if the interval of the stated value contains the true one, else 0; NaN without an interval.
+    value_covered: float
+    # Mean of all values if the truth is only known as the mean over many sweeps, else 0.
     level: float
 
 
 def judge(sweep: Sweep) -> Verdict:
-    """Write the headline and contrasts of a simulated sweep, and compare them with the truth."""
+    """Write the headline result and the comparisons of a simulated sweep with the functions of the
+    report, and compare them with the truth.
+    """
     [group] = with_contrasts(setting_groups(sweep.records()))
     lead = recommend(group)
     truth = np.zeros(len(sweep.values)) if sweep.truth is None else sweep.truth
@@ -134,7 +148,7 @@ def judge(sweep: Sweep) -> Verdict:
     return Verdict(named, falsely, false or falsely, *errors, covered, value_covered, level)
 
 
-# Generators: a function from random numbers to a Sweep.
+# Functions that simulate a sweep from a random generator.
 Make = Callable[[np.random.Generator], Sweep]
 
 
@@ -146,13 +160,17 @@ def blocks_of_seeds(
     shared: float = SEED_NOISE,
     noise: Callable[..., Array] | None = None,
 ) -> Sweep:
-    """Accuracy of settings with `advantages` in standard errors, noise times `spread`, and noise
-    that a seed shares.
+    """Simulate the accuracy of settings in several seeds. All settings share the noise of a seed,
+    and each run has its own noise.
+
+    `advantages`: true advantage of each setting, in standard errors. `spread`: factor of each
+    setting's noise.
     """
     count, error = len(advantages), NOISE / math.sqrt(seeds)
     truth = ACCURACY + np.array(advantages) * error
     common = draw.standard_normal(seeds) * shared
-    # Centered, so that the seeds' common luck does not blur the distance from the true value.
+    # Subtract the mean of the shared noise, so that it does not change the distance of a setting
+    # from its true value.
     own = (
         (noise or draw.standard_normal)((count, seeds))
         * NOISE
@@ -175,8 +193,8 @@ def lost_runs(
     status: str = FAILED,
     shared: float = SEED_NOISE,
 ) -> Sweep:
-    """Equal settings: a share of the jobs has no value, or the `worst` seeds of settings 0, 2, 4, 6
-    and 8.
+    """Simulate a sweep of equally good settings in which runs have no result. They are a random
+    share of the runs, or the worst seeds of settings 0, 2, 4, 6 and 8.
     """
     sweep = blocks_of_seeds(draw, [0] * 10, 5, shared=shared)
     lost = {place for place in np.ndindex(sweep.values.shape) if draw.random() < share}
@@ -188,7 +206,9 @@ def lost_runs(
 def few_seeds(
     draw: np.random.Generator, lost: Mapping[int, Sequence[int]], status: str = MISSING
 ) -> Sweep:
-    """Equal settings of which some have fewer seeds. `lost`: seeds without a value by setting."""
+    """Simulate a sweep of equally good settings of which some have fewer seeds. `lost`: dictionary
+    from setting to the seeds without a result.
+    """
     sweep = blocks_of_seeds(draw, [0] * 10, 5)
     gone: dict[tuple[int, ...], str] = {
         (setting, 0, seed): status for setting, seeds in lost.items() for seed in seeds
@@ -205,8 +225,8 @@ def binomial(
     winner: float = 0,
     spread: float = 0,
 ) -> Sweep:
-    """Accuracy near a limit: correct images of a fresh set. `spread`:
-    of the logit between seeds.
+    """Simulate accuracies as binomial counts of correct images, on new images for each run.
+    `spread`: standard deviation of the logit between seeds.
     """
     error = math.sqrt(accuracy * (1 - accuracy) / images / seeds)
     truth = np.full(count, accuracy)
@@ -221,8 +241,8 @@ def binomial(
 def rounded(
     draw: np.random.Generator, count: int, seeds: int, noise: float, images: int = 270
 ) -> Sweep:
-    """Accuracy on a few fixed images, of which a run gets `noise` (standard deviation) more or
-    fewer right.
+    """Simulate accuracy on a few fixed images. `noise`: standard deviation of the number of images
+    that a run gets right.
     """
     truth = np.full(count, 0.95)
     values = (
@@ -234,8 +254,8 @@ def rounded(
 def losses(
     draw: np.random.Generator, winner: float = 0, diverged: Sequence[int] = (), rate: float = 0
 ) -> Sweep:
-    """Losses with relative noise. The last but one setting is better. A seed of each setting in
-    `diverged` diverged.
+    """Simulate losses with relative noise. The last but one setting may be better than the others.
+    A seed may diverge, in the given settings or at random.
     """
     error = LOSS * LOSS_NOISE / math.sqrt(5)
     truth = np.full(10, LOSS)
@@ -251,8 +271,8 @@ def losses(
 
 
 def heavy_tailed(draw: np.random.Generator, rate: float = 0) -> Sweep:
-    """Equal settings with Student's t noise of 3 degrees of freedom, or a share of runs 10 standard
-    deviations off.
+    """Simulate a sweep of equally good settings with Student's t noise of 3 degrees of freedom, or
+    with a share of runs that are 10 standard deviations off.
     """
 
     def noise(shape: tuple[int, ...]) -> Array:
@@ -268,7 +288,9 @@ def heavy_tailed(draw: np.random.Generator, rate: float = 0) -> Sweep:
 def setting_by_fold(
     draw: np.random.Generator, count: int, folds: int, seeds: int, interaction: float
 ) -> Sweep:
-    """Equal settings over folds and seeds; each setting has an effect of each fold of its own."""
+    """Simulate a sweep of equally good settings in several folds and seeds. Each fold changes each
+    setting differently, by a random interaction.
+    """
     common = draw.standard_normal((1, folds, 1))
     common -= common.mean()
     own = interaction * draw.standard_normal((count, folds, 1))
@@ -278,7 +300,9 @@ def setting_by_fold(
 
 
 def correlated(draw: np.random.Generator) -> Sweep:
-    """Equal settings whose noise in a block is like that in the block before (AR 0.5)."""
+    """Simulate a sweep of equally good settings whose noise in a repeat correlates with that in the
+    previous repeat (autoregressive, 0.5).
+    """
 
     def noise(shape: tuple[int, ...]) -> Array:
         values = draw.standard_normal(shape)
@@ -297,11 +321,11 @@ def cross_validated(
     images: int = 300,
     validation: int = 0,
 ) -> Sweep:
-    """Linear discriminants, each on 5 informative columns of its own: equal on new data, whatever
-    these images say.
+    """Simulate cross-validation with linear discriminants. Each setting has 5 informative columns
+    of its own, so all settings are equal on new data.
 
-    A seed draws nine tenths of the training images. `validation`: images of one fixed split instead
-    of folds.
+    Each seed trains on nine tenths of the training images. `validation`: number of images of a
+    fixed validation split, used instead of folds.
     """
     size = images + validation
     labels = np.arange(size) % 2
@@ -321,7 +345,9 @@ def cross_validated(
 
 
 def _accuracy(data: Array, labels: Array, train: Array, test: Array) -> float:
-    """Return the accuracy on `test` of a linear discriminant fitted to `train`."""
+    """Fit a linear discriminant to the training images, and return its accuracy on the test
+    images.
+    """
     means = [data[train][labels[train] == label].mean(axis=0) for label in (0, 1)]
     centered = data[train] - np.where(labels[train][:, None], means[1], means[0])
     weights = np.linalg.solve(centered.T @ centered, means[1] - means[0])
@@ -337,12 +363,15 @@ def _noisy(size: int, factors: dict[int, float]) -> list[float]:
     return [factors.get(place, 1.0) for place in range(size)]
 
 
-# Rows that no analysis of one split can decide, see docs/dev/report_method.md.
+# Kinds of sweeps for which no analysis of one split can avoid false statements, see
+# docs/dev/report_method.md.
 UNDECIDABLE = ("270 fixed images", "AR(0.5)")
 
 
 def rows() -> dict[str, Make]:
-    """Return the generators by the name of their row."""
+    """Return the simulations, as a dictionary from the name of a table row to the function that
+    simulates a sweep.
+    """
     return {
         **_textbook_rows(),
         **_noise_rows(),
@@ -525,7 +554,9 @@ def _fold_rows() -> dict[str, Make]:
 
 
 def simulate(name: str, sweeps: int) -> list[Verdict]:
-    """Return the verdicts on `sweeps` pages of a row. Every row has its own random numbers."""
+    """Simulate many sweeps of one kind, and return a verdict on each report. Each kind has its own
+    random numbers.
+    """
     draw = np.random.default_rng([37, sum(map(ord, name))])
     return [judge(rows()[name](draw)) for _ in range(sweeps)]
 
@@ -545,14 +576,16 @@ COLUMNS = (
 
 
 def lower_bound(count: int, total: int) -> float:
-    """Return the lower end of the one-sided 99 % interval of a share (Clopper and
+    """Compute the lower end of the one-sided 99 % confidence interval of a share (Clopper and
     Pearson, 1934).
     """
     return float(beta.ppf(0.01, count, total - count + 1)) if count else 0.0
 
 
 def line(name: str, sweeps: int) -> str:
-    """Return the row of the table: percent of the sweeps, and distances in standard errors."""
+    """Simulate sweeps of one kind, and format a row of the table: percentages of the sweeps, and
+    biases in standard errors.
+    """
     verdicts = simulate(name, sweeps)
     false = sum(verdict.any_false for verdict in verdicts)
     bound = lower_bound(false, sweeps)
@@ -579,7 +612,7 @@ def line(name: str, sweeps: int) -> str:
 
 
 def main(argv: list[str]) -> None:
-    """Print the table, a line as soon as it is known."""
+    """Print the table, and each row as soon as it is known."""
     sweeps, processes = (int(word) for word in (argv + ["1000", "2"][len(argv) :])[:2])
     part = argv[2] if len(argv) > 2 else ""
     names = [name for name in rows() if part in name]

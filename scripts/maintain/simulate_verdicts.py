@@ -1,10 +1,10 @@
-"""Simulate verdicts with known truth and count what they say: python
-scripts/maintain/simulate_verdicts.py [verdicts] [families] [processes]
+"""Simulate verdicts on code changes whose true effect is known, and count false ones: `python
+scripts/maintain/simulate_verdicts.py [verdicts] [families] [processes]`.
 
-Invented run records go through the function that decides (timm_parallel/lab/analysis/verdict.py).
-Prints Markdown tables: how often equal code is called better or worse, how often 20 verdicts in a
-row on one base say something false, and the power. Defaults: 1000 verdicts, 500 families, 2
-processes.
+The script passes invented run records to the function that decides
+(timm_parallel/lab/analysis/verdict.py). It prints Markdown tables: how often equal code is called
+better or worse, how often one of 20 successive verdicts on one base is false, and the power.
+Defaults are 1000 verdicts, 500 families (series of 20 verdicts) and 2 processes.
 """
 
 from __future__ import annotations
@@ -24,16 +24,19 @@ from timm_parallel.lab.analysis.statistics import LEVEL
 from timm_parallel.lab.analysis.verdict import BASE, BETTER, CODE, HEAD, WORSE, Record, judge
 
 SEEDS = (3, 5, 8)
-FAMILY = 20  # verdicts in a row on one base
-NUMBERS = (1, 5, 20)  # of the verdict, for the power
-DIFFERENCES = (1, 2, 3)  # in standard deviations of a run
+# Number of successive verdicts on one base.
+FAMILY = 20
+# Positions of a verdict in such a series for which the power is computed.
+NUMBERS = (1, 5, 20)
+# True differences between head and base, in standard deviations of a run.
+DIFFERENCES = (1, 2, 3)
 ACCURACY, NOISE, SEED_NOISE = 0.7, 0.01, 0.005
 IMAGES_PER_SECOND, SPEED_NOISE = 1000.0, 0.03
 
 
 def run_records(draw: np.random.Generator, seeds: int, difference: float = 0) -> list[RunRecord]:
-    """Invent the runs of a verdict. `difference`: of the accuracy of head, in standard deviations
-    of a run. The speeds are equal.
+    """Invent the runs of a verdict. Base and head have the same speed. `difference`: how much
+    better the accuracy of head is, in standard deviations of a run.
     """
     shared = SEED_NOISE * draw.standard_normal(seeds)
     runs = []
@@ -62,19 +65,21 @@ def run_records(draw: np.random.Generator, seeds: int, difference: float = 0) ->
 
 
 def words(draw: np.random.Generator, seeds: int, number: int, difference: float = 0) -> list[str]:
-    """Return the word of a verdict, and what its table says about each measure."""
+    """Simulate a verdict. Return its word (better, worse or no difference shown), then the word of
+    each row of its table.
+    """
     verdict = judge(run_records(draw, seeds, difference), Record(BASE, HEAD, number))
     return [verdict.word, *(row.get("verdict", "") for row in verdict.rows)]
 
 
 def is_false(said: list[str]) -> bool:
-    """Return True if something is called better or worse, although nothing differs."""
+    """Return True if a verdict on equal code calls anything better or worse."""
     return bool({BETTER, WORSE} & {*said})
 
 
 def count_equal(verdicts: int, seeds: int) -> tuple[int, int]:
-    """Return how many first verdicts on equal code are better or worse, and how many tables state
-    any difference.
+    """Simulate first verdicts on equal code. Return how many are better or worse, and how many
+    tables state any difference.
     """
     draw = np.random.default_rng([39, seeds])
     said = [words(draw, seeds, 1) for _ in range(verdicts)]
@@ -82,7 +87,9 @@ def count_equal(verdicts: int, seeds: int) -> tuple[int, int]:
 
 
 def count_false_families(families: int, seeds: int) -> int:
-    """Return how many families of verdicts on equal code say something false."""
+    """Simulate series of 20 verdicts on equal code. Return how many series contain a false
+    statement.
+    """
     draw = np.random.default_rng([40, seeds])
     return sum(
         any(is_false(words(draw, seeds, number)) for number in range(1, FAMILY + 1))
@@ -91,8 +98,8 @@ def count_false_families(families: int, seeds: int) -> int:
 
 
 def power(verdicts: int, case: tuple[int, int, int]) -> float:
-    """Return the share of verdicts on a better head that say so. `case`: number of the verdict,
-    seeds, and difference.
+    """Return the share of verdicts that call a truly better head better. `case`: position of the
+    verdict in its series, number of seeds, and true difference.
     """
     number, seeds, difference = case
     draw = np.random.default_rng([41, *case])
@@ -102,7 +109,9 @@ def power(verdicts: int, case: tuple[int, int, int]) -> float:
 
 
 def most_false(count: int) -> float:
-    """Return LEVEL plus two standard errors of a share of `count`."""
+    """Return the largest share of false verdicts that chance explains: LEVEL plus two standard
+    errors for a number of verdicts.
+    """
     return LEVEL + 2 * math.sqrt(LEVEL * (1 - LEVEL) / count)
 
 

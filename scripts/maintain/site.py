@@ -1,9 +1,9 @@
 """Build the documentation site in site/: `make docs`, or `python scripts/maintain/site.py [<sweep
 folder>]`.
 
-Pages link to each other as GitHub needs it: README.md to docs/x.md, and pages to ../README.md. So a
-copy is built, in which all pages lie in one folder. The sample report has invented figures unless a
-sweep's folder is given. A broken link fails the build.
+On GitHub, README.md links to docs/x.md, and pages link to ../README.md. On the site, all pages are
+in one folder. So the script copies the pages, adapts their links, and builds the copy. The sample
+report has invented figures, or is that of the given sweep. A broken link makes the build fail.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ NOTICE = (
 
 
 def collect_pages(target: Path) -> None:
-    """Copy all documentation pages into one folder, and adapt their links to it."""
+    """Copy all documentation pages into one folder, and adapt their links to this folder."""
     shutil.copytree(ROOT / "docs", target)
     for name, copied in AT_ROOT.items():
         text = (ROOT / name).read_text(encoding="utf-8")
@@ -49,7 +49,9 @@ def collect_pages(target: Path) -> None:
 
 
 def add_sample(target: Path, sweep: Path | None) -> None:
-    """Add the report of `sweep`, by default the sample, and the files that it links to."""
+    """Add a report to the site, with the files that it links to. Without a sweep folder, it is a
+    sample with invented figures.
+    """
     if sweep is None:
         write_sample(target / "sample_report")
         (target / "sample_report.md").write_text(SAMPLE, encoding="utf-8")
@@ -62,7 +64,7 @@ def add_sample(target: Path, sweep: Path | None) -> None:
         (target / "sample_report.md").write_text(
             SAMPLE.replace("invented figures** of eight GPUs", "a real sweep**")
         )
-    # Markdown that the site would take for a page of its own
+    # Remove Markdown files of the report, because the site would show each as a page.
     for page in (target / "sample_report").rglob("*.md"):
         page.unlink()
     if sweep is None:
@@ -73,7 +75,9 @@ def add_sample(target: Path, sweep: Path | None) -> None:
 
 
 def build(target: Path, sweep: Path | None = None, extra: str = "") -> int:
-    """Build the site in `target`, with `extra` text on the first page. Return the exit code."""
+    """Build the documentation site in a folder. `extra`: text to append to the first page. Return
+    the exit code of mkdocs.
+    """
     with tempfile.TemporaryDirectory() as folder:
         pages = Path(folder) / "docs"
         collect_pages(pages)
@@ -81,7 +85,7 @@ def build(target: Path, sweep: Path | None = None, extra: str = "") -> int:
             file.write(extra)
         add_sample(pages, sweep)
         shutil.copy(ROOT / "mkdocs.yml", folder)
-        # Not --quiet: it would hide the warnings that --strict counts.
+        # Do not pass --quiet, because it would hide the warnings that make --strict fail.
         command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(target)]
         environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
         return subprocess.run(command, cwd=folder, env=environment, check=False).returncode

@@ -1,7 +1,7 @@
-"""Print the size of the code in statements, by folder: make size
+"""Print the size of the code in statements for each folder: `make size`.
 
-Statements are counted with `ast`, without docstrings, because counting lines rewards long lines and
-missing comments.
+Statements are counted with `ast`, without docstrings. Counting lines instead would reward long
+lines and missing comments.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ def _is_bare_string(node: ast.stmt) -> bool:
 
 
 def main() -> None:
-    """Print a line per folder. A file counts for the first of FOLDERS that it is in."""
+    """Print the number of statements of each folder. A file counts only for the first folder of
+    FOLDERS that contains it.
+    """
     sizes: Counter[str] = Counter()
     for path in (path for top in TOP for path in (ROOT / top).rglob("*.py")):
         name = path.relative_to(ROOT).as_posix()

@@ -1,5 +1,5 @@
-"""Evaluate a run's checkpoint, or a model with weights from timm or a file. Any number of ranks
-gives the same result.
+"""Evaluate the checkpoint of a run, or a model with weights from timm or from a file. Any number of
+ranks gives the same result.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from timm_parallel import (
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-# Keys of data that prepare evaluation images.
+# Keys of the group data that set how evaluation images are resized, cropped and normalized.
 PREPARATION = ("mean", "std", "crop_pct", "interpolation")
 
 
@@ -46,12 +46,14 @@ def evaluate_config(
     predictions: Path | None = None,
     weights: str | None = None,
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Evaluate a model on `split` (val, test or all). Yield (split, metrics).
+    """Evaluate a model on val, test or all splits. Yield a pair (split, metrics) for each split and
+    each set of weights. All ranks must call this function.
 
-    `which`: the checkpoint of the run `folder`, as best, last or a file; None: the one that
-    result.json names. `folder` None: the weights of config.model. `predictions`: a CSV file to
-    write, with a line per image. `weights`: model, or ema (averaged); None: evaluate both, and
-    predict with those that checkpoint.metric evaluates.
+    `folder`: the run folder; None: evaluate the weights that config.model gives. `which`: the
+    checkpoint of the run, as best, last or a file; None: the checkpoint that result.json names.
+    `weights`: model, or ema (averaged); None: evaluate both. `predictions`: the CSV file to write,
+    with a line per image; if both sets are evaluated, the predictions are those of the set that
+    checkpoint.metric names.
     """
     with ExitStack() as on_close:
         strategy = app.build_strategy(config.parallel, ranks, store, config.train.deterministic)
@@ -73,7 +75,7 @@ def evaluate_config(
             print(f"weights      {line}", file=sys.stderr)
         if split not in ("all", *loaders):
             raise ValueError(
-                f"split={split}: this data has no such split; it has {', '.join(loaders)}"
+                f"split={split}: the data does not have this split; it has {', '.join(loaders)}"
             )
         chosen = list(loaders) if split == "all" else [split]
         averaged = ["ema"] if contents.get("ema") else []
@@ -110,8 +112,8 @@ def evaluate_config(
 def _load_weights(
     config: ResolvedConfig, folder: Path | None, contents: dict[str, Any], built: DataAndModel
 ) -> str:
-    """Load the file model.weights and return a line about it, or check that the weights to evaluate
-    are for the data's classes.
+    """Load the weights of the file model.weights, and return a line about them for the log. Without
+    such a file, check that the weights of the run or of timm are for the classes of the data.
     """
     dataset, model = built.dataset, built.model
     if config.model.weights is not None:
@@ -136,14 +138,14 @@ def _evaluate_split(
         metrics=built.task.checked_metrics,
         keep_rows=keep_rows,
     )
-    # None only if a stop was requested.
+    # evaluate() returns None only after a stop request, which evaluate.py does not pass.
     assert evaluation is not None
     return evaluation
 
 
 def _prepare_as_trained(config: ResolvedConfig, preprocessing: dict[str, Any]) -> None:
-    """Set the preprocessing keys to the values of the checkpoint's run, unless the command sets
-    them.
+    """Copy the preprocessing of the training run, such as mean and std, into the config. A key that
+    the command line sets keeps its value.
     """
     for key in PREPARATION:
         if getattr(config.data, key) is None and key in preprocessing:
@@ -152,12 +154,12 @@ def _prepare_as_trained(config: ResolvedConfig, preprocessing: dict[str, Any]) -
 
 
 def _check_head(config: ResolvedConfig, model: nn.Module, classes: int) -> None:
-    """Raise ValueError for weights with other classes than the data, because timm would create a
-    random head.
+    """Raise ValueError if the model's weights were trained for another number of classes than the
+    data has. timm would replace the last layer by a random one without an error.
     """
     trained_outputs = getattr(model, "pretrained_cfg", {}).get("num_classes")
     if trained_outputs != classes:
         raise ValueError(
             f"model.name={config.model.name}: its weights are for {trained_outputs} classes, the "
-            f"data has {classes}; train it on the data first, and give run=<run folder>"
+            f"data has {classes}; train the model on the data first, and give run=<run folder>"
         )

@@ -1,5 +1,5 @@
-"""Export a trained model for other programs: safetensors that timm loads, a torch.export program,
-or ONNX.
+"""Export a trained model for other programs, as safetensors for timm, as a torch.export program, or
+as ONNX.
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ from torch import nn
 from src.commands.load import Trained
 from timm_parallel import write_json
 
-# Largest difference of outputs that counts as rounding, because a traced program may use other
-# kernels. It is relative to the largest score, or absolute if all scores are below 1.
+# An exported program may run other kernels than the model. If their outputs differ by at most this
+# number, the difference counts as rounding. It is relative to the largest score, or absolute if all
+# scores are below 1.
 ROUNDING = 1e-4
-# Batch sizes for comparing outputs. There are two, because a program may be valid only for the
-# batch size of its trace.
+# Batch sizes with which an exported program is compared with the model. One size is not enough,
+# because a program may work only with the batch size of its trace.
 BATCHES = (1, 7)
-# Entries of timm's pretrained_cfg that are about its own weights.
+# Entries of timm's pretrained_cfg that describe timm's weights, and are wrong for weights that this
+# project trained.
 OF_PRETRAINED_WEIGHTS = (
     "license",
     "origin_url",
@@ -38,11 +40,10 @@ OF_PRETRAINED_WEIGHTS = (
 
 
 def export_safetensors(trained: Trained, folder: Path) -> list[str]:
-    """Write `model.safetensors` and `config.json` as on the Hugging Face hub. Return Python
-    expressions that load them.
+    """Write `model.safetensors` and `config.json` in the format of the Hugging Face hub. Return
+    Python expressions that load the files.
 
-    Raises RuntimeError if the model that timm loads from these files has other outputs than the
-    checkpoint.
+    Raises RuntimeError if the exported model has other outputs than the checkpoint.
     """
     path, name = folder / "model.safetensors", trained.config.model.name
     if name.startswith("src."):
@@ -70,10 +71,10 @@ def export_safetensors(trained: Trained, folder: Path) -> list[str]:
 
 
 def _describe_own_weights(trained: Trained, path: Path) -> dict[str, Any]:
-    """Remove from config.json what timm states of its own weights, such as their license. Return
-    the contents.
+    """Remove from config.json the entries that describe timm's weights, such as their license.
+    Return the new contents of the file.
 
-    Weights of timm that the run started from are named as `base_model`.
+    If the run started from timm's weights, the entry `base_model` names them.
     """
     config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     for key in OF_PRETRAINED_WEIGHTS:
@@ -85,8 +86,8 @@ def _describe_own_weights(trained: Trained, path: Path) -> dict[str, Any]:
 
 
 def base_model(trained: Trained) -> str | None:
-    """Return the Hugging Face name of timm's weights that the run started from; None if it started
-    from others.
+    """Return the Hugging Face name of timm's weights from which the run started. Return None if it
+    started from other weights.
     """
     if not trained.config.model.pretrained:
         return None
@@ -95,8 +96,11 @@ def base_model(trained: Trained) -> str | None:
 
 
 def export_program(trained: Trained, folder: Path) -> list[str]:
-    """Write `model.pt2`, a torch.export program for any batch size. Return the Python expression
-    that loads it.
+    """Write `model.pt2`, a torch.export program that accepts any batch size. Return a list with the
+    Python expression that loads the file.
+
+    Raises ValueError if torch cannot trace the model, RuntimeError if the program has other
+    outputs.
     """
     path = folder / "model.pt2"
     images = _example(trained, 2)
@@ -104,7 +108,7 @@ def export_program(trained: Trained, folder: Path) -> list[str]:
         program = torch.export.export(
             trained.model, (images,), dynamic_shapes=({0: torch.export.Dim("batch")},)
         )
-    # torch raises many types here, all about the model.
+    # torch.export raises exceptions of many types for a model that it cannot trace.
     except Exception as error:
         raise _untraceable(trained, "torch_export", error) from None
     folder.mkdir(parents=True, exist_ok=True)
@@ -114,10 +118,12 @@ def export_program(trained: Trained, folder: Path) -> list[str]:
 
 
 def export_onnx(trained: Trained, folder: Path) -> list[str]:
-    """Write `model.onnx` for any batch size. Return the Python expression that loads it.
+    """Write `model.onnx`, which accepts any batch size. Return a list with the Python expression
+    that loads the file.
 
-    Its input is `images`, its output `scores`. Its metadata holds, as JSON, the class names and the
-    preprocessing.
+    The input of the ONNX model is `images`, and its output is `scores`. Its metadata stores the
+    class names and the preprocessing as JSON. Raises ValueError if torch cannot trace the model,
+    RuntimeError if the exported model has other outputs.
     """
     import onnx
     import onnxruntime
@@ -133,11 +139,12 @@ def export_onnx(trained: Trained, folder: Path) -> list[str]:
             input_names=["images"],
             output_names=["scores"],
         )
-    # torch and onnx raise many types here, all about the model.
+    # torch and onnx raise exceptions of many types for a model that they cannot export.
     except Exception as error:
         raise _untraceable(trained, "onnx", error) from None
     metadata = {"class_names": trained.task.names, **dataclasses.asdict(trained.preprocessing)}
-    # Weights of more than 2 GB are in a second file, which stays as it is.
+    # ONNX stores weights of more than 2 GB in a second file. The metadata is in the first file, so
+    # the second one is not loaded.
     written = onnx.load(path, load_external_data=False)
     onnx.helper.set_model_props(
         written, {key: json.dumps(value) for key, value in metadata.items()}
@@ -161,7 +168,7 @@ def _untraceable(trained: Trained, form: str, error: Exception) -> ValueError:
 
 
 def _example(trained: Trained, batch: int) -> torch.Tensor:
-    """Create a batch of random images of the model's input size, on its device."""
+    """Create a batch of random images with the model's input size, on the model's device."""
     device = next(trained.model.parameters()).device
     return torch.randn(
         batch, *trained.preprocessing.input_size, generator=torch.Generator().manual_seed(0)
@@ -170,8 +177,8 @@ def _example(trained: Trained, batch: int) -> torch.Tensor:
 
 @torch.inference_mode()
 def check_same(trained: Trained, loaded: Any, path: Path) -> None:
-    """Compare the outputs of `loaded` with those of the trained model. Raises RuntimeError above a
-    difference of ROUNDING.
+    """Compare the outputs of an exported model with those of the trained model, for random images.
+    Raise RuntimeError if they differ by more than rounding (ROUNDING).
     """
     for batch in BATCHES:
         images = _example(trained, batch)
@@ -181,6 +188,6 @@ def check_same(trained: Trained, loaded: Any, path: Path) -> None:
         difference = float((expected - loaded(images)).abs().max())
         if not difference <= ROUNDING * max(1.0, float(expected.abs().max())):
             raise RuntimeError(
-                f"{path}: its outputs differ from the checkpoint's (by {difference:.2g}); do not "
-                "use it"
+                f"{path}: the outputs differ from the checkpoint's (by {difference:.2g}), so the "
+                "export is wrong; use another format"
             )

@@ -1,5 +1,5 @@
-"""Export a run as a folder for the Hugging Face hub, which timm and transformers load, with a model
-card.
+"""Export a run as a folder for the Hugging Face hub, with a model card. timm and transformers can
+load this folder.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ TEMPLATE = Path(__file__).with_name("model_card.md.j2")
 
 
 def export_hub(trained: Trained, folder: Path) -> list[str]:
-    """Write weights, `config.json` and the model card `README.md`. Return Python expressions that
-    load the folder.
+    """Write the weights, `config.json` and the model card `README.md` of a run for the Hugging Face
+    hub. Return Python expressions that load the folder.
 
-    Raises ValueError for a model that is not timm's, a task that transformers does not have and an
-    unfinished run, RuntimeError if outputs differ.
+    Raises ValueError if timm does not have the model, transformers does not have the task, or the
+    run is not finished. Raises RuntimeError if the exported model has other outputs than the
+    checkpoint.
     """
     name, saved = trained.config.model.name, SavedRun(trained.run)
     if name.startswith("src."):
@@ -33,8 +34,8 @@ def export_hub(trained: Trained, folder: Path) -> list[str]:
         )
     if saved.result.status != "done":
         raise ValueError(
-            f"format=hub: run={trained.run}: {saved.result.status}, expected done; continue it "
-            "with resume"
+            f"format=hub: run={trained.run}: its status is {saved.result.status}, expected done; "
+            f"finish the run with resume={trained.run}"
         )
     if trained.task.problem_type is None and not _activation(trained.task):
         raise ValueError(
@@ -53,11 +54,11 @@ def export_hub(trained: Trained, folder: Path) -> list[str]:
 
 
 def _complete_config(trained: Trained, path: Path) -> None:
-    """Change config.json so that transformers loads it too."""
+    """Change config.json, which timm wrote, so that transformers can load the model too."""
     config = json.loads(path.read_text(encoding="utf-8"))
-    # transformers passes num_classes as well, and two values are an error.
+    # transformers passes num_classes to timm as well, and timm rejects two values.
     config["model_args"].pop("num_classes", None)
-    # With fewer names than outputs, transformers ignores all names.
+    # transformers ignores all class names if there are fewer names than outputs of the model.
     unnamed = range(len(trained.task.names), config["num_classes"])
     config["label_names"] = [*trained.task.names, *(f"unused_{number}" for number in unnamed)]
     if trained.task.problem_type is not None:
@@ -66,7 +67,7 @@ def _complete_config(trained: Trained, path: Path) -> None:
 
 
 def _model_card(trained: Trained, saved: SavedRun) -> str:
-    """Return the text of the model card, from the records of the run."""
+    """Build the text of the model card from the records of the run."""
     data, template = trained.config.data, TEMPLATE.read_text(encoding="utf-8")
     return jinja2.Template(
         template, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
@@ -74,7 +75,8 @@ def _model_card(trained: Trained, saved: SavedRun) -> str:
         trained=trained,
         config=trained.config,
         base_model=base_model(trained),
-        # Image folders and CSV files have no other name than that of their path.
+        # An image folder or a CSV file has no name, so the model card names the last part of its
+        # path.
         data=Path(str(data.root)).name if data.name in ("folder", "csv") else data.name,
         result=saved.result,
         environment=saved.environment,
@@ -84,7 +86,9 @@ def _model_card(trained: Trained, saved: SavedRun) -> str:
 
 
 def _activation(task: Any) -> str:
-    """Return the call that makes probabilities of the outputs; empty if they are numbers."""
+    """Return the Python call that turns outputs into probabilities, `.sigmoid()` or `.softmax(1)`.
+    Return an empty text if the outputs are not class scores, as in regression.
+    """
     probabilities = getattr(task.loss, "probabilities", None)
     if probabilities is None:
         return ""
@@ -92,8 +96,9 @@ def _activation(task: Any) -> str:
 
 
 def _metrics(trained: Trained, saved: SavedRun) -> list[tuple[str, str, float, int]]:
-    """Return (split, metric, value, images) of the exported weights: val at their step, test if the
-    run tested them.
+    """Return rows (split, metric, value, number of images) for the exported weights. The values of
+    val are from the step of the checkpoint. Those of test are included only if the run tested this
+    checkpoint.
     """
     numbers: dict[str, Any] = {}
     result = saved.result

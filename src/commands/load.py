@@ -1,4 +1,6 @@
-"""Load a trained model from the config and a checkpoint of a run folder, without its data."""
+"""Load a trained model from the config and a checkpoint in a run folder. The data of the run is not
+needed.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +19,19 @@ from timm_parallel import SavedRun, Task, as_size
 
 @dataclass
 class Trained:
-    """Model of a run with its config, task and preprocessing."""
+    """A trained model with the config, task and preprocessing of its run."""
 
-    model: nn.Module  # in evaluation mode
+    # In evaluation mode.
+    model: nn.Module
     config: ResolvedConfig
     preprocessing: Preprocessing
     task: Task[ResolvedConfig]
     checkpoint: Path
-    weights: str  # model or ema
+    # The set of weights that the model has: model (raw) or ema (averaged).
+    weights: str
     run: Path
-    step: int  # at which the checkpoint was saved
+    # The training step at which the checkpoint was saved.
+    step: int
 
 
 def load_trained(
@@ -35,11 +40,11 @@ def load_trained(
     weights: str | None = None,
     device: torch.device | None = None,
 ) -> Trained:
-    """Load the model of a run. `which`: the checkpoint, as best, last or a file; None: the one that
-    result.json names.
+    """Load the trained model of a run folder. `which`: the checkpoint, as best, last or a file;
+    None: the checkpoint that result.json names.
 
-    `weights`: model, or ema (averaged); None: those that checkpoint.metric evaluates. `device`:
-    None for the CPU.
+    `weights`: model (raw) or ema (averaged); None: the set that checkpoint.metric names. `device`:
+    where the model is placed; None: on the CPU.
     """
     device = device or torch.device("cpu")
     config = app.load_config(folder)
@@ -48,7 +53,7 @@ def load_trained(
     weights = weights or ("ema" if config.checkpoint.metric.endswith("_ema") else "model")
     size = config.data.image_size
     if size is None and config.data.eval_image_size is None:
-        # The data's size, else the model's.
+        # Without a size in the config, use the size with which the run trained.
         size = preprocessing.input_size[1:]
     untrained = replace(
         config.model, pretrained=False, weights=None, grad_checkpointing=False, sync_bn=False

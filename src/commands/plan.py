@@ -1,8 +1,8 @@
-"""Compute what a config needs on other hardware: shards, steps, learning rates, FLOPs, and tensor
-bytes per device.
+"""Compute what a config needs on other hardware: shards, steps, learning rates, FLOPs, and bytes of
+tensors per device.
 
-Nothing is allocated: a step runs on fake tensors, and autograd's hooks collect the tensors that the
-backward pass needs.
+The plan allocates no tensor memory. It runs a training step on fake tensors, and hooks of autograd
+collect the tensors that the backward pass needs.
 """
 
 from __future__ import annotations
@@ -25,27 +25,29 @@ from src.train.step import AUTOCAST, Autocast, TrainStep
 from timm_parallel import ImageDataset, Task, as_size, freeze
 from timm_parallel.lab import Plan, measure_step
 
-SMALL_FOR_BATCHNORM = (
-    16  # images per device; below, error rises (Wu & He 2018, arXiv:1803.08494, figure 1)
-)
-ONE_IMAGE = "BatchNorm needs two images per device; a larger data.batch_size, or fewer devices"
+# With fewer images per device, BatchNorm's noisy statistics raise the error (Wu and He 2018,
+# arXiv:1803.08494, figure 1).
+SMALL_FOR_BATCHNORM = 16
+ONE_IMAGE = "BatchNorm needs two images per device; use a larger data.batch_size or fewer devices"
 
 
 class Sizes(ImageDataset):
-    """A dataset of which only the sizes are known, because its images are not on this machine."""
+    """A dataset without images, which gives only the number of images, classes and channels. A plan
+    uses it if the data is not on this machine.
+    """
 
     def __init__(self, num_images: int, num_classes: int, in_chans: int) -> None:
         self.target_names = [f"class_{index}" for index in range(num_classes)]
         self.in_chans = in_chans
-        # Only its length is read.
+        # A range suffices, because a plan reads only the length of the training split.
         self.train = cast(Any, range(num_images))
 
 
 def plan(
     overrides: list[str], counts: list[int], sizes: tuple[int, int] | None = None
 ) -> list[Plan]:
-    """Return a plan per device count. `sizes`: (training images, classes), instead of reading the
-    data.
+    """Compute a plan for each number of devices in `counts`. `sizes`: (training images, classes);
+    None: read them from the data.
     """
     config = app.compose(*overrides)
     if sizes is None:
@@ -58,7 +60,7 @@ def plan(
     images = (
         app.build_dataset(config) if sizes is None else Sizes(*sizes, config.model.in_chans or 3)
     )
-    # A plan does not depend on the values of the weights.
+    # The values of the weights do not change a plan, so no file is read and nothing is downloaded.
     config.model.pretrained, config.model.weights = False, None
     config.train.class_weights = None
     plans = []
@@ -66,7 +68,8 @@ def plan(
         try:
             plans.append(_count(_resolved_for(config, devices), images, devices))
         except ValueError as error:
-            # torch has no type or code for it.
+            # The class of this torch error is ValueError, and it has no code. Only its text shows
+            # that BatchNorm got a single image.
             has_one_image = "1 value per channel" in str(error)
             plans.append(Plan(devices, reason=ONE_IMAGE if has_one_image else str(error)))
     smallest = min((row.batch_size for row in plans if row.batch_size), default=0)
@@ -81,10 +84,11 @@ def plan(
 
 
 def _resolved_for(config: Config, devices: int) -> ResolvedConfig:
-    """Resolve the config for `devices` devices without checking the hardware of this machine."""
+    """Resolve the config for a number of devices. The devices need not exist on this machine."""
     config = copy.deepcopy(config)
     config.parallel.devices = devices
-    # A plan of auto is that of the first attempt, with the whole batch.
+    # With train.accumulate=auto, plan the first attempt of the run, which does not divide the
+    # batch.
     if config.train.accumulate == "auto":
         config.train.accumulate = 1
     config.parallel.choose_strategy(several=devices > 1)
@@ -101,8 +105,8 @@ def _count(config: ResolvedConfig, images: ImageDataset, devices: int) -> Plan:
     chunk = math.ceil(batch / devices)
     sides = config.data.image_size or images.image_size
     task = Task.find(config.train.task)(config, images.target_names)
-    # On meta, because timm reads values of some tensors while it builds a model, which fake tensors
-    # lack.
+    # Build the model on the device meta. Fake tensors would not work, because timm reads values of
+    # some tensors while it builds a model.
     with torch.device("meta"):
         model = build_model(
             config.model,
@@ -138,18 +142,18 @@ def _count(config: ResolvedConfig, images: ImageDataset, devices: int) -> Plan:
 def _step(
     config: ResolvedConfig, model: nn.Module, task: Task[ResolvedConfig], images: Tensor
 ) -> tuple[int, Any]:
-    """Run a step on a fake batch of one device. Return its FLOPs (forward and backward) and its
-    memory.
+    """Run a training step on a fake batch of one device. Return the FLOPs of its forward and
+    backward pass, and its memory.
     """
     size = (images.shape[-2], images.shape[-1])
     scores, targets = task.blank(len(images), size)
     if config.data.augment.mixes:
-        # As many as the model has outputs.
+        # Mixed targets have an entry for each output of the model.
         targets = scores.new_zeros(len(images), config.model.num_classes or task.num_outputs)
     freeze(model, config.model.freeze)
     task.check_outputs(model(images.flatten(0, -4)[:2]))
     autocast = Autocast(model, "cpu", AUTOCAST[config.train.precision])
-    # With real tensors, because a criterion may load a model, for example a teacher.
+    # Build the loss with real tensors, because it may load a model, such as a teacher.
     with unset_fake_temporarily():
         criterion: Any = task.build_criterion(None)
     if isinstance(criterion, nn.Module):
@@ -176,14 +180,15 @@ def _warnings(
     if has_batch_norm and chunk < SMALL_FOR_BATCHNORM and not config.model.sync_bn:
         yield (
             f"per-device batch {chunk} with BatchNorm: its statistics are noisy; "
-            "model.sync_bn=true, or a larger batch"
+            "set model.sync_bn=true, or use a larger batch"
         )
     if dropped > 0.05 * images:
         yield (
             f"{dropped} of {images} images are dropped in every epoch; a smaller "
-            "data.batch_size drops fewer"
+            "data.batch_size would drop fewer"
         )
     if config.model.grad_checkpointing:
         yield (
-            "model.grad_checkpointing=true: activations do not include the inputs that blocks keep"
+            "model.grad_checkpointing=true: the bytes of activations do not include the inputs of "
+            "the blocks, which are kept"
         )

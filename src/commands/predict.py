@@ -1,4 +1,4 @@
-"""Predict image files with a trained model, in file order."""
+"""Predict image files with a trained model. The predictions have the order of the files."""
 
 from __future__ import annotations
 
@@ -21,28 +21,34 @@ from src.schema import ResolvedParallel
 from src.train.step import AUTOCAST, Autocast
 from timm_parallel import DevicePrefetcher, EvalLoader, Files, Ranks, Strategy, Task
 
-# Path of an image file -> plain values by name; None for a file that cannot be read.
+# Dictionary from the path of an image file to its prediction, a dictionary of plain values. The
+# prediction is None if the file cannot be read.
 Predictions = dict[str, dict[str, Any] | None]
 
 
 @dataclass
 class PredictionRequest:
-    """Arguments of `predict`: images, trained model and options."""
+    """Arguments of `predict`: the images, the trained model and options."""
 
     run: Path
-    images: Path  # a file or a folder
-    checkpoint: str | None  # best, last or a file; None: what result.json names
-    weights: str | None  # model or ema; None: those that checkpoint.metric evaluates
+    # A file or a folder.
+    images: Path
+    # best, last or a file; None: the checkpoint that result.json names.
+    checkpoint: str | None
+    # model (raw) or ema (averaged); None: the set that checkpoint.metric names.
+    weights: str | None
     topk: int
-    batch_size: int  # per rank
+    # Number of images that a rank predicts at once.
+    batch_size: int
     workers: int | str
     parallel: ResolvedParallel
-    folder: Path | None = None  # for files of predictions, such as masks
+    # Folder for predictions that are files, such as masks; None: write no files.
+    folder: Path | None = None
 
 
 def predict(request: PredictionRequest, ranks: Ranks, store: Any) -> tuple[Predictions, Task[Any]]:
-    """Predict the image files of `request`, shared among the ranks. Return the predictions of all
-    files on every rank, and the task that formats them.
+    """Predict image files, divided among the ranks. Return, on every rank, the predictions of all
+    files, and the task that formats them. All ranks must call this function.
     """
     files = Files.below(request.images).files
     if not files:
@@ -76,8 +82,8 @@ def _loader(
     request: PredictionRequest,
     strategy: Strategy,
 ) -> EvalLoader:
-    """Build a loader of image files. The label of an image is its index, to match predictions with
-    files.
+    """Build a loader of image files for prediction. It yields the index of a file in place of a
+    label, so that each prediction can be assigned to its file.
     """
     mode = "L" if trained.preprocessing.input_size[0] == 1 else "RGB"
     preprocessing, is_single = trained.preprocessing, trained.task.evaluates_one_by_one

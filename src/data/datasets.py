@@ -1,7 +1,8 @@
-"""Built-in datasets. Your own is a class `src.<module>.<Class>` that extends ImageDataset and is
-built from a DataConfig.
+"""Built-in datasets that are made in memory. A dataset of your own is a class
+`src.<module>.<Class>` that extends ImageDataset and takes a DataConfig.
 
-Imports torch only where a dataset is built, because train.py checks the data first.
+This module imports torch inside functions only. train.py checks the data before it imports torch,
+so a wrong key stops it at once.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ from timm_parallel import ImageDataset, InMemory, as_size
 
 
 class MadeInMemory(ImageDataset):
-    """A dataset that reads no folder."""
+    """Base of the datasets that are made in memory and read no folder."""
 
     @classmethod
     def check(cls, config: DataConfig, evaluated: str | None = None, target: str = "label") -> None:
-        """Raise ValueError for a folder."""
+        """Raise ValueError if data.root is set, because a dataset that is made in memory does not
+        read it.
+        """
         if config.root is not None:
             raise ValueError(
                 f"data.root={config.root}: data.name={config.name} reads no folder; give "
@@ -28,13 +31,13 @@ class MadeInMemory(ImageDataset):
 
 
 class Digits(MadeInMemory):
-    """The 1,797 handwritten digits inside scikit-learn (UCI, Alpaydin and Kaynak 1998): 8x8 gray
-    values 0..16.
+    """Handwritten digits of scikit-learn (UCI, Alpaydin and Kaynak 1998): 1,797 images of 8x8 gray
+    values 0..16, which are resized.
     """
 
     target_names = [str(digit) for digit in range(10)]
     in_chans = 1
-    # Of the training split.
+    # Mean and standard deviation of the training images, in 0..1.
     mean = (0.3053,)
     std = (0.3513,)
 
@@ -43,7 +46,7 @@ class Digits(MadeInMemory):
         import torch
 
         self.image_size = as_size(config.image_size or 32)
-        # Read from the file directly, because importing sklearn.datasets takes 0.8 s.
+        # Read scikit-learn's file directly, because importing sklearn.datasets takes 0.8 s.
         spec = find_spec("sklearn")
         assert spec is not None and spec.origin is not None
         with gzip.open(
@@ -56,19 +59,21 @@ class Digits(MadeInMemory):
         )
         images = (images * 255).round().to(torch.uint8)
         labels = table[:, -1].long()
-        # A fixed seed, so that the splits never change.
+        # Divide the images with a fixed seed, so that the splits are the same in every run.
         order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
         splits = [InMemory(images[part], labels[part]) for part in order.split([1257, 270, 270])]
         self.train, self.val, self.test = splits
 
     @classmethod
     def size(cls, config: DataConfig, enough: int | None = None) -> int:
-        """Return the size of the training split."""
+        """Return the number of training images of the dataset."""
         return 1257
 
 
 class Synthetic(MadeInMemory):
-    """Random images and labels in memory, which cost almost nothing to load."""
+    """Random images and labels in memory. Loading them costs almost no time, so a run measures the
+    speed of training.
+    """
 
     def __init__(
         self, config: DataConfig, num_samples: int = 2048, num_classes: int = 10, in_chans: int = 3
@@ -79,7 +84,7 @@ class Synthetic(MadeInMemory):
         self.target_names = [f"class_{index}" for index in range(num_classes)]
         self.in_chans = in_chans
         self.image_size = as_size(config.image_size or 32)
-        # NumPy draws bytes four times as fast as torch.randint.
+        # Draw with NumPy, which is four times as fast as torch.randint for bytes.
         draw = np.random.default_rng(0)
         splits = []
         for count in (num_samples, max(1, num_samples // 8)):
@@ -91,12 +96,14 @@ class Synthetic(MadeInMemory):
 
     @classmethod
     def size(cls, config: DataConfig, enough: int | None = None) -> int:
-        """Return the size of the training split."""
+        """Return the number of training images of the dataset."""
         return int(config.kwargs.get("num_samples", 2048))
 
 
 class Shapes(MadeInMemory):
-    """Discs and squares on noise, with masks: uint8 [N, H, W], 0 for the background."""
+    """Discs and squares on noise, for segmentation. The masks are uint8 [N, H, W]; class 0 is the
+    background.
+    """
 
     targets = ("mask",)
     target_names = ["background", "disc", "square"]
@@ -127,5 +134,5 @@ class Shapes(MadeInMemory):
 
     @classmethod
     def size(cls, config: DataConfig, enough: int | None = None) -> int:
-        """Return the size of the training split."""
+        """Return the number of training images of the dataset."""
         return int(config.kwargs.get("num_samples", 512))

@@ -1,5 +1,5 @@
-"""Augmentation of training images and preprocessing of evaluation images, with timm's steps and
-names.
+"""Augmentation of training images and preprocessing of evaluation images. Both have the steps and
+names of timm.
 """
 
 from __future__ import annotations
@@ -26,12 +26,14 @@ from src.schema import AugmentConfig
 from timm_parallel import InMemory, posterize_to_black
 
 Transform = Callable[[Tensor], Tensor]
-Size = tuple[int, int]  # height and width in pixels
-BLUR = 23  # pixels, timm's kernel
+# Height and width in pixels.
+Size = tuple[int, int]
+# Side of the kernel of the Gaussian blur, in pixels, as in timm.
+BLUR = 23
 
 
 class OnImage:
-    """A transform of the image alone; the target stays."""
+    """Applies a transform to the image and leaves the target as it is."""
 
     def __init__(self, transform: Transform) -> None:
         self.transform = transform
@@ -46,18 +48,22 @@ class OnImage:
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """Preprocessing of evaluation images. Field names are timm's, and an export writes the same
-    names.
+    """Preprocessing of evaluation images. The fields have the names of timm, and an export writes
+    these names.
     """
 
-    input_size: tuple[int, int, int]  # channels, height, width
-    mean: tuple[float, ...]  # per channel, of images in 0..1
+    # Channels, height and width.
+    input_size: tuple[int, int, int]
+    # Mean and standard deviation of each channel, for images in 0..1.
+    mean: tuple[float, ...]
     std: tuple[float, ...]
-    crop_pct: float  # side of the crop / side of the resized image
-    # Center: resize the shorter side; squash: both; border: the longer one, and fill up with
-    # `mean`.
+    # Side of the crop divided by the side of the resized image.
+    crop_pct: float
+    # center: resize the shorter side; squash: resize both sides; border: resize the longer side,
+    # and pad the rest with `mean`.
     crop_mode: str
-    interpolation: str  # bilinear or bicubic
+    # bilinear or bicubic.
+    interpolation: str
 
 
 def train_transform(
@@ -67,12 +73,13 @@ def train_transform(
     mean: tuple[float, ...] = IMAGENET_DEFAULT_MEAN,
     mask_fill: int = 0,
 ) -> Transform | None:
-    """Build the training augmentation: uint8 [C, H, W] -> uint8 [C, *size]; None if the config asks
-    for none.
+    """Build the augmentation of a training image, uint8 [C, H, W] -> uint8 [C, *size]. Return None
+    if the config turns all augmentation off.
 
-    Its steps and their order are those of timm.data.transforms_imagenet_train. Erasing follows
-    normalization (erasing.py). `resize`: True if images may have other sizes than `size`. `mean`:
-    per channel, of images in 0..1. `mask_fill`: value around a mask that crop_padding pads.
+    The steps and their order are those of timm.data.transforms_imagenet_train. Random erasing is
+    not one of them, because it follows normalization. `resize`: True if images may have other sizes
+    than `size`. `mean`: per channel, of images in 0..1. `mask_fill`: value with which crop_padding
+    pads a mask.
     """
     steps: list[Any] = []
     if config.train_crop_mode in ("rkrc", "rkrr"):
@@ -115,22 +122,23 @@ def train_transform(
 
 
 class CropAndFlip:
-    """Padded random crop and flips of whole batches, as a batch step: bit-equal to
-    `train_transform` for the seed of an image.
+    """Padded random crops and flips of whole batches on the device. They are bit-equal to those of
+    `train_transform`, which augments one image at a time, if an image has the same seed.
     """
 
     def __init__(self, config: AugmentConfig) -> None:
         self.padding, self.chances = config.crop_padding, (config.vflip, config.hflip)
 
     def draw(self, seeds: list[int], shape: torch.Size) -> list[Tensor]:
-        """Draw for each image the corner (top, left) of its crop, and 1 to flip it (vertically,
-        horizontally): int64 [B, 4].
+        """Draw the random crop and flips of each image. Return int64 [B, 4]: top and left of the
+        crop, then 1 for a vertical and 1 for a horizontal flip, else 0.
         """
-        # Not an attribute: a torch.Generator does not reach loader workers that are spawned.
+        # Create the generator here, because an attribute of this type cannot be sent to loader
+        # workers that are spawned.
         generator, count = torch.Generator(), len(seeds)
         corners, draws = torch.zeros(count, 2, dtype=torch.int64), torch.ones(count, 2)
-        # torchvision draws no random number for a transform that is off. It draws the one of the
-        # horizontal flip first.
+        # Draw in torchvision's order: the horizontal flip first, and no number for a flip that is
+        # off.
         used = [column for column in (1, 0) if self.chances[column]]
         shares = torch.empty(count, len(used))
         for seed, corner, share in zip(seeds, corners.unbind(), shares.unbind(), strict=True):
@@ -142,12 +150,14 @@ class CropAndFlip:
         return [torch.cat([corners, draws < torch.tensor(self.chances)], 1)]
 
     def __call__(self, images: Tensor, targets: Tensor, *draws: Tensor) -> tuple[Tensor, Tensor]:
-        """Crop and flip uint8 images [B, C, H, W], with one gather. The targets stay."""
+        """Crop and flip uint8 images [B, C, H, W] with one gather operation. Return the targets
+        unchanged.
+        """
         padding, sources = self.padding, []
         for axis, side in enumerate(images.shape[2:]):
             corner, flip = draws[0][:, axis, None], draws[0][:, 2 + axis, None]
             steps = torch.arange(side, device=images.device)
-            # Rows or columns that each pixel comes from: [B, side].
+            # Index of the row or column from which each output pixel is copied: [B, side].
             sources.append(corner + torch.where(flip == 1, side - 1 - steps, steps))
         rows, columns = sources
         width = images.shape[3] + 2 * padding
@@ -158,10 +168,10 @@ class CropAndFlip:
 
 
 def batch_step(config: AugmentConfig, in_memory: InMemory | None, size: Size) -> CropAndFlip | None:
-    """Return the augmentation of batches in place of `train_transform`, or None if only that one
-    can do it.
+    """Build the augmentation of whole batches, which replaces `train_transform`. Return None if the
+    config asks for more than padded crops and flips, or images must be decoded or resized first.
 
-    `in_memory`: the training split; None: its images are decoded or resized.
+    `in_memory`: the training split; None if its images are not in memory in the right size.
     """
     if in_memory is None or tuple(in_memory.images.shape[2:]) != size:
         return None
@@ -176,8 +186,8 @@ def batch_step(config: AugmentConfig, in_memory: InMemory | None, size: Size) ->
 
 
 def _keep_ratio_crop(config: AugmentConfig, size: Size) -> list[Any]:
-    """Build timm's rkrc (center crop) or rkrr (random crop), which zoom and stretch half of the
-    images at random.
+    """Build the steps of timm's train_crop_mode rkrc (center crop) or rkrr (random crop). They zoom
+    half of the images, and stretch half of the images, at random.
     """
     resize = ResizeKeepRatio(
         size,
@@ -193,8 +203,8 @@ def _keep_ratio_crop(config: AugmentConfig, size: Size) -> list[Any]:
 
 
 def evaluation_transform(preprocessing: Preprocessing) -> Transform:
-    """Build timm's evaluation transform, uint8 [C, H, W] -> uint8 `input_size`: resize, then crop
-    the center.
+    """Build timm's evaluation transform, uint8 [C, H, W] -> uint8 [C, height, width]. It resizes
+    the image, then crops the center.
     """
     _, height, width = preprocessing.input_size
     resized = [math.floor(side / preprocessing.crop_pct) for side in (height, width)]
@@ -212,11 +222,11 @@ def evaluation_transform(preprocessing: Preprocessing) -> Transform:
 
 
 def _resize(size: Size, interpolation: str) -> Any:
-    """Build a step that resizes an image to cover `size`, and keeps its aspect ratio, as in
-    timm.
+    """Build a step that resizes an image until it covers a height and width. The aspect ratio stays
+    the same, as in timm.
     """
     if size[0] == size[1]:
-        # The shorter side.
+        # Given one number, torchvision resizes the shorter side.
         return v2.Resize(size[0], _mode(interpolation))
     return ResizeKeepRatio(size, interpolation=interpolation)
 
@@ -232,8 +242,8 @@ def _resize_and_pad(
     fill: list[int],
     mode: InterpolationMode,
 ) -> Tensor:
-    """Resize an image to fit within `resized`, then pad with the color `fill` to `size`: timm's
-    border mode.
+    """Resize an image to fit within a height and width, then pad it with a color. timm names this
+    crop mode border.
     """
     ratio = max(side / target for side, target in zip(image.shape[1:], resized, strict=True))
     sides = [max(1, round(side / ratio)) for side in image.shape[1:]]
@@ -243,13 +253,14 @@ def _resize_and_pad(
 
 
 class _TimmAutoAugment:
-    """timm's AutoAugment policies on RGB PIL images. A class, because closures cannot be pickled
-    for loader workers.
+    """Applies timm's AutoAugment, RandAugment or AugMix to an image. This is a class, because a
+    closure cannot be pickled for loader workers.
     """
 
     def __init__(self, text: str, size: Size, interpolation: str, mean: tuple[float, ...]) -> None:
         posterize_to_black()
-        # The values of timm's own transforms. Images of one channel become RGB for a policy.
+        # Use the same values as timm's transforms. A gray image becomes RGB for the policy, so its
+        # mean is repeated.
         colors = mean * 3 if len(mean) == 1 else mean[:3]
         values: dict[str, Any] = {"translate_const": int(min(size) * 0.45)}
         values["img_mean"] = tuple(min(255, round(255 * color)) for color in colors)

@@ -1,5 +1,5 @@
-"""Build the model from timm or from your own class. Single-device code: a strategy wraps the model
-(timm_parallel/parallel/).
+"""Build a model of timm or a model class of your own. This is single-device code; a strategy wraps
+the model later (timm_parallel/parallel/).
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def build_model(
     image_size: tuple[int, int] | None,
     device: torch.device,
 ) -> nn.Module:
-    """Build the configured model for the task's outputs, and the data's channels and image size.
-    The caller loads model.weights.
+    """Build the model of the config, with the outputs of the task, and the channels and image size
+    of the data. The caller loads the weights of model.weights.
     """
     if config.num_classes is not None and config.num_classes < outputs:
         raise ValueError(
@@ -43,7 +43,8 @@ def build_model(
             "it at null"
         )
     arguments: dict[str, Any] = {"num_classes": config.num_classes or outputs, "in_chans": in_chans}
-    # An experiment's model.name replaces that of model=<option>, but not the option's other keys.
+    # If a command sets model.name, the other keys of the file conf/model/<option>.yaml stay, so
+    # model.kwargs may be meant for another model.
     fix = "; give the model.name that they are for, or remove them" if config.kwargs else ""
     receiver = f"model.name={config.name}"
     if config.is_own:
@@ -59,10 +60,12 @@ def build_model(
             model.set_grad_checkpointing(True)
         except (AttributeError, AssertionError) as error:
             raise ValueError(
-                f"model.grad_checkpointing=true: {config.name} lacks it ({error}); use false"
+                f"model.grad_checkpointing=true: {config.name} does not support it ({error}); use "
+                "false"
             ) from None
     if config.sync_bn:
-        # timm's function, because torch's drops the activation that timm's BatchNorm holds.
+        # Convert with timm's function, because torch's would drop the activation inside timm's
+        # BatchNorm.
         model = convert_sync_batchnorm(model)
     memory_format = torch.channels_last if config.channels_last else torch.preserve_format
     model = model.to(device=device, memory_format=memory_format)
@@ -99,8 +102,8 @@ def _refuse_failed_download_of(config: ModelConfig) -> AbstractContextManager[No
 
 
 def _takes_image_size(name: str) -> bool:
-    """Return True if the timm model takes an `img_size` argument: models with a fixed input size
-    do, ResNets do not.
+    """Return True if a timm model takes the argument `img_size`. Models with a fixed input size do,
+    ResNets do not.
     """
     cfg = timm.get_pretrained_cfg(name, allow_unregistered=True)
     if cfg is not None and cfg.fixed_input_size:

@@ -1,4 +1,4 @@
-"""A model that timm does not have, and an example:
+"""Example of a model of your own, which timm does not have:
 `model.name=src.models.cifar_resnet.CifarResNet18`.
 """
 
@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 
 class CifarResNet18(nn.Module):
-    """timm's ResNet-18 with the stem of the CIFAR networks (He et al. 2015, arXiv:1512.03385,
-    section 4.2).
+    """timm's ResNet-18 with another stem, that of the CIFAR networks (He et al. 2015,
+    arXiv:1512.03385, section 4.2).
 
     The stem is one 3x3 convolution without stride or pooling, so the first block gets 32x32 images
-    at full size.
+    in full resolution.
     """
 
     def __init__(self, num_classes: int, in_chans: int, **kwargs: Any) -> None:
@@ -28,6 +28,6 @@ class CifarResNet18(nn.Module):
         self.resnet.maxpool = nn.Identity()
 
     def forward(self, images: Tensor) -> Tensor:
-        """Map images [B, in_chans, H, W] to scores [B, num_classes]."""
+        """Compute scores [B, num_classes] from images [B, in_chans, H, W]."""
         scores: Tensor = self.resnet(images)
         return scores

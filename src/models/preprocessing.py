@@ -1,4 +1,4 @@
-"""Choose image size and normalization: from the config, else from the dataset,
+"""Choose image size, mean and standard deviation of a run: from the config, else from the dataset,
 else from the model.
 """
 
@@ -16,8 +16,8 @@ from timm_parallel import ImageDataset, InMemory, as_size
 
 
 def train_image_size(model: nn.Module, config: DataConfig, images: ImageDataset) -> tuple[int, int]:
-    """Return height and width of training images in pixels, from the config, else the dataset, else
-    the model.
+    """Return height and width of training images in pixels. They come from the config, else from
+    the dataset, else from the model.
     """
     of_model = resolve_model_data_config(model)["input_size"][1:]
     return as_size(config.image_size or images.image_size or of_model)
@@ -29,10 +29,11 @@ def preprocessing_for(
     images: ImageDataset,
     of_weights: Mapping[str, Any] | None = None,
 ) -> Preprocessing:
-    """Return the evaluation preprocessing: from config, else dataset, else weights, else timm's
-    defaults.
+    """Build the preprocessing of evaluation images. Each value comes from the config, else from the
+    dataset, else from the model's weights, else from timm's defaults.
 
-    The weights are those of the file model.weights (`of_weights`: its mean and std), else timm's.
+    `of_weights`: mean and std of the weights in the file model.weights; None: use those of timm's
+    weights.
     """
     if config.eval_image_size is not None and isinstance(images.val, InMemory):
         raise ValueError(

@@ -1,4 +1,6 @@
-"""A decoder over any backbone of timm: `model=segmenter model.kwargs.backbone=resnet50`."""
+"""Segmentation model: a decoder on any backbone of timm, `model=segmenter
+model.kwargs.backbone=resnet50`.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,13 @@ from torch.nn import functional
 
 
 class Segmenter(nn.Module):
-    """Feature pyramid (Lin et al. 2017, arXiv:1612.03144): adds the features of all depths at the
-    size of the finest, and scores each pixel.
+    """Segmentation model with a feature pyramid (Lin et al. 2017, arXiv:1612.03144). It resizes the
+    features of all depths to the largest of their sizes, adds them, and computes scores for each
+    pixel.
     """
 
-    # model.pretrained=true loads the weights of the backbone.
+    # With this attribute, build_model passes `pretrained`, so model.pretrained=true loads the
+    # weights of the backbone.
     has_pretrained = True
 
     def __init__(
@@ -28,7 +32,9 @@ class Segmenter(nn.Module):
         pretrained: bool = False,
         **kwargs: Any,
     ) -> None:
-        """`width`: channels of the decoder. `kwargs`: of `timm.create_model`."""
+        """Build the backbone and the decoder. `width`: channels of the decoder. `kwargs`: more
+        arguments of `timm.create_model`.
+        """
         super().__init__()
         if not timm.is_model(backbone):
             raise ValueError(
@@ -39,10 +45,10 @@ class Segmenter(nn.Module):
             backbone, features_only=True, in_chans=in_chans, pretrained=pretrained, **kwargs
         )
         self.backbone = backbone_model
-        # As a Swin gives them.
+        # Some backbones, such as Swin, return features [B, H, W, C].
         self.channels_are_last = getattr(backbone_model, "output_fmt", None) == Format.NHWC
         config = timm.get_pretrained_cfg(backbone)
-        # Mean and std of the weights.
+        # Preprocessing reads the mean and std of timm's weights from this attribute.
         self.pretrained_cfg: dict[str, Any] = {} if config is None else config.to_dict()
         channels = backbone_model.feature_info.channels()
         self.laterals = nn.ModuleList(nn.Conv2d(count, width, 1) for count in channels)
@@ -52,16 +58,18 @@ class Segmenter(nn.Module):
         self.head = nn.Conv2d(width, num_classes, 1)
 
     def get_classifier(self) -> list[nn.Module]:
-        """Return the decoder, all of which is random at first: model.freeze=backbone trains it."""
+        """Return the modules of the decoder, which start from random weights. model.freeze=backbone
+        trains only these modules.
+        """
         return [self.laterals, self.smooth, self.head]
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         backbone: Any = self.backbone
-        # timm wraps a ViT in another class than a ResNet, without this method.
+        # For a ViT, timm returns a wrapper that lacks this method; its attribute `model` has it.
         getattr(backbone, "model", backbone).set_grad_checkpointing(enable)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Map images [B, in_chans, H, W] to scores [B, num_classes, H, W]."""
+        """Compute scores [B, num_classes, H, W] from images [B, in_chans, H, W]."""
         features = self.backbone(images)
         if self.channels_are_last:
             features = [maps.permute(0, 3, 1, 2) for maps in features]

@@ -1,7 +1,9 @@
-"""Tasks: what is learned, one file each.
+"""Tasks: each file defines targets, losses, metrics and augmentation of one task, such as
+classification.
 
-To add one, put a class next to these that extends Task (timm_parallel/task.py) and give
-`train.task=src.tasks.<module>.<Class>`. Its module imports torch in functions only.
+To add a task, write a class in this folder that extends Task (timm_parallel/task.py), and set
+`train.task=src.tasks.<module>.<Class>`. Import torch inside its functions only, because train.py
+checks a config before it imports torch.
 """
 
 from __future__ import annotations
@@ -22,10 +24,10 @@ TASKS = {
 
 
 def all_metrics() -> dict[str, Metric]:
-    """Return the metrics of all tasks in this folder, by name.
+    """Return the metrics of all tasks in this folder, as a dictionary from name to metric.
 
-    Raises ValueError if two tasks give a name different directions: reports and searches know a
-    metric by its name.
+    Raises ValueError if two tasks define a metric of the same name differently, for example with
+    different directions. Reports and searches identify a metric by its name.
     """
     metrics: dict[str, Metric] = {}
     for found in iter_modules(__path__):
@@ -39,14 +41,16 @@ def all_metrics() -> dict[str, Metric]:
                 known = metrics.setdefault(name, metric)
                 if known.shown_as != metric.shown_as:
                     raise ValueError(
-                        f"{task.__name__}: the metric {name} is another one in another task; "
-                        "give it another name"
+                        f"{task.__name__}: another task defines the metric {name} differently; "
+                        "give the metric another name"
                     )
     return metrics
 
 
 def problems(config: Config) -> Iterator[str]:
-    """Yield an error for each key of train or data that does not fit train.task."""
+    """Yield an error message for each key of the groups train and data that does not fit train.task
+    or train.loss.
+    """
     train, data, task = config.train, config.data, Task.find(config.train.task)
     weights = train.class_weights
     is_list = isinstance(weights, list) and all(
@@ -62,7 +66,7 @@ def problems(config: Config) -> Iterator[str]:
     for key, metric in config.metrics_read.items():
         if metric.endswith("_ema") and config.model.ema.decay is None:
             yield f"{key}={metric}: needs averaged weights; set model.ema.decay, e.g. 0.9998"
-    # Mixed targets are smoothed whatever the loss reads.
+    # Ignore smoothing if mixup or cutmix is on, because these smooth the targets for every loss.
     smoothing = 0 if data.augment.mixes else train.smoothing
     reads = task.options_of_loss(train.loss)
     options = {
@@ -79,7 +83,7 @@ def problems(config: Config) -> Iterator[str]:
         if not value:
             continue
         if name not in task.applies:
-            yield f"{option}={value}: not for train.task={train.task}; leave it out"
+            yield f"{option}={value}: does not apply to train.task={train.task}; leave it out"
         elif name in ("smoothing", "class_weights", "mixup") and name not in reads:
             yield (
                 f"{option}={value}: train.loss={train.loss} does not read it; leave it "

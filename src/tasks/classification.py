@@ -1,4 +1,4 @@
-"""Classification: each image has one of the classes."""
+"""Classification: each image belongs to one class."""
 
 from __future__ import annotations
 
@@ -16,17 +16,20 @@ if TYPE_CHECKING:
 
     from timm_parallel import Evaluation
 
-BINS = 15  # of confidence, for the calibration error
+# Number of bins of confidence for the expected calibration error.
+BINS = 15
 
 
-# Losses. Weights and smoothing apply to training only, so that `val/loss` of runs can be compared.
+# Losses. train.class_weights and train.smoothing change the training loss only, so that `val/loss`
+# of different runs can be compared.
 
 
 def cross_entropy(config: ResolvedConfig, class_weight: Tensor | None = None) -> Criterion:
-    """Build softmax cross entropy with label smoothing (`train.smoothing`).
+    """Build softmax cross entropy with label smoothing (`train.smoothing`) and class weights.
 
-    With class weights, the weighted sum is divided by the number of images. torch divides it by the
-    sum of the weights, so a mean over ranks would not be the loss of the whole batch.
+    With class weights, the weighted sum is divided by the number of images. torch divides by the
+    sum of the weights instead, with which the mean over ranks would differ from the loss of the
+    whole batch.
     """
     from timm.loss import create_classification_loss
     from torch import nn
@@ -35,13 +38,14 @@ def cross_entropy(config: ResolvedConfig, class_weight: Tensor | None = None) ->
     if class_weight is None:
         return create_classification_loss("ce", smoothing=smoothing, soft_targets=is_soft)
 
-    # A module, which strategies can move and DataParallel can copy with its weights.
+    # The loss is a module, so that a strategy can move its weights to a device, and DataParallel
+    # can copy them.
     class WeightedCrossEntropy(nn.CrossEntropyLoss):
         def forward(self, input: Tensor, target: Tensor) -> Tensor:
             return super().forward(input, target).mean()
 
+    # Mixup and cutmix smooth the targets themselves, so the loss must not smooth them again.
     return without_state(
-        # Mixed targets are already smoothed.
         WeightedCrossEntropy(
             class_weight, reduction="none", label_smoothing=0 if is_soft else smoothing
         )
@@ -55,10 +59,11 @@ def binary_cross_entropy(
     pos_weight: Tensor | float | None = None,
     sum_classes: bool = False,
 ) -> Criterion:
-    """Build binary cross entropy with a sigmoid per class (Wightman et al. 2021, arXiv:2110.00476,
-    section 3).
+    """Build binary cross entropy with a sigmoid for each class (Wightman et al. 2021,
+    arXiv:2110.00476, section 3).
 
-    `sum_classes`, as in timm: sum over the classes of an image instead of averaging.
+    With `sum_classes`, the loss of an image is the sum over its classes, as in timm; without it,
+    the mean.
     """
     from timm.loss import create_classification_loss
 
@@ -75,8 +80,8 @@ def binary_cross_entropy(
 
 
 def without_state(criterion: nn.Module) -> nn.Module:
-    """Exclude the buffers of a loss from checkpoints: they hold values of the config, which a
-    resume may change.
+    """Exclude the buffers of a loss from checkpoints. They store values of the config, such as
+    train.class_weights, which a resumed run may change.
     """
     for name, buffer in list(criterion.named_buffers()):
         owner = criterion.get_submodule(name.rpartition(".")[0])
@@ -85,20 +90,22 @@ def without_state(criterion: nn.Module) -> nn.Module:
 
 
 def softmax_losses(scores: Tensor, labels: Tensor) -> Tensor:
-    """Compute the cross entropy of each image, without smoothing: [B]."""
+    """Compute the softmax cross entropy of each image, without label smoothing. Return a tensor
+    [B].
+    """
     from torch.nn import functional
 
     return functional.cross_entropy(scores, labels, reduction="none")
 
 
 def sigmoid_losses(scores: Tensor, labels: Tensor) -> Tensor:
-    """Compute the binary cross entropy of each image, the mean over the classes, without smoothing:
-    [B].
+    """Compute the binary cross entropy of each image, averaged over the classes, without label
+    smoothing. Return a tensor [B].
     """
     import torch
     from torch.nn import functional
 
-    # one_hot would wait for the device to check the labels.
+    # Use scatter_, because one_hot checks the labels on the host, and so waits for the device.
     targets = (
         labels if labels.ndim == 2 else torch.zeros_like(scores).scatter_(1, labels[:, None], 1)
     )
@@ -115,50 +122,59 @@ def sigmoid(scores: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class ClassLoss(Loss):
-    """A loss on class scores [B, classes]. Targets are labels [B], or [B, classes] under mixup."""
+    """A loss on class scores [B, classes]. Targets are class numbers [B], or class probabilities
+    [B, classes] with mixup or cutmix.
+    """
 
     of_samples: Callable[[Tensor, Tensor], Tensor] = softmax_losses
-    probabilities: Callable[[Tensor], Tensor] = softmax  # of the classes, from scores
-    # True if an image has a term for each class, not only for its own. train.class_weights then
-    # weight these terms.
+    # Function that computes the probabilities of the classes from scores.
+    probabilities: Callable[[Tensor], Tensor] = softmax
+    # True if each image adds a term for every class to the loss (sigmoid), not only for its own
+    # class (softmax). train.class_weights then weight these terms.
     has_class_terms: bool = False
 
 
-# Metrics. Each names a function whose sums are added over batches and ranks.
+# Metrics. Each has a function that computes sums for a batch. The library adds these sums over
+# batches and ranks.
 
 
 def confusion(scores: Tensor, labels: Tensor, losses: Tensor) -> Tensor:
-    """Count images by true class (row) and predicted class (column): int64 [classes, classes]."""
+    """Count images by true class (row) and predicted class (column). Return int64 [classes,
+    classes].
+    """
     import torch
 
     classes = scores.shape[1]
-    # bincount would wait for the device, because the size of its result depends on the values.
+    # Use index_add_, because the output size of bincount depends on the values, so bincount waits
+    # for the device.
     counts = torch.zeros(classes * classes, dtype=torch.int64, device=scores.device)
     counts.index_add_(0, labels * classes + scores.argmax(1), torch.ones_like(labels))
     return counts.view(classes, classes)
 
 
 def hits_in_top5(scores: Tensor, labels: Tensor, losses: Tensor) -> Tensor:
-    """Count images whose label has one of the five highest scores."""
+    """Count the images whose true class has one of the five highest scores."""
     return (scores.topk(5, 1).indices == labels[:, None]).any(1).sum()
 
 
 def on_diagonal(counts: Tensor, samples: int) -> float:
-    """Return the share of images whose class is predicted."""
+    """Return the accuracy: the diagonal of the confusion matrix, divided by the number of
+    images.
+    """
     return float(counts.diag().sum().item()) / samples
 
 
 def count_by_confidence(
     probabilities: Callable[[Tensor], Tensor], scores: Tensor, labels: Tensor, losses: Tensor
 ) -> Tensor:
-    """Return [3, 15]: number of images, correct predictions and sum of confidences in each of 15
-    bins of confidence.
+    """Count images, count correct predictions and sum confidences in each of 15 bins of confidence.
+    Return a tensor [3, 15].
     """
     import torch
 
     confidence, predicted = probabilities(scores).max(1)
     bins = (confidence * BINS).ceil().long().clamp(1, BINS) - 1
-    # As exact as the losses: in double precision, where the device has it.
+    # Sum in the precision of the losses, which is double where the device has it.
     values = torch.stack([torch.ones_like(confidence), predicted == labels, confidence]).to(
         losses.dtype
     )
@@ -168,22 +184,22 @@ def count_by_confidence(
 
 
 def calibration_error(sums: Tensor, samples: int) -> float:
-    """Return the expected calibration error from `count_by_confidence` (Guo et al. 2017,
-    arXiv:1706.04599).
+    """Compute the expected calibration error (Guo et al. 2017, arXiv:1706.04599) from the sums of
+    `count_by_confidence`.
     """
     return float((sums[1] - sums[2]).abs().sum() / samples)
 
 
 def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Compute the share of images whose label has the highest score. The label of a mixed image is
-    the larger one.
+    """Compute the share of images whose label has the highest score. The label of an image that
+    mixup or cutmix changed is the class with the larger share.
     """
     labels = targets if targets.ndim == 1 else targets.argmax(1)
     return (outputs.argmax(1) == labels).float().mean()
 
 
 class Classification(ImageTask):
-    """One class per image. Targets are class numbers: int64 [B]."""
+    """Task in which each image has one class. Targets are class numbers: int64 [B]."""
 
     target = "label"
     applies: ClassVar[tuple[str, ...]] = (
@@ -218,7 +234,7 @@ class Classification(ImageTask):
 
         def build(config: ResolvedConfig, **given: Any) -> Criterion:
             if "smoothing" in reads:
-                # Mixed targets are already smoothed.
+                # Mixup and cutmix smooth the targets themselves.
                 mixes = config.data.augment.mixes
                 given.setdefault("smoothing", 0.0 if mixes else config.train.smoothing)
             criterion: Criterion = loss_class(**given)
@@ -228,7 +244,9 @@ class Classification(ImageTask):
 
     @property
     def model_outputs(self) -> int:
-        """Outputs that the model has: those of the classes, or more."""
+        """Number of outputs of the model: model.num_classes, which may exceed the number of
+        classes, else the number of classes.
+        """
         return self.config.model.num_classes or self.num_outputs
 
     def check_targets(self, targets: Tensor) -> None:
@@ -237,22 +255,25 @@ class Classification(ImageTask):
         smallest, largest = int(targets.min()), int(targets.max())
         if targets.is_floating_point() or smallest < 0 or largest >= len(self.names):
             raise ValueError(
-                f"the data has labels from {smallest} to {largest}, but {len(self.names)} classes "
-                "(0 is the first): fix the labels or the dataset's target_names"
+                f"the data has labels from {smallest} to {largest}, expected 0 to "
+                f"{len(self.names) - 1} for {len(self.names)} classes; fix the labels or the "
+                "dataset's target_names"
             )
 
     def class_weights(self, targets: Tensor | None) -> dict[str, Tensor]:
-        """Return the keyword arguments that pass train.class_weights to the loss.
+        """Build the keyword arguments that pass train.class_weights to the loss.
 
-        The weights have mean 1 over all terms of the loss on the training images. So the loss keeps
-        its size, and optim.lr and optim.clip_grad their meaning; with equal classes it is the
-        unweighted loss. With N images, n of a class, K classes:
+        The weights are scaled to mean 1 over all terms of the loss on the training images. So the
+        loss keeps its magnitude, and optim.lr and optim.clip_grad need no change. With equally
+        frequent classes, the weighted loss equals the unweighted loss. For N images, K classes, and
+        n images of a class:
 
-        - Cross entropy has a term per image. auto is N / (K n), scikit-learn's "balanced". The mean
-          over all training images is torch's weighted mean. torch divides by the weights of a
-          batch, with which ranks would differ.
-        - A loss with a term per image and class has weights with mean 1 over the classes; auto is
-          timm's inverse frequency.
+        - Cross entropy has a term for each image. The weight of a class with auto is N / (K n), as
+          scikit-learn's "balanced". The mean over all training images equals torch's weighted mean.
+          For a batch, torch divides by the sum of its weights, so ranks would use different
+          divisors.
+        - A loss with a term for each image and each class has weights with mean 1 over the classes.
+          With auto, they are timm's inverse frequency.
         """
         import torch
 
@@ -285,12 +306,13 @@ class Classification(ImageTask):
         return {"class_weight": weights.float()}
 
     def count_classes(self, targets: Tensor) -> Tensor:
-        """Count the images of each of the model's classes."""
+        """Count the training images of each class that the model has an output for."""
         return targets.bincount(minlength=self.model_outputs)
 
     def balanced(self, counts: Tensor, images: int) -> Tensor:
-        """Return a weight for each class from its count, before scaling. A class without an image
-        (model.num_classes, data.limit_train) gets the mean weight of the others.
+        """Compute a weight for each class from its number of images, before the weights are scaled.
+        A class without images (because of model.num_classes or data.limit_train) gets the mean
+        weight of the other classes.
         """
         import torch
         from timm.loss import compute_class_weights
@@ -316,7 +338,9 @@ class Classification(ImageTask):
         return {**self.metrics, "ece": Metric(sums, calibration_error)}
 
     def details(self, evaluation: Evaluation) -> dict[str, Any]:
-        """Return sample counts, and accuracy per class (None without images)."""
+        """Return the numbers of images and of correct predictions, and the accuracy of each class,
+        which is None for a class without images.
+        """
         counts = evaluation.sums[confusion]
         totals, correct = counts.sum(1).tolist(), counts.diag().tolist()
         return {
@@ -334,14 +358,18 @@ class Classification(ImageTask):
         return {"confusion": draw_confusion(counts, self.names)}
 
     def table(self, evaluation: Evaluation) -> dict[str, list[Any]]:
-        """Return the label, and the five most likely classes with their probabilities."""
+        """Return columns for a table with a row per image: its label, and the five most likely
+        classes with their probabilities.
+        """
         assert evaluation.rows is not None
         _, scores, labels = evaluation.rows
         columns = {"label": [self.names[label] for label in labels.tolist()]}
         return columns | self.best_columns(scores, min(5, len(self.names)), "{:.6f}")
 
     def best_columns(self, scores: Tensor, count: int, form: str) -> dict[str, list[Any]]:
-        """Return columns of the `count` most likely classes of each image, best first."""
+        """Return the columns `class_<k>` and `probability_<k>` of the most likely classes of each
+        image, the most likely class first.
+        """
         best, columns = self.loss.probabilities(scores).topk(count), {}
         for place in range(count):
             columns[f"class_{place + 1}"] = [
@@ -353,7 +381,9 @@ class Classification(ImageTask):
         return columns
 
     def predictions(self, scores: Tensor, topk: int) -> list[dict[str, Any]]:
-        """Return the names and probabilities of the most likely classes, best first."""
+        """Return a dictionary for each image: names and probabilities of its most likely classes,
+        the most likely class first.
+        """
         best = self.loss.probabilities(scores).topk(min(topk, len(self.names)))
         return [
             {"classes": [self.names[index] for index in indices], "probabilities": values}

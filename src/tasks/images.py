@@ -1,4 +1,4 @@
-"""Base of tasks whose targets stay as they are when an image is cropped or flipped."""
+"""Base class of tasks whose targets do not change when an image is cropped or flipped."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ if TYPE_CHECKING:
     from src.data.transforms import Preprocessing
     from timm_parallel import InMemory
 
-# Maps outputs [B, …] and targets [B, …] to the mean loss.
+# A loss function: computes the mean loss from outputs [B, …] and targets [B, …].
 Criterion = Callable[["Tensor", "Tensor"], "Tensor"]
 
 
 class ImageTask(Task[ResolvedConfig]):
-    """A task whose images are augmented and prepared as in timm. The targets stay."""
+    """Base class of tasks that augment and prepare images as timm does. Transforms leave the
+    targets as they are.
+    """
 
     def train_transform(self, size: tuple[int, int], resize: bool, mean: tuple[float, ...]) -> Any:
         from src.data.transforms import OnImage, train_transform
@@ -38,12 +40,12 @@ class ImageTask(Task[ResolvedConfig]):
 
 
 def total_loss(scores: Tensor, targets: Tensor, losses: Tensor) -> Tensor:
-    """Sum the losses of the images."""
+    """Return the sum of the losses of all images."""
     return losses.sum()
 
 
 def per_image(total: Tensor, samples: int) -> float:
-    """Return the mean over images."""
+    """Divide a sum over images by the number of images."""
     return float(total.item()) / samples
 
 

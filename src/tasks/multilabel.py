@@ -1,4 +1,4 @@
-"""Several labels: each image has any number of the classes."""
+"""Multi-label classification: each image has any number of labels."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def asymmetric(
     gamma_neg: float = 4.0,
     clip: float = 0.05,
 ) -> Criterion:
-    """Build the asymmetric loss (Ridnik et al. 2021, arXiv:2009.14119): negatives that the model is
-    sure of count less.
+    """Build the asymmetric loss (Ridnik et al. 2021, arXiv:2009.14119). It gives less weight to
+    classes that the model is sure an image does not have.
     """
     from timm.loss import create_classification_loss
 
@@ -51,27 +51,27 @@ def asymmetric(
 
 
 def count_labels(scores: Tensor, labels: Tensor, losses: Tensor) -> Tensor:
-    """Count, by class, images that have the label and are predicted, that are predicted, and that
-    have it: [3, classes].
+    """Count true positives, predicted labels and true labels of each class. Return a tensor [3,
+    classes].
     """
     import torch
 
-    # The sigmoid of 0 is 0.5.
+    # A score of 0 or more is a probability of 0.5 or more.
     predicted, has_label = scores >= 0, labels > 0.5
     return torch.stack([(predicted & has_label).sum(0), predicted.sum(0), has_label.sum(0)])
 
 
 def macro_f1(counts: Tensor, samples: int) -> float:
-    """Return macro F1: the mean of 2 TP / (predicted + labeled) over the classes; a class with
-    neither counts as 0.
+    """Compute macro F1: the mean over classes of 2 TP / (predicted + labeled). A class that has
+    neither predictions nor labels counts as 0.
     """
     hits, predicted, labeled = counts.double()
     return float((2 * hits / (predicted + labeled).clamp(min=1)).mean())
 
 
 def mean_average_precision(scores: Tensor, labels: Tensor) -> float:
-    """Return the mean over classes of average precision (sum of precision x recall gain); 0 for a
-    class without images.
+    """Compute mean average precision: the mean over classes of the sum of precision x gain in
+    recall. A class without images counts as 0.
     """
     from timm.task import MultiLabelClassificationEvaluator
 
@@ -81,10 +81,12 @@ def mean_average_precision(scores: Tensor, labels: Tensor) -> float:
 
 
 class Multilabel(Classification):
-    """Any number of labels per image. Targets are 1 for a label, else 0: float [B, classes]."""
+    """Task in which each image has any number of labels. Targets are float [B, classes]: 1 for a
+    label, else 0.
+    """
 
     target = "labels"
-    # Mixup and balance need images of one label each.
+    # mixup and balance are not in the list, because they need images with exactly one label.
     applies = ("erasing", "auto_augment", "smoothing", "class_weights")
     losses: ClassVar[Mapping[str, ClassLoss]] = {
         "bce": ClassLoss(
@@ -117,13 +119,13 @@ class Multilabel(Classification):
             )
 
     def class_weights(self, targets: Tensor | None) -> dict[str, Tensor]:
-        """Return the keyword arguments that pass train.class_weights to the loss.
+        """Build the keyword arguments that pass train.class_weights to the loss.
 
-        auto gives half of the weight to the positives of a class and half to its negatives: N / (2
-        n) for the n positives among N images, N / (2 (N - n)) for the negatives. The loss
-        multiplies `class_weight`, that of negatives, by `pos_weight`, which is timm's negatives /
-        positives. A class that has only one of them keeps weight 1. A list has mean 1 over the
-        classes.
+        With auto, the positives of a class have half of its weight, and the negatives the other
+        half. For n positives among N images, the weight of a positive is N / (2 n), and that of a
+        negative N / (2 (N - n)). The loss multiplies `class_weight`, the weight of negatives, by
+        `pos_weight`, which is timm's negatives / positives. A class without positives, or without
+        negatives, keeps weight 1. A list of weights is scaled to mean 1 over the classes.
         """
         import torch
 
@@ -158,7 +160,9 @@ class Multilabel(Classification):
         return {}
 
     def table(self, evaluation: Evaluation) -> dict[str, list[Any]]:
-        """Return the labels, and all classes with their probabilities, to compute metrics from."""
+        """Return columns for a table with a row per image: its labels, and all classes with their
+        probabilities. Other programs can compute metrics from this table.
+        """
         assert evaluation.rows is not None
         _, scores, labels = evaluation.rows
         joined = [
@@ -167,7 +171,7 @@ class Multilabel(Classification):
             )
             for row in labels.tolist()
         ]
-        # In single precision, different scores above 17 would have equal probabilities. `repr` has
-        # all digits.
+        # Use double precision, because in single precision all scores above 17 have the probability
+        # 1. `repr` writes all digits.
         best = self.best_columns(scores.double(), len(self.names), "{!r}")
         return {"label": joined} | best

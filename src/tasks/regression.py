@@ -1,4 +1,4 @@
-"""Regression: each image has one or several numbers."""
+"""Regression: the model predicts one or several numbers for each image."""
 
 from __future__ import annotations
 
@@ -16,31 +16,36 @@ if TYPE_CHECKING:
 
 
 def squared_errors(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Compute the squared error of each image, the mean over its numbers: [B]."""
+    """Compute the squared error of each image, averaged over its numbers. Return a tensor [B]."""
     return (outputs - targets).square().mean(1)
 
 
 def absolute_errors(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Compute the absolute error of each image, the mean over its numbers: [B]."""
+    """Compute the absolute error of each image, averaged over its numbers. Return a tensor [B]."""
     return (outputs - targets).abs().mean(1)
 
 
 def huber_errors(outputs: Tensor, targets: Tensor, delta: float = 1.0) -> Tensor:
-    """Compute the Huber loss of each image, the mean over its numbers: [B] (Huber 1964)."""
+    """Compute the Huber loss (Huber 1964) of each image, averaged over its numbers. Return a tensor
+    [B].
+    """
     from torch.nn import functional
 
     return functional.huber_loss(outputs, targets, reduction="none", delta=delta).mean(1)
 
 
 def mean_of(errors: Callable[..., Tensor]) -> Callable[..., Criterion]:
-    """Return a function that builds the mean of `errors` over the images of a batch."""
+    """Return a function that builds a loss: the mean over the images of a batch of the errors that
+    the given function computes.
+    """
 
     def build(config: ResolvedConfig, **options: float) -> Criterion:
         import torch
 
-        # Refuses an unknown option before the first step.
+        # Call the function once, so that an unknown option raises an error before the first step.
         errors(torch.zeros(1, 1), torch.zeros(1, 1), **options)
-        # The model may have more outputs than numbers.
+        # Use the first outputs only, because the model may have more outputs than there are
+        # targets.
         return lambda outputs, targets: errors(
             outputs[:, : targets.shape[1]], targets, **options
         ).mean()
@@ -49,12 +54,13 @@ def mean_of(errors: Callable[..., Tensor]) -> Callable[..., Criterion]:
 
 
 def error_sums(outputs: Tensor, targets: Tensor, losses: Tensor) -> Tensor:
-    """Sum up, for each number, absolute errors, squared errors, targets and squared targets:
-    [4, numbers].
+    """Sum over images the absolute errors, squared errors, targets and squared targets of each
+    number. Return a tensor [4, numbers].
     """
     import torch
 
-    # In double precision, where the device has it: the sums of squares nearly cancel in R².
+    # Use double precision if the device has it, because R² subtracts large, nearly equal sums of
+    # squares.
     errors, values = ((outputs - targets).to(losses.dtype), targets.to(losses.dtype))
     return torch.stack(
         [errors.abs().sum(0), errors.square().sum(0), values.sum(0), values.square().sum(0)]
@@ -62,18 +68,18 @@ def error_sums(outputs: Tensor, targets: Tensor, losses: Tensor) -> Tensor:
 
 
 def mean_absolute_error(sums: Tensor, samples: int) -> float:
-    """Return the mean absolute error over images and numbers."""
+    """Compute the mean absolute error over all images and all numbers of an image."""
     return float(sums[0].mean()) / samples
 
 
 def root_mean_squared_error(sums: Tensor, samples: int) -> float:
-    """Return the root mean squared error over all images and all numbers of an image."""
+    """Compute the root mean squared error over all images and all numbers of an image."""
     return float(sums[1].mean() / samples) ** 0.5
 
 
 def explained_share(sums: Tensor, samples: int) -> float | None:
-    """Return R², the mean over the numbers, as scikit-learn's r2_score. None if the targets of a
-    number are all equal.
+    """Compute R², averaged over the numbers, as scikit-learn's r2_score. Return None if all targets
+    of a number are equal, because R² is then undefined.
     """
     _, squared_error, total, squares = sums
     spread = squares - total.square() / samples
@@ -81,7 +87,7 @@ def explained_share(sums: Tensor, samples: int) -> float | None:
 
 
 class Regression(ImageTask):
-    """Numbers of an image. Targets are float32 [B, numbers]."""
+    """Task in which the model predicts numbers of an image. Targets are float32 [B, numbers]."""
 
     target = "numbers"
     names_are = "targets"
@@ -124,7 +130,9 @@ class Regression(ImageTask):
         }
 
     def table(self, evaluation: Evaluation) -> dict[str, list[Any]]:
-        """Return each number and its prediction, as `<name>` and `<name>_predicted`."""
+        """Return columns for a table with a row per image: `<name>` for the true value of a number,
+        and `<name>_predicted` for its prediction.
+        """
         assert evaluation.rows is not None
         _, scores, targets = evaluation.rows
         columns: dict[str, list[Any]] = {}

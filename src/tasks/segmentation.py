@@ -1,4 +1,4 @@
-"""Segmentation: each pixel has one of the classes."""
+"""Segmentation: the model predicts a class for each pixel."""
 
 from __future__ import annotations
 
@@ -19,14 +19,17 @@ if TYPE_CHECKING:
     from src.data.transforms import Preprocessing
     from timm_parallel import Evaluation
 
-# Strides of most backbones divide it. evaluation=whole pads images to multiples.
+# evaluation=whole pads the sides of images to multiples of this number, which the strides of most
+# backbones divide.
 MULTIPLE = 32
 
 IGNORED = ImageDataset.ignored
 
 
 class WithMask:
-    """Applies steps of torchvision to an image and its mask, uint8 [H, W], together."""
+    """Applies transforms of torchvision to an image and to its mask, uint8 [H, W], with the same
+    random numbers.
+    """
 
     def __init__(self, steps: Callable[..., Any]) -> None:
         self.steps = steps
@@ -39,21 +42,24 @@ class WithMask:
         return image.as_subclass(torch.Tensor), mask.as_subclass(torch.Tensor)
 
 
-# Losses. Each is a mean over the labeled pixels of an image, so that the mean over images, and so
-# over ranks, is exact, however many pixels are not labeled.
+# Losses. Each is first averaged over the labeled pixels of an image, then over images. So the mean
+# over ranks is exact, even if images have different numbers of labeled pixels.
 
 
 def pixel_losses(
     scores: Tensor, masks: Tensor, class_weight: Tensor | None = None, smoothing: float = 0.0
 ) -> Tensor:
-    """Compute the mean cross entropy of each image's labeled pixels: [B]."""
+    """Compute the cross entropy of each image, averaged over its labeled pixels. Return a tensor
+    [B].
+    """
     import torch
     from torch.nn import functional
 
     labels, is_labeled = masks.long(), masks != IGNORED
     rows, row_labels = scores, labels
     if torch.are_deterministic_algorithms_enabled():
-        # torch's CUDA kernel for images is not deterministic, so it is refused then.
+        # Flatten the pixels to rows, because torch has no deterministic CUDA kernel of cross
+        # entropy for images.
         rows, row_labels = scores.movedim(1, -1).flatten(0, 2), labels.flatten()
     losses = functional.cross_entropy(
         rows,
@@ -68,8 +74,9 @@ def pixel_losses(
 
 
 def dice_losses(scores: Tensor, masks: Tensor) -> Tensor:
-    """Compute 1 - the soft Dice coefficient of each image, the mean over classes: [B] (Milletari
-    et al. 2016, arXiv:1606.04797), with 1 added above and below for classes without a pixel.
+    """Compute 1 - the soft Dice coefficient of each image, averaged over classes (Milletari et al.
+    2016, arXiv:1606.04797). Return a tensor [B]. 1 is added to numerator and denominator, so that a
+    class without a pixel does not divide by 0.
     """
     import torch
 
@@ -82,13 +89,17 @@ def dice_losses(scores: Tensor, masks: Tensor) -> Tensor:
 
 
 def mean_over_images(losses: Callable[..., Tensor], class_weight: Tensor | None) -> Criterion:
-    """Build a module, which strategies can move and DataParallel can copy with its weights."""
+    """Build a loss: the mean over images of the losses that the given function computes. The loss
+    is a module, so that a strategy can move its class weights to a device, and DataParallel can
+    copy them.
+    """
     from torch import nn
 
     class MeanOverImages(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            # Not in checkpoints: a resume may change train.class_weights.
+            # Keep class weights out of checkpoints, because a resumed run may change
+            # train.class_weights.
             self.register_buffer("class_weight", class_weight, persistent=False)
 
         def forward(self, scores: Tensor, masks: Tensor) -> Tensor:
@@ -98,17 +109,19 @@ def mean_over_images(losses: Callable[..., Tensor], class_weight: Tensor | None)
 
 
 def cross_entropy(config: ResolvedConfig, class_weight: Tensor | None = None) -> Criterion:
-    """Build cross entropy, with `train.smoothing`."""
+    """Build the cross entropy of pixels, with label smoothing (`train.smoothing`) and class
+    weights.
+    """
     return mean_over_images(partial(pixel_losses, smoothing=config.train.smoothing), class_weight)
 
 
 def dice(config: ResolvedConfig) -> Criterion:
-    """Build the Dice loss."""
+    """Build the soft Dice loss of segmentation."""
     return lambda scores, masks: dice_losses(scores, masks).mean()
 
 
 def cross_entropy_and_dice(config: ResolvedConfig, class_weight: Tensor | None = None) -> Criterion:
-    """Build the sum of cross entropy and Dice loss."""
+    """Build the sum of the cross entropy of pixels and the soft Dice loss."""
 
     def losses(scores: Tensor, masks: Tensor, class_weight: Tensor | None) -> Tensor:
         pixels = pixel_losses(scores, masks, class_weight, config.train.smoothing)
@@ -117,11 +130,10 @@ def cross_entropy_and_dice(config: ResolvedConfig, class_weight: Tensor | None =
     return mean_over_images(losses, class_weight)
 
 
-# Metrics.
-
-
 def confusion(scores: Tensor, masks: Tensor, losses: Tensor) -> Tensor:
-    """Count labeled pixels by true class (row) and predicted class: int64 [classes, classes]."""
+    """Count labeled pixels by true class (row) and predicted class (column). Return int64 [classes,
+    classes].
+    """
     import torch
 
     classes, is_labeled = scores.shape[1], masks != IGNORED
@@ -132,20 +144,24 @@ def confusion(scores: Tensor, masks: Tensor, losses: Tensor) -> Tensor:
 
 
 def ious(counts: Tensor) -> list[float | None]:
-    """Return intersection over union of each class; None for one that never occurs."""
+    """Compute the intersection over union of each class. It is None for a class that occurs neither
+    in masks nor in predictions.
+    """
     union = counts.sum(0) + counts.sum(1) - counts.diag()
     pairs = zip(counts.diag().tolist(), union.tolist(), strict=True)
     return [hits / total if total else None for hits, total in pairs]
 
 
 def mean_iou(counts: Tensor, samples: int) -> float | None:
-    """Return the mean IoU of the classes that occur in masks or predictions."""
+    """Compute the mean intersection over union of the classes that occur in masks or
+    predictions.
+    """
     values = [value for value in ious(counts) if value is not None]
     return sum(values) / len(values) if values else None
 
 
 def pixel_accuracy(counts: Tensor, samples: int) -> float | None:
-    """Return the share of labeled pixels whose class is predicted."""
+    """Compute the share of labeled pixels whose class is predicted correctly."""
     total = int(counts.sum())
     return int(counts.diag().sum()) / total if total else None
 
@@ -163,11 +179,13 @@ class SegmentationOptions:
 
 
 class Segmentation(Task[ResolvedConfig]):
-    """Targets are masks, uint8 [B, H, W]: class numbers, or 255 without a class."""
+    """Task in which the model predicts a class for each pixel. Targets are masks, uint8 [B, H, W]:
+    class numbers, or 255 for a pixel without a class.
+    """
 
     target = "mask"
     Options: ClassVar[type[Any]] = SegmentationOptions
-    # Not erasing: erased pixels would keep their classes.
+    # erasing is not in the list, because erased pixels would keep their classes in the mask.
     applies = ("smoothing", "class_weights")
     losses: ClassVar[Mapping[str, Loss]] = {
         "ce": Loss(cross_entropy, pixel_losses, ("smoothing", "class_weights")),
@@ -185,38 +203,42 @@ class Segmentation(Task[ResolvedConfig]):
         data, mode, stride = config.data, self.options.evaluation, self.options.stride
         if data.crop_pct not in (None, 1):
             raise ValueError(
-                f"data.crop_pct={data.crop_pct}: a mask has all pixels of an image; leave it at "
-                "null"
+                f"data.crop_pct={data.crop_pct}: segmentation evaluates all pixels of an image; "
+                "leave it at null"
             )
         if mode == "slide" and data.image_size is None:
             raise ValueError(
-                "data.image_size=null: expected the size of the windows of "
-                "train.task_kwargs.evaluation=slide; set it"
+                "data.image_size=null: expected the size of the sliding windows of "
+                "train.task_kwargs.evaluation=slide, in pixels"
             )
         if stride is not None and (mode != "slide" or stride > min(self.window)):
             raise ValueError(
-                f"train.task_kwargs.stride={stride}: expected train.task_kwargs.evaluation=slide "
-                "and a number up to the sides of data.image_size; leave it out"
+                f"train.task_kwargs.stride={stride}: expected train.task_kwargs.evaluation=slide, "
+                "and at most the shorter side of data.image_size; lower it or leave it out"
             )
 
     def check_targets(self, targets: Tensor) -> None:
         largest = int(targets.masked_fill(targets == IGNORED, 0).max()) if len(targets) else 0
         if largest >= len(self.names):
             raise ValueError(
-                f"the data has masks with the class {largest}, but {len(self.names)} classes (0 is "
-                f"the first): name all classes, and give pixels without a class {IGNORED}"
+                f"the data has masks with the class {largest}, expected 0 to {len(self.names) - 1} "
+                f"for {len(self.names)} classes; name all classes, and set pixels without a class "
+                f"to {IGNORED}"
             )
 
     def check_outputs(self, outputs: Any) -> None:
         shape = list(getattr(outputs, "shape", ()))
         if len(shape) != 4 or shape[1] < self.num_outputs:
             raise ValueError(
-                f"model.name: expected scores of each pixel, [1, {self.num_outputs}, height, "
-                f"width], got {shape or type(outputs).__name__}; use model=segmenter"
+                f"model.name: expected a model that returns scores of each pixel, [1, "
+                f"{self.num_outputs}, height, width], got {shape or type(outputs).__name__}; use "
+                "model=segmenter"
             )
 
     def class_weights(self, targets: Tensor | None) -> dict[str, Tensor]:
-        """Return the keyword arguments that pass train.class_weights, with mean 1, to the loss."""
+        """Build the keyword arguments that pass train.class_weights to the loss. The weights are
+        scaled to mean 1.
+        """
         import torch
 
         given = self.config.train.class_weights
@@ -225,7 +247,7 @@ class Segmentation(Task[ResolvedConfig]):
         if given == "auto" or len(given) != self.num_outputs or not any(given):
             raise ValueError(
                 f"train.class_weights={given}: expected a number for each of the "
-                f"{self.num_outputs} classes, one of them above 0"
+                f"{self.num_outputs} classes, at least one above 0"
             )
         weights = torch.tensor(given, dtype=torch.float32)
         return {"class_weight": weights / weights.mean()}
@@ -238,7 +260,8 @@ class Segmentation(Task[ResolvedConfig]):
         augment = self.config.data.augment
         if augment.train_crop_mode in ("rkrc", "rkrr"):
             raise ValueError(
-                f"data.augment.train_crop_mode={augment.train_crop_mode}: not for masks; use rrc"
+                f"data.augment.train_crop_mode={augment.train_crop_mode}: cannot crop masks; use "
+                "rrc"
             )
         steps = train_transform(augment, size, False, mean, mask_fill=IGNORED)
         if resize and augment.scale is None and augment.train_crop_mode is None:
@@ -246,7 +269,9 @@ class Segmentation(Task[ResolvedConfig]):
         return None if steps is None else WithMask(steps)
 
     def preprocessing(self, given: Any) -> Any:
-        """Resize a whole image, whatever its aspect ratio, because a mask has all of its pixels."""
+        """Return preprocessing that resizes a whole image without a crop, and ignores its aspect
+        ratio. A crop would lose pixels of the mask.
+        """
         return replace(given, crop_pct=1.0, crop_mode="squash")
 
     def evaluation_transform(self, preprocessing: Preprocessing) -> Any:
@@ -264,7 +289,9 @@ class Segmentation(Task[ResolvedConfig]):
         return bool(self.options.evaluation != "resize")
 
     def predict(self, model: nn.Module, images: Tensor) -> Tensor:
-        """Compute the scores of images as the option `evaluation` says."""
+        """Compute the scores of images in the way that train.task_kwargs.evaluation sets: resize,
+        whole or slide.
+        """
         height, width = images.shape[2:]
         if self.options.evaluation == "resize":
             return super().predict(model, images)
@@ -275,12 +302,15 @@ class Segmentation(Task[ResolvedConfig]):
 
     @property
     def window(self) -> tuple[int, int]:
-        """Height and width of the windows of evaluation=slide."""
+        """Height and width in pixels of the sliding windows of
+        train.task_kwargs.evaluation=slide.
+        """
         return as_size(self.config.data.image_size)
 
     def slide(self, model: nn.Module, images: Tensor) -> Tensor:
-        """Return the mean scores of the windows around each pixel. Runs a row of windows at once,
-        so that memory depends on the width of an image alone.
+        """Compute scores in sliding windows, and average them where windows overlap. One row of
+        windows is computed at a time, so memory depends on the width of an image, not on its
+        height.
         """
         import torch
 
@@ -310,7 +340,7 @@ class Segmentation(Task[ResolvedConfig]):
         )
 
     def details(self, evaluation: Evaluation) -> dict[str, Any]:
-        """Return the number of images, and the IoU of each class."""
+        """Return the number of images, and the intersection over union of each class."""
         values = ious(evaluation.sums[confusion])
         return {
             "samples": evaluation.samples,
@@ -324,8 +354,8 @@ class Segmentation(Task[ResolvedConfig]):
         return {"confusion": draw_confusion(counts, self.names)}
 
     def rows(self, scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the pixels of each image by true and predicted class, because the scores of all
-        images would not fit in memory; and its labeled pixels.
+        """Return for each image the confusion matrix of its pixels, and its number of labeled
+        pixels. The scores of all images would not fit in memory.
         """
         counts = scores.new_zeros(len(scores), self.num_outputs, self.num_outputs).long()
         for place in range(len(scores)):
@@ -334,7 +364,9 @@ class Segmentation(Task[ResolvedConfig]):
         return counts, counts.sum((1, 2))
 
     def table(self, evaluation: Evaluation) -> dict[str, list[Any]]:
-        """Return the mean IoU of each image, and the IoU of each class in it."""
+        """Return columns for a table with a row per image: its mean intersection over union, and
+        that of each class.
+        """
         assert evaluation.rows is not None
         of_images = evaluation.rows[1]
         columns: dict[str, list[Any]] = {"miou": [mean_iou(counts, 1) for counts in of_images]}
@@ -344,7 +376,7 @@ class Segmentation(Task[ResolvedConfig]):
         return columns
 
     def predictions(self, scores: Tensor, topk: int) -> list[dict[str, Any]]:
-        """Return the share of pixels of each class."""
+        """Return a dictionary for each image: the share of its pixels that each class has."""
         winners = scores.argmax(1).flatten(1)
         shares = [
             (winners == number).float().mean(1).tolist() for number in range(self.num_outputs)
@@ -352,8 +384,8 @@ class Segmentation(Task[ResolvedConfig]):
         return [dict(zip(self.names, row, strict=True)) for row in zip(*shares, strict=True)]
 
     def write(self, scores: Tensor, image: Path, folder: Path, name: str) -> None:
-        """Write the mask, a PNG of class numbers with a palette, and an overlay, both in the size
-        of the image.
+        """Write the predicted mask and an overlay, both in the size of the image. The mask is a PNG
+        of class numbers with a palette.
         """
         from PIL import Image, ImageOps
         from torch.nn import functional
@@ -370,8 +402,8 @@ class Segmentation(Task[ResolvedConfig]):
 
 
 def padded(images: Tensor, sides: tuple[int, int]) -> Tensor:
-    """Pad images on the right and at the bottom to this height and width, with the mean of the
-    data.
+    """Pad images on the right and at the bottom to a height and width. Normalized images are padded
+    with 0, which is the mean of the data.
     """
     from torch.nn import functional
 
@@ -380,7 +412,9 @@ def padded(images: Tensor, sides: tuple[int, int]) -> Tensor:
 
 
 def _color(number: int) -> tuple[int, int, int]:
-    """Return the color of a class in Pascal VOC: its bits, spread over red, green and blue."""
+    """Return the color of a class number as in Pascal VOC, whose colors spread the bits of the
+    number over red, green and blue.
+    """
     color = [0, 0, 0]
     for bit in range(8):
         for channel in range(3):

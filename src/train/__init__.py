@@ -1,1 +1,1 @@
-"""Training. Read run.py first: it shows one run, top to bottom."""
+"""Training code. Read run.py first, because it shows a training run from top to bottom."""

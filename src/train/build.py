@@ -1,4 +1,4 @@
-"""Build the parts of a run in this order: data, model, the strategy's wrapper,
+"""Build the objects of a training run in this order: data, model, the wrapper of the strategy,
 optimizer, schedule.
 """
 
@@ -48,26 +48,30 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class DataAndModel:
-    """Dataset, task, model, and loaders of val and test on this rank: what training and evaluate.py
-    both need.
+    """Dataset, task, model, and loaders of val and test on this rank. Both training and evaluate.py
+    need them.
     """
 
     dataset: ImageDataset
     task: Task[ResolvedConfig]
-    model: nn.Module  # on the device, not wrapped, with random or timm's weights
+    # On the device and not wrapped, with random weights or those of timm.
+    model: nn.Module
     preprocessing: Preprocessing
     prefetcher: DevicePrefetcher
-    eval_loaders: dict[str, EvalLoader]  # by split
+    # Dictionary from split to loader.
+    eval_loaders: dict[str, EvalLoader]
 
 
 def build_data_and_model(
     config: ResolvedConfig, strategy: Strategy, trained_names: list[str] | None = None
 ) -> DataAndModel:
-    """Build what training and evaluation both need. `trained_names`: of the outputs of the run
-    to evaluate.
+    """Build the dataset, task, model and evaluation loaders that training and evaluate.py need. All
+    ranks must call this function. `trained_names`: names of the outputs in the run that evaluate.py
+    evaluates.
     """
     set_matmul_precision(config.train.precision)
-    # One rank of a node downloads; the others then find the files in the cache.
+    # Let one rank of a node download weights and data first; the other ranks then read them from
+    # the cache.
     may_download = config.model.pretrained or config.data.is_from_timm
     with strategy.group.one_of_node_first() if may_download else nullcontext():
         dataset = app.build_dataset(config, trained_names)
@@ -75,7 +79,7 @@ def build_data_and_model(
         sides = config.data.image_size or dataset.image_size
         size = None if sides is None else as_size(sides)
         model = build_model(config.model, task.num_outputs, dataset.in_chans, size, strategy.device)
-    # Weights of a file are used with the mean and std that they were trained with.
+    # Use the weights of a file with the mean and std with which they were trained.
     weights = config.model.weights
     of_weights = None if weights is None else preprocessing_of(Path(weights))
     preprocessing = task.preprocessing(preprocessing_for(model, config.data, dataset, of_weights))
@@ -92,7 +96,8 @@ def build_data_and_model(
     eval_loaders: dict[str, EvalLoader] = {}
     for name, split in (("val", dataset.val), ("test", dataset.test)):
         if split is not None:
-            # Resizing to the same size and cropping all of it changes no image.
+            # Skip the transform if images are in memory in the right size, because resizing and
+            # cropping would not change them.
             rows = InMemory.of(split, preprocessing.input_size[1:])
             is_ready = rows is split or (rows is not None and preprocessing.crop_pct == 1)
             is_ready &= task.views == 1
@@ -113,10 +118,11 @@ def build_data_and_model(
 
 
 def build_run(config: ResolvedConfig, strategy: Strategy) -> RunParts:
-    """Build the parts of a training run on this rank."""
+    """Build the objects of a training run on this rank. All ranks must call this function."""
     built = build_data_and_model(config, strategy)
     dataset, task, model = built.dataset, built.task, built.model
-    # Ranks that read different files would train on different labels without an error.
+    # Compare the data of all ranks, because ranks that read different files would train on wrong
+    # labels without an error.
     check_same_data(dataset, strategy.group)
     if config.model.weights is not None:
         path, strict = Path(config.model.weights), config.model.weights_strict
@@ -130,7 +136,8 @@ def build_run(config: ResolvedConfig, strategy: Strategy) -> RunParts:
     for problem in config.train.profile_problems(total_steps):
         raise ValueError(problem)
     task.check_metric(config.headline_metric)
-    # Before the strategy wraps or shards the model, and on the rank that writes result.json.
+    # Count FLOPs before the strategy wraps or shards the model. Only rank 0 writes them to
+    # result.json.
     flops = _count_flops(config, built, image_size) if strategy.is_first else None
     criterion = task.build_criterion(batches.labels())
     state = _build_state(config, strategy, built, criterion, steps_per_epoch)
@@ -172,7 +179,7 @@ def _build_train_loader(
 ) -> TrainLoader:
     split, augment, task = built.dataset.train, config.data.augment, built.task
     rows = InMemory.of(split, size)
-    # A batch step replaces the transform of each image.
+    # Augment whole batches if the task can; else each image has a transform.
     on_pixels = task.batch_augmentation(rows, size)
     transform = None
     if on_pixels is None:
@@ -199,7 +206,7 @@ def _build_train_loader(
 
 
 def _count_flops(config: ResolvedConfig, built: DataAndModel, size: tuple[int, int]) -> int | None:
-    """Count the FLOPs of an optimizer step. Takes a tenth of a second."""
+    """Count the FLOPs of an optimizer step. Counting takes a tenth of a second."""
     count = config.global_batch * built.task.views
     images = (count, built.preprocessing.input_size[0], *size)
     flops = count_flops(built.model, images)
@@ -213,22 +220,24 @@ def _build_state(
     criterion: Criterion,
     steps_per_epoch: int,
 ) -> TrainState:
-    """Wrap the model, then build optimizer, schedule and EMA. A strategy may replace parameters
-    while it wraps.
+    """Wrap the model, then build optimizer, schedule and averaged weights. The order matters,
+    because a strategy may replace the model's parameters when it wraps the model.
     """
     model = built.model
-    # A copy of the plain model: wrapping replaces its parameters or adds hooks to them.
+    # Copy the averaged weights before the strategy wraps the model, because it replaces parameters
+    # or adds hooks to them.
     averaging, ema = config.model.ema, None
     if averaging.decay is not None:
         ema = build_ema(model, averaging.decay, averaging.warmup, foreach=not strategy.shards)
     compiled = compile_model(model, config.model.compile, strategy.device)
     autocast = Autocast(compiled, strategy.device.type, AUTOCAST[config.train.precision])
-    # The loss, and modules that you add to the step, go to the model's device.
+    # Move the whole step to the device of the model: a loss or another module of the step may have
+    # parameters.
     step = TrainStep(autocast, criterion, built.task).to(strategy.device)
     wrapped = strategy.wrap(step)
     if ema is not None:
         strategy.lay_out(ema.module)
-    # After wrapping, because fsdp replaces the parameters.
+    # Build the optimizer after wrapping, because fsdp replaces the model's parameters.
     optimizer = build_optimizer(config.optim, config.learning_rate, model, strategy.shards, step)
     schedule = build_schedule(config.optim, config.train, optimizer, steps_per_epoch)
     scaler = (

@@ -1,7 +1,8 @@
-"""The training loop: tensors in, numbers out. It does not use files, loggers or Hydra; run.py
-writes its numbers.
+"""The training loop: takes tensors and returns numbers. It does not use files, loggers or Hydra;
+run.py writes the numbers.
 
-Losses and metrics stay on the device until a step that is logged or saved (EpochSteps).
+Losses and metrics stay on the device until a step that is logged or saved (EpochSteps), because
+reading them waits for the device.
 """
 
 from __future__ import annotations
@@ -19,68 +20,71 @@ from src.schema import OptimConfig
 from src.train.optim import clip_adaptively
 from timm_parallel import EpochSteps, RunParts, Strategy, TrainState
 
-Batch = tuple[Tensor, Tensor]  # images, targets
+# Images and targets.
+Batch = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """Training metrics since the previous report, for the log."""
+    """Training metrics of the steps since the previous report, to be logged."""
 
-    means: dict[str, float]  # loss and metrics over the images since the last report
-    lr: float  # largest of all parameter groups at this step
-    grad_norm: float | None  # 2-norm of this step's gradient before clipping
+    # Means of the loss and of each metric over the images since the previous report.
+    means: dict[str, float]
+    # Largest learning rate of all parameter groups at this step.
+    lr: float
+    # 2-norm of the gradient of this step, before clipping.
+    grad_norm: float | None
 
 
 def run_steps(run: RunParts, batches: Iterator[Batch]) -> Iterator[StepReport]:
-    """Train to the end of the epoch (or max_steps, or a stop signal). Yield a report at each step
-    that is logged or saved.
+    """Train until the epoch ends, train.max_steps is reached, or a stop signal arrives. Yield a
+    report at each step that is logged or saved. All ranks must call this function.
 
-    Updates `run.state`. Raises NotFiniteError for a loss that is not finite, on all ranks at the
-    same step.
+    The function updates `run.state`. It raises NotFiniteError on all ranks at the same step if a
+    loss is not finite.
     """
     config, strategy, state, hooks = run.config, run.strategy, run.state, run.hooks
     steps, optim = EpochSteps(run), cast(OptimConfig, config.optim)
     accumulate = config.train.accumulate
     state.wrapped.train()
     for step in steps:
-        # Compute the gradients of the step.
         for index in range(accumulate):
             images, targets = steps.fetch(batches)
-            # Gradients are sums until the last batch, so only that one has to send them.
+            # Skip the synchronization of gradients until the last batch of the step, because the
+            # ranks need only the sum over these batches.
             is_last = index + 1 == accumulate
             with nullcontext() if is_last else strategy.skip_sync(state.wrapped):
                 loss, metrics = _add_gradients(run, images, targets)
             steps.add(loss, metrics, len(images))
 
-        # Update the weights, then what follows them.
         hooks.start_update()
         grad_norm = _clip_gradients(state, optim, strategy, needed=steps.is_sync_step)
         _step_optimizer(state)
         strategy.after_step(step)
-        # Read the rate before the schedule sets it for the next step.
+        # Read the learning rate here, because the schedule below sets that of the next step.
         lr = (
             max(float(group["lr"]) for group in state.optimizer.param_groups)
             if steps.is_sync_step
             else math.nan
         )
-        # After the strategy, which may change the weights, so that every rank averages the same.
+        # Average the weights after the strategy's own update, which may change them, so that all
+        # ranks average equal weights.
         if state.ema is not None:
             state.ema.update(state.model, step)
 
-        # Synchronize and report.
         means = steps.end()
         state.schedule.step_update(state.progress.schedule_step(run.steps_per_epoch))
         if means is not None:
             yield StepReport(means, lr, None if grad_norm is None else grad_norm.item())
-            # The caller may have switched to evaluation mode.
+            # The caller evaluates between two steps, and evaluation turns training mode off.
             state.wrapped.train()
 
 
 def _add_gradients(
     run: RunParts, images: Tensor, targets: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Add the gradients of a batch, divided by train.accumulate, to those of the step. Return its
-    loss and metrics.
+    """Run the forward and backward pass of a batch, and add its gradients to those of the step.
+    Gradients are divided by train.accumulate. Return the loss and metrics of the batch.
     """
     state, accumulate = run.state, run.config.train.accumulate
     loss, metrics = state.wrapped(images, targets)
@@ -93,13 +97,14 @@ def _add_gradients(
 def _clip_gradients(
     state: TrainState, optim: OptimConfig, strategy: Strategy, needed: bool
 ) -> Tensor | None:
-    """Clip the gradients. Return their norm before clipping; None if it is neither `needed` nor
-    used for clipping.
+    """Clip the gradients. Return their norm before clipping, or None if neither the log nor the
+    clipping needs it.
     """
     limit, mode = optim.clip_grad, optim.clip_mode
     if limit is None and not needed:
         return None
-    # Under fp16 the gradients carry the loss scale, which their norm must not contain.
+    # With fp16, remove the loss scale from the gradients, because clipping and the logged norm need
+    # unscaled ones.
     if state.scaler is not None:
         state.scaler.unscale_(state.optimizer)
     if limit is not None and mode == "norm":
@@ -110,7 +115,8 @@ def _clip_gradients(
         norm = strategy.whole(nn.utils.get_total_norm(gradients))
     if limit is not None:
         if mode == "agc":
-            # As in timm, agc leaves the head alone, and so the parameters of a loss.
+            # As in timm, adaptive clipping does not change the head; nor does it change the
+            # parameters of a loss.
             clip_adaptively(model_parameters(state.model, exclude_head=True), limit)
         else:
             nn.utils.clip_grad_value_(state.parameters(), limit)
@@ -119,10 +125,12 @@ def _clip_gradients(
 
 def _step_optimizer(state: TrainState) -> None:
     if state.scaler is not None:
-        # Skips a step whose gradients overflowed. Averaged gradients overflow on all ranks alike.
+        # The scaler skips a step whose gradients overflowed. All ranks have the same averaged
+        # gradients, so all of them skip the step.
         state.scaler.step(state.optimizer)
         state.scaler.update()
     else:
         state.optimizer.step()
-    # None and not zero: the next backward pass then writes gradients instead of adding to them.
+    # Set gradients to None instead of 0: the next backward pass then writes them, which is faster
+    # than adding.
     state.optimizer.zero_grad(set_to_none=True)

@@ -1,7 +1,7 @@
-"""One run, top to bottom: build, wrap, resume, train, evaluate, write. Read this file first.
+"""A training run from top to bottom: build, resume, train, evaluate, write. Read this file first.
 
-Every rank runs it; only rank 0 writes. Collective calls (sum, gather, evaluate …) are outside any
-`if is_first`.
+Every rank executes this code, and only rank 0 writes files. Collective calls (sum, gather, evaluate
+…) are outside of any `if is_first`, because all ranks must make them.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ if TYPE_CHECKING:
 
 
 def run(config: ResolvedConfig, folder: Path, ranks: Ranks, store: Store | None) -> None:
-    """Train as one rank. Continues from the newest checkpoint in the run folder,
-    if there is one.
+    """Train as one rank of a run. Continue from the newest checkpoint in the run folder, if there
+    is one. All ranks must call this function.
     """
     try:
         trainer = Trainer(config, folder, ranks, store)
         trainer.resume()
-    # Data, model, optimizer or checkpoint do not fit the config.
+    # These errors mean that data, model, optimizer or checkpoint do not fit the config, so the user
+    # must change it.
     except ValueError as error:
         raise RefusedError(str(error)) from error
     try:
@@ -40,12 +41,14 @@ def run(config: ResolvedConfig, folder: Path, ranks: Ranks, store: Store | None)
 
 
 class Trainer:
-    """Training run on one rank: its parts, its record (`run`), and a method per phase."""
+    """A training run on one rank. It has the objects of the run (`parts`), its files and logs
+    (`run`), and a method for each phase.
+    """
 
     def __init__(
         self, config: ResolvedConfig, folder: Path, ranks: Ranks, store: Store | None
     ) -> None:
-        # The same initial weights on every rank and under every strategy.
+        # Seed every rank alike, so that every rank and every strategy starts from the same weights.
         torch.manual_seed(config.seed)
         self.config = config
         self.strategy = app.build_strategy(
@@ -55,25 +58,30 @@ class Trainer:
         self.state, self.run = self.parts.state, Run(self.parts, folder)
 
     def resume(self) -> None:
-        """Continue from the newest checkpoint in the run folder, if there is one."""
+        """Load the newest checkpoint in the run folder, if there is one, so that training continues
+        there.
+        """
         self.run.resume()
         if self.parts.mixing is not None:
             self.parts.mixing.batch = self.parts.progress.step * self.config.train.accumulate
 
     def train(self) -> None:
-        """Train until the last epoch, evaluate the best weights, and write result.json."""
+        """Train until the last epoch or early stop, evaluate the best weights, and write
+        result.json.
+        """
         with self.run.begin():
             while not self.is_finished():
                 self.run_epoch()
                 self.end_epoch()
-            # Before rank 0's best weights replace those of all ranks.
+            # Compare the parameters of all ranks now, because loading the best checkpoint makes
+            # them equal.
             self.run.check_replicas()
             self.evaluate_at_end()
         self.run.end()
 
     def is_finished(self) -> bool:
-        """Return True after the epoch of the last step, or after `early_stop` evaluations without a
-        better metric.
+        """Return True if training is over: all steps or epochs are done, or train.early_stop ends
+        the run.
         """
         progress = self.parts.progress
         return (
@@ -84,21 +92,21 @@ class Trainer:
 
     @property
     def stops_early(self) -> bool:
-        """True after `early_stop` evaluations without a better metric."""
+        """True if train.early_stop evaluations in a row did not improve checkpoint.metric."""
         patience = self.config.train.early_stop
         return patience is not None and self.parts.progress.evaluations_since_best >= patience
 
     def run_epoch(self) -> None:
-        """Run the steps to the end of the epoch. Log metrics and save checkpoints at the steps that
-        are due.
+        """Run the remaining training steps of an epoch. Log metrics and save checkpoints at the
+        steps where they are due.
         """
         parts, progress = self.parts, self.parts.progress
         if progress.step == 0:
             self.run.show_images()
-        # A run may have been stopped in an evaluation, before its result was known.
+        # A resumed run may have been stopped during an evaluation. Repeat this evaluation first.
         self.evaluate_within_epoch()
         for report in run_steps(parts, self.run.train_batches()):
-            # Further numbers of a step go here.
+            # To log more numbers of a step, add them here.
             numbers = {f"train/{name}": value for name, value in report.means.items()}
             self.run.log_step({**numbers, "lr": report.lr, "train/grad_norm": report.grad_norm})
             if not self.evaluate_within_epoch():
@@ -109,7 +117,9 @@ class Trainer:
             self.run.stop()
 
     def end_epoch(self) -> None:
-        """End an epoch: evaluate if that is due, log the epoch, and save a checkpoint."""
+        """Finish an epoch: evaluate if an evaluation is due, log the epoch, and save a
+        checkpoint.
+        """
         progress, every, is_best = self.parts.progress, self.config.train.evaluate_every, False
         is_due = bool(every) and (progress.epoch + 1) % every == 0
         is_due |= progress.step >= self.parts.total_steps
@@ -120,8 +130,8 @@ class Trainer:
         self.run.save(is_best)
 
     def evaluate_within_epoch(self) -> bool:
-        """Evaluate and save at a step of train.evaluate_every_steps before the end of its epoch.
-        Return True if it was one.
+        """Evaluate and save a checkpoint if train.evaluate_every_steps asks for it before the end
+        of the epoch. Return True if this step is such a step.
         """
         step_in_epoch = self.parts.progress.step_in_epoch
         is_due = self.is_evaluation_step() and 0 < step_in_epoch < self.parts.steps_per_epoch
@@ -130,18 +140,20 @@ class Trainer:
         return is_due
 
     def evaluate_val(self) -> bool:
-        """Evaluate on val and log it. Return True if it is the best so far."""
+        """Evaluate the weights on val, and log the result. Return True if it is the best result so
+        far.
+        """
         with self.parts.hooks.aside():
             return self.evaluate_split("val", may_stop=True)
 
     def is_evaluation_step(self) -> bool:
-        """Return True at the steps of train.evaluate_every_steps."""
+        """Return True if the number of steps so far is a multiple of train.evaluate_every_steps."""
         every = self.config.train.evaluate_every_steps
         return every is not None and self.parts.progress.step % every == 0
 
     def evaluate_at_end(self) -> None:
-        """Evaluate the best weights on the test split, if there is one, and on val if no epoch
-        evaluated it.
+        """Evaluate the best weights on test, if the dataset has this split. Evaluate on val too, if
+        no epoch did.
         """
         if "val" not in self.run.evaluations:
             self.evaluate_split("val")
@@ -150,9 +162,11 @@ class Trainer:
             self.evaluate_split("test")
 
     def evaluate_split(self, split: str, may_stop: bool = False) -> bool:
-        """Evaluate raw and averaged weights on a split, over all ranks, and log it. Return True if
-        it is the best on val so far. Pictures of your own go here: `self.run.image(name, pixels)`,
-        `self.run.figure(name, figure)`.
+        """Evaluate raw and averaged weights on a split, over all ranks, and log the metrics. Return
+        True if this is the best result on val so far.
+
+        To log pictures of your own, call `self.run.image(name, pixels)` or `self.run.figure(name,
+        figure)` here.
         """
         ema = self.state.ema
         raw = self.evaluate_weights(self.state.model, split, may_stop)
@@ -160,8 +174,8 @@ class Trainer:
         return self.run.log_evaluation(split, raw, averaged)
 
     def evaluate_weights(self, model: nn.Module, split: str, may_stop: bool) -> Evaluation:
-        """Evaluate one set of weights (raw or averaged) on a split. Exits after a stop signal, if
-        `may_stop`.
+        """Evaluate one set of weights (raw or averaged) on a split. With `may_stop`, a stop signal
+        ends the evaluation and the process.
         """
         strategy, train = self.strategy, self.config.train
         strategy.buffers.share(model)

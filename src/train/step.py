@@ -1,7 +1,7 @@
-"""The training step: (images, targets) to (loss, metrics). Loss and metrics are those of the task
-(src/tasks/). Edit it for an auxiliary loss of every task.
+"""The training step: computes loss and metrics from images and targets. The task (src/tasks/)
+defines them. Edit this file to add an auxiliary loss to every task.
 
-It is single-device code, which a strategy spreads over devices from outside
+This is single-device code. A strategy distributes it over devices from outside
 (timm_parallel/parallel/).
 """
 
@@ -19,33 +19,33 @@ AUTOCAST = {"fp32": None, "tf32": None, "bf16": torch.bfloat16, "fp16": torch.fl
 
 
 class TrainStep(nn.Module):
-    """Computes the loss of a batch, and its metrics, which are logged as `train/<name>`.
+    """Computes the loss of a batch and its metrics, which are logged as `train/<name>`.
 
-    Under DataParallel `self.model` may be the spread model, whose outputs are on another device
-    than the targets.
+    With DataParallel, the attribute `model` may be a wrapper that spreads the model over devices.
+    Its outputs may be on another device than the targets.
     """
 
     def __init__(self, model: nn.Module, criterion: Criterion, task: Task[Any]) -> None:
         super().__init__()
         self.model, self.criterion, self.task = model, criterion, task
         self.frozen = frozen_modules(model)
-        # A teacher of the loss, for example.
+        # A loss may have frozen modules too, for example a teacher.
         if isinstance(criterion, nn.Module):
             self.frozen += frozen_modules(criterion)
 
     @property
     def bare_model(self) -> nn.Module:
-        """The model without autocast, before a strategy replaces `model` by its wrapper."""
+        """The model without the Autocast wrapper. A strategy has not yet wrapped it."""
         return self.model.model if isinstance(self.model, Autocast) else self.model
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The autocast dtype of the model; None: full precision."""
+        """The autocast dtype of the model, or None for full precision."""
         return self.model.dtype if isinstance(self.model, Autocast) else None
 
     def train(self, mode: bool = True) -> TrainStep:
-        """Switch to training mode, except for frozen modules (model.freeze), to keep BatchNorm and
-        dropout fixed.
+        """Switch to training mode, but keep frozen modules (model.freeze) in evaluation mode. Their
+        BatchNorm statistics and dropout then stay fixed.
         """
         super().train(mode)
         for module in self.frozen:
@@ -53,18 +53,19 @@ class TrainStep(nn.Module):
         return self
 
     def forward(self, images: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Map images [B, C, H, W] and targets [B, …] to a mean loss and metrics.
+        """Compute the mean loss and the metrics of a batch from images [B, C, H, W] and targets [B,
+        …].
 
-        A metric is a detached float scalar, the mean over the images of this call. The loop
-        averages metrics over ranks, replicas and accumulated batches, weighted by images. Anything
-        but a mean over images belongs into the metrics of the task.
+        A metric is a detached float scalar: the mean over the images of this call. The loop
+        averages metrics over ranks, replicas and accumulated batches, weighted by their numbers of
+        images. A number that is not a mean over images belongs in the `metrics` of the task.
         """
         return self.task.step(self.model, self.criterion, images, targets)
 
 
 class Autocast(nn.Module):
-    """Runs `model` under autocast. It is a module, because the autocast dtype is per thread in
-    DataParallel's replicas.
+    """Runs a model under autocast. This is a module, because DataParallel runs replicas in threads,
+    and each thread has its own autocast dtype.
     """
 
     def __init__(self, model: nn.Module, device_type: str, dtype: torch.dtype | None) -> None:
@@ -80,7 +81,7 @@ class Autocast(nn.Module):
 
 
 def set_matmul_precision(precision: str) -> None:
-    """With tf32, let a GPU round float32 inputs of matrix products to 10 bits of mantissa, as
-    convolutions do by default.
+    """Set the precision of float32 matrix products on GPUs. With train.precision=tf32, GPUs round
+    the inputs to 10 bits of mantissa, as they do by default in convolutions.
     """
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")

@@ -1,10 +1,10 @@
-"""Train, evaluate, predict with and resume runs of a copy of the project that has examples of
-docs/extend.md.
+"""Train, evaluate, predict with and resume runs in a copy of the project that contains the examples
+of docs/extend.md.
 
-    python example_runs.py <jobs as JSON> <folder of images>     # in the copy, which is on the path
+python example_runs.py <jobs as JSON> <folder of images> # in the copy, which is on the path
 
-Prints a JSON line per run. Each run is a process that is forked from this one, which has imported
-torch and what the commands import; its only rank is that process.
+The script prints a JSON line for each run. Each run is a process forked from this one, which has
+imported torch and the modules of the commands. The only rank of a run is that process.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def run_rank_here(config: ResolvedConfig, folder: Path, **_: Any) -> RankExits:
 
 
 def output_of(main: Callable[..., int], *arguments: Any) -> tuple[int, str]:
-    """Return the exit code of a command and what it printed, without warnings."""
+    """Return the exit code of a command and its output, without warnings."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         code = main(*arguments)
@@ -65,7 +65,7 @@ def result_of(folder: Path) -> dict[str, Any]:
 
 
 def follow(name: str, words: list[str], images: Path) -> dict[str, Any]:
-    """Take a run through all commands, and return what they printed."""
+    """Run the commands of a job one after the other, and return their outputs."""
     folder = Path("runs") / name.replace(" ", "_")
     train_with(*words, f"hydra.run.dir={folder}")
     first = result_of(folder)
@@ -98,7 +98,8 @@ def main(jobs: str, images: str) -> int:
     job.run_ranks = run_rank_here
     torch.set_num_threads(1)
     app.import_all()
-    parse()  # imports Hydra
+    # Import Hydra before the fork, so that the runs need not import it.
+    parse()
     for name, words in json.loads(jobs).items():
         child = os.fork()
         if not child:

@@ -1,5 +1,5 @@
-"""Cost of each extension in docs/extend*.md: the tests write its code to a scratch copy, count the
-files and run it.
+"""Cost of each extension in docs/extend*.md. The tests write its code to a copy of the project,
+count the changed files and run it.
 
 The code blocks of the pages are the code under test. All examples share one copy, so they must also
 work together.
@@ -69,9 +69,10 @@ SMALL = (
 
 @dataclass
 class Example:
-    """A section of docs/extend*.md with its files and commands."""
+    """A section of docs/extend*.md: its files and its commands."""
 
-    blocks: list[tuple[str, str]]  # (language, text)
+    # Pairs of language and text of the code blocks.
+    blocks: list[tuple[str, str]]
 
     @property
     def commands(self) -> list[str]:
@@ -133,11 +134,12 @@ def examples() -> dict[str, Example]:
 
 EXAMPLES = examples()
 STRATEGIES = (("parallel=single",), ("parallel=ddp", "parallel.devices=2"))
-# Examples that replace code which other examples need.
+# Examples that replace code of other examples, so each of them needs its own copy.
 ALONE = ("An auxiliary loss", "A training loop", "Pictures")
-# Resumed runs of these need more than the weights of a timm model.
+# Examples whose runs have state that is not in the weights of a timm model, so a resume must
+# restore it.
 STATEFUL = ["A model", "A loss with parameters", "A strategy"]
-# Tasks have results of their own.
+# Examples that define a task. Their results have another form, so other tests check them.
 TASKS = ("A task", "Pretraining without labels", "Distillation")
 
 
@@ -165,7 +167,9 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def npz(scratch: Path) -> Path:
-    """Gray images of 2 classes, brighter in the second, in the arrays of MedMNIST."""
+    """Write gray images of two classes, brighter in the second, into an .npz file with the arrays
+    of MedMNIST.
+    """
     draw, arrays = np.random.default_rng(0), {}
     for name, count in (("train", 64), ("val", 16), ("test", 8)):
         labels = np.arange(count)[:, None] % 2
@@ -213,12 +217,13 @@ def module(copy: Path, name: str) -> Any:
     spec = importlib.util.spec_from_file_location(f"scratch_{Path(name).stem}", copy / name)
     assert spec is not None and spec.loader is not None
     loaded = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = loaded  # where its dataclasses look for their annotations
+    # Register the module, because dataclasses look up their annotations there.
+    sys.modules[spec.name] = loaded
     spec.loader.exec_module(loaded)
     return loaded
 
 
-def test_examples_in_docs_extend_md_change_listed_number_of_files_outside_the_library(
+def test_each_example_in_docs_extend_md_changes_the_listed_number_of_files_and_none_of_the_library(
     scratch: Path,
 ) -> None:
     bill = json.loads((scratch / "bill.json").read_text())
@@ -241,7 +246,7 @@ def test_code_in_docs_extend_md_passes_ruff(scratch: Path, alone: Callable[[str]
             assert done.returncode == 0, done.stdout
 
 
-def test_every_example_in_docs_extend_md_is_linked_in_its_table_and_has_a_command() -> None:
+def test_every_example_in_docs_extend_md_has_a_command_and_a_link_in_the_table() -> None:
     anchors = [f"#{name.lower().replace(' ', '-')}" for name in EXAMPLES]
     table = PAGES[0].partition("\n## ")[0]
     assert re.findall(r"\]\((?:extend_\w+\.md)?(#[\w-]+)\)", table) == anchors
@@ -254,7 +259,8 @@ def test_f1_metric_in_docs_extend_md_matches_scikit_learn(scratch: Path) -> None
         torch.randint(0, 6, (200,), generator=torch.Generator().manual_seed(seed))
         for seed in (0, 1)
     )
-    confusion = torch.zeros(7, 7, dtype=torch.int64)  # the last class never occurs
+    # The matrix has a seventh class that never occurs.
+    confusion = torch.zeros(7, 7, dtype=torch.int64)
     confusion.index_put_((truth, answers), torch.ones_like(truth), accumulate=True)
     actual = metrics.Classification.metrics["f1"].from_sums(confusion, 200)
     assert actual == pytest.approx(f1_score(truth, answers, average="macro"), abs=1e-12)
@@ -342,7 +348,9 @@ class TestCommands:
             assert (actual["val"]["samples"], actual["test"]["samples"]) == (16, 8)
 
     @pytest.mark.nightly
-    def test_custom_validation_metric_is_logged_and_used_as_objective(self, scratch: Path) -> None:
+    def test_custom_validation_metric_is_logged_and_can_be_the_objective_of_a_search(
+        self, scratch: Path
+    ) -> None:
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
         folder = run(scratch, EXAMPLES["A metric"].commands[0], "model=tiny")
@@ -403,7 +411,7 @@ class TestCommands:
             assert 0.1 <= result(folder)["train"]["confidence"] <= 1
 
     @pytest.mark.nightly
-    def test_custom_parameter_group_rule_decays_only_matrices_that_are_not_embeddings(
+    def test_custom_parameter_group_rule_gives_weight_decay_only_to_matrices_except_embeddings(
         self, scratch: Path
     ) -> None:
         line = EXAMPLES["A parameter-group rule"].commands[0]
@@ -516,8 +524,8 @@ class TestCommands:
             for name, value in line.items()
             if "/" in name
         ]
-        # Both attempts evaluate at their last step, so both files have a line for each of the two
-        # evaluations.
+        # Both the first run and the resumed run evaluate at their last step, so both files contain
+        # two evaluations.
         assert [row for row in rows if "/" in row[1]] == numbers
         folder = run(scratch, both, "model=tiny")
         assert (folder / "tensorboard").exists() and (folder / "numbers.csv").exists()
@@ -525,8 +533,8 @@ class TestCommands:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Return a function that makes a copy with one example of ALONE, which cannot be combined with
-    other examples.
+    """Return a function that creates a copy of the project with one example that cannot be combined
+    with others (ALONE).
     """
 
     def copy_with(name: str) -> Path:
@@ -544,8 +552,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 def words_for(name: str, npz: Path, line: str | None = None) -> list[str]:
-    """Return the words of a training command, by default the last one of an example, for three
-    steps of one device.
+    """Return the words of a training command, shortened to three steps on one device. By default,
+    it is the last command of the example.
     """
     trainings = [line for line in EXAMPLES[name].commands if line.startswith("python train.py")]
     line = line or [line for line in trainings if "resume=" not in line][-1]
@@ -583,7 +591,7 @@ def teacher(scratch: Path) -> Path:
 @pytest.mark.processes
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("name", TASKS)
-def test_tasks_of_ones_own_train_alike_under_single_and_ddp_and_are_evaluated(
+def test_custom_tasks_have_equal_losses_under_single_and_ddp_and_can_be_evaluated(
     scratch: Path, teacher: Path, name: str
 ) -> None:
     commands = [line.replace(PLACEHOLDER, str(teacher)) for line in EXAMPLES[name].commands]
@@ -631,7 +639,7 @@ def follow_runs(copy: Path, jobs: dict[str, list[str]], images: Path) -> list[di
 @pytest.mark.nightly
 @pytest.mark.slow(seconds=20)
 @pytest.mark.processes
-def test_tasks_of_ones_own_predict_resume_and_refuse_what_has_no_meaning(
+def test_custom_tasks_can_predict_resume_and_plan_and_refuse_a_missing_teacher(
     scratch: Path, teacher: Path, npz: Path, tmp_path: Path
 ) -> None:
     jobs = {}
@@ -646,11 +654,11 @@ def test_tasks_of_ones_own_predict_resume_and_refuse_what_has_no_meaning(
     assert len(classes["predicted"][0]["classes"]) == 5
     assert [run["predictions_code"] for run in (points, features, classes)] == [0, 2, 0]
     assert points["rows"] == points["trained"]["samples"]
-    # A plan loads the teacher, although its own model has fake tensors.
+    # plan.py must load the teacher with real tensors, although the planned model has fake ones.
     words = [word for word in jobs["Distillation"] if not word.startswith("train.log_every")]
     command = [sys.executable, "scripts/plan.py", *words]
     assert subprocess.run(command, cwd=scratch, check=False, timeout=300).returncode == 0
-    # Weights that are neither in the cache nor can be downloaded.
+    # Refuse a teacher whose weights are not in the cache and cannot be downloaded.
     words = [word.replace(str(teacher), "resnet18") for word in jobs["Distillation"]]
     refused = subprocess.run(
         [sys.executable, "train.py", *words, f"paths.output_dir={tmp_path}"],
@@ -683,7 +691,7 @@ def test_tasks_of_ones_own_predict_resume_and_refuse_what_has_no_meaning(
     ],
     ids=["with state", "without state", *ALONE],
 )
-def test_run_of_every_example_is_evaluated_predicted_with_and_resumed(
+def test_run_of_every_example_in_docs_extend_md_can_be_resumed_evaluated_and_used_to_predict(
     names: list[str], scratch: Path, npz: Path, alone: Callable[[str], Path], tmp_path: Path
 ) -> None:
     copy = alone(names[0]) if names[0] in ALONE else scratch
@@ -707,13 +715,15 @@ def test_run_of_every_example_is_evaluated_predicted_with_and_resumed(
 @pytest.mark.parametrize(
     "parallel", ["ddp", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("dp", "fsdp"))]
 )
-def test_picture_is_shown_at_every_evaluation(alone: Callable[[str], Path], parallel: str) -> None:
+def test_custom_picture_is_logged_to_tensorboard_at_every_evaluation(
+    alone: Callable[[str], Path], parallel: str
+) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     words = ("train.max_steps=null", "train.epochs=2", f"parallel={parallel}", "parallel.devices=2")
     folder = run(alone("Pictures"), EXAMPLES["Pictures"].commands[0], *words)
     events = EventAccumulator(str(folder / "tensorboard")).Reload()
-    # Every two steps, and at the end of both epochs of three steps.
+    # Evaluations are at every second step, and at the end of both epochs of three steps.
     shown = [event.step for event in events.Images("val/acc_per_class")]
     assert shown == [2, 3, 4, 6]
 
@@ -746,7 +756,7 @@ def test_auxiliary_z_loss_adds_to_the_training_loss_and_is_logged_as_a_metric(
 def test_custom_training_loop_is_not_stopped_by_watchdog(alone: Callable[[str], Path]) -> None:
     copy = alone("A training loop")
     file = copy / "src/train/plain_loop.py"
-    # Four steps of 1.5 s: together longer than the limit, each of them shorter.
+    # Four steps of 1.5 s take longer together than the watchdog's limit, but each step is shorter.
     slower = file.read_text().replace(
         "        loss.backward()\n", "        loss.backward()\n        time.sleep(1.5)\n"
     )
@@ -764,7 +774,7 @@ def test_custom_training_loop_is_not_stopped_by_watchdog(alone: Callable[[str], 
     [STRATEGIES[1], pytest.param(STRATEGIES[0], marks=pytest.mark.nightly)],
     ids=" ".join,
 )
-def test_custom_training_loop_saves_at_sigterm_and_ends_at_max_steps(
+def test_custom_training_loop_saves_a_checkpoint_at_sigterm_and_ends_at_max_steps(
     alone: Callable[[str], Path], overrides: tuple[str, ...]
 ) -> None:
     copy = alone("A training loop")
@@ -887,8 +897,11 @@ def test_local_sgd_with_period_1_matches_ddp(scratch: Path) -> None:
 @pytest.mark.slow(seconds=30)
 @pytest.mark.processes
 @pytest.mark.nightly
-def test_momentum_of_averages_continues_bit_for_bit_in_a_resumed_run(scratch: Path) -> None:
-    # Without state in the optimizer, of which a checkpoint has rank 0's alone.
+def test_resumed_local_sgd_run_continues_the_momentum_of_its_averages_bit_for_bit(
+    scratch: Path,
+) -> None:
+    # Use an optimizer without state, because a checkpoint stores only the optimizer state of rank
+    # 0.
     settings = (
         *("model=tiny", "optim=sgd", "optim.opt=momentum", "optim.momentum=0"),
         *("parallel=local_sgd", "parallel.devices=2"),
@@ -926,7 +939,7 @@ def test_momentum_of_averages_continues_bit_for_bit_in_a_resumed_run(scratch: Pa
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.sample(6)
-def test_invalid_metric_loss_or_strategy_setting_for_custom_code_exits_2(
+def test_train_py_exits_2_when_a_setting_of_a_custom_metric_loss_or_strategy_is_invalid(
     scratch: Path, overrides: tuple[str, ...], message: str
 ) -> None:
     command = [sys.executable, "train.py", *tiny(*overrides)]

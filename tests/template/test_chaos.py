@@ -1,5 +1,5 @@
-"""scripts/maintain/chaos.py, shortened: a run with injected faults and resumes matches an
-undisturbed run.
+"""A short version of scripts/maintain/chaos.py: a run with injected faults and resumes ends like a
+run without faults.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from timm_parallel.testing.commands import Train
 @pytest.mark.nightly
 @pytest.mark.slow(seconds=60)
 @pytest.mark.processes
-def test_run_with_injected_faults_matches_undisturbed_run(train: Train, tmp_path: Path) -> None:
+def test_run_with_injected_faults_matches_run_without_faults(train: Train, tmp_path: Path) -> None:
     arguments = [
         "--minutes",
         "0",

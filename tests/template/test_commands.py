@@ -43,7 +43,7 @@ from timm_parallel.testing.commands import ROOT, TEST_FILES, Finished, Train
 from timm_parallel.testing.configs import parse, tiny
 from timm_parallel.testing.ranks import in_ranks
 
-# In running text, a command begins with one of these.
+# Pattern of a command in inline code, which starts with the name of a program.
 IN_TEXT = re.compile(
     r"([A-Z]+=\S+ )?(make|python|torchrun|tensorboard|docker|nvidia-smi|pip|source|cp|tc|kubectl|scancel|tests/\S+\.sh) \S"
 )
@@ -51,8 +51,8 @@ TRAINING = re.compile(r"(?:python|torchrun --nproc-per-node (\d+|N)) train\.py ?
 SCRIPT = re.compile(
     r"python (?:scripts/)?(plan|predict|export|compare_runs|report|forecast|evaluate)\.py ?(.*)"
 )
-# Pattern of commands -> the tests that run them. Tests of clusters are skipped without Slurm or
-# without root.
+# Dictionary from a pattern of commands to the names of tests that run them. Tests of clusters are
+# skipped without Slurm or root rights.
 ELSEWHERE = {
     r"make (train|compare)\b": (
         "test_make_train_installs_only_runtime_requirements "
@@ -60,20 +60,20 @@ ELSEWHERE = {
     ),
     r"python scripts/from_timm\.py": "test_from_timm_script_writes_experiment_that_composes_to_the_shipped_a2_recipe",
     r"make doctor$": "test_doctor_script_prints_can_train_and_a_command_on_this_machine",
-    r"python timm_parallel/tests/architecture\.py": "test_import_levels_and_strategy_methods_stay_within_their_limits",
-    r"make schema$": "test_schema_json_and_keys_page_equal_those_generated_from_schema_py",
+    r"python timm_parallel/tests/architecture\.py": "test_number_of_import_levels_and_of_strategy_methods_is_within_limits",
+    r"make schema$": "test_schema_json_and_docs_keys_md_equal_files_generated_from_schema_py",
     r"make fork\b": "test_make_fork_replaces_every_occurrence_of_the_template_name",
     r"(git rm -r timm_parallel|pip install --no-deps)": (
         "test_fork_trains_and_sweeps_when_the_library_is_installed_from_a_tag"
     ),
     r"python -m timm_parallel\.rank": "test_sweep_over_strategies_and_devices_trains_equally_on_one_and_two_ranks",
-    r"make update": "test_update_replaces_the_library_and_merges_other_files",
+    r"make update": "test_make_update_replaces_the_library_and_merges_other_files",
     r"make gpu-check$": "test_make_gpu_check_prints_one_line_when_no_gpu_is_visible",
     r"make docs$": "test_documentation_site_builds_and_the_build_fails_on_a_broken_link",
-    r"python scripts/maintain/simulate_sweeps\.py": "test_report_seldom_states_a_false_difference_on_simulated_sweeps",
-    r"python scripts/maintain/simulate_verdicts\.py": "test_verdict_seldom_calls_equal_code_different",
+    r"python scripts/maintain/simulate_sweeps\.py": "test_report_rarely_states_a_false_difference_for_simulated_sweeps",
+    r"python scripts/maintain/simulate_verdicts\.py": "test_verdict_rarely_calls_equal_code_better_or_worse",
     r"(make verdict|python scripts/verdict\.py)": "test_script_compares_working_tree_with_base",
-    r"make size$": "test_count_statements_leaves_out_docstrings_and_counts_nested_statements",
+    r"make size$": "test_count_statements_counts_nested_statements_but_no_docstrings",
     r"python scripts/export\.py .*format=onnx": "test_onnx_export_matches_checkpoint_outputs_at_batch_sizes_1_and_7",
     r"python scripts/reproduce\.py ": "test_repeated_run_has_equal_losses_and_weights",
     r"python scripts/check_data\.py ": "test_check_data_finds_unreadable_leaked_duplicate_and_mislabeled_images",
@@ -82,9 +82,9 @@ ELSEWHERE = {
         "test_evaluation_of_a_run_on_an_image_folder_needs_no_train_split"
     ),
     r"python evaluate\.py .*train\.task_kwargs\.evaluation=": (
-        "test_predicted_masks_of_whole_images_have_the_iou_of_evaluate"
+        "test_predicted_masks_of_whole_images_have_the_iou_that_evaluate_py_prints"
     ),
-    r"python train\.py --config-path": "test_run_started_from_saved_config_reproduces_metrics_and_weights",
+    r"python train\.py --config-path": "test_run_from_the_saved_config_of_another_run_reproduces_metrics_and_weights",
     r"python train\.py tracker=(wandb|mlflow|\[tensorboard,)": (
         "test_wandb_and_mlflow_hold_the_whole_run_and_no_api_key_after_a_resume"
     ),
@@ -95,7 +95,7 @@ ELSEWHERE = {
     r"tensorboard ": "test_tensorboard_listens_on_loopback_with_the_documented_command",
     r"python -c ": "test_documented_python_one_liner_prints_true",
     r"python scripts/plan\.py model=resnet18 ": "test_batch_tables_of_page_on_several_gpus_match_output_of_plan_py",
-    r"python scripts/maintain/chaos\.py": "test_run_with_injected_faults_matches_undisturbed_run",
+    r"python scripts/maintain/chaos\.py": "test_run_with_injected_faults_matches_run_without_faults",
     r"cp conf/local": "test_example_of_conf_local_default_yaml_composes_with_changed_output_dir",
     r"python train\.py --help": "test_help_shows_options_and_commands_without_importing_torch",
     r"python train\.py --cfg job": "test_cfg_job_shows_all_keys_without_importing_torch",
@@ -197,10 +197,9 @@ HERE = [
 ]
 TRAININGS = [command for command in HERE if TRAINING.fullmatch(command)]
 SCRIPTS = [command for command in HERE if SCRIPT.fullmatch(command)]
-LARGE = re.compile(
-    "experiment=(small_layers|buckets|scaling_|imagenet_|finetune_)|-m seed="
-)  # to compose, or to train
-ALONE, ON_A_SWEEP, WITH_RANKS = "/plan", "/(report|forecast)", "evaluate.*parallel=ddp"  # scripts
+LARGE = re.compile("experiment=(small_layers|buckets|scaling_|imagenet_|finetune_)|-m seed=")
+# Patterns of script commands that need no run, a sweep, or ranks.
+ALONE, ON_A_SWEEP, WITH_RANKS = "/plan", "/(report|forecast)", "evaluate.*parallel=ddp"
 ON_A_RUN = "outputs/(…|train|finetune)|<run folder>"
 
 
@@ -215,7 +214,7 @@ def test_every_documented_command_is_run_by_a_test_or_listed_with_a_reason() -> 
     ] == []
     files = [path.read_text(encoding="utf-8") for path in TEST_FILES]
     tests = {name for text in files for name in re.findall(r"^ *def (\w+)", text, re.MULTILINE)}
-    # A fork has fewer pages and tests.
+    # Check only the template, because a fork has fewer pages and tests.
     if not (ROOT / ".template.json").exists():
         assert {name for names in ELSEWHERE.values() for name in names.split()} <= tests
         assert [
@@ -224,8 +223,8 @@ def test_every_documented_command_is_run_by_a_test_or_listed_with_a_reason() -> 
 
 
 def documented_overrides() -> set[str]:
-    """Return the words `key=value` of commands and inline code, also of docs/extend*.md, as a shell
-    passes them on.
+    """Return the words `key=value` of all documented commands and inline code, as a shell passes
+    them on. docs/extend*.md are included.
     """
     block = re.compile(r"^ *```.*?^ *```$", re.MULTILINE | re.DOTALL)
     texts = list(SHOWN)
@@ -235,7 +234,7 @@ def documented_overrides() -> set[str]:
         ) + commands_of(path)
     words: set[str] = set()
     for text in texts:
-        # A span of prose may have an apostrophe.
+        # Skip inline code that a shell cannot split, for example because of an apostrophe.
         with suppress(ValueError):
             words.update(shlex.split(text))
     keys = {
@@ -246,8 +245,10 @@ def documented_overrides() -> set[str]:
     return {word for word, key in keys.items() if key is not None and is_known(key[1])}
 
 
-def test_every_documented_override_can_be_typed_as_documented() -> None:
-    """Hydra's grammar needs inner quotes around a text with parentheses or backslashes."""
+def test_every_documented_override_is_accepted_by_hydra_when_typed_in_a_shell() -> None:
+    """Hydra needs quotes around a value that contains parentheses or backslashes, in addition to
+    those of the shell.
+    """
     words = documented_overrides()
     assert len(words) > 200
     parser = OverridesParser.create()
@@ -274,7 +275,7 @@ def configs_of(command: str) -> list[ResolvedConfig]:
     """
     match = TRAINING.fullmatch(command)
     assert match is not None
-    # The runs that the pages name do not exist here.
+    # Leave out weights files of runs that the pages name, because these runs do not exist here.
     parsed = parse(
         *(word for word in shlex.split(match[2]) if not word.startswith("model.weights=outputs/"))
     )
@@ -301,7 +302,7 @@ def small(config: ResolvedConfig, folder: Path) -> ResolvedConfig:
         data.batch_size = min(data.batch_size or 64, 4 * parallel.devices)
     else:
         data.batch_size_per_device = 4
-    # A dataset of timm would be downloaded.
+    # Replace datasets that timm would download.
     if is_timm_dataset(data.name):
         data.name, data.root, data.kwargs = "synthetic", None, {}
     if data.name == "synthetic":
@@ -315,7 +316,8 @@ def small(config: ResolvedConfig, folder: Path) -> ResolvedConfig:
         )
     elif data.name == "csv":
         data.root = str(folder / "labels.csv")
-    # Pretrained weights would be downloaded, and the run of the weights file does not exist here.
+    # Do not load weights: pretrained ones would be downloaded, and the run of a weights file does
+    # not exist here.
     config.model.pretrained, config.model.weights = False, None
     data.workers, data.limit_train, parallel.threads_per_device = 0, 64, 1
     train.max_steps, train.log_every, train.evaluate_every, train.target_loss = 1, 1, 1, None
@@ -417,7 +419,7 @@ def losses(request: pytest.FixtureRequest, photos: Path) -> dict[str, list[float
     }
 
 
-# The tests of all other commands are slow.
+# Only small commands of the README run in the quick tests.
 FIRST = set(commands_of(ROOT / "README.md"))
 QUICK = [command for command in TRAININGS if command in FIRST and not LARGE.search(command)]
 
@@ -438,7 +440,7 @@ def test_documented_training_command_trains_one_step(
 # --- scripts: each with the arguments of the page, for one finished run or sweep
 
 
-# Placeholders of the pages -> paths of these tests.
+# Dictionary from a pattern of placeholders on the pages to the path that replaces it.
 STANDS_FOR = {
     r"outputs/(?:train|finetune)/(2026-01-01/\S+|<date>/<time>)|outputs/…|<run folder>": "{run}",
     r"<sweep folder>|<folder>( …)?|outputs/sweeps/<date>/<time>": "{sweep}",
@@ -449,10 +451,11 @@ STANDS_FOR = {
     r"data\.root=/data/imagenet": "data.root={photos}",
     r"model\.name=resnet50 model\.pretrained=true": "model.name=resnet10t model.weights={weights}",
 }
-# Printed by each script.
+# Dictionary from a script to a text that its output must contain.
 SAYS = {
     "plan": "per device",
-    "predict": "labels.csv",  # written
+    # predict.py prints the name of the file that it has written.
+    "predict": "labels.csv",
     "export": "verified equal",
     "compare_runs": "agree",
     "evaluate": '"acc": ',
@@ -496,7 +499,7 @@ def check(command: str, capsys: pytest.CaptureFixture[str], **places: Path) -> N
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("command", scripts_like(ALONE))
 @pytest.mark.slow(seconds=2)
-def test_documented_command_of_plan_py_prints_memory_per_device(
+def test_documented_plan_py_command_prints_memory_per_device(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     check(command, capsys)
@@ -505,7 +508,7 @@ def test_documented_command_of_plan_py_prints_memory_per_device(
 @pytest.mark.slow(seconds=1)
 @pytest.mark.processes
 @pytest.mark.parametrize("command", scripts_like(ON_A_RUN))
-def test_documented_script_command_prints_or_writes_its_result_for_a_finished_run(
+def test_documented_script_command_prints_or_writes_a_result_for_a_finished_run(
     command: str,
     finished_run: Finished,
     photos: Path,
@@ -536,12 +539,13 @@ def sweep(train_shared: Train) -> Path:
     return folder
 
 
-# In CI, test_report.py and test_forecast.py run both scripts on sweeps that they write.
+# This test is nightly, because test_report.py and test_forecast.py run both scripts at every
+# commit.
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize("command", scripts_like(ON_A_SWEEP))
 @pytest.mark.nightly
-def test_documented_report_and_forecast_commands_print_their_result_for_a_sweep(
+def test_documented_report_and_forecast_commands_print_results_of_a_sweep(
     command: str, sweep: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     check(command, capsys, sweep=sweep)

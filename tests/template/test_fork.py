@@ -82,7 +82,7 @@ def test_make_fork_replaces_every_occurrence_of_the_template_name(clone: Path) -
     assert "outputs/train" not in pages
     assert "python train.py resume=outputs/my_project/<date>/<time>" in pages
     texts = [path for path in clone.rglob("*") if path.is_file() and ".git/" not in str(path)]
-    # The library keeps its name.
+    # Skip the library, because make fork does not change its name.
     own = [path for path in texts if not path.is_relative_to(clone / "timm_parallel")]
     assert [path.name for path in own if OLD_NAME.encode() in path.read_bytes()] in (
         [],
@@ -129,8 +129,8 @@ def test_make_fork_removes_files_that_only_the_template_needs(clone: Path) -> No
 
 
 def units_of(text: str) -> list[str]:
-    """Split a page into what may be removed alone: lines of whole sentences, list items, rows of
-    tables, and lines of code.
+    """Split a page into parts that can be removed alone: lines of whole sentences, list items,
+    table rows and lines of code.
     """
     units: list[str] = []
     in_code = joins = False
@@ -147,7 +147,7 @@ def units_of(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("drop_demo", [False, True])
-def test_make_fork_removes_only_whole_sentences_list_items_and_rows(
+def test_make_fork_removes_only_whole_sentences_list_items_and_table_rows_from_pages(
     drop_demo: bool, template: Path, clone: Path
 ) -> None:
     fork(clone, "mine", "Ada", drop_demo)
@@ -177,7 +177,9 @@ def test_make_fork_removes_demo_experiments_when_drop_demo_is_true(clone: Path) 
 
 
 @pytest.mark.slow(seconds=2)
-def test_make_test_of_a_fork_tests_the_library_only_after_a_change_of_it(clone: Path) -> None:
+def test_make_test_in_a_fork_runs_library_tests_only_when_the_library_has_changed(
+    clone: Path,
+) -> None:
     def command(target: str = "test") -> str:
         words = ["make", "-n", target, f"PYTHON={sys.executable}"]
         return subprocess.run(

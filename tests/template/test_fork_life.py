@@ -1,8 +1,9 @@
-"""The life of a fork: `make fork`, the examples of docs/extend.md, pages of its own. Its own checks
-stay green.
+"""A fork after `make fork`: it has its own pages and the examples of docs/extend.md, and its own
+checks pass.
 
-An example alone gets `ruff` and the quick tests of what it changes (QUICK), every night; all
-examples together get `make lint test`, which runs the fork's whole own suite, at every commit.
+Every night, each example alone is checked by `ruff` and the quick tests of the files that it
+changes (QUICK). At every commit, `make lint test` runs the whole test suite of a fork with all
+examples together.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ pytestmark = [
     ),
     pytest.mark.processes,
 ]
-# Example -> files of tests, besides that of conf/ and the schema, which start no processes here.
+# Dictionary from an example to the test files that run after it, besides those of conf/ and the
+# schema. These tests start no processes.
 QUICK = {
     "A training metric": ("step",),
     "An auxiliary loss": ("step",),
@@ -72,7 +74,8 @@ def forked(tmp_path_factory: pytest.TempPathFactory) -> Path:
             page.write_text("Own words.\n", encoding="utf-8")
     git(mine, "add", "-A")
     git(mine, "commit", "-qm", "mine")
-    # mypy checks torch for half a minute unless `make lint` has left its cache.
+    # Copy the cache of mypy if `make lint` has left one, because mypy takes half a minute to check
+    # torch.
     if (ROOT / ".mypy_cache").is_dir():
         shutil.copytree(ROOT / ".mypy_cache", mine / ".mypy_cache")
     return mine
@@ -89,7 +92,7 @@ def fork_at_start(forked: Path) -> Path:
 @pytest.mark.slow(seconds=9)
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_checks_of_a_fork_pass_with_one_example_of_docs_extend_md(
+def test_lint_and_quick_tests_of_a_fork_pass_with_one_example_of_docs_extend_md(
     name: str, fork_at_start: Path
 ) -> None:
     EXAMPLES[name].follow(fork_at_start)
@@ -119,14 +122,14 @@ def test_make_lint_test_of_a_fork_passes_with_all_examples_of_docs_extend_md(
         if name not in ALONE:
             example.follow(fork_at_start)
     run_in(fork_at_start, sys.executable, "scripts/schema.py")
-    # The environment of this test run; nothing is installed.
+    # Use the environment of this test run, and mark all requirements as installed.
     installed = [
         word for stamp in ("development", "runtime") for word in ("-o", f"{sys.prefix}/{stamp}")
     ]
     make = ("make", f"VENV={sys.prefix}", *installed)
     listed = run_in(fork_at_start, *make, "test", "ARGS=--collect-only -n0")
     assert "\ntests/test_step.py::" in listed and "\ntimm_parallel/tests/" not in listed
-    # Other tests run at the same time.
+    # Use two workers only, because other tests run at the same time.
     run_in(fork_at_start, *make, "lint", "test", PYTEST_XDIST_AUTO_NUM_WORKERS="2")
 
 
@@ -141,7 +144,7 @@ def test_fork_trains_and_sweeps_when_the_library_is_installed_from_a_tag(
     run_in(fork_at_start, sys.executable, *install)
     git(fork_at_start, "rm", "-rqf", "timm_parallel")
     run = ("train.py", "model=tiny", "train.max_steps=2", "data.limit_train=128")
-    # Forked from one server, which imports torch once.
+    # Use jobs with one rank, which are forked from one server that imports torch once.
     jobs = ("-m", "parallel=dp", "parallel.devices=1,2", "hydra.sweep.dir=sweep")
     on_path = {"PYTHONPATH": str(tmp_path)}
     run_in(fork_at_start, sys.executable, *run, *jobs, **on_path)

@@ -1,4 +1,6 @@
-"""The table of docs/from_lightning.md gives what the messages of train.py suggest."""
+"""docs/from_lightning.md names the same keys as the error messages of train.py for options of
+Lightning.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ import re
 from timm_parallel.tests.test_typical_mistakes import KEYS, ROOT, suggestions_for
 
 
-def test_page_for_lightning_users_says_what_messages_suggest() -> None:
+def test_from_lightning_page_lists_the_keys_that_error_messages_suggest() -> None:
     page = (ROOT / "docs" / "from_lightning.md").read_text(encoding="utf-8")
     table = page.split("| there, on the command line | here |")[1].split("\n\n")[0]
     rows = [re.split(r"(?<!\\) \| ", line.strip("| ")) for line in table.splitlines()[2:]]

@@ -33,8 +33,8 @@ from timm_parallel.keys import leaves
 OF_COMMIT = json.loads(
     (Path(__file__).with_name("timm_train_args.json")).read_text(encoding="utf-8")
 )
-# Named by the release notes and tests of timm 1.0.31. The defaults are those of the functions of
-# timm that take them.
+# Arguments of timm 1.0.31 that are newer than the pinned train.py. Their defaults are those of the
+# timm functions that take them.
 NEWER = {
     **dict.fromkeys(
         ("target_format", "class_stats", "loss_class_weight", "loss_pos_weight", "loss_weight_max")
@@ -57,7 +57,7 @@ def converted(**given: Any) -> dict[str, Any]:
     return convert(TimmArguments({"data_dir": "/data", **given}))
 
 
-def test_from_timm_lists_every_argument_of_timm_train_py_once_with_its_default() -> None:
+def test_from_timm_yaml_lists_every_argument_of_timm_train_py_once_with_the_default() -> None:
     defaults = {
         name: row[0] for part in from_timm.PARTS for name, row in TABLE[part].items()
     } | TABLE["converted"]
@@ -67,7 +67,9 @@ def test_from_timm_lists_every_argument_of_timm_train_py_once_with_its_default()
     assert all(reason for _, reason in TABLE["without_meaning"].values())
 
 
-def test_defaults_of_newer_timm_arguments_are_those_of_the_functions_that_take_them() -> None:
+def test_defaults_of_newer_timm_arguments_equal_those_of_the_timm_functions_that_take_them() -> (
+    None
+):
     taken = {
         **inspect.signature(create_classification_loss).parameters,
         **{
@@ -106,7 +108,9 @@ def test_defaults_of_newer_timm_arguments_are_those_of_the_functions_that_take_t
         ({"loss": "asl"}, 1),
     ],
 )
-def test_only_arguments_with_an_effect_are_reported(given: dict[str, Any], reported: int) -> None:
+def test_from_timm_script_reports_only_timm_arguments_that_have_an_effect(
+    given: dict[str, Any], reported: int
+) -> None:
     lines = TimmArguments(given).differences
     assert len(lines) == reported
     assert all(f"{name}={value}" in lines[0] for name, value in given.items() if reported)
@@ -253,7 +257,7 @@ def test_converted_schedule_matches_timm_learning_rates_and_epochs(name: str) ->
         ({"sync_bn": True}, {"parallel.dist_bn": None, "model.sync_bn": True}),
     ],
 )  # fmt: skip
-def test_timm_arguments_that_affect_each_other_are_converted_as_timm_reads_them(
+def test_timm_arguments_that_depend_on_each_other_are_converted_as_timm_combines_them(
     given: dict[str, Any], expected: dict[str, Any]
 ) -> None:
     settings = converted(**given)
@@ -312,7 +316,7 @@ def test_from_timm_error_names_invalid_config_value_or_file(
     assert "args.yaml" in capsys.readouterr().err
 
 
-def test_from_timm_omits_default_values_unless_a_config_group_changes_them() -> None:
+def test_from_timm_script_writes_default_values_only_when_a_config_option_changes_them() -> None:
     options, settings = changes(converted())
     assert options == ["data=folder", "parallel=ddp"]
     assert "data.augment.vflip" not in settings and settings["data.augment.color_jitter"] == 0.4

@@ -23,7 +23,8 @@ from timm_parallel.tests.architecture import (
 )
 from timm_parallel.tests.test_architecture import VAGUE_NAMES, broken_rules, name_of
 
-# A fork adds code of its own, so these rules are the template's.
+# Files outside the library. The rules for them apply only to the template, because a fork adds its
+# own code.
 SOURCES = [
     path
     for path in (*source_files(), *sorted((ROOT / "scripts").rglob("*.py")))
@@ -41,7 +42,7 @@ def test_source_file_outside_the_library_follows_import_and_naming_rules(path: P
 
 @pytest.mark.slow(seconds=1)
 @pytest.mark.parametrize("name", LIMITS)
-def test_import_levels_and_strategy_methods_stay_within_their_limits(name: str) -> None:
+def test_number_of_import_levels_and_of_strategy_methods_is_within_limits(name: str) -> None:
     assert measure()[name] <= LIMITS[name]
 
 

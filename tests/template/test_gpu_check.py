@@ -18,7 +18,8 @@ from scripts.maintain.gpu_speed import TRAININGS
 from timm_parallel.machine import hardware
 
 ROOT = Path(__file__).resolve().parents[2]
-SUPPORT = ("warm", "ranks", "configs", "commands", "fixtures")  # modules in timm_parallel/testing/
+# Names of modules in timm_parallel/testing/ that GPU tests import.
+SUPPORT = ("warm", "ranks", "configs", "commands", "fixtures")
 
 
 @pytest.mark.processes
@@ -35,8 +36,10 @@ def test_make_gpu_check_prints_one_line_when_no_gpu_is_visible() -> None:
     ), done.stderr
 
 
-def test_gpu_tests_import_no_package_that_gpu_check_does_not_ask_for() -> None:
-    """Their ranks are forked from a server that imports warm.py."""
+def test_gpu_tests_import_only_packages_that_make_gpu_check_requires() -> None:
+    """The ranks of GPU tests are forked from a server that imports warm.py, so its imports count
+    too.
+    """
     files = (
         *gpu_check.WAITS,
         *gpu_check.ON_DEVICE,
@@ -53,7 +56,7 @@ def test_gpu_tests_import_no_package_that_gpu_check_does_not_ask_for() -> None:
             else [entry.name for entry in node.names]
         )
     }
-    # torch itself needs filelock.
+    # filelock is available wherever torch is, because torch requires it.
     available = {
         *sys.stdlib_module_names,
         *gpu_check.NEEDED,
@@ -86,21 +89,19 @@ def test_make_gpu_check_continues_after_a_check_fails_or_times_out() -> None:
     }
 
 
-def test_time_limit_of_gpu_check_covers_all_parts_on_one_gpu() -> None:
+def test_time_limits_of_the_checks_for_one_gpu_add_up_to_at_most_the_total_limit() -> None:
     parts = gpu_check.chosen(1, is_full=False)
     assert parts and sum(part.seconds for part in parts) <= SECONDS
 
 
-def test_make_gpu_check_adds_parts_for_more_gpus_and_with_full() -> None:
+def test_make_gpu_check_adds_checks_when_there_are_several_gpus_or_full_is_1() -> None:
     one, two = gpu_check.chosen(1, is_full=False), gpu_check.chosen(2, is_full=False)
     assert {part.devices for part in one} == {1} and {part.devices for part in two} == {1, 2}
     assert gpu_check.chosen(2, is_full=True) == list(PARTS)
     assert len({part.name for part in PARTS}) == len(PARTS)
 
 
-def test_make_gpu_check_report_names_wrong_figures_and_repeats_rows_for_the_benchmarks_page() -> (
-    None
-):
+def test_make_gpu_check_report_lists_wrong_figures_and_rows_for_the_benchmarks_page() -> None:
     done = {
         "speed: a": [Row("a: images/s", "12")],
         "faults": [Row("exit | code", "2, expected 0", True)],
@@ -151,7 +152,7 @@ def test_make_gpu_check_parses_passed_and_failed_tests_from_pytest_output() -> N
 @pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.processes
-def test_make_gpu_check_ends_tests_at_its_time_limit_and_reports_earlier_results(
+def test_make_gpu_check_ends_tests_at_the_time_limit_and_reports_earlier_results(
     tmp_path: Path,
 ) -> None:
     """Start pytest as `make gpu-check` does on a GPU machine."""
@@ -188,7 +189,7 @@ def test_make_gpu_check_exits_2_before_any_check_when_a_package_is_missing(
 
 
 @pytest.mark.parametrize(("ours", "wrong"), [(10000, False), (9800, True)])
-def test_make_gpu_check_compares_speed_with_handwritten_loop_in_better_of_two_rounds(
+def test_make_gpu_check_judges_speed_against_handwritten_loop_by_the_better_of_two_rounds(
     ours: int, wrong: bool
 ) -> None:
     training = TRAININGS["ResNet-50"]
@@ -273,6 +274,6 @@ def test_make_gpu_wheels_excludes_packages_that_come_with_torch() -> None:
     assert not {"torch", "torchvision", "numpy", "scipy", "pandas"} & set(names)
 
 
-def test_flops_of_the_benchmark_include_attention() -> None:
+def test_benchmark_flops_of_a_vision_transformer_include_attention() -> None:
     training = bench_measures.Training("vit_small_patch16_224", {}, 1, 1, image_size=224)
     assert gpu_speed.model_flops(training) == pytest.approx(3 * 9.197e9, rel=1e-3)

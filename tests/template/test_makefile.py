@@ -20,8 +20,7 @@ pytestmark = [
 
 
 def make(*arguments: str, folder: Path = ROOT) -> str:
-    # The environment holds the variables of a make that runs these tests: `make test VENV=…
-    # ARGS=…`.
+    # Remove variables of a make command that runs these tests, such as `make test VENV=… ARGS=…`.
     given = re.compile("MAKE.*|MFLAGS|ARGS|VENV|PYTHON|BIN")
     environment = {name: value for name, value in os.environ.items() if not given.fullmatch(name)}
     done = subprocess.run(
@@ -104,7 +103,9 @@ def test_make_test_installs_runtime_and_development_requirements(checkout: Path)
     ]
 
 
-def test_make_train_uses_python_venv_and_args_variables_of_the_command_line(checkout: Path) -> None:
+def test_make_train_uses_the_variables_python_venv_and_args_of_the_command_line(
+    checkout: Path,
+) -> None:
     commands = make(
         "-n", "train", "PYTHON=python3.12", "VENV=/elsewhere/env", "ARGS=seed=3", folder=checkout
     )
@@ -138,7 +139,7 @@ def test_make_installs_a_requirements_file_again_when_the_file_has_changed(check
     assert "install.py requirements-dev.txt" in make("-n", "test", folder=checkout)
 
 
-def test_make_lock_needs_no_installed_runtime(checkout: Path) -> None:
+def test_make_lock_runs_when_runtime_requirements_are_not_installed(checkout: Path) -> None:
     touch(checkout / ".venv" / "bin" / "python", 1_000_000)
     commands = make("-n", "lock", folder=checkout)
     assert "install.py" not in commands and "uv==" in commands and "uv pip compile" in commands

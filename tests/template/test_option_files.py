@@ -1,4 +1,4 @@
-"""Files of conf/ open with their purpose and a command."""
+"""Each file of conf/ starts with comments that state its purpose and a command."""
 
 from __future__ import annotations
 

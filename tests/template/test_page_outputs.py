@@ -1,5 +1,5 @@
-"""Outputs that the pages show have the text of today's outputs: numbers, paths and what chance
-decides aside.
+"""Outputs on the pages have the same words as the outputs of today's code. Numbers, paths and
+random choices may differ.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from scripts.maintain.docs_outputs import (
     draw_flowers,
 )
 
-# Pattern of commands that are not run -> why another run may print other words.
+# Dictionary from a pattern of commands that are not run to the reason why another run may print
+# other words.
 VARIES = {
     "make -s tune": "the fastest settings of a machine may be others",
     ".*search.confirm=": "the verdict of a confirmation may be another",
@@ -48,7 +49,7 @@ def words_of(output: str) -> list[str]:
         ("epoch 1/8  val/acc 0.1", "epoch 1/8  val/loss 0.1", False),
     ],
 )
-def test_words_of_outputs_differ_only_by_more_than_numbers_and_paths(
+def test_outputs_that_differ_only_in_numbers_and_paths_count_as_equal(
     first: str, second: str, equal: bool
 ) -> None:
     assert (words_of(first) == words_of(second)) == equal
@@ -58,7 +59,9 @@ def test_words_of_outputs_differ_only_by_more_than_numbers_and_paths(
 @pytest.mark.nightly
 @pytest.mark.processes
 @pytest.mark.parametrize("page", BLOCKS)
-def test_output_shown_on_a_page_has_the_words_of_its_command(page: str, tmp_path: Path) -> None:
+def test_output_shown_on_a_page_has_the_same_words_as_a_new_run_of_the_command(
+    page: str, tmp_path: Path
+) -> None:
     """A failure means that a message has changed since `make docs-outputs` was run."""
     copy_project(tmp_path / "project")
     draw_flowers(tmp_path / "data")

@@ -31,7 +31,8 @@ from timm_parallel.testing.ranks import in_ranks, run_warm
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
-IS_TEMPLATE = not (ROOT / ".template.json").exists()  # a fork has dropped pages and maintain/
+# True in the template; a fork has removed pages and scripts/maintain.
+IS_TEMPLATE = not (ROOT / ".template.json").exists()
 OUTPUT = re.compile(r"<!-- output of: (.*?)(?:\n +lines: (.*?))? -->\n```\n(.*?)```", re.DOTALL)
 
 
@@ -74,7 +75,8 @@ def test_links_on_documentation_pages_point_to_existing_files_and_headings(page:
         name, _, place = link.partition("#")
         target = (page.parent / name).resolve() if name else page
         assert target.exists(), link
-        # The site has no code: `make docs` fails on a link to it.
+        # A page may link only to pages and files below docs/, because the site contains no code,
+        # and a link to code breaks `make docs`.
         assert target in PAGES or ROOT / "docs" in target.parents, link
         assert not place or place in anchors(target.read_text(encoding="utf-8")), link
 
@@ -82,7 +84,7 @@ def test_links_on_documentation_pages_point_to_existing_files_and_headings(page:
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if page.parent != ROOT], ids=lambda page: page.name
 )
-def test_pages_for_users_are_linked_from_the_readme_and_others_from_contributing(
+def test_user_pages_are_linked_from_the_readme_and_developer_pages_from_contributing(
     page: Path,
 ) -> None:
     index = "README.md" if page.parent.name == "docs" else "CONTRIBUTING.md"
@@ -90,7 +92,7 @@ def test_pages_for_users_are_linked_from_the_readme_and_others_from_contributing
     assert link in text_of(index)
 
 
-# The changelog also names what is gone.
+# Skip the changelog, because it also names scripts and options that were removed.
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if page.name != "CHANGELOG.md"], ids=lambda page: page.name
 )
@@ -111,8 +113,8 @@ def test_readme_is_at_most_110_lines() -> None:
     assert len(text_of("README.md").splitlines()) <= 110
 
 
-# The pages on additions hold the code of their examples, and docs/keys.md is generated: a line per
-# key.
+# Skip pages named extend*, which contain the code of their examples, and docs/keys.md, which is
+# generated with a line for each key.
 @pytest.mark.parametrize(
     "page",
     [page for page in PAGES if not page.name.startswith(("extend", "keys"))],
@@ -166,7 +168,7 @@ def test_project_version_is_equal_in_pyproject_citation_and_changelog() -> None:
     assert f"## {version}" in text_of("CHANGELOG.md")
 
 
-def test_first_sentence_of_readme_is_that_of_help_site_citation_and_package() -> None:
+def test_first_sentence_of_readme_is_also_in_help_site_citation_and_package() -> None:
     start = text_of("README.md").split("**")[1]
     pitch = " ".join(re.sub(r"\[(\w+)\]\([^)]*\)", r"\1", start).split())
     assert pitch.startswith("Fine-tune any timm model")
@@ -183,7 +185,7 @@ def test_badge_names_the_python_versions_and_the_license_of_the_project() -> Non
     assert "MIT" in badge and "MIT" in text_of("LICENSE")
 
 
-def test_page_on_dp_and_ddp_lists_the_claims_that_a_report_decides() -> None:
+def test_page_on_dp_and_ddp_lists_the_claims_that_a_report_tests() -> None:
     section = text_of("docs/dp_and_ddp.md").split("## What a report decides")[1].split("\n## ")[0]
     listed = re.findall(r"^\| (\d+) \| (.*) \| (\w.*) \|$", section, re.MULTILINE)
     assert listed == [
@@ -211,7 +213,7 @@ def test_command_outputs_in_the_documentation_are_complete_and_contain_no_local_
         assert not re.search(r"/tmp/|/home/|/root/|/work/", output), (page, command)
 
 
-def test_every_run_output_shown_in_the_documentation_names_its_command() -> None:
+def test_every_run_output_shown_in_the_documentation_comes_from_a_named_command() -> None:
     """Text that looks like output of a run or sweep, or like an error message, must be captured
     from a command.
     """
@@ -259,7 +261,7 @@ def python_blocks(page: str) -> list[str]:
 
 @pytest.mark.nightly
 @pytest.mark.slow(seconds=4)
-def test_digits_script_writes_every_digit_into_its_class_folder(
+def test_documented_digits_script_writes_each_image_into_the_folder_of_the_class(
     tmp_path: Path,
 ) -> None:
     script = ROOT / "notebooks" / "digits.py"
@@ -311,7 +313,7 @@ def test_pytorch_examples_of_dp_and_ddp_page_run_without_error(
 @pytest.mark.nightly
 @pytest.mark.processes
 @pytest.mark.slow(seconds=4)
-def test_code_of_from_lightning_page_loads_a_checkpoint_and_reaches_its_val_accuracy(
+def test_code_on_from_lightning_page_loads_a_checkpoint_and_reproduces_val_accuracy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small = ("parallel=single", "data.limit_train=64", "train.max_steps=1", "print_config=false")
@@ -325,7 +327,7 @@ def test_code_of_from_lightning_page_loads_a_checkpoint_and_reaches_its_val_accu
     assert isinstance(val, InMemory)
     images = (val.images / 255 - preprocessing["mean"][0]) / preprocessing["std"][0]
     hits = (model(images).argmax(1) == val.labels).sum().item()
-    # As many as the run itself counted.
+    # The run counted the same number of correct predictions.
     assert hits == json.loads((folder / "result.json").read_text())["val"]["correct"]
 
 
@@ -364,7 +366,7 @@ GPUS_PAGE = text_of("docs/several_gpus.md")
 PLANS = re.findall(r"^python scripts/plan\.py (.*)\n```\n\n((?:\|.*\n)+)", GPUS_PAGE, re.MULTILINE)
 
 
-def test_page_on_several_gpus_has_two_tables_made_by_plan_py() -> None:
+def test_page_on_several_gpus_has_two_tables_generated_by_plan_py() -> None:
     assert len(PLANS) == 2
 
 

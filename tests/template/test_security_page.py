@@ -7,7 +7,7 @@ import re
 from timm_parallel.testing.commands import ROOT, TEST_FILES
 
 
-def test_every_threat_in_docs_security_md_names_existing_tests() -> None:
+def test_every_threat_in_docs_security_md_names_tests_that_exist() -> None:
     text = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
     tests = {
         name for path in TEST_FILES for name in re.findall(r"def (test_\w+)", path.read_text())
@@ -21,7 +21,7 @@ def test_every_threat_in_docs_security_md_names_existing_tests() -> None:
         assert named and set(named) <= tests, row
 
 
-def test_no_page_opens_tensorboard_to_other_machines() -> None:
+def test_no_documented_command_opens_tensorboard_to_other_machines() -> None:
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     texts = "".join(page.read_text(encoding="utf-8") for page in pages)
     assert "tensorboard --logdir" in texts

@@ -24,7 +24,7 @@ MOST_FALSE, MOST_FALSELY_NAMED = 0.06, 0.05
         ("2 x 5 folds x 5 seeds, setting-by-fold sd 1.0", 0.12),
     ],
 )
-def test_report_seldom_states_a_false_difference_on_simulated_sweeps(
+def test_report_rarely_states_a_false_difference_for_simulated_sweeps(
     name: str, most: float
 ) -> None:
     assert np.mean([verdict.any_false for verdict in simulate(name, 100)]) <= most
@@ -36,7 +36,7 @@ def test_report_states_the_value_of_the_chosen_setting_without_selection_bias() 
     assert np.mean([verdict.plain for verdict in verdicts]) > 0.6
 
 
-def test_report_names_the_better_setting_although_a_seed_of_another_setting_diverged() -> None:
+def test_report_names_the_best_setting_when_one_seed_of_another_setting_diverged() -> None:
     verdicts = simulate("10x5 loss .24 against .30, one seed of another diverged", 40)
     assert np.mean([verdict.named for verdict in verdicts]) > 0.8
 
@@ -46,7 +46,9 @@ def test_report_names_the_better_setting_although_a_seed_of_another_setting_dive
     "name", [name for name in rows() if not any(part in name for part in UNDECIDABLE)]
 )
 @pytest.mark.sample(36)
-def test_report_error_rate_is_at_most_6_of_100_in_every_row_of_the_simulation(name: str) -> None:
+def test_report_error_rate_is_at_most_6_percent_for_every_simulated_kind_of_sweep(
+    name: str,
+) -> None:
     verdicts = simulate(name, 300)
     false, named = (
         sum(getattr(v, key) for v in verdicts) for key in ("any_false", "falsely_named")

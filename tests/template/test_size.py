@@ -3,7 +3,7 @@
 from scripts.maintain.size import count_statements
 
 
-def test_count_statements_leaves_out_docstrings_and_counts_nested_statements() -> None:
+def test_count_statements_counts_nested_statements_but_no_docstrings() -> None:
     source = (
         '"""Module."""\nimport os\n\ndef f():\n    """Function."""\n    if os:\n        return 1\n'
     )

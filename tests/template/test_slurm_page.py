@@ -1,4 +1,6 @@
-"""Commands of docs/slurm.md, docs/kubernetes.md, and of the Slurm of CONTRIBUTING.md."""
+"""Commands of docs/slurm.md, docs/kubernetes.md and the Slurm section of CONTRIBUTING.md equal
+those of the tests.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +10,12 @@ from timm_parallel.testing import cluster_commands
 from timm_parallel.testing.commands import ROOT
 
 CLUSTER = r"dev_cluster\.sh|srun|torchrun|cluster=(slurm|kubernetes)"
-# The pages name no machine; the nodes of the tests have addresses.
+# The pages contain placeholders for the addresses and ports that the tests use.
 PLACEHOLDERS = {"10.77.0.1": "<first node>", "29511": "29500"}
 
 
-def test_commands_of_the_cluster_pages_are_those_that_their_tests_run() -> None:
-    """timm_parallel/tests has them as constants, because a fork may replace the pages."""
+def test_commands_on_slurm_and_kubernetes_pages_equal_the_commands_that_tests_run() -> None:
+    """The commands are constants in timm_parallel/tests, because a fork may replace the pages."""
     pages = ("docs/slurm.md", "docs/kubernetes.md", "CONTRIBUTING.md")
     texts = [(ROOT / page).read_text(encoding="utf-8") for page in pages]
     blocks = [

@@ -1,5 +1,5 @@
-"""`make update` takes a newer template into a fork, or leaves the fork as it was; with small
-repositories and the real one.
+"""`make update` merges a newer template into a fork, or leaves the fork as it was. Tested with
+small repositories and with this project.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WITH_AND_WITHOUT_COMMON_HISTORY = pytest.mark.parametrize(
 pytestmark = pytest.mark.skipif(
     shutil.which("git") is None or not (ROOT / ".git").exists(), reason="needs a git checkout"
 )
-# The make fork of a template with few files: renames the README, deletes scripts/maintain, and
+# Script `make fork` of a small template: it renames the README, deletes scripts/maintain and
 # records the commit.
 SMALL_FORK = """
 import argparse, json, shutil, subprocess
@@ -103,7 +103,8 @@ def write(folder: Path, files: dict[str, str | None]) -> None:
 def commit(folder: Path, files: dict[str, str | None]) -> str:
     write(folder, files)
     git(folder, "add", "--all")
-    # With equal messages, two repositories could begin with one and the same commit.
+    # Use different messages, because two repositories with equal messages could start with the same
+    # commit hash.
     git(folder, "commit", "--quiet", "--message", f"A change of {folder.name}")
     return git(folder, "rev-parse", "HEAD")
 
@@ -116,7 +117,7 @@ def start_repository(folder: Path, files: dict[str, str | None]) -> Path:
 
 
 def copy_of(template: Path, folder: Path, shared: bool) -> Path:
-    """Clone the template, or begin a new history with its files, as "Use this template" does."""
+    """Clone the template, or start a new history with its files, as "Use this template" does."""
     if shared:
         git(folder.parent, "clone", "--quiet", str(template), folder.name)
     else:
@@ -172,7 +173,9 @@ def read(path: Path) -> str:
 
 
 @WITH_AND_WITHOUT_COMMON_HISTORY
-def test_update_replaces_the_library_and_merges_other_files(template: Path, mine: Path) -> None:
+def test_make_update_replaces_the_library_and_merges_other_files(
+    template: Path, mine: Path
+) -> None:
     commit(
         mine, {"timm_parallel/core.py": "VERSION = 'mine'\n", "timm_parallel/mine.py": "# mine\n"}
     )
@@ -182,7 +185,7 @@ def test_update_replaces_the_library_and_merges_other_files(template: Path, mine
     newest = commit(template, {})
     head = git(mine, "rev-parse", "HEAD")
     assert update(mine) == 0
-    # The library and its tests are the template's, all of them.
+    # All files of the library and its tests are those of the template.
     assert read(mine / "timm_parallel/core.py") == "VERSION = 2\n"
     assert sorted(path.name for path in (mine / "timm_parallel").iterdir()) == [
         "core.py",
@@ -190,18 +193,18 @@ def test_update_replaces_the_library_and_merges_other_files(template: Path, mine
         "tests",
     ]
     assert read(mine / "timm_parallel/tests/test_core.py") == "def test_newer_core(): pass\n"
-    # Changes of both sides, and files of one side.
+    # Files have the changes of both sides, and new files of each side exist.
     assert read(mine / "src/front.py") == "first = 10\n\nsecond = 2\n\nthird = 30\n"
     assert read(mine / "README.md") == "# my_project\n\nMy own one.\n\nTwo.\n\nThree, and more.\n"
     assert (mine / "src/own.py").exists() and (mine / "src/added.py").exists()
     assert (mine / "image.png").read_bytes() == b"\x89PNG\0\xff"
     assert (mine / "run.sh").stat().st_mode & 0o111
-    # Deleted by the template, by make fork, and by the fork.
+    # Files that the template, make fork or the fork deleted do not exist.
     deleted = ("src/unused.py", "scripts/maintain", "demo.txt", "src/example.py")
     assert [name for name in deleted if (mine / name).exists()] == []
     record = {"name": "my_project", "holder": "Ada", "drop_demo": True, "template_commit": newest}
     assert json.loads(read(mine / ".template.json")) == record
-    # Everything is staged and nothing is committed.
+    # All changes are staged, and no commit was made.
     assert git(mine, "rev-parse", "HEAD") == head
     assert (
         git(mine, "diff", "--name-only") == ""
@@ -213,7 +216,9 @@ def test_update_replaces_the_library_and_merges_other_files(template: Path, mine
 
 @WITH_AND_WITHOUT_COMMON_HISTORY
 @pytest.mark.slow(seconds=2)
-def test_update_starts_from_the_commit_of_the_last_update(template: Path, mine: Path) -> None:
+def test_make_update_starts_from_the_template_commit_of_the_previous_update(
+    template: Path, mine: Path
+) -> None:
     commit(template, NEWER)
     assert update(mine) == 0
     commit(mine, {})
@@ -231,7 +236,7 @@ def test_update_starts_from_the_commit_of_the_last_update(template: Path, mine: 
 
 
 @pytest.mark.slow(seconds=2)
-def test_update_names_conflicts_and_changes_nothing_unless_they_are_kept(
+def test_make_update_names_conflicting_files_and_changes_nothing_unless_keep_lists_them(
     template: Path, mine: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (mine / "image.png").write_bytes(b"\0mine")
@@ -253,17 +258,17 @@ def test_update_names_conflicts_and_changes_nothing_unless_they_are_kept(
     assert read(mine / "timm_parallel/core.py") == "VERSION = 2\n"
 
 
-def test_file_moved_into_the_library_is_a_conflict_when_the_fork_changed_it(
+def test_make_update_reports_a_conflict_when_a_file_changed_by_the_fork_moved_into_the_library(
     template: Path, mine: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     commit(template, {"timm_parallel/front.py": SMALL["src/front.py"], "src/front.py": None})
     before = state(mine)
     assert update(mine) == 1
-    assert "conflict in src/front.py;" in capfd.readouterr().err
+    assert "conflict in src/front.py:" in capfd.readouterr().err
     assert state(mine) == before
 
 
-def test_update_puts_everything_back_when_a_test_fails(
+def test_make_update_restores_the_fork_when_a_test_fails(
     template: Path, mine: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     commit(template, NEWER)
@@ -280,7 +285,7 @@ def test_update_puts_everything_back_when_a_test_fails(
 
 
 @pytest.mark.slow(seconds=1)
-def test_failed_update_never_overwrites_a_file_edited_during_the_tests(
+def test_failed_make_update_never_overwrites_a_file_edited_during_the_tests(
     template: Path, mine: Path
 ) -> None:
     commit(template, NEWER)
@@ -293,7 +298,7 @@ def test_failed_update_never_overwrites_a_file_edited_during_the_tests(
 
 
 @pytest.mark.slow(seconds=1)
-def test_git_reset_repairs_a_fork_whose_update_was_killed(template: Path, mine: Path) -> None:
+def test_git_reset_restores_a_fork_after_make_update_was_killed(template: Path, mine: Path) -> None:
     commit(template, NEWER)
     before = state(mine)
     command = [
@@ -322,7 +327,7 @@ def test_git_reset_repairs_a_fork_whose_update_was_killed(template: Path, mine: 
 @pytest.mark.parametrize(
     "reason", ["no fork", "uncommitted", "no remote", "not the template", "unknown base", "ignored"]
 )
-def test_update_refuses_and_changes_nothing(
+def test_make_update_refuses_an_unsuitable_fork_or_source_and_changes_nothing(
     reason: str, template: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     folder = copy_of(template, tmp_path / "mine", shared=True)
@@ -365,7 +370,7 @@ def test_update_refuses_and_changes_nothing(
 @pytest.mark.parametrize("shared", [True, False], ids=["common history", "no common history"])
 @pytest.mark.slow(seconds=4)
 @pytest.mark.sample(2)
-def test_fork_of_this_project_takes_a_newer_template(
+def test_make_update_merges_a_newer_template_into_a_fork_of_this_project(
     shared: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     template = tmp_path / "template"

@@ -32,8 +32,10 @@ def as_documented(path: Path) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]
     return names["table"], names["labels"], names["scores"]
 
 
-def test_prediction_table_has_all_classes_and_digits_with_several_labels(tmp_path: Path) -> None:
-    """More classes than five, and scores whose sigmoids are equal in single precision."""
+def test_multilabel_prediction_table_has_all_classes_with_full_precision(tmp_path: Path) -> None:
+    """The data has more than five classes, and some scores have equal sigmoids in single
+    precision.
+    """
     draw = torch.Generator().manual_seed(0)
     scores = torch.randn(60, 9, generator=draw) * 12
     labels = (torch.rand(60, 9, generator=draw) < 0.3).float()

@@ -1,5 +1,5 @@
-"""Kubernetes: write the manifest of a job that runs a saved config, and find the address of its
-first pod.
+"""Kubernetes support: write the manifest of a job that runs a saved config, and find the address of
+the job's first pod.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ PORT = 29500
 
 
 def write_manifest(config: Config, folder: Path) -> None:
-    """Write `job.yaml` next to config.yaml and print the command that applies it."""
+    """Write the Kubernetes manifest `job.yaml` into the run folder, next to config.yaml. Print the
+    command that applies the manifest, and the command that shows the log.
+    """
     cluster, name, path = config.cluster, _name(config, folder), quoted(folder / MANIFEST)
     sizes = {"nvidia.com/gpu": cluster.gpus, "cpu": cluster.cpus, "memory": _bytes(cluster.memory)}
     manifest = render(
@@ -42,18 +44,19 @@ def write_manifest(config: Config, folder: Path) -> None:
 
 
 def address_of_pod(index: int) -> NodeAddress:
-    """Return the address of pod 0 for the pod with completion index `index`, from variables that
-    the manifest sets.
+    """Read the address of pod 0 and the number of pods from environment variables that the manifest
+    sets. `index`: completion index of this pod, which is its node number.
     """
     nodes, address = int(os.environ["CLUSTER_NODES"]), os.environ["CLUSTER_ADDRESS"]
     if index == 0:
-        address = socket.gethostbyname(socket.gethostname())  # from the pod's /etc/hosts
+        # Pod 0 reads its own address from /etc/hosts of the pod.
+        address = socket.gethostbyname(socket.gethostname())
     return NodeAddress(index, nodes, address, PORT) if nodes > 1 else NodeAddress()
 
 
 def _name(config: Config, folder: Path) -> str:
-    """Return the name of the job as a DNS label, made of task_name and run folder, so that two runs
-    differ in it.
+    """Build the name of a Kubernetes job, a DNS label, from task_name and the name of the run
+    folder, so that two runs have different names.
     """
     full = f"{config.task_name}-{folder.parent.name}-{folder.name}".lower()
     label = re.sub(r"[^a-z0-9]+", "-", full).strip("-")
@@ -61,8 +64,8 @@ def _name(config: Config, folder: Path) -> str:
 
 
 def _bytes(memory: str | None) -> str | None:
-    """Convert an amount of memory from Slurm's notation (`64G`, a plain number in MiB) to
-    Kubernetes' (`64Gi`).
+    """Convert an amount of memory from Slurm's notation (`64G`, or a plain number of MiB) to that
+    of Kubernetes (`64Gi`).
     """
     if memory is None:
         return None

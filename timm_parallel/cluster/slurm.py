@@ -1,5 +1,5 @@
-"""Slurm: write and submit the script of a run's job, query the queue, and find the address of a
-job's first node.
+"""Slurm support: write and submit the batch script of a run, query the queue, and find the address
+of a job's first node.
 """
 
 from __future__ import annotations
@@ -22,27 +22,31 @@ from timm_parallel.machine.ranks import NodeAddress, host_name
 from timm_parallel.project import current, root
 
 SCRIPT, JOB_ID = "job.sbatch", "job.id"
-# Exit code of a run that USR1 has stopped: signal 10 on Linux. signal.SIGUSR1 differs on other
-# systems, such as macOS.
+# Exit code of a run that stopped after SIGUSR1, which is signal 10 on Linux. The number is written
+# out, because signal.SIGUSR1 differs on other systems such as macOS.
 WARNED = 128 + 10
-# Exit code of a run that has lost a node and can continue: EX_TEMPFAIL of sysexits.h.
+# Exit code of a run that lost a node and can continue after a requeue: EX_TEMPFAIL of sysexits.h.
 NODE_LOST = 75
-PATIENCE_SECONDS = 60.0  # to wait for a controller that does not answer
-# The final states of a job.
+# Seconds to wait for a Slurm controller that does not answer.
+PATIENCE_SECONDS = 60.0
+# States of a Slurm job that has ended.
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY"}
 ENDED |= {"DEADLINE", "PREEMPTED", "BOOT_FAIL"}
-# Below the ports that Linux gives to outgoing connections (32768 and above).
+# Range of ports for the store on node 0. It ends below 32768, where the ports begin that Linux
+# gives to outgoing connections.
 FIRST_PORT, PORTS = 20000, 12000
 
 
 def local_lines() -> Path:
-    """Return the file of #SBATCH lines and shell lines that every job of this machine gets."""
+    """Return the path of conf/local/slurm.sh, in which a user writes #SBATCH lines and shell lines
+    for every job of this machine.
+    """
     return root() / "conf" / "local" / "slurm.sh"
 
 
 def write_script(config: Config, folder: Path) -> None:
-    """Write the run's Slurm script, `job.sbatch`, next to its config.yaml."""
-    # Slurm opens the job's log before the job begins.
+    """Write the batch script `job.sbatch` of a run into the run folder, next to config.yaml."""
+    # Create the folder of the log now, because Slurm opens the log before the job starts.
     (folder / "logs").mkdir(exist_ok=True)
     full = folder.resolve()
     log = full / "logs" / "slurm.log"
@@ -53,8 +57,9 @@ def write_script(config: Config, folder: Path) -> None:
 
 
 def submit(config: Config, folder: Path) -> int:
-    """Submit the job of an unlocked run folder to Slurm, unless cluster.submit=false. Return the
-    exit code.
+    """Submit the batch script of a run to Slurm, unless cluster.submit=false. Return the exit code
+    of train.py, which is that of the job if cluster.wait=true. The run folder must not be locked,
+    because the job locks it.
     """
     cluster, script = config.cluster, folder / SCRIPT
     if cluster.scheduler != "slurm" or not cluster.submit:
@@ -62,7 +67,8 @@ def submit(config: Config, folder: Path) -> int:
     try:
         job = sbatch(script)
     except ValueError:
-        # Remove a folder that was created for this job.
+        # Remove the run folder if it was created for this job, which Slurm rejected. A resumed run
+        # has checkpoints and stays.
         if not any((folder / "checkpoints").glob("*.pt")):
             shutil.rmtree(folder)
         raise
@@ -75,21 +81,29 @@ def submit(config: Config, folder: Path) -> int:
 
 
 def sbatch(script: Path) -> str:
-    """Submit a batch script to Slurm and return the id of its job. Raises ValueError if sbatch
+    """Submit a batch script to Slurm. Return the id of the new job. Raises ValueError if sbatch
     rejects the script.
     """
-    # Inside a Slurm job, sbatch would read that job's SLURM_ variables as options of the new job.
+    # Remove the SLURM_ variables of a surrounding job, because sbatch would read them as options of
+    # the new job.
     names = [name for name in os.environ if not name.startswith("SLURM_") or name == "SLURM_CONF"]
     environment = {name: os.environ[name] for name in names}
-    command = ["sbatch", "--parsable", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    done = subprocess.run(
+        ["sbatch", "--parsable", str(script)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
+    )
     if done.returncode != 0:
         raise ValueError(f"cluster=slurm: sbatch rejected the job: {' '.join(done.stderr.split())}")
     return done.stdout.strip().partition(";")[0]
 
 
 def check_scheduler(cluster: ClusterConfig) -> None:
-    """Raise ValueError if the config submits to Slurm, but this machine has no sbatch."""
+    """Raise ValueError if the config submits a job to Slurm and this machine has no sbatch
+    command.
+    """
     if cluster.scheduler == "slurm" and cluster.submit and shutil.which("sbatch") is None:
         raise ValueError(
             "cluster=slurm: sbatch is not installed; use a login node, or set cluster.submit=false"
@@ -97,8 +111,8 @@ def check_scheduler(cluster: ClusterConfig) -> None:
 
 
 def queued_job(folder: Path) -> str | None:
-    """Return the id of the Slurm job that was submitted for a run folder, if it is queued or
-    running, else None.
+    """Return the id of the Slurm job of a run if the job is queued or running; None otherwise.
+    Raises ValueError if Slurm does not answer.
     """
     if not (folder / JOB_ID).exists() or shutil.which("squeue") is None:
         return None
@@ -106,7 +120,8 @@ def queued_job(folder: Path) -> str | None:
     try:
         return job if _output("squeue", "--noheader", f"--jobs={job}").strip() else None
     except ValueError as error:
-        if "Invalid job id" in str(error):  # ended minutes ago
+        # Slurm no longer knows the id of a job that ended minutes ago.
+        if "Invalid job id" in str(error):
             return None
         raise ValueError(
             f"{folder}: the state of its Slurm job {job} is unknown: {error}"
@@ -114,23 +129,23 @@ def queued_job(folder: Path) -> str | None:
 
 
 def jobs_in_queue() -> dict[str, str]:
-    """Return script path -> job id of this user's queued and running jobs. Raises ValueError if
-    Slurm does not answer.
+    """Query the queued and running Slurm jobs of this user. Return a dictionary from path of the
+    batch script to job id. Raises ValueError if Slurm does not answer.
     """
     lines = _output("squeue", "--me", "--noheader", "--format=%i %o").splitlines()
     return {script: job for job, _, script in (line.strip().partition(" ") for line in lines)}
 
 
 def cancel(job: str) -> None:
-    """Cancel a Slurm job with scancel: a running job saves and exits. Does nothing if the job has
-    ended.
+    """Cancel a Slurm job with scancel. A running job then saves a checkpoint and exits. A job that
+    has ended is ignored.
     """
     subprocess.run(["scancel", job], capture_output=True, check=False)
 
 
 def state_of(job: str) -> str:
-    """Return the state of a job, such as COMPLETED; empty minutes after its end, when scontrol no
-    longer knows the job.
+    """Return the state of a Slurm job, such as COMPLETED. The state is empty for a job that ended
+    minutes ago, because scontrol no longer knows the job.
     """
     try:
         return _facts("job", job)[0]["JobState"]
@@ -139,11 +154,13 @@ def state_of(job: str) -> str:
 
 
 def script_of(config: Config, log: Path, **values: str) -> str:
-    """Return the text of a batch script for Slurm. `log`: path of its output, `values`: more
-    variables of job.sbatch.j2.
+    """Build the text of a batch script for Slurm.
+
+    `log`: path of the job's log. `values`: further variables of the template job.sbatch.j2.
     """
     local_options, local_lines = _local_lines()
-    # Slurm expands patterns such as %a in the whole path.
+    # Escape % in the folder of the log, because Slurm replaces patterns such as %a in the whole
+    # path.
     log_folder = str(log.parent).replace("%", "%%")
     return render(
         SCRIPT,
@@ -163,12 +180,15 @@ def script_of(config: Config, log: Path, **values: str) -> str:
 
 
 def render(file: str, **values: Any) -> str:
-    """Render the template `<file>.j2` of this folder and return the text."""
+    """Fill in a Jinja template of timm_parallel/cluster/ and return the text. `file`: name of the
+    template without `.j2`. `values`: variables of the template.
+    """
     import jinja2
 
-    loader = jinja2.FileSystemLoader(Path(__file__).parent)
     templates = jinja2.Environment(
-        loader=loader, undefined=jinja2.StrictUndefined, keep_trailing_newline=True
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        undefined=jinja2.StrictUndefined,
+        keep_trailing_newline=True,
     )
     templates.filters["quoted"] = quoted
     templates.policies["json.dumps_kwargs"] = {"ensure_ascii": False}
@@ -176,11 +196,9 @@ def render(file: str, **values: Any) -> str:
 
 
 def _local_lines() -> tuple[list[str], str]:
-    """Return (`#SBATCH` lines, shell lines) of conf/local/slurm.sh, which a user writes for this
-    machine.
-    """
-    # Only this file may hold shell code, because a config or a run folder may come from another
-    # person.
+    """Read conf/local/slurm.sh. Return (its `#SBATCH` lines, its other lines as one text)."""
+    # Take shell code from this file only. A config or a run folder may come from another person, so
+    # it must not add shell code to a job.
     own = local_lines()
     lines = own.read_text(encoding="utf-8").splitlines() if own.is_file() else []
     options = [line for line in lines if line.startswith("#SBATCH")]
@@ -189,8 +207,9 @@ def _local_lines() -> tuple[list[str], str]:
 
 
 def address_of_step(node: int, nodes: int) -> NodeAddress:
-    """Return the NodeAddress of node `node` of `nodes`. Node 0 is the first node of the Slurm step;
-    Slurm knows its address.
+    """Return the address of the store for node `node` of a Slurm step with `nodes` nodes. The store
+    is on the first node of the step, whose address Slurm knows. Raises ValueError if other nodes
+    cannot reach that address.
     """
     names = _output("scontrol", "show", "hostnames", os.environ["SLURM_STEP_NODELIST"]).split()
     address = _facts("node", names[0])[0].get("NodeAddr", names[0])
@@ -211,17 +230,18 @@ def address_of_step(node: int, nodes: int) -> NodeAddress:
 
 
 def wait_for(job: str) -> int:
-    """Wait until a Slurm job has ended, even if it is requeued. Return its exit code; for an array
-    the highest one.
+    """Wait until a Slurm job has ended, through every requeue. Return the exit code of the job. For
+    a job array, return the highest exit code of its tasks.
     """
-    # scontrol soon omits tasks that have ended.
+    # Keep the exit codes of ended tasks, because scontrol soon omits these tasks.
     codes: dict[str, int] = {}
     answered_at = time.monotonic()
     while True:
         try:
             tasks = _facts("job", job)
             answered_at = time.monotonic()
-        except ValueError:  # the controller is busy or restarting
+        # The Slurm controller may be busy or restarting, so try again for a minute.
+        except ValueError:
             if time.monotonic() - answered_at > PATIENCE_SECONDS:
                 raise
         else:
@@ -241,8 +261,8 @@ def _exit_code(task: dict[str, str]) -> int:
 
 
 def _facts(kind: str, name: str) -> list[dict[str, str]]:
-    """Return what `scontrol show <kind> <name>` prints, as a dict of key -> value; one dict per
-    task of a job array.
+    """Run `scontrol show <kind> <name>`, e.g. for a job or a node. Return its output as a list of
+    dictionaries from field to value. A job array has one dictionary per task.
     """
     lines = _output("scontrol", "show", kind, name, "--oneliner").splitlines()
     return [
@@ -253,8 +273,8 @@ def _facts(kind: str, name: str) -> list[dict[str, str]]:
 
 
 def _output(*command: str) -> str:
-    """Run a Slurm command and return its output. Raises ValueError if the command fails or times
-    out.
+    """Run a Slurm command and return its output. Raises ValueError if the command fails or does not
+    answer in time.
     """
     try:
         done = subprocess.run(
@@ -268,8 +288,8 @@ def _output(*command: str) -> str:
 
 
 def quoted(value: object) -> str:
-    """Return a value quoted for bash and for `#SBATCH` lines. Raises ValueError for line breaks and
-    control characters.
+    """Quote a value for bash and for `#SBATCH` lines. Raises ValueError if the value contains a
+    line break or a control character.
     """
     text = str(value)
     if not text.isprintable():

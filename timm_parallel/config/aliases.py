@@ -1,5 +1,5 @@
-"""Refuse YAML files whose aliases expand to millions of values: `a: [x, x]`, `b: [*a, *a]`, `c:
-[*b, *b]` …
+"""Reject YAML files whose aliases expand to more than 100,000 values. Three lines suffice for
+millions: `a: [x, x]`, `b: [*a, *a]`, `c: [*b, *b]` …
 """
 
 from __future__ import annotations
@@ -9,20 +9,21 @@ from typing import Any
 
 import yaml
 
-MOST_VALUES = 100_000  # OmegaConf copies each of them, in a second
+# Largest number of values. OmegaConf copies each value, which takes a second for this number.
+MOST_VALUES = 100_000
 
 
 def check_aliases(path: Path) -> None:
-    """Raise ValueError if the aliases of a YAML file expand to too many values, or to an endless
-    one.
+    """Raise ValueError if the aliases of a YAML file expand to more than MOST_VALUES values, or if
+    an alias contains itself.
     """
     text = path.read_text(encoding="utf-8", errors="replace")
-    # Without an anchor there is no alias.
+    # A file without `&` has no anchor, and so no alias.
     if "&" not in text:
         return
     try:
         count = _expanded(yaml.compose(text, Loader=yaml.SafeLoader), {})
-    # OmegaConf's own reading reports it.
+    # Ignore invalid YAML here, because OmegaConf reports the error when it reads the file.
     except (yaml.YAMLError, RecursionError):
         return
     if count > MOST_VALUES:
@@ -33,11 +34,14 @@ def check_aliases(path: Path) -> None:
 
 
 def _expanded(node: Any, counts: dict[int, float]) -> float:
-    """Return the number of values of a YAML node in which each alias is replaced by its anchor's
-    value.
+    """Count the values below a YAML node if each alias is replaced by the value of its anchor. The
+    count is infinite for a node that contains itself.
+
+    `counts`: counts of the nodes that were visited before, by id.
     """
     if id(node) not in counts:
-        # For a node that contains itself.
+        # Mark the node as infinite while its children are counted, so that a node that contains
+        # itself keeps this count.
         counts[id(node)] = float("inf")
         parts = getattr(node, "value", None)
         nested = parts if isinstance(parts, list) else []

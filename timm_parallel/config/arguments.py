@@ -1,5 +1,5 @@
-"""Command lines of the scripts: argparse that also accepts `key=value` options and prints an error
-in one line.
+"""Argument parser of the scripts. It accepts options as `key=value` too, and prints an error in one
+line.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from timm_parallel.machine.secrets import mask
 
 
 class CommandLine(argparse.ArgumentParser):
-    """Argument parser that accepts `--topk 5`, `--topk=5` and `topk=5`. Call its
-    parse_intermixed_args.
+    """Argument parser that accepts `--topk 5`, `--topk=5` and `topk=5`. Scripts must call its
+    method parse_intermixed_args, because only that method accepts `topk=5`.
     """
 
     def __init__(self, about: str | None) -> None:
@@ -46,8 +46,8 @@ class CommandLine(argparse.ArgumentParser):
 
     @staticmethod
     def errors_in_one_line(main: Callable[[list[str]], int]) -> Callable[[list[str]], int]:
-        """Wrap a script's `main`: a ValueError or Ctrl-C becomes one line on stderr, with exit code
-        2 or 130.
+        """Decorate the `main` function of a script. A ValueError then prints one line on stderr and
+        returns exit code 2. Ctrl-C prints one line and returns exit code 130.
         """
         name = Path(main.__code__.co_filename).name
 
@@ -72,8 +72,10 @@ class CommandLine(argparse.ArgumentParser):
         above: float = -math.inf,
         or_auto: bool = False,
     ) -> Callable[[str], Any]:
-        """Return an argparse type for a finite number >= `least` or > `above`; `or_auto` also
-        accepts `auto`.
+        """Build an argparse type that accepts a finite number.
+
+        `kind`: int or float. `least`: smallest allowed value. `above`: lower bound that is itself
+        not allowed. `or_auto`: also accept the text `auto`.
         """
         bound = f"> {above:g}" if above >= least else f">= {least:g}"
         expected = (
@@ -97,13 +99,13 @@ class CommandLine(argparse.ArgumentParser):
 
     @staticmethod
     def counts(text: str) -> list[int]:
-        """Parse comma-separated integers >= 1; used as an argparse type."""
+        """Parse a text of comma-separated integers >= 1, as an argparse type."""
         return [CommandLine.number(int, least=1)(part) for part in text.split(",")]
 
 
 def parse_command_line(words: list[str]) -> Any:
-    """Parse the words of a command line with Hydra's parser, as train.py does. Returns argparse's
-    namespace.
+    """Parse the arguments of train.py, e.g. `["model=tiny", "-m"]`, with Hydra's parser. Returns
+    the argparse namespace.
     """
     from hydra._internal.utils import get_args_parser
 

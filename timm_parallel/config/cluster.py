@@ -1,5 +1,5 @@
-"""Checks of the `cluster` keys, and values for `auto` on nodes that this machine cannot inspect.
-Imports no torch.
+"""Checks of the `cluster` config keys, and values for `auto` on cluster nodes, whose hardware this
+machine cannot see. Does not import torch.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from timm_parallel.errors import ONE_PROCESS, Problem
 from timm_parallel.keys import ClusterConfig, Config
 
-# Keys that only one scheduler reads.
+# Scheduler -> the `cluster` keys that only this scheduler reads.
 KEYS_OF = {
     "slurm": ("submit", "wait", "partition", "account", "gres", "signal_seconds"),
     "kubernetes": ("image", "namespace", "claim"),
@@ -20,14 +20,16 @@ DNS_NAME = r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?"
 
 
 def cluster_rules(config: Config) -> Iterator[str]:
-    """Yield an error message for each `cluster` key that does not fit the chosen scheduler."""
+    """Yield an error message for each `cluster` key that does not fit the chosen scheduler or the
+    `parallel` keys.
+    """
     cluster, parallel = config.cluster, config.parallel
     if cluster.nodes > 1 and parallel.has_one_process:
-        message = (
+        yield Problem(
             f"parallel={parallel.strategy}: one process cannot span cluster.nodes={cluster.nodes}; "
-            "use parallel=auto"
+            "use parallel=auto",
+            ONE_PROCESS,
         )
-        yield Problem(message, ONE_PROCESS)
     if cluster.scheduler == "local":
         return
     for scheduler, keys in KEYS_OF.items():
@@ -59,15 +61,17 @@ def _texts(cluster: ClusterConfig) -> Iterator[str]:
             yield f"cluster.{key}={value!r}: expected one line of text"
     if cluster.time is not None and not re.fullmatch(TIME, cluster.time):
         yield (
-            f"cluster.time={cluster.time}: expected hh:mm:ss or d-hh:mm:ss, in a file within quotes"
+            f"cluster.time={cluster.time}: expected hh:mm:ss or d-hh:mm:ss; quote it in a YAML file"
         )
     elif (
         cluster.scheduler == "slurm"
         and cluster.time
         and seconds_of(cluster.time) <= cluster.signal_seconds
     ):
-        limit = f"cluster.time={cluster.time} ({seconds_of(cluster.time)} s)"
-        yield f"cluster.signal_seconds={cluster.signal_seconds}: expected less than {limit}"
+        yield (
+            f"cluster.signal_seconds={cluster.signal_seconds}: expected less than "
+            f"cluster.time={cluster.time} ({seconds_of(cluster.time)} s)"
+        )
     if cluster.memory is not None and not re.fullmatch(r"\d+[KMGT]?", cluster.memory):
         yield f"cluster.memory={cluster.memory}: expected a number and K, M, G or T, e.g. 64G"
     for key in ("namespace", "claim"):
@@ -85,7 +89,7 @@ def _texts(cluster: ClusterConfig) -> Iterator[str]:
 
 
 def seconds_of(time: str) -> int:
-    """Convert Slurm's `d-hh:mm:ss`, `hh:mm:ss`, `mm:ss` or `d-hh` to seconds."""
+    """Convert a time limit of Slurm (`d-hh:mm:ss`, `hh:mm:ss`, `mm:ss` or `d-hh`) to seconds."""
     days, dash, rest = time.rpartition("-")
     parts = [int(part) for part in rest.split(":")]
     if dash:
@@ -107,32 +111,33 @@ def _sizes(config: Config) -> Iterator[str]:
     devices = int(parallel.devices)
     if devices % cluster.nodes:
         yield (
-            f"parallel.devices={devices}: total of all nodes, expected a multiple of "
+            f"parallel.devices={devices}: this is the total of all nodes; expected a multiple of "
             f"cluster.nodes={cluster.nodes}"
         )
     if gpus and parallel.accelerator != "cpu" and devices != cluster.nodes * gpus:
         yield (
             f"parallel.devices={devices}: expected {cluster.nodes * gpus}, the GPUs of all nodes; "
-            "leave it at auto"
+            "use parallel.devices=auto"
         )
     threads, cpus = parallel.threads_per_device, cluster.cpus
     if threads != "auto" and cpus is not None and int(threads) * devices // cluster.nodes > cpus:
         yield (
-            f"parallel.threads_per_device={threads}: the devices of a node need more than "
-            f"cluster.cpus={cpus}"
+            f"parallel.threads_per_device={threads}: the devices of a node would use more threads "
+            f"than cluster.cpus={cpus}; use auto"
         )
 
 
 def gpus_of_gres(cluster: ClusterConfig) -> int:
-    """Return the number of GPUs in cluster.gres: 4 for `gpu:a100:4,tmp:1`."""
+    """Count the GPUs that cluster.gres requests per node, e.g. 4 for `gpu:a100:4,tmp:1`."""
     pattern = r"gpu(?::(?!\d+$)[^:]+)?(?::(\d+))?"
     counts = [re.fullmatch(pattern, part) for part in (cluster.gres or "").split(",")]
     return sum(int(match.group(1) or 1) for match in counts if match)
 
 
 def fill_in(config: Config) -> None:
-    """Replace each `auto` of `parallel` by the devices and cores that `cluster` requests; the
-    submitting machine may differ.
+    """Replace each `auto` of the `parallel` keys by a value for the GPUs and cores that the
+    `cluster` keys request. The hardware of this machine does not count, because the job runs on
+    other nodes.
     """
     cluster, parallel = config.cluster, config.parallel
     gpus = cluster.gpus or gpus_of_gres(cluster)

@@ -1,8 +1,8 @@
-"""Compose a config from the command line with Hydra, check it, and save it as config.yaml. Imports
-no torch.
+"""Compose a config from a command line with Hydra, check it, and save it as config.yaml. Does not
+import torch.
 
-`hydra.main` is not used: it creates a folder before it composes, prints errors over many lines, and
-accepts `+sed=1`.
+This file replaces `hydra.main`, which creates a folder before it composes the config, prints errors
+over many lines, and accepts an unknown key such as `+sed=1`.
 """
 
 from __future__ import annotations
@@ -38,24 +38,27 @@ from timm_parallel.machine.secrets import IN_URL, REFERENCE, hide_in, is_written
 from timm_parallel.patches import check_files_first, share_config_store
 from timm_parallel.project import as_resolved, current, root
 
-SAVED = "saved_config"  # Hydra's name for the config of a resumed run
+# Name under which Hydra's config store holds the config of a resumed run.
+SAVED = "saved_config"
 
 
 @dataclass
 class Command:
-    """A command line and the config that Hydra composed from it."""
+    """A parsed command line of train.py, and the config that Hydra composed for it."""
 
     config: Config
-    tree: DictConfig  # as composed, with `hydra`
+    # The composed config before its `${…}` are resolved, with the `hydra` section.
+    tree: DictConfig
     run_dir: Path
-    loader: Any  # Hydra's
+    # Hydra's config loader.
+    loader: Any
 
 
 def compose_command(arguments: Any, saved: Any = None) -> Command:
     """Compose and check the config for a command line that Hydra's parser has parsed.
 
-    `saved`: the config of a resumed run. Overrides, and the files of the group options they choose,
-    change it.
+    `arguments`: the argparse namespace of the parser. `saved`: the config of the run to resume, if
+    any. It then replaces conf/train.yaml, and the overrides change it.
     """
     from hydra.core.global_hydra import GlobalHydra
     from hydra.core.hydra_config import HydraConfig
@@ -77,8 +80,8 @@ def compose_command(arguments: Any, saved: Any = None) -> Command:
         except (KeyError, AttributeError, AssertionError) as error:
             if getattr(error, "obj", None) is not None:
                 raise
-            # A block of Hydra's config is null, or hydra.job.env_copy names a variable that is not
-            # set.
+            # Hydra raises one of these exceptions if a section of its own config is null, or if
+            # hydra.job.env_copy names a variable that is not set.
             params = (
                 word.input_line
                 for word in overrides
@@ -86,7 +89,7 @@ def compose_command(arguments: Any, saved: Any = None) -> Command:
             )
             given = next(params, "hydra.*")
             raise ValueError(
-                f"{given}: Hydra cannot use this value; leave it out (sweep with -m key=a,b)"
+                f"{given}: Hydra cannot use this setting; remove it (to sweep, write -m key=a,b)"
             ) from None
         HydraConfig.instance().set_config(tree)
         config = to_config(tree)
@@ -94,11 +97,14 @@ def compose_command(arguments: Any, saved: Any = None) -> Command:
             if tree.hydra.sweeper.get("params"):
                 experiment = tree.hydra.runtime.choices.get("experiment")
                 raise ValueError(
-                    f"experiment={experiment}: it is a sweep, because it sets "
-                    "hydra.sweeper.params; add -m"
+                    f"experiment={experiment}: this experiment is a sweep, because it sets "
+                    "hydra.sweeper.params; add -m to the command"
                 )
             if config.search.sampler is not None:
-                raise ValueError(f"search.sampler={config.search.sampler}: starts a search; add -m")
+                raise ValueError(
+                    f"search.sampler={config.search.sampler}: a search runs several jobs; add -m "
+                    "to the command"
+                )
             check_combination(config)
         return Command(
             config, tree, Path(str(OmegaConf.select(tree, "hydra.run.dir"))), hydra.config_loader
@@ -110,8 +116,8 @@ def compose_command(arguments: Any, saved: Any = None) -> Command:
 
 
 def plain_config() -> Config:
-    """Compose the config of `python train.py` without arguments; the schema's if a value such as
-    data.root is required.
+    """Compose the config of `python train.py` without arguments. If a value without default is
+    missing, such as data.root, return the defaults of src/schema.py.
     """
     try:
         return compose_command(parse_command_line([])).config
@@ -120,8 +126,8 @@ def plain_config() -> Config:
 
 
 def run_in_hydra(command: Command, folder: Path, job: Callable[[], int]) -> int:
-    """Write `.hydra/` into `folder` and run `job`, in `folder` if hydra.job.chdir is true. Return
-    its exit code.
+    """Write `.hydra/` into the run folder, then call `job` and return its exit code. With
+    hydra.job.chdir=true, `job` is called with the run folder as the current folder.
     """
     with read_write(command.tree.hydra), open_dict(command.tree.hydra.runtime):
         command.tree.hydra.run.dir = str(folder)
@@ -132,29 +138,30 @@ def run_in_hydra(command: Command, folder: Path, job: Callable[[], int]) -> int:
 
 
 def check_package(package: str | None, shown: str | None, tree: DictConfig) -> None:
-    """Raise ValueError if `--package` names nothing in the part of the config that `--cfg` shows,
-    for which Hydra exits with 1.
+    """Raise ValueError if `--package` names no part of the config that `--cfg` prints. Hydra itself
+    would exit with code 1, which means a failed run.
+
+    `package`: value of `--package`. `shown`: value of `--cfg`. `tree`: the composed config.
     """
     if shown is None or package in (None, "_global_"):
         return
     if package.partition(".")[0] == "hydra" and shown == "job":
         raise ValueError(
-            f"--package={package}: --cfg job does not show it; write --cfg hydra --package "
+            f"--package={package}: --cfg job prints no key of hydra; write --cfg hydra --package "
             f"{package}"
         )
     if OmegaConf.select(tree, package, throw_on_missing=False) is None:
         raise ValueError(
-            f"--package={package}: null, or no such "
-            f"key{'' if is_known(package) else key_hint(package)}"
+            f"--package={package}: this key is null or does not exist"
+            f"{'' if is_known(package) else key_hint(package)}"
         )
 
 
 def save_hydra_files(tree: DictConfig, folder: Path) -> None:
-    """Write `.hydra/` into the run folder as Hydra does, without the values of secrets."""
-    hydra = OmegaConf.masked_copy(tree, ["hydra"])
+    """Write `.hydra/` into the run folder, as Hydra does, but without the values of secrets."""
     for name, part in (
         ("config", _task_of(tree)),
-        ("hydra", hydra),
+        ("hydra", OmegaConf.masked_copy(tree, ["hydra"])),
         ("overrides", tree.hydra.overrides.task),
     ):
         write_text(folder / ".hydra" / f"{name}.yaml", OmegaConf.to_yaml(part))
@@ -162,7 +169,7 @@ def save_hydra_files(tree: DictConfig, folder: Path) -> None:
 
 @cache
 def store_schema() -> None:
-    """Register the schema and the resolvers with Hydra, once per process."""
+    """Register the config schema and the resolvers of this project with Hydra, once per process."""
     from hydra.core.config_store import ConfigStore
 
     ConfigStore.instance().store("schema", node=current().config)
@@ -172,17 +179,19 @@ def store_schema() -> None:
 
 
 def to_config(tree: DictConfig, merged: DictConfig | None = None) -> Config:
-    """Convert a composed tree, whose `${…}` are not resolved yet, to a typed and checked Config.
+    """Convert a composed config, whose `${…}` are not yet resolved, to a Config object, and check
+    each value. Raises ValueError for an invalid value, and for a secret that is written out.
 
-    `merged`: `merge_into_schema(tree)`, from a caller that has also checked the types of the
-    `hydra` block.
+    `merged`: the result of `merge_into_schema(tree)`, from a caller that has also checked the types
+    in the `hydra` section. If it is None, this function merges and checks.
     """
     for key, value in plain_values(OmegaConf.to_container(_task_of(tree))):
-        # Ranks read the config from a file of the run. A secret in it would be visible there, or
-        # masked for the ranks.
+        # Reject a secret, because ranks read the config from a file of the run folder. A plain
+        # secret would be visible in that file. A masked secret would be useless for the ranks.
         if is_written_out(key, value) or IN_URL.search(REFERENCE.sub("", str(value))):
             raise ValueError(
-                f"{key}: holds a secret; give it as '${{oc.env:NAME}}', so that no file holds it"
+                f"{key}: the value is a secret; give a reference to an environment variable, "
+                f"{key}='${{oc.env:NAME}}', so that no file holds the secret"
             )
     config = typed_and_checked(tree, merged)
     if "hydra" in tree:
@@ -193,13 +202,16 @@ def to_config(tree: DictConfig, merged: DictConfig | None = None) -> Config:
 
 
 def typed_and_checked(tree: DictConfig, merged: DictConfig | None = None) -> Config:
-    """Convert a composed tree to a Config and check each value. `merged`: the tree merged into the
-    schema, if known.
+    """Convert a composed config to a Config object and check each value. Raises ValueError for an
+    invalid value.
+
+    `merged`: the result of `merge_into_schema(tree)`, if the caller has it.
     """
     try:
         config = OmegaConf.to_object(merge_into_schema(tree) if merged is None else merged)
     except OmegaConfBaseException as error:
-        # As given, because an item may be a `${…}` that cannot be resolved.
+        # Take the overrides without resolving them, because one may contain a `${…}` that cannot be
+        # resolved.
         given: Any = OmegaConf.to_container(
             OmegaConf.select(tree, "hydra.overrides.task") or OmegaConf.create([])
         )
@@ -210,8 +222,8 @@ def typed_and_checked(tree: DictConfig, merged: DictConfig | None = None) -> Con
 
 
 def merge_into_schema(tree: DictConfig) -> DictConfig:
-    """Return the composed tree, without its `hydra` block, with the types and defaults of the
-    schema.
+    """Merge a composed config into the schema, which adds types and defaults. The `hydra` section
+    is left out.
     """
     merged = OmegaConf.merge(_schema(), _task_of(tree))
     assert isinstance(merged, DictConfig)
@@ -220,22 +232,22 @@ def merge_into_schema(tree: DictConfig) -> DictConfig:
 
 @cache
 def _schema() -> DictConfig:
-    """Return the schema as an OmegaConf tree. Cached, because building it takes a quarter of the
-    time of composing.
+    """Build the config schema of the project as an OmegaConf tree. The result is cached, because
+    building it takes a quarter of the time of composing.
     """
     return OmegaConf.structured(current().config)
 
 
 def save_config(config: Config, folder: Path, parts: Sequence[str] = ()) -> None:
-    """Write `config` to `folder/config.yaml`, with Hydra's names of run folders and the command
-    that runs it again.
+    """Write a config to config.yaml of a run folder. The file also gets Hydra's settings for names
+    of run folders, and a comment with the command that runs the config again.
 
-    `parts`: for a run that was resumed with other settings, the command line of each attempt.
+    `parts`: command line of each attempt, for a run that was resumed with other settings.
     """
     hydra: Any = OmegaConf.to_container(OmegaConf.load(root() / "conf" / "hydra" / "default.yaml"))
     resolved = OmegaConf.structured(config)
-    # Restore the references to secrets. If .hydra/ is on another machine, an earlier config.yaml
-    # has them.
+    # Write `${oc.env:NAME}` again where the config has the value of a secret. On a machine without
+    # .hydra/, an earlier config.yaml has these references.
     for path in (folder / "config.yaml", folder / ".hydra" / "config.yaml"):
         for key, reference in _references_in(path, config):
             OmegaConf.update(resolved, key, reference, merge=False)
@@ -255,8 +267,8 @@ def save_config(config: Config, folder: Path, parts: Sequence[str] = ()) -> None
 
 
 def read_saved(path: Path) -> DictConfig | ListConfig:
-    """Read a config that this or an older version saved, without the settings of
-    sweep.repeats=auto, which is gone.
+    """Read a saved config. Settings of sweep.repeats=auto are removed, because only older versions
+    had this value.
     """
     check_aliases(path)
     tree = OmegaConf.load(path)
@@ -264,14 +276,16 @@ def read_saved(path: Path) -> DictConfig | ListConfig:
     if isinstance(sweep, DictConfig):
         sweep.pop("precision", None)
         sweep.pop("max_repeats", None)
-        # All jobs of such a sweep are in its jobs.json.
+        # The value does not matter, because jobs.json lists all jobs of a sweep with repeats=auto.
         if sweep.get("repeats") == "auto":
             sweep.repeats = 1
     return tree
 
 
 def load_config(folder: Path) -> ResolvedConfig:
-    """Read the config that `save_config` wrote, and resolve references from the environment."""
+    """Read the resolved config of a run from config.yaml in the run folder. References such as
+    `${oc.env:NAME}` are resolved from the environment of this process.
+    """
     try:
         task = _task_of(read_saved(folder / "config.yaml"))
     except (OSError, ValueError, YAMLError):
@@ -282,18 +296,18 @@ def load_config(folder: Path) -> ResolvedConfig:
 
 
 def asks_for_accumulate(folder: Path) -> bool:
-    """Return True if the command of a run set train.accumulate=auto, for which its config.yaml has
-    a number.
+    """Return True if the command of a run set train.accumulate=auto. The run's config.yaml has a
+    number instead, so .hydra/config.yaml is read.
     """
-    # Searching the text is quick; parsing it takes 10 ms.
+    # Search .hydra/config.yaml as text, because parsing it would take 10 ms.
     path = folder / ".hydra" / "config.yaml"
     text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     return re.search(r"^train:\n(?:  .*\n)*?  accumulate: auto$", text, re.MULTILINE) is not None
 
 
 def copy_config(source: Path, folder: Path, seed: int) -> None:
-    """Write what `save_hydra_files` and `save_config` wrote to `source` to another folder, with the
-    given seed.
+    """Copy config.yaml and .hydra/ of the run folder `source` to another run folder, with another
+    seed.
     """
     config, hydra = load_config(source), folder / ".hydra"
     shutil.copytree(source / ".hydra", hydra, dirs_exist_ok=True)
@@ -312,16 +326,16 @@ def copy_config(source: Path, folder: Path, seed: int) -> None:
 
 
 def _task_of(tree: Any) -> DictConfig:
-    """Return the composed config without the entries that only Hydra uses: a copy, or `tree` if it
-    has none.
+    """Return a composed config without the entries `hydra` and `defaults`, which only Hydra uses.
+    The result is a copy, or the same object if it has neither entry.
     """
     kept = [key for key in tree if key not in ("hydra", "defaults")]
     return tree if len(kept) == len(tree) else OmegaConf.masked_copy(tree, kept)
 
 
 def _references_in(path: Path, config: Config) -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, unresolved text) for each `${oc.env:…}` in a config file that still has
-    the value in `config`.
+    """Yield (dotted key, text with the reference) for each key of a config file that holds a
+    `${oc.env:…}` reference. Keys whose value in `config` differs from the file are left out.
     """
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
     if "${oc.env:" not in text:
@@ -337,8 +351,8 @@ def _references_in(path: Path, config: Config) -> Iterator[tuple[str, Any]]:
 
 
 def _store_over(saved: Any) -> str:
-    """Store `saved` as a primary config of Hydra, with the groups that an override may choose.
-    Return its name.
+    """Store the saved config of a run in Hydra's config store, so that Hydra uses it in place of
+    conf/train.yaml. Overrides may still choose options of groups. Return the name in the store.
     """
     from hydra.core.config_store import ConfigStore
 

@@ -1,5 +1,5 @@
-"""Config of an evaluation: a run's config with different data or devices, or one composed from the
-command line.
+"""Config of an evaluation: the config of a run with other data or devices, or a config that is
+composed from the command line.
 """
 
 from __future__ import annotations
@@ -14,38 +14,49 @@ from timm_parallel.config.compose import compose_command, load_config, typed_and
 from timm_parallel.config.resolve import resolve
 from timm_parallel.config.suggest import explain, is_known, key_hint
 from timm_parallel.config.validate import check_combination
-from timm_parallel.keys import ClusterConfig, Config, ParallelConfig, ResolvedConfig, TrackerConfig
+from timm_parallel.keys import (
+    ClusterConfig,
+    Config,
+    ParallelConfig,
+    ResolvedConfig,
+    TrackerConfig,
+    is_below,
+)
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.project import current
 
-# Keys that may be given with run=<folder>, and keys that may be given without it.
+# Config keys that evaluate.py accepts together with run=<folder>, and those that it accepts
+# without.
 KEYS_WITH_RUN = ("data", "parallel", "train.precision", "train.task_kwargs", "paths")
 KEYS_WITHOUT_RUN = (*KEYS_WITH_RUN, "model", "experiment", "seed")
 OPTIONS = ("run", "split", "checkpoint", "weights", "predictions")
-GROUPS = {"parallel": "parallel.strategy", "data": "data.name"}  # a saved config has no groups
+# Config group -> the key that the group's name sets. A saved config has no groups, so
+# `parallel=ddp` sets parallel.strategy.
+GROUPS = {"parallel": "parallel.strategy", "data": "data.name"}
 
 
 def evaluation_config(
     run: Path | None, overrides: list[str], ranks: Ranks | None
 ) -> ResolvedConfig:
-    """Return the resolved config to evaluate `run`, or the model that `overrides` choose as for
-    train.py.
+    """Build the resolved config for an evaluation.
 
-    `ranks`: the identity of this rank, if torchrun or srun started it.
+    `run`: the folder of the run to evaluate. None: evaluate the model that the overrides name.
+    `overrides`: `key=value` arguments, as on the command line of train.py. `ranks`: identity of
+    this rank, if torchrun or srun started it.
     """
     for override in overrides:
         _check_key(override, KEYS_WITHOUT_RUN if run is None else KEYS_WITH_RUN)
     if run is not None:
         config = _load(run, overrides)
     else:
-        # A later parallel=… replaces the first.
+        # Put the default strategy first, because a later parallel=… replaces it.
         config = compose_command(parse_command_line(["parallel=single", *overrides])).config
         if not config.model.pretrained and config.model.weights is None:
             raise ValueError(
                 "nothing to evaluate: give run=<run folder>, model.pretrained=true or "
                 "model.weights=<file>"
             )
-    # These concern training only.
+    # Reset config keys that only training uses.
     config.model.for_evaluation()
     config.tracker, config.train.accumulate = TrackerConfig(), 1
     check_combination(config)
@@ -59,10 +70,10 @@ def _check_key(override: str, allowed: tuple[str, ...]) -> None:
     if not (equals and (is_known(key) or key == "experiment")):
         hint = key_hint(key.lstrip("-"), OPTIONS, value, "evaluate")
         raise ValueError(f"{override}: unknown option{hint}")
-    if not f"{key}.".startswith(tuple(f"{part}." for part in allowed)):
+    if not is_below(key, allowed):
         raise ValueError(
-            f"{override}: not an evaluation option; allowed: "
-            f"{', '.join(f'{part}…' for part in allowed)}"
+            f"{override}: not an evaluation option; evaluate.py allows keys that start with "
+            f"{', '.join(allowed)}"
         )
 
 
@@ -70,10 +81,10 @@ def _load(run: Path, overrides: list[str]) -> Config:
     saved = load_config(run)
     config = current().config(**vars(saved))
     per_device = max(1, saved.global_batch // saved.parallel.devices)
-    # Evaluate on this machine, which may differ from the one of the run.
+    # Choose the devices again, because the run may have been on another machine.
     config.parallel, config.cluster = ParallelConfig(), ClusterConfig()
     config.parallel.choose_strategy(several=False)
-    # The checkpoint holds all weights.
+    # Do not load pretrained weights, because the checkpoint of the run has all weights.
     config.model.pretrained, config.model.weights, config.model.weights_strict = False, None, True
     given = dict(override.lstrip("+").split("=", 1) for override in overrides)
     dotted = [f"{GROUPS.get(key, key)}={value}" for key, value in given.items()]

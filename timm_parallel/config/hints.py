@@ -1,4 +1,4 @@
-"""Suggestions for a misspelled name."""
+"""Suggestions of valid names for a misspelled name."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ from collections.abc import Iterable
 
 
 def hint(name: str, known: Iterable[str]) -> str:
-    """Return `; did you mean a, b?`, or all known names if they are few, or an empty string."""
+    """Build the end of an error message for an unknown name: `; did you mean a, b?` with similar
+    names. Without a similar name, the text lists all known names if there are at most 20, and is
+    empty otherwise.
+    """
     lower = {candidate.lower(): candidate for candidate in known}
     close = [lower[match] for match in difflib.get_close_matches(name.lower(), lower)]
-    # cifar -> cifar10_resnet18
+    # Without a similar name, suggest names that start with the given one: cifar10_resnet18 for
+    # cifar.
     close = (
         close
         or [

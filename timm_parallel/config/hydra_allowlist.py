@@ -1,5 +1,5 @@
-"""Refuse unknown keys and group options, and keys of the `hydra` block that choose imported code or
-folders.
+"""Reject unknown keys and unknown options of config groups. Also reject keys of the `hydra` section
+that choose which code Hydra imports or which folders it reads.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from timm_parallel.config.suggest import (
     key_hint,
     plain_values,
 )
+from timm_parallel.keys import is_below
 from timm_parallel.project import root
 
 SETTABLE = ("run", "sweep", "sweeper.params", "job.name", "job.chdir", "verbose")
-FIXED = f"cannot be changed; the keys of hydra that can are {', '.join(SETTABLE)}"
-# Hydra itself fills these in while it composes.
+FIXED = f"cannot be changed; below hydra. only these keys can: {', '.join(SETTABLE)}"
+# Keys of the `hydra` section that Hydra itself sets while it composes a config.
 FILLED_IN = (
     "mode",
     "runtime",
@@ -36,11 +37,12 @@ FILLED_IN = (
 
 
 def check_before_composing(loader: Any, config_name: str, overrides: list[Any]) -> None:
-    """Refuse unknown keys, unknown options of groups and fixed keys of Hydra, before Hydra imports
-    what they name.
+    """Raise ValueError for an override that names an unknown key, an unknown option of a config
+    group, or a key of Hydra that is not allowed. This check comes before composing, because Hydra
+    imports classes that overrides name.
 
-    `overrides`: parsed by Hydra. `config_name`: the main config, the only file that can set
-    `hydra.searchpath`.
+    `loader`: Hydra's config loader. `config_name`: name of the main config, the only file that can
+    set `hydra.searchpath`. `overrides`: overrides that Hydra has parsed.
     """
     groups = {
         group
@@ -50,13 +52,13 @@ def check_before_composing(loader: Any, config_name: str, overrides: list[Any]) 
     for override in overrides:
         key, given = override.key_or_group, override.input_line
         if re.match(r"hydra([./]|$)", key):
-            if not _is_below(re.sub("^hydra[./]?", "", key), SETTABLE):
+            if not is_below(re.sub("^hydra[./]?", "", key), SETTABLE):
                 raise ValueError(f"{given}: {FIXED}")
         elif key in groups:
             options = loader.get_group_options(key)
             if override.is_delete():
                 raise ValueError(
-                    f"{given}: a group cannot be left out; choose "
+                    f"{given}: a config group cannot be removed; choose "
                     f"{' or '.join(f'{key}={o}' for o in options)}"
                 )
             for choice in (
@@ -72,8 +74,8 @@ def check_before_composing(loader: Any, config_name: str, overrides: list[Any]) 
             raise ValueError(f"{given}: unknown key {key}{key_hint(key, groups, value)}")
         elif override.is_delete() and is_declared(key):
             raise ValueError(
-                f"{given}: a key cannot be deleted; leave it out for its default, or set another "
-                f"value: {key}=…"
+                f"{given}: a config key cannot be deleted; leave it out of the command for its "
+                f"default, or set another value: {key}=…"
             )
     main = loader.repository.load_config(config_name)
     is_dict = main is not None and OmegaConf.is_dict(main.config)
@@ -85,11 +87,11 @@ def check_before_composing(loader: Any, config_name: str, overrides: list[Any]) 
 
 
 def check_hydra_types(tree: DictConfig) -> None:
-    """Refuse values of wrong types in a composed `hydra` block, by merging a plain copy of it into
-    Hydra's schema.
+    """Raise ValueError if a value in the `hydra` section of a composed config has the wrong type.
+    The section is checked by merging a copy of it into Hydra's schema.
     """
     block: Any = OmegaConf.to_container(tree.hydra)
-    # Hydra's schema lacks its own group `env`.
+    # Remove the entry `env`, because Hydra's schema does not declare this group of Hydra.
     block.pop("env", None)
     try:
         OmegaConf.merge({"hydra": _schema()}, {"hydra": block})
@@ -98,17 +100,18 @@ def check_hydra_types(tree: DictConfig) -> None:
 
 
 def check_hydra_block(tree: DictConfig) -> None:
-    """Refuse a composed config in which a `hydra` key that is not allowed differs
-    from its default.
+    """Raise ValueError if a key of the `hydra` section that users may not change differs from its
+    default.
     """
-    given = {pair for pair in _pairs(tree) if not _is_below(pair[0], (*SETTABLE, *FILLED_IN))}
-    # A main config without conf/hydra/default.yaml, such as a run's config.yaml, has Hydra's own
+    given = {pair for pair in _pairs(tree) if not is_below(pair[0], (*SETTABLE, *FILLED_IN))}
+    # Compare with the project's defaults (conf/hydra/default.yaml) first, then with Hydra's own. A
+    # config that does not include the project's file, such as config.yaml of a run, has Hydra's own
     # defaults.
     unusual = given - _defaults("+hydra=default")
     if unusual and (changed := unusual - _defaults()):
         key, value = min(changed)
         raise ValueError(f"hydra.{key}={value}: {FIXED}")
-    # Hydra has only an assertion for these values.
+    # Check hydra.verbose here, because Hydra would stop at an assertion without a message.
     names = tree.hydra.verbose if OmegaConf.is_list(tree.hydra.verbose) else [tree.hydra.verbose]
     if not isinstance(tree.hydra.verbose, bool) and not all(
         isinstance(name, str) for name in names
@@ -116,7 +119,7 @@ def check_hydra_block(tree: DictConfig) -> None:
         raise ValueError(
             f"hydra.verbose={tree.hydra.verbose}: expected true, false or names of loggers"
         )
-    # Hydra's default logging uses it as a file name in the run folder.
+    # hydra.job.name becomes a file name in the run folder, so it may contain no slash.
     if not re.fullmatch(r"[\w.-]+", str(tree.hydra.job.name)):
         raise ValueError(
             f"hydra.job.name={tree.hydra.job.name}: expected letters, digits, dots and dashes"
@@ -125,8 +128,8 @@ def check_hydra_block(tree: DictConfig) -> None:
 
 @cache
 def _schema() -> DictConfig:
-    """Return Hydra's schema as a tree. Cached, because building it takes a quarter of the time of
-    composing.
+    """Build Hydra's own config schema as an OmegaConf tree. The result is cached, because building
+    it takes a quarter of the time of composing.
     """
     from hydra.conf import HydraConf
 
@@ -135,8 +138,8 @@ def _schema() -> DictConfig:
 
 @cache
 def _defaults(*overrides: str) -> set[tuple[str, str]]:
-    """Compose the `hydra` block without a main config: Hydra's defaults, with `+hydra=default` the
-    project's.
+    """Compose the `hydra` section without a main config, as a set of (dotted key, value). Without
+    overrides it has Hydra's defaults. With `+hydra=default` it has the project's defaults.
     """
     from hydra._internal.config_loader_impl import ConfigLoaderImpl
     from hydra._internal.utils import create_automatic_config_search_path
@@ -148,7 +151,3 @@ def _defaults(*overrides: str) -> set[tuple[str, str]]:
 
 def _pairs(tree: DictConfig) -> set[tuple[str, str]]:
     return {(key, str(value)) for key, value in plain_values(OmegaConf.to_container(tree.hydra))}
-
-
-def _is_below(key: str, sections: tuple[str, ...]) -> bool:
-    return any(f"{key}.".startswith(f"{section}.") for section in sections)

@@ -1,5 +1,5 @@
-"""Replace every `auto` by what this machine has, and refuse configs that cannot run here, before
-they are saved.
+"""Replace each `auto` of a config by a value for this machine. Reject a config that cannot run here
+before it is saved.
 """
 
 from __future__ import annotations
@@ -23,8 +23,11 @@ from timm_parallel.project import as_resolved
 def resolve(
     config: Config, world_size: int | None = None, local_world_size: int | None = None
 ) -> ResolvedConfig:
-    """Return a copy of `config` without `auto`. Raises ValueError if this machine or number of
-    ranks cannot run it.
+    """Build a copy of a config in which each `auto` is replaced by a value for this machine. Raises
+    ValueError if the machine, or the given number of ranks, cannot run the config.
+
+    `world_size`, `local_world_size`: number of ranks in total and on this node, if torchrun or srun
+    started them.
     """
     if WINDOWS:
         raise ValueError("Windows: not supported; run the same command under WSL 2")
@@ -33,7 +36,8 @@ def resolve(
         config.data.batch_size = type(config.data).batch_size
     _check_starter(config, world_size)
     if config.train.accumulate == "auto":
-        # The launcher doubles it after an attempt that ran out of memory.
+        # Start with train.accumulate=1. The launcher doubles the number after each attempt that
+        # runs out of memory.
         config.train.accumulate = 1
     elsewhere = config.cluster.scheduler != "local"
     if elsewhere:
@@ -43,7 +47,8 @@ def resolve(
     parallel = config.parallel
     local = int(parallel.devices)
     if world_size is not None and parallel.has_ranks:
-        # srun may show each task a single, different device; launch/nodes.py counts them.
+        # Count one device per process if srun shows each process only its own GPU. launch/nodes.py
+        # later counts the GPUs of the whole node.
         local = 1 if cuda == 1 else local_world_size or local
     if not elsewhere:
         refuse(_missing_here(config, cuda, local))
@@ -57,8 +62,9 @@ def resolve(
 
 
 def halve_batches(config: ResolvedConfig) -> ResolvedConfig | None:
-    """Return a copy of `config` with half the batch and twice train.accumulate, which is the same
-    training; None if the devices cannot share half the batch.
+    """Build a copy of a resolved config with half the batch size and twice train.accumulate, so
+    that an optimizer step has as many images as before. Return None if the devices cannot divide
+    half the batch.
     """
     half = copy.deepcopy(config)
     half.train.accumulate *= 2
@@ -71,8 +77,11 @@ def halve_batches(config: ResolvedConfig) -> ResolvedConfig | None:
 
 
 def notices(asked: Config, resolved: ResolvedConfig, world_size: int | None = None) -> list[str]:
-    """Return a message for each value chosen for `auto`, or number of devices, that may surprise
-    the user.
+    """Build messages about chosen values that may surprise the user, for example when `auto` chose
+    fewer devices than the machine has.
+
+    `asked`: the config before `auto` was replaced. `resolved`: the config after that. `world_size`:
+    number of ranks, if torchrun or srun started them.
     """
     if resolved.cluster.scheduler != "local":
         return []
@@ -117,10 +126,9 @@ def notices(asked: Config, resolved: ResolvedConfig, world_size: int | None = No
         )
     cores = hardware.cores()
     if parallel.accelerator == "cpu" and world_size is None and parallel.devices > cores:
-        fix = f"use parallel.devices={cores} or fewer"
         lines.append(
             f"parallel.devices={parallel.devices}: no faster than the number of cores ({cores}); "
-            f"{fix}"
+            f"use parallel.devices={cores} or fewer"
         )
     return lines
 
@@ -137,30 +145,34 @@ def _check_starter(config: Config, world_size: int | None) -> None:
     cluster = config.cluster
     if world_size is not None and cluster.scheduler != "local":
         raise ValueError(
-            f"cluster={cluster.scheduler}: the job starts its own ranks; run this command with "
-            "python"
+            f"cluster={cluster.scheduler}: the job starts its ranks itself; run this command with "
+            "python, not with torchrun or srun"
         )
     if world_size is None and cluster.scheduler == "local" and cluster.nodes > 1:
-        fix = (
+        raise ValueError(
+            f"cluster.nodes={cluster.nodes}: cluster=local starts ranks on this machine only; "
             f"use cluster=slurm or cluster=kubernetes, or torchrun --nnodes={cluster.nodes} on "
             "each node"
         )
-        raise ValueError(
-            f"cluster.nodes={cluster.nodes}: cluster=local starts ranks on this machine only; {fix}"
-        )
-    # Only a launcher that starts all ranks can start them again with smaller batches. The pod of a
-    # Kubernetes job gets config.yaml only, which has a number.
+    # train.accumulate=auto needs a launcher that can start all ranks again with smaller batches. A
+    # pod of a Kubernetes job cannot, because it receives a config.yaml in which auto is already a
+    # number.
     if config.train.accumulate == "auto" and (
         world_size is not None or cluster.nodes > 1 or cluster.scheduler == "kubernetes"
     ):
         raise ValueError(
-            "train.accumulate=auto: needs python train.py to start all ranks, on one machine and "
-            "not in a pod; set a number, e.g. train.accumulate=1"
+            "train.accumulate=auto: works only if python train.py starts all ranks on one machine, "
+            "not under torchrun or srun, on several nodes, or in a Kubernetes pod; set a number, "
+            "e.g. train.accumulate=1"
         )
 
 
 def _resolve_parallel(config: Config, cuda: int, world_size: int | None) -> None:
-    """Replace `auto` in the strategy, the accelerator and the number of devices."""
+    """Replace `auto` in parallel.strategy, parallel.accelerator and parallel.devices. Raises
+    ValueError if the values do not fit the ranks that torchrun or srun started.
+
+    `cuda`: number of visible CUDA devices. `world_size`: number of started ranks, or None.
+    """
     parallel = config.parallel
     usable = cuda if parallel.accelerator in ("auto", "cuda") else 0
     if parallel.strategy == "auto":
@@ -178,12 +190,14 @@ def _resolve_parallel(config: Config, cuda: int, world_size: int | None) -> None
     )
     if world_size is not None and parallel.has_ranks:
         if parallel.devices not in ("auto", world_size):
-            raise ValueError(f"parallel.devices={parallel.devices}: {started}; leave it at auto")
+            raise ValueError(
+                f"parallel.devices={parallel.devices}: {started}; use parallel.devices=auto"
+            )
         parallel.devices = world_size
     elif world_size is not None and world_size > 1:
         raise ValueError(
-            f"parallel={strategy}: {started}, but it uses one; use parallel=ddp, or start with "
-            "python"
+            f"parallel={strategy}: {started}, but this strategy runs in one process; use "
+            "parallel=ddp, or start with python"
         )
     elif parallel.devices == "auto":
         parallel.devices = 1 if parallel.has_one_device else _auto_devices(config, usable)
@@ -192,22 +206,19 @@ def _resolve_parallel(config: Config, cuda: int, world_size: int | None) -> None
 def _missing_here(config: Config, cuda: int, local: int) -> Iterator[str]:
     parallel = config.parallel
     for name in TRACKERS.keys() & config.tracker.classes():
-        # A folder of this name is not the package.
+        # Check for a real package, because find_spec also accepts a plain folder of this name.
         if getattr(importlib.util.find_spec(name), "origin", None) is None:
             yield (
                 f"tracker={name}: the package {name} is not installed; pip install -r "
                 "requirements-trackers.txt"
             )
     if parallel.backend == "mpi" and not hardware.has_mpi():
-        yield (
-            "parallel.backend=mpi: this torch is built without MPI, as its wheels are; use nccl or "
-            "gloo"
-        )
+        yield ("parallel.backend=mpi: the installed torch was built without MPI; use nccl or gloo")
     if parallel.batched_grad_copy is not None and not hardware.ddp_has("batched_grad_copy"):
-        value = yaml_text(parallel.batched_grad_copy)
         yield (
-            f"parallel.batched_grad_copy={value}: DistributedDataParallel of this torch lacks "
-            "it; use torch >= 2.14, or null"
+            f"parallel.batched_grad_copy={yaml_text(parallel.batched_grad_copy)}: "
+            "DistributedDataParallel of the installed torch lacks this option; install torch >= "
+            "2.14, or use null"
         )
     if parallel.accelerator == "cuda":
         if cuda == 0:
@@ -225,11 +236,11 @@ def _missing_here(config: Config, cuda: int, local: int) -> Iterator[str]:
         if local > cuda and not parallel.has_ranks:
             yield Problem(f"{here}, and {parallel.strategy} needs one per replica", TOO_FEW_DEVICES)
         if local > cuda and parallel.backend != "gloo":
-            reason = (
-                "NCCL ranks cannot share a device (with parallel.backend=gloo they can, for "
-                "a trial)"
+            yield Problem(
+                f"{here}; NCCL ranks cannot share a device (with parallel.backend=gloo they can, "
+                "for a trial)",
+                TOO_FEW_DEVICES,
             )
-            yield Problem(f"{here}; {reason}", TOO_FEW_DEVICES)
         if parallel.shards and parallel.backend in ("gloo", "mpi"):
             yield (
                 f"parallel.backend={parallel.backend}: {parallel.strategy} on CUDA needs nccl; "
@@ -273,8 +284,8 @@ def _missing_here(config: Config, cuda: int, local: int) -> Iterator[str]:
 
 
 def _unfit_sizes(config: ResolvedConfig) -> Iterator[str]:
-    """Yield an error message if the devices cannot share the batch, or be divided into groups of
-    shard_size.
+    """Yield an error message if the devices cannot divide the batch, or if parallel.shard_size does
+    not divide the number of devices.
     """
     has_ranks, devices, batch = (
         config.parallel.has_ranks,
@@ -291,19 +302,20 @@ def _unfit_sizes(config: ResolvedConfig) -> Iterator[str]:
             f"{fitting}, or null"
         )
     if batch < devices:
-        few = (
+        yield Problem(
             f"data.batch_size={batch}: fewer images than the {devices} devices; use at least "
-            f"{devices}"
+            f"{devices}",
+            BATCH_TOO_SMALL,
         )
-        yield Problem(few, BATCH_TOO_SMALL)
-    # The chunks of dp may be unequal; their sizes are recorded.
+    # Only strategies with ranks need equal batches. The chunks of dp may differ in size, and
+    # result.json records their sizes.
     if batch % devices and has_ranks:
         below, above = batch // devices * devices, (batch // devices + 1) * devices
-        uneven = (
+        yield Problem(
             f"data.batch_size={batch}: not divisible by {devices} devices; nearest sizes: "
-            f"{below}, {above}"
+            f"{below}, {above}",
+            BATCH_NOT_DIVISIBLE,
         )
-        yield Problem(uneven, BATCH_NOT_DIVISIBLE)
     if config.data.pairs_images and (batch // devices if has_ranks else batch) % 2:
         yield (
             f"data.batch_size={batch}: mixup and cutmix pair images, so each rank's batch must "

@@ -1,4 +1,4 @@
-"""Resolvers for YAML files: values that depend on the devices of this machine."""
+"""OmegaConf resolvers for YAML files, whose values depend on the devices of this machine."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from timm_parallel.machine import hardware
 
 
 def device_counts(_root_: Any) -> str:
-    """Resolve `${device_counts:}` to 1,2,4 … and the largest device count that divides the batch;
-    on CPU at most 8.
+    """Resolve `${device_counts:}` to a list of device counts to compare, e.g. `1,2,4,6`. The list
+    has the powers of two and the largest device count that divides the batch. On a CPU the largest
+    count is at most 8.
     """
     batch = OmegaConf.select(_root_, "data.batch_size")
     largest = max(
@@ -23,13 +24,15 @@ def device_counts(_root_: Any) -> str:
 
 
 def by_device(on_cpu: Any, on_gpu: Any) -> Any:
-    """Resolve `${by_device:a,b}` to b if this machine has a CUDA device, else to a."""
+    """Resolve `${by_device:a,b}` to b on a machine with a CUDA device, otherwise to a."""
     return on_gpu if hardware.visible_cuda_devices() else on_cpu
 
 
 def count_that_divides(present: int, batch: int | None, pairs: bool = False) -> int:
-    """Return the largest count <= `present` that divides `batch`, else `present`. `pairs`: each
-    share must be even.
+    """Return the largest number of devices up to `present` that divides the batch. Return `present`
+    if no batch is given, or if no number fits.
+
+    `pairs`: True if the batch of each device must also be even.
     """
     if batch is None:
         return present

@@ -1,5 +1,5 @@
-"""Names that a config may use, and suggestions for a misspelled name. timm's files are read as
-text: its import takes 3 s.
+"""Suggestions for misspelled names of a config, and one-line texts for errors of Hydra and
+OmegaConf. Names of timm are read from its source files, because importing timm takes 3 s.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any
 import yaml
 from omegaconf.errors import ConfigTypeError, ValidationError
 
-from timm_parallel.class_source import find_class
 from timm_parallel.config.hints import hint
 from timm_parallel.config.timm_names import timm_models, timm_optimizers
 from timm_parallel.keys import leaves
@@ -23,13 +22,13 @@ from timm_parallel.machine.text import yaml_text
 from timm_parallel.metric import Metric
 from timm_parallel.project import current, root
 
-# Names of other programs -> what to write here.
+# Table of key names in other programs, such as timm's train.py, with the names here.
 OTHER_NAMES = Path(__file__).with_name("other_names.yaml")
 UNPARSABLE = (
     "cannot be parsed; write a list as [a,b], and quote a text with special characters: "
     "'key=\"a=b\"'"
 )
-# Types of keys in src/schema.py, in words.
+# Type annotation of a config key -> its description in a message.
 TYPES = {
     "int": "an integer",
     "int | str": "auto or an integer",
@@ -45,8 +44,8 @@ TYPES = {
 
 
 def is_known(key: str) -> bool:
-    """Return True if `key` is a key or section of the schema, or an entry of a dictionary such as
-    model.kwargs.
+    """Return True if `key` names a config key, a section of keys, or an entry of a dictionary key
+    such as model.kwargs.
     """
     return any(
         f"{known}.".startswith(f"{key}.")
@@ -56,13 +55,15 @@ def is_known(key: str) -> bool:
 
 
 def is_declared(key: str) -> bool:
-    """Return True if `key` is a key or section of the schema, and no entry of a dictionary."""
+    """Return True if `key` names a config key or a section of keys. Entries of a dictionary key
+    such as model.kwargs do not count.
+    """
     return any(f"{known}.".startswith(f"{key}.") for known, _, _ in leaves(current().config()))
 
 
 def plain_values(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value) for each plain value in nested dicts and lists; an item of a list
-    has the key of the list.
+    """Yield (dotted key, value) for each single value in nested dicts and lists. Items of a list
+    have the key of the list.
     """
     if isinstance(node, dict):
         for name, value in node.items():
@@ -75,11 +76,12 @@ def plain_values(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def key_hint(key: str, more: Iterable[str] = (), value: Any = None, program: str = "train") -> str:
-    """Return `; did you mean …?` with keys for an unknown `key`, or why there is none; an empty
-    string without either.
+    """Build the end of an error message for an unknown key: `; did you mean …?` with similar keys,
+    or the reason why no such key exists. The text is empty if there is neither.
 
-    `more`: names that are allowed next to the keys of the schema. `value`: what the user gave the
-    key.
+    `key`: the unknown key. `more`: further valid names, besides the config keys. `value`: the value
+    that the user gave to the key. `program`: `train` or `evaluate`, because evaluate.py has an
+    additional table of suggestions.
     """
     tables = _other_names()
     if reason := _entry(key, value, tables["no_key"]):
@@ -104,8 +106,11 @@ def _keys_and_sections() -> tuple[list[str], list[str]]:
 
 
 def _meant(key: str, value: Any, table: dict[str, str]) -> list[str]:
-    """Return what an unknown key most likely means: a misspelled key of its section, another name
-    of it, or one elsewhere.
+    """Find the config keys that a user most likely meant by an unknown key. Similar keys of the
+    same section come first. If there is none, return keys that a table lists for this name of
+    another program, and keys of other sections with the same last part.
+
+    `value`: the value that the user gave to the key. `table`: names of other programs -> keys here.
     """
     keys, sections = _keys_and_sections()
     section, _, last = key.rpartition(".")
@@ -122,8 +127,12 @@ def _meant(key: str, value: Any, table: dict[str, str]) -> list[str]:
 
 
 def _entry(key: str, value: Any, table: dict[str, str]) -> str:
-    """Return the entry of a table of other_names.yaml for the longest end of `key` that has one,
-    else an empty string.
+    """Look up an unknown key in a table of other_names.yaml. The longest end of the key that the
+    table contains wins, so `trainer.max_epochs` is found as `max_epochs`. Return an empty text if
+    nothing is found.
+
+    `value`: the value that the user gave to the key. An entry for key and value together comes
+    first.
     """
     parts = key.lower().replace("-", "_").split(".")
     ends = [".".join(parts[start:]) for start in range(len(parts))]
@@ -138,8 +147,10 @@ def _other_names() -> dict[str, dict[str, str]]:
 
 
 def check_option(group: str, choice: Any, options: list[str]) -> None:
-    """Raise ValueError if `choice`, an option or a list of them, is not in the `options` of a
-    config group. Suggests a name.
+    """Raise ValueError, with a suggestion, if an option of a config group does not exist.
+
+    `group`: e.g. `model`. `choice`: the chosen option, or a list of options. `options`: all options
+    of the group.
     """
     for value in choice if isinstance(choice, list) else [choice]:
         name = yaml_text(value).strip("'\"")
@@ -162,8 +173,10 @@ def check_option(group: str, choice: Any, options: list[str]) -> None:
 
 
 def explain(error: Exception, overrides: Iterable[str] = ()) -> str:
-    """Convert an error from Hydra, OmegaConf or the YAML parser to one line: the key as given, the
-    reason, the fix.
+    """Convert an error of Hydra, OmegaConf or the YAML parser to a message of one line, with key,
+    reason and fix.
+
+    `overrides`: the `key=value` arguments of the command line.
     """
     cause = error.__cause__ if getattr(error.__cause__, "full_key", None) else error
     text = " ".join(str(cause).split())
@@ -177,8 +190,8 @@ def explain(error: Exception, overrides: Iterable[str] = ()) -> str:
     in_text = re.search(r"full_key: (\S+)", str(error))
     key = str(getattr(cause, "full_key", None) or (in_text.group(1) if in_text else ""))
     if not key:
-        # Hydra names the key in the middle of its sentence: "Could not append to config. An item is
-        # already at 'x'."
+        # Find the key within Hydra's sentence, e.g. 'x' in: Could not append to config. An item is
+        # already at 'x'.
         named = [
             given for given in overrides if f"'{given.lstrip('+~').partition('=')[0]}'" in text
         ]
@@ -186,8 +199,8 @@ def explain(error: Exception, overrides: Iterable[str] = ()) -> str:
     if re.search(r"Key '.*' not in|not in struct|is not in", text):
         if is_known(key) and not key.startswith("hydra"):
             section, _, last = key.partition(".kwargs.")
-            # model.kwargs.depth is an argument of the model; optim.kwargs.momentm is
-            # optim.momentum.
+            # Distinguish an argument of a class, such as model.kwargs.depth, from a config key that
+            # was written below kwargs, such as optim.kwargs.momentum for optim.momentum.
             meant = _meant(f"{section}.{last}", None, _other_names()["names"])
             declared_there = next(
                 (known for known in meant if known.startswith(f"{section}.")), None
@@ -200,11 +213,11 @@ def explain(error: Exception, overrides: Iterable[str] = ()) -> str:
     as_given = {
         override.lstrip("+~").partition("=")[0]: override.lstrip("+~") for override in overrides
     }
-    # Without the index of a list's item.
+    # Remove the index of a list item, because the schema declares the type of the whole list.
     declared = key.partition("[")[0]
     if isinstance(cause, ValidationError) and (expected := _expected(declared)):
         return f"{as_given.get(declared, f'{key}={yaml_text(cause.value)}')}: {expected}"
-    # A list for a section.
+    # Handle an override that gives a list to a section of keys.
     if (
         isinstance(cause, ConfigTypeError)
         and declared in as_given
@@ -215,7 +228,10 @@ def explain(error: Exception, overrides: Iterable[str] = ()) -> str:
 
 
 def _not_parsed(word: str, reason: str, words: list[str]) -> str:
-    """Return the message for a `word` of the command line that Hydra could not parse."""
+    """Build the error message for an argument of the command line that Hydra could not parse.
+
+    `word`: the argument. `reason`: Hydra's message. `words`: all arguments of the command line.
+    """
     key, equals, value = word.partition("=")
     if not equals:
         return f"{word}: {_without_equals(word, words)}"
@@ -227,15 +243,18 @@ def _not_parsed(word: str, reason: str, words: list[str]) -> str:
         return (
             f"{word}: neither the shell nor train.py expands ~ here; write {key}=$HOME{value[1:]}"
         )
-    # Hydra quotes parts of the value.
+    # Replace Hydra's parse error by a plain text, because the error quotes only fragments of the
+    # value.
     if re.search(r"input '|NoViableAlt|token recognition", reason):
         reason = UNPARSABLE
     return f"{word}: {reason.split(' See https')[0]}"
 
 
 def _without_equals(word: str, words: list[str]) -> str:
-    """Return what to write instead of a `word` without =: the key with its neighbors, an option, or
-    a value.
+    """Suggest how to fix an argument of the command line without `=`: join it with its neighbors,
+    choose an option of the group, or add a value.
+
+    `word`: the argument. `words`: all arguments of the command line.
     """
     place = words.index(word) if word in words else 0
     before, after = words[place - 1 : place], words[place + 1 : place + 3]
@@ -261,8 +280,8 @@ def _without_equals(word: str, words: list[str]) -> str:
 
 
 def _expected(key: str) -> str:
-    """Return a text with the type and default of a key, or with the first key of a section; empty
-    for an unknown key.
+    """Describe the values that a config key accepts: its choices or type, and its default. For a
+    section of keys, name its first key. The text is empty for an unknown key.
     """
     below = [
         (known, value, entry)
@@ -281,40 +300,41 @@ def _expected(key: str) -> str:
 
 
 def type_text(entry: Any) -> str:
-    """Describe the type of a dataclass field."""
+    """Describe the type of a config key in words, e.g. `auto or an integer`. `entry`: its dataclass
+    field.
+    """
     return TYPES.get(entry.type) or " or ".join(TYPES[name] for name in entry.type.split(" | "))
 
 
-def own_class_exists(name: str) -> bool:
-    """Return True if the module in `name` defines its class. The file is parsed, not imported."""
-    return find_class(name) is not None
-
-
 def objectives() -> list[str]:
-    """Return the allowed values of `optimized_metric`."""
+    """Build the list of allowed values of optimized_metric."""
     names = [f"{name}{suffix}" for suffix in ("", "_ema") for name in current().metrics]
-    best = [f"val/{name}_best" for name in current().metrics]
     return [
         *(f"{split}/{name}" for split in ("val", "test") for name in names),
-        *best,
+        *(f"val/{name}_best" for name in current().metrics),
         "train/loss",
         "images_per_sec",
     ]
 
 
 def is_lower_better(objective: str) -> bool:
-    """Return True if `objective`, a value of `optimized_metric`, must be minimized."""
+    """Return True if the metric must be minimized. `objective`: a value of optimized_metric, e.g.
+    val/loss.
+    """
     return metric_of(objective).lower_is_better
 
 
 def is_proportion(objective: str) -> bool:
-    """Return True if `objective`, a value of `optimized_metric`, is from 0 to 1."""
+    """Return True if the values of the metric are from 0 to 1. `objective`: a value of
+    optimized_metric, e.g. val/acc.
+    """
     return metric_of(objective).is_proportion
 
 
 def metric_of(objective: str) -> Metric:
-    """Return the metric of `objective`, a value of `optimized_metric`."""
-    # images_per_sec is no metric; it has the defaults of one.
+    """Return the Metric that a value of optimized_metric names. images_per_sec has no Metric, so
+    the result is then a Metric with default values.
+    """
     return current().metrics.get(
         objective.rpartition("/")[2].removesuffix("_ema").removesuffix("_best"), Metric()
     )

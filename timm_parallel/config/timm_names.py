@@ -1,4 +1,6 @@
-"""Names that timm knows. Its files are read as text, because importing timm takes 3 s."""
+"""Names of timm's models and optimizers. They are read from timm's source files, because importing
+timm takes 3 s.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,8 @@ from pathlib import Path
 
 @cache
 def timm_models() -> frozenset[str]:
-    """Return the names of all timm models, without the tag of their weights (`resnet18`, not
-    `resnet18.a1_in1k`).
+    """Read the names of all timm models from timm's source, without the tags of their weights
+    (`resnet18`, not `resnet18.a1_in1k`).
     """
     text = _timm_models_text()
     names = re.findall(r"^@register_model\ndef (\w+)", text, re.MULTILINE)
@@ -24,8 +26,8 @@ def timm_models() -> frozenset[str]:
 
 @cache
 def timm_tags() -> frozenset[str]:
-    """Return the models with the tag of their weights (`resnet18.a1_in1k`) that timm's files
-    contain literally.
+    """Read the names of timm models with the tags of their weights (`resnet18.a1_in1k`) from timm's
+    source. Names that timm builds at run time are missing.
     """
     return frozenset(re.findall(r"'(\w+\.\w+)'\s*:", _timm_models_text()))
 
@@ -39,7 +41,7 @@ def _timm_models_text() -> str:
 @cache
 def timm_optimizers() -> frozenset[str]:
     text = (_timm() / "optim" / "_optim_factory.py").read_text(encoding="utf-8")
-    # The last two are aliases that this file does not list.
+    # Add two names that timm accepts but does not list in this file.
     return frozenset(re.findall(r"\bname='(\w+)'", text)) | {"nesterov", "nesterovw"}
 
 

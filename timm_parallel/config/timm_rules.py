@@ -1,4 +1,6 @@
-"""Errors for names that timm does not know."""
+"""Error messages for values of a config that timm does not support: names of models, datasets and
+optimizers, and arguments that load files.
+"""
 
 from __future__ import annotations
 
@@ -13,18 +15,20 @@ OF_TORCH = (
     *("cifar10", "cifar100", "mnist", "kmnist", "fashion_mnist", "qmnist", "places365"),
     *("inaturalist", "imagenet"),
 )
-# The texts that timm.data.auto_augment parses.
+# Regular expressions for the texts that timm.data.auto_augment can parse.
 AUTO_AUGMENT = (
     r"rand((-(m|n|p|mstd|mmax|inc)\d+(\.\d+)?)|(-t\w+))*",
     r"augmix(-(m|w|d|a|b|mstd)-?\d+(\.\d+)?)*",
     r"(original|originalr|v0|v0r|3a)(-mstd\d+(\.\d+)?)*",
 )
-# Arguments of timm.create_model that load weights from any file or URL.
+# Arguments of timm.create_model that would load weights from any file or URL.
 LOADING = ("pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir")
 
 
 def model_problems(name: str) -> Iterator[str]:
-    """Yield an error message for a model, or a tag of its weights, that timm does not have."""
+    """Yield an error message if timm has no model of this name, or no weights with the tag in the
+    name.
+    """
     architecture, _, tag = name.partition(".")
     if architecture not in timm_models():
         yield f"model.name={name}: timm has no such model{hint(architecture, timm_models())}"
@@ -34,14 +38,16 @@ def model_problems(name: str) -> Iterator[str]:
 
 
 def weights_problems(kwargs: Iterable[str]) -> Iterator[str]:
-    """Yield an error message for each argument of a model that would load a file."""
+    """Yield an error message for each model argument (model.kwargs) that would load weights from a
+    file or URL.
+    """
     for key in sorted(set(kwargs).intersection(LOADING)):
         yield f"model.kwargs.{key}: not allowed; to load timm's weights set model.pretrained=true"
 
 
 def dataset_problems(name: str, own: Iterable[str]) -> Iterator[str]:
-    """Yield an error message for a dataset that is neither one of the project's `own`, nor known to
-    timm's factory.
+    """Yield an error message if a dataset name belongs neither to a dataset of the project nor to
+    timm's factory. `own`: the names of the project's datasets.
     """
     source, _, dataset = name.partition("/")
     if source == "torch" and dataset not in OF_TORCH:
@@ -51,14 +57,16 @@ def dataset_problems(name: str, own: Iterable[str]) -> Iterator[str]:
 
 
 def is_auto_augment(text: str) -> bool:
-    """Return True for a string that timm parses as RandAugment, AugMix or AutoAugment."""
+    """Return True if timm can parse the text as RandAugment, AugMix or AutoAugment."""
     return any(re.fullmatch(pattern, text) for pattern in AUTO_AUGMENT)
 
 
 def optimizer_problems(name: str) -> Iterator[str]:
-    """Yield an error message for an optimizer that timm lacks, or that the step cannot run."""
+    """Yield an error message if timm has no optimizer of this name, or if the training step cannot
+    run the optimizer.
+    """
     if name not in timm_optimizers():
-        yield f"optim.opt={name}: unknown{hint(name, timm_optimizers())}"
+        yield f"optim.opt={name}: timm has no such optimizer{hint(name, timm_optimizers())}"
     if name == "adahessian":
         yield (
             "optim.opt=adahessian: requires second derivatives, which the training step does "

@@ -1,7 +1,7 @@
-"""Validate a config: bounds and choices of the schema, names that must exist, and the rules of its
-groups.
+"""Checks of a config: bounds and choices of single values, names that must exist, and rules about
+several keys.
 
-A rule yields an error message per problem: key, value and fix. Imports no torch.
+Each rule yields one error message per problem, with key, value and fix. Does not import torch.
 """
 
 from __future__ import annotations
@@ -17,29 +17,31 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from timm_parallel.class_source import class_attributes, is_own_class, package
+from timm_parallel.class_source import class_attributes, find_class, is_own_class, package
 from timm_parallel.config import timm_rules
 from timm_parallel.config.cluster import cluster_rules
 from timm_parallel.config.hints import hint
-from timm_parallel.config.suggest import objectives, own_class_exists, type_text
+from timm_parallel.config.suggest import objectives, type_text
 from timm_parallel.errors import RefusedError
 from timm_parallel.keys import TIMM_DATASETS, TRACKERS, Config, leaves
 from timm_parallel.project import current
 from timm_parallel.task import Task
 
-# SQLAlchemy imports the driver as a module, so only known ones are allowed.
+# Allow only known database drivers, because SQLAlchemy imports the driver in the URL as a module.
 DATABASE = r"(sqlite|postgresql|mysql)(\+(pysqlite|psycopg2?|pymysql|mysqldb))?://.*"
 
 
 def refuse(*problems: Iterator[str]) -> None:
-    """Raise RefusedError with the first message that the rules yield, and its code, if any."""
+    """Raise RefusedError with the first message that the given rules yield. The error keeps the
+    code of the message. Return if no rule yields a message.
+    """
     line = next(itertools.chain(*problems), None)
     if line is not None:
         raise RefusedError(line)
 
 
 def check_values(config: Config) -> None:
-    """Refuse a value that is invalid on its own, whatever the other keys are."""
+    """Raise RefusedError if a config value is invalid by itself, regardless of other keys."""
     groups = [group for group in vars(config).values() if hasattr(group, "value_problems")]
     refuse(
         _bounds(config),
@@ -52,8 +54,8 @@ def check_values(config: Config) -> None:
 
 
 def check_combination(config: Config) -> None:
-    """Refuse keys that cannot work together, by the rules of `cluster`, by the method `problems` of
-    each group, and by those of the project.
+    """Raise RefusedError if keys of a config cannot work together. The rules are those for
+    `cluster`, the method `problems` of each config group, and the rules of the project.
     """
     groups = [group for group in vars(config).values() if hasattr(group, "problems")]
     app = current()
@@ -71,7 +73,9 @@ def _bounds(config: Config) -> Iterator[str]:
 
 
 def _out_of_bounds(value: Any, bounds: Any) -> Iterator[str]:
-    """Yield what is expected, for a value that breaks a rule of its key's metadata."""
+    """Yield the expected values if a value breaks a rule in the metadata of its config key, e.g.
+    `expected >= 1`.
+    """
     for number in value if isinstance(value, list) else [value]:
         if isinstance(number, float) and not math.isfinite(number):
             yield "expected a finite number"
@@ -95,14 +99,17 @@ def _out_of_bounds(value: Any, bounds: Any) -> Iterator[str]:
 
 
 def option_problems(key: str, options: type[Any], given: dict[str, Any]) -> Iterator[str]:
-    """Yield an error message for each value that a dataclass of options does not declare, or that
-    has another type or is out of bounds.
+    """Yield an error message for each option that is unknown, has the wrong type, or is out of
+    bounds.
+
+    `key`: the config key that holds the options, e.g. train.task_kwargs. `options`: the dataclass
+    that declares them. `given`: the options of the config.
     """
     declared = {entry.name: entry for entry in dataclasses.fields(options)}
     for name, value in given.items():
         if name not in declared:
-            known = f"it has {', '.join(declared)}" if declared else "it has no options"
-            yield f"{key}.{name}={value}: unknown{hint(name, declared)}; {known}"
+            known = f"{key} has {', '.join(declared)}" if declared else f"{key} has no options"
+            yield f"{key}.{name}={value}: unknown option{hint(name, declared)}; {known}"
             continue
         try:
             OmegaConf.merge(OmegaConf.structured(options), {name: value})
@@ -114,8 +121,10 @@ def option_problems(key: str, options: type[Any], given: dict[str, Any]) -> Iter
 
 
 def own_class_problems(key: str, name: str) -> Iterator[str]:
-    """Yield an error message if a class of the project does not exist."""
-    if not own_class_exists(name):
+    """Yield an error message if a class of the project does not exist. `key`: the config key that
+    names it. `name`: its dotted name.
+    """
+    if find_class(name) is None:
         yield (
             f"{key}={name}: no such class; expected {package()}.<module>.<Class> with <module> "
             f"a file under {package()}/"
@@ -123,7 +132,9 @@ def own_class_problems(key: str, name: str) -> Iterator[str]:
 
 
 def _names(config: Config) -> Iterator[str]:
-    """Yield an error message for each name that neither the project nor timm knows."""
+    """Yield an error message for each name in a config that neither the project nor timm has:
+    model, optimizer, dataset, task and loss.
+    """
     yield from timm_rules.weights_problems(config.model.kwargs)
     chosen = {
         "model.name": (config.model.name, timm_rules.model_problems),
@@ -135,10 +146,12 @@ def _names(config: Config) -> Iterator[str]:
         chosen["data.name"] = config.data.name, problems_of_data
     if current().tasks:
         chosen["train.task"] = config.train.task, _task
-        # A loss by name is checked with its task.
+        # Accept any name of a loss here, because `_task_problems` compares it with the losses of
+        # the task.
         chosen["train.loss"] = config.train.loss, lambda name: iter(())
     for key, (name, problems) in chosen.items():
-        # The metrics of a task are known by its folder.
+        # A task class must be below src/tasks/, because the metrics of a project are collected
+        # there.
         is_own = is_own_class(name, "tasks" if key == "train.task" else "")
         yield from own_class_problems(key, name) if is_own else problems(name)
 
@@ -147,7 +160,7 @@ def _task(name: str) -> Iterator[str]:
     known = current().tasks
     if name not in known:
         yield (
-            f"train.task={name}: unknown{hint(name, known)}, or give "
+            f"train.task={name}: unknown task{hint(name, known)}, or give "
             f"{package()}.tasks.<module>.<Class>"
         )
 
@@ -155,10 +168,10 @@ def _task(name: str) -> Iterator[str]:
 def _strategy(config: Config) -> Iterator[str]:
     name = config.parallel.strategy
     known = ("auto", *current().strategies)
-    if name not in known and not (is_own_class(name, "parallel") and own_class_exists(name)):
+    if name not in known and not (is_own_class(name, "parallel") and find_class(name)):
         yield (
-            f"parallel.strategy={name}: no such strategy{hint(name, known)}; your own is "
-            f"{package()}.parallel.<module>.<Class>"
+            f"parallel.strategy={name}: no such strategy{hint(name, known)}; a class of your own "
+            f"is named {package()}.parallel.<module>.<Class>"
         )
 
 
@@ -169,7 +182,7 @@ def _metrics(config: Config) -> Iterator[str]:
         ("optimized_metric", config.objective, objectives()),
     ):
         if name not in allowed:
-            yield f"{key}={name}: unknown{hint(name, allowed)}"
+            yield f"{key}={name}: unknown metric{hint(name, allowed)}"
 
 
 def _trackers(config: Config) -> Iterator[str]:
@@ -181,14 +194,16 @@ def _trackers(config: Config) -> Iterator[str]:
 
 
 def _task_problems(config: Config) -> Iterator[str]:
-    """Yield an error for each key that the task of the config does not have."""
+    """Yield an error message for each loss, metric, option or dataset of a config that does not fit
+    its task.
+    """
     train, name = config.train, config.train.task
     task = Task.find(name)
     yield from option_problems("train.task_kwargs", task.Options, train.task_kwargs)
     if not is_own_class(train.loss) and train.loss not in task.losses:
         yield (
             f"train.loss={train.loss}: not a loss of train.task={name}"
-            f"{hint(train.loss, task.losses)}; it has {', '.join(task.losses)}"
+            f"{hint(train.loss, task.losses)}; the task has {', '.join(task.losses)}"
         )
     for key, metric in config.metrics_read.items():
         base = metric.removeprefix("val/").removesuffix("_best").removesuffix("_ema")
@@ -199,14 +214,16 @@ def _task_problems(config: Config) -> Iterator[str]:
     if kinds is not None and task.target not in (*kinds, "none"):
         able = [data for data in current().datasets if task.target in (_target_kinds(data) or ())]
         yield (
-            f"train.task={name}: its targets are of the kind {task.target}, but "
-            f"data={config.data.name} gives {' or '.join(kinds)}; use "
+            f"train.task={name}: this task needs targets of type {task.target}, but "
+            f"data={config.data.name} has targets of type {' or '.join(kinds)}; use "
             f"{' or '.join(f'data={name}' for name in able) or 'a dataset of your own'}"
         )
 
 
 def _target_kinds(dataset: str) -> tuple[str, ...] | None:
-    """Return the kinds of targets that a dataset gives; None for a class that does not tell."""
+    """Return the types of targets that a dataset provides, e.g. ("label",). Return None for a class
+    of the project that does not declare them. `dataset`: value of data.name.
+    """
     is_own = is_own_class(dataset)
     dotted = current().datasets.get(dataset.partition("/")[0], dataset if is_own else TIMM_DATASETS)
     kinds = class_attributes(dotted).get("targets")

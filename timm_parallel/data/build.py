@@ -1,5 +1,6 @@
-"""Build the dataset of a config, and check it before any process starts. Imports torch only where a
-dataset is built.
+"""Build the dataset that a config names, and check the data before train.py starts any process.
+
+This module imports torch only when it builds a dataset, so that checks stay fast.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from timm_parallel.task import Task
 
 
 def built_in(name: str) -> type[ImageDataset] | None:
-    """Import the class of a dataset of the app, without torch; None for timm's datasets and those
-    of a class.
+    """Import the class of a built-in dataset such as `folder` or `csv`, without importing torch.
+
+    Returns None if data.name is a dataset of timm or the path of a Python class.
     """
     dotted = current().datasets.get(name.partition("/")[0])
     return None if dotted is None else cast(type[ImageDataset], import_name(dotted))
@@ -26,8 +28,10 @@ def built_in(name: str) -> type[ImageDataset] | None:
 def build_dataset(
     config: DataConfig, trained_names: list[str] | None = None, target: str = "label"
 ) -> ImageDataset:
-    """Build the dataset `data.name`. `trained_names`: the names of the outputs of a run that will
-    be evaluated on it. `target`: the kind that the task needs.
+    """Build the dataset that `data.name` selects.
+
+    `trained_names`: class names of the trained run, if this dataset is to evaluate that run.
+    `target`: the kind of target that the task learns, such as label or mask.
     """
     dataset_class: Any = built_in(config.name)
     if dataset_class is None:
@@ -40,16 +44,19 @@ def build_dataset(
 
 
 def check_data(config: Config, evaluated: str | None = None) -> None:
-    """Raise ValueError if data.root does not fit the dataset. `evaluated`: split to evaluate on, or
-    all.
+    """Raise ValueError if the files below data.root do not fit the dataset.
+
+    `evaluated`: the split on which a trained run will be evaluated, or `all`; None for training.
     """
     if (dataset_class := built_in(config.data.name)) is not None:
         dataset_class.check(config.data, evaluated, Task.find(config.train.task).target)
 
 
 def check_batch(config: ResolvedConfig) -> None:
-    """Raise ValueError if the images are too few for an optimizer step. Where the number is
-    unknown, the ranks check it.
+    """Raise ValueError if the training images do not fill one optimizer step.
+
+    If the number of images is unknown before the dataset is built, this function does nothing. The
+    ranks check the number later.
     """
     batch, accumulate = config.global_batch, config.train.accumulate
     images = training_size(config.data, enough=batch * accumulate)
@@ -58,10 +65,10 @@ def check_batch(config: ResolvedConfig) -> None:
 
 
 def training_size(data: DataConfig, enough: int | None = None) -> int | None:
-    """Count the training images without reading them. Returns None for timm's datasets and for
-    classes of a project.
+    """Count the training images without reading them.
 
-    `enough`: counting may stop at this number.
+    Returns None for datasets of timm and for a dataset class of the user, which only count when
+    they are built. `enough`: the count may stop when it reaches this number.
     """
     dataset_class = built_in(data.name)
     size = None if dataset_class is None else dataset_class.size(data, enough)

@@ -1,5 +1,7 @@
-"""Images listed in a CSV file: `data=csv`. No torch: train.py also reads the file before it starts
-anything.
+"""Dataset of images that a CSV file lists: `data=csv`.
+
+This module does not import torch, because train.py checks the CSV file before it starts any
+process.
 """
 
 from __future__ import annotations
@@ -25,11 +27,15 @@ COLUMNS = ("file", "label", "split", "fold", "group")
 
 @dataclass
 class Row:
-    """A line of the CSV file: an image and its labels. Values of missing columns are empty."""
+    """One line of the CSV file of a dataset: an image and its labels.
+
+    The value of a missing column is empty.
+    """
 
     line: int
     file: Path
-    key: str  # decides the split, if a fraction does: the group, else the file's path
+    # The text whose hash selects the split under data.val_fraction: the group, or else the path.
+    key: str
     labels: list[str]
     split: str
     fold: str
@@ -37,9 +43,10 @@ class Row:
 
 
 class CsvDataset(ImageDataset):
-    """Images and labels listed in a CSV file."""
+    """Dataset of images and labels that a CSV file lists."""
 
-    # Between the labels of one image, if it may have several.
+    # Character between two labels of one image, for tasks in which an image may have several
+    # labels.
     separator = ";"
     targets = ("label", "labels", "numbers")
     takes = ("trained_names", "target")
@@ -51,9 +58,12 @@ class CsvDataset(ImageDataset):
         target: str = "label",
         targets: list[str] | None = None,
     ) -> None:
-        """`trained_names`: in an evaluation, the target names of the evaluated run. `target`:
-        label; labels, if an image may have any number of them; or numbers. `targets`: the columns
-        of the numbers; None: label.
+        """Read the CSV file and divide its images into splits.
+
+        `trained_names`: names of the classes (or columns of numbers) of the trained run, if this
+        dataset is to evaluate that run. `target`: `label` for one label per image, `labels` for any
+        number of them, `numbers` for regression. `targets`: names of the columns with the numbers
+        to learn; None: the column `label`.
         """
         from timm_parallel.data.decode import files_of
 
@@ -71,11 +81,11 @@ class CsvDataset(ImageDataset):
 
     @classmethod
     def check(cls, config: DataConfig, evaluated: str | None = None, target: str = "label") -> None:
-        """Raise ValueError for a CSV file that cannot be used. Checks that one image of each label
-        exists.
+        """Raise ValueError if the CSV file of the dataset cannot be used.
 
-        Without `evaluated`, also raise it for labels that mean several, files and groups in two
-        splits, and labels that only val or test has.
+        One image of each label must exist as a file. More is checked for training (`evaluated` is
+        None). No cell may hold several labels. No file or group may be in two splits. Each label of
+        val or test must also be in train.
         """
         path, several, columns = csv_file(config), target == "labels", _columns(config, target)
         rows = read_rows(path, several, columns)
@@ -93,19 +103,22 @@ class CsvDataset(ImageDataset):
                 _check_known_labels(rows, path, config.fold)
         for row in {tuple(row.labels): row for row in reversed(rows)}.values():
             if not row.file.is_file():
-                raise ValueError(f"data.root={path}: line {row.line}: no such file: {row.file}")
+                raise ValueError(
+                    f"data.root={path}: line {row.line}: no such image file: {row.file}"
+                )
 
     @classmethod
     def size(cls, config: DataConfig, enough: int | None = None) -> int:
-        """Count the training images. Their number is the same for any train.task."""
+        """Count the training images in the CSV file. The count is the same for any train.task."""
         path = csv_file(config)
         rows = read_rows(path, several=True, columns=config.kwargs.get("targets", ()))
         return len(_divide(rows, path, config)["train"])
 
     @classmethod
     def groups(cls, config: DataConfig, target: str) -> dict[str, str]:
-        """Map the path of each file to its group, the value of the column `group`. Files without a
-        group are left out.
+        """Return a dictionary from the path of each image to the value of its column `group`.
+
+        Images with an empty group are left out.
         """
         columns = _columns(config, target)
         rows = read_rows(csv_file(config), target == "labels", columns)
@@ -113,32 +126,39 @@ class CsvDataset(ImageDataset):
 
 
 def csv_file(data: DataConfig) -> Path:
-    """Return the CSV file of data.root, which is the file itself or a folder with labels.csv."""
+    """Return the path of the CSV file: data.root itself, or labels.csv if data.root is a folder."""
     if data.root is None:
         raise ValueError("data.root=null: set it to a CSV file with the columns file and label")
     root = Path(data.root)
     path = root / "labels.csv" if root.is_dir() else root
     if not path.is_file():
-        raise ValueError(f"data.root={data.root}: no such file, and no folder with a labels.csv")
+        raise ValueError(
+            f"data.root={data.root}: expected a CSV file, or a folder with a labels.csv"
+        )
     return path
 
 
 def _columns(config: DataConfig, target: str) -> Sequence[str]:
-    """Return the columns of the numbers that are learned; () for labels."""
+    """Return the CSV columns with the numbers to learn, or an empty tuple if the task learns
+    labels.
+    """
     columns = config.kwargs.get("targets")
     if target == "numbers":
         return columns or ("label",)
     if columns:
-        raise ValueError(f"data.kwargs.targets={columns}: this train.task learns labels; remove it")
+        raise ValueError(
+            f"data.kwargs.targets={columns}: names columns of numbers, but this train.task learns "
+            "labels; remove the key"
+        )
     return ()
 
 
 def read_rows(path: Path, several: bool, columns: Sequence[str] = ()) -> list[Row]:
-    """Read the CSV file: columns file (relative to the CSV's folder) and label, and optionally
-    split, fold and group.
+    """Read the rows of the CSV file from its columns `file`, `label`, `split`, `fold` and `group`.
 
-    Only with `several` may an image have several labels, or none. `columns`: of numbers, which are
-    read instead of a label.
+    The last three columns are optional. Paths in `file` are relative to the folder of the CSV file.
+    `several`: whether an image may have several labels, or none. `columns`: columns of numbers to
+    read instead of the column `label`.
     """
     try:
         with open(path, newline="", encoding="utf-8-sig") as lines:
@@ -155,7 +175,8 @@ def _parse(
     if missing := {"file", *(columns or ("label",))} - set(reader.fieldnames or ()):
         present = ", ".join(reader.fieldnames or ()) or "no columns, because it is empty"
         raise ValueError(
-            f"data.root={path}: has no column {' and '.join(sorted(missing))}; it has {present}"
+            f"data.root={path}: has no column {' and '.join(sorted(missing))}; the file has "
+            f"{present}"
         )
     folder = os.path.abspath(path.parent)
     rows = []
@@ -165,7 +186,7 @@ def _parse(
             reason = (
                 f"line {reader.line_num} has no value in the column {'label' if file else 'file'}"
             )
-            fix = "; a train.task with several labels reads images without one" if file else ""
+            fix = "; add a label, or use a train.task for any number of labels" if file else ""
             raise ValueError(f"data.root={path}: {reason}{fix}")
         if columns:
             labels = [(entry.get(column) or "").strip() for column in columns]
@@ -177,7 +198,8 @@ def _parse(
                     )
         else:
             labels = _parts(label) if several else [label]
-        # pandas writes the folds of a column with gaps as 0.0, 1.0, …
+        # Remove the ".0" of a fold: pandas writes whole numbers as 0.0, 1.0, … if some cells are
+        # empty.
         fold = fold.removesuffix(".0")
         group = unicodedata.normalize("NFC", group)
         rows.append(
@@ -205,11 +227,10 @@ def _parts(label: str) -> list[str]:
 
 
 def path_key(file: str, folder: str) -> str:
-    """Return the text that decides the split of a file: equal for all spellings of its path, and on
-    any machine.
+    """Return the path of an image in the form whose hash selects its split.
 
-    It is the path relative to `folder`, which is the CSV's, if the file is below it; else the path
-    as written.
+    All spellings of a path give the same text, on any machine. The text is relative to `folder`,
+    the folder of the CSV file, if the image is below that folder. Else it is the normalized path.
     """
     below = os.path.join(folder, "")
     path = os.path.normpath(os.path.join(folder, file))
@@ -217,8 +238,9 @@ def path_key(file: str, folder: str) -> str:
 
 
 def _divide(rows: Sequence[Row], path: Path, data: DataConfig) -> dict[str, list[Row]]:
-    """Divide rows into train, val and test: by data.fold, by data.val_fraction, or by the column
-    split.
+    """Divide the rows of the CSV file into train, val and test.
+
+    The column `split`, data.fold or data.val_fraction decides.
     """
     divided: dict[str, list[Row]] = {split: [] for split in SPLITS}
     for row in rows:
@@ -226,14 +248,15 @@ def _divide(rows: Sequence[Row], path: Path, data: DataConfig) -> dict[str, list
             raise ValueError(
                 f"data.root={path}: line {row.line}: split={row.split}; expected train, val or test"
             )
-        # Fold and fraction divide the images that the column split does not assign to val or test.
+        # data.fold and data.val_fraction divide only the images that the column split does not
+        # already assign to val or test.
         if row.split in ("val", "test"):
             divided[row.split].append(row)
         elif data.fold is not None:
             if not row.fold:
                 raise ValueError(
                     f"data.fold={data.fold}: line {row.line} of {path} has no value in the column "
-                    "fold"
+                    "fold; add one"
                 )
             divided["val" if row.fold == str(data.fold) else "train"].append(row)
         elif data.val_fraction is not None:
@@ -243,7 +266,7 @@ def _divide(rows: Sequence[Row], path: Path, data: DataConfig) -> dict[str, list
     if data.fold is not None and not divided["val"]:
         folds = ", ".join(sorted({row.fold for row in rows if row.fold}))
         raise ValueError(
-            f"data.fold={data.fold}: {path} has no line with this fold; its folds are {folds}"
+            f"data.fold={data.fold}: no line of {path} has this fold; choose one of {folds}"
         )
     return divided
 
@@ -255,10 +278,11 @@ def _list(
     classes: list[str] | None,
     several: bool,
 ) -> tuple[list[str], Listing]:
-    """Return the class names and, for each split, its files with labels.
+    """Return the class names, and the image files of each split with their labels.
 
-    `classes`: the class names of trained weights. A label is the number of a class. With `several`,
-    it is a list with a number per class: 1 if the image has that class, else 0.
+    `classes`: class names of the trained run to evaluate, or None. `several`: whether an image may
+    have several labels. If so, its target is a tuple with one number per class: 1 if the image has
+    the class, else 0. If not, its target is the index of its class.
     """
     names = classes or sorted(
         {label for of_split in divided.values() for row in of_split for label in row.labels}
@@ -267,14 +291,14 @@ def _list(
         counts = (
             f"{plural(len(names), 'label')} in {plural(sum(map(len, divided.values())), 'line')}"
         )
-        raise ValueError(f"data.root={path}: {counts}; expected two labels or more")
+        raise ValueError(f"data.root={path}: {counts}; expected two different labels or more")
     number_of = {name: number for number, name in enumerate(names)}
 
     def encode(row: Row) -> int | tuple[float, ...]:
         if unknown := set(row.labels) - number_of.keys():
             raise ValueError(
-                f"data.root={path}: line {row.line}: the run has no class "
-                f"{', '.join(sorted(unknown))}"
+                f"data.root={path}: line {row.line}: the trained run has no class "
+                f"{', '.join(sorted(unknown))}; remove the line, or correct its label"
             )
         if several:
             return tuple(float(name in row.labels) for name in names)
@@ -288,7 +312,7 @@ def _list(
 
 
 def _list_numbers(divided: dict[str, list[Row]]) -> Listing:
-    """Return each split's files with their numbers."""
+    """Return the image files of each split, each with the tuple of numbers to learn."""
     return {
         split: [(row.file, tuple(map(float, row.labels))) for row in rows]
         for split, rows in divided.items()
@@ -296,24 +320,26 @@ def _list_numbers(divided: dict[str, list[Row]]) -> Listing:
 
 
 def _complete(listing: Listing, path: Path, data: DataConfig, is_trained: bool) -> None:
-    """Remove an empty test split. Raise ValueError if the data to train on have no val split."""
+    """Remove the test split if it is empty, and raise ValueError if data for training lack a val
+    split.
+    """
     if not listing["test"] and not data.test_fraction:
         del listing["test"]
     if is_trained:
         if not listing["val"] and data.val_fraction is None:
             raise ValueError(
-                f"data.root={path}: no image for val; set data.val_fraction=0.2 or data.fold, or "
-                "add a column named split"
+                f"data.root={path}: no image is in the val split; set data.val_fraction=0.2 or "
+                "data.fold, or add a column named split"
             )
         check_splits(listing, data)
 
 
 def _check_combinations(rows: list[Row], path: Path) -> None:
-    """Raise ValueError if labels with a semicolon are several labels of an image, which would
-    become classes together.
+    """Raise ValueError if a label with semicolons looks like several labels of one image.
 
-    They are if a part of one is a label by itself, or is in another one. So a class may be called
-    `salt; pepper`.
+    A single-label task would wrongly train on such a combination as a class. A label counts as a
+    combination if one of its parts also occurs in another label. So `salt; pepper` alone may be a
+    class.
     """
     line_of = {row.labels[0]: row.line for row in reversed(rows)}
     counts = Counter(part for label in line_of for part in set(_parts(label)))
@@ -321,16 +347,19 @@ def _check_combinations(rows: list[Row], path: Path) -> None:
         common = [part for part in _parts(label) if counts[part] > 1]
         if CsvDataset.separator in label and common:
             raise ValueError(
-                f"data.root={path}: line {line_of[label]}: {label} is read as one class, but other "
-                f"lines have {common[0]} too; several labels per image need another train.task"
+                f"data.root={path}: line {line_of[label]}: {label} would be one class, but other "
+                f"lines have {common[0]} too; if an image may have several labels, choose a "
+                "train.task for several labels"
             )
 
 
 def _in_two_splits(
     divided: dict[str, list[Row]], name_of: Callable[[Row], str]
 ) -> dict[str, list[Row]]:
-    """Return the names of rows that are in two splits or more: name -> a row for each of its
-    splits.
+    """Find the files or groups that are in more than one split.
+
+    `name_of` returns the file or group of a row. The result is a dictionary from each such name to
+    one row per split that contains it.
     """
     by_name: dict[str, dict[str, Row]] = {}
     for split, rows in divided.items():
@@ -347,7 +376,7 @@ def _check_files(divided: dict[str, list[Row]], path: Path) -> None:
         rows = next(iter(leaking.values()))
         raise ValueError(
             f"data.root={path}: {plural(len(leaking), 'file')} would be in two splits, e.g. "
-            f"{rows[0].file} ({_lines(rows)}); remove all lines but one of each"
+            f"{rows[0].file} ({_lines(rows)}); keep one line per file"
         )
 
 
@@ -366,10 +395,10 @@ def _lines(rows: list[Row]) -> str:
 
 
 def _check_known_labels(rows: list[Row], path: Path, fold: int | None) -> None:
-    """Raise ValueError for a label that the columns split and fold give to val or test only.
+    """Raise ValueError for a label of val or test that no training image has.
 
-    Chance may do the same to a rare label under data.val_fraction; scripts/check_data.py counts
-    such labels.
+    Only the columns `split` and `fold` are checked, because under data.val_fraction a rare label
+    may be missing by chance. scripts/check_data.py counts labels that are missing by chance.
     """
     held_out = [
         row
@@ -384,7 +413,7 @@ def _check_known_labels(rows: list[Row], path: Path, fold: int | None) -> None:
     if unknown:
         names = sorted(unknown)
         raise ValueError(
-            f"data.root={path}: {plural(len(names), 'label')} of val or test without a training "
-            f"image: {first(names)} (line {unknown[names[0]]}); remove such lines, or give some of "
-            "them another split or fold"
+            f"data.root={path}: found {plural(len(names), 'label')} only in val or test: "
+            f"{first(names)} (line {unknown[names[0]]}); a model cannot learn labels without "
+            "training images: remove their lines, or give some of them another split or fold"
         )

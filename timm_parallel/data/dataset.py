@@ -1,4 +1,6 @@
-"""Dataset interface: splits whose samples are read by index. Imports no torch."""
+"""Interface of datasets, whose splits return samples by index. This module does not
+import torch.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,13 @@ if TYPE_CHECKING:
 
 Sample: TypeAlias = "tuple[Tensor, Any]"
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm")
-# Pillow's names of the formats of these suffixes. Pillow looks at a file's content alone, and for
-# others it may start programs: Ghostscript for PostScript.
+# Names that Pillow gives to the accepted image formats. Pillow ignores the suffix of a file. For
+# other formats it may start a program, such as Ghostscript for PostScript.
 IMAGE_FORMATS = ("JPEG", "PNG", "BMP", "GIF", "TIFF", "WEBP", "PPM")
 
 
 class Split(Protocol):
-    """Samples of one split. An index gives a uint8 image [C, H, W] and its target."""
+    """One split of a dataset. An index returns a uint8 image [C, H, W] and its target."""
 
     def __len__(self) -> int: ...
 
@@ -29,73 +31,85 @@ class Split(Protocol):
 
 
 class ImageDataset:
-    """A dataset with a train split, a val split, and optionally a test split.
+    """Base class of datasets, with a train split, a val split and an optional test split.
 
-    A subclass is built from the group `data` of the config, and data.kwargs.
+    The constructor of a subclass takes the group `data` of the config, and data.kwargs as keyword
+    arguments.
     """
 
-    # Kinds of targets that the dataset can give; a task needs one of them (Task.target).
+    # Kinds of targets that this dataset can return. A task declares in Task.target which of them it
+    # needs.
     targets: ClassVar[tuple[str, ...]] = ("label",)
-    # In masks: a pixel without a class.
+    # Value of a mask pixel that belongs to no class.
     ignored: ClassVar[int] = 255
-    # More arguments that the constructor takes. `trained_names`: in an evaluation, the
-    # target_names of the evaluated run. `target`: the kind of target that the task needs.
+    # Names of further arguments that the constructor takes. `trained_names` are the class names of
+    # the run to evaluate. `target` is the kind of target that the task needs.
     takes: ClassVar[tuple[str, ...]] = ()
 
-    # What the outputs of a model mean: the names of classes, or of columns of numbers.
+    # Names of the outputs of the model: class names, or columns of numbers for regression.
     target_names: list[str]
     in_chans: int = 3
-    # Pixels per side, or height and width. None: any, the loader resizes.
+    # Size of the images in pixels: one side of a square, or height and width. None: the images
+    # differ in size, and the transform resizes them.
     image_size: int | tuple[int, int] | None = None
-    # Per channel, of images in 0..1. None: use the values of the model.
+    # Mean and standard deviation per channel, for pixel values from 0 to 1. None: use those of the
+    # pretrained model.
     mean: tuple[float, ...] | None = None
     std: tuple[float, ...] | None = None
     train: Split
-    val: Split  # None only if a run is evaluated on a folder without val/
+    # The val split may be None only when a trained run is evaluated on a folder without val/.
+    val: Split
     test: Split | None = None
 
-    # train.py checks the built-in datasets before it imports torch, so their modules import torch
-    # in functions only.
+    # The modules of the built-in datasets import torch only inside functions, because train.py
+    # checks the data before it imports torch.
 
     @classmethod
     def check(cls, config: Any, evaluated: str | None = None, target: str = "label") -> None:
-        """Raise ValueError for data that cannot be used. Reads as little as possible.
+        """Raise ValueError if the data cannot be used. A check should read as few files as
+        possible.
 
-        `config`: the group `data`. `evaluated`: the split to evaluate a trained run on (val, test,
-        or all, which needs one of them); None: to train on. `target`: the kind that the task needs.
+        `config`: the group `data` of the config. `evaluated`: the split on which a trained run will
+        be evaluated (val, test or all); None for training. `all` needs at least one of val and
+        test. `target`: the kind of target that the task needs.
         """
 
     @classmethod
     def size(cls, config: Any, enough: int | None = None) -> int | None:
-        """Count the training images without reading them; None if only building the dataset tells.
+        """Count the training images without reading them.
 
-        `enough`: a number at which counting may end.
+        Returns None if the number is unknown until the dataset is built. `enough`: the count may
+        stop when it reaches this number.
         """
         return None
 
     def check_classes(self, trained: list[str], run: Path | None) -> None:
-        """Raise ValueError if the classes are not those of a trained run, in the same order."""
+        """Raise ValueError if the class names differ from those of a trained run, or are in another
+        order.
+        """
         if trained != self.target_names:
             difference = class_difference(trained, self.target_names)
-            raise ValueError(f"data: expected the same classes as in the run {run} ({difference})")
+            raise ValueError(f"data: the classes are not those of the run {run} ({difference})")
 
 
 class InMemory:
-    """A split that fits in memory. Reading a batch is one indexing operation, which worker
-    processes would only slow down.
+    """A split whose images and labels are tensors in memory.
+
+    A loader reads a whole batch by indexing these tensors. Worker processes would only slow this
+    down.
     """
 
     def __init__(self, images: Tensor, labels: Tensor) -> None:
-        """images: uint8 [N, C, H, W]; labels: the targets, [N, …]."""
+        """Store the images, uint8 [N, C, H, W], and their labels, a tensor [N, …]."""
         self.images, self.labels = images, labels
 
     @staticmethod
     def of(split: Split, size: tuple[int, ...] | None = None) -> InMemory | None:
-        """Return the images and labels that a split holds in memory: itself, or its attribute
-        `rows`; None if it has none.
+        """Return the images and labels that a split holds in memory, or None if it reads files.
 
-        `size` (height, width): None also if the images of `rows` have another size, and would have
-        to be resized.
+        A split holds them if it is an InMemory, or has one as its attribute `rows`. `size`: height
+        and width that the model needs. If the images of `rows` have another size, the result is
+        None, because each of them must be resized.
         """
         rows = getattr(split, "rows", split)
         if not isinstance(rows, InMemory):
@@ -111,17 +125,23 @@ class InMemory:
 
 
 def as_size(sides: Any) -> tuple[int, int]:
-    """Return height and width of a value of data.image_size: a side of a square, or both sides."""
+    """Return height and width in pixels for a value of data.image_size, which is one side of a
+    square or both sides.
+    """
     height, width = (sides, sides) if isinstance(sides, int) else sides
     return int(height), int(width)
 
 
 def image_files(folder: Path) -> Iterator[Path]:
-    """Yield the image files below `folder` in a fixed order. Follows each link to a folder once."""
+    """Yield the paths of all image files below `folder`, always in the same order.
+
+    Symbolic links to folders are followed. Each folder is visited once, even if a link leads back
+    to it.
+    """
     seen: set[tuple[int, int]] = set()
     for directory, subdirectories, files in os.walk(folder, followlinks=True):
         status = Path(directory).stat()
-        # A link to a folder above.
+        # Skip a folder that was visited before: a symbolic link may lead back to a parent folder.
         if (status.st_dev, status.st_ino) in seen:
             subdirectories.clear()
             continue
@@ -133,8 +153,9 @@ def image_files(folder: Path) -> Iterator[Path]:
 
 
 def class_difference(trained: list[str], data: list[str]) -> str:
-    """Describe the difference between the classes of trained weights and of the data: counts and a
-    few names.
+    """Describe in one phrase how the classes of trained weights and of the data differ.
+
+    The phrase states numbers of classes and a few of their names.
     """
     parts = []
     for owner, names, others in (
@@ -147,27 +168,32 @@ def class_difference(trained: list[str], data: list[str]) -> str:
 
 
 def train_labels(split: Split, chosen: Tensor | None) -> Tensor | None:
-    """Return the labels of a split, or of its `chosen` images: [N] or [N, classes]. None if the
-    split does not list them.
+    """Return the labels of the images of a split as a tensor [N] or [N, classes].
+
+    `chosen`: indices of the images to return the labels of; None: all. Returns None if the split
+    has no list of labels.
     """
     import torch
 
     files = getattr(split, "files", None)
     listed = [label for _, label in files] if files else getattr(split, "labels", None)
-    # The label of an image with a mask is the name of a file.
+    # A segmentation dataset has no labels, because the second entry of each file is the path of its
+    # mask.
     if listed is None or (files and isinstance(listed[0], str)):
         return None
-    # Splits of tar files have a numpy array.
+    # Convert the labels here, because a split of tar files stores them as a numpy array instead of
+    # a list.
     labels = torch.as_tensor(listed)
     return labels if chosen is None else labels[chosen]
 
 
 def split_fingerprint(*splits: Split) -> str:
-    """Return a hash of all images of `splits`, which moving an image between these splits does not
-    change.
+    """Compute a hash that identifies the images and labels of `splits` together.
 
-    For files, relative paths and labels are hashed; for tensors, shapes and labels; else the
-    length. No image is read. 1.3 million files take about a second.
+    The hash stays the same if an image moves from one of these splits to another. For image files,
+    relative paths and labels are hashed. For tensors, shapes and labels are hashed. For other
+    splits, only the number of images is hashed. No image is read. 1.3 million files take about a
+    second.
     """
     entries: list[str] = [str(sum(map(len, splits)))]
     files: list[tuple[Path, int]] = [
@@ -175,9 +201,9 @@ def split_fingerprint(*splits: Split) -> str:
     ]
     if files:
         paths = [os.fspath(path) for path, _ in files]
-        # Relative to the deepest common folder, so that copies of the data in two places are equal.
-        # commonpath() takes seconds for a million paths; here the common prefix of characters is
-        # cut at its last separator.
+        # Hash paths relative to the deepest common folder, so that copies of the data in two places
+        # have the same fingerprint. os.path.commonpath() takes seconds for a million paths. Cutting
+        # the common prefix at its last separator gives the same folder faster.
         start = os.path.commonprefix(paths).rfind(os.sep) + 1  # noqa: RUF071
         lines = (f"{path[start:]}\0{label}" for path, (_, label) in zip(paths, files, strict=True))
         entries += lines if len(splits) == 1 else sorted(lines)
@@ -189,8 +215,10 @@ def split_fingerprint(*splits: Split) -> str:
 
 
 def data_fingerprints(dataset: ImageDataset) -> dict[str, str]:
-    """Return the fingerprint of each split by name, and under `all` the fingerprint of all images
-    together.
+    """Return a dictionary from the name of each split to its fingerprint, a hash of its images and
+    labels.
+
+    The key `all` holds the fingerprint of the images of all splits together.
     """
     splits = {"train": dataset.train, "val": dataset.val, "test": dataset.test}
     present = {name: split for name, split in splits.items() if split is not None}

@@ -1,4 +1,4 @@
-"""Decode image files to tensors, and read splits of image files and of tar files."""
+"""Decode image files to tensors, and define splits that read image files or tar files."""
 
 from __future__ import annotations
 
@@ -25,19 +25,20 @@ JPEG = b"\xff\xd8\xff"
 
 
 def decode(file: bytes | str | Path, name: str = "", mode: str = "RGB") -> Tensor:
-    """Decode an image file, given as path or bytes, to uint8 [3, H, W], or [1, H, W] for mode L,
-    rotated as EXIF says.
+    """Decode an image file, given as a path or as bytes, to a uint8 tensor [3, H, W].
 
-    Transparency is ignored, as in torchvision's ImageFolder. Raises UnreadableImageError for
-    anything but a complete image, with the `name` of bytes.
+    In mode L the result is a gray image [1, H, W]. The image is rotated as its EXIF data say.
+    Transparency is ignored, as in torchvision's ImageFolder. Raises UnreadableImageError for a file
+    that is not a complete image. `name`: how the error message calls an image that is given as
+    bytes.
     """
     if not isinstance(file, bytes):
-        # A new Path would parse and join its parts again, which takes 10 us.
+        # Do not build a new Path from a Path, because parsing its parts again takes 10 us.
         path = file if isinstance(file, Path) else Path(file)
         return decode(_read(path), str(path), mode)
     if file.startswith(JPEG) and (decode_jpeg := find_jpeg_decoder()) is not None:
-        # Faster than PIL, which gets the file if it is damaged or of a kind that only PIL reads.
-        # Rotates as EXIF says.
+        # Decode JPEG files with torchcodec, which is faster than PIL and also rotates as EXIF says.
+        # If torchcodec fails on a damaged or unusual file, PIL decodes the file below.
         with suppress(RuntimeError):
             data = torch.frombuffer(bytearray(file), dtype=torch.uint8)
             return decode_jpeg(data, mode="GRAY" if mode == "L" else mode)
@@ -51,7 +52,7 @@ def decode(file: bytes | str | Path, name: str = "", mode: str = "RGB") -> Tenso
         ) from None
     except MemoryError:
         raise
-    # Pillow's decoders raise many types for a damaged file.
+    # Catch every exception, because Pillow raises many types of them for a damaged file.
     except Exception as error:
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise UnreadableImageError(
@@ -60,18 +61,20 @@ def decode(file: bytes | str | Path, name: str = "", mode: str = "RGB") -> Tenso
 
 
 def open_image(encoded: bytes) -> Image.Image:
-    """Open an image file's bytes with Pillow, if they have one of the formats that this project
-    reads.
+    """Open an image with Pillow from the bytes of its file. Only the formats in IMAGE_FORMATS are
+    accepted.
     """
     return Image.open(io.BytesIO(encoded), formats=IMAGE_FORMATS)
 
 
 @cache
 def find_jpeg_decoder() -> Callable[..., Tensor] | None:
-    """Return torchcodec's decoder. None, with a warning, if its libraries do not fit torch's build:
-    PIL then decodes.
+    """Return the JPEG decoder of torchcodec, which is faster than PIL.
+
+    Returns None if torchcodec is missing or does not fit the installed torch. A warning then says
+    that PIL decodes JPEG files.
     """
-    # Imported with the first file, because data in memory does not need it.
+    # Import torchcodec only when the first file is decoded, because data in memory do not need it.
     try:
         from torchcodec.decoders import decode_jpeg
     except (ImportError, OSError, RuntimeError) as error:
@@ -85,7 +88,7 @@ def find_jpeg_decoder() -> Callable[..., Tensor] | None:
 
 def _read(path: Path) -> bytes:
     try:
-        # Reading from a pipe may never return.
+        # Reject pipes and devices, because reading them may block forever.
         if not path.is_file() and path.exists():
             raise UnreadableImageError(
                 f"{path}: not a regular file; remove it from the image folder"
@@ -98,15 +101,19 @@ def _read(path: Path) -> bytes:
 
 
 def from_pil(image: Any, mode: str = "RGB") -> Tensor:
-    """Convert a PIL image to uint8 [3, H, W], or [1, H, W] for mode L, rotated as EXIF says."""
+    """Convert a PIL image to a uint8 tensor [3, H, W], or [1, H, W] in mode L, rotated as its EXIF
+    data say.
+    """
     return pil_to_tensor(_eight_bit(ImageOps.exif_transpose(image)).convert(mode))
 
 
 def _eight_bit(image: Any) -> Any:
-    """Scale gray images of 16 bits, or of floats in 0..1, to 8 bits. PIL's conversion would clip
-    them to white.
+    """Scale a gray PIL image of 16 bits or of floats to 8 bits.
+
+    Without this scaling, PIL would clip most pixels to white. Floats are taken as 0 to 1 if none is
+    larger than 1.
     """
-    # I;16, which some formats open as I.
+    # Some file formats open 16-bit images in mode I instead of I;16.
     if image.mode.startswith("I"):
         return Image.fromarray(
             (np.asarray(image).astype(np.int64).clip(0, 65535) >> 8).astype(np.uint8)
@@ -119,15 +126,20 @@ def _eight_bit(image: Any) -> Any:
 
 
 class Files:
-    """A split of image files, each decoded when it is read."""
+    """A split of image files. Each file is decoded when its index is read."""
 
     def __init__(self, files: list[tuple[Path, Any]], mode: str = "RGB") -> None:
-        """`files`: paths with labels. `mode`: RGB, or L for images of one channel."""
+        """Store `files`, a list of pairs of path and label. `mode`: RGB, or L to decode to one gray
+        channel.
+        """
         self.files, self.mode = files, mode
 
     @classmethod
     def below(cls, path: Path) -> Files:
-        """List an image file, or all of a folder, each labeled with its position in the list."""
+        """Build a split from one image file, or from all image files below a folder.
+
+        The label of an image is its position in the list of files.
+        """
         paths = [path] if path.is_file() else image_files(path)
         return cls([(file, number) for number, file in enumerate(paths)])
 
@@ -140,7 +152,10 @@ class Files:
 
 
 class TarSplit:
-    """A split read from tar files by image index. Holds the position and label of each image."""
+    """A split of images in tar files, read by index without unpacking.
+
+    The position, size and label of each image are kept in memory.
+    """
 
     def __init__(self, tars: list[Path], members: list[Member], classes: list[str]) -> None:
         numbers = {name: number for number, name in enumerate(classes)}
@@ -150,8 +165,8 @@ class TarSplit:
             self.labels = np.array([numbers[label] for *_, label in members])
         except KeyError as error:
             raise ValueError(
-                f"data.root={tars[0].parent}: the class {error} is in val or test, but not in "
-                "train; add it to train"
+                f"data.root={tars[0].parent}: the class {error} has images in val or test, but not "
+                "in train; add training images of this class"
             ) from None
 
     def __len__(self) -> int:
@@ -166,6 +181,8 @@ class TarSplit:
 
 
 def files_of(listing: Listing) -> tuple[Any, Any, Any]:
-    """Return the train, val and test splits of a listing as Files; None for a missing split."""
+    """Build a split of image files for train, val and test, each None if `listing` does not have
+    it.
+    """
     splits = {name: Files(files) for name, files in listing.items()}
     return splits.get("train"), splits.get("val"), splits.get("test")

@@ -1,4 +1,4 @@
-"""Random erasing of normalized images, on their device."""
+"""Random erasing of boxes in normalized images, on the device that holds the images."""
 
 from __future__ import annotations
 
@@ -10,31 +10,36 @@ import torch
 from timm.data.random_erasing import RandomErasing
 from torch import Tensor
 
-Box = tuple[int, int, int, int]  # top, left, height, width
+# Box of pixels to erase: top, left, height and width.
+Box = tuple[int, int, int, int]
 
 
 class Erasing:
-    """timm's random erasing as a batch step: the same boxes and noise for the seed of an image,
-    written at once.
+    """timm's random erasing as one operation on a whole batch.
 
-    All numbers are drawn on the host, by generators of its own. So an image is erased alike on each
-    device, rank and worker.
+    Boxes and noise of an image depend only on its seed, and are drawn on the CPU with separate
+    generators. So every device, rank and loader worker erases an image in the same way.
     """
 
     def __init__(self, probability: float, mode: str = "const", max_count: int = 1) -> None:
-        """Take timm's arguments: `probability` of an image, `mode` const, rand or pixel, and the
-        largest number of boxes in an image.
+        """Set the options of timm's random erasing.
+
+        `probability`: probability that an image is erased. `mode`: const (zeros), rand (one random
+        color per box) or pixel (random noise). `max_count`: largest number of boxes per image.
         """
-        # Holds timm's ranges of area and aspect.
+        # This object is never called. It only holds timm's default ranges of box area and aspect
+        # ratio.
         self.timm = RandomErasing(probability, mode=mode, max_count=max_count, device="cpu")
 
     def draw(self, seeds: list[int], shape: torch.Size) -> list[Tensor]:
-        """Draw the pixels to erase, int32 [P], as numbers among all pixels of the batch, and noise
-        for them, [P, C].
+        """Draw which pixels of a batch are erased, and the noise that replaces them.
 
-        No noise is drawn in the mode const.
+        The first tensor in the returned list has the indices of these pixels, int32 [P], counted
+        over all pixels of all images. The second tensor has the noise, float32 [P, C]. It is left
+        out in the mode const, which erases to zeros.
         """
-        # Not attributes: a torch.Generator does not reach loader workers that are spawned.
+        # Create the generators here and not as attributes, because a torch.Generator cannot be
+        # pickled for loader workers that are spawned.
         draws, noise_draws = random.Random(), torch.Generator()
         channels, height, width = shape[1:]
         grid = np.arange(height * width, dtype=np.int32).reshape(height, width)
@@ -54,8 +59,8 @@ class Erasing:
                     noise.append(drawn.expand(channels, rows, columns).flatten(1).T)
         erased, values = np.concatenate(pixels), torch.cat(noise)
         if self.timm.max_count > 1:
-            # A later box covers an earlier one, but the order of writes to one pixel is not
-            # defined.
+            # Where two boxes of an image overlap, keep the values of the later box. Without this,
+            # two writes to one pixel would happen in an undefined order.
             erased, last = np.unique(erased[::-1], return_index=True)
             values = values.flip(0)[torch.from_numpy(last)] if len(values) else values
         return (
@@ -65,7 +70,7 @@ class Erasing:
         )
 
     def __call__(self, images: Tensor, *draws: Tensor) -> Tensor:
-        """Erase the drawn pixels of images [B, C, H, W] in place."""
+        """Erase the drawn pixels of images [B, C, H, W] in place, and return these images."""
         pixels, *noise = draws
         values = noise[0] if noise else images.new_zeros(())
         area = images.shape[2] * images.shape[3]
@@ -76,9 +81,12 @@ class Erasing:
         return images
 
     def _boxes(self, draw: random.Random, height: int, width: int) -> list[Box]:
-        """Draw the boxes of an image as timm's RandomErasing does."""
+        """Draw the boxes to erase in one image of `height` x `width` pixels, as timm's
+        RandomErasing does.
+        """
         timm = self.timm
-        # timm draws no number if there is only one.
+        # If only one number of boxes is possible, timm draws no random number for it. Do the same,
+        # so that the boxes are those of timm.
         count = (
             timm.min_count
             if timm.min_count == timm.max_count

@@ -1,7 +1,7 @@
-"""Image folders on disk: `<root>/{train,val,test}/<class>/**.jpg`, or `<root>/<class>/**.jpg` with
-data.val_fraction.
+"""Dataset of image folders: `<root>/{train,val,test}/<class>/**.jpg`.
 
-Imports no torch, because train.py checks the data first.
+With data.val_fraction, the layout is `<root>/<class>/**.jpg`. This module does not import torch,
+because train.py checks the data before it imports torch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from timm_parallel.data.fractions import Listing, check_splits, split_of
 from timm_parallel.keys import DataConfig
 from timm_parallel.machine.text import first, plural
 
-# Folder names that mean a split, in lower case -> the name that data=folder reads.
+# Map names that users give to the folder of a split, in lower case, to the name that data=folder
+# reads.
 SPLIT_NAMES = {
     **dict.fromkeys(("train", "training"), "train"),
     **dict.fromkeys(("val", "valid", "validation", "validate", "dev", "eval", "evaluation"), "val"),
@@ -26,15 +27,17 @@ SPLIT_NAMES = {
 
 
 class FolderDataset(ImageDataset):
-    """Images in `<root>/{train,val,test}/<class>/`,
-    or in `<root>/<class>/` with data.val_fraction.
+    """Dataset of images in `<root>/{train,val,test}/<class>/`, or in `<root>/<class>/` with
+    data.val_fraction.
     """
 
     takes = ("trained_names",)
 
     def __init__(self, config: DataConfig, trained_names: list[str] | None = None) -> None:
-        """`trained_names`: in an evaluation, the class names of the evaluated run; then train/
-        may be missing.
+        """List the image files of each split.
+
+        `trained_names`: class names of the trained run, if this dataset is to evaluate that run.
+        The folder train/ may then be missing.
         """
         from timm_parallel.data.decode import files_of
 
@@ -43,8 +46,9 @@ class FolderDataset(ImageDataset):
 
     @classmethod
     def check(cls, config: DataConfig, evaluated: str | None = None, target: str = "label") -> None:
-        """Raise ValueError if data.root lacks splits, classes or images. Looks at one file per
-        class, to be fast on large data.
+        """Raise ValueError if data.root lacks a split, a class or images.
+
+        To be fast on large data, the check looks for one image file per class.
         """
         if config.root is None:
             raise ValueError(
@@ -59,15 +63,16 @@ class FolderDataset(ImageDataset):
 
     @classmethod
     def size(cls, config: DataConfig, enough: int | None = None) -> int | None:
-        """Count the training images, at most `enough`, without listing the others."""
+        """Count the training images, and stop counting at `enough` images."""
         if config.root is None:
             return None
         return sum(1 for _ in islice(_training_files(config), enough))
 
 
 def class_folders(split: Path) -> list[str]:
-    """Return the names of the class folders of a split. They are sorted, and their order defines
-    the labels.
+    """Return the sorted names of the class folders in the folder `split`.
+
+    The position of a name in this list is the label of its class.
     """
     if not split.is_dir():
         raise ValueError(f"data.root: no folder {split}; expected {split}/<class>/<image>")
@@ -78,8 +83,9 @@ def class_folders(split: Path) -> list[str]:
 
 
 def _list_folder(data: DataConfig, trained_names: list[str] | None) -> tuple[list[str], Listing]:
-    """Return the class names and the files of each split of data=folder. `trained_names`: of a
-    run to evaluate.
+    """Return the class names, and the image files of each split with their labels.
+
+    `trained_names`: class names of the trained run to evaluate. With them, train is not listed.
     """
     root = Path(str(data.root))
     if data.val_fraction is not None:
@@ -97,7 +103,9 @@ def _list_folder(data: DataConfig, trained_names: list[str] | None) -> tuple[lis
 
 
 def _divided(root: Path, names: list[str], data: DataConfig) -> Listing:
-    """Divide the class folders of `root` by data.val_fraction and data.test_fraction."""
+    """Divide the images of all class folders in `root` by data.val_fraction and
+    data.test_fraction.
+    """
     listing: Listing = {
         split: [] for split in ("train", "val", "test") if split != "test" or data.test_fraction
     }
@@ -108,7 +116,7 @@ def _divided(root: Path, names: list[str], data: DataConfig) -> Listing:
 
 
 def _training_files(data: DataConfig) -> Iterator[Path]:
-    """Yield the training images, as they are found: counting a few does not list the others."""
+    """Yield the paths of the training images one by one, so that a caller can stop early."""
     root = Path(str(data.root))
     folder = root if data.val_fraction is not None else root / "train"
     for name in class_folders(folder):
@@ -124,21 +132,23 @@ def _labeled_files(folder: Path, names: list[str]) -> list[tuple[Path, int]]:
 
 
 def split_of_file(path: Path, root: Path, data: DataConfig) -> str:
-    """Return the split of a file by data.val_fraction and data.group_pattern."""
+    """Return the split that data.val_fraction and data.group_pattern assign to an image file."""
     return split_of(_group_of(path.relative_to(root).as_posix(), data), data)
 
 
 def _group_of(path: str, data: DataConfig) -> str:
-    """Return the text that data.group_pattern matches in a path, else the path. Images with the
-    same text share a split.
+    """Return the part of a path that matches data.group_pattern, or the whole path without a
+    pattern.
+
+    All images with the same text are put into the same split.
     """
     if data.group_pattern is None:
         return path
     match = re.search(data.group_pattern, path)
     if match is None:
         raise ValueError(
-            f"data.group_pattern={data.group_pattern}: does not match {path}; every image needs a "
-            "group"
+            f"data.group_pattern={data.group_pattern}: does not match {path}; choose a pattern "
+            "that matches the path of every image"
         )
     return match.group(1) if match.groups() else match.group()
 
@@ -152,7 +162,7 @@ def _check_trained_folder(root: Path) -> None:
     if len(train) < 2:
         classes = f"only the class {train[0]}" if train else "no class folders"
         raise ValueError(
-            f"data.root={root}: {classes} in {root / 'train'}; expected two or more: "
+            f"data.root={root}: {classes} in {root / 'train'}; expected two classes or more: "
             "train/<class>/<image>"
         )
     for folder in (root / "train", root / "val", root / "test"):
@@ -162,15 +172,16 @@ def _check_trained_folder(root: Path) -> None:
 
 
 def _refuse_missing_split(root: Path, missing: Path) -> None:
-    """Raise ValueError for a root without train/ or val/,
-    with a fix for the folders that it has.
+    """Raise ValueError because data.root has no folder train/ or val/. The message proposes a fix
+    for the folders that data.root does have.
     """
     splits = _split_folders(root, class_folders(root)) if root.is_dir() else {}
     fix = f"expected {root}/train/<class>/ and {root}/val/<class>/"
     if missing.name in splits.values():
         fix = _renames({name: split for name, split in splits.items() if split == missing.name})
     elif missing.name == "val" and "train" in splits:
-        # With data.val_fraction, train/ and its neighbors would be the classes.
+        # Do not propose data.val_fraction for this data.root, because train/ would then be read as
+        # a class.
         fix += (
             f"; to divide the images of train/, set data.root={missing.with_name('train')} and "
             "data.val_fraction=0.2"
@@ -181,11 +192,11 @@ def _refuse_missing_split(root: Path, missing: Path) -> None:
 
 
 def _split_folders(root: Path, names: list[str]) -> dict[str, str]:
-    """Return the folders among `names` that are splits instead of classes: name -> train, val or
-    test.
+    """Return the folders that are probably splits and not classes.
 
-    A class may have such a name (a train among vehicles), so a folder counts only if it holds
-    folders, or if all names are so.
+    The result is a dictionary from folder name to train, val or test. A class may have such a name,
+    such as `train` among vehicles. So a folder counts as a split only if it contains folders, or if
+    every name in `names` is the name of a split.
     """
     splits = {name: SPLIT_NAMES[name.lower()] for name in names if name.lower() in SPLIT_NAMES}
     if len(splits) == len(names):
@@ -200,8 +211,9 @@ def _renames(splits: dict[str, str]) -> str:
 
 
 def _check_no_splits(root: Path, folder: Path, names: list[str], to_read_splits: str) -> None:
-    """Raise ValueError if classes in `folder` are splits. `to_read_splits`: the setting that reads
-    them as splits.
+    """Raise ValueError if class folders in `folder` are probably splits.
+
+    `to_read_splits`: text for the message, with the setting that reads these folders as splits.
     """
     splits = _split_folders(folder, names)
     if not splits:
@@ -215,7 +227,8 @@ def _check_no_splits(root: Path, folder: Path, names: list[str], to_read_splits:
         fix = f"expected {folder}/<class>/<image>; rename the folder if it is a class"
     listed = " and ".join(f"{name}/" for name in splits)
     raise ValueError(
-        f"data.root={root}: {listed} in {folder} would be classes, but are named as splits; {fix}"
+        f"data.root={root}: {listed} in {folder} would be read as classes, but have the names "
+        f"of splits; {fix}"
     )
 
 
@@ -223,7 +236,8 @@ def _check_class_folders(root: Path, is_trained: bool) -> None:
     if not root.is_dir():
         raise ValueError(f"data.root={root}: no such folder; expected {root}/<class>/<image>")
     names = class_folders(root)
-    # A run that was trained on such classes can still be evaluated.
+    # Allow class folders with the names of splits in an evaluation, because the run may have been
+    # trained on them.
     if is_trained:
         _check_no_splits(root, root, names, "set data.val_fraction=null")
     if len(names) < 2:
@@ -256,14 +270,15 @@ def _check_split(root: Path, folder: Path) -> None:
         if next(image_files(folder / name), None) is None:
             suffixes = ", ".join(IMAGE_SUFFIXES)
             raise ValueError(
-                f"data.root={root}: class {name}: no image in {folder / name}; add {suffixes}, or "
-                "remove it"
+                f"data.root={root}: class {name}: no image in {folder / name}; add images "
+                f"({suffixes}), or remove the folder"
             )
 
 
 def check_known_classes(folder: Path, known: list[str], of: str) -> None:
-    """Raise ValueError if `folder` has a class folder that is not in `known`. `of`: the source of
-    `known`, for the message.
+    """Raise ValueError if `folder` contains a class folder whose name is not in `known`.
+
+    `of`: where the names in `known` come from, for the message.
     """
     names = class_folders(folder)
     if unknown := sorted(set(names) - set(known)):

@@ -1,5 +1,5 @@
-"""Division of images into train, val and test by data.val_fraction and data.test_fraction, and of
-an epoch into batches.
+"""Divide images into train, val and test by data.val_fraction and data.test_fraction, and count the
+batches of an epoch.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from typing import Any
 from timm_parallel.keys import DataConfig
 from timm_parallel.machine.text import plural
 
-# Split -> image files, each with its label: a class number, or a number per class
-# (several labels per image).
+# The image files of each split, by the name of the split. A file has a label, which is a class
+# number, or one number per class if an image may have several labels.
 Listing = dict[str, list[tuple[Path, Any]]]
-# An image in a tar file: number of the tar, bytes before the image, its bytes, its label.
+# Position of an image in a list of tar files: index of the tar file, offset and size of the image
+# in bytes, label.
 Member = tuple[int, int, int, str]
 
 
 def split_of(key: str, data: DataConfig) -> str:
-    """Choose train, val or test from a hash of `key`, which is the relative path or the group of an
-    image.
+    """Select train, val or test for an image from a hash of `key`, its relative path or its group.
 
-    So an image keeps its split when images are added. Each class is divided by the fractions in
-    expectation. Unicode writes é in two ways (NFC, and NFD in names from macOS); both give the same
-    split.
+    An image keeps its split when other images are added. Each class is divided in about the
+    configured fractions. File names from macOS use another Unicode form (NFD) than those of other
+    systems (NFC). Both forms give the same split.
     """
     text = unicodedata.normalize("NFC", key).encode("utf-8", "surrogateescape")
     digest = hashlib.blake2b(text, digest_size=8).digest()
@@ -35,21 +35,22 @@ def split_of(key: str, data: DataConfig) -> str:
 
 
 def check_splits(listing: Listing, data: DataConfig) -> None:
-    """Raise ValueError if data.val_fraction or data.test_fraction leaves a split empty."""
+    """Raise ValueError if data.val_fraction or data.test_fraction leaves a split without images."""
     for split, files in listing.items():
         if not files:
             key = "test_fraction" if split == "test" else "val_fraction"
             images = plural(sum(map(len, listing.values())), "image")
             raise ValueError(
-                f"data.{key}={getattr(data, key)}: none of {images} is left for {split}; choose "
+                f"data.{key}={getattr(data, key)}: leaves none of {images} for {split}; choose "
                 "another value"
             )
 
 
 def batches_per_epoch(images: int, batch_size: int, accumulate: int) -> int:
-    """Return the number of full batches in full optimizer steps of `accumulate` batches.
+    """Return the number of batches per epoch, counting only full batches in full optimizer steps.
 
-    Raises ValueError for too few training images. `batch_size` is the global one.
+    `batch_size`: the global batch size. `accumulate`: batches per optimizer step. Raises ValueError
+    if the images do not fill one optimizer step.
     """
     if images < batch_size:
         raise ValueError(

@@ -1,5 +1,6 @@
-"""Data loaders: read samples by index and stack them to uint8 batches. prefetch.py moves batches to
-the device.
+"""Data loaders, which read samples by index and stack them to batches of uint8 images.
+
+The module prefetch.py then copies each batch to the device.
 """
 
 from __future__ import annotations
@@ -32,43 +33,50 @@ from timm_parallel.machine.signals import ignore_stop_signals
 from timm_parallel.parallel.group import ProcessGroup
 from timm_parallel.task import Targets
 
-# Changes an image [C, H, W] and its target.
+# Function that augments one image [C, H, W] together with its target.
 Transform = Callable[[Tensor, Any], Sample]
-# A batch, the indices that could not be read for it, and the random draws of its batch steps.
+# Result of reading a batch: images, targets, indices of unreadable images, and the random numbers
+# for the augmentation of the batch.
 Fetched = tuple[Tensor, Tensor, list[int], list[Tensor]]
-# Seconds until the kernel reports the end of a worker whose connections it has closed.
+# Seconds to wait for SIGCHLD after a worker process has closed its connections.
 SIGNAL_SECONDS = 1.0
-# Limit of consecutive unreadable images to skip. More are not just a few damaged files.
+# Largest number of consecutive unreadable images to skip. If more are unreadable, the cause is not
+# just a few damaged files.
 MAX_IN_A_ROW = 100
 
 
 class Draws(Protocol):
-    """Augmentation of whole batches, whose random numbers are drawn on the host, where a batch is
-    read.
+    """Interface of an augmentation of whole batches.
+
+    The process that reads a batch also draws the random numbers for its augmentation.
     """
 
     def draw(self, seeds: list[int], shape: torch.Size) -> list[Tensor]:
-        """Draw for images of this shape [B, C, H, W], each from its seed, without the global
-        generators.
+        """Draw the random numbers for a batch of images with the shape [B, C, H, W].
 
-        A thread may call it while training uses those.
+        `seeds`: one seed per image. Implementations must not use the global random generators,
+        because this method may run in a thread while training uses these generators.
         """
 
 
 class PixelStep(Draws, Protocol):
-    """Augmentation of uint8 images and their targets, on their device."""
+    """Interface of an augmentation of uint8 images and their targets, on the device that holds
+    them.
+    """
 
     def __call__(self, images: Tensor, targets: Tensor, *draws: Tensor) -> Batch: ...
 
 
 class NormalizedStep(Draws, Protocol):
-    """Augmentation of normalized images, on their device."""
+    """Interface of an augmentation of normalized images, on the device that holds them."""
 
     def __call__(self, images: Tensor, *draws: Tensor) -> Tensor: ...
 
 
 class BatchFetcher:
-    """Reads batches of uint8 images and targets, in loader workers or in the rank itself."""
+    """Reads batches of uint8 images and their targets, either in worker processes or in
+    the rank.
+    """
 
     def __init__(
         self,
@@ -82,23 +90,28 @@ class BatchFetcher:
         on_pixels: PixelStep | None = None,
         on_normalized: NormalizedStep | None = None,
     ) -> None:
-        """`on_error`: an unreadable image ends the run (raise), or is replaced or left out (skip).
+        """Configure how batches are read.
 
-        `substitutes`: number of images, of which the next readable one replaces an unreadable one;
-        0: it is left out. A training batch must keep its size on every rank. `chosen`: numbers of
-        the images of the split to read; None: all. `on_pixels`, `on_normalized`: steps on uint8
-        images after `transform`, and on normalized images.
+        `on_error`: raise ends the run at an unreadable image; skip replaces the image or leaves it
+        out. `substitutes`: number of images that may replace an unreadable image; the next readable
+        one does. So a training batch keeps its size on every rank. 0: leave unreadable images out.
+        `chosen`: indices of the images of the split to read; None: all. `on_pixels`: augmentation
+        of batches of uint8 images, after `transform`. `on_normalized`: augmentation of batches of
+        normalized images.
         """
-        # Without a task, targets are stacked.
+        # Without a task, the targets of a batch are stacked to one tensor, which is the default.
         targets = targets or Targets()
         self.split, self.targets, self.transform, self.seed = split, targets, transform, seed
         self.on_error, self.substitutes, self.chosen = on_error, substitutes, chosen
         self.on_pixels, self.on_normalized = on_pixels, on_normalized
-        # Only in the rank itself, because a forked worker has no CUDA.
+        # Whether to gather batches in pinned memory. Only a rank that reads the batches itself can
+        # do so, because a forked worker process cannot use CUDA.
         self.pin_memory = False
-        # Indices >= num_images are additional copies of images.
+        # Indices from num_images on stand for further augmented copies of the images. Index i reads
+        # the image i % num_images.
         self.num_images = substitutes or len(split)
-        # A batch is rows of tensors: nothing to decode, nothing to do for each image.
+        # If the images are in memory and no transform changes each image, a batch is read by one
+        # indexing operation.
         self.in_memory = InMemory.of(split)
         self.gathers = self.in_memory is not None and transform is None
         if self.in_memory is not None:
@@ -114,7 +127,8 @@ class BatchFetcher:
             [draw.pin_memory() for draw in draws] if self.pin_memory else draws,
         )
 
-    # torch's loader calls it with a whole batch.
+    # torch's DataLoader calls __getitems__ with all indices of a batch, instead of __getitem__ with
+    # one index.
     __getitems__ = read
 
     def finish(
@@ -124,8 +138,11 @@ class BatchFetcher:
         draws: Sequence[Tensor],
         normalize: Callable[[Tensor], Tensor],
     ) -> Batch:
-        """Apply the batch steps, and between them `normalize`, to uint8 images and their targets on
-        their device.
+        """Apply the batch augmentations and normalize the images, on the device that holds the
+        batch.
+
+        `draws`: random numbers for the augmentations. `normalize`: the function that normalizes
+        images between the augmentation of uint8 images and the one of normalized images.
         """
         if self.on_pixels is not None:
             images, targets = self.on_pixels(images, targets, draws[0])
@@ -140,7 +157,8 @@ class BatchFetcher:
         if self.on_pixels is not None:
             draws += self.on_pixels.draw(seeds_for(self.seed, batch.epoch, batch.indices), shape)
         if self.on_normalized is not None:
-            # Seeds that are independent of those of the images' other augmentation.
+            # Pass the additional number 1, so that the augmentation of batches uses other seeds
+            # than that of single images.
             draws += self.on_normalized.draw(
                 seeds_for(self.seed, batch.epoch, batch.indices, 1), shape
             )
@@ -148,7 +166,7 @@ class BatchFetcher:
 
     def _gather(self, batch: IndexBatch) -> tuple[Tensor, Tensor, list[int]]:
         assert self.in_memory is not None
-        # numpy's remainder takes 20 us with cold caches.
+        # Compute the remainder with torch, because numpy takes 20 us for it with cold caches.
         indices = torch.from_numpy(batch.indices) % self.num_images
         indices = indices if self.chosen is None else self.chosen[indices]
         return (
@@ -159,7 +177,8 @@ class BatchFetcher:
 
     def _read_each(self, batch: IndexBatch) -> tuple[Tensor, Tensor, list[int]]:
         unreadable: list[int] = []
-        # Keep augmentation from advancing the generator that dropout uses.
+        # Restore torch's global generator afterwards, because dropout uses it and augmentation
+        # would advance it.
         with torch.random.fork_rng(devices=[]):
             read = [
                 self._sample(batch.epoch, index, unreadable) for index in batch.indices.tolist()
@@ -173,20 +192,24 @@ class BatchFetcher:
         return torch.stack(images), labels, unreadable
 
     def numbers(self, indices: list[int]) -> list[int]:
-        """Convert indices among the `chosen` images to indices in the whole split."""
+        """Convert indices among the images in `chosen` to indices in the whole split."""
         return indices if self.chosen is None else self.chosen[indices].tolist()
 
     def _rows(self, of: Tensor, indices: Tensor) -> Tensor:
-        # `of[indices]` would take 17 times as long.
+        # Use index_select, because indexing with brackets takes 17 times as long.
         if not self.pin_memory:
             return of.index_select(0, indices)
-        # torch reuses pinned memory once the device has copied it, so no pages are faulted in.
+        # Gather into pinned memory, which torch reuses after the copy to the device. New memory
+        # would cause page faults.
         pinned = torch.empty((len(indices), *of.shape[1:]), dtype=of.dtype, pin_memory=True)
         return torch.index_select(of, 0, indices, out=pinned)
 
     def _sample(self, epoch: int, index: int, unreadable: list[int]) -> Sample | None:
-        """Read a sample. If it is unreadable, return the same substitute on any rank or worker, or
-        None to skip it.
+        """Read a sample and transform it, or handle an unreadable image as data.on_error says.
+
+        The next readable image replaces an unreadable one in training. Every rank and worker
+        process chooses the same replacement. In an evaluation the image is left out and the result
+        is None.
         """
         for offset in range(MAX_IN_A_ROW):
             number = self.numbers([(index + offset) % self.num_images])[0]
@@ -204,13 +227,13 @@ class BatchFetcher:
                 image, label = self.transform(image, label)
             return image, label
         raise ValueError(
-            f"data.on_error=skip: {MAX_IN_A_ROW} unreadable images in a row, up to number "
-            f"{number}; check the files"
+            f"data.on_error=skip: {MAX_IN_A_ROW} consecutive images cannot be read, up to the "
+            f"image with the index {number}; check the files"
         )
 
 
 class Loader:
-    """Batches of one split for this rank, on its device."""
+    """Iterates over the batches of one split that this rank reads, and moves them to its device."""
 
     def __init__(
         self,
@@ -225,24 +248,26 @@ class Loader:
             prefetcher,
             num_workers,
         )
-        self.unreadable: set[int] = set()  # numbers of the images that this rank could not read
+        # Indices of the images in the split that this rank could not read.
+        self.unreadable: set[int] = set()
         self._loader: DataLoader[Any] | None = None
         on_gpu = prefetcher.device.type == "cuda"
         fetcher.pin_memory = on_gpu and not num_workers
         if num_workers:
-            # The workers inherit the folder of their sockets. A killed worker could not remove one
-            # that it has made itself.
+            # Create the temporary folder for sockets in this process before the workers start. A
+            # worker that is killed could not remove a folder that it has created.
             get_temp_dir()
             self._loader = DataLoader(
                 fetcher,  # type: ignore[arg-type]
                 batch_sampler=sampler,  # type: ignore[arg-type]
                 num_workers=num_workers,
-                # The fetcher returns a batch already.
+                # Do not collate samples, because the fetcher already returns a complete batch.
                 collate_fn=tuple,
                 pin_memory=on_gpu,
                 persistent_workers=True,
                 worker_init_fn=_start_worker,
-                # By default, torch would draw a seed from the generator that dropout uses.
+                # Pass a generator, because torch would otherwise draw a seed from the global
+                # generator that dropout uses.
                 generator=torch.Generator(),
             )
 
@@ -252,15 +277,19 @@ class Loader:
 
     def _batches(self) -> Iterator[Batch]:
         batches = self._read()
-        # Only a gather is thread-safe: transforms use the global generators.
+        # Read ahead in a thread only if batches are gathered from memory. Transforms use the global
+        # random generators, so they must not run in a thread.
         if self.fetcher.pin_memory and self.fetcher.gathers:
             batches = one_ahead(batches)
-        # A batch is asked for once the previous step has been launched, so that a late one does not
-        # delay that step. A GPU copies it meanwhile.
+        # Fetch a batch only after the previous step was launched, so that a late batch does not
+        # delay this step. A GPU copies the batch while it computes the step.
         return map(self._to_device, batches)
 
     def _read(self) -> Iterator[tuple[Tensor, ...]]:
-        """Yield batches from the workers: images, labels, and the draws of the batch steps."""
+        """Read the batches of this rank from the worker processes, or read them in this process.
+
+        Each batch is a tuple of images, labels and the random numbers for the batch augmentations.
+        """
         fetched = self._loader if self._loader is not None else map(self.fetcher.read, self.sampler)
         try:
             for images, labels, unreadable, draws in fetched:
@@ -268,8 +297,8 @@ class Loader:
                 if len(labels):
                     yield images, labels, *draws
         except (ConnectionError, EOFError):
-            # A killed worker closes its connections first. Then SIGCHLD lets torch raise an error
-            # that names the worker.
+            # A worker process that is killed closes its connections first. Wait until SIGCHLD
+            # arrives, because torch then raises an error that names the worker.
             time.sleep(SIGNAL_SECONDS)
             raise
 
@@ -278,18 +307,22 @@ class Loader:
         return self.fetcher.finish(images, labels, draws, self.prefetcher.normalize)
 
     def close(self) -> None:
-        """End the worker processes. They ignore SIGTERM, so the interpreter would wait for them
-        forever at its exit.
+        """End the worker processes of this loader.
+
+        The workers ignore SIGTERM, so without this call the interpreter would wait for them forever
+        when it exits.
         """
         iterator = None if self._loader is None else self._loader._iterator
         if iterator is not None:
-            # torch calls this too, but only once nothing else refers to the iterator.
+            # Shut down the workers now. torch would do so only when nothing refers to the iterator
+            # of the loader any more.
             iterator._shutdown_workers()  # type: ignore[attr-defined]
 
 
 def one_ahead(batches: Iterator[tuple[Tensor, ...]]) -> Iterator[tuple[Tensor, ...]]:
-    """Yield batches, each read in a thread while the one before is used. Reading releases the
-    interpreter's lock.
+    """Yield batches, and read the next batch in a thread while the caller uses the current one.
+
+    This is faster because reading from memory releases Python's global interpreter lock.
     """
     with ThreadPoolExecutor(1, "reader") as reader:
         upcoming = reader.submit(next, batches, None)
@@ -301,11 +334,11 @@ def one_ahead(batches: Iterator[tuple[Tensor, ...]]) -> Iterator[tuple[Tensor, .
 def num_workers(
     workers: int | str, fetcher: BatchFetcher, device: torch.device, local_world_size: int
 ) -> int:
-    """Return the number of loader workers. `auto` gives 0 for data in memory, else this rank's
-    share of the cores.
+    """Return the number of worker processes for the loader of one rank.
 
-    For a GPU it also gives that share for data in memory that are transformed image by image: the
-    thread that launches kernels has no time for it.
+    With `auto`, this is the number of cores divided by the number of ranks on this machine. Data in
+    memory need no workers. An exception is a GPU run that transforms each image by itself, because
+    its main thread is busy with launching kernels.
     """
     if workers != "auto":
         return int(workers)
@@ -315,7 +348,9 @@ def num_workers(
 
 
 class EvalLoader(Loader):
-    """Loader of this rank's share of a split, in order and each image once."""
+    """Loader of the images that this rank evaluates. Images come in order, and each of
+    them once.
+    """
 
     def __init__(
         self,
@@ -330,9 +365,11 @@ class EvalLoader(Loader):
         workers: int | str = "auto",
         on_error: str = "raise",
     ) -> None:
-        """`batch_size` is the global one. `transform`: None for images that need no preparation;
-        data in memory is then read by the batch. `on_error`: an unreadable image ends the run
-        (raise), or is left out (skip).
+        """Build the loader of a split for evaluation.
+
+        `batch_size`: the global batch size. `transform`: preparation of each image; None reads data
+        in memory by whole batches. `on_error`: raise ends the run at an unreadable image; skip
+        leaves the image out.
         """
         fetcher = BatchFetcher(split, targets, transform, seed, on_error)
         sampler = EvalSampler(len(split), batch_size, group.rank, group.world_size)
@@ -341,7 +378,7 @@ class EvalLoader(Loader):
 
 
 class TrainLoader(Loader):
-    """Loader of this rank's share of the training split, shuffled in each epoch."""
+    """Loader of the training images of this rank, which are shuffled in each epoch."""
 
     sampler: TrainSampler
 
@@ -364,12 +401,14 @@ class TrainLoader(Loader):
         limit: int | None = None,
         balance: float = 0.0,
     ) -> None:
-        """`batch_size` is the global one; an optimizer step has `accumulate` such batches.
-        `transform` changes each image, `on_pixels` the uint8 images of a batch, `on_normalized`
-        normalized ones. `on_error`: an unreadable image ends the run (raise), or is replaced by the
-        next one (skip). `copies`: augmented copies of an image in a batch. `limit`: train on so
-        many images. `balance`: 1 draws all classes equally often, with replacement; 0 reads the
-        images as they are.
+        """Build the loader of the training split.
+
+        `batch_size`: the global batch size. `accumulate`: batches per optimizer step. `transform`:
+        augments one image. `on_pixels`: augments a batch of uint8 images. `on_normalized`: augments
+        a batch of normalized images. `on_error`: raise ends the run at an unreadable image; skip
+        takes the next image instead. `copies`: number of differently augmented copies of an image
+        in a batch. `limit`: number of images to train on; None: all. `balance`: 1 draws all classes
+        equally often, with replacement; 0 reads each image once per epoch.
         """
         chosen = fixed_choice(len(split), limit)
         num_images = len(split) if chosen is None else len(chosen)
@@ -392,27 +431,32 @@ class TrainLoader(Loader):
         super().__init__(fetcher, sampler, prefetcher, count)
 
     def epoch(self, epoch: int, first_batch: int = 0) -> Iterator[Batch]:
-        """Return the batches of an epoch from `first_batch` on, because a resumed run may start
-        inside an epoch.
+        """Return an iterator over the batches of an epoch, from the batch `first_batch` on.
+
+        A resumed run may continue inside an epoch, so it does not start at batch 0.
         """
         self.sampler.start_at(epoch, first_batch)
         return self._batches()
 
     def global_batches(self, first: int, count: int) -> list[int]:
-        """List the images (indices in the split) that all ranks read in `count` batches of the
-        epoch from `first`.
+        """Return the indices of the images that all ranks together read in `count` batches of the
+        epoch.
+
+        `first`: index of the first of these batches.
         """
         return self.fetcher.numbers(self.sampler.global_batches(first, count))
 
     def labels(self) -> Tensor | None:
-        """Return the labels of the images: [N] or [N, classes]. None if the split does not list
-        them.
+        """Return the labels of the training images as a tensor [N] or [N, classes].
+
+        Returns None if the split has no list of labels.
         """
         return train_labels(self.fetcher.split, self.fetcher.chosen)
 
     def peek(self) -> Tensor:
-        """Return the normalized images of this rank's first batch of epoch 0, which `epoch` will
-        still yield.
+        """Return the normalized images of the first training batch of this rank.
+
+        The batch is not consumed: training still reads it.
         """
         self.sampler.start_at(0)
         images, labels, _, draws = self.fetcher.read(next(iter(self.sampler)))

@@ -1,7 +1,8 @@
-"""Images with masks: `<root>/{train,val,test}/{images,masks}`, or `<root>/{images,masks}` with
-data.val_fraction. An image and its mask have the same stem.
+"""Dataset of images with segmentation masks: `<root>/{train,val,test}/{images,masks}`.
 
-Imports no torch, because train.py checks the data first.
+With data.val_fraction, the layout is `<root>/{images,masks}`. An image and its mask have the same
+name, apart from the suffix. This module does not import torch, because train.py checks the data
+before it imports torch.
 """
 
 from __future__ import annotations
@@ -21,12 +22,15 @@ if TYPE_CHECKING:
 
 SPLITS = ("train", "val", "test")
 IGNORED = ImageDataset.ignored
-# Files of a split: images, and their masks below data.root.
+# The files of each split, by the name of the split: the path of each image, and the path of its
+# mask relative to data.root.
 MaskListing = dict[str, list[tuple[Path, str]]]
 
 
 class MaskDataset(ImageDataset):
-    """Images and PNG masks, whose pixels are class numbers, or indices of a palette."""
+    """Dataset of images with PNG masks. A mask pixel holds a class number or an index of
+    a palette.
+    """
 
     targets = ("mask",)
 
@@ -36,8 +40,10 @@ class MaskDataset(ImageDataset):
         classes: list[str] | None = None,
         ignore_index: int = IGNORED,
     ) -> None:
-        """`classes`: names of the numbers 0, 1, … in the masks. `ignore_index`: the number of
-        pixels without a class.
+        """List the images and masks of each split.
+
+        `classes`: names of the class numbers 0, 1, … in the masks. `ignore_index`: value of mask
+        pixels that belong to no class.
         """
         self.target_names = _class_names(config)
         root, listing = Path(str(config.root)), _list_masks(config)
@@ -51,14 +57,14 @@ class MaskDataset(ImageDataset):
 
     @classmethod
     def check(cls, config: DataConfig, evaluated: str | None = None, target: str = "mask") -> None:
-        """Raise ValueError for missing folders, and images without a mask."""
+        """Raise ValueError if a folder of images or masks is missing, or an image has no mask."""
         if config.root is None:
             raise ValueError("data.root=null: set it to a folder with images/ and masks/")
         _class_names(config)
         listing = _list_masks(config)
         needed = {None: ["train", "val"], "all": ["val"]}.get(evaluated, [str(evaluated)])
         for split in needed:
-            # A run may be evaluated on test images alone.
+            # With evaluated=all, a dataset with test images alone is enough.
             if not listing.get(split) and not (evaluated == "all" and listing.get("test")):
                 raise ValueError(
                     f"data.root={config.root}: no image for {split}; expected "
@@ -68,12 +74,12 @@ class MaskDataset(ImageDataset):
 
     @classmethod
     def size(cls, config: DataConfig, enough: int | None = None) -> int:
-        """Count the training images."""
+        """Count the training images by listing the files of all splits."""
         return len(_list_masks(config)["train"])
 
 
 class MaskFiles:
-    """A split of image files with masks, decoded when they are read."""
+    """A split of image files with masks. Both files are decoded when their index is read."""
 
     def __init__(
         self, root: Path, files: list[tuple[Path, str]], classes: int, ignore_index: int = IGNORED
@@ -91,21 +97,24 @@ class MaskFiles:
         image, mask = decode(path), read_mask(self.root / name, self.ignore_index)
         if image.shape[1:] != mask.shape:
             raise UnreadableImageError(
-                f"{path}: {image.shape[2]}x{image.shape[1]} pixels, but its mask {name} has "
-                f"{mask.shape[1]}x{mask.shape[0]}; make them equal"
+                f"{path}: the image has {image.shape[2]}x{image.shape[1]} pixels, but its mask "
+                f"{name} has {mask.shape[1]}x{mask.shape[0]}; make them equal"
             )
         largest = int(mask.masked_fill(mask == IGNORED, 0).max())
         if largest >= self.classes:
             raise UnreadableImageError(
-                f"{self.root / name}: has the class {largest}, but data.kwargs.classes ends with "
-                f"{self.classes - 1}; add its name, or set data.kwargs.ignore_index={largest}"
+                f"{self.root / name}: has a pixel of class {largest}, but data.kwargs.classes only "
+                f"names the classes 0 to {self.classes - 1}; add a name, or set "
+                f"data.kwargs.ignore_index={largest}"
             )
         return image, mask
 
 
 def read_mask(path: Path, ignore_index: int = IGNORED) -> Tensor:
-    """Read a mask of one channel, or with a palette: uint8 [H, W], with IGNORED in pixels of
-    `ignore_index`.
+    """Read a mask file to a uint8 tensor [H, W] of class numbers.
+
+    The mask is a gray image or has a palette. Pixels with the value `ignore_index` get the value
+    255, which stands for no class.
     """
     import numpy as np
     import torch
@@ -117,13 +126,13 @@ def read_mask(path: Path, ignore_index: int = IGNORED) -> Tensor:
             mode, numbers = mask.mode, torch.from_numpy(np.array(mask))
     except MemoryError:
         raise
-    # Pillow's decoders raise many types for a damaged file.
+    # Catch every exception, because Pillow raises many types of them for a damaged file.
     except Exception as error:
         raise UnreadableImageError(f"{path}: not a readable mask ({error}); replace it") from None
     if mode not in ("L", "P", "1"):
         raise UnreadableImageError(
-            f"{path}: a mask of mode {mode}; expected class numbers: a PNG of 8 bits per pixel, "
-            "gray or with a palette"
+            f"{path}: the mask has the mode {mode}; expected a PNG of class numbers, with 8 bits "
+            "per pixel, gray or with a palette"
         )
     numbers = numbers.byte()
     return numbers.masked_fill(numbers == ignore_index, IGNORED)
@@ -133,7 +142,7 @@ def _class_names(config: DataConfig) -> list[str]:
     names = config.kwargs.get("classes")
     if not isinstance(names, list) or len(names) < 2:
         raise ValueError(
-            f"data.kwargs.classes={names}: expected the names of the numbers in the masks, e.g. "
+            f"data.kwargs.classes={names}: expected a list with one name per class number, e.g. "
             "+data.kwargs.classes=[background,road]"
         )
     return [str(name) for name in names]
@@ -155,17 +164,22 @@ def _list_masks(config: DataConfig) -> MaskListing:
 
 
 def _pairs(root: Path, folder: Path) -> list[tuple[Path, str]]:
-    """Pair the files in `folder`/images with those in `folder`/masks by their stems."""
+    """Pair each file in `folder`/images with the file in `folder`/masks that has the same name.
+
+    The suffix may differ. Raises ValueError if a file has no partner.
+    """
     images, masks = folder / "images", folder / "masks"
     for needed in (images, masks):
         if not needed.is_dir():
-            raise ValueError(f"data.root={root}: no folder {needed}")
+            raise ValueError(
+                f"data.root={root}: no folder {needed}; expected the folders images and masks"
+            )
     image_of, mask_of = _by_stem(images), _by_stem(masks)
     for of_one, of_other, other in ((image_of, mask_of, masks), (mask_of, image_of, images)):
         if missing := [str(path) for stem, path in of_one.items() if stem not in of_other]:
             raise ValueError(
                 f"data.root={root}: {plural(len(missing), 'file')} without one of the same name in "
-                f"{other}: {first(missing)}"
+                f"{other}: {first(missing)}; add a file for each"
             )
     return [(path, str(mask_of[stem].relative_to(root))) for stem, path in image_of.items()]
 
@@ -175,5 +189,8 @@ def _by_stem(folder: Path) -> dict[Path, Path]:
     for path in image_files(folder):
         other = files.setdefault(path.relative_to(folder).with_suffix(""), path)
         if other is not path:
-            raise ValueError(f"{other} and {path}: expected one image of this name; rename one")
+            raise ValueError(
+                f"{other} and {path}: two images have the same name apart from the suffix; rename "
+                "one of them"
+            )
     return files

@@ -1,4 +1,4 @@
-"""Mixup and cutmix."""
+"""Mixup and cutmix, which mix pairs of images and of labels in a batch."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from timm_parallel.data.seeds import seed_for
 
 
 class BatchedMixup(Mixup):
-    """timm's Mixup. Its modes elem and pair mix all images at once, with one copy to the device, to
-    the same numbers.
+    """timm's Mixup with faster modes elem and pair.
+
+    All images of a batch are mixed by one operation, and one copy to the device is enough. The
+    results equal those of timm.
     """
 
     def _mix_elem(self, x: Tensor) -> Tensor:
@@ -26,14 +28,15 @@ class BatchedMixup(Mixup):
         return self._mix(x, *self._params_per_elem(len(x) // 2))
 
     def _mix(self, images: Tensor, share: Any, use_cutmix: NDArray[np.bool_]) -> Tensor:
-        """Mix images [B, C, H, W] in place, each with its mirror image in the batch. Return the
-        shares [B, 1] of the labels.
+        """Mix images [B, C, H, W] in place, each with the image at the mirrored position in the
+        batch.
 
-        `share` [N], the share of an image, and `use_cutmix` [N] are for all images, or for the
-        first half, whose pairs share them.
+        Returns the weight [B, 1] of each image's own label. `share`: weight of an image in its mix.
+        `use_cutmix`: whether an image is mixed by cutmix instead of mixup. Both have the shape [B],
+        or [B / 2] if the two images of a pair have the same values.
         """
-        # Columns: share of the pixels, share of the other image's, share of the label, box (top,
-        # bottom, left, right).
+        # The columns per image are: weight of its own pixels, weight of the other image's pixels,
+        # weight of its own label, and the cutmix box as top, bottom, left, right.
         numbers = np.zeros((len(share), 7), np.float32)
         use_cutmix = use_cutmix & (share != 1)
         numbers[:, :3] = np.stack(
@@ -43,7 +46,7 @@ class BatchedMixup(Mixup):
         if len(share) < len(images):
             numbers = np.concatenate([numbers, numbers[::-1]])
         drawn = torch.from_numpy(numbers)
-        # A copy from memory that is not pinned would wait.
+        # Copy from pinned memory, because the CPU would otherwise wait until the copy is finished.
         drawn = drawn.pin_memory().to(images.device, non_blocking=True) if images.is_cuda else drawn
         own, other, of_label, top, bottom, left, right = drawn.view(-1, 7, 1, 1, 1).unbind(1)
         rows = torch.arange(images.shape[2], device=images.device)[:, None]
@@ -55,8 +58,10 @@ class BatchedMixup(Mixup):
         return of_label.view(-1, 1)
 
     def _draw_boxes(self, share: Any, size: tuple[int, ...]) -> NDArray[Any]:
-        """Draw a box for each share [N] as timm does one by one. Return the label's share and the
-        box: [N, 5].
+        """Draw one cutmix box per entry of `share` [N], with the same distribution as timm.
+
+        Returns an array [N, 5]. Its columns are the weight of the image's own label, and the top,
+        bottom, left and right edge of the box.
         """
         if self.cutmix_minmax is not None:
             boxes = np.array([rand_bbox_minmax(size, self.cutmix_minmax) for _ in share]).reshape(
@@ -72,23 +77,29 @@ class BatchedMixup(Mixup):
 
 
 class Mixing:
-    """Mixup and cutmix of images within a rank. Random draws depend on (seed, batch, rank) only."""
+    """Applies mixup and cutmix to the images of one rank.
+
+    Random numbers depend only on the seed, the number of the batch and the rank.
+    """
 
     def __init__(self, seed: int, rank: int, off_epoch: int = 0, **arguments: Any) -> None:
-        """`off_epoch`: the first epoch without mixing; 0: none. `arguments`: those of timm's
-        Mixup.
+        """Configure mixup and cutmix.
+
+        `off_epoch`: the first epoch without mixing; 0: mix in all epochs. `arguments`: keyword
+        arguments of timm's Mixup.
         """
         self.mixup, self.off_epoch = BatchedMixup(**arguments), off_epoch
         self.seed, self.rank = seed, rank
-        # Number of batches mixed since training began.
+        # Number of batches that were mixed since the training began, also before a resume.
         self.batch = 0
 
     def __call__(self, images: Tensor, targets: Tensor, epoch: int) -> tuple[Tensor, Tensor]:
-        """Return a mixed batch: images and soft targets [B, classes]. From epoch `off_epoch` on,
-        labels are only smoothed.
+        """Mix a batch and return its images and soft targets [B, classes].
+
+        From the epoch `off_epoch` on, images are not mixed and labels are only smoothed.
         """
         self.mixup.mixup_enabled = not self.off_epoch or epoch < self.off_epoch
-        # timm draws from numpy's global state.
+        # Seed numpy's global generator, because timm's Mixup draws from it.
         np.random.seed(seed_for(self.seed, self.batch, self.rank) & 0xFFFFFFFF)
         self.batch += 1
         mixed, soft = self.mixup(images, targets)

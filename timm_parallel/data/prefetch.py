@@ -1,4 +1,4 @@
-"""Moves batches to the device as uint8, and normalizes them there."""
+"""Copy batches of uint8 images to the device, and normalize the images on the device."""
 
 from __future__ import annotations
 
@@ -9,39 +9,47 @@ import weakref
 import torch
 from torch import Tensor
 
-Batch = tuple[Tensor, Tensor]  # images [B, C, H, W], or with views [B, V, C, H, W]; targets [B, …]
+# Images [B, C, H, W] and targets [B, …]. With V views per image, images are [B, V, C, H, W].
+Batch = tuple[Tensor, Tensor]
 
-# Values of a batch from which on it gets memory of BatchMemory. For smaller ones malloc is faster:
-# it keeps their memory, and looking for a free block takes 40 us with cold caches.
+# Batches with at least so many values get their memory from BatchMemory. For smaller batches malloc
+# is faster, because it keeps their memory, while finding a free block takes 40 us with cold caches.
 LARGE = 2**20
 
 
 class BatchMemory:
-    """Memory for batches on a CPU, reused once no tensor, view or graph holds it."""
+    """Memory for batches on a CPU. A block is reused when no tensor, view or autograd graph needs
+    it any more.
+    """
 
-    # malloc maps each of these blocks again, so the kernel clears it for every batch. Reusing 19 MB
-    # batches saves a tenth of the processor time of a tiny ViT's step; with a larger model the
-    # share is too small to measure.
+    # malloc would request each large block from the kernel again, and the kernel would clear it for
+    # every batch. Reusing blocks of 19 MB saves a tenth of the processor time of a training step of
+    # a tiny ViT. With a larger model the saving is too small to measure.
 
     def __init__(self) -> None:
-        self._free: dict[int, list[mmap.mmap]] = {}  # by size in bytes
+        # Free memory blocks, which no tensor uses, by their size in bytes.
+        self._free: dict[int, list[mmap.mmap]] = {}
 
     def empty(self, *shape: int) -> Tensor:
-        """Return an uninitialized float32 tensor."""
+        """Return an uninitialized float32 tensor with the given shape, in a free memory block or a
+        new one.
+        """
         size = 4 * math.prod(shape)
         free = self._free.setdefault(size, [])
         block = (
             free.pop() if free else mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         )
-        # The storage of the tensor holds the view; when the view ends, the block is free.
+        # The tensor keeps this memory view alive. When the view is deleted, its memory block is
+        # free again.
         view = memoryview(block)
         weakref.finalize(view, free.append, block)
         return torch.frombuffer(view, dtype=torch.float32).view(shape)
 
 
 class DevicePrefetcher:
-    """Moves batches to a device and normalizes them there: uint8 takes a quarter of the bytes of
-    float images.
+    """Copies batches of uint8 images to a device and normalizes them on the device.
+
+    The copy of uint8 images has a quarter of the bytes of float32 images.
     """
 
     def __init__(
@@ -51,7 +59,9 @@ class DevicePrefetcher:
         std: tuple[float, ...],
         channels_last: bool,
     ) -> None:
-        """`mean` and `std`: per channel, of images in 0..1."""
+        """Prepare the copies to `device`. `mean`, `std`: per channel, for pixel values
+        from 0 to 1.
+        """
         self.device = device
         self.mean = torch.tensor(mean, device=device).view(1, -1, 1, 1) * 255
         self.inverse_std = 1 / (torch.tensor(std, device=device).view(1, -1, 1, 1) * 255)
@@ -61,32 +71,35 @@ class DevicePrefetcher:
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def send(self, batch: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Copy the tensors of a batch to the device. A GPU copies them while it computes what was
-        launched before.
+        """Copy the tensors of a batch to the device.
+
+        A GPU copies them while it still computes operations that were launched before.
         """
         if self._copies is None:
             return batch
-        # A copy from memory that is not pinned would block.
+        # Copy from pinned memory, because the CPU would otherwise wait until the copy is finished.
         pinned = [tensor if tensor.is_pinned() else tensor.pin_memory() for tensor in batch]
         with torch.cuda.stream(self._copies):
             sent = tuple(tensor.to(self.device, non_blocking=True) for tensor in pinned)
         current = torch.cuda.current_stream(self.device)
         current.wait_event(self._copies.record_event())
         for tensor in sent:
-            # Otherwise the allocator would give their memory to the next copy too early.
+            # Tell the allocator that the current stream uses this tensor. Otherwise the next copy
+            # could overwrite its memory too early.
             tensor.record_stream(current)
         return sent
 
     def normalize(self, images: Tensor) -> Tensor:
-        """Return normalized float32 images in the memory format of the model."""
+        """Convert uint8 images to normalized float32 images in the memory format of the model."""
         if images.ndim == 5:
             return self.normalize(images.flatten(0, 1)).unflatten(0, images.shape[:2])
         normalized = self._empty_like(images)
         if self._copies is not None:
-            # One kernel reads bytes and writes floats. autocast rounds them later, because some
-            # models do not begin with an operator that it casts for.
+            # Read bytes and write floats in one kernel. The result stays float32, because some
+            # models do not begin with an operator for which autocast converts its input.
             return torch.addcmul(self.shift, images, self.inverse_std, out=normalized)
-        # On a CPU, an operator on uint8 would make one more copy.
+        # On a CPU, copy to float32 first, because an arithmetic operator on uint8 would make one
+        # more copy.
         return normalized.copy_(images).sub_(self.mean).mul_(self.inverse_std)
 
     def _empty_like(self, images: Tensor) -> Tensor:

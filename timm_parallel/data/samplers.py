@@ -1,5 +1,6 @@
-"""Samplers assign sample indices to ranks. Step n reads the same set of images on any number of
-ranks.
+"""Samplers, which assign the indices of images to ranks.
+
+Step n of training reads the same set of images on any number of ranks.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ from timm_parallel.data.seeds import seed_for
 
 
 def seed_draws(seed: int, epoch: int, index: int) -> None:
-    """Seed the generators of torch, random and numpy from (seed, epoch, index of a sample), on any
-    rank and worker alike.
+    """Seed the global generators of torch, random and numpy for the augmentation of one image.
+
+    The seed depends on the run's seed, the epoch and the index of the image. So any rank and any
+    loader worker augments the image in the same way.
     """
     mixed = seed_for(seed, epoch, index)
     torch.default_generator.manual_seed(mixed)
@@ -29,48 +32,54 @@ def seed_draws(seed: int, epoch: int, index: int) -> None:
 
 
 def fixed_choice(total: int, count: int | None) -> Tensor | None:
-    """Choose `count` of `total` images at random, the same in every run: indices [count]; None for
-    all.
+    """Choose `count` of `total` images at random, and return their indices as a tensor [count].
+
+    Every run chooses the same images. Returns None if all images are used.
     """
     if count is None or count >= total:
         return None
-    # Not the first images, which in a folder all have one class.
+    # Do not take the first images, because in an image folder all of them have the same class.
     return torch.randperm(total, generator=torch.Generator().manual_seed(0))[:count]
 
 
 def class_balance(labels: Tensor | None, balance: float) -> Tensor:
-    """Return image weights [N] that draw a class of n images with a probability proportional to
-    n^(1 - balance).
+    """Compute the weight of each image for drawing images with replacement, as a tensor [N].
+
+    A class of n images is drawn with a probability proportional to n^(1 - balance).
     """
     if labels is None or labels.ndim != 1 or labels.is_floating_point():
         raise ValueError(
-            f"data.balance={balance}: needs a dataset that lists one class per image; set it to 0"
+            f"data.balance={balance}: needs a dataset that lists one class per image; set "
+            "data.balance=0"
         )
     counts = labels.bincount().double()
     return counts[labels] ** -balance
 
 
 class IndexBatch(NamedTuple):
-    """Sample indices of a batch, and the epoch, from which augmentation is seeded. Sent to loader
-    workers.
+    """Indices of the images in a batch, which a sampler sends to loader workers.
+
+    The epoch is sent too, because the seeds of augmentation depend on it.
     """
 
     epoch: int
-    indices: NDArray[np.int64]  # [batch]; numpy, because a tensor would be sent as shared memory
+    # Indices of the images, with the shape [batch]. They are a numpy array, because torch would
+    # send a tensor through shared memory.
+    indices: NDArray[np.int64]
 
 
 class TrainSampler(DistributedSampler[Any]):
-    """DistributedSampler that yields batches: an epoch can start at any batch. A shard of 10^7
-    indices takes 80 MB.
+    """Sampler that yields the batches of indices that one rank trains on.
 
-    Rank r of w takes every w-th index of the epoch's permutation, so that the ranks' n-th batches
-    of size B/w together are the n-th global batch of size B. Images that do not fill an optimizer
-    step of `accumulate` batches are dropped.
+    Unlike its base DistributedSampler, it can start an epoch at any batch. Rank r of w takes every
+    w-th index of the permutation of an epoch, starting at r. So the n-th batches of all ranks, of
+    size B / w each, form the n-th global batch of size B. Images that do not fill an optimizer step
+    of `accumulate` batches are dropped. The indices of a rank take 80 MB for 10^7 images.
     """
 
-    # With `copies` c (repeated augmentation, Hoffer et al. 2020, arXiv:1901.09335) an epoch has the
-    # same length, but a c-th of the images. Copy k of image i has the index i + k x num_images, so
-    # that augmentation draws differently for each.
+    # Repeated augmentation (Hoffer et al. 2020, arXiv:1901.09335) puts c copies of an image into an
+    # epoch. The epoch keeps its length, so it has only a c-th of the images. Copy k of image i has
+    # the index i + k * num_images, so that each copy is augmented with another seed.
 
     def __init__(
         self,
@@ -83,8 +92,10 @@ class TrainSampler(DistributedSampler[Any]):
         accumulate: int = 1,
         weights: Tensor | None = None,
     ) -> None:
-        """`batch_size` is the global one. With `weights` [num_images], images are drawn with
-        replacement.
+        """Configure the sampler. `batch_size`: the global batch size.
+
+        `weights` [num_images]: draw images with replacement, with probabilities proportional to
+        these weights. None: read each image once per epoch.
         """
         self.batches_per_epoch = batches_per_epoch(num_images, batch_size, accumulate)
         super().__init__(
@@ -105,41 +116,49 @@ class TrainSampler(DistributedSampler[Any]):
         self.first_batch = 0
 
     def start_at(self, epoch: int, first_batch: int = 0) -> None:
-        """Set the epoch and first batch of the next iteration, because a resumed run may start
-        inside an epoch.
+        """Set the epoch and the first batch of the next iteration.
+
+        A resumed run may continue inside an epoch, so it does not start at batch 0.
         """
         self.set_epoch(epoch)
         self.first_batch = first_batch
 
     def shard(self) -> Tensor:
-        """Return this rank's indices of the epoch, in order: int64 [batches x batch_size /
-        num_replicas].
+        """Return the indices that this rank reads in the epoch, in order.
+
+        The result is an int64 tensor [batches * batch_size / number of ranks].
         """
         return self._order()[self.rank :: self.num_replicas]
 
     def global_batches(self, first: int, count: int) -> list[int]:
-        """List the images, below `num_images`, that all ranks read in batches `first` to `first +
-        count` of the epoch.
+        """Return the indices of the images that all ranks together read in `count` batches of the
+        epoch.
+
+        `first`: index of the first of these batches. A copy of an image counts as this image.
         """
         indices = self._order()[first * self.batch_size : (first + count) * self.batch_size]
         return (indices % self.num_images).tolist()  # type: ignore[no-any-return]
 
     def _order(self) -> Tensor:
-        """Return the indices of the epoch for all ranks: int64 [batches x batch_size]."""
-        # DistributedSampler seeds with seed + epoch, so a sweep's repeats with seeds s, s + 1, …
-        # would share orders.
+        """Return the indices of the epoch for all ranks, an int64 tensor [batches * batch_size]."""
+        # Do not use seed + epoch as DistributedSampler does. Repeats of a sweep with the seeds s, s
+        # + 1, … would then share permutations.
         generator = torch.Generator().manual_seed(seed_for(self.seed, self.epoch))
         if self.weights is not None:
             return self._draw(self.weights, generator)
         order = torch.randperm(self.num_images, generator=generator)
         if self.copies > 1:
             chosen = order[: -(-self.num_images // self.copies)]
-            # Copies are adjacent, so that ddp spreads them over its ranks.
+            # Put the copies of an image next to each other, so that ddp distributes them to
+            # different ranks.
             order = (chosen[:, None] + torch.arange(self.copies) * self.num_images).flatten()
         return order[: self.batches_per_epoch * self.batch_size]
 
     def _draw(self, weights: Tensor, generator: torch.Generator) -> Tensor:
-        """Draw images with replacement. The k-th draw of an image is its k-th copy, augmented
+        """Draw the images of an epoch with replacement, with probabilities proportional to
+        `weights`.
+
+        The k-th draw of an image gets the index of its k-th copy, so that each draw is augmented
         differently.
         """
         bounds = weights.double().cumsum(0)
@@ -165,12 +184,14 @@ class TrainSampler(DistributedSampler[Any]):
 
 
 class EvalSampler:
-    """Samples each image once: rank r of w takes range(r, n, w) without padding, so shard sizes may
+    """Sampler that assigns each image to exactly one rank.
+
+    Rank r of w takes range(r, n, w) without padding, so the numbers of images of two ranks may
     differ by one.
     """
 
     def __init__(self, num_samples: int, batch_size: int, rank: int, world_size: int) -> None:
-        """`batch_size` is the global one."""
+        """Select the images of this rank. `batch_size`: the global batch size."""
         if num_samples == 0:
             raise ValueError(
                 "data: the split to evaluate on is empty; add images, or choose another split"

@@ -1,5 +1,6 @@
-"""Seeds of random draws, as functions of integers instead of earlier draws. No torch is imported
-here.
+"""Compute the seeds of random numbers from integers such as seed, epoch and index of an image.
+
+A seed does not depend on random numbers that were drawn earlier. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -10,23 +11,25 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-MASK = 0xFFFFFFFFFFFFFFFF  # 64 bits
+# Bit mask that keeps the lowest 64 bits of an integer.
+MASK = 0xFFFFFFFFFFFFFFFF
 
 
 def seed_for(*values: int) -> int:
-    """Mix integers into one seed in 0 .. 2^63 - 1, such that adjacent integers give unrelated
-    seeds.
-    """
+    """Mix integers into one seed from 0 to 2^63 - 1. Adjacent integers give unrelated seeds."""
     return int(_mix(*values))
 
 
 def seeds_for(seed: int, epoch: int, indices: NDArray[np.int64], *more: int) -> list[int]:
-    """Return seed_for(seed, epoch, index, *more) for each of the `indices` [N], mixed at once."""
+    """Compute one seed per image index in `indices` [N], from the run's seed and the epoch.
+
+    The result equals seed_for(seed, epoch, index, *more) for each index, but is faster.
+    """
     return list(_mix(seed, epoch, indices.astype("uint64"), *more).tolist())
 
 
 def _mix(*values: Any) -> Any:
-    # The finalizer of splitmix64 (Steele, Lea, Flood 2014), applied once per value.
+    # Apply the finalizer of splitmix64 (Steele, Lea, Flood 2014) once per value.
     mixed: Any = 0
     for value in values:
         mixed = ((mixed ^ value) + 0x9E3779B97F4A7C15) & MASK

@@ -1,10 +1,11 @@
-"""Images inside tar files, read by index without unpacking."""
+"""Dataset of images in tar files, which are read by index without unpacking."""
 
-# Two layouts: class folders (`cat/1.jpg`; in a tar without folders the name of the tar is the
-# class), and webdataset's, in which an image and its label share a name (`000123.jpg`,
-# `000123.cls`).  timm's own readers are not used. The one for tars unpickles a cache that it finds
-# next to the data. The one for webdataset is a stream without image numbers, so a run could neither
-# divide it exactly among ranks nor continue in the middle of an epoch.
+# Two layouts are supported. In the first, the folder of an image names its class (`cat/1.jpg`); in
+# a tar without folders, the name of the tar file is the class. In the second, that of webdataset,
+# an image and its label have the same name (`000123.jpg`, `000123.cls`). The readers of timm are
+# not used. Its reader of tars unpickles a cache file next to the data, which may run code. Its
+# reader of webdataset is a stream without image indices, so a run could not divide the images
+# exactly among ranks, nor continue inside an epoch.
 
 from __future__ import annotations
 
@@ -18,15 +19,17 @@ from timm_parallel.data.fractions import Member
 from timm_parallel.keys import DataConfig
 
 SYNONYMS = {"validation": ("validation", "val", "valid"), "val": ("val", "validation", "valid")}
-# (key, suffix) of a member's name: webdataset's key ends at the first dot of the file's name.
-# Hidden files do not match.
+# Split the name of a file in a tar into key and suffix. As in webdataset, the key ends at the first
+# dot of the file name. Hidden files do not match.
 KEY_AND_SUFFIX = re.compile(r"((?:.*/)?[^/.]+)\.([^/]*)")
 LabeledImages = Iterator[tuple[tarfile.TarInfo, str]]
 
 
 class TarDataset(ImageDataset):
-    """`data=timm data.name=tar` (or wds) `data.root=<folder>`, with the names or patterns of the
-    tars in `data.kwargs`.
+    """Dataset of tar files: `data=timm data.name=tar data.root=<folder>`, or `data.name=wds` for
+    webdataset.
+
+    The names or patterns of the tar files of each split are given in data.kwargs.
     """
 
     def __init__(
@@ -44,7 +47,7 @@ class TarDataset(ImageDataset):
         _check_overlap(root, names, tars)
         members = [_read_index(paths, webdataset) for paths in tars]
         labels = {label for *_, label in members[0]}
-        # The labels of webdataset are numbers, of which some may be missing.
+        # In webdataset the labels are class numbers, and a number may have no image.
         self.target_names = (
             [str(number) for number in range(max(map(int, labels)) + 1)]
             if webdataset
@@ -59,27 +62,29 @@ class TarDataset(ImageDataset):
 
     @classmethod
     def check(cls, config: DataConfig, evaluated: str | None = None, target: str = "label") -> None:
-        """Raise ValueError for a missing folder of tars."""
+        """Raise ValueError if the folder of the tar files does not exist."""
         if not (config.root and Path(config.root).is_dir()):
             raise ValueError(
-                f"data.root={config.root}: no such folder; give the one that contains the tars"
+                f"data.root={config.root}: no such folder; give the folder with the tar files"
             )
 
 
 def _check_overlap(root: Path, names: list[str], tars: list[list[Path]]) -> None:
-    """Raise ValueError for a tar of the first split that another split has, too."""
+    """Raise ValueError if a tar file of the training split also belongs to another split."""
     for name, paths in zip(names[1:], tars[1:], strict=True):
         if name != names[0] and (both := sorted({*paths} & {*tars[0]})):
             raise ValueError(
-                f"data.root={root}: {both[0].name} matches the splits {names[0]} and {name}; name "
-                f"their tars in data.kwargs.train_split and val_split, with * or {{0000..0146}} "
-                "for several"
+                f"data.root={root}: {both[0].name} matches the splits {names[0]} and {name}; give "
+                f"the names of their tar files in data.kwargs.train_split and "
+                f"data.kwargs.val_split, several files as * or {{0000..0146}}"
             )
 
 
 def find_tars(root: Path, split: str) -> list[Path]:
-    """Find `<root>/<split>.tar`, `<root>/<split>/*.tar`, `<root>/*<split>*.tar`, or a pattern:
-    `train-{0000..0146}.tar`.
+    """Find the tar files of a split in the folder `root`.
+
+    `split`: the name of a split, or a file pattern such as `train-{0000..0146}.tar`. A name finds
+    `<split>.tar`, else `<split>/*.tar`, else `*<split>*.tar`.
     """
     if re.search(r"[*{]", split):
         matches = [
@@ -89,8 +94,8 @@ def find_tars(root: Path, split: str) -> list[Path]:
         ]
         if missing := [path for path in matches if not path.is_file()]:
             raise ValueError(
-                f"data.root={root}: {missing[0].name} of {split} is not there; add it, or change "
-                "the pattern"
+                f"data.root={root}: {missing[0].name} of {split} is not there; add the file, or "
+                "change the pattern"
             )
         return matches
     for name in SYNONYMS.get(split, (split,)):
@@ -104,8 +109,9 @@ def find_tars(root: Path, split: str) -> list[Path]:
 
 
 def _read_index(tars: list[Path], webdataset: bool) -> list[Member]:
-    """List the position and label of every image in uncompressed tar files, from the members'
-    headers.
+    """List the position and the label of every image in uncompressed tar files.
+
+    Only the headers of the tar files are read, and no image.
     """
     members: list[Member] = []
     for number, path in enumerate(tars):
@@ -158,12 +164,12 @@ def _labeled_by_cls(path: Path, archive: tarfile.TarFile) -> LabeledImages:
     for key, image in images.items():
         if not labels.get(key, "").isdigit():
             raise ValueError(f"{path}: {image.name} has no label: {key}.cls must hold a number")
-        # 007 is 7.
+        # Remove leading zeros, because the label 007 is class 7.
         yield image, str(int(labels[key]))
 
 
 def _expand_braces(pattern: str) -> list[str]:
-    """Expand `a-{08..10}.tar` to a-08.tar, a-09.tar, a-10.tar."""
+    """Expand a pattern such as `a-{08..10}.tar` to a-08.tar, a-09.tar and a-10.tar."""
     match = re.search(r"\{(\d+)\.\.(\d+)\}", pattern)
     if match is None:
         return [pattern]

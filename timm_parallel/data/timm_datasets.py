@@ -1,4 +1,4 @@
-"""Datasets by the names of timm's factory: `torch/cifar10` and `hfds/…`."""
+"""Datasets that timm can load by name, such as `torch/cifar10` and `hfds/…`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from timm_parallel.keys import DataConfig
 
 
 class TimmImages(ImageDataset):
-    """`data=timm data.name=<name> data.root=<folder>`, with further options in `data.kwargs`."""
+    """Dataset that timm loads by name: `data=timm data.name=<name> data.root=<folder>`.
+
+    data.kwargs may hold further options.
+    """
 
     def __init__(
         self,
@@ -26,8 +29,10 @@ class TimmImages(ImageDataset):
         input_key: str = "image",
         target_key: str = "label",
     ) -> None:
-        """The arguments have timm's names. `input_key` and `target_key` are columns of a Hugging
-        Face dataset.
+        """Load the splits with timm. The arguments have the names that timm uses.
+
+        `input_key`, `target_key`: columns of a Hugging Face dataset with the images and with the
+        labels.
         """
         names = [name for name in (train_split, val_split, test_split) if name is not None]
         splits: list[Any]
@@ -44,7 +49,8 @@ class TimmImages(ImageDataset):
         else:
             datasets = [_create(config, name, download=download) for name in names]
             for dataset in datasets:
-                # torchvision would open files of any format that Pillow knows.
+                # Replace the loader of torchvision, which would open files of every format that
+                # Pillow knows.
                 if hasattr(dataset, "loader"):
                     dataset.loader = decode
             first, _ = datasets[0][0]
@@ -59,13 +65,15 @@ class TimmImages(ImageDataset):
 
 
 class TorchvisionSplit:
-    """A split of a torchvision dataset, whose items are labels with PIL images, or with tensors of
-    `decode`.
+    """A split of a torchvision dataset.
+
+    An item of this dataset is a label with either a PIL image or a decoded uint8 tensor.
     """
 
     def __init__(self, dataset: Any, mode: str) -> None:
         self.dataset, self.mode = dataset, mode
-        # CIFAR and MNIST hold their images in one array: uint8 [N, H, W, 3] or [N, H, W].
+        # Use the array of a dataset that holds all images in memory, such as CIFAR or MNIST. The
+        # array is uint8 [N, H, W, 3] or [N, H, W].
         self.rows: InMemory | None = None
         if hasattr(dataset, "data") and hasattr(dataset, "targets"):
             images, labels = torch.as_tensor(dataset.data), torch.as_tensor(dataset.targets)
@@ -82,8 +90,9 @@ class TorchvisionSplit:
 
 
 class HubSplit:
-    """A split of a Hugging Face dataset, read by timm. Decodes here: timm would silently replace
-    damaged images.
+    """A split of a Hugging Face dataset, whose files are read by timm and decoded here.
+
+    timm would replace damaged images by other images without a warning.
     """
 
     def __init__(self, reader: Any) -> None:
@@ -99,14 +108,15 @@ class HubSplit:
 
 
 def _create(config: DataConfig, split: str, **options: Any) -> Any:
-    """Create a split with timm's factory."""
+    """Load one split with timm's create_dataset, and raise ValueError with a fix if this fails."""
     try:
         return create_dataset(
             config.name, root=config.root, split=split, is_training=split == "train", **options
         )
     except ImportError as error:
         raise ValueError(
-            f"data.name={config.name}: needs a package: pip install {error.name}"
+            f"data.name={config.name}: needs a package that is not installed: pip install "
+            f"{error.name}"
         ) from None
     except (OSError, RuntimeError, AssertionError, ValueError) as error:
         reason = " ".join(str(error).split())[:200]

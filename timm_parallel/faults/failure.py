@@ -1,5 +1,5 @@
-"""Failure records: each failed rank writes one; the launcher finds the rank that failed first and
-prints its record.
+"""Failure records. Each rank that fails writes one. The launcher finds the rank that failed first,
+and prints its record.
 """
 
 from __future__ import annotations
@@ -26,17 +26,19 @@ from timm_parallel.machine.ranks import Ranks, host_name
 from timm_parallel.machine.secrets import hide_in
 from timm_parallel.machine.text import for_terminal
 
-# Environment variable of the only rank of a run: the file descriptor at which its launcher reads
-# failure records.
+# Environment variable with a file descriptor, to which the only rank of a run writes its failure
+# record for the launcher.
 REPORT = "RUN_FAILURE_DESCRIPTOR"
-# Exit codes of ranks that the agent ends because another rank failed.
+# Exit codes of ranks that torch's agent ended because another rank had failed.
 ENDED_BY_AGENT = (-signal.SIGTERM, 128 + signal.SIGTERM)
-NOT_DETERMINISTIC = " does not have a deterministic implementation"  # from torch's message
+# Text in torch's message about an operation without deterministic algorithm.
+NOT_DETERMINISTIC = " does not have a deterministic implementation"
 LOST_CONNECTION = ("DistBackendError", "DistNetworkError", "DistStoreError")
-# gloo raises RuntimeError; its messages name a source file of gloo or the operation.
+# gloo raises a plain RuntimeError. Its messages contain the path of a source file of gloo, or the
+# name of the operation.
 GLOO = re.compile(r"third_party[/\\]gloo|Gloo connect")
-# Of torch, the C++ library, the kernel, cuBLAS and cuDNN. The former name memory of the machine,
-# the latter of a device.
+# Texts in out-of-memory messages of torch, the C++ library, the kernel, cuBLAS and cuDNN.
+# NO_HOST_MEMORY is for memory of the machine, NO_DEVICE_MEMORY for memory of a device.
 NO_HOST_MEMORY = (
     "can't allocate memory",
     "bad_alloc",
@@ -44,29 +46,33 @@ NO_HOST_MEMORY = (
     "host_allocation_failed",
 )
 NO_DEVICE_MEMORY = ("out of memory", "alloc_failed", "device_allocation_failed")
-# From torch's messages: of its allocator, and of a replica of DataParallel.
+# Texts in torch's messages that contain the number of the full device: of the allocator, and of a
+# replica of DataParallel.
 FULL_DEVICE = re.compile(r"GPU (\d+) has a total capacity|in replica \d+ on device (\d+)")
 
 
 @dataclass
 class RankExits:
-    """Exits of the ranks of this node: `exit_codes` has rank -> nonzero exit code (negative: killed
-    by that signal).
+    """How the ranks of this node ended. `exit_codes` is a dictionary from rank to exit code,
+    without ranks that exited with 0. A negative code is the number of the signal that killed the
+    rank.
     """
 
-    signal: int | None = None  # the signal that stopped this launcher, or all of its ranks
+    # Signal that stopped this launcher or all of its ranks; None if there was none.
+    signal: int | None = None
     exit_codes: dict[int, int] = field(default_factory=dict)
-    world_size: int = 0  # ranks that started and have all ended; 0 if other nodes have ranks too
-    oom_kills: int = (
-        0  # processes of this machine that the kernel killed meanwhile for lack of memory
-    )
-    folder_problem: str = ""  # why the run folder cannot be used any more: it was deleted or moved
-    # Failure records that came through memory, because a full disk takes no files.
+    # Number of ranks, which have all ended. 0 if other nodes have ranks too.
+    world_size: int = 0
+    # Number of processes on this machine that the kernel killed for lack of memory during the run.
+    oom_kills: int = 0
+    # Message if the run folder was deleted or moved, otherwise empty.
+    folder_problem: str = ""
+    # Failure records that were sent through memory, because a full disk takes no files.
     records: list[dict[str, Any]] = field(default_factory=list)
 
 
 def record_of(rank: int | None, folder: Path, reason: str, **changes: Any) -> dict[str, Any]:
-    """Return a failure record for a rank on this host, with default values except for `reason` and
+    """Build the failure record of a rank on this host, with default values except for `reason` and
     `changes`.
     """
     return {
@@ -78,7 +84,7 @@ def record_of(rank: int | None, folder: Path, reason: str, **changes: Any) -> di
         "reason": reason,
         "exception": "",
         "traceback": None,
-        # False if the reason says enough: the traceback then appears in the log only.
+        # False if the reason is enough on the console. The log file still has the traceback.
         "shows_traceback": True,
         "log": None if rank is None else str(log_file(folder, rank)),
         "is_echo": False,
@@ -90,24 +96,30 @@ def record_of(rank: int | None, folder: Path, reason: str, **changes: Any) -> di
 def failure_record(
     error: Exception, config: ResolvedConfig, ranks: Ranks, folder: Path
 ) -> dict[str, Any]:
-    """Return the failure record of this rank for an exception. Call it in the `except` block."""
+    """Build the failure record of this rank for an exception. Must be called in an `except` block,
+    because the record contains the current traceback.
+    """
     kind, text = type(error).__name__, _one_line(error)
     last = traceback.extract_tb(error.__traceback__)[-1]
-    location = f"{Path(last.filename).name}:{last.lineno}"
-    record = record_of(ranks.rank, folder, f"{ranks.name}: {kind}: {text} ({location})")
-    record |= {
-        "attempt": ranks.restart_count,
-        "exception": kind,
-        "traceback": traceback.format_exc(),
-    }
-    record["shows_traceback"] = not isinstance(error, RefusedError | UnreadableImageError)
+    record = record_of(
+        ranks.rank,
+        folder,
+        f"{ranks.name}: {kind}: {text} ({Path(last.filename).name}:{last.lineno})",
+        attempt=ranks.restart_count,
+        exception=kind,
+        traceback=traceback.format_exc(),
+        shows_traceback=not isinstance(error, RefusedError | UnreadableImageError),
+    )
     if isinstance(error, RefusedError):
         record |= {"status": "refused", "reason": text, "exit_code": 2}
     elif isinstance(error, NotFiniteError):
         record |= {"status": "not_finite", "reason": text}
     elif (device := _full_device(error, text, config.parallel.accelerator)) is not None:
-        reason = _out_of_memory(text, device, config, ranks)
-        record |= {"status": "out_of_memory", "reason": reason, "shows_traceback": False}
+        record |= {
+            "status": "out_of_memory",
+            "reason": _out_of_memory(text, device, config, ranks),
+            "shows_traceback": False,
+        }
     elif NOT_DETERMINISTIC in text:
         record["reason"] += "; set train.deterministic=false, or use another model"
     elif "DataLoader worker" in text:
@@ -115,32 +127,37 @@ def failure_record(
             "; the kernel may have killed a loader worker for lack of memory; lower data.workers"
         )
     elif isinstance(error, ConnectError):
-        # As an echo, because a rank that was killed meanwhile is the cause.
-        reason = f"{ranks.name} could not connect to the other ranks: {text}"
-        record |= {"is_echo": True, "reason": reason}
+        # Mark the record as a consequence (is_echo), because the cause may be another rank that was
+        # killed.
+        record |= {
+            "is_echo": True,
+            "reason": f"{ranks.name} could not connect to the other ranks: {text}",
+        }
     elif kind in LOST_CONNECTION or (kind == "RuntimeError" and GLOO.search(text)):
-        reason = (
-            f"{ranks.name} lost its connection to another rank, which has exited: {kind}: {text}"
-        )
-        record |= {"is_echo": True, "reason": reason}
+        record |= {
+            "is_echo": True,
+            "reason": f"{ranks.name} lost its connection to another rank, which has exited: "
+            f"{kind}: {text}",
+        }
     return record
 
 
 def write_failure(folder: Path, record: dict[str, Any]) -> None:
-    """Write a failure record, which also reaches the launcher in another way. So a full disk only
-    leaves out the file.
+    """Write a failure record as a file into the logs of a run. A full disk is ignored, because the
+    launcher also receives the record in another way.
     """
     path = failure_file(folder, record["rank"])
     with suppress(OSError):
-        # Not the parents: the run folder may have been deleted.
+        # Create only the folder of the logs. Its parents may be missing because the run folder was
+        # deleted.
         path.parent.mkdir(exist_ok=True)
         write_json(path, record)
 
 
 @cache
 def report_descriptor() -> int | None:
-    """Return the descriptor of REPORT, which programs that this rank starts must not inherit; None
-    if it has none.
+    """Return the file descriptor in the variable REPORT; None if the variable is not set. The
+    variable is removed, so that programs that this rank starts do not inherit it.
     """
     given = os.environ.pop(REPORT, None)
     return None if given is None else int(given)
@@ -148,7 +165,7 @@ def report_descriptor() -> int | None:
 
 def report_failure(record: dict[str, Any]) -> None:
     """Send a failure record to the launcher of a run with one rank. Ranks that have a store publish
-    it there.
+    the record there.
     """
     descriptor = report_descriptor()
     if descriptor is not None:
@@ -156,8 +173,8 @@ def report_failure(record: dict[str, Any]) -> None:
 
 
 def reported_failures(descriptor: int) -> list[dict[str, Any]]:
-    """Return the records that a rank, which has exited, has sent through a descriptor of the same
-    file.
+    """Read the failure records that a rank has sent through a file descriptor. The rank must have
+    exited.
     """
     lines = os.pread(descriptor, os.fstat(descriptor).st_size, 0).splitlines()
     return [json.loads(line) for line in lines]
@@ -172,35 +189,38 @@ def failure_files(folder: Path) -> list[Path]:
 
 
 def first_failure(folder: Path, ended: RankExits) -> dict[str, Any]:
-    """Return the record of the rank that failed first in the latest attempt, made from its exit
-    code if it wrote none.
+    """Return the failure record of the rank that failed first in the latest attempt. If that rank
+    wrote no record, build one from its exit code.
+
+    `ended`: exits of the ranks of this node.
     """
     if ended.folder_problem:
         return record_of(None, folder, ended.folder_problem, exception=GONE)
     records = [*_records(folder), *ended.records]
     attempt = max((record["attempt"] for record in records), default=0)
     records = [record for record in records if record["attempt"] == attempt]
-    # The store numbers the records that reach it, because the clocks of two hosts differ.
+    # Sort by the number that the store gave each record, because the clocks of two hosts differ.
+    # Lost connections come last, because they follow from another failure.
     records.sort(
         key=lambda record: (record["is_echo"], record.get("order", math.inf), record["time"])
     )
-    # First choice: the earliest exception other than a lost connection.
+    # First choose the earliest exception that is not a lost connection.
     if records and not records[0]["is_echo"]:
         return records[0]
     codes = dict.fromkeys(range(ended.world_size), 0) | ended.exit_codes
     recorded = {record["rank"] for record in records}
-    # Then a rank killed by a signal (its code is negative), or one that exited without a record,
-    # even with code 0: its peers record a lost connection.
+    # Otherwise choose a rank that a signal killed (negative code), or a rank that exited without a
+    # record, even with code 0. The other ranks then recorded only lost connections.
     for rank, code in sorted(codes.items(), key=lambda item: item[1]):
         if rank not in recorded and code not in ENDED_BY_AGENT:
             return failure_of_exit_code(folder, rank, code, ended.oom_kills)
-    # Then the earliest lost connection.
+    # Otherwise choose the earliest lost connection.
     return records[0] if records else record_of(None, folder, "the ranks ended without a result")
 
 
 def cause_is_known(folder: Path) -> bool:
-    """Return True if a rank has recorded a failure other than a lost connection, which is never the
-    first failure.
+    """Return True if a rank has written a failure record other than a lost connection, which is
+    only the consequence of another failure.
     """
     return any(not record["is_echo"] for record in _records(folder))
 
@@ -210,7 +230,9 @@ def _records(folder: Path) -> list[dict[str, Any]]:
 
 
 def failure_of_exit_code(folder: Path, rank: int, code: int, oom_kills: int) -> dict[str, Any]:
-    """Return a failure record for a rank that exited with `code` without writing one."""
+    """Build the failure record of a rank that exited with a code and wrote no record. `oom_kills`:
+    number of processes that the kernel killed for lack of memory during the run.
+    """
     if code == -signal.SIGKILL and oom_kills:
         reason = (
             f"rank {rank} was killed by the kernel, which ran out of memory; use a smaller "
@@ -230,7 +252,7 @@ def log_file(folder: Path, rank: int) -> Path:
 
 
 def failure_text(failure: dict[str, Any]) -> str:
-    """Format a failure record for the console, as lines with its traceback, reason and log file."""
+    """Format a failure record for the console: traceback, reason and path of the log file."""
     lines = [f"Failed: {failure['reason']}"]
     if failure["traceback"] and failure["shows_traceback"]:
         lines.insert(0, failure["traceback"].rstrip())
@@ -240,8 +262,8 @@ def failure_text(failure: dict[str, Any]) -> str:
 
 
 def _one_line(error: Exception) -> str:
-    """Return the message of an exception in one line. From the traceback of a loader worker, take
-    the last line.
+    """Return the message of an exception in one line of at most 500 characters. For an error in a
+    loader worker, return the last line of its traceback.
     """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if lines and lines[0].startswith("Caught ") and "Original Traceback" in str(error):
@@ -250,8 +272,8 @@ def _one_line(error: Exception) -> str:
 
 
 def _full_device(error: Exception, text: str, accelerator: str) -> str | None:
-    """Return the device that is out of memory, for example `cuda:1`; None if the error, with this
-    `text`, is another one.
+    """Return the device that is out of memory, e.g. `cuda:1`. Return None if the error is not about
+    memory. `text`: message of the error. `accelerator`: kind of device of the run.
     """
     kind, text = type(error).__name__, text.lower()
     if kind == "MemoryError" or any(phrase in text for phrase in NO_HOST_MEMORY):
@@ -264,7 +286,7 @@ def _full_device(error: Exception, text: str, accelerator: str) -> str | None:
         return f"cuda:{named[1] or named[2]}"
     import torch
 
-    # The strategy has set it.
+    # The current device is that of this rank, because the strategy has set it.
     return f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_initialized() else accelerator
 
 

@@ -1,5 +1,5 @@
-"""Heartbeats: once a second, each rank publishes its progress in the store and reads that of other
-nodes.
+"""Heartbeats. Once a second, each rank publishes its progress in the store and reads the progress
+of other nodes.
 """
 
 from __future__ import annotations
@@ -21,21 +21,27 @@ from timm_parallel.machine.ranks import Ranks, host_name, machine_id
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-NODE_LOST = "NodeLost"  # in place of the name of an exception, in failure records
-# All in seconds.
-TICK = 1.0  # between two heartbeats
-NODE_SILENT = 7.0  # without a heartbeat: the node is dead, stopped, or cut off
-# Replaces NODE_SILENT before the first step: importing torch from a slow disk blocks all threads.
+# Value of `exception` in the failure record of a lost node, in place of an exception's name.
+NODE_LOST = "NodeLost"
+# The constants below are in seconds. This one is the time between two heartbeats.
+TICK = 1.0
+# Time without a heartbeat after which a node counts as dead, stopped, or cut off.
+NODE_SILENT = 7.0
+# Time that replaces NODE_SILENT before the first step, because importing torch from a slow disk
+# blocks all threads.
 START_SILENT = 60.0
-LEFT = 3.0  # without a heartbeat: the rank has exited
-CAUSE = 5.0  # to wait for the cause of a lost connection
-PUBLISH = 2.0  # for the store to accept a failure, and for the thread to end
+# Time without a heartbeat after which a rank counts as exited.
+LEFT = 3.0
+# Time to wait for the cause of a lost connection.
+CAUSE = 5.0
+# Time for the store to accept a failure record, and for the heartbeat thread to end.
+PUBLISH = 2.0
 
 
 @dataclass
 class Heartbeat:
-    """State of a rank: its process, and the step and phase of its main thread. Each rank publishes
-    its own every second.
+    """State of one rank: its process, and the step and phase of its main thread. Each rank
+    publishes its heartbeat every second.
     """
 
     rank: int
@@ -44,7 +50,8 @@ class Heartbeat:
     step: int = 0
     phase: int = 0
     ticks: int = 0
-    machine: str = ""  # machine_id(); the pid is valid there
+    # Id of the machine on which the pid is valid, from machine_id().
+    machine: str = ""
     node: int = 0
 
     @property
@@ -61,21 +68,25 @@ class Heartbeat:
 
 @dataclass
 class Heartbeats:
-    """Thread that publishes and reads heartbeats. Calls to the store are in a thread, because they
-    may never return.
+    """Thread that publishes this rank's heartbeat and reads those of other nodes. A separate thread
+    is needed, because a call to the store may never return.
     """
 
     ranks: Ranks
-    store: Store | None  # a client for this thread alone; None if there is only one rank
+    # Client of the store for this thread alone; None if the run has one rank.
+    store: Store | None
     folder: Path
     ticks: int = 0
-    alarm: bool = False  # a rank has made no progress for too long
-    failed: bool = False  # a rank has published a failure
-    lost: bool = (
-        False  # a rank has published that a node is lost, so waiting for that node is useless
-    )
-    gone: bool = False  # the store has closed: the launcher of node 0 has ended
-    is_leaving: bool = False  # this rank has failed and is about to exit
+    # True if a rank has made no progress for too long.
+    alarm: bool = False
+    # True if a rank has published a failure.
+    failed: bool = False
+    # True if a rank has published that a node is lost, so that waiting for that node is useless.
+    lost: bool = False
+    # True if the store has closed, because the launcher of node 0 has ended.
+    gone: bool = False
+    # True if this rank has failed and is about to exit.
+    is_leaving: bool = False
     answered_at: float = field(default_factory=time.monotonic)
     # Node -> newest heartbeat of its first rank, and the time when its `ticks` last changed.
     _nodes: dict[int, tuple[Heartbeat, float]] = field(default_factory=dict)
@@ -90,22 +101,28 @@ class Heartbeats:
             self._thread.start()
 
     def close(self) -> None:
-        """Stop the thread: it would abort the process if it used the store while the interpreter
-        shuts down.
+        """Stop the heartbeat thread. The process would abort if the thread used the store while the
+        interpreter shuts down.
         """
         self._over.set()
         if self._thread is not None:
             self._thread.join(timeout=PUBLISH)
 
     def mine(self) -> Heartbeat:
-        progress = (liveness.step, liveness.phase, self.ticks)
         return Heartbeat(
-            self.ranks.rank, host_name(), os.getpid(), *progress, machine_id(), self.ranks.node
+            self.ranks.rank,
+            host_name(),
+            os.getpid(),
+            liveness.step,
+            liveness.phase,
+            self.ticks,
+            machine_id(),
+            self.ranks.node,
         )
 
     def all(self) -> list[Heartbeat]:
-        """Return the newest heartbeat of each rank, in order of rank. Raises RuntimeError if the
-        store has closed.
+        """Read the newest heartbeat of each rank from the store, in order of rank. Raises
+        RuntimeError if the store has closed.
         """
         assert self.store is not None
         keys = [f"watchdog/{rank}" for rank in range(self.ranks.world_size)]
@@ -117,8 +134,8 @@ class Heartbeats:
         ]
 
     def peer_has_left(self) -> bool:
-        """Return True if a rank has failed, or has sent no heartbeat for LEFT seconds while this
-        function was called.
+        """Return True if another rank has failed or exited. A rank counts as exited if its
+        heartbeat does not change for LEFT seconds, over repeated calls of this method.
         """
         if self.store is None or self.failed or self.gone:
             return self.failed or self.gone
@@ -127,35 +144,37 @@ class Heartbeats:
             for heartbeat in self.all():
                 if self._ticks.get(heartbeat.rank, (-1, now))[0] != heartbeat.ticks:
                     self._ticks[heartbeat.rank] = (heartbeat.ticks, now)
-        except RuntimeError:  # the store has closed
+        # The store has closed, so node 0 has left.
+        except RuntimeError:
             return True
         return any(now - moved_at > LEFT for _, moved_at in self._ticks.values())
 
     def silent_node(self) -> Heartbeat | None:
-        """Return the last heartbeat of a node that has sent none for too long; None if there is no
-        such node.
+        """Return the last heartbeat of a node that has sent none for too long. Return None if there
+        is no such node.
         """
         if self.ranks.nodes == 1:
             return None
         now, nodes = time.monotonic(), dict(self._nodes)
         store_silence = now - self.answered_at
-        # The store is on node 0.
+        # Node 0 counts as silent if the store does not respond, because the store is on node 0.
         if self.ranks.node > 0 and (self.gone or store_silence > NODE_SILENT):
             return nodes[0][0] if 0 in nodes else Heartbeat(0, node=0)
-        # A late store is no evidence against other nodes.
+        # Do not judge the other nodes while the store responds late, because their heartbeats then
+        # arrive late too.
         if store_silence > NODE_SILENT / 3:
             return None
         for heartbeat, moved_at in nodes.values():
-            # If this rank has done a step, so has every rank, because the step sums the gradients
-            # of all ranks.
+            # Use the shorter limit once this rank has done a step. Every rank has then done a step,
+            # because a step sums the gradients of all ranks.
             limit = NODE_SILENT if heartbeat.step or liveness.steps_done else START_SILENT
             if now - moved_at > limit:
                 return heartbeat
         return None
 
     def wait_for_cause(self) -> None:
-        """Wait after a lost connection for the record of another rank's failure; without one,
-        record a silent node as lost.
+        """Wait after a lost connection until another rank has recorded its failure. If there is no
+        such record after CAUSE seconds, record that a silent node is lost.
         """
         self.is_leaving = True
         deadline = time.monotonic() + CAUSE
@@ -177,17 +196,21 @@ class Heartbeats:
             time.sleep(TICK / 4)
 
     def record_of(self, other: Heartbeat, reason: str, exception: str) -> dict[str, Any]:
-        """Return a failure record for the rank with heartbeat `other`, because that rank cannot
-        write one itself.
+        """Build the failure record of another rank, which cannot write the record itself. `other`:
+        the newest heartbeat of that rank. `exception`: value of the field `exception`.
         """
-        attempt = self.ranks.restart_count
         return record_of(
-            other.rank, self.folder, reason, host=other.host, attempt=attempt, exception=exception
+            other.rank,
+            self.folder,
+            reason,
+            host=other.host,
+            attempt=self.ranks.restart_count,
+            exception=exception,
         )
 
     def forgive(self, seconds: float) -> None:
-        """Shift all times by `seconds` in which this process was suspended, so that other nodes do
-        not count as silent.
+        """Add the seconds for which this process was suspended to all recorded times, so that other
+        nodes do not count as silent.
         """
         self.answered_at += seconds
         for node, (heartbeat, moved_at) in dict(self._nodes).items():
@@ -215,14 +238,14 @@ class Heartbeats:
             for node in set(range(ranks.nodes)) - {ranks.node}:
                 self._read_node(node, store)
         if store.check(["failed"]):
-            # Set before the records are written, which fails on a full disk.
+            # Set the flag before the records are written, because writing fails on a full disk.
             self.failed = True
             if ranks.is_first_of_node:
                 fetch_failures(store, self.folder, ranks.world_size)
             self.lost = store.check(["lost"])
 
     def _read_node(self, node: int, store: Store) -> None:
-        # A node that has not started yet has parallel.start_timeout instead.
+        # Skip a node that has not started yet. parallel.start_timeout limits its start.
         if not store.check([f"node/{node}"]):
             return
         heartbeat = Heartbeat(**json.loads(store.get(f"node/{node}")))
@@ -231,31 +254,33 @@ class Heartbeats:
 
 
 def publish_failure(store: Store, record: dict[str, Any]) -> None:
-    """Publish a failure record to all nodes, with a number from the store: clocks of hosts differ,
-    so times do not order.
+    """Publish a failure record to all nodes through the store. The store numbers the records,
+    because the clocks of hosts differ and times would give the wrong order.
     """
 
     def publish() -> None:
         with suppress(RuntimeError):
             client, key = store.clone(), f"failure/{record['rank']}"
-            # The launcher knows only the exit code, and the rank may have published the reason.
+            # Keep a record that the rank itself has published, because the launcher knows only the
+            # exit code.
             if not client.check([key]):
                 record["order"] = client.add("failures", 1)
                 client.set(key, json.dumps(record))
                 client.set("failed", "")
-                # Only the first rank of a node watches the other nodes.
+                # Tell the other ranks that a node is lost, because only the first rank of each node
+                # watches the other nodes.
                 if record.get("exception") == NODE_LOST:
                     client.set("lost", "")
 
-    # In a thread, because a call to a store behind a cut link does not return.
+    # Use a thread, because a call to a store behind a broken network connection does not return.
     thread = threading.Thread(target=publish, daemon=True)
     thread.start()
     thread.join(timeout=PUBLISH)
 
 
 def fetch_failures(store: Store, folder: Path, world_size: int) -> None:
-    """Write the failure records that ranks of all nodes have published into `folder`, which other
-    nodes may not share.
+    """Write the failure records that ranks of all nodes have published into the run folder of this
+    node. Nodes may have no shared disk.
     """
     for rank, record in _published(store, world_size):
         if not failure_file(folder, rank).exists():
@@ -263,8 +288,8 @@ def fetch_failures(store: Store, folder: Path, world_size: int) -> None:
 
 
 def published_failures(store: Store, world_size: int) -> list[dict[str, Any]]:
-    """Return the failure records that ranks of all nodes have published; [] if the store does not
-    answer.
+    """Read the failure records that ranks of all nodes have published in the store. The list is
+    empty if the store does not respond.
     """
     records: list[dict[str, Any]] = []
 
@@ -272,7 +297,7 @@ def published_failures(store: Store, world_size: int) -> list[dict[str, Any]]:
         with suppress(RuntimeError):
             records.extend(record for _, record in _published(store.clone(), world_size))
 
-    # In a thread, as publish_failure.
+    # Use a thread, because a call to a store behind a broken network connection may not return.
     thread = threading.Thread(target=read, daemon=True)
     thread.start()
     thread.join(timeout=PUBLISH)

@@ -1,13 +1,12 @@
-"""Counter of the progress of this process. The watchdog polls it to find a rank that makes no
-progress.
-"""
+"""Progress counter of this process. The watchdog reads it to find a rank that makes no progress."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# In the order of a step, so that comparing (step, phase) shows which rank is behind.
+# Phases in the order of a training step. Comparing (step, phase) of two ranks shows which rank is
+# behind.
 PHASES = (
     "starting",
     "reading a batch",
@@ -22,35 +21,35 @@ STARTING, READING, FORWARD, GATHERING, BACKWARD, EVALUATING, COUNTING, SAVING = 
 
 
 class Liveness:
-    """Counter of signs of progress (ticks) of the main thread, with the step and phase that this
-    thread is in.
-    """
+    """Progress counter of the main thread, with the step and phase in which this thread is."""
 
     def __init__(self) -> None:
-        self.step = 0  # in progress
+        # Number of the step in progress.
+        self.step = 0
         self.phase = STARTING
         self.ticks = 0
-        self.steps_done = 0  # optimizer steps of this process that train
+        # Number of optimizer steps that this process has trained, trial steps excluded.
+        self.steps_done = 0
         self._on_trial = False
 
     def at(self, phase: int) -> None:
-        """Set the phase of the step that begins now, and count a tick. Cheap, because each step
-        calls it several times.
+        """Set the phase that the main thread now enters, and count progress. Each step calls this
+        method several times, so it must be cheap.
         """
         self.phase = phase
         self.ticks += 1
 
     def count_step(self, *_: object) -> None:
-        """Count an optimizer step and a tick. torch calls this hook after each step of any
-        optimizer, in any loop.
+        """Count an optimizer step. torch calls this method after each step of any optimizer, in any
+        training loop.
         """
         self.ticks += 1
         self.steps_done += not self._on_trial
 
     @contextmanager
     def on_trial(self) -> Iterator[None]:
-        """Do not count the optimizer steps in the `with` block, which train nothing: the first step
-        of the run comes later.
+        """Do not count the optimizer steps in the `with` block as training steps, because they are
+        trials before the first training step.
         """
         self._on_trial = True
         try:

@@ -1,4 +1,4 @@
-"""Check that the run folder still exists: a run whose folder was deleted or moved can save nothing,
+"""Check that the run folder still exists. A run whose folder was deleted or moved can save nothing,
 and must end.
 """
 
@@ -8,21 +8,24 @@ import os
 from pathlib import Path
 from types import TracebackType
 
-GONE = "FolderGone"  # in place of the name of an exception, in failure records
+# Value of `exception` in the failure record of a run whose folder is gone, in place of an
+# exception's name.
+GONE = "FolderGone"
 
 
 class RunFolder:
-    """Run folder as it was at the start of this process. A context manager, because it holds the
-    folder open.
+    """The run folder as it was when this process started. It is a context manager, because it keeps
+    the folder open.
     """
 
     def __init__(self, folder: Path) -> None:
-        # Absolute, because your code may change the current folder.
+        # Store an absolute path, because the project's code may change the current folder.
         self.path = folder.absolute()
-        # `rm -rf` fails if a rank writes a file at the same moment. Then the folder stays, without
-        # its config.
+        # Watch config.yaml too. `rm -rf` fails if a rank writes a file at the same moment, and then
+        # leaves the folder without its config.yaml.
         self._marks = [path for path in (self.path, self.path / "config.yaml") if path.exists()]
-        # Some network file systems keep a folder's inode number only while it is open.
+        # Keep the folder open, because some network file systems keep its inode number only while
+        # it is open.
         self._descriptor = (
             os.open(self.path, os.O_RDONLY) if os.name == "posix" and self._marks else None
         )
@@ -41,8 +44,8 @@ class RunFolder:
             self._descriptor = None
 
     def is_gone(self) -> bool:
-        """Return True if the folder was deleted, moved,
-        or replaced by another folder of this name.
+        """Return True if the run folder was deleted or moved, or if another folder now has its
+        name.
         """
         try:
             found = [path.stat() for path in self._marks]
@@ -51,7 +54,7 @@ class RunFolder:
             )
         except (FileNotFoundError, NotADirectoryError):
             return True
-        # A network file system that does not answer comes back.
+        # Ignore an error of a network file system, which may respond again later.
         except OSError:
             return False
 

@@ -1,4 +1,4 @@
-"""Coordinated shutdown: after a signal on any rank, all ranks stop after the same step."""
+"""Coordinated stop: after a signal to any rank, all ranks stop after the same step."""
 
 from __future__ import annotations
 
@@ -11,27 +11,28 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 SIGNAL_POLL_SECONDS = 0.25
-PROMISE_SECONDS = (
-    10.0  # to wait for ranks that may have died; then this rank stops after its present step
-)
+# Seconds to wait for the steps of other ranks, which may have exited. After that, this rank stops
+# after its current step.
+PROMISE_SECONDS = 10.0
 
 
 class StopCoordinator:
-    """Agreement of all ranks on the last step before they stop. Steps count from the start of the
-    process.
+    """Coordinator with which all ranks agree on the last step before they stop. Steps are counted
+    from the start of the process.
     """
 
-    # A thread per rank uses the store, so no step needs a collective. After a signal, each rank
-    # publishes its present step and waits at the end of it. The largest of these steps is the last
-    # step for all ranks.
+    # One thread per rank talks to the store, so a step needs no collective. After a signal, each
+    # rank publishes its current step and waits at its end. The largest published step is the last
+    # step of all ranks.
     def __init__(self, rank: int = 0, world_size: int = 1, store: Store | None = None) -> None:
         self.signal: int | None = None
-        self.stopped = False  # the last result of `should_stop`
+        # True after the last step: the latest result of should_stop.
+        self.stopped = False
         self._rank, self._world_size, self._store = rank, world_size, store
-        self._step = 1  # the step in progress, or the next one
-        self._hold: int | None = (
-            None  # the step after which this rank waits until the last step is decided
-        )
+        # Number of the step in progress, or of the next one.
+        self._step = 1
+        # Step after which this rank waits until the last step is decided.
+        self._hold: int | None = None
         self._last: int | None = None
         self._decided = threading.Event()
         self._wake = threading.Event()
@@ -41,11 +42,12 @@ class StopCoordinator:
         )
         if store is not None:
             self._thread.start()
-            atexit.register(self.close, 1.0)  # for a process that ends by an exception or a signal
+            # Stop the thread at exit too, for a process that ends by an exception or a signal.
+            atexit.register(self.close, 1.0)
 
     def close(self, seconds: float = PROMISE_SECONDS) -> None:
-        """Stop the thread: it would abort the process if it used the store while the interpreter
-        shuts down.
+        """Stop the thread of the coordinator. The process would abort if the thread used the store
+        while the interpreter shuts down.
         """
         if self._thread.is_alive():
             self._leaving = True
@@ -53,8 +55,8 @@ class StopCoordinator:
             self._thread.join(timeout=seconds)
 
     def request(self, number: int) -> None:
-        """Ask all ranks to stop because of signal `number`. May be called in a signal handler of
-        the main thread.
+        """Ask all ranks to stop because of a signal. A signal handler in the main thread may call
+        this method.
         """
         self.signal = number
         if self._store is None:
@@ -63,11 +65,11 @@ class StopCoordinator:
         self._wake.set()
 
     def should_stop(self) -> bool:
-        """Return True, on all ranks alike, if the step that has just ended is the last. Call it
-        once after each step.
+        """Return True if the step that has just ended is the last one. All ranks return the same
+        value for the same step. Call this method once after each step.
         """
-        # _step is set before _hold is read, and _agree reads _step again after it has set _hold. So
-        # at least one of the two threads sees the value of the other, and no rank publishes a step
+        # Set _step before reading _hold. The method _agree sets _hold and then reads _step again,
+        # so at least one of the two threads sees the other's value. No rank can then publish a step
         # that it has already finished.
         self._step += 1
         if self._hold is not None and self._hold < self._step:
@@ -78,7 +80,7 @@ class StopCoordinator:
 
     def stop_requested(self) -> bool:
         """Return True if a signal has reached any rank and the last step is decided. Ranks may
-        notice at different steps.
+        return True at different steps.
         """
         if self._hold is None:
             return False
@@ -91,7 +93,8 @@ class StopCoordinator:
                 if store.check(["stop/signal"]):
                     self.signal = int(store.get("stop/signal"))
                     break
-            except RuntimeError:  # the store has closed, and the run has ended
+            # The store has closed, so the run has ended.
+            except RuntimeError:
                 return
         if self._leaving:
             return
@@ -103,7 +106,8 @@ class StopCoordinator:
 
     def _agree(self, store: Store) -> None:
         store.set("stop/signal", str(self.signal))
-        while self._hold != self._step:  # the main thread may start the next step meanwhile
+        # Repeat if the main thread has started the next step meanwhile.
+        while self._hold != self._step:
             self._hold = self._step
         store.set(f"stop/{self._rank}", str(self._hold))
         keys = [f"stop/{rank}" for rank in range(self._world_size)]

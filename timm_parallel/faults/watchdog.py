@@ -1,5 +1,5 @@
-"""Watchdog that ends a run without progress, and records the rank that is stuck instead of the
-ranks that wait for it.
+"""Watchdog thread. It ends a run that makes no progress, and records the rank that is stuck, not
+the ranks that wait for it.
 """
 
 from __future__ import annotations
@@ -37,19 +37,23 @@ from timm_parallel.machine.ranks import Ranks
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-# All in seconds.
-# A tick this late: the whole process was stopped (Ctrl-Z, scontrol suspend), not its main thread.
+# The constants below are in seconds. This one is the delay of a check after which the whole process
+# counts as suspended (Ctrl-Z, scontrol suspend). The main thread is then not stuck.
 SUSPENDED = 10.0
-COMPARE = 3.0  # for the other ranks to publish their positions
-WRITE = 10.0  # for the rank that records the failure
-LEAVE = 5.0  # for this rank to exit by itself after a rank of another node failed
-FOLDER = 1.0  # between two looks at the run folder, which must be missing twice
+# Time for the other ranks to publish their progress.
+COMPARE = 3.0
+# Time for the rank that records the failure.
+WRITE = 10.0
+# Time for this rank to exit by itself after a rank of another node has failed.
+LEAVE = 5.0
+# Time between two checks of the run folder. The folder must be missing twice.
+FOLDER = 1.0
 DEBUGGERS = ("pdb.py", "bdb.py", "pydevd.py", "debugpy")
 
 
 class Watchdog:
-    """Thread that ends this process if its main thread makes no progress during the
-    `with` block.
+    """Thread that ends this process if its main thread makes no progress during the `with`
+    block.
     """
 
     def __init__(
@@ -61,18 +65,19 @@ class Watchdog:
         log: TextIO,
         before_exit: Callable[[], object] | None = None,
     ) -> None:
-        """`store`: None for the only rank. `log`: the file for stacks. `before_exit`: called before
-        the process ends.
+        """`store`: the store of the run, None if there is one rank. `log`: file for dumps of the
+        thread stacks. `before_exit`: function to call before the process ends.
         """
         self.config, self.folder, self.ranks, self.log = config, folder, ranks, log
         self.before_exit = before_exit or (lambda: None)
-        # Each thread needs a separate client of the store.
+        # Clone the store, because each thread needs its own client.
         self.store = None if store is None else store.clone()
         self.heartbeats = Heartbeats(ranks, None if store is None else store.clone(), folder)
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._place = RunFolder(folder)
-        # A second thread, because a network file system may block it for minutes.
+        # Check the run folder in a second thread, because a network file system may block the check
+        # for minutes.
         self._folder_thread = threading.Thread(
             target=self._watch_folder, name="run-folder", daemon=True
         )
@@ -90,8 +95,8 @@ class Watchdog:
 
     @property
     def limit(self) -> int:
-        """Seconds without progress after which the main thread counts as stuck: longer before the
-        first step.
+        """Seconds without progress after which the main thread counts as stuck. The limit is longer
+        before the first step.
         """
         return self.config.timeout if liveness.steps_done else self.config.start_timeout
 
@@ -113,8 +118,8 @@ class Watchdog:
             if (lost := self.heartbeats.silent_node()) is not None:
                 self._end_without(lost)
                 return
-            # On one machine the agent ends the other ranks. A rank that has failed itself is in
-            # `wait_for_cause`.
+            # Exit if a rank of another node has failed. On one machine, torch's agent ends the
+            # other ranks. A rank that has failed itself is already leaving.
             if self.ranks.nodes > 1 and self.heartbeats.failed and not self.heartbeats.is_leaving:
                 leave_at = leave_at or now + LEAVE
                 if now > leave_at or self.heartbeats.lost:
@@ -128,8 +133,8 @@ class Watchdog:
             if misses == 2:
                 try:
                     self.log.write(f"{self._place.problem}\n")
-                    # The other nodes may not share this folder. On this one, the launcher finds
-                    # that it is gone.
+                    # Publish the problem for other nodes, which may have no shared disk. On this
+                    # node, the launcher checks the folder itself.
                     if self.store is not None and self.ranks.nodes > 1:
                         own = self.heartbeats.mine()
                         publish_failure(
@@ -144,13 +149,13 @@ class Watchdog:
                     _exit()
 
     def _end_without(self, lost: Heartbeat) -> None:
-        """Record that the node with heartbeat `lost` is silent, and exit: sockets to that node
-        would block for minutes.
+        """Record that a node sends no heartbeat, and exit. Sockets to that node would otherwise
+        block for minutes. `lost`: last heartbeat of the node.
         """
         reason = (
             f"{lost.node_and_rank} sent no heartbeat for {NODE_SILENT:.0f} s, last seen in {lost}"
         )
-        # `finally`: also if the disk is full.
+        # Exit in `finally`, because writing the log fails if the disk is full.
         try:
             self._log_stacks(reason)
             self._record(
@@ -161,14 +166,15 @@ class Watchdog:
             _exit()
 
     def _end(self, silent: float) -> None:
-        """Log the stacks of all threads, record the rank that is stuck, and exit, as then do all
-        other ranks.
+        """Write the stacks of all threads to the log, record the stuck rank, and exit. The other
+        ranks do the same. `silent`: seconds without progress.
         """
-        # In case the store no longer answers.
+        # Exit by a timer if the store does not respond.
         killer = threading.Timer(COMPARE + 2 * WRITE, _exit)
         killer.daemon = True
         killer.start()
-        # `finally`: also if the store has closed meanwhile, or the disk is full.
+        # Exit in `finally`, because the code above fails if the store has closed or the disk is
+        # full.
         try:
             self._log_stacks(f"no progress for {silent:.0f} s while {self.heartbeats.mine()}")
             self._name_the_failed()
@@ -176,8 +182,8 @@ class Watchdog:
             _exit()
 
     def _name_the_failed(self) -> None:
-        """Find the stuck rank by comparing the positions of all ranks. One rank records it; the
-        others wait for that.
+        """Find the stuck rank by comparing the progress of all ranks. One rank records the failure.
+        The other ranks wait for the record.
         """
         mine = self.heartbeats.mine()
         before = after = [mine]
@@ -198,11 +204,13 @@ class Watchdog:
             if self.store is not None:
                 self.store.set("watchdog/recorded", "")
         elif self.store is not None:
-            with suppress(RuntimeError):  # the recorder was late, or its exit closed the store
+            # The rank that records the failure may be late, or its exit may have closed the store.
+            with suppress(RuntimeError):
                 self.store.wait(["watchdog/recorded"], timedelta(seconds=WRITE))
                 fetch_failures(self.store, self.folder, self.ranks.world_size)
-            # The recorder calls this for its own node. Rank 0 writes result.json in it, so it must
-            # not exit before.
+            # Call before_exit on the first rank of each node, except the node whose rank has
+            # recorded the failure and called it already. Rank 0 writes result.json in before_exit,
+            # so rank 0 must not exit earlier.
             if self.ranks.is_first_of_node and after[recorder].node != self.ranks.node:
                 self.before_exit()
 
@@ -218,7 +226,8 @@ class Watchdog:
             record["traceback"] = "".join(
                 ["Stack of the main thread (most recent call last):\n", *stack]
             )
-        # The store is on node 0.
+        # Do not use the store if the failed rank is on node 0 and this rank is not, because the
+        # store is on node 0.
         has_store = failed.node != 0 or self.ranks.node == 0
         if self.store is not None and self.ranks.nodes > 1 and has_store:
             publish_failure(self.store, record)
@@ -229,8 +238,11 @@ class Watchdog:
 def judge(
     before: list[Heartbeat], after: list[Heartbeat], limit: int
 ) -> tuple[Heartbeat, int, str]:
-    """Compare two heartbeats of each rank. Return (heartbeat of the stuck rank, rank that records
-    the failure, reason).
+    """Compare two heartbeats of each rank and find the stuck rank. Return (heartbeat of the stuck
+    rank, rank that records the failure, reason).
+
+    `before`, `after`: heartbeats of all ranks, some seconds apart. `limit`: seconds without
+    progress, for the reason.
     """
     pairs = list(zip(before, after, strict=True))
     ticking = [new for old, new in pairs if new.ticks > old.ticks]
@@ -240,15 +252,16 @@ def judge(
     def name(heartbeat: Heartbeat) -> str:
         return heartbeat.node_and_rank if has_nodes else f"rank {heartbeat.rank}"
 
-    # A rank whose watchdog does not tick is stopped, gone, or stuck in native code that holds the
-    # interpreter's lock.
+    # A rank whose heartbeat does not change is stopped, gone, or stuck in native code that holds
+    # the interpreter's lock.
     if silent and ticking:
         reason = (
             f"{name(silent[0])} does not answer (stopped, or stuck in native code), last "
             f"seen in {silent[0]}"
         )
         return silent[0], min(heartbeat.rank for heartbeat in ticking), reason
-    # Otherwise the rank furthest behind has failed: the others wait for it in a collective.
+    # Otherwise the rank with the least progress has failed, because the others wait for it in a
+    # collective.
     failed = min(after, key=lambda heartbeat: (heartbeat.position, heartbeat.rank))
     reason = f"{name(failed)} made no progress for {limit} s, last seen in {failed}"
     if len(after) > 1:
@@ -260,14 +273,14 @@ def judge(
 
 
 def _exit() -> None:
-    """Exit at once with code 1, without running `finally` blocks of the main thread, which may be
-    stuck.
+    """Exit at once with code 1. `finally` blocks of the main thread are skipped, because that
+    thread may be stuck.
     """
     exit_at_once(1)
 
 
 def _is_in_debugger() -> bool:
-    """Return True if the main thread is in a debugger, where waiting for a person is no failure."""
+    """Return True if the main thread is in a debugger. Waiting for the user is then no failure."""
     files = [frame.f_code.co_filename for frame, _ in traceback.walk_stack(_main_frame())]
     return any(debugger in file for file in files for debugger in DEBUGGERS)
 
@@ -278,7 +291,7 @@ def _main_frame() -> FrameType | None:
 
 def _kill(pid: int) -> None:
     """Kill the process of a stuck rank. SIGABRT comes first, because faulthandler then writes the
-    stacks of the rank.
+    stacks of that process to its log.
     """
     for number, pause in ((signal.SIGABRT, 1.0), (signal.SIGKILL, 0.0)):
         with suppress(ProcessLookupError, PermissionError):

@@ -1,4 +1,6 @@
-"""Many runs: sweeps, searches, verdicts, reports and forecasts. These names are public."""
+"""Public functions that read or start many runs: reports, verdicts, forecasts and checks of data
+and machine.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ if TYPE_CHECKING:
     from timm_parallel.lab.verdict.verdict import resume_verdict as resume_verdict
     from timm_parallel.lab.verdict.verdict import start_verdict as start_verdict
 
-# Title of a group -> name -> its module, which is imported when the name is first used.
+# Public names in the groups of docs/api.md: title of the group -> name -> the module that defines
+# the name. A module is imported when one of its names is first used.
 _GROUPS = {
     "Reports and comparisons": {
         "write_report": "lab.report.report",

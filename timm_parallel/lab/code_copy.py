@@ -1,4 +1,4 @@
-"""Copy of the code of a commit as a plain folder. The repository is only read."""
+"""Copy the code of a Git commit to a plain folder. The repository itself does not change."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from pathlib import Path
 def copy_commit(
     repository: Path, commit: str, folder: Path, largest: int | None = None
 ) -> list[str]:
-    """Write the files of a commit to a new folder. Return the names of those that are left out,
-    because they have more bytes than `largest`. Raises ValueError if git does not have the commit.
+    """Write the files of a Git commit to a new folder, except files of more than `largest` bytes.
+    Return the names of the files that are left out.
+
+    Raises ValueError if the repository does not have the commit.
     """
     left_out = []
     with tarfile.open(fileobj=io.BytesIO(git(repository, "archive", commit))) as archive:
@@ -21,29 +23,34 @@ def copy_commit(
             if largest is not None and member.size > largest:
                 left_out.append(member.name)
             else:
-                # A link to data outside of the repository stays a link.
+                # A symbolic link to data outside of the repository is copied as a link.
                 archive.extract(member, folder, filter="tar")
     return left_out
 
 
 def apply_diff(folder: Path, diff: Path) -> None:
-    """Apply what `git diff` has printed to a plain folder. Raises ValueError if it does not fit."""
-    # Git refuses a file without changes, which code.diff is if only untracked files were there.
+    """Apply a file with the output of `git diff` to a plain folder. Raises ValueError if the
+    changes do not fit the files of the folder.
+    """
+    # `git apply` fails on a diff without changes. The file code.diff of a run has none if only
+    # untracked files were uncommitted.
     if "\ndiff --git " in f"\n{diff.read_text(encoding='utf-8')}":
         git(folder, "apply", "--whitespace=nowarn", str(diff.resolve()), **no_repository(folder))
 
 
 def no_repository(folder: Path) -> dict[str, str]:
-    """Return environment variables with which git takes a folder inside a repository for a plain
-    one. Otherwise `git apply` would skip files there without a word.
+    """Return environment variables with which git treats a folder inside of a repository as a plain
+    folder. Without these variables, `git apply` would skip its files and report no error.
     """
     return {"GIT_CEILING_DIRECTORIES": str(folder.resolve().parent), "GIT_OPTIONAL_LOCKS": "0"}
 
 
 def git(folder: Path, *arguments: str, **variables: str) -> bytes:
-    """Run git in a folder and return its output. Raises ValueError with git's message."""
+    """Run a git command in a folder and return its output. Raises ValueError with git's message if
+    the command fails.
+    """
     options = ("--no-optional-locks", "-c", "core.fsmonitor=false", "-C", str(folder))
-    # The filter of Git LFS would download large files into .git.
+    # Do not let Git LFS download large files into .git.
     environment = {**os.environ, "GIT_LFS_SKIP_SMUDGE": "1", **variables}
     done = subprocess.run(
         ["git", *options, *arguments], env=environment, capture_output=True, check=False

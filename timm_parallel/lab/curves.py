@@ -1,5 +1,5 @@
-"""Compare the metric curves of two runs, and find the first step where they differ by more than a
-tolerance.
+"""Compare the metric curves of two runs, and find the first step at which the values differ by more
+than a tolerance.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from typing import Any
 
 from timm_parallel.record.result import read_metrics, read_result
 
-Curve = dict[int, float]  # step -> value
+# Logged values of one metric: step -> value.
+Curve = dict[int, float]
+# Logged metrics that differ between any two runs, because they measure time or memory.
 BY_THE_CLOCK = re.compile(
     r"epoch|step|time|train/(images_per_sec(_per_device)?|data_wait)|(memory|utilisation)/.*"
 )
@@ -21,28 +23,33 @@ BY_THE_CLOCK = re.compile(
 
 @dataclass
 class CurveComparison:
-    """Result of comparing one metric curve of two runs."""
+    """Result of comparing the curve of one metric in two runs."""
 
+    # The metric, such as `train/loss`.
     name: str
+    # Number of logged values in the first run.
     points: int
-    largest: float  # relative difference
-    differs_at: (
-        int | None
-    )  # the first step with a difference above the tolerance; None: the curves agree
-    values: tuple[float, float]  # at that step
+    # Largest relative difference of two values at the same step.
+    largest: float
+    # First step at which the difference exceeds the tolerance. None if there is no such step.
+    differs_at: int | None
+    # Values of the first and the second run at the step `differs_at`.
+    values: tuple[float, float]
 
 
 def compare_curves(one: Path, other: Path, tolerance: float) -> list[CurveComparison]:
-    """Compare the curves of all metrics that both runs logged. Raises ValueError if length, data or
-    batch differ.
+    """Compare the curves of all metrics that both runs logged, and return a result per metric.
+    Raises ValueError if the runs have different numbers of steps, data or batch sizes.
+
+    `tolerance`: relative difference up to which two values count as equal.
     """
     first, second = _size(one), _size(other)
     for key, a in first.items():
-        # A run that failed early has no fingerprints.
+        # A run that failed before it loaded its data recorded no fingerprints of the data.
         if key in second and a != second[key]:
             raise ValueError(
-                f"{key}: {a} in {one}, {second[key]} in {other}; expected runs on equal data, of "
-                "equal length and batch"
+                f"{key}: {a} in {one}, {second[key]} in {other}; expected two runs with equal "
+                "data, number of steps and batch size"
             )
     of_one, of_other = curves(one), curves(other)
     common = sorted(of_one.keys() & of_other.keys())
@@ -55,8 +62,8 @@ def compare_curves(one: Path, other: Path, tolerance: float) -> list[CurveCompar
 
 
 def _size(run: Path) -> dict[str, Any]:
-    """Return a run's length, batch size and data fingerprints, which must be equal in two runs to
-    compare them.
+    """Read the length, batch size and data fingerprints of a run. The curves of two runs can be
+    compared only if all of these are equal.
     """
     result = read_result(run)
     numbers = {
@@ -70,11 +77,13 @@ def _size(run: Path) -> dict[str, Any]:
 
 
 def curves(run: Path) -> dict[str, Curve]:
-    """Read {step: value} of each metric from a run's metrics.jsonl. Omits metrics of time and
-    memory.
+    """Read the values of each metric by step from a run's metrics.jsonl. Measurements of time and
+    memory are left out.
     """
     if not (run / "metrics.jsonl").is_file():
-        raise ValueError(f"{run}: has no metrics.jsonl; expected a run folder")
+        raise ValueError(
+            f"{run}: has no metrics.jsonl; expected the folder of a run that has logged metrics"
+        )
     by_name: dict[str, Curve] = defaultdict(dict)
     for line in read_metrics(run / "metrics.jsonl"):
         for name, value in line.items():
@@ -84,8 +93,8 @@ def curves(run: Path) -> dict[str, Curve]:
 
 
 def _compare(name: str, one: Curve, other: Curve, tolerance: float) -> CurveComparison:
-    """Compare the curves of one metric. A step or value that only one of the runs has is an
-    infinite difference.
+    """Compare the curves of one metric in two runs. A step or value that only one run has counts as
+    an infinite difference.
     """
     result = CurveComparison(name, len(one), 0.0, None, (math.nan, math.nan))
     for step in sorted(one.keys() | other.keys()):

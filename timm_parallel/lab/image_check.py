@@ -1,5 +1,5 @@
-"""Check the images of a dataset: unreadable files, exact duplicates, leaks of images and groups,
-class counts and sizes.
+"""Check the images of a dataset. Report unreadable files, exact duplicates, leaks across splits,
+class counts and image sizes.
 """
 
 from __future__ import annotations
@@ -31,14 +31,16 @@ from timm_parallel.machine.hardware import cores
 from timm_parallel.machine.text import first, for_terminal
 
 ABSENT = "classes without an image"
-MAX_LINES = 20  # of a table, or of a kind of problem; the JSON file has all
-MAX_IMAGES = 4  # shown of equal images, and on the page of each class
+# Most lines that the terminal shows of a table, or of one kind of problem. The JSON file has all.
+MAX_LINES = 20
+# Most images that are shown of a set of equal images, and of each class.
+MAX_IMAGES = 4
 
 
 @dataclass(frozen=True)
 class CheckedImage:
-    """An image of a split with its labels, size and checksum,
-    or the reason why it cannot be read.
+    """One image of a dataset with its labels, size and checksum, or the reason why the file cannot
+    be read.
     """
 
     split: str
@@ -47,21 +49,27 @@ class CheckedImage:
     labels: tuple[str, ...]
     width: int = 0
     height: int = 0
-    mode: str = ""  # PIL's: RGB, L, RGBA …
-    digest: str = ""  # of the file's bytes; without a file, of the pixels
-    error: str = ""  # the reason why it cannot be read
+    # PIL's name of the color mode, such as RGB, L or RGBA.
+    mode: str = ""
+    # Hash of the bytes of the file. If the image does not come from a file, hash of the pixels.
+    digest: str = ""
+    # The reason why the image cannot be read. Empty if it was read.
+    error: str = ""
 
 
 @dataclass
 class Report:
     """Problems and statistics of all images of a dataset."""
 
-    measures: dict[str, dict[str, Any]]  # measure -> split -> value
-    classes: dict[str, dict[str, int]]  # class -> split -> images; the rarest class first
-    # Kind -> an unreadable image, images that are equal to each other, or an image of a group for
-    # each of its splits.
+    # Name of a statistic -> split -> value.
+    measures: dict[str, dict[str, Any]]
+    # Class -> split -> number of images. The rarest class comes first.
+    classes: dict[str, dict[str, int]]
+    # Kind of problem -> list of cases. A case is an unreadable image, several equal images, or, for
+    # a group of images that is in several splits, one image of each split.
     problems: dict[str, list[list[CheckedImage]]]
-    samples: dict[str, list[CheckedImage]]  # class -> images for the page
+    # Class -> images that the HTML page shows.
+    samples: dict[str, list[CheckedImage]]
 
     @property
     def has_problems(self) -> bool:
@@ -69,8 +77,8 @@ class Report:
 
     @property
     def listed_problems(self) -> dict[str, list[list[CheckedImage]]]:
-        """Return `problems` with each group of images only once, at the first kind: a leak can have
-        different labels too.
+        """Return the problems with each set of images under one kind only, the first. For example,
+        equal images in two splits that also have different labels are listed as a leak only.
         """
         seen: set[tuple[tuple[str, int], ...]] = set()
         listed: dict[str, list[list[CheckedImage]]] = {}
@@ -84,7 +92,9 @@ class Report:
 
 
 class ImageReader(Dataset[CheckedImage]):
-    """Reads the images of all splits as training does. Runs in worker processes."""
+    """Dataset that reads the images of all splits as training does. Worker processes of a
+    DataLoader use it.
+    """
 
     def __init__(self, dataset: ImageDataset, target: str) -> None:
         self.dataset, self.target = dataset, target
@@ -113,12 +123,14 @@ class ImageReader(Dataset[CheckedImage]):
         )
 
     def _label_names(self, label: Any) -> tuple[str, ...]:
-        """Return the names of a target's labels. Another target becomes text."""
+        """Convert the target of an image to names of labels. A target that is not a class, such as
+        a number, becomes its text.
+        """
         names = self.dataset.target_names
         if self.target == "label":
             return (names[label],) if isinstance(label, int) else ()
         if self.target == "mask":
-            # The classes that the mask has; none for a file that cannot be read.
+            # Return the classes that occur in the mask. The mask of an unreadable file has none.
             present = label.unique().tolist() if hasattr(label, "unique") else ()
             return tuple(names[number] for number in present if number < len(names))
         if self.target != "labels":
@@ -129,20 +141,20 @@ class ImageReader(Dataset[CheckedImage]):
 def check_images(
     dataset: ImageDataset, target: str, groups: Mapping[str, str] | None = None
 ) -> Report:
-    """Read every image of a dataset, with one process per core, and return a report of problems and
-    statistics.
+    """Read every image of a dataset and return a report of its problems and statistics. One process
+    per core reads the images.
 
-    `target`: the kind of target that the task learns. `groups`: file -> the group whose images
-    belong into one split.
+    `target`: kind of target of the task, such as `label` or `mask`. `groups`: file -> group. All
+    images of a group, such as one patient, belong into one split.
     """
     splits = [name for name in ("train", "val", "test") if getattr(dataset, name, None) is not None]
     places = [(name, index) for name in splits for index in range(len(getattr(dataset, name)))]
     loader = DataLoader(
         ImageReader(dataset, target), 64, sampler=places, num_workers=cores(), collate_fn=list
     )
-    batches = iter(
-        loader
-    )  # starts processes, which must come before the thread of the progress bar
+    # Start the worker processes here, because the progress bar starts a thread. A process with
+    # threads must not be forked.
+    batches = iter(loader)
     shown = track(
         batches,
         "images",
@@ -161,12 +173,15 @@ def summarize(
     images: list[CheckedImage],
     groups: Mapping[str, str] | None = None,
 ) -> Report:
-    """Build the report: problems, and counts of images, sizes, modes and classes per split."""
+    """Build the report of a dataset from its checked images: the problems, and per split the
+    numbers of images, sizes, color modes and classes.
+    """
     of_class: dict[str, list[CheckedImage]] = {name: [] for name in target_names}
     for image in images:
         for label in of_class.keys() & set(image.labels):
             of_class[label].append(image)
-    if not any(of_class.values()):  # regression targets are not classes
+    # The targets of a regression are numbers, not classes.
+    if not any(of_class.values()):
         of_class = {}
     counts = {name: Counter(image.split for image in group) for name, group in of_class.items()}
     rarest_first = sorted(counts, key=lambda name: sorted(counts[name][split] for split in splits))
@@ -202,8 +217,8 @@ def summarize(
 def find_problems(
     images: list[CheckedImage], group_of: Mapping[str, str]
 ) -> dict[str, list[list[CheckedImage]]]:
-    """Return what was found for each kind of problem: unreadable images, groups of identical
-    images, or the images of a group that is in two splits.
+    """Return the problems of a dataset, as a dictionary from the kind of problem to its cases. A
+    case is an unreadable image, several equal images, or images of one group in several splits.
     """
     equal: dict[str, list[CheckedImage]] = defaultdict(list)
     for image in images:
@@ -232,12 +247,14 @@ def find_problems(
 
 
 def describe(image: CheckedImage) -> str:
-    """Return a line of text: an image's name, its labels, and the error if it cannot be read."""
+    """Format an image as a line of text: its split, its file or the error if it cannot be read, and
+    its labels.
+    """
     return f"{image.split}: {image.error or image.file} ({', '.join(image.labels)})"
 
 
 def show_check(report: Report) -> None:
-    """Print the report as text."""
+    """Print the report on the images of a dataset as text."""
     lines = []
     for rows in filter(None, (report.measures, report.classes)):
         lines += [pd.DataFrame.from_dict(rows, orient="index").to_string(max_rows=MAX_LINES), ""]
@@ -252,13 +269,14 @@ def show_check(report: Report) -> None:
         ]
         if len(groups) > MAX_LINES:
             lines.append(f"  and {len(groups) - MAX_LINES} more")
-    print(
-        for_terminal("\n".join(lines)).encode(errors="replace").decode()
-    )  # a file's name may not be UTF-8
+    # Replace the bytes of file names that are not UTF-8, because print would fail on them.
+    print(for_terminal("\n".join(lines)).encode(errors="replace").decode())
 
 
 def write_page(report: Report, dataset: ImageDataset, page: Path) -> None:
-    """Write one HTML file with the tables, and thumbnails of problems and of each class."""
+    """Write the report on the images of a dataset as one HTML file, with thumbnails of problems and
+    of each class.
+    """
 
     def thumbnail(image: CheckedImage) -> str:
         pixels, _ = getattr(dataset, image.split)[image.index]

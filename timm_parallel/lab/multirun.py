@@ -1,5 +1,5 @@
-"""`train.py --multirun`: compose the jobs of a sweep or search, and start,
-resume or only show it.
+"""Run `train.py --multirun`: compose the jobs of a sweep or search, then start, resume or only list
+the jobs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from timm_parallel.record.jobs import VERDICT
 
 
 def main(arguments: Any) -> int:
-    """Start, resume or show the sweep or search of a parsed command line. Return the exit code."""
+    """Start, resume or list the sweep or search of a parsed command line. Return the exit code."""
     app = current()
     return run_multirun(
         arguments, partial(app.call, app.training_size), partial(app.call, app.check_data)
@@ -32,10 +32,10 @@ def run_multirun(
     training_size: Callable[[DataConfig], int | None],
     check_data: Callable[[Config], None],
 ) -> int:
-    """Do the work of `main` with the given functions.
+    """Start, resume or list the sweep or search of a parsed command line. Return the exit code.
 
-    `training_size`: returns the number of training images, for a dry run. `check_data`: raises
-    ValueError for bad data.
+    `training_size`: function that returns the number of training images, which a dry run shows.
+    `check_data`: function that raises ValueError if the data of a config cannot be used.
     """
     command, points = expand(arguments)
     settings = command.config.sweep
@@ -49,7 +49,7 @@ def run_multirun(
     if command.config.search.sampler is not None or (
         earlier is not None and (earlier / FROZEN).exists()
     ):
-        # Imported here, because only a search needs Optuna.
+        # Import Optuna only for a search, because the import is slow.
         from timm_parallel.lab.search.search import resume_search, start_search
 
         if earlier is None:
@@ -58,7 +58,8 @@ def run_multirun(
     if earlier is not None and is_tuning(earlier):
         return resume_tuning(earlier, command)
     if earlier is not None and (earlier / VERDICT).is_file():
-        from timm_parallel.lab.verdict.verdict import continue_verdict  # slow to import
+        # Import this module only to continue a verdict, because the import is slow.
+        from timm_parallel.lab.verdict.verdict import continue_verdict
 
         return continue_verdict(earlier, command)[0]
     if earlier is not None:

@@ -1,5 +1,5 @@
-"""Repeat the first steps of a run with its code, config and number of devices, and compare the two
-bit for bit.
+"""Repeat the first steps of a run with the code, config and number of devices that it recorded.
+Check that losses and weights are equal bit for bit.
 """
 
 from __future__ import annotations
@@ -27,18 +27,21 @@ from timm_parallel.record.environment import read_environment
 from timm_parallel.record.jobs import FAILED
 from timm_parallel.record.result import Result, read_result, read_segments
 
-CERTIFICATE = "certificate.json"  # in the run folder
+# The result of the comparison, a file in the run folder.
+CERTIFICATE = "certificate.json"
 LOSS, WEIGHTS = "train/loss", "hash of the weights"
-# Keys of environment.json and result.json that may explain a difference.
+# Keys of environment.json and result.json in which a difference may explain different losses.
 OF_MACHINE = ("python", "platform", "driver", "cuda", "nccl", "backend")
 OF_RESULT = ("accelerator", "devices", "threads_per_device", "accumulate", "parameters")
 
 
 def reproduce_run(run: Path, steps: int) -> int:
-    """Repeat the first `steps` steps of a run in `<run>/reproduced`, print how they compare, and
-    write certificate.json. Return the exit code: 0 reproduced, 3 not, else that of train.py.
+    """Repeat the first `steps` steps of a run and compare the losses, metrics and weights with the
+    recorded ones. The repetition is in `<run>/reproduced`, the result in `<run>/certificate.json`.
 
-    Raises ValueError if the record is incomplete. train.py refuses a machine with too few devices.
+    Return the exit code: 0 if all values are equal bit for bit, 3 if not, else that of train.py,
+    which rejects a machine with too few devices. Raises ValueError if the run did not record its
+    code or settings completely.
     """
     recorded, environment, end = _recorded(run, steps), read_environment(run), _end(run)
     config = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
@@ -50,12 +53,15 @@ def reproduce_run(run: Path, steps: int) -> int:
             apply_diff(folder / "code", run / CODE_DIFF)
     except ValueError as error:
         shutil.rmtree(folder)
-        has = f"use a clone that has commit {environment['commit']}"
-        raise ValueError(f"{run}: its code cannot be restored ({error}); {has}") from None
+        raise ValueError(
+            f"{run}: the code of this run cannot be restored ({error}); use a clone that has "
+            f"commit {environment['commit']}"
+        ) from None
     last = max(recorded[LOSS])
     is_whole = end.status == "done" and end.steps == last
     code = _train(run, folder, [] if is_whole else [f"train.max_steps={last}"])
-    # A run that failed the first time, and fails again, is compared too.
+    # If the recorded run failed, and the repetition failed too, compare the steps before the
+    # failure.
     if code != 0 and (code != 1 or end.status not in FAILED):
         print(f"{run}: its repetition ended with exit code {code}", file=sys.stderr)
         return code
@@ -87,8 +93,8 @@ def reproduce_run(run: Path, steps: int) -> int:
 
 
 def describe(certificate: dict[str, Any]) -> list[str]:
-    """Return a certificate in words: the result, and a line for each thing that is not as
-    recorded.
+    """Format the contents of certificate.json as lines of text: the result first, then a line for
+    each library, device or file that differs from the record.
     """
     equal = "{equal_losses} of {losses} losses are equal bit for bit".format(**certificate)
     weights = ", and so are the weights" if certificate["weights_compared"] else ""
@@ -106,11 +112,13 @@ def describe(certificate: dict[str, Any]) -> list[str]:
 
 
 def _recorded(run: Path, steps: int) -> dict[str, Curve]:
-    """Return the curves that a run has logged, up to its last loss in `steps` steps."""
+    """Read the curves that a run has logged, up to the last loss within its first `steps` steps."""
     logged = curves(run)
     last = max((step for step in logged.get(LOSS, {}) if step <= steps), default=None)
     if last is None:
-        raise ValueError(f"steps={steps}: {run} has logged no loss up to there; use a larger one")
+        raise ValueError(
+            f"steps={steps}: {run} has logged no loss in its first {steps} steps; use more steps"
+        )
     for curve in logged.values():
         for step in [step for step in curve if step > last]:
             del curve[step]
@@ -118,7 +126,9 @@ def _recorded(run: Path, steps: int) -> dict[str, Curve]:
 
 
 def _problems(run: Path, environment: dict[str, Any], end: Result) -> Iterator[str]:
-    """Yield an error message if the files of a run do not say what its code and settings were."""
+    """Yield an error message for each reason why the code or settings of a run cannot be
+    restored.
+    """
     if environment.get("commit") is None:
         yield f"{run}: environment.json has no commit; commit the code and train again in a clone"
     if any(segment["changed"] for segment in end.segments or read_segments(run)):
@@ -138,23 +148,30 @@ def _problems(run: Path, environment: dict[str, Any], end: Result) -> Iterator[s
 
 
 def _train(run: Path, folder: Path, more: list[str]) -> int:
-    """Train the saved config in `<folder>/run` with the code in `<folder>/code`. Return the exit
-    code.
+    """Train with the saved config of a run and the code in `<folder>/code`, and write the new run
+    to `<folder>/run`. Return the exit code.
+
+    `more`: further overrides.
     """
     code = (folder / "code").resolve()
     command = [sys.executable, str(code / "train.py")]
     command += ["--config-path", str(run.resolve()), "--config-name", "config", *more]
     command += [f"hydra.run.dir='{(folder / 'run').resolve()}'", "resume=null"]
-    # Not the trackers of the run, which others see. `tracker.use={}` would change nothing.
+    # Switch off trackers such as Weights & Biases, because other people see their entries. The
+    # override `tracker.use={}` would change nothing, because Hydra merges it with the saved
+    # dictionary.
     command += [f"tracker.{name}=null" for name in ("use", "entity", "mode", "uri")]
-    # A new run, with all devices on this machine.
+    # Start a new run on this machine only, even if the recorded run was a trial or a job on a
+    # cluster.
     command += ["search.sampler=null", "cluster.scheduler=local", "cluster.nodes=1"]
     environment = {**os.environ, **no_repository(code)}
     return subprocess.run(command, cwd=_cwd(run), env=environment, check=False).returncode
 
 
 def _cwd(run: Path) -> Path:
-    """Return the folder in which a run was started, to which its relative paths belong."""
+    """Return the working directory in which a run was started. Relative paths in the saved config
+    start there.
+    """
     path = run / ".hydra" / "hydra.yaml"
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
     cwd = Path(yaml.safe_load(text)["hydra"]["runtime"]["cwd"]) if text else root()
@@ -164,28 +181,32 @@ def _cwd(run: Path) -> Path:
 def _differing(
     recorded: dict[str, Curve], repeated: dict[str, Curve]
 ) -> list[tuple[int, str, Any, Any]]:
-    """Return (step, metric, recorded, repeated value) of each difference in bits. Of one step, the
-    loss is first.
+    """Return (step, metric, recorded value, repeated value) for each value that is not equal bit
+    for bit. Sort by step, and put the loss before other metrics of the same step.
     """
     found = []
     for name, curve in recorded.items():
         for step, value in curve.items():
             again = repeated.get(name, {}).get(step)
-            # Also if both are NaN, the texts are equal.
+            # Compare the texts, because NaN is not equal to itself.
             if repr(value) != repr(again):
                 found.append((step, name, value, again))
     return sorted(found, key=lambda each: (each[0], each[1] != LOSS, each[1]))
 
 
 def _differences(run: Path, repetition: Path) -> dict[str, list[Any]]:
-    """Return name -> [of the run, now] of what both have recorded, and not equally."""
+    """Return what two runs recorded differently, as a dictionary from name to [value of the run,
+    value of the repetition].
+    """
     was, now = _facts(run), _facts(repetition)
     common = [name for name, value in was.items() if value and now.get(name)]
     return {name: [was[name], now[name]] for name in common if was[name] != now[name]}
 
 
 def _facts(run: Path) -> dict[str, Any]:
-    """Return what a run has recorded and may explain a difference."""
+    """Read the recorded versions, hardware, fingerprints and hashes of a run, which may explain a
+    difference from another run.
+    """
     environment, end = read_environment(run), _end(run)
     cpu, gpus = environment.get("cpu", {}), environment.get("devices", [])
     return {
@@ -203,18 +224,22 @@ def _facts(run: Path) -> dict[str, Any]:
 
 
 def _end(run: Path) -> Result:
-    """Read result.json of a run; an empty one if the run was killed."""
+    """Read result.json of a run. Return an empty result if the run was killed before it wrote that
+    file.
+    """
     return read_result(run) if (run / "result.json").is_file() else Result("interrupted")
 
 
 def _newer_files(run: Path, given: str | None, started: str) -> list[str]:
-    """Return the data files that were written after a run began: fingerprints have no contents."""
+    """Return the data files that were written after a run began. A changed image keeps its
+    fingerprint, because fingerprints do not cover the contents of files.
+    """
     if given is None:
         return []
     data = _cwd(run) / given
     folder = data if data.is_dir() else data.parent
     files = [*(data.iterdir() if data.is_dir() else [data]), *image_files(folder)]
-    # `started` has no fractions of a second.
+    # The recorded time is cut to whole seconds, so files of the same second do not count as newer.
     since = datetime.strptime(started, "%Y-%m-%dT%H:%M:%S%z").timestamp() + 1
     newer = {path for path in files if path.is_file() and path.stat().st_mtime > since}
     return sorted(str(path.relative_to(folder)) for path in newer)

@@ -1,9 +1,10 @@
-"""Server that forks the jobs of a sweep or search from a process that has already imported torch,
-timm and your code.
+"""Server process that forks the jobs of a sweep or search. It has already imported torch, timm and
+the project's code, which saves each job seconds of imports.
 
-This saves each job seconds of imports. timm_parallel/lab/jobs/warm_server.py starts it as
-`python -m timm_parallel.rank <app> --serve <fd>`. It forks only jobs of one rank: first the
-launcher of the job, which forks the rank at once, before it asks the CUDA driver for devices.
+timm_parallel/lab/jobs/warm_server.py starts it as `python -m timm_parallel.rank <app> --serve
+<fd>`. Only jobs of one rank can be forked. The server forks the launcher of a job. The launcher
+forks its rank at once, because no fork can use CUDA after the launcher has asked the CUDA driver
+for devices.
 """
 
 from __future__ import annotations
@@ -27,28 +28,30 @@ from timm_parallel.machine import nvidia
 from timm_parallel.machine.platform import STOP_SIGNALS, open_memory
 from timm_parallel.machine.process import limit_job
 
-# Seconds between two looks for jobs that have exited. The sweep looks as often.
+# Seconds between two checks for jobs that have exited. The sweep checks equally often.
 POLL_SECONDS = 0.02
 
 
 def serve(descriptor: int, run: rank.RankMain, preload: Callable[[], object]) -> None:
-    """Fork the jobs that a sweep requests through the connection `descriptor`, until the sweep
-    closes it.
+    """Fork the jobs that a sweep requests through a connection, until the sweep closes the
+    connection.
 
-    A request {"id", "folder", "environment", "cores"} starts a job, and {"id", "signal"} sends a
-    signal to job `id`. Answers are {"ready": True} once, then {"id", "code"} for each job that has
-    exited. A negative code is the number of the signal that killed the job. `preload`: imports the
-    modules that jobs need.
+    `descriptor`: file descriptor of the connection. `run`: function that trains one rank.
+    `preload`: function that imports the modules that jobs need.
+
+    The request {"id", "folder", "environment", "cores"} starts a job. The request {"id", "signal"}
+    sends a signal to a running job. The server sends {"ready": True} once, and {"id", "code"} for
+    each job that has exited. A negative code is the number of the signal that killed the job.
     """
-    # Blocked and not ignored, so that a signal to a new job is still pending when the job unblocks
-    # it.
+    # Block the signals here and unblock them in each job. A signal to a new job then waits until
+    # the job can handle it, where an ignored signal would be lost.
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     preload()
     _check_is_forkable()
-    server = os.getpid()
     connection: Connection[Any, Any] = Connection(descriptor)
     connection.send({"ready": True})
-    pids: dict[int, int] = {}  # of the running jobs, by id
+    # Job id -> process id of each running job.
+    pids: dict[int, int] = {}
     while True:
         if connection.poll(POLL_SECONDS if pids else None):
             try:
@@ -57,7 +60,7 @@ def serve(descriptor: int, run: rank.RankMain, preload: Callable[[], object]) ->
                 return
             id = request.pop("id")
             if "signal" not in request:
-                pids[id] = _fork(partial(_run_job, server, run, **request))
+                pids[id] = _fork(partial(_run_job, os.getpid(), run, **request))
             elif id in pids:
                 os.kill(pids[id], request["signal"])
         for id, pid in list(pids.items()):
@@ -68,22 +71,25 @@ def serve(descriptor: int, run: rank.RankMain, preload: Callable[[], object]) ->
 
 
 def _check_is_forkable() -> None:
-    """Raise RuntimeError if this process has started a thread or initialized CUDA: neither survives
-    a fork.
+    """Raise RuntimeError if this process has several threads or has initialized CUDA, because
+    neither works in a forked process.
     """
-    threads = len(os.listdir("/proc/self/task"))  # also counts threads of C++ libraries
+    # The task folder also lists threads of C++ libraries, which the module threading does not know.
+    threads = len(os.listdir("/proc/self/task"))
     if threads != 1:
-        raise RuntimeError(f"an import started {threads - 1} thread(s), so jobs cannot be forked")
+        raise RuntimeError(
+            f"the sweep cannot fork its jobs, because an import started {threads - 1} thread(s)"
+        )
     torch = sys.modules.get("torch")
-    # torch does not notice a query of ours, after which the driver refuses to work in a forked
-    # process.
+    # Check this library's own queries of the CUDA driver too, because torch does not notice them.
+    # After such a query, CUDA does not work in a forked process either.
     if nvidia.has_initialized_driver or (torch is not None and torch.cuda.is_initialized()):
-        raise RuntimeError("an import initialized CUDA, so jobs cannot be forked")
+        raise RuntimeError("the sweep cannot fork its jobs, because an import initialized CUDA")
 
 
 def _fork(work: Callable[[], int]) -> int:
-    """Call `work` in a forked process, which exits with the code that it returns. Return the pid of
-    the process.
+    """Fork a process that calls `work` and exits with the exit code that `work` returns. Return the
+    process id.
     """
     pid = os.fork()
     if pid == 0:
@@ -98,11 +104,12 @@ def _run_job(
     environment: Mapping[str, str],
     cores: Sequence[int],
 ) -> int:
-    """Set up the environment, cores and log of a job in this forked process, and run its launcher.
-    Return the exit code.
+    """Set environment, CPU cores and log of a job in this forked process, then run the launcher of
+    the job. Return the exit code.
 
-    The job and its rank keep the connection of the server open: after a kill of the server, the
-    sweep reads its end only when they have died too, so none of them can still write a result.
+    The job and its rank keep the server's end of the connection open. If the server is killed, the
+    sweep sees the connection close only after the job and the rank have died too. Neither can then
+    still write a result.
     """
     os.setsid()
     replace_environment(environment)
@@ -120,11 +127,11 @@ def _run_job(
 
 
 class ForkedRank:
-    """Process of a rank, forked from its launcher. It has the methods of `subprocess.Popen` that
-    the launcher calls.
+    """Process of a rank that is forked from its launcher. It has the methods of `subprocess.Popen`
+    that the launcher calls.
 
-    The process is forked here and waits for `start`: the launcher initializes the CUDA driver, and
-    no later fork could use CUDA.
+    The process is forked when this object is built, and waits for `start`. A later fork could not
+    use CUDA, because the launcher initializes the CUDA driver in between.
     """
 
     def __init__(self, folder: Path, run: rank.RankMain) -> None:
@@ -143,8 +150,8 @@ class ForkedRank:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """End a rank that was never started (another process holds the run folder) or that the
-        launcher did not wait for.
+        """Kill a rank that was never started, or that the launcher did not wait for. A rank is not
+        started if another process holds the run folder.
         """
         self._writing.close()
         self.kill()
@@ -152,9 +159,11 @@ class ForkedRank:
         self._report.close()
 
     def start(self, command: list[str], environment: dict[str, str]) -> ForkedRank:
-        """Start the rank with the arguments of `command` and only these environment variables."""
-        # The launcher has opened its file for failure records after the fork, so both use the one
-        # that the rank inherited.
+        """Start the waiting rank. `command`: the command line, from which the rank takes its
+        arguments. `environment`: all environment variables of the rank.
+        """
+        # Let the launcher read failure records from the file that the rank inherited, because the
+        # launcher opened its own file after the fork.
         os.dup2(self._report.fileno(), int(environment[REPORT]), inheritable=False)
         environment = {**environment, REPORT: str(self._report.fileno())}
         self._writing.send((command[command.index("-m") + 1 :], environment))
@@ -174,8 +183,8 @@ class ForkedRank:
 
 
 def _run_rank(reading: Connection[Any, Any], folder: Path, run: rank.RankMain) -> int:
-    """Wait for the request of `ForkedRank.start` and run the rank. Return its exit code; 0 if the
-    launcher ends without one.
+    """Wait for `ForkedRank.start`, then run the rank with the received arguments and environment.
+    Return the exit code of the rank, or 0 if the launcher ends without a start.
     """
     try:
         sys.argv, environment = reading.recv()
@@ -186,14 +195,14 @@ def _run_rank(reading: Connection[Any, Any], folder: Path, run: rank.RankMain) -
 
 
 def replace_environment(environment: Mapping[str, str]) -> None:
-    """Make `environment` the complete set of environment variables of this process."""
+    """Replace all environment variables of this process."""
     os.environ.clear()
     os.environ.update(environment)
 
 
 def run_and_exit(work: Callable[[], int]) -> NoReturn:
-    """Call `work` in a forked process and exit with the code that it returns; with 1 after an
-    exception. Never returns.
+    """Call `work` in a forked process, and exit with the exit code that `work` returns. After an
+    exception, print the traceback and exit with 1.
     """
     code = 1
     try:
@@ -203,8 +212,8 @@ def run_and_exit(work: Callable[[], int]) -> NoReturn:
     except BaseException:
         traceback.print_exc()
     finally:
-        # The interpreter does this at its end too. It would also free objects of the parent, such
-        # as the parent's locks.
+        # Run the exit handlers and flush here, and end with os._exit. The normal shutdown of the
+        # interpreter would also free objects of the parent process, such as its locks.
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
         sys.stdout.flush()

@@ -1,5 +1,5 @@
-"""Launcher of one run: writes the files that its ranks read, starts the ranks, and records how they
-ended.
+"""Launcher of one run. It writes the files that the ranks read, starts the ranks, and records how
+they ended.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from timm_parallel.record.result import Result, read_segments, read_status, writ
 
 
 def job_command(folder: Path) -> list[str]:
-    """Return the command with which a sweep runs the saved config of a run folder in a separate
+    """Build the command with which a sweep runs the saved config of a run folder in a separate
     process.
     """
     return [
@@ -44,16 +44,17 @@ def job_command(folder: Path) -> list[str]:
 
 
 def main(folder: Path, start_rank: StartRank = start_command) -> int:
-    """Lock a run folder and run the config saved in it, as a job of a sweep.
-    Return the exit code.
+    """Lock a run folder and run its saved config, as one job of a sweep. Return the exit code.
+    `start_rank`: function that starts the rank of a run with one process.
     """
     with lock_folder(folder):
         return run_job(load_config(folder), folder, start_rank)
 
 
 def run_job(config: ResolvedConfig, folder: Path, start_rank: StartRank = start_command) -> int:
-    """Train with `config` in child processes, or write the job file for Slurm or Kubernetes. Return
-    the exit code.
+    """Train with a config in child processes. For Slurm or Kubernetes, write the file of the job
+    instead. Return the exit code. `start_rank`: function that starts the rank of a run with one
+    process.
     """
     if config.cluster.scheduler != "local":
         save_config(config, folder)
@@ -69,8 +70,10 @@ def run_job(config: ResolvedConfig, folder: Path, start_rank: StartRank = start_
 def repeat_until_it_fits(
     config: ResolvedConfig, folder: Path, ended: RankExits
 ) -> tuple[ResolvedConfig, RankExits]:
-    """With train.accumulate=auto, start all ranks again with half the batches while they end out of
-    memory. Return config and exits of the last attempt.
+    """Start all ranks again with half the batch size while they run out of memory, if
+    train.accumulate=auto. Return config and exits of the last attempt.
+
+    `ended`: exits of the ranks in the first attempt.
     """
     while (half := _after_out_of_memory(config, folder, ended)) is not None:
         config = half
@@ -81,7 +84,7 @@ def repeat_until_it_fits(
             flush=True,
         )
         prepare(config, folder)
-        # A forked rank can start only once, so this is a command.
+        # Start the ranks as commands, because a forked rank can start only once.
         ended = run_ranks(config, folder)
     return config, ended
 
@@ -89,8 +92,8 @@ def repeat_until_it_fits(
 def _after_out_of_memory(
     config: ResolvedConfig, folder: Path, ended: RankExits
 ) -> ResolvedConfig | None:
-    """Return the config of the next attempt; None if the run has ended. A run that has a checkpoint
-    keeps its batches.
+    """Build the config of the next attempt with half the batch size. Return None if the run did not
+    run out of memory, if train.accumulate is not auto, or if the run has a checkpoint.
     """
     if ended.signal is not None or not ended.exit_codes or not asks_for_accumulate(folder):
         return None
@@ -101,8 +104,8 @@ def _after_out_of_memory(
 
 
 def prepare(config: ResolvedConfig, folder: Path) -> None:
-    """Write config.yaml and environment.json for the ranks, and remove the result and failures of
-    an earlier attempt.
+    """Write config.yaml and environment.json into the run folder for the ranks. Delete result.json
+    and failure records of an earlier attempt.
     """
     for stale in [folder / "result.json", *failure_files(folder)]:
         stale.unlink(missing_ok=True)
@@ -115,11 +118,13 @@ def prepare(config: ResolvedConfig, folder: Path) -> None:
 def conclude(
     config: ResolvedConfig, folder: Path, ended: RankExits, console: TextIO | None = None
 ) -> int:
-    """Record in result.json why a run stopped or failed, and print it to `console` (stderr). Return
-    the exit code.
+    """Write into result.json why a run stopped or failed, and print the reason. Return the exit
+    code.
+
+    `ended`: exits of the ranks. `console`: stream to print to, stderr by default.
     """
     console = console or sys.stderr
-    # A signal that arrives while the ranks of a finished run exit does not count.
+    # Ignore a signal that arrived while the ranks of a finished run were exiting.
     if read_status(folder) == "done" and (ended.signal is not None or not ended.exit_codes):
         return 0
     if ended.signal is not None and not ended.folder_problem:
@@ -131,15 +136,15 @@ def conclude(
         print(f"Stopped by {name}. {hint}", file=console, flush=True)
         return 128 + ended.signal
     failure = first_failure(folder, ended)
-    # Printed first: result.json may not fit on the disk.
+    # Print the failure before writing result.json, because the disk may be full.
     print(failure_text(failure), file=console, flush=True)
     _try_to_record(config, folder, ended, console, failure["status"], failure["reason"], failure)
     return int(failure["exit_code"]) if ended.signal is None else 128 + ended.signal
 
 
 def record_interruption(config: ResolvedConfig, folder: Path, number: signal.Signals) -> None:
-    """Record that signal `number` stopped a run before its first rank. Keeps the result.json of a
-    run that has ended.
+    """Write result.json for a run that signal `number` stopped before its first rank started. An
+    existing result.json stays, because the run had then ended.
     """
     if not (folder / "result.json").exists():
         record_end(config, folder, "interrupted", f"stopped by {number.name}")
@@ -148,8 +153,8 @@ def record_interruption(config: ResolvedConfig, folder: Path, number: signal.Sig
 def _try_to_record(
     config: ResolvedConfig, folder: Path, ended: RankExits, console: TextIO, *outcome: Any
 ) -> None:
-    """Write result.json, unless the run folder is gone. `outcome`: the further arguments of
-    `record_end`.
+    """Write result.json, unless the run folder was deleted or moved. A failed write prints a line.
+    `outcome`: status, reason and failure record for `record_end`.
     """
     if ended.folder_problem:
         _remove_leftovers(folder)
@@ -165,16 +170,17 @@ def _try_to_record(
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """Remove what a rank has written into the run folder while the user deleted it, so that `rm
-    -rf` could not finish.
+    """Delete files that a rank wrote into the run folder while the user was deleting the folder
+    with `rm -rf`, which then left the folder behind.
     """
-    # The config of another run that has taken the name.
+    # Delete nothing if the folder has a config.yaml, because then another run uses the folder's
+    # name.
     if (folder / "config.yaml").exists():
         return
     for path in failure_files(folder):
         path.unlink(missing_ok=True)
     for path in (folder / "checkpoints", folder / "logs", folder):
-        # Not empty, or gone.
+        # Skip a folder that is not empty or no longer exists.
         with suppress(OSError):
             path.rmdir()
 
@@ -186,8 +192,8 @@ def record_end(
     reason: str,
     failure: dict[str, Any] | None = None,
 ) -> None:
-    """Write result.json with `status` and `reason` for a run that was stopped or failed, so that no
-    rank wrote one.
+    """Write result.json with status and reason for a run that was stopped or failed. No rank has
+    written result.json in that case.
     """
     parallel, segments = config.parallel, read_segments(folder)
     result = Result(

@@ -1,4 +1,4 @@
-"""Launcher on each node of a Slurm or Kubernetes job: `python -m timm_parallel.launch.node <app>
+"""Launcher on one node of a Slurm or Kubernetes job: `python -m timm_parallel.launch.node <app>
 <run folder>`.
 """
 
@@ -31,18 +31,21 @@ from timm_parallel.project import find_app
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-# Node 0 stops waiting for an earlier attempt this long before the other nodes stop waiting for node
-# 0.
+# Node 0 waits for an earlier attempt of the job, and the other nodes wait for node 0. Node 0 gives
+# up this many seconds before the other nodes do.
 LEAVE_FIRST_SECONDS = 60.0
 # Seconds for the other nodes to report how their ranks ended.
 REPORT_SECONDS = 6.0
 
 
-# Installed before the ranks start, because USR1 would otherwise end this process without a record.
+# Install the signal handler before the ranks start, because SIGUSR1 would otherwise end this
+# process without a record.
 @signal_handlers(stop_handler)
 def main(folder: Path, origin: Path) -> int:
-    """Run the ranks of this node in the run folder `folder`, with the config of
-    `origin`/config.yaml. Return the exit code of train.py, or NODE_LOST.
+    """Run the ranks of this node in a run folder, as part of a Slurm or Kubernetes job. Return the
+    exit code of train.py, or NODE_LOST if the job should be queued again.
+
+    `folder`: the run folder. `origin`: the folder whose config.yaml is run.
     """
     try:
         address = find_address()
@@ -50,8 +53,8 @@ def main(folder: Path, origin: Path) -> int:
             return run_follower_node(origin, address)
         if not (origin / "config.yaml").exists():
             raise ValueError(
-                f"{origin}: no config.yaml on node 0 ({host_name()}); use a folder that node 0 "
-                "can read"
+                f"{origin}: node 0 ({host_name()}) finds no config.yaml in this folder; use a "
+                "folder that node 0 can read"
             )
         folder.mkdir(parents=True, exist_ok=True)
         config = load_config(origin)
@@ -59,7 +62,8 @@ def main(folder: Path, origin: Path) -> int:
             return NODE_LOST
         with lock_folder(folder):
             if origin != folder:
-                # The file is copied as text, so that references to the environment stay unresolved.
+                # Copy config.yaml as text, so that references to environment variables stay
+                # unresolved.
                 write_text(
                     folder / "config.yaml", (origin / "config.yaml").read_text(encoding="utf-8")
                 )
@@ -75,11 +79,11 @@ def main(folder: Path, origin: Path) -> int:
 
 
 def _earlier_start_has_ended(folder: Path, start_timeout: float) -> bool:
-    """Wait while an earlier attempt of this Slurm job holds the lock of `folder`. Return False if
-    it still does then.
+    """Wait while an earlier attempt of this Slurm job holds the lock of the run folder. Return
+    False if the lock is still held after start_timeout minus LEAVE_FIRST_SECONDS.
     """
-    # An earlier attempt outlives a slurmd that died. The other nodes wait no longer than
-    # start_timeout.
+    # Wait only for an earlier attempt of the same job, whose processes outlive a slurmd daemon that
+    # died. Give up before the other nodes do, which wait for start_timeout.
     same_job = f" of Slurm job {os.environ.get('SLURM_JOB_ID')}"
     if not _is_restart() or not is_locked(folder) or not owner_of(folder).endswith(same_job):
         return True
@@ -103,28 +107,28 @@ def _earlier_start_has_ended(folder: Path, start_timeout: float) -> bool:
 
 
 def _is_restart() -> bool:
-    """Return True if Slurm has started this job before."""
+    """Return True if Slurm has started this job before, so that this is a requeued attempt."""
     return os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
 
 
 def find_address() -> NodeAddress:
-    """Return the number of this node and the address of node 0, from environment variables of Slurm
-    or the pod.
+    """Read the number of this node, and the address of the store on node 0, from environment
+    variables of Slurm or of the Kubernetes pod.
     """
     if "JOB_COMPLETION_INDEX" in os.environ:
         return address_of_pod(int(os.environ["JOB_COMPLETION_INDEX"]))
     if "SLURM_STEP_NODELIST" not in os.environ:
         raise ValueError(
-            "SLURM_STEP_NODELIST: not set; start this command with srun, or on Kubernetes by "
-            "job.yaml"
+            "SLURM_STEP_NODELIST: not set, although this command runs one node of a job; start it "
+            "with srun, or on Kubernetes by job.yaml"
         )
     count = int(os.environ["SLURM_STEP_NUM_NODES"])
     return address_of_step(int(os.environ["SLURM_NODEID"]), count) if count > 1 else NodeAddress()
 
 
 def run_node_zero(config: ResolvedConfig, folder: Path, address: NodeAddress) -> int:
-    """Wait for the other nodes, send them the config, run this node's ranks, complete result.json.
-    Return the exit code.
+    """Run a job's ranks on node 0: wait for the other nodes, send them the config, run the ranks of
+    this node, and complete result.json. Return the exit code.
     """
     checkpoints_before = _checkpoints(folder)
     prepare(config, folder)
@@ -132,13 +136,10 @@ def run_node_zero(config: ResolvedConfig, folder: Path, address: NodeAddress) ->
     if address.nodes > 1:
         try:
             rendezvous = _meet(address, config.parallel.start_timeout)
-            store = rendezvous.store
-            nodes.check_nodes(
-                config,
-                nodes.collect_inventories(
-                    store, address.nodes, config.parallel.start_timeout, "node"
-                ),
+            inventories = nodes.collect_inventories(
+                rendezvous.store, address.nodes, config.parallel.start_timeout, "node"
             )
+            nodes.check_nodes(config, inventories)
         except (ValueError, RuntimeError) as error:
             record_end(config, folder, "failed", str(error))
             if rendezvous is not None:
@@ -148,7 +149,8 @@ def run_node_zero(config: ResolvedConfig, folder: Path, address: NodeAddress) ->
     try:
         ended = run_ranks(config, folder, rendezvous)
         config, ended = repeat_until_it_fits(config, folder, ended)
-    except Stopped as stop:  # before the first rank has started
+    # The signal arrived before the first rank started.
+    except Stopped as stop:
         ended = failure.RankExits(signal=stop.number)
     if rendezvous is not None and ended.exit_codes and ended.signal is None:
         ended.records = _wait_for_cause(
@@ -174,30 +176,31 @@ def run_node_zero(config: ResolvedConfig, folder: Path, address: NodeAddress) ->
 
 
 def run_follower_node(origin: Path, address: NodeAddress) -> int:
-    """Receive the config from node 0 and run the ranks of this node, which needs no shared disk.
-    Return the exit code.
+    """Run a job's ranks on a node other than 0, which receives the config from node 0. No shared
+    disk is needed. Return the exit code.
     """
-    # Without a shared disk this node cannot see the config yet, so the default start_timeout
-    # applies.
+    # A node without a shared disk does not have the config yet. It waits for the default
+    # start_timeout.
     config = load_config(origin) if (origin / "config.yaml").exists() else Config()
     rendezvous = _meet(address, config.parallel.start_timeout)
     received = nodes.receive_config(rendezvous.store, address.node)
     if isinstance(received, str):
         raise ValueError(received)
     config, folder = received
-    # An earlier attempt may have left records on this node's disk.
+    # Delete failure records that an earlier attempt left on the disk of this node.
     ranks_per_node = config.parallel.devices // address.nodes
     for rank in range(address.node * ranks_per_node, (address.node + 1) * ranks_per_node):
         failure.failure_file(folder, rank).unlink(missing_ok=True)
     ended = run_ranks(config, folder, rendezvous)
     if ended.signal is not None:
-        # Only node 0 decides whether Slurm queues the job again; srun returns the highest code of
-        # all nodes.
+        # Return 1 in place of WARNED. Only node 0 decides whether Slurm queues the job again, and
+        # srun returns the highest exit code of all nodes.
         code = 128 + ended.signal
         return 1 if code == WARNED else code
     if not ended.exit_codes:
         return 0
-    # Report ranks that were killed or that exited without a record: they cannot report themselves.
+    # Publish a failure record for each rank that was killed or exited without a record, because
+    # such a rank cannot publish one itself.
     for rank, code in ended.exit_codes.items():
         if not failure.failure_file(folder, rank).exists() and code not in failure.ENDED_BY_AGENT:
             record = failure.failure_of_exit_code(folder, rank, code, ended.oom_kills)
@@ -208,8 +211,8 @@ def run_follower_node(origin: Path, address: NodeAddress) -> int:
 
 
 def _meet(address: NodeAddress, seconds: float) -> Rendezvous:
-    """Connect this node to the store of node 0, which node 0 creates, and publish the hardware of
-    this node in it.
+    """Connect this node to the store, which node 0 creates, and publish the hardware of this node
+    in the store. `seconds`: time to wait for node 0.
     """
     with imports_without_gc():
         import torch.distributed  # noqa: F401  # Rendezvous needs it
@@ -219,11 +222,8 @@ def _meet(address: NodeAddress, seconds: float) -> Rendezvous:
 
 
 def _wait_for_cause(store: Store, folder: Path, world_size: int) -> list[dict[str, Any]]:
-    """Wait up to REPORT_SECONDS until a rank of any node has published a failure other than a lost
-    connection.
-
-    Return the failure records that ranks of all nodes have published. Ranks of several nodes never
-    restart: attempt 0.
+    """Wait up to REPORT_SECONDS until some rank has published a failure other than a lost
+    connection. Return all failure records that ranks of all nodes have published.
     """
     records: list[dict[str, Any]] = []
     for _ in range(20):
@@ -235,13 +235,13 @@ def _wait_for_cause(store: Store, folder: Path, world_size: int) -> list[dict[st
 
 
 def _checkpoints(folder: Path) -> set[str]:
-    """Return the file names of the checkpoints. They contain the step, so a new name shows that the
-    run made progress.
+    """Return the file names of a run's checkpoints. The names contain the step, so a new name shows
+    that the run made progress.
     """
     return {path.name for path in (folder / "checkpoints").glob("*.pt")}
 
 
 if __name__ == "__main__":
-    # The config's folder is the run folder, unless a second folder is given.
+    # Read config.yaml from the run folder, unless the command line has a second folder.
     find_app(sys.argv[1])
     sys.exit(main(Path(sys.argv[2]), Path(sys.argv[-1])))

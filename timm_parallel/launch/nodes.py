@@ -1,5 +1,5 @@
-"""Exchange of hardware inventories and the config between nodes, or between ranks that torchrun or
-srun started.
+"""Exchange of hardware descriptions and of the config between the nodes of a run, or between ranks
+that torchrun or srun started.
 """
 
 from __future__ import annotations
@@ -25,32 +25,43 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 INVENTORY_POLL_SECONDS = 0.2
-CONFIG = "config"  # a key of the store
-REFUSAL_SECONDS = 10.0  # for the other processes to read a refusal before the store closes
-# Node 0 gives up after parallel.start_timeout. The other nodes do not know that value yet.
+# Key under which the store holds the config.
+CONFIG = "config"
+# Seconds for the other processes to read why the run cannot start, before the store closes.
+REFUSAL_SECONDS = 10.0
+# The other nodes wait for node 0 almost without limit. Node 0 gives up after
+# parallel.start_timeout, a value that the other nodes do not know yet.
 LONGEST_WAIT = timedelta(days=1)
-LIBRARIES = ("torch", "torchvision", "timm", "numpy")  # they decide the numbers of a step
+# Libraries whose versions must be equal on all nodes, because they affect the results of a training
+# step.
+LIBRARIES = ("torch", "torchvision", "timm", "numpy")
 
 
 @dataclass
 class NodeInventory:
-    """Host name, node number, cores and CUDA devices that a process of a run can use, published for
-    rank 0.
+    """Hardware that one process of a run can use: host name, node number, CPU cores and CUDA
+    devices. Each process publishes this description for rank 0.
     """
 
     node: int
     host: str
-    ranks: int  # on its node; 0 if unknown
+    # Number of ranks on the node of this process; 0 if unknown.
+    ranks: int
     cores: list[int]
     devices: list[str]
-    software: dict[str, str] = field(default_factory=dict)  # only of the first process of a node
+    # Versions, arguments and code hashes to compare between nodes. Only the first process of a node
+    # has them.
+    software: dict[str, str] = field(default_factory=dict)
 
 
 def publish_inventory(
     store: Store, index: int, node: int, ranks: int = 0, arguments: list[str] | None = None
 ) -> None:
-    """Publish the cores and CUDA devices of this process in the store; with `arguments`, versions
-    and code to compare.
+    """Publish the CPU cores and CUDA devices of this process in the store.
+
+    `index`: number of this process. `node`: its node number. `ranks`: ranks on that node, 0 if
+    unknown. `arguments`: arguments of the command line. If given, also publish versions and code
+    hashes, which must be equal on all nodes.
     """
     devices = [device.uuid for device in hardware.visible_cuda_devices()]
     software = {} if arguments is None else _software(arguments)
@@ -59,8 +70,8 @@ def publish_inventory(
 
 
 def _software(arguments: list[str]) -> dict[str, str]:
-    """Return name -> value of everything that must be equal on all nodes: arguments, versions, a
-    hash per code file.
+    """Collect everything that must be equal on all nodes, as a dictionary: arguments of the command
+    line, versions of libraries, and a hash of each code file.
     """
     software = {key: value for key, _, value in (argument.partition("=") for argument in arguments)}
     software["Python"] = ".".join(platform.python_version_tuple()[:2])
@@ -71,26 +82,28 @@ def _software(arguments: list[str]) -> dict[str, str]:
 def collect_inventories(
     store: Store, count: int, seconds: float, who: str = "rank"
 ) -> list[NodeInventory]:
-    """Wait for the inventories of `count` processes and return them. Raises ValueError if one is
-    missing or software differs.
+    """Wait until `count` processes have published their hardware, and return the inventories.
+    Raises ValueError if one is missing after `seconds`, or if software differs between nodes.
+
+    `who`: `rank` or `node`, the word for a process in the message.
     """
     deadline = time.monotonic() + seconds
-    # store.wait would block signal handlers.
+    # Poll the store, because store.wait would block signal handlers.
     while missing := [str(index) for index in range(count) if not store.check([f"facts/{index}"])]:
         if time.monotonic() > deadline:
             named = (
                 f"{who}{'s' if len(missing) > 1 else ''} {', '.join(missing)} (of 0 to {count - 1})"
             )
             raise ValueError(
-                f"{named}: did not connect within parallel.start_timeout={seconds:g} s; check the "
-                "logs there, or raise parallel.start_timeout"
+                f"{named}: did not connect within parallel.start_timeout={seconds:g} s; check "
+                "the logs of its node, or raise parallel.start_timeout"
             )
         time.sleep(INVENTORY_POLL_SECONDS)
     inventories = [
         NodeInventory(**json.loads(store.get(f"facts/{index}"))) for index in range(count)
     ]
-    # Otherwise DDP would average gradients of different code unnoticed: the parameters stay equal
-    # on all ranks.
+    # Compare the software of the nodes. DDP would otherwise average gradients of different code
+    # without any sign, because the parameters stay equal on all ranks.
     compared = [
         (f"node {each.node} ({each.host})", each.software) for each in inventories if each.software
     ]
@@ -100,17 +113,17 @@ def collect_inventories(
 
 
 def share_config(store: Store, folder: Path) -> None:
-    """Publish rank 0's saved config and the path of its run folder in the store."""
+    """Publish the saved config of rank 0, and the path of its run folder, in the store."""
     text = (folder / "config.yaml").read_text(encoding="utf-8")
     store.set(CONFIG, json.dumps({"folder": str(folder), "config": text}))
 
 
 def refuse_others(store: Store, count: int, reason: str) -> None:
-    """Publish the reason why the run cannot start, and keep the store open until all processes have
-    read it.
+    """Publish the reason why the run cannot start. Keep the store open until all other processes
+    have read the reason, at most REFUSAL_SECONDS.
     """
     store.set(CONFIG, json.dumps({"refused": reason}))
-    # A process that is late finds no store, and exits by itself.
+    # Ignore a timeout. A process that is late finds no store and exits.
     with suppress(RuntimeError):
         store.wait(
             [f"left/{index}" for index in range(1, count)], timedelta(seconds=REFUSAL_SECONDS)
@@ -118,8 +131,10 @@ def refuse_others(store: Store, count: int, reason: str) -> None:
 
 
 def receive_config(store: Store, index: int) -> tuple[ResolvedConfig, Path] | str:
-    """Wait for rank 0's config. Return it and its run folder, created here if missing, or the
-    reason why no run starts.
+    """Wait for the config that rank 0 publishes. Return (config, run folder), or the reason why the
+    run does not start. The run folder is created on this node if it is missing.
+
+    `index`: number of this process.
     """
     store.wait([CONFIG], LONGEST_WAIT)
     shared = json.loads(store.get(CONFIG))
@@ -133,7 +148,7 @@ def receive_config(store: Store, index: int) -> tuple[ResolvedConfig, Path] | st
             write_text(path, text)
     except OSError as error:
         raise ValueError(
-            f"{folder}: cannot be created on {host_name()} for its logs ({error.strerror}); "
+            f"{folder}: node {host_name()} cannot create this run folder ({error.strerror}); "
             "choose a folder that each node can write"
         ) from None
     return load_config(folder), folder
@@ -142,8 +157,11 @@ def receive_config(store: Store, index: int) -> tuple[ResolvedConfig, Path] | st
 def fit_to_nodes(
     config: ResolvedConfig, asked: ParallelConfig, inventories: list[NodeInventory]
 ) -> None:
-    """Adjust the numbers of nodes and threads in a config that node 0 resolved. `asked`: values of
-    the user, such as auto.
+    """Set the numbers of nodes and threads in a resolved config to values that fit all nodes.
+    Raises ValueError if the nodes cannot run the config.
+
+    `asked`: the `parallel` keys as the user gave them, e.g. with `auto`. `inventories`: hardware of
+    each process.
     """
     parallel, nodes = config.parallel, _by_node(inventories)
     config.cluster.nodes = len(nodes)
@@ -155,11 +173,12 @@ def fit_to_nodes(
         ):
             raise ValueError(
                 f"parallel.accelerator=auto: {node[0].host} has CUDA devices, {nodes[0][0].host} "
-                "has none; set cpu or cuda"
+                "has none; set parallel.accelerator=cpu or cuda"
             )
     check_nodes(config, inventories)
     if asked.threads_per_device == "auto":
-        # srun may give each task different cores.
+        # Count the different cores of all processes of a node, because srun may give each process
+        # other cores.
         threads = [
             len({core for task in node for core in task.cores}) // node[0].ranks for node in nodes
         ]
@@ -167,7 +186,7 @@ def fit_to_nodes(
 
 
 def check_nodes(config: ResolvedConfig, inventories: list[NodeInventory]) -> None:
-    """Raise ValueError if a host has fewer CUDA devices than its ranks need."""
+    """Raise ValueError if a node has fewer CUDA devices than its ranks need."""
     parallel = config.parallel
     for node in _by_node(inventories) if parallel.accelerator == "cuda" else []:
         present = len({device for task in node for device in task.devices})
@@ -175,7 +194,8 @@ def check_nodes(config: ResolvedConfig, inventories: list[NodeInventory]) -> Non
         if present < (1 if parallel.backend == "gloo" else needed):
             raise ValueError(
                 f"parallel.devices={parallel.devices}: {needed} ranks on {node[0].host}, which has "
-                f"{present} CUDA device(s) for them; two NCCL ranks cannot share one"
+                f"{present} CUDA device(s); start one rank per device, because NCCL ranks cannot "
+                "share a device"
             )
 
 

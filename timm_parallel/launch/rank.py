@@ -1,5 +1,5 @@
-"""Process of one rank, started by timm_parallel/rank.py: sets up logs, signals and the watchdog,
-then trains.
+"""Process of one rank, which timm_parallel/rank.py starts. It sets up logs, signal handlers and the
+watchdog, then trains.
 """
 
 from __future__ import annotations
@@ -42,15 +42,17 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 log = logging.getLogger(__name__)
-# The work of a rank. Callers pass it in, because the library does not import your code.
+# Type of the function that trains one rank. The caller passes the function, because the library
+# does not import the project.
 RankMain = Callable[[ResolvedConfig, Path, Ranks, "Store | None"], None]
-# Seconds after a signal until a rank exits that waits in a collective for ranks that have exited.
+# Seconds after a stop signal until a rank exits that is stuck in a collective, because the other
+# ranks have exited.
 STUCK_SECONDS = 8.0
 
 
 def main(folder: Path, run: RankMain) -> int:
-    """Call `run` as the rank that the environment names, with the config saved in `folder`. Return
-    the exit code.
+    """Train one rank with the config in a run folder. Environment variables name the rank. Return
+    the exit code. `run`: function that trains one rank.
     """
     ranks = ranks_from_environment(os.environ) or Ranks()
     config = load_config(folder)
@@ -67,8 +69,10 @@ def run_rank(
     store: Store | None,
     before_exit: Callable[[], object] | None = None,
 ) -> int:
-    """Call `run` under the watchdog, with logs and failure records. Return the exit code.
-    `before_exit`: called by the watchdog.
+    """Train one rank under the watchdog, with its log and its failure record. Return the exit code.
+
+    `run`: function that trains one rank. `before_exit`: function that the watchdog calls before it
+    ends this process.
     """
     kill_on_parent_exit()
     report_descriptor()
@@ -78,7 +82,9 @@ def run_rank(
         signal.signal(number, stop_handler)
     try:
         with Watchdog(config.parallel, folder, ranks, store, stacks, before_exit) as heartbeats:
-            # Before training there is nothing to save, and without its peers no rank can save.
+            # Exit after a signal if no code handles the signal yet, because there is nothing to
+            # save before training. Also exit if another rank has left, because no rank can save
+            # without the others.
             exit_after_stop_signal(
                 STUCK_SECONDS, lambda: stop_handler.request is None or heartbeats.peer_has_left()
             )
@@ -89,8 +95,8 @@ def run_rank(
                 run(config, folder, ranks, store)
                 return 0
             except Exception as error:
-                # The agent signals the other ranks of a failed job; this rank must write its record
-                # first.
+                # Ignore stop signals from here on. The agent sends them to all ranks of a failed
+                # run, but this rank must first write its failure record.
                 ignore_stop_signals()
                 log.exception("rank %d failed", ranks.rank)
                 record = failure_record(error, config, ranks, folder)
@@ -107,10 +113,11 @@ def run_rank(
 
 
 def keep_compiled_code_private() -> None:
-    """Move the cache of torch.compile from /tmp to the home folder: another user could put code
-    into the one in /tmp.
+    """Move the cache of torch.compile from /tmp to the home folder. In /tmp another user could
+    place code in the cache.
     """
-    # The agent that started this rank may have put torch's default folder into the environment.
+    # Replace the variable also if it has torch's default, because the agent may have set the
+    # default for this rank.
     if Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", "torchinductor_")).name.startswith(
         "torchinductor_"
     ):
@@ -118,12 +125,13 @@ def keep_compiled_code_private() -> None:
 
 
 class Stdout(logging.StreamHandler[TextIO]):
-    """Log handler that writes to the current `sys.stdout`. rich replaces that stream while it shows
-    a progress bar.
+    """Log handler that writes to the current `sys.stdout`. A standard handler would keep the first
+    stream, but rich replaces `sys.stdout` while it shows a progress bar.
     """
 
     def __init__(self) -> None:
-        logging.Handler.__init__(self)  # StreamHandler's own __init__ would keep the present stream
+        # Skip StreamHandler.__init__, which would store the present stream.
+        logging.Handler.__init__(self)
 
     @property
     def stream(self) -> TextIO:  # type: ignore[override]
@@ -131,21 +139,20 @@ class Stdout(logging.StreamHandler[TextIO]):
 
 
 def _set_up_output(rank_log: Path, ranks: Ranks) -> TextIO:
-    """Log to the file of this rank, and on rank 0 to the console too. Return the open file, for
-    stack dumps.
+    """Send log lines to the log file of this rank, and those of rank 0 also to the console. Return
+    the open log file, for dumps of the thread stacks.
     """
     rank_log.parent.mkdir(parents=True, exist_ok=True)
     stream = open(rank_log, "a", encoding="utf-8", buffering=1)
     handlers: list[logging.Handler] = [logging.StreamHandler(stream)]
     if ranks.is_first:
         console = Stdout()
-        console.addFilter(
-            lambda record: record.levelno < logging.ERROR
-        )  # the launcher shows the first failure
+        # Leave errors to the launcher, which prints the first failure.
+        console.addFilter(lambda record: record.levelno < logging.ERROR)
         console.setFormatter(HidingFormatter("%(message)s"))
         handlers.append(console)
     else:
-        # Redirect the file descriptors themselves, so that output of C++ code lands in the file
+        # Redirect the file descriptors 1 and 2, so that output of C++ code reaches the log file
         # too.
         os.dup2(stream.fileno(), 1)
         os.dup2(stream.fileno(), 2)

@@ -1,5 +1,5 @@
-"""Key-value store through which the ranks of a run find each other, and the rendezvous handler of
-torch's agent.
+"""Key-value store through which the ranks of a run find each other, and the handler that gives this
+store to torch's elastic agent.
 """
 
 from __future__ import annotations
@@ -21,38 +21,41 @@ if TYPE_CHECKING:
     from torch.distributed import PrefixStore, Store, TCPStore
     from torch.distributed.elastic.rendezvous import RendezvousInfo
 
-LOOPBACK = "127.0.0.1"  # address of a run on one machine
-BACKEND = "rendezvous"  # the name under which it is registered with torch's agent
-COMPOSE_TIMEOUT = timedelta(seconds=300)  # ranks of a cluster may start minutes apart
+# Address of the store for a run on one machine.
+LOOPBACK = "127.0.0.1"
+# Name under which the rendezvous handler is registered with torch's agent.
+BACKEND = "rendezvous"
+# Time for a rank to wait for the store, because ranks of a cluster may start minutes apart.
+COMPOSE_TIMEOUT = timedelta(seconds=300)
 POLL_SECONDS = 1.0
 
 
 def from_parameters(parameters: Any) -> Any:
-    """Return the Rendezvous object in the settings of torch's agent. torch's registry requires a
-    function for that.
+    """Return the Rendezvous object that the settings of torch's agent contain. torch's registry
+    requires a function that returns the handler.
     """
     return parameters.config["rendezvous"]
 
 
 class Rendezvous:
-    """Rendezvous handler of torch's agent, for nodes in a fixed order. It avoids torch's base
-    class, to import torch later.
+    """Rendezvous handler of torch's elastic agent, for nodes whose order is fixed. It has the
+    methods of torch's base class without extending it, so that torch is imported later.
     """
 
-    # torch's handlers make the first node to arrive node 0 and let a lost node rejoin. Here rank 0
-    # stays on the node with the records, and a run that loses a node ends.
+    # Replace torch's handlers, which make the first node to arrive node 0 and let a lost node join
+    # again. Here rank 0 stays on the node with the run folder, and a run that loses a node ends.
     use_agent_store = True
 
     def __init__(self, endpoint: NodeAddress, timeout: float) -> None:
-        """Create the store on node 0, or connect to it from another node. `timeout`: seconds to
-        wait for node 0.
+        """Create the store if this is node 0, otherwise connect to it. `endpoint`: this node's
+        number and the address of node 0. `timeout`: seconds to wait for node 0.
         """
         self.endpoint = endpoint
         self.store = _host_store(endpoint) if endpoint.node == 0 else _join(endpoint, timeout)
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Return the store, and the same node number and count each time, also after the agent
-        restarts the ranks.
+        """Return the store, the number of this node and the number of nodes. They are the same
+        after the agent has restarted the ranks.
         """
         from torch.distributed import PrefixStore
         from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
@@ -65,7 +68,8 @@ class Rendezvous:
     def get_backend(self) -> str:
         return BACKEND
 
-    get_run_id = get_backend  # no other run uses this store
+    # Any constant is a valid run id, because no other run uses this store.
+    get_run_id = get_backend
 
     def num_nodes_waiting(self) -> int:
         return 0
@@ -75,12 +79,12 @@ class Rendezvous:
 
 
 def _host_store(endpoint: NodeAddress) -> TCPStore:
-    """Create the store of a run, which listens only on `endpoint.address`: any process that
-    connects could act as a rank.
+    """Create the store of a run on node 0. The store listens only on the address in `endpoint`,
+    because any process that connects to the store could act as a rank.
     """
     from torch.distributed import TCPStore
 
-    # TCPStore by itself would listen on every interface.
+    # Open the socket here, because TCPStore would listen on every network interface.
     try:
         listener = socket.create_server((socket.gethostbyname(endpoint.address), endpoint.port))
     except OSError as error:
@@ -95,8 +99,9 @@ def _host_store(endpoint: NodeAddress) -> TCPStore:
 
 
 def _join(endpoint: NodeAddress, timeout: float) -> TCPStore:
-    """Connect to the store of node 0. Retry while the store is that of an earlier run, which this
-    node has joined before.
+    """Connect to the store of node 0 and return the client. Raises ValueError after `timeout`
+    seconds. A store that this node has joined before belongs to an earlier run, so the function
+    tries again.
     """
     from torch.distributed import TCPStore
 
@@ -108,7 +113,8 @@ def _join(endpoint: NodeAddress, timeout: float) -> TCPStore:
             store = TCPStore(address, port, is_master=False, timeout=limit)
             if store.add(f"joined/{endpoint.node}", 1) == 1:
                 return store
-        except (OSError, RuntimeError):  # not yet started, or just closing
+        # Try again, because the store may not have started yet, or may just be closing.
+        except (OSError, RuntimeError):
             pass
         time.sleep(POLL_SECONDS)
     raise ValueError(
@@ -119,8 +125,8 @@ def _join(endpoint: NodeAddress, timeout: float) -> TCPStore:
 
 @cache
 def open_store(ranks: Ranks) -> PrefixStore:
-    """Connect this rank to the store of the run. torch's agent hosts the store; without an agent,
-    rank 0 does.
+    """Connect this rank to the store of the run. torch's agent hosts the store. If srun started the
+    ranks, there is no agent and rank 0 hosts the store.
     """
     with imports_without_gc():
         from torch.distributed.rendezvous import rendezvous
@@ -128,7 +134,7 @@ def open_store(ranks: Ranks) -> PrefixStore:
     if (address := os.environ.get("MASTER_ADDR")) is not None:
         store = next(rendezvous("env://", ranks.rank, ranks.world_size, timeout=COMPOSE_TIMEOUT))[0]
     else:
-        # srun started the ranks. Each joins the store by itself, so each counts as a node here.
+        # srun started the ranks. Each rank connects by itself and counts as a node here.
         endpoint = address_of_step(ranks.rank, ranks.world_size)
         address = endpoint.address
         store = (
@@ -142,21 +148,22 @@ def open_store(ranks: Ranks) -> PrefixStore:
 
 
 def ranks_store(store: Store, attempt: int) -> PrefixStore:
-    """Return a view of the run's store with the prefix of the ranks' keys."""
+    """Return a view of the run's store that adds the number of the attempt to each key."""
     from torch.distributed import PrefixStore
 
-    # After a restart the agent's store still has the addresses of ranks that died, so each attempt
-    # needs new keys.
+    # Use new keys for each attempt, because after a restart the agent's store still has the
+    # addresses of ranks that have exited.
     return PrefixStore(f"attempt_{attempt}", store)
 
 
 def listen_towards(address: str) -> dict[str, str]:
-    """Return variables that make gloo and NCCL use the network interface that leads to `address`,
-    unless the user set them.
+    """Return environment variables that make gloo and NCCL use the network interface that leads to
+    `address`. Variables that the user has set keep their values.
     """
-    # gloo by default uses the address of the host's name, which is often loopback.
+    # Find the interface, because gloo by default uses the address of the host name, which is often
+    # loopback.
     try:
-        # A UDP socket sends nothing here; connecting it asks for the route.
+        # Connecting a UDP socket sends nothing. It only looks up the route.
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((address, 9))
             local = probe.getsockname()[0]

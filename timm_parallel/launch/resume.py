@@ -1,8 +1,12 @@
-"""Choice and check of the run that `resume=<run folder>|auto|auto_or_new` continues.
+"""Find and check the run that `resume=<run folder>`, `resume=auto` or `resume=auto_or_new`
+continues.
 
-auto takes the newest unfinished run of all tasks, or of `task_name` if that is on the command line;
-with training keys, the newest run of the config's task that has exactly this config. auto_or_new,
-for job files, always stays within the task.
+`resume=auto` continues the newest unfinished run of any task. With task_name on the command line,
+only runs of this task count. With keys that affect the training, only runs of the config's task
+with exactly this config count.
+
+`resume=auto_or_new` is for files of cluster jobs. Only runs of the config's task count. If there is
+none, a new run starts.
 """
 
 from __future__ import annotations
@@ -19,38 +23,48 @@ from yaml import YAMLError
 
 from timm_parallel.cluster.slurm import queued_job
 from timm_parallel.config.compose import Command, compose_command, load_config, read_saved
-from timm_parallel.keys import Config, ParallelConfig, ResolvedConfig, leaves, strategy_options
+from timm_parallel.keys import (
+    Config,
+    ParallelConfig,
+    ResolvedConfig,
+    is_below,
+    leaves,
+    strategy_options,
+)
 from timm_parallel.machine.lock import is_locked
 from timm_parallel.machine.secrets import hide, mask
 from timm_parallel.machine.text import yaml_text
 from timm_parallel.record.code_diff import CODE_DIFF
 from timm_parallel.record.result import Result, read_result, read_status
 
-# Keys that define the training; strategy, devices and length may change.
+# Config keys that a resumed run may not change. Strategy, devices and length of the training may
+# change.
 MUST_STAY = ("model", "data", "seed", "optim.opt", "train.accumulate")
 MAY_CHANGE = ("data.workers", "data.on_error", "data.root", "model.compile", "model.freeze")
 AUTO = ("auto", "auto_or_new")
-# Keys that do not affect the training; `resume` stands for resume_strict too.
+# Config keys and groups that do not affect the training.
 NOT_TRAINING = (
-    *(
-        "resume",
-        "print_config",
-        "cluster",
-        "task_name",
-        "paths",
-        "sweep",
-        "search",
-        "tracker",
-        "hydra",
-    ),
+    "resume",
+    "resume_strict",
+    "print_config",
+    "cluster",
+    "task_name",
+    "paths",
+    "sweep",
+    "search",
+    "tracker",
+    "hydra",
     "optimized_metric",
 )
 PER_DEVICE = ("device_ids", "output_device")
 
 
 def compose_run(arguments: Any, remembered: Path | None = None) -> Command:
-    """Compose a run's config; with `resume`, from the saved settings of that run. `remembered`:
-    folder of an earlier attempt.
+    """Compose the config of a run. With `resume`, start from the saved settings of the run to
+    continue.
+
+    `arguments`: argparse namespace of the command line. `remembered`: run folder of an earlier
+    attempt, if torchrun has restarted the ranks.
     """
     resume, overrides = _given_resume(arguments.overrides), arguments.overrides
     if resume not in AUTO:
@@ -75,8 +89,11 @@ def compose_run(arguments: Any, remembered: Path | None = None) -> Command:
 
 
 def keep_accumulate(config: ResolvedConfig, asked: Config, folder: Path) -> ResolvedConfig:
-    """Return `config` with the batches that train.accumulate=auto has found in the run `folder`,
-    if an optimizer step has as many images there. `asked`: the config with `auto`.
+    """Return `config` with the batch size and train.accumulate of the run in `folder`, where
+    train.accumulate=auto had found them. The config stays unchanged if the run has another number
+    of images per optimizer step.
+
+    `asked`: the config in which `auto` is not replaced.
     """
     if asked.train.accumulate != "auto":
         return config
@@ -91,8 +108,10 @@ def keep_accumulate(config: ResolvedConfig, asked: Config, folder: Path) -> Reso
 
 
 def folder_to_resume(config: ResolvedConfig, asked: Config) -> Path | None:
-    """Return the run folder that `resume` names or, with auto, the task's newest unfinished run
-    with this config; None: new run. `asked`: the config with `auto`.
+    """Return the run folder that `resume` names. With auto, find the newest unfinished run with
+    this task_name and exactly this config. None means a new run.
+
+    `asked`: the config in which `auto` is not replaced.
     """
     if config.resume not in AUTO:
         return None if config.resume is None else Path(config.resume)
@@ -101,7 +120,7 @@ def folder_to_resume(config: ResolvedConfig, asked: Config) -> Path | None:
         changes = [
             each
             for each in _changes(keep_accumulate(config, asked, folder), load_config(folder))
-            if not _is_part_of(each[0], NOT_TRAINING)
+            if not is_below(each[0], NOT_TRAINING)
         ]
         if not changes:
             _show_choice(config.resume, folder)
@@ -114,11 +133,13 @@ def folder_to_resume(config: ResolvedConfig, asked: Config) -> Path | None:
 
 
 def check_resumable(config: ResolvedConfig, folder: Path) -> None:
-    """Raise ValueError if a run cannot continue, or `config` changes settings that must stay (not
-    if resume_strict=false).
+    """Raise ValueError if the run in `folder` cannot continue with this config. Unless
+    resume_strict=false, keys that define the training must not change.
     """
     if not any((folder / "checkpoints").glob("*.pt")):
-        raise ValueError(f"resume={folder}: has no checkpoint; start a new run without resume")
+        raise ValueError(
+            f"resume={folder}: has no checkpoint to continue from; start a new run without resume"
+        )
     for path in (folder / "checkpoints").glob("*.pt"):
         if path.is_dir():
             raise ValueError(
@@ -147,8 +168,8 @@ def check_resumable(config: ResolvedConfig, folder: Path) -> None:
 
 
 def records_of(folder: Path) -> dict[Path, bytes]:
-    """Return path -> content of a run's files that a resume overwrites, so that `restore_records`
-    can undo it.
+    """Read the files of a run that a resume overwrites. Return a dictionary from path to content,
+    with which `restore_records` can undo the resume.
     """
     paths = [
         folder / name for name in ("config.yaml", "environment.json", "result.json", CODE_DIFF)
@@ -158,7 +179,9 @@ def records_of(folder: Path) -> dict[Path, bytes]:
 
 
 def restore_records(folder: Path, records: dict[Path, bytes]) -> None:
-    """Restore the files of a run whose resume was refused to what `records_of` returned before."""
+    """Write the old contents back to the files of a run whose resume was rejected. `records`: the
+    result of `records_of` before the resume.
+    """
     for name in ("result.json", CODE_DIFF):
         (folder / name).unlink(missing_ok=True)
     for path, content in records.items():
@@ -166,7 +189,9 @@ def restore_records(folder: Path, records: dict[Path, bytes]) -> None:
 
 
 def _given_resume(overrides: list[str]) -> str | None:
-    """Return the value of the last `resume` on the command line."""
+    """Return the value of the last `resume=` argument on the command line; None without one, or for
+    null.
+    """
     values = [
         item.removeprefix("resume=").strip("'\"")
         for item in overrides
@@ -176,20 +201,18 @@ def _given_resume(overrides: list[str]) -> str | None:
 
 
 def _has_training_keys(arguments: Any) -> bool:
-    """Return True if the command line gives a config, or a key that affects the training."""
+    """Return True if the command line names a config file, or sets a key that affects the
+    training.
+    """
     keys = [item.lstrip("+~").partition("=")[0].replace("/", ".") for item in arguments.overrides]
-    return bool(arguments.config_name) or not all(_is_part_of(key, NOT_TRAINING) for key in keys)
-
-
-def _is_part_of(key: str, sections: tuple[str, ...]) -> bool:
-    return key == "resume_strict" or any(
-        key == section or key.startswith(f"{section}.") for section in sections
-    )
+    return bool(arguments.config_name) or not all(is_below(key, NOT_TRAINING) for key in keys)
 
 
 def _unfinished(config: Config, task: str | None = None) -> Iterator[Path]:
-    """Yield the folders of unfinished runs, newest first. `task`: of this task_name (default:
-    config's), `*`: of all.
+    """Yield the folders of unfinished runs, the newest first. Runs that are in use or queued are
+    left out, and so are jobs of a sweep.
+
+    `task`: the task_name of the runs, `*` for all. The default is the task_name of the config.
     """
     checkpoints = Path(config.paths.output_dir).glob(
         f"{task or config.task_name}/*/*/checkpoints/last.pt"
@@ -200,7 +223,7 @@ def _unfinished(config: Config, task: str | None = None) -> Iterator[Path]:
         try:
             if read_status(folder) == "done" or is_locked(folder) or queued_job(folder):
                 continue
-            # The sweep continues its jobs.
+            # Skip the jobs of a sweep, because the sweep itself continues them.
             if any((parent / "jobs.json").is_file() for parent in folder.parents[:3]):
                 continue
             load_config(folder)
@@ -219,8 +242,11 @@ def _show_choice(resume: str, folder: Path) -> None:
 def _refuse_or_start(
     config: Config, problem: str, nearest: tuple[Path, tuple[str, Any, Any]] | None
 ) -> None:
-    """Raise (resume=auto) or print (auto_or_new) that no run matches, and how the most similar
-    unfinished run differs.
+    """Report that no unfinished run matches, and how the most similar one differs. resume=auto
+    raises ValueError. resume=auto_or_new prints the line and starts a new run.
+
+    `problem`: the text for the message. `nearest`: the most similar run, as (folder, (key, its
+    value, value in the config)).
     """
     if nearest is None and (other := next(_unfinished(config, "*"), None)) is not None:
         nearest = other, ("task_name", load_config(other).task_name, config.task_name)
@@ -237,16 +263,18 @@ def _refuse_or_start(
 
 
 def _saved_settings(folder: Path, overrides: list[str]) -> dict[str, Any]:
-    """Return the composed config of a run, without the options of its strategy if `overrides`
-    choose another strategy.
+    """Read the composed config of the run to continue. If the overrides choose another strategy,
+    options of the old strategy are removed. Raises ValueError if `folder` is no run folder.
     """
-    # In .hydra/config.yaml, `auto` is unresolved, so this machine resolves it.
+    # Prefer .hydra/config.yaml, in which `auto` is not replaced yet, so that `auto` gets values for
+    # this machine.
     composed = folder / ".hydra" / "config.yaml"
     try:
         tree = read_saved(composed if composed.exists() else folder / "config.yaml")
         strategy = tree.parallel.get("strategy")
     except (OSError, YAMLError, KeyError, TypeError, AttributeError):
-        # Perhaps the folder of a task (outputs/<task>) or of a day, which contains run folders.
+        # The folder may be that of a task (outputs/<task>) or of a day, which contains run folders.
+        # Name the newest of them in the message.
         checkpoints = [
             path
             for runs in ("*", "*/*", "*/*/*")
@@ -285,39 +313,45 @@ def _saved_settings(folder: Path, overrides: list[str]) -> dict[str, Any]:
 
 
 def _changes(config: Config, before: Config) -> list[tuple[str, Any, Any]]:
-    """Return (key, value in `before`, value in `config`) of each key whose values differ."""
+    """Compare two configs. Return (key, value in `before`, value in `config`) for each key whose
+    values differ.
+    """
     pairs = zip(leaves(before), leaves(config), strict=True)
     return [(key, old, new) for (key, old, _), (_, new, _) in pairs if old != new]
 
 
 def _other_training(config: ResolvedConfig, before: ResolvedConfig) -> str | None:
-    """Describe the first key that has changed and must not change when a run continues; None if
-    there is no such key.
+    """Describe the first changed config key that must not change when a run continues. Return None
+    if there is no such key.
+
+    `before`: the saved config of the run.
     """
     for key, old, new in _changes(config, before):
         if key.startswith(MUST_STAY) and key not in MAY_CHANGE:
             return f"{key}={yaml_text(new)} (was {yaml_text(old)})"
     if config.global_batch == before.global_batch:
         return None
-    # Only data.batch_size_per_device on another number of devices comes here.
-    batch = (
-        f"data.batch_size_per_device makes the global batch {config.global_batch} (was "
-        f"{before.global_batch})"
+    # The global batch can differ here only if data.batch_size_per_device is set and the number of
+    # devices has changed.
+    return (
+        f"parallel.devices={config.parallel.devices}: data.batch_size_per_device makes the global "
+        f"batch {config.global_batch} (was {before.global_batch})"
     )
-    return f"parallel.devices={config.parallel.devices}: {batch}"
 
 
 def _reached_limit(config: ResolvedConfig, before: ResolvedConfig, result: Result) -> str | None:
-    """Return the limit, such as `train.epochs=3`, that a finished run has reached; None if it can
-    train further.
+    """Return the limit, e.g. `train.epochs=3`, that a finished run has reached. Return None if the
+    config lets the run train further.
+
+    `before`: the saved config of the run. `result`: its result.json.
     """
     train, last = config.train, before.train
     if train.max_steps is not None and result.steps >= train.max_steps:
         return f"train.max_steps={train.max_steps}"
     if result.epochs >= train.epochs:
         return f"train.epochs={train.epochs}"
-    # Only early_stop ends a run before both limits. It counts from the start again if
-    # checkpoint.metric changes.
+    # Only train.early_stop ends a run before train.epochs and train.max_steps. Its count starts
+    # again if checkpoint.metric changes.
     stopped_early = result.epochs < last.epochs and result.steps < (last.max_steps or math.inf)
     is_same_metric = config.checkpoint.metric == before.checkpoint.metric
     if (

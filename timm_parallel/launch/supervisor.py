@@ -1,5 +1,5 @@
-"""Start the ranks of a run on this node and wait for them: under torch's elastic agent for ddp,
-else as one process.
+"""Start the ranks of a run on this node and wait until they exit. ddp and fsdp use torch's elastic
+agent. single and dp use one child process.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from timm_parallel.machine.ranks import NodeAddress
 from timm_parallel.machine.signals import heeded_signals, signal_handlers
 from timm_parallel.project import current, root
 
-# Seconds for a rank to save and exit after a signal, before it is killed. torch's agent waits
+# Seconds that a rank has after a signal to save and exit, before it is killed. torch's agent waits
 # equally long.
 GRACE_SECONDS = 30.0
 
@@ -55,7 +55,9 @@ class Child(Protocol):
     def kill(self) -> None: ...
 
 
-StartRank = Callable[[list[str], dict[str, str]], Child]  # from the rank's command and environment
+# Type of the function that starts a rank. Arguments: the command and the environment variables of
+# the rank.
+StartRank = Callable[[list[str], dict[str, str]], Child]
 
 
 def start_command(command: list[str], environment: dict[str, str]) -> Child:
@@ -68,13 +70,13 @@ def run_ranks(
     rendezvous: Rendezvous | None = None,
     start_rank: StartRank = start_command,
 ) -> RankExits:
-    """Start the ranks of this node, wait until all have exited, and return their exit codes.
+    """Start the ranks of this node, wait until all have exited, and return how they ended.
 
-    `rendezvous`: connects this node to the other nodes, if any. `start_rank`: starts the rank of a
-    run with one process.
+    `rendezvous`: connection to the other nodes, if any. `start_rank`: function that starts the rank
+    of a run with one process.
     """
-    # A command instead of a function: the agent hangs if a function exits with code 0 without
-    # returning.
+    # Start each rank as a command. torch's agent hangs if a rank is a function that exits with code
+    # 0 without returning.
     command = [sys.executable, *SAFE_PATH, "-m", "timm_parallel.rank", current().name, str(folder)]
     oom_kills_before = hardware.oom_kills()
     with RunFolder(folder) as place, terminate_descendants():
@@ -84,8 +86,9 @@ def run_ranks(
             ended = _run_child(command, config.parallel, start_rank)
         ended.folder_problem = place.problem if place.is_gone() else ""
     ended.oom_kills = hardware.oom_kills() - oom_kills_before
-    # A signal may reach only some ranks, perhaps of another node. They stop all ranks, and exit
-    # with 128 + signal.
+    # Treat the run as stopped by a signal if all ranks exited with 128 + the same signal. The
+    # signal may have reached only some ranks, even on another node. Those ranks then stop all
+    # others.
     stops = {code - 128 for code in ended.exit_codes.values()}
     if ended.signal is None and len(stops) == 1 and stops <= set(STOP_SIGNALS):
         ended.signal = stops.pop()
@@ -93,8 +96,8 @@ def run_ranks(
 
 
 def _environment(parallel: ResolvedParallel) -> dict[str, str]:
-    """Return the environment variables of the ranks. The numbers of threads are among them: torch
-    reads them at import.
+    """Build the environment variables of the ranks. They include the number of threads, because
+    torch reads that number at import time.
     """
     threads = str(parallel.threads_per_device)
     return with_project_on_path(os.environ) | {
@@ -106,8 +109,8 @@ def _environment(parallel: ResolvedParallel) -> dict[str, str]:
 
 
 def with_project_on_path(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return a copy of `environment` with the project on PYTHONPATH, so that `python -m src.…`
-    works from any folder.
+    """Return a copy of environment variables with the project's folder on PYTHONPATH, so that
+    `python -m src.…` works in any folder.
     """
     path = os.pathsep.join(filter(None, [str(root()), environment.get("PYTHONPATH")]))
     return {**environment, "PYTHONPATH": path}
@@ -116,23 +119,23 @@ def with_project_on_path(environment: Mapping[str, str]) -> dict[str, str]:
 def _run_child(
     command: list[str], parallel: ResolvedParallel, start_rank: StartRank = start_command
 ) -> RankExits:
-    """Run `command` as one process and return its exit. It shares the terminal, so that a debugger
-    works in it.
+    """Run a command as the only process of a run, and return how it ended. The process shares the
+    terminal, so that a debugger works in it.
     """
     ended = RankExits(world_size=1)
     report = open_memory()
     child = start_rank(command, _environment(parallel) | {REPORT: str(report.fileno())})
-    # Popen.wait below cannot get a time limit after it has begun.
+    # Kill the process by a timer, because the waiting Popen.wait cannot get a time limit later.
     killer = threading.Timer(GRACE_SECONDS, child.kill)
     has_limit = False
 
     def forward(number: int, frame: FrameType | None) -> None:
         nonlocal has_limit
         ended.signal = ended.signal or number
-        # A person who presses Ctrl-C at a terminal may be in a debugger, so no limit applies.
+        # Set no time limit after Ctrl-C at a terminal, because the user may be in a debugger.
         is_interactive = number == signal.SIGINT and os.isatty(0)
         if not is_interactive and not has_limit:
-            # Set first, because a second signal may arrive during start().
+            # Set the flag before the timer starts, because a second signal may arrive meanwhile.
             has_limit = True
             killer.start()
         child.send_signal(number)
@@ -153,8 +156,11 @@ def run_agent(
     scratch: Path,
     rendezvous: Rendezvous | None = None,
 ) -> RankExits:
-    """Run `command` once per rank of this node under torch's elastic agent, whose files are in the
-    new folder `scratch`.
+    """Run a command once per rank of this node under torch's elastic agent. Return how the ranks
+    ended.
+
+    `scratch`: new folder for the files of the agent, which is deleted at the end. `rendezvous`:
+    connection to the other nodes, if any.
     """
     with imports_without_gc():
         from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
@@ -163,11 +169,13 @@ def run_agent(
         from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     rendezvous_handler_registry.register(BACKEND, from_parameters)
-    # Without other nodes the store takes a free port, whatever MASTER_PORT is.
+    # For a run on one node, the store takes any free port, even if MASTER_PORT is set.
     rendezvous = rendezvous or Rendezvous(NodeAddress(), parallel.start_timeout)
     nodes = rendezvous.endpoint.nodes
-    for name in ("agent.server.api", "multiprocessing.api"):  # launch/job.py prints the failure
+    # Silence the agent's error messages, because launch/job.py prints the failure.
+    for name in ("agent.server.api", "multiprocessing.api"):
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
+    # Set the number of restarts, because the default of torch is 3.
     launch = LaunchConfig(
         min_nodes=nodes,
         max_nodes=nodes,
@@ -175,22 +183,22 @@ def run_agent(
         run_id=rendezvous.get_run_id(),
         rdzv_backend=BACKEND,
         rdzv_configs={"rendezvous": rendezvous},
-        max_restarts=parallel.max_restarts,  # the library's default is 3
+        max_restarts=parallel.max_restarts,
         logs_specs=DefaultLogsSpecs(log_dir=str(scratch)),
         signals_to_handle=",".join(number.name for number in heeded_signals()),
     )
     ended = RankExits(world_size=launch.nproc_per_node if nodes == 1 else 0)
-    # The agent passes its own environment to the ranks.
+    # Set the variables in this process, because the agent passes its own environment to the ranks.
     os.environ.update(_environment(parallel) | listen_towards(rendezvous.endpoint.address))
-    # The agent installs signal handlers and does not restore the previous ones.
+    # Restore the signal handlers afterwards, because the agent does not.
     with signal_handlers(None):
         try:
             elastic_launch(launch, command[0])(*command[1:])
         except ChildFailedError as error:
             ended.exit_codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
-        except (
-            SignalException
-        ) as error:  # an Exception: Hydra would swallow it and start the next job of a sweep
+        except SignalException as error:
+            # Catch the agent's exception for a signal here. It is a subclass of Exception, so Hydra
+            # would ignore it and start the next job of a sweep.
             ended.signal = int(error.sigval)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
@@ -202,7 +210,9 @@ def run_agent(
 def _failures_of_last_attempt(
     rendezvous: Rendezvous, parallel: ResolvedParallel
 ) -> list[dict[str, Any]]:
-    """Return the failure records in the store of a run on this machine."""
+    """Read the failure records of the last attempt that has any, from the store of a run on one
+    machine.
+    """
     for attempt in range(parallel.max_restarts, -1, -1):
         store = ranks_store(rendezvous.store, attempt)
         if records := published_failures(store, parallel.devices):

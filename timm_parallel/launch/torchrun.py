@@ -1,4 +1,4 @@
-"""Runs whose ranks torchrun or srun started: rank 0 composes the config and sends it to the other
+"""Runs whose ranks torchrun or srun started. Rank 0 composes the config and sends it to the other
 ranks.
 """
 
@@ -33,12 +33,14 @@ from timm_parallel.machine.ranks import Ranks, host_name, ranks_from_environment
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-FOLDER = "run_folder"  # a key of the store, for the ranks of the next attempt
+# Key under which the store holds the path of the run folder, for ranks that torchrun restarts.
+FOLDER = "run_folder"
 
 
 def negotiate(config: ResolvedConfig, asked: ParallelConfig, ranks: Ranks) -> None:
-    """Wait on rank 0 for the hardware inventories of all ranks, and adjust a resolved config to
-    them.
+    """Wait on rank 0 for the hardware descriptions of all ranks. Set nodes and threads of a
+    resolved config to values that fit them. Raises ValueError if they cannot run the config.
+    `asked`: the `parallel` keys as the user gave them.
     """
     _refuse_elastic_nodes()
     store = open_store(ranks)
@@ -49,15 +51,15 @@ def negotiate(config: ResolvedConfig, asked: ParallelConfig, ranks: Ranks) -> No
 
 def _publish_inventory_of(ranks: Ranks, store: Store) -> None:
     is_compared = ranks.nodes > 1 and ranks.is_first_of_node
-    # Agents with different values of --nnodes would train with that of node 0, and then wait for
-    # each other.
+    # Compare the number of nodes too. Agents with different --nnodes would train with the value of
+    # node 0 and then wait for each other.
     arguments = [f"--nnodes={ranks.nodes}", *sys.argv[1:]] if is_compared else None
     nodes.publish_inventory(store, ranks.rank, ranks.node, ranks.local_world_size, arguments)
 
 
 def run_rank_zero(run: RankMain, config: ResolvedConfig, folder: Path, ranks: Ranks) -> int:
     """Write the files of the run folder, send the config to the other ranks, and train as rank 0.
-    Return the exit code.
+    Return the exit code. `run`: function that trains one rank.
     """
     prepare(config, folder)
     store = open_store(ranks)
@@ -69,14 +71,18 @@ def run_rank_zero(run: RankMain, config: ResolvedConfig, folder: Path, ranks: Ra
 def _run_and_report(
     run: RankMain, config: ResolvedConfig, folder: Path, ranks: Ranks, store: Store
 ) -> int:
-    """Train as this rank and return the exit code. After a failure, the rank that failed first
-    completes result.json.
+    """Train as this rank and return the exit code.
+
+    If a run on one node fails, the rank that failed first completes result.json and prints the
+    failure. With several nodes, the first rank of node 0 does this, and the first rank of each
+    other node prints one line.
     """
-    console = os.fdopen(os.dup(2), "w")  # ranks other than 0 redirect their stderr to their log
+    # Keep the console open, because ranks other than 0 redirect stderr to their log file.
+    console = os.fdopen(os.dup(2), "w")
     place = RunFolder(folder)
 
     def failed() -> RankExits:
-        # The store is on node 0. Another node may have lost the connection.
+        # Read the store on node 0 only, because other nodes may have lost the connection to it.
         records = published_failures(store, ranks.world_size) if ranks.node == 0 else []
         return RankExits(folder_problem=place.problem if place.is_gone() else "", records=records)
 
@@ -91,7 +97,8 @@ def _run_and_report(
     if code > 128 and ranks.is_first:
         return report_end(replace(failed(), signal=code - 128))
     if 0 < code < 128:
-        time.sleep(1)  # for the records of ranks that fail at the same time
+        # Wait for the failure records of ranks that fail at the same time.
+        time.sleep(1)
         ended = failed()
         rank = first_failure(folder, ended)["rank"]
         failed_first = ranks.is_first if rank is None else ranks.rank == rank
@@ -101,27 +108,27 @@ def _run_and_report(
 
 
 def node_end(node: int, folder: Path, ended: RankExits) -> str:
-    """Return the last console line of a failed run on a node other than 0: the reason, and the
-    folder of its logs.
+    """Build the last console line of a failed run on a node other than 0, with the reason and the
+    folder of the node's logs.
     """
-    reason = first_failure(folder, ended)["reason"]
     return (
-        f"Node {node} ({host_name()}) ends with the run: {reason}; its logs are in "
+        f"Node {node} ({host_name()}) ends with the run: "
+        f"{first_failure(folder, ended)['reason']}; its logs are in "
         f"{host_name()}:{folder / 'logs'}"
     )
 
 
 def refuse_followers(ranks: Ranks, reason: str) -> None:
-    """Tell the other ranks, which wait for a config, the reason why rank 0 refused the command
-    line.
+    """Send the reason why rank 0 rejected the command line to the other ranks, which wait for a
+    config. Does nothing for a single rank.
     """
     if ranks.world_size > 1:
         nodes.refuse_others(open_store(ranks), ranks.world_size, reason)
 
 
 def run_follower(run: RankMain, ranks: Ranks) -> int:
-    """Wait for the config from rank 0 and train with it as a rank other than 0. Return the exit
-    code.
+    """Wait for the config from rank 0, then train with it as a rank other than 0. Return the exit
+    code. `run`: function that trains one rank.
     """
     store = open_store(ranks)
     _publish_inventory_of(ranks, store)
@@ -129,13 +136,15 @@ def run_follower(run: RankMain, ranks: Ranks) -> int:
     if not isinstance(received, str):
         return _run_and_report(run, *received, ranks, store)
     if ranks.node > 0 and ranks.is_first_of_node:
-        raise ValueError(received)  # printed on this node's console; rank 0 prints on its own
+        # Raise the reason on the first rank of each other node, so that the node's console shows
+        # it. Rank 0 prints the reason on its own node.
+        raise ValueError(received)
     return 2
 
 
 def remembered_folder(ranks: Ranks | None) -> Path | None:
-    """Return the run folder that the ranks used before torchrun restarted them; None without a
-    restart.
+    """Return the run folder that the ranks used before torchrun restarted them. Return None if
+    there was no restart.
     """
     if ranks is None or ranks.restart_count == 0:
         return None
@@ -144,8 +153,9 @@ def remembered_folder(ranks: Ranks | None) -> Path | None:
 
 
 def _refuse_elastic_nodes() -> None:
-    """Raise ValueError for `torchrun --nnodes 1:2`. Its uncounted restarts would use the store's
-    keys of an earlier attempt.
+    """Raise ValueError for a variable number of nodes, as in `torchrun --nnodes 1:2`. torchrun does
+    not count the restarts of such a run, so a restarted rank would read keys of an earlier attempt
+    from the store.
     """
     command = ""
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -155,7 +165,8 @@ def _refuse_elastic_nodes() -> None:
     minimum, _, maximum = given[-1].partition(":")
     if maximum not in ("", minimum):
         raise ValueError(
-            f"--nnodes={given[-1]}: a run has one number of nodes; give torchrun --nnodes={maximum}"
+            f"--nnodes={given[-1]}: a variable number of nodes is not supported; use torchrun "
+            f"--nnodes={maximum}"
         )
 
 
@@ -165,11 +176,14 @@ def run_on_devices(
     arguments: list[str],
     work: Callable[[Ranks, Store | None], None],
 ) -> int:
-    """Call `work` in each rank of `parallel`, or in this process if it has no ranks, for a script
-    such as evaluate.py. Return the exit code.
+    """Run the function `work` in each rank, or in this process if the strategy has no ranks, for a
+    script such as evaluate.py. Return the exit code.
 
-    A process that is no rank yet runs the script again, as one rank per device of this machine.
-    `work`: takes the identity of the rank and the store through which the ranks find each other.
+    If torchrun or srun started this process, it is one of the ranks. Otherwise this function starts
+    the script again, as one rank per device of this machine.
+
+    `script`, `arguments`: path and arguments of the script. `work`: function of the rank's identity
+    and of the store through which the ranks find each other (None without ranks).
     """
     ranks = ranks_from_environment(os.environ)
     if parallel.has_ranks and ranks is None:
@@ -182,7 +196,7 @@ def run_on_devices(
 
 
 def start_as_ranks(parallel: ResolvedParallel, script: str, arguments: list[str]) -> int:
-    """Run a Python script as one rank per device of this machine, such as evaluate.py. Return the
+    """Run a Python script such as evaluate.py as one rank per device of this machine. Return the
     exit code.
     """
     with terminate_descendants(), tempfile.TemporaryDirectory() as scratch:
@@ -190,7 +204,8 @@ def start_as_ranks(parallel: ResolvedParallel, script: str, arguments: list[str]
     if ended.signal is not None:
         return 128 + ended.signal
     failed = {rank: code for rank, code in ended.exit_codes.items() if code not in ENDED_BY_AGENT}
-    # A rank prints its own exception; only one that was killed prints nothing.
+    # Print a line for each rank that was killed by a signal. Any other rank has printed its
+    # exception itself.
     for rank, code in failed.items():
         if code < 0:
             print(

@@ -1,5 +1,5 @@
-"""Atomic writes of files, which a crash leaves either old or new, reads of JSON files, and creation
-of run folders.
+"""Files of runs: atomic writes, which a crash leaves either old or new, reads of JSON files, and
+creation of run folders.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from timm_parallel.machine.secrets import hide, hide_in
 
 
 def claim_folder(path: Path) -> Path:
-    """Create and return the folder `path`, or if it exists `path_1`, `path_2` …, so that two runs
-    never share a folder.
+    """Create a new folder and return its path. If `path` exists, the name gets a suffix (`path_1`,
+    `path_2` …), so that two runs never share a folder. Raises ValueError if the folder cannot be
+    created.
     """
     if not path.name:
         raise ValueError(f"hydra.run.dir={path}: expected the path of a new folder")
@@ -42,20 +43,20 @@ def claim_folder(path: Path) -> Path:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write `text` to `path` atomically, with the values of secrets replaced."""
+    """Write a text to a file atomically. Values of secrets are replaced by `${oc.env:NAME}`."""
     _write_characters(path, hide(text))
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write `value` to `path` as strict JSON: NaN and infinity become null, because they are not
-    JSON.
+    """Write a value to a file as strict JSON, atomically and without secrets. NaN and infinity
+    become null, because JSON does not have them.
     """
     _write_characters(path, json.dumps(hide_in(finite(value)), indent=2, allow_nan=False) + "\n")
 
 
 def read_json(path: Path, newest: int, missing: str) -> dict[str, Any]:
-    """Read a JSON file of format version `newest` or older. `missing`: the error text if the file
-    does not exist.
+    """Read a JSON file whose format version is `newest` or older. Raises ValueError for a missing,
+    damaged or newer file. `missing`: end of the message for a missing file.
     """
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
@@ -65,21 +66,21 @@ def read_json(path: Path, newest: int, missing: str) -> dict[str, Any]:
         raise ValueError(f"{path}: damaged, cannot be read as JSON ({error})") from None
     if not isinstance(values, dict) or not isinstance(values.get("format", 0), int):
         raise ValueError(
-            f"{path}: this file is not of this project (expected an object with `format`)"
+            f"{path}: this file is not of this project; expected a JSON object with a key `format`"
         )
     if values.get("format", 0) > newest:
         raise ValueError(
-            f"{path}: format {values['format']} is newer than this code reads ({newest}); update "
-            "the code"
+            f"{path}: format {values['format']} is newer than this code reads (at most {newest}); "
+            "update the code"
         )
     return values
 
 
 def write_whole(path: Path, write: Callable[[Path], object], writer: str = "") -> None:
-    """Call `write` with the path of a temporary file, then rename that file to `path`, so that a
-    crash leaves no part.
+    """Write a file so that a crash leaves either the old or the new file, never a part. The
+    function `write` writes a temporary file, which is then renamed to `path`.
 
-    `writer`: suffix of the temporary file, so that concurrent writers do not collide.
+    `writer`: suffix of the temporary file's name, different for each concurrent writer.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}{writer}.tmp")
@@ -88,10 +89,11 @@ def write_whole(path: Path, write: Callable[[Path], object], writer: str = "") -
         write(temporary)
         sync(temporary)
         os.replace(temporary, path)
-        sync(path.parent)  # else a power failure may undo the rename
+        # Flush the folder too, because a power failure may otherwise undo the rename.
+        sync(path.parent)
     except OSError as error:
-        # The error of an open file, such as a full disk, has no name. One without a number is a
-        # message of its own.
+        # Add the path to an error of an open file, such as a full disk, which names no file. An
+        # OSError without a number has a complete message and stays unchanged.
         if error.errno is not None:
             error.filename = error.filename or str(path)
         raise
@@ -101,14 +103,15 @@ def write_whole(path: Path, write: Callable[[Path], object], writer: str = "") -
 
 def _write_characters(path: Path, text: str) -> None:
     def write(temporary: Path) -> None:
-        with open(temporary, "x", encoding="utf-8") as file:  # x: do not follow an existing link
+        # Mode x does not follow an existing link.
+        with open(temporary, "x", encoding="utf-8") as file:
             file.write(text)
 
     write_whole(path, write, f".{os.getpid()}")
 
 
 def finite(value: Any) -> Any:
-    """Return a copy of nested dicts and lists with the types of JSON, in which NaN and infinity are
-    None.
+    """Copy nested dicts and lists. In the copy, NaN and infinity are None and tuples are lists, as
+    in JSON.
     """
     return json.loads(json.dumps(value), parse_constant=lambda name: None)

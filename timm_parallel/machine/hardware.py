@@ -1,5 +1,5 @@
-"""Hardware of this machine, without importing torch: cores, memory, CUDA devices,
-library builds.
+"""Hardware of this machine, queried without importing torch: CPU cores, memory, CUDA devices, and
+the features that torch was built with.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ CGROUP = Path("/sys/fs/cgroup")
 
 
 def core_numbers() -> list[int]:
-    """Return the numbers of the CPU cores that the affinity mask of this process allows."""
+    """Return the numbers of the CPU cores on which this process may run (its affinity mask)."""
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))
 
 
 def cores() -> int:
-    """Return the number of CPU cores that the affinity mask of this process allows."""
+    """Return the number of CPU cores on which this process may run (its affinity mask)."""
     return len(core_numbers())
 
 
@@ -41,17 +41,18 @@ def cpu_model() -> str:
 
 
 def available_memory() -> int:
-    """Return the bytes of memory available without swapping, within this process's cgroup limits
-    (version 2).
+    """Return the bytes of memory that are available without swapping. The limits of this process's
+    cgroup (version 2) are included.
     """
     available = [int(psutil.virtual_memory().available)]
     cgroup = CGROUP / (_search(Path("/proc/self/cgroup"), r"^0::/(.*)$") or "")
     for folder in (cgroup, *cgroup.parents):
-        with suppress(OSError, ValueError):  # the file is missing, or its text is `max`: no limit
+        # A missing file, or the text `max`, means that the cgroup has no limit.
+        with suppress(OSError, ValueError):
             limit, used = (
                 int((folder / f"memory.{name}").read_text()) for name in ("max", "current")
             )
-            # The kernel frees cached files first.
+            # Count cached files as available, because the kernel frees them first.
             files = _search(folder / "memory.stat", r"^inactive_file (\d+)$")
             available.append(max(0, limit - used + int(files or 0)))
     return min(available)
@@ -59,47 +60,47 @@ def available_memory() -> int:
 
 @cache
 def cuda() -> Driver:
-    """Return the devices that the CUDA driver gives this process, queried once per process, as
-    torch does.
+    """Return the devices that the CUDA driver gives this process. The driver is queried once per
+    process, because torch does so too.
     """
     return Driver.ask(torch_cuda())
 
 
 def visible_cuda_devices() -> tuple[CudaDevice, ...]:
-    """Return the CUDA devices in torch's order: item i is `cuda:i`."""
+    """Return the CUDA devices of this process in torch's order: item i is `cuda:i`."""
     return cuda().devices
 
 
 def oom_kills() -> int:
-    """Return the number of processes that the kernel has killed for lack of memory; 0 if the number
-    is unknown.
+    """Read the number of processes that the kernel has killed for lack of memory since boot; 0 if
+    the number is unknown.
     """
     return int(_search(Path("/proc/vmstat"), r"^oom_kill (\d+)$") or 0)
 
 
 @cache
 def has_mpi() -> bool:
-    """Return True if the headers of torch say that it is built with MPI. The wheels on PyPI are
-    built without MPI.
+    """Return True if torch was built with MPI, according to its headers. torch from PyPI was built
+    without MPI.
     """
     return _search_torch("include/caffe2/core/macros.h", r'{"USE_MPI", "(OFF)"}') is None
 
 
 def has_mps() -> bool:
-    """Return True if torch can use Apple's GPU (MPS): on macOS on arm64."""
+    """Return True if torch can use an Apple GPU (MPS), which is the case on macOS on arm64."""
     return platform.system() == "Darwin" and platform.machine() == "arm64"
 
 
 @cache
 def torch_cuda() -> str | None:
-    """Return the CUDA version that torch is built for; None for a build without CUDA."""
+    """Return the CUDA version that torch was built for; None for a build without CUDA."""
     return _search_torch("version.py", r"^cuda\b[^=]*= '([^']*)'")
 
 
 @cache
 def other_gpus() -> str | None:
-    """Return the kind of GPUs that torch is built for if they are not NVIDIA's: `ROCm 6.4` or `XPU
-    20250301`; None if they are.
+    """Return the type of GPUs that torch was built for if they are not NVIDIA's, e.g. `ROCm 6.4` or
+    `XPU 20250301`; None otherwise.
     """
     for name, variable in (("ROCm", "hip"), ("XPU", "xpu")):
         if version := _search_torch("version.py", rf"^{variable}\b[^=]*= '([^']*)'"):
@@ -109,21 +110,23 @@ def other_gpus() -> str | None:
 
 @cache
 def ddp_has(option: str) -> bool:
-    """Return True if torch's DistributedDataParallel has this option, read from its source."""
+    """Return True if torch's DistributedDataParallel has an argument with this name. The source is
+    read, and torch is not imported.
+    """
     return _search_torch("nn/parallel/distributed.py", rf"^ +({option})=") is not None
 
 
 def _search_torch(file: str, pattern: str) -> str | None:
-    """Return group 1 of the first match of `pattern` in a file of the torch package, without
-    importing torch.
+    """Search a file of the torch package with a regular expression, without importing torch. Return
+    group 1 of the first match; None without a match.
     """
     spec = importlib.util.find_spec("torch")
     return _search(Path(spec.origin).parent / file, pattern) if spec and spec.origin else None
 
 
 def _search(path: Path, pattern: str) -> str | None:
-    """Return group 1 of the match of `pattern` in a file;
-    None if the file or the match is missing.
+    """Search a file with a regular expression. Return group 1 of the first match; None if there is
+    no match or no file.
     """
     try:
         match = re.search(pattern, path.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)

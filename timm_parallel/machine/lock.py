@@ -1,5 +1,5 @@
-"""Locks of run and sweep folders. The kernel releases `.lock` when its owner dies, so no heartbeat
-is needed.
+"""Locks of run and sweep folders. A process locks the file `.lock` in the folder. The kernel
+releases the lock when the process dies, so no heartbeat is needed.
 """
 
 from __future__ import annotations
@@ -14,32 +14,38 @@ from pathlib import Path
 
 log = logging.getLogger(__name__)
 NAME = ".lock"
-PATIENCE_SECONDS = 0.2  # is_locked in another process may hold the lock for a moment
-_held: set[Path] = set()  # lock files of this process
+# Seconds to wait for a lock, because another process may hold it for a moment while it calls
+# is_locked.
+PATIENCE_SECONDS = 0.2
+# Paths of the lock files that this process holds.
+_held: set[Path] = set()
+# Error numbers of a file system that does not support locks.
 NO_LOCKS = (
     errno.ENOSYS,
     errno.ENOTSUP,
     errno.EOPNOTSUPP,
     errno.ENOLCK,
-)  # the file system has no locks
+)
 
 
 @contextmanager
 def lock_folder(folder: Path, patience: float = PATIENCE_SECONDS) -> Iterator[None]:
-    """Lock `folder` during the `with` block. Raises ValueError with pid and host of the process
-    that holds the lock.
+    """Lock a run or sweep folder during the `with` block. If another process holds the lock, raises
+    ValueError with the pid and host of that process.
+
+    `patience`: seconds to wait for the lock.
     """
     from filelock import FileLock, Timeout
 
-    if not folder.is_dir():  # FileLock would create it
+    # Reject a missing folder here, because FileLock would create it.
+    if not folder.is_dir():
         raise ValueError(f"{folder}: no such folder")
     lock = FileLock(folder / NAME, timeout=patience, poll_interval=0.02, on_acquired=_sign)
     try:
         lock.acquire()
     except Timeout:
-        owner = owner_of(folder)
         raise ValueError(
-            f"{folder}: in use by {owner}; wait for it, stop it, or use another folder"
+            f"{folder}: in use by {owner_of(folder)}; wait for it, stop it, or use another folder"
         ) from None
     except OSError as error:
         if error.errno not in NO_LOCKS:
@@ -62,14 +68,16 @@ def lock_folder(folder: Path, patience: float = PATIENCE_SECONDS) -> Iterator[No
 
 
 def remove_lock_files() -> None:
-    """Remove the lock files of this process before an os._exit, which skips every `finally`."""
+    """Delete the lock files that this process holds. Called before os._exit, which skips every
+    `finally` block.
+    """
     for path in list(_held):
         with suppress(OSError):
             path.unlink()
 
 
 def is_locked(folder: Path) -> bool:
-    """Return True if a running process holds the lock of `folder`."""
+    """Return True if a running process holds the lock of a run or sweep folder."""
     if not (folder / NAME).exists():
         return False
     try:
@@ -80,16 +88,19 @@ def is_locked(folder: Path) -> bool:
 
 
 def _sign(descriptor: int) -> None:
-    """Write pid, host and Slurm job of this process into the open lock file."""
+    """Write pid, host and Slurm job of this process into the open lock file, for messages of other
+    processes.
+    """
     os.truncate(descriptor, 0)
     job = f" of Slurm job {os.environ['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in os.environ else ""
     os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}{job}\n".encode())
 
 
 def owner_of(folder: Path) -> str:
-    """Describe the process that holds the lock of `folder`: pid, host, Slurm job; `another process`
-    if unknown.
+    """Describe the process that holds the lock of a folder, by pid, host and Slurm job; `another
+    process` if it is unknown.
     """
-    with suppress(OSError):  # the owner may be removing the file
+    # The process may just be deleting the lock file.
+    with suppress(OSError):
         return (folder / NAME).read_text(errors="replace").strip() or "another process"
     return "another process"

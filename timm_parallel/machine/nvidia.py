@@ -1,9 +1,9 @@
-"""NVIDIA devices: listed by the CUDA driver, as in torch, and monitored with NVML.
+"""NVIDIA devices. The CUDA driver lists those that this process can use, in the order of torch.
+NVML monitors them.
 
-Only the driver (libcuda) knows the devices of a process: it applies CUDA_VISIBLE_DEVICES (numbers,
-UUIDs, MIG slices), the order of different devices, and the limits of a container. NVML lists all
-devices of the machine, in another order. NVML may be missing, and any query may fail. A value is
-then None.
+Only the driver (libcuda) knows the devices of a process. It applies CUDA_VISIBLE_DEVICES (numbers,
+UUIDs, MIG slices), the order of unequal devices, and the limits of a container. NVML lists all
+devices of the machine, in another order. If NVML is missing or a query fails, the value is None.
 """
 
 from __future__ import annotations
@@ -16,19 +16,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# True after cuInit: the CUDA driver works in no process that is forked from this one.
+# True after cuInit. The CUDA driver then works in no process that is forked from this one.
 has_initialized_driver = False
-NOT_INITIALIZED = 3  # cuda.h: what cuInit returns in such a process
+# Error code of cuInit in a process that was forked after cuInit (cuda.h).
+NOT_INITIALIZED = 3
+# Values of CUDA_VISIBLE_DEVICES with which a user hides all devices on purpose.
 HIDING = (
     "",
     "-1",
     "none",
     "NoDevFiles",
     "void",
-)  # values of CUDA_VISIBLE_DEVICES that hide all devices on purpose
-TEMPERATURE_GPU, CLOCK_SM = 0, 1  # nvml.h
-# Bits of nvmlDeviceGetCurrentClocksThrottleReasons. A power cap is normal for large models, so it
-# is left out.
+)
+# Constants of nvml.h.
+TEMPERATURE_GPU, CLOCK_SM = 0, 1
+# Bits of nvmlDeviceGetCurrentClocksThrottleReasons that mean a slower GPU. The power cap is left
+# out, because large models normally reach it.
 SLOWED_BY = {
     0x8: "hardware slowdown",
     0x20: "heat (by the driver)",
@@ -39,10 +42,12 @@ SLOWED_BY = {
 
 @dataclass(frozen=True)
 class CudaDevice:
-    index: int  # torch's number of the device
+    # Number i of the device, which is `cuda:i` in torch.
+    index: int
     name: str
     memory_bytes: int | None
-    uuid: str  # as CUDA_VISIBLE_DEVICES takes it: GPU-… or, for a slice, MIG-…
+    # UUID as in CUDA_VISIBLE_DEVICES: GPU-… or, for a MIG slice, MIG-….
+    uuid: str
 
 
 @dataclass(frozen=True)
@@ -50,12 +55,14 @@ class Driver:
     """Devices that the CUDA driver gives this process, or the reason why torch can use none."""
 
     devices: tuple[CudaDevice, ...] = ()
-    problem: str | None = None  # None also if this machine has no NVIDIA device
+    # Reason why torch can use no device. None if there is a device, or if the machine has no NVIDIA
+    # device at all.
+    problem: str | None = None
 
     @classmethod
     def ask(cls, torch_cuda: str | None) -> Driver:
-        """Query the CUDA driver. `torch_cuda`: the CUDA version that torch is built for; None:
-        built without CUDA.
+        """Query the CUDA driver for the devices of this process. `torch_cuda`: the CUDA version
+        that torch was built for, None for a build without CUDA.
         """
         if torch_cuda is None:
             return cls(
@@ -77,12 +84,10 @@ class Driver:
             return cls(problem=forked if code == NOT_INITIALIZED else _if_shown(reason))
         is_unknown = library.cuDriverGetVersion(ctypes.byref(version))
         if not is_unknown and version.value // 1000 < int(torch_cuda.partition(".")[0]):
-            supported = _cuda_version(version.value)
-            reason = (
-                f"the driver supports CUDA {supported}, but torch is built for {torch_cuda}; "
-                "update the driver"
+            return cls(
+                problem=f"the driver supports CUDA {_cuda_version(version.value)}, but torch is "
+                f"built for {torch_cuda}; update the driver"
             )
-            return cls(problem=reason)
         if code := library.cuDeviceGetCount(ctypes.byref(count)):
             return cls(problem=_if_shown(_driver_error(library, "cuDeviceGetCount", code)))
         devices = tuple(_device(library, index) for index in range(count.value))
@@ -92,7 +97,9 @@ class Driver:
 
 
 def _open_driver() -> Any:
-    """Load libcuda, whose functions return 0 or an error code (cuda.h: CUresult)."""
+    """Load the CUDA driver library libcuda. Its functions return 0 or an error code (CUresult in
+    cuda.h).
+    """
     return ctypes.CDLL("libcuda.so.1")
 
 
@@ -120,8 +127,8 @@ def _device(library: Any, index: int) -> CudaDevice:
 
 
 def _if_shown(reason: str) -> str | None:
-    """Return `reason` if this machine has NVIDIA devices and CUDA_VISIBLE_DEVICES does not hide all
-    of them, else None.
+    """Return `reason` if this machine has NVIDIA devices that CUDA_VISIBLE_DEVICES does not hide on
+    purpose, otherwise None. A missing device is a problem only in the first case.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if not nvidia_device_files() or (visible is not None and visible.strip() in HIDING):
@@ -130,16 +137,16 @@ def _if_shown(reason: str) -> str | None:
 
 
 def nvidia_device_files(root: Path = Path("/")) -> list[str]:
-    """Return the files of NVIDIA devices in /proc and /dev; empty on a machine without such a
-    device.
+    """List the paths of NVIDIA device files in /proc and /dev. The list is empty on a machine
+    without NVIDIA device.
     """
     paths = [*(root / "proc/driver/nvidia/gpus").glob("*"), *(root / "dev").glob("nvidia[0-9]*")]
     return sorted(str(path) for path in paths)
 
 
 def listed() -> list[dict[str, Any]]:
-    """Return `name` and `memory` (bytes; None if unknown) of each NVIDIA device of the machine,
-    from NVML.
+    """Query NVML for all NVIDIA devices of the machine. Return a dictionary per device with `name`
+    and `memory` (bytes, None if unknown).
     """
     devices = []
     for index in range(_ask_nvml("nvmlDeviceGetCount") or 0):
@@ -153,24 +160,26 @@ def listed() -> list[dict[str, Any]]:
 
 
 def driver_cuda() -> str | None:
-    """Return the newest CUDA version that the driver supports, `13.0`; None if it is unknown."""
+    """Return the newest CUDA version that the NVIDIA driver supports, e.g. `13.0`; None if it is
+    unknown.
+    """
     number = _ask_nvml("nvmlSystemGetCudaDriverVersion_v2")
     return None if number is None else _cuda_version(number)
 
 
 def driver_version() -> str | None:
-    """Return the version of the NVIDIA driver, `580.65.06`; None if it is unknown."""
+    """Return the version of the NVIDIA driver, e.g. `580.65.06`; None if it is unknown."""
     version = _ask_nvml("nvmlSystemGetDriverVersion")
     return None if version is None else str(version)
 
 
 class Gpu:
-    """Monitor of one GPU through NVML: mean utilization, highest temperature and lowest clock over
-    the `sample` calls.
+    """Monitor of one GPU through NVML. It keeps the mean utilization, the highest temperature and
+    the lowest clock over all calls of `sample`.
     """
 
     def __init__(self, uuid: str | None) -> None:
-        """`uuid`: UUID of the device, from CudaDevice; None: all values are unknown."""
+        """`uuid`: UUID of the GPU, from CudaDevice. With None, all values are unknown."""
         self.uuid = uuid
         self._handle: Any = uuid and _ask_nvml("nvmlDeviceGetHandleByUUID", uuid)
         self._busy = self._samples = self._slowed_by = 0
@@ -189,12 +198,12 @@ class Gpu:
         self._slowed_by |= _ask_nvml("nvmlDeviceGetCurrentClocksThrottleReasons", self._handle) or 0
 
     def utilisation(self) -> float | None:
-        """Return the average utilization, 0 to 1; None if it is unknown."""
+        """Return the mean utilization of the GPU from 0 to 1; None if it is unknown."""
         return self._busy / self._samples / 100 if self._samples else None
 
     def joules(self) -> float:
-        """Return the energy in joules since the driver was loaded; NaN if it is unknown (before
-        Volta, a MIG slice).
+        """Return the energy in joules that the GPU has used since the driver was loaded. NaN if it
+        is unknown, as before Volta and for a MIG slice.
         """
         millijoules = self._handle and _ask_nvml(
             "nvmlDeviceGetTotalEnergyConsumption", self._handle
@@ -202,8 +211,8 @@ class Gpu:
         return math.nan if millijoules is None else millijoules / 1000
 
     def state(self) -> dict[str, Any] | None:
-        """Return `celsius` (highest), `sm_mhz` (lowest), `sm_mhz_max`, `slowed_by` (reasons); None
-        without NVML.
+        """Return a dictionary: `celsius` (highest temperature), `sm_mhz` (lowest clock),
+        `sm_mhz_max` and `slowed_by` (reasons for a lower clock). Return None without NVML.
         """
         if self._handle is None:
             return None
@@ -216,15 +225,16 @@ class Gpu:
 
 
 def _ask_nvml(question: str, *arguments: Any) -> Any:
-    """Call the NVML function `question` and return its result; None if NVML, the permission or the
-    value is missing.
+    """Call a function of NVML by its name and return the result. Return None if NVML, the
+    permission or the value is missing.
     """
     try:
         import pynvml
     except ImportError:
         return None
     try:
-        pynvml.nvmlInit()  # cheap after the first call
+        # Initialize NVML before each query, because repeated initialization is cheap.
+        pynvml.nvmlInit()
         return getattr(pynvml, question)(*arguments)
     except (pynvml.NVMLError, OSError):
         return None

@@ -1,5 +1,5 @@
-"""Functions and signals that differ between systems. Windows must be able to import this file: it
-is refused later.
+"""Functions and signals that differ between operating systems. This file can be imported on
+Windows, so that train.py can print that Windows is not supported.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ STOP_SIGNALS = tuple(
 
 
 def sync(path: Path) -> None:
-    """Flush a file, or a folder's list of entries, to the disk (fsync)."""
+    """Flush a file, or the list of entries of a folder, to the disk (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        # Some network file systems cannot sync folders.
+        # Ignore EINVAL for a folder, because some network file systems cannot flush folders.
         if error.errno != errno.EINVAL or not path.is_dir():
             raise
     finally:
@@ -35,8 +35,8 @@ def sync(path: Path) -> None:
 
 
 def open_memory() -> IO[bytes]:
-    """Open a file without a name for a child process to write to: in memory on Linux, where the
-    disk may be full.
+    """Open a file without a name, to which a child process can write. On Linux it is in memory,
+    because the disk may be full.
     """
     if sys.platform == "linux":
         return os.fdopen(os.memfd_create("report"), "w+b")
@@ -44,9 +44,10 @@ def open_memory() -> IO[bytes]:
 
 
 def peak_memory() -> int:
-    """Return the peak memory of this process in bytes."""
+    """Return the largest amount of memory that this process has used so far, in bytes."""
     status = Path("/proc/self/status")
-    # Linux's ru_maxrss includes the peak of the parent before the fork.
+    # Read VmHWM on Linux, because ru_maxrss there includes the peak of the parent process before
+    # the fork.
     match = (
         re.search(r"^VmHWM:\s+(\d+) kB$", status.read_text(), re.MULTILINE)
         if status.exists()
@@ -56,5 +57,6 @@ def peak_memory() -> int:
         return 1024 * int(match.group(1))
     import resource
 
-    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss: bytes on macOS, KiB elsewhere
+    # ru_maxrss is in bytes on macOS and in KiB elsewhere.
+    unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

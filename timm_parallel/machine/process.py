@@ -1,5 +1,5 @@
-"""Processes of a run: end them with their parent, start them quickly, and exit without leftover
-child processes.
+"""Processes of a run: let them die with their parent, import libraries quickly, and exit without
+leftover child processes.
 """
 
 from __future__ import annotations
@@ -25,31 +25,36 @@ from timm_parallel.class_source import package
 from timm_parallel.machine.lock import remove_lock_files
 
 T = TypeVar("T")
-# Without it `python -m` imports from the current folder first, which may contain a foreign json.py.
+# Python option for child processes. Without it, `python -m` imports from the current folder first,
+# which may contain a foreign json.py.
 SAFE_PATH = ("-P",)
-# True after a tracker has failed: the exit handlers of its library may wait for a server that does
-# not answer.
+# True after a tracker has failed. The exit handlers of its library may then wait for a server that
+# does not respond.
 exit_handlers_may_block = False
-LAUNCHER = "RUN_LAUNCHER"  # environment variable of a rank: the pid of its launcher
+# Environment variable of a rank with the process id of its launcher.
+LAUNCHER = "RUN_LAUNCHER"
 
 
 def kill_on_parent_exit(parent: int | None = None) -> None:
-    """Ask the kernel to kill this process when its `parent` dies, e.g. after `kill -9` of a
-    launcher.
+    """Ask the kernel to kill this process when its parent dies, e.g. after `kill -9` of a launcher.
+    `parent`: process id of the parent; by default that of the launcher or of the parent at this
+    moment.
     """
     if sys.platform != "linux":
         return
-    PR_SET_PDEATHSIG = 1  # linux/prctl.h
-    # Removed from the environment, because processes that a rank starts have another parent.
+    # Number of this option in linux/prctl.h.
+    PR_SET_PDEATHSIG = 1
+    # Remove the variable, because processes that a rank starts have another parent.
     parent = parent or int(os.environ.pop(LAUNCHER, os.getppid()))
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # the parent died before this call
+    # The parent died before the call above, so the kernel will not kill this process.
+    if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def limit_job(parent: int, cores: Collection[int]) -> None:
-    """Make this process die with process `parent`, and run only on the CPU cores `cores` (empty: on
-    all).
+    """Let this process die with the process `parent`, and restrict it to some CPU cores. An empty
+    list of cores means no restriction.
     """
     kill_on_parent_exit(parent)
     if cores and hasattr(os, "sched_setaffinity"):
@@ -57,29 +62,28 @@ def limit_job(parent: int, cores: Collection[int]) -> None:
 
 
 def process_start_time(pid: int) -> float:
-    """Return the start time of a process, comparable to time.time(). psutil's value is up to a
-    second off.
+    """Return the start time of a process on the clock of time.time(). psutil's value can be off by
+    a second.
     """
     if sys.platform != "linux":
         return psutil.Process(pid).create_time()
-    fields = (
-        Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    )  # proc(5): the name may have spaces
+    # Split after the last parenthesis, because the name of the process may have spaces (proc(5)).
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     since_boot = int(fields[19]) / os.sysconf("SC_CLK_TCK")
     return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - since_boot)
 
 
 def started_at() -> float:
-    """Return the time at which the command of this run started: RUN_STARTED_AT or, under torchrun,
-    its parent's start.
+    """Return the time at which the command of this run started: the variable RUN_STARTED_AT or,
+    under torchrun, the start time of the parent process.
     """
     return float(os.environ.get("RUN_STARTED_AT", 0)) or process_start_time(os.getppid())
 
 
 @contextmanager
 def imports_without_gc() -> Iterator[None]:
-    """Pause the garbage collector while torch and timm are imported, which saves a fifth of that
-    time.
+    """Pause the garbage collector in the `with` block, in which torch and timm are imported. This
+    saves a fifth of the import time.
     """
     gc.disable()
     try:
@@ -98,8 +102,11 @@ def import_name(name: str) -> Any:
 def import_class(
     key: str, name: str, base: type[T], named: Mapping[str, str] | None = None
 ) -> type[T]:
-    """Import the class that a config key names: one of `named` (name -> dotted name), or a class of
-    the project by its dotted name. Raises ValueError if it does not extend `base`.
+    """Import the class that a config key names, by a short name or by a dotted name. Raises
+    ValueError if it does not extend the class `base`.
+
+    `key`: the config key, for the message. `name`: its value. `named`: dictionary from short name
+    to dotted name.
     """
     imported = import_name((named or {}).get(name, name))
     if not (isinstance(imported, type) and issubclass(imported, base)):
@@ -111,23 +118,25 @@ def import_class(
 
 
 def keep_freed_memory() -> None:
-    """Make glibc keep freed memory for the next tensors, which saves 6 to 25 % of a step on a CPU
-    (docs/dev/benchmarks.md).
+    """Let glibc keep freed memory for the next tensors. This saves 6 to 25 % of a training step on
+    a CPU (docs/dev/benchmarks.md).
     """
-    # By default glibc returns large blocks to the kernel, and each step has to map their pages
-    # again.
+    # By default glibc returns large freed blocks to the kernel, so each step has to map their pages
+    # again. Settings of the user (MALLOC_…) have priority.
     if sys.platform != "linux" or any(name.startswith("MALLOC_") for name in os.environ):
         return
-    M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
+    # Option numbers of the function mallopt, from malloc.h.
+    M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        mallopt(M_MMAP_THRESHOLD, 16 * 2**20)  # larger blocks would fragment the heap
+        # Keep the default for blocks above 16 MiB, because they would fragment the heap.
+        mallopt(M_MMAP_THRESHOLD, 16 * 2**20)
         mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def keep_running_without_stdout() -> None:
-    """Discard output once the reader of stdout has exited (`python train.py | head -n 2`), instead
-    of failing.
+    """Discard output after the reader of stdout has exited, as in `python train.py | head -n 2`.
+    The run would otherwise fail with BrokenPipeError.
     """
 
     class Pipe(io.FileIO):
@@ -149,11 +158,9 @@ def keep_running_without_stdout() -> None:
 
 
 def exit_process(code: int) -> NoReturn:
-    """Exit with `code`. If a rank has failed, skip the destructors of NCCL and CUDA, which may wait
-    for ranks forever.
-
-    This also skips the shutdown of the interpreter, which aborts if a thread is inside torch's
-    store.
+    """Exit with a code. After a failure in a process group, skip the destructors of NCCL and CUDA,
+    which may wait for other ranks forever. The shutdown of the interpreter is then skipped too,
+    because it aborts if a thread is inside torch's store.
     """
     dist = sys.modules.get("torch.distributed")
     has_group = dist is not None and dist.is_available() and dist.is_initialized()
@@ -167,16 +174,17 @@ def exit_process(code: int) -> NoReturn:
 
 
 def exit_at_once(code: int) -> NoReturn:
-    """Exit without `finally` blocks and exit handlers, which may block. Lock files and temporary
-    folders are removed.
+    """Exit with a code, without `finally` blocks and exit handlers, which may block. Lock files and
+    temporary folders are deleted first.
     """
     remove_lock_files()
-    # Where loader workers have their sockets. Not imported here, because this may be any thread at
-    # any time.
+    # Delete the temporary folder of multiprocessing, in which loader workers have their sockets.
+    # The module is not imported here, because any thread may call this function at any time.
     util = sys.modules.get("multiprocessing.util")
-    # A process that multiprocessing has started shares the folder of its parent.
+    # Keep the folder in a process that multiprocessing has started, because the folder belongs to
+    # its parent.
     if util is not None and sys.modules["multiprocessing"].parent_process() is None:
-        # On a full disk the folder cannot be created.
+        # Ignore an error, because get_temp_dir cannot create the folder on a full disk.
         with suppress(OSError):
             shutil.rmtree(util.get_temp_dir(), ignore_errors=True)
     os._exit(code)
@@ -184,11 +192,13 @@ def exit_at_once(code: int) -> NoReturn:
 
 @contextmanager
 def terminate_descendants(seconds: float = 1.0) -> Iterator[None]:
-    """At the end of the `with` block, end all processes started in it: SIGTERM, then SIGKILL after
-    `seconds`.
+    """End all processes that were started in the `with` block. At the end of the block they receive
+    SIGTERM, and after `seconds` SIGKILL.
     """
     if sys.platform == "linux":
-        PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h: orphans below this process become its children
+        # Make orphaned descendants children of this process (linux/prctl.h), so that they are found
+        # too.
+        PR_SET_CHILD_SUBREAPER = 36
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     before = set(psutil.Process().children(recursive=True))
     try:

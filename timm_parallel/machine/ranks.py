@@ -1,6 +1,4 @@
-"""Identity of a rank, read from the environment variables that torchrun, torch's agent or srun
-sets.
-"""
+"""Identity of a rank, read from environment variables that torchrun, torch's agent or srun sets."""
 
 from __future__ import annotations
 
@@ -18,16 +16,18 @@ NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR",
 
 @dataclass(frozen=True)
 class Ranks:
-    """Rank, node and world size of this process.
-    The defaults describe the only process of a run.
+    """Rank, node and world size of this process. The defaults describe the only process of a
+    run.
     """
 
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
     local_world_size: int = 1
-    restart_count: int = 0  # restarts of all ranks by the agent
-    node: int = 0  # node 0 has rank 0, which writes the records
+    # Number of times that the agent has restarted all ranks.
+    restart_count: int = 0
+    # Number of the node. Node 0 has rank 0, which writes the files of the run.
+    node: int = 0
     nodes: int = 1
 
     @property
@@ -40,18 +40,22 @@ class Ranks:
 
     @property
     def name(self) -> str:
-        """Name of the rank for messages, with its host if there are several nodes."""
+        """Name of this rank for messages. With several nodes it includes the host."""
         return f"rank {self.rank}" + (f" on {host_name()}" if self.nodes > 1 else "")
 
 
 def host_name() -> str:
-    """Return the host name of this node; under Slurm, the name in Slurm's node lists."""
+    """Return the host name of this node. Under Slurm it is the name that Slurm uses for the
+    node.
+    """
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def first_difference(described: list[tuple[str, dict[str, str]]]) -> str:
-    """Describe the first value in which an entry (name, values) differs from entry 0. Return "" if
+    """Describe the first value that differs between entries, for a message. Return an empty text if
     all are equal.
+
+    `described`: (name of a node, dictionary of values) per node. Each is compared with the first.
     """
     for name, values in described[1:]:
         first_name, first = described[0]
@@ -64,42 +68,46 @@ def first_difference(described: list[tuple[str, dict[str, str]]]) -> str:
 
 @cache
 def machine_id() -> str:
-    """Return an id that is equal for processes which can signal each other by pid: same boot and
-    same pid namespace.
+    """Return an id of this machine. Two processes with the same id can send signals to each other
+    by process id, because they have the same boot and the same pid namespace.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
-    except OSError:  # not Linux
+    # Use the host name on systems other than Linux.
+    except OSError:
         return socket.gethostname()
 
 
 @dataclass(frozen=True)
 class NodeAddress:
-    """Number of a node, number of nodes, and the address and port of the store on node 0."""
+    """Number of this node, number of nodes, and address and port of the store on node 0."""
 
     node: int = 0
     nodes: int = 1
-    address: str = "127.0.0.1"  # of node 0
-    port: int = 0  # 0: any free port, for a single node
+    # IP address of node 0.
+    address: str = "127.0.0.1"
+    # Port of the store on node 0. 0 means any free port, for a run on one node.
+    port: int = 0
 
 
 def ranks_from_environment(environment: Mapping[str, str]) -> Ranks | None:
-    """Return the rank of this process; None if neither torchrun nor srun started it.
+    """Read the identity of this rank from environment variables. Return None if neither torchrun
+    nor srun started this process.
 
-    Raises ValueError if variables are missing: the process would otherwise train alone, on a part
-    of the data.
+    Raises ValueError if some of the variables are missing or invalid. The process would otherwise
+    train alone, on a part of the data.
     """
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     present = [name for name in names[:3] if name in environment]
     if not present:
         _refuse_mpirun(environment)
         return _ranks_of_srun(environment)
-    fix = "start ranks with torchrun, or unset it"
+    fix = "start the ranks with torchrun, or unset these variables"
     missing = [name for name in NEEDED if name not in environment]
     if missing:
         raise ValueError(
-            f"{present[0]}={environment[present[0]]}: also requires {', '.join(missing)}; {fix}"
+            f"{present[0]}={environment[present[0]]}: set without {', '.join(missing)}; {fix}"
         )
     for name in names:
         if not environment[name].isdecimal():
@@ -119,10 +127,10 @@ def ranks_from_environment(environment: Mapping[str, str]) -> Ranks | None:
 
 
 def _refuse_mpirun(environment: Mapping[str, str]) -> None:
-    """Raise ValueError for a process that mpirun started, because each of its processes would train
+    """Raise ValueError if mpirun started this process with others, because each of them would train
     alone.
     """
-    # srun sets PMI_SIZE too, but not MPI_LOCALRANKID.
+    # Check PMI_SIZE only together with MPI_LOCALRANKID, because srun sets PMI_SIZE too.
     names = (
         ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
         if "MPI_LOCALRANKID" in environment
@@ -138,8 +146,8 @@ def _refuse_mpirun(environment: Mapping[str, str]) -> None:
 
 
 def _ranks_of_srun(environment: Mapping[str, str]) -> Ranks | None:
-    """Return the rank of a task of `srun --ntasks=N python train.py …`; None if there is no other
-    task.
+    """Read the identity of a rank that `srun --ntasks=N python train.py …` started. Return None if
+    srun did not start this process, or started no other one.
     """
     if "SLURM_STEP_ID" not in environment or environment.get("SLURM_STEP_NUM_TASKS", "1") == "1":
         return None
@@ -155,21 +163,21 @@ def _ranks_of_srun(environment: Mapping[str, str]) -> Ranks | None:
     if wrong or not counts:
         name = wrong[0] if wrong else "SLURM_STEP_TASKS_PER_NODE"
         raise ValueError(
-            f"{name}: missing or invalid; start with srun --ntasks=N python train.py …, or "
-            "submit with cluster=slurm"
+            f"{name}: this variable of srun is missing or invalid; start with srun --ntasks=N "
+            "python train.py …, or submit with cluster=slurm"
         )
     rank, local_rank, node, world_size, nodes = (int(environment[name]) for name in names)
     return Ranks(rank, world_size, local_rank, counts[node], 0, node, nodes)
 
 
 def starter() -> str:
-    """Return the name of the command that started this rank, torchrun or srun, for messages."""
+    """Return `torchrun` or `srun`, the command that started this rank, for messages."""
     return "torchrun" if "RANK" in os.environ else "srun"
 
 
 def tasks_per_node(text: str) -> list[int]:
-    """Parse Slurm's list of tasks per node: `2(x3),1` becomes [2, 2, 2, 1]. Return [] for an
-    invalid text.
+    """Parse Slurm's list of tasks per node: `2(x3),1` becomes [2, 2, 2, 1]. Return an empty list
+    for an invalid text.
     """
     counts: list[int] = []
     for part in text.split(","):

@@ -1,8 +1,9 @@
-"""Secrets, recognized by the names of environment variables and config keys, and replaced in all
-files and messages.
+"""Secrets, such as passwords and tokens. They are recognized by names of environment variables and
+of config keys, and replaced in all files and messages.
 
-`${oc.env:NAME}` replaces the value of a secret variable: OmegaConf resolves it when a saved config
-is read. `***` replaces any other value of a key such as `token`.
+The value of a secret environment variable is replaced by `${oc.env:NAME}`. OmegaConf inserts the
+value again when it reads a saved config. The value of a config key such as `token` is replaced by
+`***`.
 """
 
 from __future__ import annotations
@@ -17,13 +18,15 @@ from urllib.parse import quote_plus
 
 from timm_parallel.machine.text import for_terminal
 
-SHORTEST = 8  # characters; shorter values would be replaced inside ordinary words
+# Smallest length of a secret. Shorter values would be replaced inside ordinary words.
+SHORTEST = 8
 WORD = (
     "token|secret|password|passwd|passphrase|api_?key|access_?key(?:_id)?|secret_?key|private_?key|credentials?|"
     "auth_?key|auth_?header|bearer|(?:signing|encryption|ssh)_?key"
 )
-# Environment variables. Of those that end in _KEY, only what is plainly no secret is left out.
-# Config keys are the other way round, because `image_key` and `label_key` are names of columns.
+# An environment variable whose name ends in _KEY is secret, unless the name is one of these. A
+# config key that ends in _key is secret only if WORD lists it, because `image_key` and `label_key`
+# are names of columns.
 NO_SECRET = (
     r"(?!(?:.*_)?(?:public|primary|foreign|partition|sort|cache|group|index|image|label|input|target)"
     r"_key$)"
@@ -32,21 +35,20 @@ NAMES = re.compile(
     rf"(?:.*_)?(?:{WORD}|pass|auth|pat)(?:_.*)?|.*(?:token|secret|password|passwd|apikey)|.+_pwd|{NO_SECRET}.+_key",
     re.I,
 )
-KEYS = re.compile(
-    rf"(?:.*_)?(?:{WORD}|pwd|pass)", re.I
-)  # of a config; does not match `max_tokens` or `key`
+# Names of secret config keys. `max_tokens` and `key` do not match.
+KEYS = re.compile(rf"(?:.*_)?(?:{WORD}|pwd|pass)", re.I)
 REFERENCE = re.compile(r"\$\{oc\.env:\s*\w+\s*\}")
 IN_URL = re.compile(r"(?<=://)([^\s:/@'\"]*):([^\s/@'\"]+)(?=@)")
 NO_REFERENCE = r"(?!\s*['\"]?\$\{)"
-# token=abc, token=choice(a,b)
+# A secret in an override: token=abc, token=choice(a,b).
 IN_OVERRIDE = re.compile(rf"(\b(?:\w*_)?(?:{WORD})\s*=\s*){NO_REFERENCE}\S+", re.I)
-# {token: abc}
+# A secret in a dictionary: {token: abc}.
 IN_DICT = re.compile(
     rf"((?<=[{{,'\"])\s*(?:\w*_)?(?:{WORD})['\"]?\s*:\s*){NO_REFERENCE}[^\s,;\]}}]+", re.I
 )
-# The rest of a line of code that gives a key such as token a value. A call without a literal is not
-# a secret: `self.cls_token = nn.Parameter(torch.zeros(1))`. The possessive + keeps the look-ahead
-# at the start of the value.
+# A secret in code: the rest of a line that assigns a value to a name such as token. A call without
+# a literal is no secret, e.g. `self.cls_token = nn.Parameter(torch.zeros(1))`. The possessive +
+# keeps the look-ahead at the start of the value.
 IN_CODE = re.compile(
     rf"^(.*?\b(?:\w*_)?(?:{WORD}|pwd|pass)['\"\]]*[ \t]*[:=]=?+[ \t]*+){NO_REFERENCE}"
     r"(?![\w.]+\([^'\"\n]{0,200}$)\S.*$",
@@ -55,8 +57,8 @@ IN_CODE = re.compile(
 
 
 def is_secret_variable(name: str, value: str) -> bool:
-    """Return True if an environment variable is secret by its name, or as a URL with a password. A
-    path is no secret.
+    """Return True if an environment variable is secret, because of its name, or because its value
+    is a URL with a password. Paths and short values are not secret.
     """
     if len(value) < SHORTEST or is_path(value):
         return False
@@ -64,18 +66,18 @@ def is_secret_variable(name: str, value: str) -> bool:
 
 
 def is_path(text: str) -> bool:
-    """Return True if `text` is an absolute path that exists."""
+    """Return True if a text is an absolute path that exists."""
     return text.startswith("/") and os.path.exists(text)  # noqa: PTH110  # Path.exists raises for a long text
 
 
 def is_secret_key(key: str) -> bool:
-    """Return True if the last part of a config key, such as `token`, means a secret."""
+    """Return True if the last part of a config key, such as `token`, names a secret."""
     return KEYS.fullmatch(re.split(r"[./]", key)[-1]) is not None
 
 
 def is_written_out(key: str, value: Any) -> bool:
-    """Return True if a key such as `token` has the secret itself as its value, not a `${…}`
-    reference or a path.
+    """Return True if the value of a secret config key is the secret itself. A `${…}` reference or a
+    path is allowed.
     """
     if value is None or isinstance(value, bool) or not is_secret_key(key):
         return False
@@ -83,7 +85,7 @@ def is_written_out(key: str, value: Any) -> bool:
 
 
 def hide(text: str) -> str:
-    """Replace the value of each secret environment variable in `text` by its reference,
+    """Replace the value of each secret environment variable in a text by the reference
     `${oc.env:NAME}`.
     """
     for name, value in _secrets_of(tuple(os.environ.items())):
@@ -92,8 +94,10 @@ def hide(text: str) -> str:
 
 
 def hide_in(tree: Any, key: str = "") -> Any:
-    """Replace secrets in all strings and keys of nested dicts and lists, and the values of secret
-    keys by `***`.
+    """Copy nested dicts and lists without secrets. In the copy, values of secret environment
+    variables are `${oc.env:NAME}`, and values of secret keys are `***`.
+
+    `key`: the key whose value `tree` is.
     """
     if isinstance(tree, dict):
         return {hide_in(name): hide_in(value, str(name)) for name, value in tree.items()}
@@ -104,10 +108,8 @@ def hide_in(tree: Any, key: str = "") -> Any:
 
 
 def mask(text: str) -> str:
-    """Replace secrets in a message: values of secret variables or after a key such as `token`,
-    passwords in URLs.
-
-    Also escape control characters.
+    """Replace secrets in a message and escape control characters. Secrets are values of secret
+    environment variables, values after a key such as `token`, and passwords in URLs.
     """
     return for_terminal(
         IN_OVERRIDE.sub(r"\1***", IN_DICT.sub(r"\1***", IN_URL.sub(r"\1:***", hide(text))))
@@ -115,15 +117,15 @@ def mask(text: str) -> str:
 
 
 def mask_code(text: str) -> str:
-    """Replace secrets in code: values of secret variables, a line after a key such as `token`,
-    passwords in URLs.
+    """Replace secrets in source code. Secrets are values of secret environment variables, the rest
+    of a line after a name such as `token`, and passwords in URLs.
     """
     return IN_CODE.sub(r"\1***", IN_URL.sub(r"\1:***", hide(text)))
 
 
 class HidingFormatter(logging.Formatter):
-    """Log formatter that masks secrets and escapes control characters in log lines
-    and tracebacks.
+    """Log formatter that replaces secrets and escapes control characters in log lines and
+    tracebacks.
     """
 
     def format(self, record: logging.LogRecord) -> str:
@@ -132,8 +134,8 @@ class HidingFormatter(logging.Formatter):
 
 @lru_cache(maxsize=1)
 def _secrets_of(environment: tuple[tuple[str, str], ...]) -> list[tuple[str, str]]:
-    """Return (name, value) of each secret variable, also with the value escaped or URL-quoted,
-    longest value first.
+    """Find the secret environment variables. Return (name, value) pairs, also with the value
+    escaped and URL-quoted. The longest value comes first.
     """
     secrets = {}
     for name, value in environment:

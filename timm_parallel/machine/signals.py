@@ -1,5 +1,5 @@
-"""Stop signals of ranks: the signal handler, and the exit of a rank whose main thread cannot run
-the handler.
+"""Stop signals of ranks. This file has their signal handler. It also ends a rank whose main thread
+is blocked and cannot run the handler.
 """
 
 from __future__ import annotations
@@ -15,11 +15,15 @@ from types import FrameType
 from timm_parallel.machine.platform import STOP_SIGNALS
 from timm_parallel.machine.process import exit_at_once
 
-ECHO_SECONDS = 0.5  # the same Ctrl-C may arrive twice: from the terminal and from the agent
+# Seconds in which a second signal counts as the same one. Ctrl-C may arrive twice, from the
+# terminal and from torch's agent.
+ECHO_SECONDS = 0.5
 
 
 class Stopped(BaseException):
-    """Raised on a stop signal. Not an Exception, so that no `except Exception` catches it."""
+    """Exception for a stop signal. It is not a subclass of Exception, so that no `except Exception`
+    catches it.
+    """
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -27,8 +31,8 @@ class Stopped(BaseException):
 
 
 class StopHandler:
-    """Signal handler: calls `request` at the first stop signal. Without it, and at a later signal,
-    raises Stopped.
+    """Signal handler for stop signals. The first signal calls `request`, which asks all ranks to
+    stop. A later signal raises Stopped, and so does the first one while `request` is None.
     """
 
     def __init__(self) -> None:
@@ -49,12 +53,13 @@ stop_handler = StopHandler()
 
 
 def exit_after_stop_signal(seconds: float, is_stuck: Callable[[], bool]) -> None:
-    """Start a thread that exits with code 128 + signal if `is_stuck` returns True for `seconds`
-    after a stop signal.
+    """Start a thread that ends this process with exit code 128 + signal number if the process stays
+    stuck after a stop signal.
 
-    Python runs signal handlers in the main thread, so never while that thread waits in a collective
-    for ranks that have exited. Python's C handler writes the signal's number to a pipe at once,
-    which the thread reads.
+    `is_stuck`: returns True if the main thread cannot handle the signal. `seconds`: how long it
+    must return True. Python runs signal handlers only in the main thread, so they never run while
+    that thread waits in a collective for ranks that have exited. Python's C code writes the number
+    of each signal to a pipe at once, and the thread reads the pipe.
     """
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
@@ -80,16 +85,17 @@ def _exit_if_stuck(number: int, seconds: float, is_stuck: Callable[[], bool]) ->
 
 
 def heeded_signals() -> list[signal.Signals]:
-    """Return the stop signals that this process does not ignore. By convention, what `nohup` or `&`
-    ignores stays ignored.
+    """Return the stop signals that this process does not ignore. Signals that `nohup` or `&`
+    ignores are left out, and so stay ignored.
     """
     return [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
 
 
 @contextmanager
 def signal_handlers(handler: object) -> Iterator[None]:
-    """Install `handler` for the heeded signals during the `with` block (None: none), then restore
-    the previous handlers.
+    """Install a handler for the stop signals during the `with` block, then restore the previous
+    handlers. Ignored signals stay ignored. With None, no handler is installed, and handlers that
+    the block installs are undone.
     """
     previous = {number: signal.getsignal(number) for number in heeded_signals()}
     try:
@@ -103,8 +109,8 @@ def signal_handlers(handler: object) -> Iterator[None]:
 
 
 def ignore_stop_signals() -> None:
-    """Ignore all stop signals in this process,
-    for example in a loader worker while its rank saves.
+    """Ignore all stop signals in this process from now on, e.g. in a loader worker while its rank
+    saves.
     """
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)

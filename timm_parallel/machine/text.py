@@ -1,5 +1,5 @@
-"""Format a count with its noun, a list of names or a value in YAML's spelling, escape text for a
-terminal, and read numbers of records.
+"""Texts for messages: a count with its noun, a short list of names, a value in YAML spelling, and
+text that is safe for a terminal. Also reads numbers from records.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ from typing import Any
 
 
 def plural(count: int, noun: str, ending: str = "s") -> str:
-    """Return the count with its noun: `1 device`, `2 devices`, `2 processes`."""
+    """Return a count with its noun: `1 device`, `2 devices`, `2 processes`."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}{ending}"
 
 
 def first(names: list[str], count: int = 5) -> str:
-    """Join the first `count` names with commas. Append `…` if there are more."""
+    """Join the first `count` names with commas. If there are more names, append `…`."""
     return ", ".join(names[:count]) + (" …" if len(names) > count else "")
 
 
 def for_terminal(text: str) -> str:
-    """Escape the control characters of a text but line breaks and tabs: a file's name may hold
-    commands for a terminal.
+    """Escape the control characters of a text, except line breaks and tabs. The name of a file may
+    contain commands for a terminal.
     """
     return re.sub(
         r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]",
@@ -31,7 +31,7 @@ def for_terminal(text: str) -> str:
 
 
 def yaml_text(value: Any) -> str:
-    """Return a value in YAML's spelling, as on the command line: `null`, `true`."""
+    """Return a value in YAML spelling, as on the command line: `null`, `true`."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -40,12 +40,12 @@ def yaml_text(value: Any) -> str:
 
 
 def as_number(value: Any) -> float | None:
-    """Return `value` as a float if it is a finite number, else None."""
+    """Return a value as a float if it is a finite number; None otherwise."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return None
     return float(value)
 
 
 def change_text(key: str, before: Any, now: Any) -> str:
-    """Format a changed setting: `key: before -> now`."""
+    """Format a changed setting as `key: before -> now`."""
     return f"{key}: {yaml_text(before)} -> {yaml_text(now)}"

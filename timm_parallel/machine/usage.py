@@ -20,17 +20,23 @@ from timm_parallel.machine.nvidia import Gpu
 
 @dataclass
 class Usage:
-    """Processor seconds between calls of `begin` and `end`, summed over all pairs; 0 if the kernel
-    does not report them.
+    """Processor seconds between calls of `begin` and `end`, summed over all pairs of calls. A value
+    is 0 if the kernel does not report it.
     """
 
     wall: float = 0.0
-    own: float = 0.0  # processor seconds of this process and its children (loader workers)
-    busy: float = 0.0  # processor seconds of all processes of the machine
-    stolen: float = 0.0  # processor seconds that a hypervisor gave to other machines
-    all: float = 0.0  # of all processors, idle or not
-    ran: float = 0.0  # this process's threads on a processor
-    queued: float = 0.0  # this process's threads ready to run, and waiting for a processor
+    # Processor seconds of this process and its children, such as loader workers.
+    own: float = 0.0
+    # Processor seconds of all processes on the machine.
+    busy: float = 0.0
+    # Processor seconds that a hypervisor gave to other virtual machines.
+    stolen: float = 0.0
+    # Seconds of all processors, idle or not.
+    all: float = 0.0
+    # Seconds that the threads of this process spent on a processor.
+    ran: float = 0.0
+    # Seconds that the threads of this process were ready to run and waited for a processor.
+    queued: float = 0.0
 
     def begin(self) -> None:
         self._at = _now()
@@ -43,11 +49,11 @@ class Usage:
 
 
 class Energy:
-    """Energy of GPUs in joules: since this object was built, and between calls of `begin` and
+    """Energy of GPUs in joules, since this object was built, and between calls of `begin` and
     `end`.
 
-    The counter of a device includes other programs that use the device. An unknown value is NaN,
-    and so is a sum with it.
+    The counter of a GPU includes other programs that use the GPU. An unknown energy is NaN, and so
+    is a sum that includes it.
     """
 
     def __init__(self, gpus: Sequence[Gpu] = ()) -> None:
@@ -61,8 +67,8 @@ class Energy:
         self._window += self._read() - self._at
 
     def by_gpu(self) -> dict[str, list[float]]:
-        """Map the UUID of each device to its joules [between `begin` and `end`,
-        since the start].
+        """Return a dictionary from the UUID of each GPU to its energy in joules: [between `begin`
+        and `end`, since this object was built].
         """
         values = np.stack([self._window, self._read() - self._at_start], axis=1).tolist()
         return {str(gpu.uuid): joules for gpu, joules in zip(self._gpus, values, strict=True)}
@@ -75,12 +81,12 @@ def _now() -> Usage:
     machine = psutil.cpu_times()
     idle = machine.idle + getattr(machine, "iowait", 0.0)
     stolen = getattr(machine, "steal", 0.0)
-    # The time of guests is also contained in user and nice.
+    # Subtract the time of guest systems, which is also contained in user and nice.
     guests = getattr(machine, "guest", 0.0) + getattr(machine, "guest_nice", 0.0)
     total = sum(machine) - guests
     own = 0.0
     for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
-        # Without the processes that end meanwhile.
+        # Skip processes that end meanwhile.
         with suppress(psutil.Error):
             user, system = process.cpu_times()[:2]
             own += user + system
@@ -89,15 +95,17 @@ def _now() -> Usage:
 
 
 def scheduled_seconds() -> tuple[float, float]:
-    """Return (seconds on a processor, seconds waiting for one) of this process's threads; 0 if they
-    are unknown.
+    """Read how the threads of this process were scheduled. Return (seconds on a processor, seconds
+    waiting for a processor). Both are 0 if the kernel does not report them.
     """
     ran = queued = 0
     for path in Path("/proc/self/task").glob("*/schedstat"):
         try:
-            # Nanoseconds on a processor, nanoseconds in its queue, time slices.
+            # The fields are nanoseconds on a processor, nanoseconds in its queue, and the number of
+            # time slices.
             on, waiting, _ = path.read_text(encoding="ascii").split()
-        except (OSError, ValueError):  # the thread has ended, or the kernel lacks schedstat
+        # The thread has ended, or the kernel does not report its schedule.
+        except (OSError, ValueError):
             continue
         ran, queued = ran + int(on), queued + int(waiting)
     return ran / 1e9, queued / 1e9

@@ -1,5 +1,5 @@
-"""Count the floating-point operations of a step, and the memory of the tensors that its backward
-pass needs.
+"""Count the floating-point operations of a training step, and the memory that its backward pass
+needs.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ log = logging.getLogger(__name__)
 
 
 def flop_counter() -> FlopCounterMode:
-    """Return torch's FLOP counter, extended by a formula for fused attention on a CPU."""
+    """Build torch's FLOP counter, extended by a formula for fused attention on a CPU."""
 
     def forward(query: Shape, key: Shape, value: Shape, *_: Any, **__: Any) -> int:
         return int(sdpa_flop_count(query, key, value))
 
     def backward(_gradient: Shape, *shapes: Any, **__: Any) -> int:
-        # Counted as without a fused kernel: scores that the kernel recomputes do not count.
+        # Count attention as if it had no fused kernel, which computes scores twice.
         return 2 * forward(*shapes)
 
     attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -36,15 +36,15 @@ def flop_counter() -> FlopCounterMode:
 
 
 def count_flops(model: nn.Module, images: Shape) -> int | None:
-    """Count the FLOPs of a forward and a backward pass over a batch of shape `images`; None if they
-    cannot be counted.
+    """Count the FLOPs of a forward and a backward pass of a model over a batch of images.
 
-    `model`: not wrapped, not sharded and not compiled. It stays as it is: a copy without storage
-    runs on the meta device, which computes shapes only. So neither the size of the batch nor the
-    device matters, and nothing is drawn.
+    `images`: shape of the batch. `model`: must not be wrapped, sharded or compiled; it is not
+    changed. A copy of it without storage runs on the meta device, which computes only shapes. So
+    the count needs no memory for the batch, and draws no random numbers. Returns None if torch
+    cannot count the FLOPs.
     """
     tensors = [*model.parameters(), *model.buffers()]
-    # Tensors in the memo are not copied.
+    # deepcopy takes these tensors without storage from its memo, instead of copying the real ones.
     memo = {
         id(tensor): tensor.detach().to("meta").requires_grad_(tensor.requires_grad)
         for tensor in tensors
@@ -54,15 +54,19 @@ def count_flops(model: nn.Module, images: Shape) -> int | None:
             outputs = copy.deepcopy(model, memo)(torch.empty(images))
             outputs.sum().backward()
         return int(counter.get_total_flops())
-    # A model of your own may do what the meta device cannot, such as reading a value of a tensor.
+    # Catch every exception. A model may need what the meta device lacks, such as the values of a
+    # tensor.
     except Exception as error:
         log.debug("FLOPs were not counted: %s: %s", type(error).__name__, error)
         return None
 
 
 def step_costs(compute_loss: Callable[[], Tensor], excluding: list[Tensor]) -> tuple[int, int]:
-    """Run a forward and a backward pass, on real or fake tensors. Return its FLOPs, and the bytes
-    of the tensors that autograd saves for the backward pass, without those of `excluding`.
+    """Run a forward and a backward pass, and return their FLOPs and the memory of saved tensors in
+    bytes.
+
+    Saved tensors are those that autograd keeps for the backward pass, apart from the tensors in
+    `excluding`. The tensors may be real or fake.
     """
     with flop_counter() as counter, saved_for_backward(excluding) as saved:
         compute_loss().backward()
@@ -71,13 +75,14 @@ def step_costs(compute_loss: Callable[[], Tensor], excluding: list[Tensor]) -> t
 
 @contextmanager
 def saved_for_backward(excluding: list[Tensor]) -> Iterator[dict[int, torch.UntypedStorage]]:
-    """Collect, by identity, the storages that autograd saves for the backward pass of the `with`
+    """Collect the storages of all tensors that autograd saves for a backward pass in the `with`
     block.
 
-    Storages of the tensors `excluding`, such as weights, are left out.
+    The result is a dictionary from the identity of a storage to the storage. Storages of the
+    tensors in `excluding`, such as weights, are left out.
     """
     excluded = {tensor.untyped_storage()._cdata for tensor in excluding}
-    # Holds the storages, because the id of a freed one may be used again.
+    # Keep the storages alive, because the identity of a freed storage may be used again.
     kept: dict[int, torch.UntypedStorage] = {}
 
     def pack(tensor: Tensor) -> Tensor:

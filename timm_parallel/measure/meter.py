@@ -1,9 +1,10 @@
-"""Measurement of throughput and step times that does not synchronize the device."""
+"""Measure throughput and step times without waiting for the device in every step."""
 
-# The timed window starts after the warm-up (caches, allocators, compilers, buckets) and ends with
-# the last step. It includes waiting for data and logging, but not evaluation and saving. The window
-# consists of intervals, which end when the device is known to be idle: after every step on a CPU,
-# at every sync step on a GPU.
+# The timed window starts after the warm-up of caches, allocators, compilers and DDP buckets. It
+# ends with the last step. Waiting for data and logging count, evaluation and saving do not. The
+# window is a series of intervals. An interval ends when the device is known to be idle. On a CPU,
+# this is after every step. On a GPU, it is after each step that logs, saves or evaluates (sync
+# step).
 
 from __future__ import annotations
 
@@ -21,8 +22,9 @@ WARM_UP_STEPS = 10
 
 
 class Meter:
-    """Timer of the training steps of one rank. Between `pause` and `resume` (evaluation, saving) no
-    time counts.
+    """Timer of the training steps of one rank.
+
+    Time between `pause` and `resume`, such as that of evaluation and saving, does not count.
     """
 
     def __init__(
@@ -34,22 +36,26 @@ class Meter:
         untimed: int | None = None,
         energy: Energy | None = None,
     ) -> None:
-        """`images_per_step`: over all devices and accumulated batches. `steps`: the number of steps
-        that will run.
+        """Configure the timer.
 
-        `clock`: an event of an asynchronous device, recorded after every step; None on a CPU.
-        `untimed`: steps before timing.
+        `images_per_step`: images per optimizer step over all devices. `steps`: number of steps that
+        will run. `clock`: event of a GPU, recorded after every step; None on a CPU.
+        `start_measuring`: function to call when the timed window starts. `untimed`: number of first
+        steps that are not timed; None: choose it from `steps`. `energy`: energy counters of the
+        GPUs.
         """
         self.images_per_step, self._untimed = images_per_step, untimed
         self.expect(steps)
         self._clock, self._start_measuring = clock, start_measuring
-        # Seconds and steps of each interval of the window: 12 bytes per step.
+        # Seconds and number of steps of each interval in the timed window. They take 12 bytes per
+        # step.
         self._seconds = array("d")
         self._steps = array("I")
         self._steps_seen = self._open_steps = 0
-        # `_mark` is the start of the open interval.
+        # `_mark` is the time at which the current interval started.
         self._mark = self._fetch_from = self._paused_at = time.perf_counter()
-        # Seconds of the open interval that were spent on waiting for data, and between steps.
+        # Seconds of the current interval in which the device waited for data, and seconds between
+        # steps.
         self._wait = self._between = 0.0
         self._was_idle = self._is_between = True
         self.steps_timed, self.seconds_timed, self.data_seconds, self.other_seconds = (
@@ -58,20 +64,25 @@ class Meter:
             0.0,
             0.0,
         )
-        # (steps, seconds) timed up to the last two sync steps.
+        # Timed steps and timed seconds until each of the last two steps that logged, saved or
+        # evaluated.
         self._sync_points = ((0, 0.0), (0, 0.0))
-        # Both over the window.
+        # Processor time and energy that the run uses in the timed window.
         self.usage, self._energy = Usage(), energy or Energy()
-        self.first_step_at: float | None = None  # time.time()
+        # Unix time in seconds at which the first step ended.
+        self.first_step_at: float | None = None
 
     def expect(self, steps: int) -> None:
-        """Set how many steps will run. The first ten steps are not timed; of fewer than 40 steps,
-        the first quarter.
+        """Set how many steps will run, which determines how many first steps are not timed.
+
+        These are ten steps, or the first quarter of fewer than 40 steps.
         """
         self._warm_up = self._untimed or min(WARM_UP_STEPS, max(1, steps // 4))
 
     def pause(self) -> None:
-        """Pause the timer until `resume`. Call it between two steps."""
+        """Pause the timer until `resume` is called. This function must be called between
+        two steps.
+        """
         self._paused_at = time.perf_counter()
         if self._steps_seen >= self._warm_up:
             self.usage.end()
@@ -93,8 +104,9 @@ class Meter:
         self._was_idle = self._clock is None or self._clock.query()
 
     def end_fetch(self) -> None:
-        """Add the time that the device waited for this batch: half of the fetch if the device
-        finished its work meanwhile.
+        """Add the time for which the device waited for a batch.
+
+        If the device finished its work while the batch was read, half of the reading time is added.
         """
         if self._was_idle:
             self._wait += time.perf_counter() - self._fetch_from
@@ -113,7 +125,10 @@ class Meter:
             self._close_interval()
 
     def synchronized(self) -> None:
-        """End the open interval at a sync step, when the device has finished all queued work."""
+        """End the current time interval, because the device has finished all queued work.
+
+        The training loop calls this function after each step that logs, saves or evaluates.
+        """
         if self._open_steps:
             self._close_interval()
         if self.steps_timed:
@@ -138,8 +153,9 @@ class Meter:
         self._mark, self._open_steps, self._wait, self._is_between = now, 0, 0.0, True
 
     def recent(self) -> float | None:
-        """Return the images per second between the last two sync steps; None if no step was timed
-        between them.
+        """Return the images per second between the last two steps that logged, saved or evaluated.
+
+        Returns None if no step was timed between them.
         """
         (steps_before, seconds_before), (steps, seconds) = self._sync_points
         if steps == steps_before:
@@ -147,11 +163,11 @@ class Meter:
         return self.images_per_step * (steps - steps_before) / (seconds - seconds_before)
 
     def throughput(self) -> dict[str, Any]:
-        """Return images per second, step times in ms and the timed steps, for the entry
-        `throughput` of result.json.
+        """Compute the entry `throughput` of result.json: images per second, step times, and timed
+        steps.
         """
         rate, steps, seconds = self.images_per_step, np.array(self._steps), np.array(self._seconds)
-        # The middle of an interval decides to which half of the window it belongs.
+        # An interval belongs to that half of the timed window in which its middle lies.
         in_first_half = 2 * steps.cumsum() - steps <= self.steps_timed
 
         def images_per_second(chosen: Any) -> float | None:
@@ -160,8 +176,8 @@ class Meter:
             )
 
         def step_ms(share: float) -> float | None:
-            """Return a quantile of the step times in milliseconds. An interval of ten steps counts
-            ten times.
+            """Compute a quantile of the step times in milliseconds, in which an interval of n steps
+            counts n times.
             """
             if not self.steps_timed:
                 return None
@@ -181,7 +197,8 @@ class Meter:
         }
 
     def data_wait(self) -> float | None:
-        """Return the share of the timed steps that the device waited for data, 0 to 1; None if no
-        step was timed.
+        """Return the share of the timed seconds, from 0 to 1, in which the device waited for data.
+
+        Returns None if no step was timed.
         """
         return self.data_seconds / self.seconds_timed if self.seconds_timed else None

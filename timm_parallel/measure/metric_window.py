@@ -1,5 +1,6 @@
-"""Loss and metrics of training steps on the device until they are logged, and checks that they are
-finite.
+"""Collect the loss and metrics of training steps on the device until they are logged.
+
+When they are fetched, a loss that is not finite raises an error.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from timm_parallel.parallel.group import ProcessGroup
 
 
 class MetricWindow:
-    """Sums of loss and metrics per step since the last logged step, on the device. Only `fetch`
-    waits for the device.
+    """Sums of the loss and metrics of each step since the last logged step.
+
+    The sums stay on the device, and only `fetch` waits for them.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -25,15 +27,16 @@ class MetricWindow:
         self._images: dict[int, int] = {}
 
     def add(self, step: int, loss: Tensor, metrics: dict[str, Tensor], images: int) -> None:
-        """Add the loss and metrics of one batch, which are means over its `images` images, to the
-        sums of `step`.
+        """Add the loss and metrics of one batch to the sums of its step.
+
+        The values are means over the `images` images of the batch.
         """
         names = ("loss", *metrics)
         if self._names not in ((), names):
             now, before = (", ".join(each[1:]) or "none" for each in (names, self._names))
             raise ValueError(
-                "the training step must return the same metrics in every call; got "
-                f"{now}, before {before}"
+                "the training step must return the same metrics in every call; it returned "
+                f"{now}, but {before} in the calls before"
             )
         self._names = names
         values = [loss.detach(), *metrics.values()]
@@ -47,8 +50,10 @@ class MetricWindow:
         self._images[step] = self._images.get(step, 0) + images
 
     def fetch(self, group: ProcessGroup) -> list[tuple[dict[str, float], int]]:
-        """Return (sums by name, number of images) of each step since the last call, over all ranks.
-        Collective.
+        """Sum the loss and metrics over all ranks, for each step since the last call.
+
+        Returns one pair per step: a dictionary from metric to sum, and the number of images. Raises
+        NotFiniteError for a loss that is not finite. All ranks must call this function.
         """
         if not self._steps:
             return []

@@ -1,5 +1,6 @@
-"""Step hooks that the training loop calls: they time steps, report progress to the watchdog, and
-notice stop signals.
+"""Hooks that the training loop calls in each step, to time it and to report its progress.
+
+They also tell the loop about stop signals. The watchdog reads the progress.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from timm_parallel.measure.meter import Meter
 
 
 class StepHooks:
-    """Calls from the training loop at each phase of a step. Each does only a few assignments and
-    reads of the clock.
+    """Functions that the training loop calls at each phase of a step, such as reading or backward.
+
+    To be fast, each does only a few assignments and reads the clock.
     """
 
     def __init__(self, meter: Meter, stop: StopCoordinator) -> None:
@@ -26,8 +28,10 @@ class StepHooks:
         liveness.step = step
 
     def at(self, phase: int) -> None:
-        """Mark the start of a phase of the step: READING (waits for a batch), FORWARD or BACKWARD;
-        see liveness.py.
+        """Report that a phase of the step starts: READING (waiting for a batch), FORWARD or
+        BACKWARD.
+
+        The constants are defined in liveness.py.
         """
         liveness.at(phase)
         if phase == READING:
@@ -36,33 +40,36 @@ class StepHooks:
             self.meter.end_fetch()
 
     def start_backward(self) -> None:
-        """Mark the start of the backward pass."""
+        """Report that the backward pass starts."""
         self.at(BACKWARD)
 
     def start_update(self) -> None:
-        """Mark that the gradients are complete and the optimizer step begins."""
+        """Report that the gradients are complete and the optimizer step starts."""
 
     def end_step(self) -> bool:
-        """Mark that all work of the step is queued. Return True if a signal asks to stop after this
-        step.
+        """Report that all work of a step is queued on the device.
+
+        Returns True if a signal has asked to stop the run after this step.
         """
         self.meter.end_step()
         return self.stop.should_stop()
 
     def synchronized(self) -> None:
-        """Mark that the device has finished all queued work."""
+        """Report that the device has finished all queued work."""
         self.meter.synchronized()
 
     def profile(self, folder: Path) -> dict[str, Any] | None:
-        """Write the profile of this rank, and return its entry in result.json; None without
-        train.profile_steps.
+        """Write the profile of this rank, and return its entry for result.json.
+
+        Returns None if train.profile_steps is not set.
         """
         return None
 
     @contextmanager
     def aside(self, phase: int = EVALUATING) -> Iterator[None]:
-        """Exclude the code in the `with` block from the step times. `phase`: EVALUATING or SAVING;
-        see liveness.py.
+        """Exclude the code in the `with` block, such as an evaluation, from the step times.
+
+        `phase`: EVALUATING or SAVING, which the watchdog shows.
         """
         liveness.at(phase)
         self.meter.pause()

@@ -1,9 +1,10 @@
-"""Profile of training steps (train.profile_steps): a trace by torch.profiler, with the parts of a
-step as named ranges.
+"""Profile training steps with torch.profiler (train.profile_steps).
+
+The trace shows each phase of a step, such as forward and backward, as a named range.
 """
 
-# The profiler slows down the steps that it records, so it records steps before the timed window of
-# meter.py.
+# The profiler slows down the steps that it records. So it records steps before the timed window
+# starts.
 
 from __future__ import annotations
 
@@ -24,9 +25,12 @@ from timm_parallel.measure.step_hooks import StepHooks
 from timm_parallel.parallel.communication import Communication
 from timm_parallel.parallel.strategy import Strategy
 
-PARTS = {READING: "data", FORWARD: "forward", BACKWARD: "backward"}  # of phases
-RANGE = "step: "  # begins the names of ranges in the trace
-FOLDER = "profile"  # of the run folder
+# Names of the phases of a step in the profile.
+PARTS = {READING: "data", FORWARD: "forward", BACKWARD: "backward"}
+# Names of ranges in the trace start with this text.
+RANGE = "step: "
+# The profile is written to this folder of the run folder.
+FOLDER = "profile"
 OPERATIONS_IN_TABLE = 50
 
 
@@ -38,8 +42,11 @@ def build_hooks(
     untimed: int | None,
     recorded: int | None,
 ) -> StepHooks:
-    """Build the step hooks of a training run of `total_steps` steps, of which the first `untimed`
-    ones are not timed. They also profile `recorded` steps.
+    """Build the hooks that time the steps of a training run, and profile some steps if requested.
+
+    `total_steps`: steps of the run. `untimed`: number of first steps that are not timed.
+    `recorded`: number of steps to profile, which are among the steps that are not timed; None: no
+    profile.
     """
     meter = Meter(
         config.global_batch * config.train.accumulate,
@@ -55,23 +62,25 @@ def build_hooks(
 
 
 class ProfiledStepHooks(StepHooks):
-    """Step hooks that record some steps with torch.profiler before the timed steps. The trace shows
-    each part of a step by name.
+    """Step hooks that also record some steps with torch.profiler, before the timed steps.
+
+    The trace shows each phase of a step as a named range.
     """
 
-    # The parts: `data` waiting for a batch and bringing it to the device; `forward` with mixup and
-    # loss; `backward` with the communication that it waits for; `optimizer` from the gradient's
-    # norm to the averaged weights.
+    # A recorded step has four phases. `data` is waiting for a batch and copying it to the device.
+    # `forward` includes mixup and the loss. `backward` includes the communication for which it
+    # waits. `optimizer` lasts from computing the norm of the gradients to updating the averaged
+    # weights.
 
     def __init__(self, meter: Meter, strategy: Strategy, untimed: int, recorded: int) -> None:
         super().__init__(meter, strategy.group.stop)
         self._rank, self._device = strategy.group.rank, strategy.device
         self._untimed, self._recorded, self._steps = untimed, recorded, 0
-        # Otherwise the profiler prints on the console that it finds no GPU.
+        # Without this variable, the profiler prints on the console that it finds no GPU.
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         self._profiler = profile(
             schedule=schedule(wait=untimed - recorded - 1, warmup=1, active=recorded, repeat=1),
-            # Replicas of dp run in threads.
+            # Profile all threads, because the replicas of dp run in threads.
             experimental_config=ExperimentalConfig(profile_all_threads=True),
         )
         self._profiler.start()
@@ -89,24 +98,27 @@ class ProfiledStepHooks(StepHooks):
         self._steps += 1
         if self._steps <= self._untimed:
             self._profiler.step()
-        # torch waits for queued kernels: they belong to the trace too.
+        # Stop after the last recorded step. torch then waits for queued kernels, which belong to
+        # the trace too.
         if self._steps == self._untimed:
             self._profiler.stop()
-        # The meter's timed window may start in this call.
+        # Call the method of the base class last, because it may start the timed window.
         return super().end_step()
 
     def profile(self, folder: Path) -> dict[str, Any] | None:
-        """Write the trace and a table of operations of this rank. Return the milliseconds of each
-        part of a recorded step.
+        """Write the trace and a table of the operations of this rank.
+
+        Returns the entry for result.json, with the mean milliseconds of each phase of a recorded
+        step. Returns None if the recorded steps did not all run.
         """
-        # The run was resumed near its end, or stopped early.
+        # The run was resumed near its end or stopped early, so not all steps were recorded.
         if self._steps < self._untimed:
             return None
         trace = folder / FOLDER / f"rank_{self._rank}.json.gz"
         trace.parent.mkdir(exist_ok=True)
         self._profiler.export_chrome_trace(str(trace))
         averages = self._profiler.key_averages()
-        # A GPU has events of the same names.
+        # Select the named ranges of the CPU, because a GPU has events with the same names.
         ranges = [
             event
             for event in averages
@@ -129,8 +141,8 @@ class ProfiledStepHooks(StepHooks):
 
 
 def describe_parts(parts: dict[str, float]) -> str:
-    """Return the milliseconds and share of each part of a recorded step, by the clock of the main
-    thread, as text.
+    """Format the milliseconds and the share of each phase of a recorded step, as seen by the main
+    thread.
     """
     step = sum(parts.values())
     shares = [
@@ -140,8 +152,9 @@ def describe_parts(parts: dict[str, float]) -> str:
 
 
 def summary_lines(profile: dict[str, Any], folder: Path) -> list[str]:
-    """Return console lines with the parts of a step and the files, from one entry of `profile` in
-    result.json.
+    """Format the console lines that show the phases of a step and the files of the profile.
+
+    `profile`: one entry of `profile` in result.json. `folder`: the run folder.
     """
     return [
         f"a step       {describe_parts(profile['parts'])}",

@@ -1,5 +1,7 @@
-"""Checks before training: the hub of pretrained weights is reachable, torch can compile, the model
-accepts the images, the optimizer has all parameters.
+"""Checks of a model that run before training starts.
+
+They detect pretrained weights that cannot be downloaded, a missing compiler, an image size that the
+model rejects, and parameters that the optimizer lacks.
 """
 
 from __future__ import annotations
@@ -25,10 +27,11 @@ from timm_parallel.parallel.strategy import HasParameters
 
 
 def skip_unreachable_hub() -> None:
-    """Set the Hugging Face client offline if the hub's host name does not resolve, because it would
-    retry for 46 s.
+    """Set the Hugging Face client offline if the host name of the hub does not resolve.
+
+    Without this, the client would retry a download for 46 s before it fails.
     """
-    # A proxy resolves names itself.
+    # Skip the test behind a proxy, because the proxy resolves host names instead of this machine.
     if any(getproxies().get(scheme) for scheme in ("http", "https", "all")):
         return
     try:
@@ -39,14 +42,16 @@ def skip_unreachable_hub() -> None:
 
 @contextmanager
 def refuse_failed_download(setting: str, name: str, instead: str) -> Iterator[None]:
-    """Raise ValueError if the pretrained weights of `name` cannot be loaded in this block.
+    """Raise ValueError if the pretrained weights of a model cannot be loaded in the `with` block.
 
-    `setting`: what asks for them. `instead`: what else the user can do.
+    `setting`: the key and value that request the weights. `instead`: what the user can do if a
+    download is impossible. Both are texts for the message.
     """
     skip_unreachable_hub()
     try:
         yield
-    # The weights are not cached and the hub cannot be reached, or no weights have this name.
+    # These errors mean that the hub cannot be reached and the weights are not cached, or that no
+    # weights have this name.
     except (OSError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:200]
         raise ValueError(
@@ -56,12 +61,12 @@ def refuse_failed_download(setting: str, name: str, instead: str) -> Iterator[No
 
 
 def compile_model(model: nn.Module, mode: bool | str, device: torch.device) -> nn.Module:
-    """Wrap `model` by torch.compile in this mode, a name or True for torch's default. It is
-    compiled in the first step.
+    """Wrap a model with torch.compile, which compiles it in the first training step.
 
-    Checkpoints and averages read `model` itself, which shares the parameters. Raises ValueError
-    without the compiler that torch (on a CPU) or Triton (on a GPU) calls, because that step would
-    fail with a long traceback.
+    `mode`: a mode of torch.compile, or True for torch's default; with False, the model is returned
+    unchanged. The original model shares its parameters with the wrapper, so checkpoints still read
+    the original. Raises ValueError if the C or C++ compiler that torch needs is missing. Without
+    this check, the first training step would fail with a long traceback.
     """
     if not mode:
         return model
@@ -75,7 +80,7 @@ def compile_model(model: nn.Module, mode: bool | str, device: torch.device) -> n
                 f"model.compile={yaml_text(mode)}: needs a C++ compiler on a CPU ({error}); "
                 "install g++, or set it to false"
             ) from None
-    # As Triton looks for it.
+    # Search for a C compiler in the same way as Triton does.
     compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
     if device.type == "cuda" and not any(shutil.which(compiler) for compiler in compilers):
         raise ValueError(
@@ -90,27 +95,28 @@ def compile_model(model: nn.Module, mode: bool | str, device: torch.device) -> n
 def run_on_black_image(
     model: nn.Module, input_size: tuple[int, int, int], device: torch.device
 ) -> Any:
-    """Run `model` on one black image of `input_size` (channels, height, width). Return its outputs.
+    """Run a model on one black image, and return the outputs of the model.
 
-    Raises ValueError if the model does not accept the size.
+    `input_size`: channels, height and width of the image. Raises ValueError if the model does not
+    accept images of this size.
     """
     image = torch.zeros(1, *input_size, device=device)
     height, width = image.shape[-2:]
     sides = height if height == width else [height, width]
     was_training, cudnn = model.training, torch.backends.cudnn
-    # cuDNN would time its algorithms for a batch of one.
+    # Disable cuDNN's benchmark mode, because it would time its algorithms for a batch of one image.
     benchmark, cudnn.benchmark = cudnn.benchmark, False
     try:
         with torch.no_grad():
             outputs = model.eval()(image)
-    # A subclass of RuntimeError, but not about the image size.
+    # Do not report an out-of-memory error as a wrong image size. It is a RuntimeError too.
     except torch.OutOfMemoryError:
         raise
     except (AssertionError, RuntimeError, ValueError) as error:
         reason = " ".join(str(error).split())[:200]
         raise ValueError(
             f"data.image_size={sides}: the model does not accept images of {height}x{width} "
-            f"({reason})"
+            f"({reason}); choose another size"
         ) from None
     finally:
         model.train(was_training)
@@ -121,10 +127,10 @@ def run_on_black_image(
 def check_sharded_model(
     model: nn.Module, input_size: tuple[int, int, int], group: ProcessGroup
 ) -> None:
-    """Run a sharded model, as fsdp evaluates it, on one black image, which it has accepted before
-    it was sharded. Does nothing for a strategy that evaluates in another way. Collective.
+    """Run a sharded model on one black image, in the same way as an evaluation under fsdp runs it.
 
-    Raises ValueError on all ranks if the model reads a parameter while only a part of it is there.
+    All ranks must call this function. Raises ValueError on all ranks if the model uses a parameter
+    outside of the module that gathers it. A model that is not sharded is not run.
     """
     if not isinstance(model, Lockstep):
         return
@@ -135,20 +141,20 @@ def check_sharded_model(
         raise
     except RuntimeError as error:
         reason = " ".join(str(error).split())[:200]
-    # A rank that has lost another one fails here with an error of the group.
+    # If another rank has failed, gather() raises an error of the process group here.
     if any(group.gather(reason)):
         raise ValueError(
-            "parallel=fsdp: the model uses a parameter outside of the forward pass of its block "
-            f"({reason}); let a method shard_blocks() of the model return the blocks to shard ([] "
-            "for none), or use parallel=ddp"
+            "parallel=fsdp: the model uses a parameter outside of the forward pass of the module "
+            f"that holds it ({reason}); add a method shard_blocks() to the model that returns the "
+            "modules to shard by themselves ([] for none), or use parallel=ddp"
         )
     model.finish()
     model.train(was_training)
 
 
 def check_is_complete(optimizer: Optimizer, model: HasParameters) -> None:
-    """Raise ValueError if the optimizer lacks a parameter that is to be trained: it would keep its
-    initial value.
+    """Raise ValueError if a trainable parameter is missing from the optimizer, because training
+    would never change it.
     """
     known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     missing = [
@@ -159,6 +165,6 @@ def check_is_complete(optimizer: Optimizer, model: HasParameters) -> None:
             f" and {len(missing) - 8} more" if len(missing) > 8 else ""
         )
         raise ValueError(
-            f"optim: no parameter group has {shown}; add them to one in build_optimizer, or freeze "
-            "them with requires_grad_(False)"
+            f"optim: no parameter group has {shown}; add them to a group in build_optimizer, or "
+            "freeze them with requires_grad_(False)"
         )

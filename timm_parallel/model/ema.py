@@ -1,4 +1,4 @@
-"""Averaged weights (exponential moving average)."""
+"""Averaged weights: a copy of the model with an exponential moving average of its weights."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ from torch import nn
 
 
 def build_ema(model: nn.Module, decay: float, warmup: bool, foreach: bool = True) -> ModelEmaV3:
-    """Build a copy of the model that averages its weights, with timm's meaning of `decay` and
-    `warmup`. `foreach`: update all tensors of one type in one call.
+    """Build a copy of the model that holds the exponential moving average of its weights.
+
+    `decay` and `warmup` have the meaning that timm gives to them. `foreach`: update all tensors of
+    one type in one call, which is faster.
     """
     ema_class = Average if foreach else ModelEmaV3
     return ema_class(model, decay=decay, use_warmup=warmup, foreach=foreach)
 
 
 class Average(ModelEmaV3):
-    """timm's ModelEmaV3, but faster, because it lists the tensors of both models once and not in
-    every step.
+    """timm's ModelEmaV3, made faster: the tensors to average are listed once instead of in every
+    step.
     """
 
     def apply_update_(self, model: nn.Module, decay: float) -> None:

@@ -1,5 +1,5 @@
-"""Freeze parameters (`model.freeze`),
-and find the head's parameters (for `optim.head_lr_scale`).
+"""Freeze parameters for `model.freeze`, and find the parameters of the head for
+`optim.head_lr_scale`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from timm_parallel.parallel.blocks import groups_of
 
 
 def freeze(model: Any, which: int | str | None) -> str:
-    """Freeze the parameters that model.freeze selects. Return a line with their count; empty if
-    `which` is None.
+    """Freeze the parameters that model.freeze selects, and return a line for the log with their
+    number.
 
-    Names in the state dict do not change. Modules without a trainable parameter should stay in
-    evaluation mode: see `frozen_modules`.
+    `which`: backbone, a number of layer groups, or a regular expression for parameter names; None
+    freezes nothing and returns an empty text. Names in the state dict do not change. The caller
+    should keep the modules of `frozen_modules` in evaluation mode.
     """
     if which is None:
         return ""
@@ -32,7 +33,7 @@ def freeze(model: Any, which: int | str | None) -> str:
     if not frozen:
         roots = dict.fromkeys(name.partition(".")[0] for name in names)
         raise ValueError(
-            f"model.freeze={which}: no parameter name starts with it; they start with "
+            f"model.freeze={which}: matches the start of no parameter name; names start with "
             f"{', '.join(roots)}"
         )
     if len(frozen) == len(names):
@@ -46,8 +47,10 @@ def freeze(model: Any, which: int | str | None) -> str:
 
 
 def frozen_modules(model: nn.Module) -> list[nn.Module]:
-    """Return the outermost modules whose parameters are all frozen, to keep their BatchNorm and
-    dropout fixed.
+    """Return the outermost modules whose parameters are all frozen.
+
+    The caller keeps these modules in evaluation mode, so that their BatchNorm statistics and
+    dropout stay fixed too.
     """
     has_trainable = [parameter.requires_grad for parameter in model.parameters()]
     if has_trainable and not any(has_trainable):
@@ -56,8 +59,10 @@ def frozen_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def head_names(model: Any) -> set[str]:
-    """Return the tensor names of the head: the module from `get_classifier()`, else the model's
-    last Linear.
+    """Return the names of the tensors in the head of a model.
+
+    The head is what `get_classifier()` returns. A model without this method has its last Linear
+    layer as its head.
     """
     if hasattr(model, "get_classifier"):
         classifier = model.get_classifier()
@@ -73,7 +78,9 @@ def head_names(model: Any) -> set[str]:
 
 
 def _first_groups(model: Any, count: int) -> list[str]:
-    """Return the parameter names of timm's first `count` coarse groups."""
+    """Return the names of the parameters in the first `count` layer groups that timm defines for a
+    model.
+    """
     groups = groups_of(model, coarse=True)
     if not groups:
         raise ValueError(
@@ -83,7 +90,7 @@ def _first_groups(model: Any, count: int) -> list[str]:
     last = max(groups.values())
     if count > last:
         raise ValueError(
-            f"model.freeze={count}: the last of the {last + 1} groups must be trained; use {last} "
-            "or less"
+            f"model.freeze={count}: the last of the {last + 1} layer groups must be trained; use "
+            f"{last} or less"
         )
     return [name for name, number in groups.items() if number < count]

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from timm_parallel.model.freeze import head_names
 from timm_parallel.model.weights import fill_model, read_weights
 
-# Names that Lightning modules commonly give their model: of Lightning's documentation, and of
-# lightning-hydra-template.
+# Attribute names under which Lightning modules commonly hold their model. They come from the
+# documentation of Lightning and from lightning-hydra-template.
 LIGHTNING_PREFIXES = ("model.", "net.")
 
 
@@ -24,17 +24,21 @@ def load_weights(
     for_evaluation: bool = False,
     strict: bool = True,
 ) -> str:
-    """Load a weights file into `model`. Return a line that lists which tensors were loaded and
-    which stay random.
+    """Load a weights file into a model, and return a line for the log.
 
-    In training, tensors are adapted as timm adapts its pretrained weights: names of original files,
-    position embeddings of another image size, and a first convolution of other channels.
-    `target_names`: of the data. `strict`: see `fill_model`.
+    The line lists which tensors were loaded and which keep their random values. `target_names`:
+    class names of the data. `for_evaluation`: every tensor must come from the file. `strict`: raise
+    ValueError if a tensor outside of the head would keep its random values.
 
-    The file is .safetensors, a checkpoint of this project, of timm, of Lightning or of a PyTorch
-    tutorial, or a bare state dict, read with `weights_only`. Of raw and averaged weights, those
-    that the run's checkpoint.metric evaluates are loaded, or timm's averaged ones. Prefixes that
-    DataParallel, DDP, torch.compile and Lightning put before names are removed.
+    The file is a .safetensors file, a state dict, or a checkpoint of this project, of timm, of
+    Lightning or of a PyTorch tutorial. It is read with `weights_only=True`, so it cannot run code.
+    If the file has raw and averaged weights, those that the run's checkpoint.metric evaluates are
+    loaded; from a file of timm, the averaged ones. Prefixes that DataParallel, DDP, torch.compile
+    and Lightning put before names are removed.
+
+    For training, timm adapts the tensors like its own pretrained weights. Names of other
+    implementations are converted, position embeddings are resized, and the first convolution is
+    adapted to the number of channels.
     """
     file = read_weights(path, partial(_read_foreign, own_names=list(model.state_dict())))
     if not for_evaluation:
@@ -42,20 +46,23 @@ def load_weights(
             file.tensors = _adapted(file.tensors, model)
         except (AssertionError, KeyError, RuntimeError, ValueError) as error:
             raise ValueError(
-                f"model.weights={path}: timm cannot adapt it to this model.name ({error})"
+                f"model.weights={path}: timm cannot adapt these weights to model.name ({error}); "
+                "use the model that they were trained with"
             ) from None
     return fill_model(model, file, head_names(model), target_names, for_evaluation, strict)
 
 
 def _read_foreign(path: Path, own_names: list[str]) -> dict[str, Any]:
-    """Read a state dict as timm does, from PyTorch's tutorials and Lightning too. `own_names`: of
-    the model's tensors.
+    """Read a state dict from a file of timm, Lightning or a PyTorch tutorial.
+
+    `own_names`: names of the model's tensors, which show if a prefix of Lightning belongs to the
+    model itself.
     """
     state = load_state_dict(str(path), use_ema=True, weights_only=True)
     if isinstance(state.get("model_state_dict"), dict):
         state = clean_state_dict(state["model_state_dict"])
     for prefix in LIGHTNING_PREFIXES:
-        # A model may itself have a part of this name.
+        # Keep the prefix if the model itself has a module of this name.
         if any(name.startswith(prefix) for name in own_names):
             continue
         inner = {
@@ -69,11 +76,12 @@ def _read_foreign(path: Path, own_names: list[str]) -> dict[str, Any]:
 
 
 def _adapted(tensors: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """Adapt a file's tensors to a timm model as timm does: apply its filter, then resize the first
-    convolution.
+    """Adapt the tensors of a file to a timm model, as timm adapts its pretrained weights.
 
-    Other models get their tensors unchanged. Follows timm.models.load_pretrained, which would also
-    load them.
+    The model's own filter converts names and position embeddings. Then the weights of the first
+    convolution are adapted to the number of image channels. For a model that is not of timm, the
+    tensors stay unchanged. This follows timm.models.load_pretrained, which would also load the
+    tensors.
     """
     tensors = dict(tensors)
     checkpoint_filter = getattr(model, "checkpoint_filter", None)
@@ -81,7 +89,8 @@ def _adapted(tensors: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
         try:
             tensors = checkpoint_filter(tensors, model)
         except TypeError:
-            # Some of timm's filters take one argument.
+            # The checkpoint filters of some timm models take only the tensors as argument, and not
+            # the model.
             tensors = checkpoint_filter(tensors)
     traits = get_model_traits(model)
     stems = traits.get("first_conv", getattr(model, "pretrained_cfg", {}).get("first_conv"))
@@ -89,12 +98,14 @@ def _adapted(tensors: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
         convolution, weight = model.get_submodule(stem), tensors.get(f"{stem}.weight")
         if not isinstance(convolution, nn.Conv2d) or weight is None or weight.ndim != 4:
             continue
-        # A space-to-depth stem reads a multiple of the image's channels.
+        # Read the number of image channels from timm's traits of the model, because a
+        # space-to-depth layer may multiply the channels before the first convolution.
         in_chans = traits.get("in_chans", convolution.in_channels)
         file_in_chans = weight.shape[1] * convolution.groups * in_chans // convolution.in_channels
         try:
             tensors[f"{stem}.weight"] = adapt_input_conv(in_chans, weight, base_chans=file_in_chans)
         except NotImplementedError:
-            # The tensor keeps the shape that does not fit, and is reported as missing.
+            # If timm cannot adapt this tensor, keep its shape, so that fill_model reports that it
+            # does not fit.
             continue
     return tensors

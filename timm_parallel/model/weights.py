@@ -1,4 +1,4 @@
-"""Read weights files (model.weights), and load those tensors into a model that fit it."""
+"""Read weights files (`model.weights`), and load the tensors that fit into a model."""
 
 from __future__ import annotations
 
@@ -19,26 +19,31 @@ from timm_parallel.machine.text import first
 
 @dataclass
 class WeightsFile:
-    """Contents of a weights file: tensors by name. Only a checkpoint of this project has the last
-    three entries.
+    """Contents of a weights file: tensors by name.
+
+    The other fields keep their defaults unless the file is a checkpoint of this project.
     """
 
     path: Path
     tensors: dict[str, Tensor]
-    label: str = ""  # raw or averaged weights, if the file has both
+    # Text that says if raw or averaged weights were read; empty if the file has only raw ones.
+    label: str = ""
     target_names: list[str] | None = None
-    input_size: tuple[int, ...] | None = None  # (channels, height, width) of its evaluation images
+    # Channels, height and width of the images on which the saved run was evaluated.
+    input_size: tuple[int, ...] | None = None
 
 
 def read_weights(path: Path, read_foreign: Callable[[Path], dict[str, Any]]) -> WeightsFile:
-    """Read a weights file. `read_foreign` reads the state dict from a file that is no checkpoint of
-    this project.
+    """Read a weights file.
+
+    `read_foreign`: function that reads the state dict of a file that is not a checkpoint of this
+    project. Raises ValueError if the file cannot be read or holds Python objects.
     """
     try:
         contents: Any = None
         if path.suffix != ".safetensors":
-            # timm's train.py stores its arguments, and timm's reader allows this class too: it
-            # holds values by name.
+            # Allow the class Namespace, in which timm's train.py stores its arguments in a
+            # checkpoint. It only holds values by name.
             with torch.serialization.safe_globals([argparse.Namespace]):
                 contents = torch.load(path, map_location="cpu", weights_only=True)
         if (
@@ -53,7 +58,8 @@ def read_weights(path: Path, read_foreign: Callable[[Path], dict[str, Any]]) -> 
         }
     except FileNotFoundError:
         raise ValueError(f"model.weights={path}: no such file") from None
-    # torch, safetensors and files that hold something else raise many types.
+    # Catch every exception, because torch and safetensors raise many types of them for a file that
+    # does not hold weights.
     except Exception as error:
         if _has_python_objects(path):
             problem = (
@@ -65,7 +71,10 @@ def read_weights(path: Path, read_foreign: Callable[[Path], dict[str, Any]]) -> 
         reason = " ".join(str(error)[:200].split())
         if path.suffix != ".safetensors" and not zipfile.is_zipfile(path):
             reason = "not a complete file of torch.save"
-        raise ValueError(f"model.weights={path}: not readable as weights ({reason})") from None
+        raise ValueError(
+            f"model.weights={path}: not readable as weights ({reason}); give a checkpoint or a "
+            "state dict"
+        ) from None
     if not tensors:
         raise ValueError(
             f"model.weights={path}: contains no tensors by name; give a state dict or a checkpoint"
@@ -74,8 +83,8 @@ def read_weights(path: Path, read_foreign: Callable[[Path], dict[str, Any]]) -> 
 
 
 def _has_python_objects(path: Path) -> bool:
-    """Return True if a file of torch.save names a class or function that torch.load
-    does not allow.
+    """Return True if a file of torch.save refers to a class or function that torch.load does not
+    allow.
     """
     with suppress(Exception), torch.serialization.safe_globals([argparse.Namespace]):
         return bool(torch.serialization.get_unsafe_globals_in_checkpoint(str(path)))
@@ -83,8 +92,10 @@ def _has_python_objects(path: Path) -> bool:
 
 
 def _of_checkpoint(path: Path, contents: dict[str, Any]) -> WeightsFile:
-    """Convert a checkpoint of this project: raw weights, or averaged ones if its checkpoint.metric
-    evaluates those.
+    """Convert a checkpoint of this project to a WeightsFile.
+
+    The averaged weights are used if checkpoint.metric of the saved run evaluates them, else the raw
+    weights.
     """
     weights, label = contents["model"], ""
     if contents.get("ema") is not None:
@@ -97,13 +108,14 @@ def _of_checkpoint(path: Path, contents: dict[str, Any]) -> WeightsFile:
 
 
 def preprocessing_of(path: Path) -> dict[str, Any]:
-    """Return the preprocessing (mean, std …) stored in a checkpoint of this project; {} for any
-    other file.
+    """Read the preprocessing of images, such as mean and std, from a checkpoint of this project.
+
+    Returns an empty dictionary for any other file.
     """
     try:
-        # Mapped: only the small entries are read, not the tensors.
+        # Map the file into memory, so that only small entries are read and no tensors.
         contents = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    # read_weights reports a file that cannot be read.
+    # Ignore errors here, because read_weights reports a file that cannot be read.
     except Exception:
         return {}
     return dict(contents.get("preprocessing", {})) if isinstance(contents, dict) else {}
@@ -117,12 +129,12 @@ def fill_model(
     for_evaluation: bool,
     strict: bool,
 ) -> str:
-    """Load the tensors of `file` that fit `model`. Return a line that lists the loaded tensors and
-    those that stay random.
+    """Load those tensors of a weights file that fit into a model, and return a line for the log.
 
-    `head`: names of the head's tensors. They stay random if one of them does not fit, or if the
-    file has other classes than `target_names`. Raises ValueError if other tensors would stay
-    random, unless `strict` is false; in evaluation for any.
+    The line lists the loaded tensors and those that keep their random values. `head`: names of the
+    tensors in the head. All of them keep their random values if one does not fit, or if the file's
+    classes differ from `target_names`. Raises ValueError if a tensor outside of the head does not
+    fit, unless `strict` is false. In an evaluation, every tensor must fit.
     """
     own = model.state_dict()
     problems = {name: _problem(name, file, own) for name in own}
@@ -139,13 +151,14 @@ def fill_model(
     elif not for_evaluation:
         why_fresh = first([problems[name] for name in own if name in head and problems[name]], 1)
     fresh = head if why_fresh else set()
-    # torch loads a BatchNorm without its count of batches.
+    # Ignore a missing num_batches_tracked, because torch also loads a BatchNorm without this count
+    # of batches.
     missing = [
         name
         for name in own
         if problems[name] and name not in fresh and "num_batches_tracked" not in name
     ]
-    # Counters and other buffers of a different model may fit. They alone are no weights.
+    # At least one trainable tensor must fit. The buffers of a different model may fit by chance.
     trained = [
         name
         for name, tensor in model.named_parameters(remove_duplicate=False)
@@ -186,7 +199,9 @@ def fill_model(
 
 
 def _problem(name: str, file: WeightsFile, own: dict[str, Tensor]) -> str:
-    """Describe why the file lacks a value for the model tensor `name`; empty if it has one."""
+    """Describe why the file has no value for the model tensor `name`. The text is empty if it has
+    one.
+    """
     if name not in file.tensors:
         return f"{name} is not in the file"
     in_file, in_model = list(file.tensors[name].shape), list(own[name].shape)

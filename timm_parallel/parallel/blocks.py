@@ -1,5 +1,6 @@
-"""Find the blocks of a model: the parts that fsdp gathers one after the other while a step goes
-through the model.
+"""Find the blocks of a model, such as transformer layers, for fsdp.
+
+During a step, fsdp gathers the parameters of one block after the other.
 """
 
 from __future__ import annotations
@@ -12,17 +13,18 @@ import torch
 from timm.models import group_parameters
 from torch import nn
 
-# A step calls the items of these modules, and does not always call the modules themselves.
+# Modules that only contain other modules. A forward pass may call these inner modules directly, so
+# fsdp must not treat the container as a block.
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 def blocks_of(model: Any) -> list[nn.Module]:
-    """Return the blocks of `model`. A layer outside of all blocks, such as the head, is gathered
-    for the whole step.
+    """Return the blocks of a model, whose parameters fsdp gathers one block after the other.
 
-    A model of your own may name its blocks with a method `shard_blocks()`. Otherwise a block is a
-    module whose parameters are in one group and whose class occurs twice, or without groups, any
-    child with children, also inside of containers.
+    A method `shard_blocks()` of the model overrides the search. In a timm model, a block is a
+    module in one of timm's layer groups whose class occurs at least twice. In other models it is a
+    module with children that is no container such as nn.Sequential. Layers outside of all blocks,
+    such as the head, are gathered for the whole step.
     """
     if hasattr(model, "shard_blocks"):
         return list(model.shard_blocks())
@@ -32,8 +34,8 @@ def blocks_of(model: Any) -> list[nn.Module]:
     blocks = [block for block in candidates if not _shares_parameters(block, uses)]
     if not group_of:
         return blocks
-    # Without stems: one returns a view, and a model may add a position to it in place, which FSDP2
-    # does not allow.
+    # Leave out stems, whose class occurs once. A stem may return a view to which the model adds a
+    # position embedding in place, and FSDP2 does not allow this.
     classes = Counter(type(block) for block in blocks)
     return [block for block in blocks if classes[type(block)] > 1]
 
@@ -42,7 +44,7 @@ def _blocks_in(module: nn.Module, prefix: str, group_of: dict[str, int]) -> Iter
     for name, child in module.named_children():
         path = f"{prefix}{name}."
         groups = {group_of.get(path + inner, 0) for inner, _ in child.named_parameters()}
-        # A single layer is too small to be gathered alone.
+        # Skip a single layer, because gathering such a small layer alone costs more than it saves.
         if not groups or next(child.children(), None) is None:
             continue
         if groups_of(child):
@@ -54,8 +56,9 @@ def _blocks_in(module: nn.Module, prefix: str, group_of: dict[str, int]) -> Iter
 
 
 def _shares_parameters(block: nn.Module, uses: Counter[int]) -> bool:
-    """Return True if another part of the model uses a parameter of `block` too: fsdp would separate
-    tied weights.
+    """Return True if a module outside of `block` uses one of its parameters.
+
+    fsdp cannot shard such a block by itself, because this would separate the tied weights.
     """
     inside = Counter(
         id(parameter) for _, parameter in block.named_parameters(remove_duplicate=False)
@@ -64,10 +67,11 @@ def _shares_parameters(block: nn.Module, uses: Counter[int]) -> bool:
 
 
 def gathered_bytes(model: nn.Module, dtype: torch.dtype | None, reshard: bool | None) -> int:
-    """Return the most bytes of whole parameters that fsdp holds at once: those outside blocks, and
-    of two blocks, because the second one is fetched while the first computes.
+    """Compute how many bytes of whole parameters fsdp holds at most at the same time.
 
-    `dtype`: in which they are gathered; None: their own. `reshard`: parallel.reshard_after_forward.
+    These are the parameters outside of blocks and those of two blocks, because the next block is
+    gathered while one computes. `dtype`: type in which parameters are gathered; None: their own
+    type. `reshard`: value of parallel.reshard_after_forward.
     """
     sizes = {p: p.numel() * (dtype or p.dtype).itemsize for p in model.parameters()}
     blocks = sorted(
@@ -78,8 +82,9 @@ def gathered_bytes(model: nn.Module, dtype: torch.dtype | None, reshard: bool | 
 
 
 def groups_of(model: Any, coarse: bool = False) -> dict[str, int]:
-    """Return timm's number (0 is the stem) of the group of each parameter, by name; {} for a model
-    that is not timm's.
+    """Return a dictionary from the name of each parameter to the number of its layer group in timm.
+
+    Group 0 is the stem. The dictionary is empty if the model is not of timm.
     """
     if not hasattr(model, "group_matcher"):
         return {}
@@ -90,8 +95,9 @@ def groups_of(model: Any, coarse: bool = False) -> dict[str, int]:
 
 
 def vector_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the layers that hold only vectors (norms, layer scales): under autocast they compute
-    in float32.
+    """Return the layers whose parameters are all vectors, such as norms and layer scales.
+
+    Under autocast these layers compute in float32.
     """
     own = ((module, list(module.parameters(recurse=False))) for module in model.modules())
     return [

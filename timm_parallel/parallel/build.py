@@ -1,7 +1,8 @@
-"""Build the strategy of a run. Strategies spread a model over devices, one class each.
+"""Build the strategy of a run, which distributes the training over devices.
 
-To add one, write a class that extends Single (one process) or Distributed (a process per device),
-and a YAML in conf/parallel/ that names it: `strategy: src.parallel.<module>.<Class>`.
+Each strategy is one class. To add a strategy, write a class that extends Single (one process) or
+Distributed (a process per device), and a YAML file in conf/parallel/ with the line `strategy:
+src.parallel.<module>.<Class>`.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ if TYPE_CHECKING:
 def build_strategy(
     config: ResolvedParallel, ranks: Ranks, store: Store | None, deterministic: bool = False
 ) -> Strategy:
-    """Build the strategy of a resolved config: set up its devices and join its process group.
+    """Build the strategy of a resolved config, set up its devices and join the process group.
 
-    `deterministic`: train.deterministic, which must be set before the devices are used.
+    All ranks must call this function. `deterministic`: the value of train.deterministic, which must
+    take effect before a device is used.
     """
     if deterministic:
         use_deterministic_algorithms()
@@ -37,13 +39,16 @@ def build_strategy(
 
 
 def use_deterministic_algorithms() -> None:
-    """Make torch raise RuntimeError for nondeterministic operations. Call this before the first use
-    of a GPU.
+    """Make torch raise RuntimeError for nondeterministic operations.
+
+    This function must be called before a GPU is used for the first time.
     """
     import torch
 
-    # cuBLAS reads the variable once. Without it, torch raises RuntimeError for each matrix product.
+    # cuBLAS reads CUBLAS_WORKSPACE_CONFIG only once. Without this environment variable, torch would
+    # raise RuntimeError for each matrix product.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    # cuDNN's benchmark mode chooses algorithms by timing them, so its choice may vary.
+    # Disable cuDNN's benchmark mode, which chooses algorithms by timing and so may choose
+    # differently in each run.
     torch.backends.cudnn.benchmark = False
     torch.use_deterministic_algorithms(True)

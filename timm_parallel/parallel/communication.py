@@ -1,6 +1,4 @@
-"""Communication per training step: bytes of the gradients that ranks reduce, and seconds that this
-takes.
-"""
+"""Measure the communication between ranks in a training step: bytes of gradients, and seconds."""
 
 from __future__ import annotations
 
@@ -8,29 +6,32 @@ from torch import nn
 
 
 class Communication:
-    """Communication of a run on one device, which exchanges nothing. Strategies override it."""
+    """Communication of a run on one device, which is zero. Other strategies override this class."""
 
     method = "one device: none"
 
     def start_measuring(self) -> None:
-        """Start the time window that `seconds` averages over."""
+        """Start a new time window, over which the seconds of communication are averaged."""
 
     def seconds(self) -> tuple[float, float] | None:
-        """Return this rank's seconds per step: (communication, the part that does not overlap with
-        computing); None: unknown.
+        """Return two times of this rank in seconds per step, or None if they are unknown.
+
+        The first is the time of all communication. The second is the part of it that does not
+        overlap with computing.
         """
         return 0.0, 0.0
 
     def bytes(self, step: nn.Module) -> int | None:
-        """Return the bytes of all gradients that the ranks reduce in a step of training `step`;
-        None: unknown.
+        """Return the bytes of all gradients that the ranks reduce in one training step; None:
+        unknown.
         """
         return 0
 
 
 class UnmeasuredCommunication(Communication):
-    """Communication by kernels among others, as under dp and fsdp: neither its bytes nor its
-    seconds are known.
+    """Communication of a strategy for which bytes and seconds are unknown, such as dp and fsdp.
+
+    Their transfers are not separated from other GPU kernels.
     """
 
     def seconds(self) -> tuple[float, float] | None:

@@ -1,8 +1,7 @@
-"""torch.nn.DataParallel: one process, one replica and one thread per device. Every step copies the
-model to the replicas.
+"""Strategy dp: torch.nn.DataParallel, with one process and one thread per device.
 
-A model that computes over its batch (BatchNorm in training, losses over pairs) sees only its
-replica's chunk.
+Each step copies the model to all devices, and each copy (replica) computes one chunk of the batch.
+BatchNorm in training, and losses over pairs of images, see only the chunk of their replica.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class DataParallelStrategy(Strategy):
-    """DataParallel strategy: one process drives all `devices`."""
+    """Strategy dp, in which one process drives all devices of the run."""
 
     compiles = False
 
@@ -47,22 +46,26 @@ class DataParallelStrategy(Strategy):
         return [torch.device("cpu")] * self.config.devices
 
     def wrap(self, step: Any) -> nn.Module:
-        """Replicate the model, gather its outputs and compute the loss on them. With
-        `loss_in_replica`, replicate the whole step instead, so that each replica computes its loss.
+        """Wrap a training step with DataParallel.
+
+        By default the model is replicated, and the loss of the whole batch is computed on the
+        gathered outputs. With `loss_in_replica`, the whole step is replicated, and each replica
+        computes the loss of its chunk.
         """
         if self.config.loss_in_replica:
             return StepInReplicas(self._spread(step, self.output_device), len(self.devices))
         spread = self._spread(step.model, self.output_device)
-        # The loss, and what else the step has, computes where the outputs are gathered. The model
-        # stays where it is.
+        # Move the loss and the other modules of the step to the device on which the outputs are
+        # gathered. The model is detached meanwhile, because it must stay on its device.
         step.model = None
         step.to(self.output_device)
         step.model = spread
         return StepOnOutputs(step)
 
     def for_evaluation(self, model: nn.Module) -> nn.Module:
-        """Replicate the model and gather outputs on the labels' device; `output_device` is for
-        training only.
+        """Replicate the model for evaluation, and gather its outputs on the device of the labels.
+
+        The key `output_device` applies to training only.
         """
         return self._spread(model, self.device)
 

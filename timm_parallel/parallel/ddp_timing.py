@@ -1,9 +1,11 @@
-"""DistributedDataParallel that times its communication and names the parameters that got no
-gradient.
+"""DistributedDataParallel that measures the time of its communication.
+
+Its error about missing gradients also names the parameters.
 """
 
-# torch's reducer records when communication starts and ends. A communication hook that sleeps
-# instead of returning a future blocks the backward pass, so its time counts as computing here.
+# torch's reducer records when the communication of gradients starts and ends. A communication hook
+# that sleeps, instead of returning a future, blocks the backward pass. Its time therefore counts as
+# computing here.
 
 from __future__ import annotations
 
@@ -23,21 +25,25 @@ from torch.nn.parallel import DistributedDataParallel
 from timm_parallel.parallel.communication import Communication
 
 HOOKS = {"bf16": bf16_compress_hook, "fp16": fp16_compress_hook}
-BYTES_PER_VALUE = 2  # sent by both hooks
-ALWAYS_SAMPLED = 10  # first steps that the reducer samples; later it samples every so many
+# Bytes per gradient value that both compression hooks send.
+BYTES_PER_VALUE = 2
+# torch's reducer times each of the first 10 steps. Later it times only every n-th step.
+ALWAYS_SAMPLED = 10
 
 
 class TimedDistributedDataParallel(DistributedDataParallel):
-    """DistributedDataParallel that times its communication. Call `start_reporting` before the first
-    step.
+    """DistributedDataParallel that measures the time of its communication.
+
+    `start_reporting` must be called before the first step.
     """
 
     is_compressed = False
-    # Seconds of buffer broadcasts before a forward pass, which the reducer counts as computing.
+    # Seconds that the broadcasts of buffers took before forward passes. torch's reducer counts them
+    # as computing.
     buffer_seconds = 0.0
 
     def start_reporting(self, comm_hook: str | None) -> None:
-        # On a GPU a sample waits for the previous step, so only every tenth step is sampled.
+        # Time only every tenth step on a GPU, because timing a step waits for the previous step.
         self.steps_per_sample = 1 if self.device_type == "cpu" else 10
         self._set_ddp_runtime_logging_sample_rate(self.steps_per_sample)  # type: ignore[operator]
         if comm_hook is not None:
@@ -45,8 +51,10 @@ class TimedDistributedDataParallel(DistributedDataParallel):
             self.register_comm_hook(dist.group.WORLD, HOOKS[comm_hook])
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the forward pass. Add parameter names to the reducer's error about missing gradients
-        in the last step.
+        """Run the forward pass.
+
+        If the reducer reports that parameters got no gradient in the last step, the error also
+        gives the names of these parameters.
         """
         try:
             return super().forward(*inputs, **kwargs)
@@ -63,13 +71,15 @@ class TimedDistributedDataParallel(DistributedDataParallel):
     def _sync_buffers(self) -> None:
         start = time.perf_counter()
         super()._sync_buffers()  # type: ignore[no-untyped-call]
-        # On a GPU the broadcast is only queued by now.
+        # On a GPU, do not add the time of the broadcast, which is only queued at this point.
         if self.device_type == "cpu":
             self.buffer_seconds += time.perf_counter() - start
 
 
 class DdpCommunication(Communication):
-    """Measures the seconds of the all-reduce of gradients and of the broadcast of buffers."""
+    """Measures the seconds of the all-reduce of gradients and of the broadcast of buffers under
+    ddp.
+    """
 
     def __init__(self, wrapped: nn.Module) -> None:
         self._wrapped = wrapped
@@ -91,17 +101,22 @@ class DdpCommunication(Communication):
         return span / samples + buffers / steps, max(0.0, span - hidden) / samples + buffers / steps
 
     def _sums(self) -> torch.Tensor:
-        """Return sums since the run's start: steps, timed steps, their all-reduce seconds, the
-        hidden ones, seconds of buffers.
+        """Return five sums since the start of the run, which can be subtracted to get those of a
+        window.
+
+        They are: steps, timed steps, seconds of all-reduces in timed steps, the part of these
+        seconds that overlaps with computing, and seconds of buffer broadcasts.
         """
-        # All: from the first bucket's start to the last one's end. Hidden: until the last gradient
-        # was computed. The reducer gives means over all samples, with the warm-up. Sums can be
-        # subtracted. A step is in them once the next one starts.
+        # All-reduce time lasts from the start of the first bucket of gradients to the end of the
+        # last one. It overlaps with computing until the last gradient is computed. The reducer of
+        # torch gives only means over all timed steps since the start of the run, so they are
+        # converted to sums. A step is included once the next step starts.
         ddp = self._wrapped
         if not isinstance(ddp, TimedDistributedDataParallel):
             return torch.zeros(5, dtype=torch.float64)
         stats: dict[str, Any] = ddp._get_ddp_logging_data()  # type: ignore[operator]
-        steps = int(stats.get("iteration", 0))  # the last that was sampled
+        # The number of the last step that was timed.
+        steps = int(stats.get("iteration", 0))
         later = range(ALWAYS_SAMPLED + 1, steps + 1)
         samples = min(steps, ALWAYS_SAMPLED) + sum(
             step % ddp.steps_per_sample == 0 for step in later
@@ -116,7 +131,8 @@ class DdpCommunication(Communication):
         )
 
     def bytes(self, step: nn.Module) -> int | None:
-        # Of the last micro-batch only: gradients of the others add up locally.
+        # Count the gradients once per optimizer step, because only the last batch of an accumulated
+        # step is reduced. Gradients of the other batches add up locally.
         trained = [parameter for parameter in step.parameters() if parameter.requires_grad]
         if getattr(self._wrapped, "is_compressed", False):
             return BYTES_PER_VALUE * sum(parameter.numel() for parameter in trained)
@@ -124,8 +140,9 @@ class DdpCommunication(Communication):
 
 
 def unused_parameters(message: str, module: nn.Module) -> list[str]:
-    """Extract the parameter names from torch's message about missing gradients; [] for any other
-    message.
+    """Extract the names of parameters without gradient from an error message of torch.
+
+    Returns an empty list for any other message.
     """
     match = re.search(r"indices which did not receive grad for rank \d+: ([\d ]+)", message)
     if match is None:
@@ -135,10 +152,12 @@ def unused_parameters(message: str, module: nn.Module) -> list[str]:
 
 
 def has_only_batch_norm_buffers(model: nn.Module) -> bool:
-    """Return True if all buffers of `model` belong to BatchNorm. Training does not read them, so no
-    step needs to send them.
+    """Return True if all buffers of a model belong to BatchNorm layers.
+
+    Training does not read such buffers, so they need not be broadcast in every step.
     """
-    # Buffers that a state dict leaves out, such as class weights, are constants.
+    # Ignore buffers that are not in the state dict, such as class weights, because they are
+    # constant.
     saved = model.state_dict().keys()
     owners = {name.rpartition(".")[0] for name, _ in model.named_buffers() if name in saved}
     return all(

@@ -1,5 +1,6 @@
-"""DistributedDataParallel: one process per device. Gradients are averaged by all-reduce during the
-backward pass.
+"""Strategy ddp: DistributedDataParallel, with one process per device.
+
+All-reduces average the gradients over the ranks during the backward pass.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from timm_parallel.parallel.strategy import Strategy
 
 
 class Distributed(Strategy):
-    """DistributedDataParallel strategy: each rank drives one device."""
+    """Strategy ddp, in which each rank drives one device."""
 
     process_per_device = True
     has_buckets = True
@@ -35,11 +36,12 @@ class Distributed(Strategy):
         index = (
             self.config.device_ids[ranks.local_rank] if self.config.device_ids else ranks.local_rank
         )
-        # gloo ranks may share a device.
+        # Wrap around at the number of GPUs, because ranks that communicate with gloo may share a
+        # GPU.
         return [torch.device("cuda", index % torch.cuda.device_count())]
 
     def wrap(self, step: Any) -> nn.Module:
-        # comm_hook and dist_bn are not arguments of DistributedDataParallel.
+        # Leave out comm_hook and dist_bn, which are not arguments of DistributedDataParallel.
         keys = [
             key
             for key, owner in strategy_options().items()
@@ -48,11 +50,11 @@ class Distributed(Strategy):
         options = {
             key: getattr(self.config, key) for key in keys if getattr(self.config, key) is not None
         }
-        # With dist_bn=reduce, broadcasts would replace the statistics of each rank that are to be
-        # averaged.
+        # With dist_bn=reduce, each rank must keep its own BatchNorm statistics until they are
+        # averaged. A broadcast would overwrite them.
         if self.config.dist_bn == "reduce" or has_only_batch_norm_buffers(step):
             options.setdefault("broadcast_buffers", False)
-        # torch 2.13 renamed the option.
+        # Use the new name of the option broadcast_buffers, which torch 2.13 renamed.
         renamed = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
         if renamed and "broadcast_buffers" in options:
             options["forward_sync_buffers"] = options.pop("broadcast_buffers")
@@ -69,6 +71,7 @@ class Distributed(Strategy):
     def communication(self, wrapped: nn.Module) -> Communication:
         if self.group.world_size == 1:
             return Communication()
-        # A class that extends this one may send other tensors than DDP's buckets.
+        # Report the communication as unknown if a subclass wraps the step in another class than
+        # DDP.
         is_ddp = isinstance(wrapped, TimedDistributedDataParallel)
         return DdpCommunication(wrapped) if is_ddp else UnmeasuredCommunication()

@@ -1,4 +1,4 @@
-"""Training steps under DataParallel, with the loss of the whole batch or in the replicas."""
+"""Training steps under dp, which compute the loss of the whole batch or one loss per replica."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ Metrics = dict[str, Tensor]
 
 
 def chunk_sizes(batch_size: int, replicas: int) -> list[int]:
-    """Return the sizes of the chunks into which torch splits a batch; the last may be smaller."""
+    """Return the sizes of the chunks into which torch splits a batch for dp. The last chunk may be
+    smaller.
+    """
     return [len(chunk) for chunk in torch.arange(batch_size).chunk(replicas)]
 
 
 class StepOnOutputs(nn.Module):
-    """Training step that computes the loss of the whole batch on the output device: the usual form
-    of DataParallel.
+    """Training step under dp that computes the loss of the whole batch on the output device.
+
+    This is the usual form of DataParallel.
     """
 
     def __init__(self, step: Any) -> None:
@@ -30,14 +33,16 @@ class StepOnOutputs(nn.Module):
 
 
 class StepInReplicas(nn.Module):
-    """Training step that computes the loss in each replica, and averages loss and metrics weighted
-    by chunk size.
+    """Training step under dp in which each replica computes the loss of its chunk.
+
+    The losses and metrics of the replicas are averaged, weighted by the sizes of their chunks.
     """
 
     def __init__(self, spread: nn.Module, replicas: int) -> None:
         super().__init__()
         self.spread, self.replicas = spread, replicas
-        # By batch size. Cached, because creating them waits for the device.
+        # Weights of the replicas for each batch size. They are cached, because creating them waits
+        # for the device.
         self._weights: dict[int, Tensor] = {}
 
     def forward(self, images: Tensor, targets: Tensor) -> tuple[Tensor, Metrics]:

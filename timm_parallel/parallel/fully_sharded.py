@@ -1,20 +1,22 @@
-"""FSDP2: every rank holds a part of every parameter, gathered block by block while a step goes
-through the model.
+"""Strategy fsdp: FSDP2, in which every rank holds a part of every parameter.
 
-Gradients, optimizer state and averaged weights are in parts too. Checkpoints hold whole tensors, as
-under every strategy.
+During a step, the parameters are gathered for one block of the model after the other. Gradients,
+optimizer state and averaged weights are sharded too. Checkpoints hold whole tensors, as under every
+strategy.
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from timm_parallel.parallel import shards
 from timm_parallel.parallel.blocks import blocks_of, vector_layers
@@ -24,69 +26,80 @@ from timm_parallel.parallel.strategy import own_parameters
 
 
 class FullySharded(Distributed):
-    """FSDP2 strategy: each rank drives one device, and `shard_size` of them (by default all) hold a
-    model together.
+    """Strategy fsdp, in which each rank drives one device.
+
+    A group of `shard_size` ranks holds one copy of the model together. By default the group has all
+    ranks.
     """
 
     shards = True
     compiles = False
     has_buckets = False
-    # Type in which parameters are gathered, if not their own.
+    # Type in which parameters are gathered for a forward pass; None: their own type.
     dtype: torch.dtype | None = None
 
     @cached_property
     def mesh(self) -> DeviceMesh:
-        return shards.device_mesh(self.device, self.group.world_size, self.config.shard_size)
+        """Build the device mesh of the ranks: [replicas, shards], or [shards] for one replica.
+
+        All ranks must call this function.
+        """
+        ranks, shard_size = self.group.world_size, self.config.shard_size
+        if shard_size in (None, ranks):
+            return init_device_mesh(self.device.type, (ranks,))
+        shape = (ranks // shard_size, shard_size)
+        return init_device_mesh(self.device.type, shape, mesh_dim_names=("replicate", "shard"))
 
     def wrap(self, step: Any) -> nn.Module:
         self.model, self.dtype = step.bare_model, step.dtype
-        # As DDP does. Otherwise, parts of ranks with different initial weights would form the
-        # model.
+        # Broadcast the initial weights of rank 0, as DDP does. Otherwise the model would consist of
+        # parts with different initial weights.
         for tensor in (*step.parameters(), *step.buffers()):
             self.group.broadcast(tensor.detach())
         shards.refuse_scalars(step, self.model)
         self.lay_out(self.model)
-        # Gathers and reduces for all that is inside of it.
-        self.root: nn.Module = self.model
+        # The outermost sharded module. It gathers parameters and reduces gradients for all modules
+        # inside.
+        self.root: Any = self.model
         own = own_parameters(step, self.model).values()
         if any(parameter.requires_grad for parameter in own):
             self.root = self._shard_step(step, list(own))
-            return self.root
-        module: nn.Module = step
-        return module
+            return cast(nn.Module, self.root)
+        return cast(nn.Module, step)
 
     def _shard_step(self, step: nn.Module, own: list[nn.Parameter]) -> nn.Module:
-        """Shard the parameters that the step has besides the model's: a step gathers them before it
-        starts.
+        """Shard the parameters that the training step has in addition to those of its model.
+
+        Each step gathers these parameters before it starts.
         """
         root = StepOfShards(step)
         for parameter in own:
             parameter.data = parameter.data.contiguous()
         frozen = {parameter for parameter in own if not parameter.requires_grad}
-        # Without autocast: the loss is computed in float32.
+        # Set no low precision here, because the loss is computed in float32.
         policy = MixedPrecisionPolicy(cast_forward_inputs=False)
         sharded = fully_shard(root, mesh=self.mesh, mp_policy=policy, ignored_params=frozen)
         shards.announce_waiting(root)
-        # The first forward pass makes its module the root, and an evaluation may come before the
-        # first step.
+        # Run an empty forward pass now. FSDP2 takes the first module that runs as its root, and
+        # this would be the model if an evaluation came before the first step.
         with torch.no_grad():
             root()
         sharded.reshard()
         return root
 
     def lay_out(self, module: nn.Module) -> None:
-        # Parts are rows of contiguous tensors, so with model.channels_last only images keep that
-        # format.
+        # FSDP2 shards rows of contiguous tensors. So model.channels_last changes only the images
+        # and not the parameters.
         for parameter in module.parameters():
             parameter.data = parameter.data.contiguous()
-        # Inputs stay as they are: autocast chooses the type for each operation.
+        # Do not convert inputs, because autocast chooses the type for each operation.
         low = MixedPrecisionPolicy(
             self.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
         full = MixedPrecisionPolicy(cast_forward_inputs=False)
         policies = {} if self.dtype is None else dict.fromkeys(vector_layers(module), full)
-        # From the inside out, because fully_shard takes all parameters that no inner module has
-        # taken.
+        # Shard inner modules before outer ones, because fully_shard takes all parameters that are
+        # not sharded yet.
         for part in dict.fromkeys([*policies, *blocks_of(module), module]):
             policy = policies.get(part, full if self.dtype is None else low)
             fully_shard(
@@ -98,22 +111,35 @@ class FullySharded(Distributed):
             shards.announce_waiting(part)
 
     def for_evaluation(self, model: nn.Module) -> nn.Module:
-        # evaluate.py does not shard the model.
+        # The model is not sharded if evaluate.py evaluates it.
         is_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
         return Lockstep(model, self.group, self.device) if is_sharded else model
 
-    def skip_sync(self, wrapped: nn.Module) -> AbstractContextManager[Any]:
-        return shards.unreduced(self.root)
+    @contextmanager
+    def skip_sync(self, wrapped: nn.Module) -> Iterator[None]:
+        # Each rank adds up the gradients of whole parameters until they are reduced.
+        self.root.set_requires_gradient_sync(False)
+        self.root.set_is_last_backward(False)
+        yield
+        self.root.set_requires_gradient_sync(True)
+        self.root.set_is_last_backward(True)
 
     def whole(self, tensor: Tensor) -> Tensor:
-        return shards.whole(tensor)
+        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
     def part(self, tensor: Tensor, like: Tensor) -> Tensor:
-        return shards.part(tensor, like)
+        if not isinstance(like, DTensor) or isinstance(tensor, DTensor):
+            return tensor
+        # Every rank already has the whole tensor, so no rank needs to send it.
+        return distribute_tensor(
+            tensor.to(like.device), like.device_mesh, like.placements, src_data_rank=None
+        )
 
 
 class StepOfShards(nn.Module):
-    """Training step whose loss has sharded parameters. Without a batch, it only gathers them."""
+    """Training step whose loss has sharded parameters. Called without a batch, it only gathers
+    them.
+    """
 
     def __init__(self, step: nn.Module) -> None:
         super().__init__()

@@ -1,5 +1,6 @@
-"""Process groups: a single process, or ranks joined by torch.distributed. Also synchronizes buffers
-over ranks.
+"""Process groups: a single process, or several ranks that torch.distributed joins.
+
+The module also makes the BatchNorm statistics of all ranks equal for evaluation.
 """
 
 from __future__ import annotations
@@ -23,11 +24,14 @@ from timm_parallel.machine.ranks import Ranks
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-PIECE_BYTES = 64 * 2**20  # piece size when rank 0 sends a state
+# Rank 0 sends the state of a checkpoint in pieces of this size.
+PIECE_BYTES = 64 * 2**20
 
 
 class ProcessGroup:
-    """A single process: every collective returns this process's value."""
+    """Process group of a run with a single process. Every collective returns the value of this
+    process.
+    """
 
     backend: str | None = None
 
@@ -35,39 +39,50 @@ class ProcessGroup:
         self.rank, self.world_size = ranks.rank, ranks.world_size
         self.local_rank, self.local_world_size = ranks.local_rank, ranks.local_world_size
         self.node = ranks.node
-        # True on rank 0, which writes the run's files.
+        # This is True only on rank 0, which writes the files of the run.
         self.is_first = ranks.rank == 0
         self.stop = StopCoordinator()
 
     def sum(self, values: Tensor) -> Tensor:
-        """Add `values` element by element over the ranks; every rank gets the sum."""
+        """Add tensors element by element over all ranks, and return the sum on every rank.
+
+        All ranks must call this function.
+        """
         return values
 
     def gather(self, value: Any) -> list[Any]:
-        """Gather the `value` (plain JSON types) of each rank into a list in rank order, on every
-        rank.
+        """Gather one value from each rank, and return them as a list in rank order on every rank.
+
+        The value consists of plain JSON types. All ranks must call this function.
         """
         return [value]
 
     def rows(self, own: Tensor) -> Tensor:
-        """Gather a tensor `own` of equal shape from each rank. Return [ranks,
-        ...] on every rank.
+        """Gather a tensor of equal shape from each rank, and return them stacked as [ranks, ...].
+
+        All ranks must call this function, and every rank gets the result.
         """
         return own[None]
 
     def share_state(self, state: Any) -> Any:
-        """Broadcast rank 0's `state` (nested dicts and lists of tensors and plain values) to every
-        rank.
+        """Send the state of rank 0 to every rank, and return this state.
+
+        A state consists of nested dictionaries and lists of tensors and plain values. All ranks
+        must call this function.
         """
         return state
 
     def broadcast(self, tensor: Tensor) -> None:
-        """Overwrite `tensor` with rank 0's, in place."""
+        """Overwrite a tensor in place with the tensor of rank 0. All ranks must call this
+        function.
+        """
 
     @contextmanager
     def one_of_node_first(self) -> Iterator[None]:
-        """Let one rank per node run the `with` block first, so that the others find the files that
-        it downloads.
+        """Let one rank per node run the `with` block before the other ranks of the node.
+
+        The other ranks then find the files that the first rank has downloaded. All ranks must call
+        this function.
         """
         if self.local_rank > 0:
             self.barrier()
@@ -76,14 +91,14 @@ class ProcessGroup:
             self.barrier()
 
     def barrier(self) -> None:
-        """Wait for all ranks."""
+        """Wait until all ranks have called this function."""
 
     def close(self) -> None:
-        """Leave the process group."""
+        """Leave the process group at the end of the run."""
 
 
 class TorchProcessGroup(ProcessGroup):
-    """The ranks of a run, joined by torch.distributed."""
+    """Process group of several ranks, which torch.distributed joins."""
 
     def __init__(
         self, config: ResolvedParallel, ranks: Ranks, store: Store, device: torch.device
@@ -96,17 +111,19 @@ class TorchProcessGroup(ProcessGroup):
                 store=dist.PrefixStore("process_group", store),
                 rank=ranks.rank,
                 world_size=ranks.world_size,
-                # Longer than the watchdog waits, because the watchdog names the rank that failed.
+                # Wait longer than the watchdog does, because the watchdog names the rank that
+                # failed.
                 timeout=timedelta(seconds=max(config.start_timeout, config.timeout) + 60),
                 device_id=device if config.backend == "nccl" else None,
             )
-            # NCCL makes its connections in the first collective.
+            # Run a first collective now, because NCCL opens its connections only then.
             self.barrier()
         except RuntimeError as error:
             raise ConnectError(f"{type(error).__name__}: {error}") from error
-        # NCCL sends from the device only.
+        # NCCL can only send tensors that are on the GPU.
         self._at = device if config.backend == "nccl" else torch.device("cpu")
-        # A separate client of the store, because waiting on a client blocks its other users.
+        # Use a second client of the store, because a client that waits blocks all other users of
+        # this client.
         self.stop = StopCoordinator(
             ranks.rank, ranks.world_size, dist.PrefixStore("stopping", store.clone())
         )
@@ -117,8 +134,8 @@ class TorchProcessGroup(ProcessGroup):
         return total
 
     def gather(self, value: Any) -> list[Any]:
-        # As JSON: torch's all_gather_object would unpickle what the other end of a connection
-        # sends.
+        # Send values as JSON. torch's all_gather_object would unpickle received bytes, which may
+        # run code that an attacker sends.
         own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(
             self._at
         )
@@ -135,14 +152,14 @@ class TorchProcessGroup(ProcessGroup):
         return rows
 
     def share_state(self, state: Any) -> Any:
-        # As a file, because torch's broadcast_object_list would unpickle what the other end of a
-        # connection sends.
+        # Send the bytes of a file of torch.save. torch's broadcast_object_list would unpickle
+        # received bytes, which may run code that an attacker sends.
         file = io.BytesIO()
         if self.is_first:
             torch.save(state, file)
         size = self.gather(file.tell())[0]
         file.seek(0)
-        # In pieces, because a GPU may lack memory for the whole file.
+        # Send the file in pieces, because the memory of a GPU may be too small for the whole file.
         for start in range(0, size, PIECE_BYTES):
             piece = torch.empty(min(PIECE_BYTES, size - start), dtype=torch.uint8, device=self._at)
             if self.is_first:
@@ -153,7 +170,8 @@ class TorchProcessGroup(ProcessGroup):
         if self.is_first:
             return state
         file.seek(0)
-        # To the CPU, as on rank 0. Loading copies to the device what it needs there.
+        # Load tensors to the CPU, where those of rank 0 are too. The caller copies them to the
+        # device when necessary.
         return torch.load(file, map_location="cpu", weights_only=True)
 
     def broadcast(self, tensor: Tensor) -> None:
@@ -168,15 +186,17 @@ class TorchProcessGroup(ProcessGroup):
 
 
 class BufferSync:
-    """Gives ranks equal buffers (BatchNorm statistics) for evaluation: rank 0's, or the mean with
-    `dist_bn=reduce`.
+    """Makes the buffers of a model, such as BatchNorm statistics, equal on all ranks for
+    evaluation.
+
+    All ranks get the buffers of rank 0, or with parallel.dist_bn=reduce the mean over the ranks.
     """
 
     def __init__(self, group: ProcessGroup, dist_bn: str | None) -> None:
         self._group, self._averages = group, dist_bn == "reduce"
 
     def share(self, model: nn.Module) -> None:
-        """Make the buffers of `model` equal on all ranks. Collective."""
+        """Make the buffers of a model equal on all ranks. All ranks must call this function."""
         if self._group.world_size == 1:
             return
         for buffer in model.buffers():
@@ -186,8 +206,11 @@ class BufferSync:
                 self._group.broadcast(buffer)
 
     def by_rank(self, model: nn.Module) -> Tensor | None:
-        """Gather the float buffers of all ranks: [ranks, values]. Return None if evaluation does
-        not average them. Collective.
+        """Gather the float buffers of a model from all ranks as one tensor [ranks, values].
+
+        A checkpoint stores this tensor, so that each rank can later continue with its own buffers.
+        Returns None if evaluation does not average the buffers over the ranks. All ranks must call
+        this function.
         """
         buffers = [buffer.flatten() for buffer in model.buffers() if buffer.is_floating_point()]
         if not self._averages or not buffers:
@@ -195,8 +218,9 @@ class BufferSync:
         return self._group.rows(torch.cat(buffers).float())
 
     def restore_own(self, model: nn.Module, by_rank: Tensor | None) -> None:
-        """Restore this rank's buffers from the result of `by_rank`, unless the number of ranks has
-        changed.
+        """Restore the buffers of this rank from the gathered buffers of all ranks.
+
+        Does nothing if the number of ranks differs from that of the saved run.
         """
         if by_rank is None or len(by_rank) != self._group.world_size:
             return

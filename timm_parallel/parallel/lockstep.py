@@ -1,5 +1,7 @@
-"""Evaluation of a sharded model, whose forward passes need all ranks, by ranks with unequal numbers
-of batches.
+"""Evaluate a sharded model on ranks that have different numbers of batches.
+
+Each forward pass of a sharded model needs all ranks, so a rank without a batch must still take
+part.
 """
 
 from __future__ import annotations
@@ -14,8 +16,9 @@ from timm_parallel.parallel.group import ProcessGroup
 
 
 class Lockstep(nn.Module):
-    """Runs the forward passes of a sharded model in all ranks at once. Call `finish` after a rank's
-    last batch.
+    """Wrapper of a sharded model that starts each forward pass on all ranks at the same time.
+
+    After its last batch, a rank must call `finish`.
     """
 
     def __init__(self, model: nn.Module, group: ProcessGroup, device: torch.device) -> None:
@@ -23,17 +26,20 @@ class Lockstep(nn.Module):
         self.model, self._group, self.device = model, group, device
 
     def forward(self, images: Tensor) -> Any:
-        """Map images [B, C, H, W] to the model's outputs, while every other rank runs its batch or
-        `finish`.
+        """Run the model on images [B, C, H, W] and return its outputs.
+
+        Meanwhile, every other rank must run a batch of its own or `finish`.
         """
         self._announce(tuple(images.shape[1:]))
-        # Parameters that are gathered in inference mode could not be used in a later training step.
+        # Do not use inference mode, because parameters that were gathered in it cannot be trained
+        # later.
         with torch.inference_mode(False), torch.no_grad():
             return self.model(images)
 
     def finish(self) -> None:
-        """Run black images while other ranks have batches left,
-        then free the gathered parameters.
+        """Run the model on black images until all ranks have evaluated their last batch.
+
+        Then free the gathered parameters. All ranks must call this function.
         """
         while shape := [int(side) for side in self._announce((0, 0, 0)).amax(0) if side]:
             with torch.inference_mode(False), torch.no_grad():
@@ -42,8 +48,9 @@ class Lockstep(nn.Module):
             getattr(module, "reshard", lambda: None)()
 
     def _announce(self, shape: tuple[int, ...]) -> Tensor:
-        """Gather the image shape of each rank's next batch: [ranks, 3], zeros for a rank without a
-        next batch. Collective.
+        """Gather the image shape of the next batch of each rank, as a tensor [ranks, 3].
+
+        A rank without a further batch has zeros. All ranks must call this function.
         """
         liveness.at(COUNTING)
         shapes = self._group.rows(torch.tensor(shape, device=self.device))

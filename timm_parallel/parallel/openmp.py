@@ -1,13 +1,14 @@
-"""Let OpenMP threads sleep at barriers instead of spinning while other programs use cores of this
-machine.
+"""Make OpenMP threads sleep at barriers, instead of spinning, while other programs use
+the cores.
 """
 
-# libgomp, with which torch computes on Linux, spins for milliseconds at every barrier before it
-# sleeps. On free cores a run is a quarter faster by that. If another program takes a core, two
-# threads of a team often share one, and each spins while the other would work: 4 % of the speed
-# were left. libgomp spins only briefly if it has more threads than the machine has cores, counted
-# over all teams of the process. So while threads of this process wait for a core, it keeps teams
-# that do nothing. The number of threads that compute stays the same, and so do the bits.
+# On Linux, torch computes with OpenMP threads of libgomp. These threads spin for milliseconds at
+# every barrier before they sleep, which makes a run on free cores a quarter faster. If another
+# program takes a core, two threads often share one core, and each spins while the other should
+# work. In a measurement, a run then had 4 % of its speed. libgomp spins only briefly if all thread
+# teams of the process together have more threads than the machine has cores. So this module starts
+# idle thread teams while threads of this process wait for a core. The number of computing threads
+# stays the same, so results stay equal bit for bit.
 
 from __future__ import annotations
 
@@ -26,15 +27,22 @@ from timm_parallel.machine import hardware
 from timm_parallel.machine.usage import scheduled_seconds
 
 LOOK_SECONDS = 1.0
-CROWDED, CALM = 0.5, 0.3  # seconds per second that the threads of this process wait for a core
-CROWDED_LOOKS, CALM_LOOKS = 2, 3  # in a row, before the threads sleep, and before they spin again
+# Seconds per second that the threads of this process wait for a core. Above the first value the
+# cores are crowded, below the second they are free.
+CROWDED, CALM = 0.5, 0.3
+# Consecutive crowded measurements before the threads sleep, and consecutive free ones before they
+# spin again.
+CROWDED_LOOKS, CALM_LOOKS = 2, 3
 USER_SETTINGS = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 
 
 @cache
 def watch_openmp_oversubscription(threads: int) -> OversubscriptionWatcher | None:
-    """Start an OversubscriptionWatcher; None with one thread, if the user configured OpenMP, or
-    outside Linux.
+    """Start a thread that makes OpenMP threads sleep at barriers while other programs use the
+    cores.
+
+    Returns None, without starting it, if torch uses one thread, if the user configured OpenMP, or
+    outside of Linux.
     """
     is_set = any(name in os.environ for name in USER_SETTINGS)
     if threads < 2 or is_set or not Path("/proc/self/schedstat").exists():
@@ -46,8 +54,9 @@ def watch_openmp_oversubscription(threads: int) -> OversubscriptionWatcher | Non
 
 
 class OversubscriptionWatcher(threading.Thread):
-    """Thread that starts idle OpenMP teams while this process waits for cores, which lets its
-    threads sleep at barriers.
+    """Thread that starts idle OpenMP teams while this process waits for cores.
+
+    The additional threads make libgomp let its threads sleep at barriers instead of spinning.
     """
 
     def __init__(
@@ -56,17 +65,21 @@ class OversubscriptionWatcher(threading.Thread):
         scheduled: Callable[[], tuple[float, float]] = scheduled_seconds,
         look_seconds: float = LOOK_SECONDS,
     ) -> None:
-        """`threads`: of a team, as given to torch.set_num_threads."""
+        """Configure the watcher. `threads`: number of threads per OpenMP team, as given to
+        torch.set_num_threads.
+        """
         super().__init__(name="crowding", daemon=True)
-        # With the computing team, more threads than cores.
+        # The smallest number of idle teams with which all teams together have more threads than the
+        # machine has cores.
         self.teams_wanted = (hardware.cores() - threads) // (threads - 1) + 1
         self.idle: list[ThreadPoolExecutor] = []
         self._scheduled, self._look_seconds = scheduled, look_seconds
         self._closed = threading.Event()
 
     def close(self) -> None:
-        """End all threads, which would abort the process if they ran torch while the interpreter
-        shuts down.
+        """End the watcher and all idle teams.
+
+        Threads that run torch while the interpreter shuts down would abort the process.
         """
         self._closed.set()
         self.join()
@@ -88,8 +101,8 @@ class OversubscriptionWatcher(threading.Thread):
     def _start_teams(self) -> None:
         self.idle = [ThreadPoolExecutor(1, "idle team") for _ in range(self.teams_wanted)]
         for thread in self.idle:
-            # Large enough that torch computes it in parallel. From then on the thread has a team,
-            # until it ends.
+            # Add two tensors that are large enough for torch to use several threads. The calling
+            # thread then keeps its own OpenMP team until it ends.
             thread.submit(lambda: torch.ones(2**20).add_(1))
 
     def _end_teams(self) -> None:

@@ -1,4 +1,4 @@
-"""Strategy `single`: one process on one device."""
+"""Strategy single: one process on one device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from timm_parallel.parallel.strategy import Strategy
 
 
 class Single(Strategy):
-    """Single-device strategy: runs the training step unchanged."""
+    """Strategy single, which runs the training step unchanged on one device."""
 
     has_one_device = True
 

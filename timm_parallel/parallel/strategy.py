@@ -1,4 +1,4 @@
-"""The base class of strategies, which spread a single-device model over devices."""
+"""Base class of strategies, which distribute the training of a single-device model over devices."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class HasParameters(Protocol):
-    """A model, or the state of a run, whose parameters are those of the whole training step."""
+    """Interface of an object with the parameters of the whole training step, such as a model."""
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
 
@@ -31,8 +31,9 @@ class HasParameters(Protocol):
 
 
 def own_parameters(step: nn.Module, model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters of a training step besides those of its model, by name: those of the
-    loss, or of a projector.
+    """Return the parameters that a training step has in addition to those of its model, by name.
+
+    Examples are the parameters of a loss or of a projector.
     """
     of_model = {id(parameter) for parameter in model.parameters()}
     return {
@@ -43,32 +44,35 @@ def own_parameters(step: nn.Module, model: nn.Module) -> dict[str, nn.Parameter]
 
 
 class Strategy:
-    """Base class of strategies. Override the methods below `__init__`; their defaults suit a single
-    device.
+    """Base class of strategies. A subclass overrides the methods below `__init__`.
 
-    `group` has the collectives of the ranks, `telemetry` measures the devices, `buffers` keeps
-    BatchNorm statistics equal. `devices` are those that this process drives.
+    The default methods suit a single device. `devices`: devices that this process drives. `group`:
+    collectives between the ranks. `telemetry`: measurements of the devices. `buffers`: keeps
+    BatchNorm statistics equal on all ranks.
     """
 
-    # What the strategy can do. train.py reads these attributes from the source of the class and of
-    # its bases, to refuse a config before torch is imported: give each a plain True or False.
-    # A process per device, or one process for all devices.
+    # The following attributes declare what the strategy can do. train.py reads them from the source
+    # code before it imports torch, to reject a config early. Each must be a plain True or False.
+    # process_per_device: one process per device (True), or one process that drives all devices
+    # (False).
     process_per_device = False
-    # Uses one device, whatever the machine has.
+    # True if the strategy uses one device, even if the machine has more.
     has_one_device = False
-    # True if `wrap` leaves each rank a part of every parameter, as a DTensor that `whole` and
-    # `part` translate.
+    # True if each rank holds a part of every parameter as a DTensor. The methods `whole` and `part`
+    # then convert the tensors.
     shards = False
-    # Works with model.compile.
+    # True if the strategy works with model.compile.
     compiles = True
-    # Copies gradients to buckets to send them, unless parallel.gradient_as_bucket_view is true.
+    # True if gradients are copied to buckets to send them, unless parallel.gradient_as_bucket_view
+    # is true.
     has_buckets = False
-    # Shown next to the name of the strategy on the console.
+    # The console shows this text in parentheses after the name of the strategy.
     note = ""
 
     def __init__(self, config: ResolvedParallel, ranks: Ranks, store: Store | None = None) -> None:
-        """`store`: key-value store through which the ranks find each other;
-        None for one process.
+        """Set up the devices of this process and join the process group.
+
+        `store`: key-value store through which the ranks find each other; None for a single process.
         """
         self.config, self.kind = config, config.strategy
         torch.set_num_threads(config.threads_per_device)
@@ -78,14 +82,14 @@ class Strategy:
         elif config.accelerator == "cuda" and not torch.cuda.is_available():
             raise RuntimeError(
                 f"parallel.accelerator=cuda: torch {torch.__version__} can use no CUDA device "
-                f"({_why_no_cuda()}); fix that, or set parallel.accelerator=cpu"
+                f"({_why_no_cuda()}); fix the cause, or set parallel.accelerator=cpu"
             )
         self.devices = self.choose_devices(ranks)
         self.device = self.devices[0]
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-            # Batches keep their shape, so cuDNN chooses each kernel once. It chooses by timing, so
-            # the choice may vary.
+            # Let cuDNN choose the fastest algorithms, because all batches have the same shape. It
+            # chooses them by timing, so the choice may vary between runs.
             torch.backends.cudnn.benchmark = not torch.are_deterministic_algorithms_enabled()
         self.group = (
             ProcessGroup(ranks)
@@ -103,97 +107,102 @@ class Strategy:
         ]
 
     def wrap(self, step: Any) -> nn.Module:
-        """Apply the strategy to a training step, which is a module whose `model` maps images to
-        outputs.
+        """Apply the strategy to a training step, whose attribute `model` maps images to outputs.
 
-        Returns a module that maps this process's batch (images, targets), on `device`, to its mean
-        loss and a dict of metrics. The optimizer is built afterwards, from the parameters of the
-        model and of the rest of the step.
+        Returns a module that maps the batch of this process (images, targets) to its mean loss and
+        a dictionary of metrics. The optimizer is built afterwards from the parameters of the whole
+        step.
         """
         raise NotImplementedError
 
     def for_evaluation(self, model: nn.Module) -> nn.Module:
-        """Return a module for evaluation, which maps images to outputs on `device` without
-        gradients.
-        """
+        """Return a module that maps images to outputs without gradients, for evaluation."""
         return model
 
     def skip_sync(self, wrapped: nn.Module) -> AbstractContextManager[Any]:
-        """Skip the gradient all-reduce in the `with` block: all but the last batch of an
-        accumulated step.
+        """Skip the all-reduce of gradients in the `with` block.
+
+        With gradient accumulation, all batches of a step except the last one run in such a block.
         """
         return nullcontext()
 
     def after_step(self, step: int) -> None:
-        """Change the weights after optimizer step `step`, counted from 1, before model.ema averages
-        them.
+        """Change the weights after an optimizer step, before model.ema averages them.
+
+        `step`: number of the step, counted from 1.
         """
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the strategy for a checkpoint: tensors, as `whole` reads them, and
-        plain values.
+        """Return the state of the strategy for a checkpoint, as whole tensors and plain values.
 
-        All ranks call it, and rank 0's is saved.
+        All ranks must call this function. The state of rank 0 is saved.
         """
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what `state_dict` returned, after `wrap`. Not called if another strategy saved the
-        checkpoint.
+        """Load the state of the strategy from a checkpoint, after the model was wrapped.
+
+        It is not called if another strategy has saved the checkpoint.
         """
 
     def lay_out(self, module: nn.Module) -> None:
-        """Shard a copy of the model, made before `wrap`, in the same way as `wrap` sharded the
-        model.
+        """Shard a copy of the model in the same way as the model itself, such as the averaged copy.
+
+        The copy was made before the model was sharded.
         """
 
     def whole(self, tensor: Tensor) -> Tensor:
-        """Return the unsharded form of a parameter, gradient or optimizer state. Collective if
-        `shards`.
+        """Return the whole tensor of a parameter, gradient or optimizer state, which may be
+        sharded.
+
+        All ranks must call this function if the strategy shards parameters.
         """
         return tensor
 
     def part(self, tensor: Tensor, like: Tensor) -> Tensor:
-        """Return this rank's part of an unsharded `tensor`, sharded like the tensor `like`. The
-        inverse of `whole`.
+        """Return this rank's part of a whole tensor, sharded like the tensor `like`.
+
+        This is the inverse of `whole`.
         """
         return tensor
 
     def chunk_sizes(self, batch_size: int) -> list[int]:
-        """Return the number of images of a global batch for each device."""
+        """Return how many images of a global batch each device gets, as a list."""
         return [batch_size // self.group.world_size] * self.group.world_size
 
     def count_replicas(self) -> int:
-        """Run the model's forward pass on each device of this process, and return how many replicas
-        ran.
+        """Run the forward pass on each device of this process, and return the number of replicas
+        that ran.
         """
         return 1
 
     def measured_world_size(self) -> int:
-        """Return the number of model replicas that train, by an all-reduce of the number on each
-        rank. Collective; not to be overridden.
+        """Count the model replicas that train, by an all-reduce of the number on each rank.
+
+        All ranks must call this function. Subclasses must not override it.
         """
         replicas = torch.tensor(float(self.count_replicas()), device=self.device)
         return int(self.group.sum(replicas).item())
 
     def communication(self, wrapped: nn.Module) -> Communication:
-        """Return the object that measures the communication in a training step of `wrapped`."""
+        """Build the object that measures the communication in a training step."""
         return Communication()
 
     def close(self) -> None:
-        """Leave the process group."""
+        """Leave the process group at the end of the run."""
         self.group.close()
 
 
 def _why_no_cuda() -> str:
-    """Return why this process can use no CUDA device, from the driver or, if it has no objection,
-    from torch.
+    """Return the reason why this process can use no CUDA device.
+
+    The reason comes from the driver, or from torch if the driver works.
     """
     if (problem := hardware.cuda().problem) is not None:
         return problem
     try:
         torch.cuda.init()
-    # An AssertionError from a build without CUDA.
+    # A build of torch without CUDA raises AssertionError.
     except (RuntimeError, AssertionError) as error:
         return " ".join(str(error).split())
     return "none is visible"

@@ -1,4 +1,4 @@
-"""Memory, utilization, temperature and energy of the devices of a run."""
+"""Measure memory, utilization, temperature and energy of the devices of a run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from timm_parallel.parallel.group import ProcessGroup
 
 
 class Telemetry:
-    """Measurements of the `devices` that this process drives, gathered from all ranks."""
+    """Measurements of the devices that this process drives, gathered from all ranks."""
 
     def __init__(self, devices: list[torch.device], group: ProcessGroup) -> None:
         self._devices, self._group = devices, group
@@ -27,27 +27,32 @@ class Telemetry:
 
     @property
     def device_model(self) -> str:
-        """Return the model name of this process's device.
-        Different models may round differently.
+        """Return the model name of this process's device. Two different models may round
+        differently.
         """
         device = self._devices[0]
         return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_model()
 
     def sample(self) -> None:
-        """Record utilization and temperature of the GPUs of this process."""
+        """Record utilization and temperature of the GPUs that this process drives."""
         for gpu in self._gpus:
             gpu.sample()
 
     def gpu_states(self) -> list[dict[str, Any]]:
-        """Return temperature and throttling of all GPUs of the job; see Gpu. Collective."""
+        """Return temperature and throttling of all GPUs of the run, one dictionary per GPU.
+
+        All ranks must call this function.
+        """
         states_by_rank = self._group.gather([gpu.state() for gpu in self._gpus])
         return [state for states in states_by_rank for state in states if state]
 
     def joules(self) -> tuple[float, float]:
-        """Return the joules of all GPUs in the timed window and since the start; NaN if any is
-        unknown. Collective.
+        """Return the energy in joules that all GPUs of the run used, as two numbers.
+
+        The first is for the timed window, the second since the start of the run. Both are NaN if
+        the energy of a GPU is unknown. All ranks must call this function.
         """
-        # By UUID, because ranks may share a GPU.
+        # Count each GPU once by its UUID, because several ranks may share a GPU.
         by_gpu: dict[str, list[float]] = {}
         for of_rank in self._group.gather(self.energy.by_gpu()):
             by_gpu |= of_rank
@@ -55,14 +60,18 @@ class Telemetry:
         return sum(window), sum(total)
 
     def memory(self) -> list[dict[str, Any]]:
-        """Return the peak memory in bytes of every device of the job. Collective."""
-        # On a CPU, the resident memory of a process, libraries included, which devices in its
-        # threads share.
+        """Return the peak memory in bytes of every device of the run, one dictionary per device.
+
+        All ranks must call this function.
+        """
+        # The peak memory of a CPU device is the peak resident memory of its process, including
+        # libraries. CPU devices that are threads of one process share this memory.
         by_rank = self._group.gather(self._local_memory())
         entries = [(rank, entry) for rank, entries in enumerate(by_rank) for entry in entries]
         names = [entry["device"] for _, entry in entries]
         for rank, entry in entries:
-            # Ranks with the same device name share a GPU, or are on several nodes.
+            # Add the rank to a device name that occurs twice. Ranks with the same device name share
+            # a GPU, or run on different nodes.
             if names.count(entry["device"]) > 1:
                 entry["device"] += f"_rank_{rank}"
         return [entry for _, entry in entries]

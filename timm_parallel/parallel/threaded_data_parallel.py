@@ -1,9 +1,10 @@
-"""DataParallel over CPU threads, because without GPUs torch's class silently becomes the bare
-module.
+"""DataParallel over CPU threads, for machines without GPUs.
+
+Without GPUs, torch's own DataParallel would silently run the model on one device.
 """
 
-# The backward pass runs in one thread, so speed and memory say nothing about GPUs. Replicas share
-# the process's random generator, so dropout is not reproducible.
+# The backward pass runs in one thread, so speed and memory say nothing about dp on GPUs. The
+# replicas share one random generator, so dropout is not reproducible.
 
 from __future__ import annotations
 
@@ -17,10 +18,11 @@ from torch.utils._pytree import tree_map
 
 
 class ThreadedDataParallel(nn.DataParallel):  # type: ignore[type-arg]
-    """DataParallel over `replicas` CPU threads, each of which computes with `threads` cores."""
+    """DataParallel over `replicas` CPU threads. Each of them computes with `threads` cores."""
 
     def __init__(self, module: nn.Module, replicas: int, threads: int, dim: int) -> None:
-        # nn.DataParallel's constructor would find no GPU and skip the rest.
+        # Skip the constructor of nn.DataParallel, which would find no GPU and set up only one
+        # device.
         nn.Module.__init__(self)
         self.module, self.dim = module, dim
         self.device_ids, self.output_device, self.src_device_obj = (
@@ -31,8 +33,9 @@ class ThreadedDataParallel(nn.DataParallel):  # type: ignore[type-arg]
         self._pool = ThreadPoolExecutor(replicas, "replica", torch.set_num_threads, (threads,))
 
     def scatter(self, inputs: Sequence[Tensor], kwargs: Any, device_ids: Sequence[Any]) -> Any:
-        """Split every input into one chunk per replica: (a tuple of inputs for each, no keyword
-        arguments).
+        """Split every input into one chunk per replica.
+
+        Returns a list with a tuple of inputs per replica, and a list of empty keyword arguments.
         """
         chunks = list(
             zip(*(tensor.chunk(len(device_ids), self.dim) for tensor in inputs), strict=True)
@@ -40,17 +43,20 @@ class ThreadedDataParallel(nn.DataParallel):  # type: ignore[type-arg]
         return chunks, [{} for _ in chunks]
 
     def replicate(self, module: nn.Module, device_ids: Sequence[Any]) -> list[Any]:
-        """Copy the module. Copied parameters pass gradients back; the first copy shares the
-        module's buffers.
+        """Copy the module once per replica.
+
+        Gradients flow from the copied parameters to the original ones. The first copy shares the
+        buffers of the original module.
         """
-        # As torch.nn.parallel.replicate does on GPUs, so the first replica's BatchNorm statistics
-        # persist.
+        # The first replica shares its buffers with the original, as on GPUs, so that its BatchNorm
+        # statistics persist.
         return [_replica(module, first=index == 0) for index in range(len(device_ids))]
 
     def parallel_apply(
         self, replicas: Sequence[Any], inputs: Sequence[Any], kwargs: Any
     ) -> list[Any]:
-        # The mode is per thread, like autocast, which the module enters itself.
+        # Pass on whether gradients are enabled, because PyTorch stores this per thread. Autocast is
+        # also per thread, but the module enters it by itself.
         grad = torch.is_grad_enabled()
 
         def apply(replica: nn.Module, chunk: tuple[Tensor, ...]) -> Any:
@@ -60,8 +66,8 @@ class ThreadedDataParallel(nn.DataParallel):  # type: ignore[type-arg]
         return list(self._pool.map(apply, replicas, inputs))
 
     def gather(self, outputs: Any, output_device: Any) -> Any:
-        """Concatenate the outputs of the replicas, tensor by tensor. Scalars become a vector over
-        the replicas.
+        """Concatenate the outputs of the replicas, tensor by tensor. Scalars become a vector with
+        one entry per replica.
         """
 
         def concatenate(*parts: Tensor) -> Tensor:
@@ -80,8 +86,8 @@ def _replica(module: nn.Module, first: bool) -> nn.Module:
         if parameter is None:
             replica._parameters[name] = None
         else:
-            # Not a leaf, so no longer a Parameter: gradients flow through the clone to the
-            # original.
+            # Store a clone of the parameter, through which gradients flow to the original. The
+            # clone is not a leaf tensor, so it cannot be a Parameter.
             setattr(
                 replica, name, parameter.clone() if torch.is_grad_enabled() else parameter.detach()
             )

@@ -1,4 +1,6 @@
-"""`code.diff` of a run: uncommitted changes of tracked files, and the names of untracked files."""
+"""Write `code.diff` of a run: uncommitted changes of tracked files, and the names of untracked
+files.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,13 @@ from timm_parallel.project import root
 from timm_parallel.record.environment import output_of
 
 CODE_DIFF = "code.diff"
-# A changed notebook or data file can have a diff of any size.
-LARGEST, SECONDS = 1_000_000, 5  # bytes to keep; seconds that git may take
-CUT = "cut: "  # begins the last line of a diff of which a part is missing
-# The user's settings of git may add colors or run other programs. `git apply` needs the prefixes a/
-# and b/.
+# Limits of code.diff: bytes to keep, and seconds that git may take. The diff of a changed notebook
+# or data file can have any size.
+LARGEST, SECONDS = 1_000_000, 5
+# If a diff is incomplete, its last line starts with this text.
+CUT = "cut: "
+# These options override the git settings of the user, which may add colors or run other programs.
+# `git apply` needs the prefixes a/ and b/.
 DIFF = (
     "diff",
     "HEAD",
@@ -30,15 +34,17 @@ UNTRACKED = ("ls-files", "--others", "--exclude-standard", "--directory")
 
 
 def write_code_diff(folder: Path, dirty: bool | None, project: Path | None = None) -> None:
-    """Write `code.diff` into a run folder if the code has uncommitted changes (`dirty`), else
-    delete an older one.
+    """Write `code.diff` into a run folder if the code has uncommitted changes, else delete an older
+    one.
 
-    Masks secrets. A diff of more than LARGEST bytes is cut and ends with a line that says so.
+    Secrets are masked. A diff of more than LARGEST bytes is cut, and its last line says so.
+    `dirty`: whether there are uncommitted changes.
     """
     path = folder / CODE_DIFF
     path.unlink(missing_ok=True)
     if dirty:
-        # `git apply` ignores these lines, because they precede the first file.
+        # Put the names of untracked files first, because `git apply` ignores lines before the first
+        # diff.
         project = project or root()
         names = output_of("git", "-C", str(project), *UNTRACKED) or ""
         untracked = "".join(f"untracked: {name}\n" for name in names.splitlines())
@@ -46,7 +52,9 @@ def write_code_diff(folder: Path, dirty: bool | None, project: Path | None = Non
 
 
 def _diff(root: Path) -> str:
-    """Return the output of `git diff HEAD`, cut to LARGEST bytes."""
+    """Return the output of `git diff HEAD`, cut to LARGEST bytes and ended by a line that
+    says so.
+    """
     git = subprocess.Popen(
         ("git", "-C", root, *DIFF), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
     )
@@ -60,6 +68,6 @@ def _diff(root: Path) -> str:
     timer.cancel()
     if git.returncode == 0:
         return output.decode(errors="replace")
-    # Drop the incomplete last line, in which a secret would not be recognized.
+    # Drop the incomplete last line, because a secret that is cut in two would not be masked.
     lines = output[: output.rfind(b"\n", 0, LARGEST) + 1].decode(errors="replace")
     return f"{lines}{CUT}larger than {LARGEST:,} bytes, or git failed\n"

@@ -1,5 +1,6 @@
-"""Draw the confusion matrix with Pillow, because matplotlib takes as long as thirty steps of a
-small model.
+"""Draw a confusion matrix with Pillow.
+
+Importing matplotlib would take as long as thirty steps of a small model.
 """
 
 from __future__ import annotations
@@ -9,15 +10,20 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-LOW, HIGH = (247, 251, 255), (8, 48, 107)  # the ends of matplotlib's Blues
-MOST_NAMED, MOST_COUNTED = 40, 20  # classes; more names or counts are illegible
-LARGEST = 1200  # pixels per side
+# First and last color of matplotlib's color map Blues.
+LOW, HIGH = (247, 251, 255), (8, 48, 107)
+# Largest number of classes with names, and with counts in the cells. More are not readable.
+MOST_NAMED, MOST_COUNTED = 40, 20
+# Largest size of the matrix in pixels per side.
+LARGEST = 1200
 FONT = 12
 
 
 def draw_confusion(counts: np.ndarray, classes: list[str]) -> np.ndarray:
-    """Draw counts [true, predicted] as an RGB image, uint8 [height, width, 3]; colors show shares
-    of the true class.
+    """Draw a confusion matrix as an RGB image, uint8 [height, width, 3].
+
+    `counts`: number of images per [true class, predicted class]. The color of a cell shows its
+    share of the images of the true class.
     """
     shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
     cell = max(1, min(30, LARGEST // len(classes)))
@@ -47,7 +53,9 @@ def draw_confusion(counts: np.ndarray, classes: list[str]) -> np.ndarray:
 
 
 def short(count: int) -> str:
-    """Return a count in at most four letters, which fit in a cell: 9999, 10k, 12M. Rounds down."""
+    """Format a count with at most four characters, rounded down, so that it fits in a cell: 9999,
+    10k, 12M.
+    """
     for unit in ("", "k", "M", "G", "T"):
         if count < (1000 if unit else 10_000):
             return f"{count}{unit}"
@@ -56,10 +64,9 @@ def short(count: int) -> str:
 
 
 def _printable(name: str) -> str:
-    """Escape control characters and bytes that are not UTF-8, which a class name may contain, and
-    shorten the name.
+    """Escape unprintable characters of a class name, and shorten the name to 24 characters.
 
-    Pillow raises an error for a rotated text of several lines.
+    Pillow raises an error for a rotated text with line breaks.
     """
     shown = (
         letter if letter.isprintable() else letter.encode("unicode_escape").decode()

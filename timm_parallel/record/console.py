@@ -1,4 +1,4 @@
-"""Console output in addition to the log: the config and, on a terminal, a progress bar."""
+"""Print the config on the console and, in a terminal, show a progress bar next to the log."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ Item = TypeVar("Item")
 
 
 class Console:
-    """Progress bar of rank 0 in a terminal. A context manager, so that an error removes the bar."""
+    """Progress bar of training steps on rank 0, shown only in a terminal.
+
+    It is a context manager, so that the bar also disappears after an error.
+    """
 
     def __init__(self, enabled: bool, total_steps: int, first_step: int) -> None:
         rich = RichConsole()
@@ -47,8 +50,10 @@ class Console:
         self._bar.update(self._task, completed=step, numbers=f"loss {loss:.4f} {speed}")
 
     def counted(self, what: str, items: Iterable[Item], total: int) -> Iterator[Item]:
-        """Yield `items` and count them in a progress bar labeled `what`, which replaces the bar of
-        training steps.
+        """Yield items and count them in a second progress bar, which replaces the bar of training
+        steps.
+
+        `what`: the label of this bar.
         """
         self._bar.update(self._task, visible=False)
         task = self._bar.add_task(what, total=total, numbers="")
@@ -62,11 +67,11 @@ class Console:
 
 
 def print_config(asked: Config, resolved: ResolvedConfig) -> None:
-    """Print the resolved config as a tree without secrets; with print_config=true, what makes it no
-    plain `python train.py`.
+    """Print the resolved config as a tree, with secrets masked.
 
-    `asked`: the config before `auto` was resolved, so that values which nobody set are left out.
-    Strategy and devices stay.
+    With print_config=true, only the differences from a plain `python train.py`, the strategy and
+    the devices are printed. `asked`: the config before `auto` was resolved, so that values that the
+    user did not set are left out.
     """
     if resolved.print_config == "full":
         tree, shown, defaults = Tree("config"), asdict(resolved), {}
@@ -83,7 +88,7 @@ def print_config(asked: Config, resolved: ResolvedConfig) -> None:
 
 
 def _grow(tree: Tree, values: dict[str, Any], defaults: dict[str, Any]) -> None:
-    """Add the config values that differ from `defaults` to a tree for printing."""
+    """Add the config values that differ from `defaults` to the tree that is printed."""
     for key, value in values.items():
         if key in defaults and value == defaults[key]:
             continue

@@ -1,5 +1,6 @@
-"""`environment.json`: machine, versions and command of a run, from package metadata and NVML
-without torch.
+"""Collect the machine, versions and command of a run for `environment.json`.
+
+The values come from package metadata and NVML, without importing torch.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ LIBRARIES = ("torch", "torchvision", "timm", "hydra-core", "omegaconf", "numpy",
 
 
 def environment_facts(config: Config) -> dict[str, Any]:
-    """Return the contents of environment.json: commit, versions, devices. Omits environment
-    variables (secrets).
+    """Build the contents of environment.json: commit, versions, devices and command.
+
+    Environment variables are left out, because they may hold secrets.
     """
     git = ("git", "-C", str(root()))
     devices, changes = hardware.visible_cuda_devices(), output_of(*git, "status", "--porcelain")
@@ -52,13 +54,17 @@ def environment_facts(config: Config) -> dict[str, Any]:
         "nccl": version_of("nvidia-nccl-cu13") or version_of("nvidia-nccl-cu12"),
         "backend": config.parallel.backend if config.parallel.has_ranks else None,
         "backend_reason": f"{config.parallel.backend} for {config.parallel.accelerator}",
-        # The links between the devices (NVLink, PCIe).
+        # Links between the GPUs, such as NVLink or PCIe.
         "topology": output_of("nvidia-smi", "topo", "-m") if devices else None,
     }
 
 
 def read_environment(folder: Path) -> dict[str, Any]:
-    """Read environment.json of a run. Return {} on a node that cannot see the file."""
+    """Read environment.json of a run folder.
+
+    Returns an empty dictionary if the file cannot be read, for example on a node that does not see
+    it.
+    """
     try:
         return dict(json.loads((folder / "environment.json").read_text(encoding="utf-8")))
     except (OSError, ValueError):

@@ -1,5 +1,6 @@
-"""Detect disturbances of a speed measurement: other programs, a hypervisor, too little CPU time,
-heat, drift.
+"""Detect disturbances of a speed measurement.
+
+They are other programs, a hypervisor, too little processor time, heat, and drift of the speed.
 """
 
 from __future__ import annotations
@@ -8,15 +9,20 @@ from typing import Any
 
 from timm_parallel.machine import hardware
 
-OTHERS, STEAL, STARVED, DRIFT = 0.25, 0.05, 0.8, 0.1  # limits of `flags`
-FEWEST_STEPS = 20  # timed steps, below which the halves of a run are not compared
+# Limits beyond which a measurement counts as disturbed: processors that other programs use, share
+# of time that a hypervisor takes, share of time that threads get, relative change of the speed.
+OTHERS, STEAL, STARVED, DRIFT = 0.25, 0.05, 0.8, 0.1
+# The two halves of a run are compared only if it has at least so many timed steps.
+FEWEST_STEPS = 20
 
 
 def guard(
     throughput: dict[str, Any], ranks: list[dict[str, Any]], gpus: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Compute `guard` of result.json: CPU load, drift, GPU clocks. `ranks`: host and Usage fields;
-    `gpus`: Gpu.state.
+    """Compute the entry `guard` of result.json: processor load, change of speed, and GPU clocks.
+
+    `throughput`: the entry of result.json. `ranks`: host and processor time of each rank. `gpus`:
+    state of each GPU.
     """
     first, halves = ranks[0], throughput["halves"]
     wall, own = first["wall"], sum(rank["own"] for rank in ranks if rank["host"] == first["host"])
@@ -35,8 +41,9 @@ def guard(
 
 
 def flags(measured: dict[str, Any], steps_timed: int) -> list[str]:
-    """Return the reasons to distrust a run's speed, a short sentence each. `measured`: the result
-    of `guard`.
+    """Return the reasons to distrust the measured speed of a run, one short sentence each.
+
+    `measured`: the entry `guard` of result.json. `steps_timed`: number of timed steps.
     """
     load, own, cores, steal, share = (
         measured[key] for key in ("load", "own", "cores", "steal", "cpu_per_thread")
@@ -47,8 +54,8 @@ def flags(measured: dict[str, Any], steps_timed: int) -> list[str]:
         reasons.append(f"other programs kept {load:.1f} of {cores} processors busy")
     if steal is not None and steal >= STEAL:
         reasons.append(f"the hypervisor gave {steal:.0%} of the processors' time to others")
-    # Threads that wait for other threads or workers of the same run are not disturbed by other
-    # programs.
+    # Report no disturbance if the run itself uses all cores, because its threads then wait for each
+    # other.
     is_own_load = own is not None and own >= 0.9 * cores and not is_crowded
     if share is not None and share < STARVED and not is_own_load:
         reasons.append(

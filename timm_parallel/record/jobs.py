@@ -1,4 +1,7 @@
-"""`jobs.json`: all jobs of a sweep and their status, from which a killed sweep is resumed."""
+"""Read and write `jobs.json`, which lists all jobs of a sweep and their status.
+
+A killed sweep is resumed from this file.
+"""
 
 from __future__ import annotations
 
@@ -13,32 +16,43 @@ from pathlib import Path
 from timm_parallel.machine.files import read_json, write_json
 
 FORMAT = 1
-VERDICT = "verdict.json"  # in the sweep folder of a verdict: what it compares
+# File that scripts/verdict.py writes into its sweep folder. It says what the sweep compares.
+VERDICT = "verdict.json"
 UNFINISHED = ("waiting", "running", "interrupted")
 FAILED = ("failed", "out_of_memory", "not_finite")
 
 
 @dataclass
 class Job:
-    id: int  # in run order, from 0
+    # Number of the job in the order in which jobs run, from 0.
+    id: int
     name: str
-    folder: str  # below the sweep folder
-    overrides: list[str]  # equal for all repeats of one configuration
-    block: int = 0  # repeat of the sweep
-    seed: int | None = None  # the first repeat's plus `block`
-    configuration: int | None = (
-        None  # number in configs/; None: a trial of a search, whose config is in its folder
-    )
-    status: str = "waiting"  # waiting, running, or a status of result.json
+    # Path of the run folder, relative to the sweep folder.
+    folder: str
+    # Settings of the job, without the seed. They are equal for all repeats of a configuration.
+    overrides: list[str]
+    # Number of the repeat to which the job belongs, from 0.
+    block: int = 0
+    # The seed of the job is the seed of the first repeat plus the number of its repeat.
+    seed: int | None = None
+    # Number of the configuration in the folder configs/. None for a trial of a search, whose config
+    # is in its run folder.
+    configuration: int | None = None
+    # The status is waiting, running, or a status of result.json.
+    status: str = "waiting"
     reason: str = ""
-    code: str = ""  # of the reason to skip it, see errors.py; empty for a reason without one
+    # Error code from errors.py that says why the job was skipped. Empty if the reason has no code.
+    code: str = ""
     started: str | None = None
     ended: str | None = None
     seconds: float | None = None
-    neighbours: int = 0  # largest number of concurrent jobs on its machine
+    # Largest number of other jobs that ran on the same machine at the same time.
+    neighbours: int = 0
 
     def reset(self) -> None:
-        """Set the status to waiting, and clear the reason and times of the earlier attempt."""
+        """Set the status of a job to waiting, and clear the reason and the times of its earlier
+        attempt.
+        """
         self.status, self.reason, self.code, self.neighbours = "waiting", "", "", 0
         self.started = self.ended = self.seconds = None
 
@@ -49,8 +63,10 @@ class Jobs:
     command: str
     jobs: list[Job]
     created: str = field(default_factory=lambda: now())
-    status: str = "running"  # running, done, interrupted
-    order_seed: int | None = None  # of the random order of each repeat; None: the order as written
+    # The status of the sweep is running, done or interrupted.
+    status: str = "running"
+    # Seed of the random order of the jobs in each repeat. None: jobs run in the order as written.
+    order_seed: int | None = None
 
     def write(self) -> None:
         values = {key: getattr(self, key) for key in ("command", "created", "status", "order_seed")}
@@ -58,7 +74,7 @@ class Jobs:
         write_json(self.folder / "jobs.json", {"format": FORMAT, **values, "jobs": jobs})
 
     def counts(self) -> str:
-        """Format the number of jobs per status: `3 done, 1 failed`."""
+        """Format the number of jobs per status, for example `3 done, 1 failed`."""
         return ", ".join(
             f"{count} {status}"
             for status, count in Counter(job.status for job in self.jobs).items()
@@ -66,7 +82,7 @@ class Jobs:
 
     @property
     def num_blocks(self) -> int:
-        """Number of repeats."""
+        """Return the number of repeats of the sweep."""
         return 1 + max(job.block for job in self.jobs)
 
     @property
@@ -74,7 +90,7 @@ class Jobs:
         return not any(job.status in UNFINISHED for job in self.jobs)
 
     def exit_code(self) -> int:
-        """Return 0 if every job is done or was skipped, else 1."""
+        """Return the exit code of the sweep: 0 if every job is done or was skipped, else 1."""
         return int(any(job.status in (*UNFINISHED, *FAILED) for job in self.jobs))
 
 
@@ -83,7 +99,7 @@ def new_jobs(folder: Path) -> Jobs:
 
 
 def read_jobs(folder: Path) -> Jobs:
-    """Read jobs.json of a sweep folder."""
+    """Read jobs.json of a sweep folder. Raises ValueError if the file is missing or damaged."""
     path = folder / "jobs.json"
     try:
         values = read_json(path, FORMAT, "is this a sweep folder?")
@@ -91,8 +107,8 @@ def read_jobs(folder: Path) -> Jobs:
         raise ValueError(f"{error}{_report_without_jobs(folder)}") from None
     known = {entry.name for entry in dataclasses.fields(Job)}
     try:
-        # In older sweeps, the first and the last job, without a block, ran the baseline again to
-        # measure drift.
+        # Drop jobs that belong to no repeat. In older sweeps, the first and the last job ran the
+        # baseline again to measure drift.
         listed = [job for job in values["jobs"] if job["block"] is not None]
         jobs = [Job(**{key: value for key, value in job.items() if key in known}) for job in listed]
         return Jobs(
@@ -110,8 +126,10 @@ def read_jobs(folder: Path) -> Jobs:
 
 
 def _report_without_jobs(folder: Path) -> str:
-    """Return a hint with the command that reports on the ended jobs without jobs.json; empty if no
-    job has ended.
+    """Format the command that reports on the finished jobs of a sweep whose jobs.json cannot be
+    read.
+
+    The text is empty if no job has finished.
     """
     if not any(folder.glob("*/result.json")):
         return ""

@@ -1,4 +1,4 @@
-"""Write a run's metrics to metrics.jsonl, the trackers and the log, on rank 0 only."""
+"""Write the metrics of a run to metrics.jsonl, the trackers and the log. Only rank 0 writes."""
 
 from __future__ import annotations
 
@@ -29,15 +29,17 @@ Numbers = dict[str, float | None]
 
 
 class Recorder:
-    """Writer of metrics and images to metrics.jsonl, the trackers and the log. Skips values that
-    are None.
+    """Writer of metrics and images to metrics.jsonl, the trackers and the log. Values that are None
+    are left out.
     """
 
     def __init__(
         self, config: ResolvedConfig, folder: Path, enabled: bool, resume_step: int
     ) -> None:
-        """Open metrics.jsonl and the trackers. Drops lines of steps after `resume_step`, because
-        they will run again.
+        """Open metrics.jsonl and the trackers.
+
+        Lines of steps after `resume_step` are removed, because the resumed run trains these steps
+        again. `enabled`: False on all ranks but rank 0, where nothing is written.
         """
         self.enabled, self._headline = enabled, config.headline_metric
         self._started, self._timeout = time.time(), config.parallel.timeout
@@ -49,7 +51,9 @@ class Recorder:
             ]
 
     def numbers(self, step: int, epoch: float, values: Numbers) -> None:
-        """Write a step's values as a line of metrics.jsonl and to the trackers."""
+        """Write the values of a step as one line of metrics.jsonl, and send them to the
+        trackers.
+        """
         if self.enabled:
             present = {name: value for name, value in values.items() if value is not None}
             self._metrics.write(
@@ -66,13 +70,14 @@ class Recorder:
         self.numbers(step, epoch, values)
 
     def images(self, batch: Tensor, mean: Tensor, std: Tensor) -> None:
-        """Send up to 32 normalized images [B, C, H, W] to the trackers. `mean` and `std`: per
-        channel, in 0..255.
+        """Send up to 32 normalized images [B, C, H, W] to the trackers.
+
+        `mean`, `std`: per channel, for pixel values from 0 to 255.
         """
         if self.enabled:
             from torchvision.utils import make_grid
 
-            # Views of a sample become images.
+            # If the batch has several views per image, show each view as an image.
             batch = batch.flatten(0, -4)
             shown = (batch[:32].detach().float().cpu() * std.cpu() / 255 + mean.cpu() / 255).clamp(
                 0, 1
@@ -80,15 +85,17 @@ class Recorder:
             with self._picture("train/images"):
                 if shown.shape[1] not in (1, 3):
                     shown = shown[:, :1]
-                # Enlarge tiny images.
+                # Enlarge images of less than 64 pixels, so that they are visible.
                 if shown.shape[-1] < 64:
                     shown = torch.nn.functional.interpolate(shown, scale_factor=4)
                 grid = (make_grid(shown, nrow=8) * 255).clamp(0, 255).to(torch.uint8)
                 self._track("image", "train/images", 0, grid.permute(1, 2, 0).numpy())
 
     def epoch(self, epoch: int, epochs: int, train: Mapping[str, float], val: Numbers) -> None:
-        """Log a line with the mean training metrics of an epoch, and the metrics of the newest
-        evaluation, if any.
+        """Log one line per epoch, with mean training metrics and the metrics of the newest
+        evaluation.
+
+        `train`: means over the epoch. `val`: metrics of the evaluation; empty if there was none.
         """
         if not self.enabled:
             return
@@ -111,8 +118,10 @@ class Recorder:
         )
 
     def draw(self, step: int, name: str, draw: Callable[[], Mapping[str, Any]]) -> None:
-        """Send the pictures that `draw` returns, uint8 arrays [H, W, 3] by name, as `<name>/…`. An
-        error of `draw` is a warning.
+        """Send the pictures that a function draws to the trackers.
+
+        `draw`: function that returns a dictionary from name to picture, a uint8 array [H, W, 3]. If
+        the function fails, a warning is logged.
         """
         if self.enabled:
             with self._picture(name):
@@ -120,36 +129,40 @@ class Recorder:
                     self._track("image", f"{name}/{picture}", step, pixels)
 
     def image(self, step: int, name: str, image: Any) -> None:
-        """Send an image: uint8 [H, W, 3], a PIL image, or a matplotlib figure."""
+        """Send an image to the trackers: a uint8 array [H, W, 3], a PIL image, or a matplotlib
+        figure.
+        """
         if self.enabled:
             with self._picture(name):
                 self._track("image", name, step, as_pixels(image))
 
     def end(self, result: Result) -> list[str]:
-        """End the run in the trackers. Return commands or URLs to show it."""
+        """End the run in the trackers. Returns the commands or URLs that show the run."""
         if not self.enabled:
             return []
         self._track("end", result.status, finite_numbers(result.throughput | result.seconds))
         return [mask(channel.tracker.view) for channel in self._trackers if channel.tracker.view]
 
     def close(self) -> None:
-        """Close metrics.jsonl and the trackers. Without a call of `end` before, they record a
-        failed or stopped run.
+        """Close metrics.jsonl and the trackers.
+
+        If `end` was not called before, the trackers record the run as failed or interrupted.
         """
         if self.enabled:
             self._metrics.close()
             self._track(
                 "end", "interrupted" if isinstance(sys.exception(), Stopped) else "failed", {}
             )
-            # The other ranks wait for this one meanwhile.
+            # Limit the time for closing the trackers, because the other ranks wait for this rank
+            # meanwhile.
             until = time.monotonic() + min(END_SECONDS, self._timeout / 2)
             for channel in self._trackers:
                 channel.close(until)
 
     @contextmanager
     def _picture(self, name: str) -> Iterator[None]:
-        """Log a warning if the code below `with` cannot draw a picture: a run needs its numbers,
-        but no picture.
+        """Log a warning, instead of ending the run, if the code in the `with` block cannot draw a
+        picture.
         """
         try:
             yield
@@ -165,7 +178,7 @@ class Recorder:
 
 
 def as_pixels(image: Any) -> NDArray[np.uint8]:
-    """Return an array, a PIL image or a matplotlib figure as uint8 [H, W, 3]."""
+    """Convert an array, a PIL image or a matplotlib figure to a uint8 array [H, W, 3]."""
     if hasattr(image, "savefig"):
         file = io.BytesIO()
         image.savefig(file, format="png")
@@ -174,12 +187,14 @@ def as_pixels(image: Any) -> NDArray[np.uint8]:
         image = image.convert("RGB")
     pixels = np.asarray(image)
     if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] != 3:
-        raise ValueError(f"expected uint8 [H, W, 3], got {pixels.dtype} {list(pixels.shape)}")
+        raise ValueError(
+            f"image: expected uint8 [H, W, 3], got {pixels.dtype} {list(pixels.shape)}"
+        )
     return pixels
 
 
 def finite_numbers(values: dict[str, Any]) -> dict[str, float]:
-    """Return the finite numbers in `values`, the only ones that trackers can draw."""
+    """Return only the finite numbers in `values`, because trackers cannot draw other values."""
     return {
         name: value
         for name, value in values.items()

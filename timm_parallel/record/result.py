@@ -1,5 +1,6 @@
-"""Results of a run: result.json and metrics.jsonl. Imports no torch, so that sweeps and reports
-read them quickly.
+"""Read and write the results of a run: result.json and metrics.jsonl.
+
+This module does not import torch, so that sweeps and reports start fast.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ STATUSES = ("done", "failed", "out_of_memory", "not_finite", "skipped", "interru
 
 @dataclass
 class Result:
-    """`result.json`, the only interface between a job and its caller. docs/outputs.md explains
-    every field.
+    """Contents of `result.json`, the only interface between a job and the sweep that starts it.
+
+    docs/outputs.md explains every field.
     """
 
     status: str
@@ -32,32 +34,38 @@ class Result:
     format: int = FORMAT
     strategy: str = ""
     accelerator: str = ""
-    devices: int = 0  # requested
+    # Number of devices that the config requested.
+    devices: int = 0
     threads_per_device: int | None = None
-    world_size: int | None = None  # measured by an all-reduce of ones
+    # Number of devices that took part in training, measured by an all-reduce of ones.
+    world_size: int | None = None
     processes: int | None = None
     nodes: int = 1
-    hosts: list[str] = field(default_factory=list)  # one per node, node 0's first
+    # One host name per node, starting with node 0.
+    hosts: list[str] = field(default_factory=list)
     backend: str | None = None
-    tags: list[str] = field(default_factory=list)  # of the user
+    # Tags that the user gave to the run.
+    tags: list[str] = field(default_factory=list)
     model: str = ""
     parameters: int | None = None
-    # Side of a training image in pixels, or its height and width.
+    # Size of the training images in pixels: one side of a square, or height and width.
     image_size: int | list[int] | None = None
-    batch_size: int | None = None  # global
-    accumulate: int | None = None  # batches per optimizer step
-    # Floating-point operations of an optimizer step over all devices: forward and backward passes
-    # of the model.
+    # Images per forward pass over all devices.
+    batch_size: int | None = None
+    # Number of batches per optimizer step.
+    accumulate: int | None = None
+    # Floating-point operations of the model in an optimizer step over all devices, forward and
+    # backward.
     flops_per_step: int | None = None
     steps: int = 0
     epochs: float = 0
     samples_seen: int = 0
-    dropped_per_epoch: int | None = None  # tail of the shuffled epoch that fills no optimizer step
-    skipped: dict[str, int] = field(
-        default_factory=dict
-    )  # unreadable images by split, with data.on_error=skip
-    # Fingerprints of names and labels: of each split, and under `all` of all images, however they
-    # are divided.
+    # Images per epoch that are not used, because they do not fill an optimizer step.
+    dropped_per_epoch: int | None = None
+    # Number of unreadable images per split that data.on_error=skip left out.
+    skipped: dict[str, int] = field(default_factory=dict)
+    # Fingerprints of image names and labels, one per split. The key `all` holds the fingerprint of
+    # all images together, which does not depend on how they are divided into splits.
     data: dict[str, str] = field(default_factory=dict)
     train: dict[str, Any] = field(default_factory=dict)
     val: dict[str, Any] = field(default_factory=dict)
@@ -65,30 +73,34 @@ class Result:
     throughput: dict[str, Any] = field(default_factory=dict)
     memory: list[dict[str, Any]] = field(default_factory=list)
     cpu: dict[str, Any] = field(default_factory=dict)
-    data_wait: float | None = None  # share of the window spent waiting for data
+    # Share of the timed seconds, from 0 to 1, in which the device waited for data.
+    data_wait: float | None = None
     step: dict[str, Any] = field(default_factory=dict)
     ranks: list[dict[str, Any]] = field(default_factory=list)
     communication: dict[str, Any] = field(default_factory=dict)
-    energy: dict[str, float | None] = field(default_factory=dict)  # of the GPUs, by NVML
+    # Energy that the GPUs used, read from NVML.
+    energy: dict[str, float | None] = field(default_factory=dict)
     guard: dict[str, Any] = field(default_factory=dict)
     flags: list[str] = field(default_factory=list)
-    neighbours: int = 0  # concurrent jobs on this machine, which make its speed meaningless
-    started: str | None = None  # ISO time of the command; for a resumed run, of the first one
+    # Number of other jobs that ran on this machine at the same time. They make the speed
+    # meaningless.
+    neighbours: int = 0
+    # Time in ISO format at which the first attempt of the run was started.
+    started: str | None = None
     segments: list[dict[str, Any]] = field(default_factory=list)
-    commit: str | None = None  # of the code
-    profile: list[dict[str, Any]] = field(
-        default_factory=list
-    )  # one entry per rank, with train.profile_steps
+    # Git commit of the code that ran.
+    commit: str | None = None
+    # Profiles of training steps, one entry per rank, if train.profile_steps is set.
+    profile: list[dict[str, Any]] = field(default_factory=list)
     seconds: dict[str, Any] = field(default_factory=dict)
     objective: float | None = None
     parameters_hash: str | None = None
     checkpoint: str | None = None
-    # Equal parameters on all ranks: `parameters_hash_start`, `hashes_equal`. Images per replica:
-    # `chunk_sizes`.
+    # The record that all ranks started and ended with equal parameters (`parameters_hash_start`,
+    # `hashes_equal`), and the number of images per replica (`chunk_sizes`).
     proof: dict[str, Any] = field(default_factory=dict)
-    failure: dict[str, Any] | None = (
-        None  # rank, exception, traceback, log of the first rank that failed
-    )
+    # Rank, exception, traceback and log of the first rank that failed.
+    failure: dict[str, Any] | None = None
 
 
 def write_result(folder: Path, result: Result) -> None:
@@ -97,7 +109,7 @@ def write_result(folder: Path, result: Result) -> None:
 
 
 def read_result(folder: Path) -> Result:
-    """Read `folder/result.json`, written by this version or an older one."""
+    """Read result.json of a run folder, which this version or an older one may have written."""
     path = folder / "result.json"
     values = read_json(path, FORMAT, "is this a run folder, and has the run ended?")
     if values.get("status") not in STATUSES:
@@ -110,8 +122,9 @@ def read_result(folder: Path) -> Result:
 
 
 def read_status(folder: Path) -> str | None:
-    """Return the status in `folder/result.json`; None if the run has not ended or the file cannot
-    be read.
+    """Return the status in result.json of a run folder.
+
+    Returns None if the run has not ended or the file cannot be read.
     """
     try:
         return read_result(folder).status
@@ -120,8 +133,9 @@ def read_status(folder: Path) -> str | None:
 
 
 def read_segments(folder: Path) -> list[dict[str, Any]]:
-    """Return the attempts (start, resumes) that the newest checkpoint of a run folder lists; [] if
-    unknown.
+    """Read the segments of a run, which are its start and each resume, from its newest checkpoint.
+
+    Returns an empty list if they cannot be read.
     """
     try:
         segments = json.loads((folder / "checkpoints" / "last.json").read_text(encoding="utf-8"))[
@@ -133,16 +147,20 @@ def read_segments(folder: Path) -> list[dict[str, Any]]:
 
 
 class MetricsLog:
-    """`metrics.jsonl`: one line per logging step and per evaluation. Only rank 0 writes it."""
+    """Writer of `metrics.jsonl`, with one line per logging step and per evaluation. Only rank 0
+    writes it.
+    """
 
     def __init__(self, path: Path, resume_step: int | None = None) -> None:
-        """Open the file. Drops lines of steps after `resume_step`, because those steps will run
-        again.
+        """Open metrics.jsonl to append lines.
+
+        Lines of steps after `resume_step` are removed first, because the resumed run trains these
+        steps again.
         """
         if resume_step is not None and path.exists():
             kept = [line for line in read_metrics(path) if line["step"] <= resume_step]
             write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
-        # Line buffering: a crash loses no line.
+        # Write each line at once, so that a crash loses no line.
         self._file = open(path, "a", encoding="utf-8", buffering=1)
 
     def write(self, step: int, **values: Any) -> None:
@@ -153,9 +171,10 @@ class MetricsLog:
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the parsed lines of a metrics.jsonl file. Skips damaged lines, and logs how many.
+    """Yield the parsed lines of a metrics.jsonl file.
 
-    An incomplete last line is no damage: a crash cut it off, or the run is writing it.
+    Damaged lines are skipped, and a warning says how many. An incomplete last line does not count
+    as damaged: the run may still be writing it, or has crashed.
     """
     skipped = 0
     with open(path, "rb") as file:
@@ -170,16 +189,18 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _parsed(text: bytes) -> dict[str, Any] | None:
-    """Parse a line of metrics.jsonl; None if it is no JSON object with a step."""
+    """Parse one line of metrics.jsonl. Returns None if it is not a JSON object with an integer
+    `step`.
+    """
     try:
         line = json.loads(text)
-    # RecursionError: thousands of opening brackets.
+    # json.loads raises RecursionError for a damaged line with thousands of opening brackets.
     except (ValueError, RecursionError):
         return None
     return line if isinstance(line, dict) and isinstance(line.get("step"), int) else None
 
 
-# Cached, because a search reads the same file after every evaluation.
+# Warn only once per file, because a search reads the same file after every evaluation.
 @cache
 def _warn_of_damage(path: Path, skipped: int) -> None:
     log.warning("%s: skipped %s, which cannot be read", path, plural(skipped, "damaged line"))

@@ -1,4 +1,4 @@
-"""Log the settings of a run before the first step, and its results after the last step."""
+"""Log the settings of a run before its first step, and its results after its last step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 def show_banner(parts: RunParts, folder: Path) -> None:
-    """Log the model, data, outputs, strategy, batch sizes, steps, learning rate and run folder."""
+    """Log the model, data, strategy, batch sizes, steps, learning rate and folder of a run."""
     if not parts.strategy.is_first:
         return
     config, loader = parts.config, parts.train_loader
@@ -64,8 +64,9 @@ def _own_parameters(parts: RunParts) -> str:
 
 
 def _names(names: list[str]) -> str:
-    """Return the number of outputs and their first names, which show a folder layout that was read
-    in another way.
+    """Format the number of outputs and the names of the first ones.
+
+    The names show a user if the folders of images were read in another way than intended.
     """
     return f"{len(names)}: {shorten(', '.join(names), 80, placeholder=' …')}"
 
@@ -91,8 +92,10 @@ def _batch(parts: RunParts) -> str:
 def show_end(
     config: ResolvedConfig, folder: Path, result: Result, segments: list[str], views: list[str]
 ) -> None:
-    """Log the run folder, metrics, speed, target loss, profile, `segments` and `views` (lines on
-    where to see the curves).
+    """Log the results of a finished run: folder, metrics, speed, target loss and profile.
+
+    `segments`: lines that describe the segments of the run. `views`: commands or URLs that show the
+    curves of the run.
     """
     log.info("folder       %s", folder)
     log.info("metrics      %s", ", ".join(_metrics(config, result)))
@@ -104,7 +107,7 @@ def show_end(
             steps,
         )
     train = config.train
-    # Only early_stop ends a run before both limits.
+    # If a run ends before both train.epochs and train.max_steps, train.early_stop has ended it.
     if (
         train.early_stop
         and result.epochs < train.epochs
@@ -132,8 +135,9 @@ def show_end(
 
 
 def _metrics(config: ResolvedConfig, result: Result) -> list[str]:
-    """Return texts such as `val/loss 0.9 (best 0.9)` with the value of checkpoint.metric on each
-    split, also with EMA weights.
+    """Format the value of checkpoint.metric on each split, such as `val/loss 0.9 (best 0.9)`.
+
+    If weights are averaged, the values of the averaged weights follow.
     """
     name = config.headline_metric
     shown = [

@@ -1,4 +1,4 @@
-"""Random draws of a step that depend only on seed, step and rank."""
+"""Seed the random numbers of a training step, so that they depend only on seed, step and rank."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from timm_parallel.data.seeds import seed_for
 
 
 def seed_step(seed: int, step: int, rank: int, devices: Sequence[torch.device]) -> None:
-    """Seed the random generators of all devices before a step, from (seed, step, rank, index of the
-    device).
+    """Seed the random generators of all devices of this process before a training step.
+
+    The seeds depend on the run's seed, the step, the rank and the index of the device.
     """
-    # So a resumed run draws the same numbers for dropout and drop path, without random states in
-    # its checkpoints. dp's replicas on a CPU run in threads that share one generator.
+    # A resumed run then draws the same numbers for dropout and drop path, although its checkpoints
+    # store no random states. The replicas of dp on a CPU run in threads that share one generator.
     seeds = [seed_for(seed, step, rank, index) for index in range(len(devices))]
     torch.default_generator.manual_seed(seeds[0])
     for device, device_seed in zip(devices, seeds, strict=True):

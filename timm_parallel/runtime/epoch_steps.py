@@ -1,4 +1,6 @@
-"""Steps of an epoch for a training loop: their limits, stop signals, times and metrics."""
+"""Iterate over the training steps of an epoch, and handle their limits, stop signals, times and
+metrics.
+"""
 
 from __future__ import annotations
 
@@ -16,21 +18,23 @@ from timm_parallel.state.parts import RunParts
 
 class EpochSteps:
     """Iterator over the remaining steps of an epoch, which ends early at train.max_steps or after a
-    stop signal. The loop calls `fetch` and `add` for each batch of a step, then `end`.
+    stop signal.
 
-    A sync step is a step to log, save or evaluate at, or the last of an epoch. Between two of them
-    nothing waits for the device: losses and metrics stay there, and are fetched once, summed over
-    the ranks.
+    The training loop calls `fetch` and `add` for each batch of a step, and then `end`. A sync step
+    is a step that logs, saves or evaluates, or the last step of an epoch. Losses and metrics stay
+    on the device until the next sync step, at which they are summed over the ranks. Between two
+    sync steps, the CPU does not wait for the device.
     """
 
     def __init__(self, parts: RunParts) -> None:
         progress, config, strategy = parts.progress, parts.config, parts.strategy
         steps_per_epoch = parts.steps_per_epoch
-        # Without this check, no step would follow and the epoch would never end.
+        # Raise an error, because an epoch with fewer steps than the checkpoint has trained would
+        # never end.
         if progress.step_in_epoch > steps_per_epoch:
             raise RuntimeError(
-                f"the checkpoint is at step {progress.step_in_epoch} of its epoch, but an epoch "
-                f"now has {steps_per_epoch} steps: the training data changed after it was saved"
+                f"the checkpoint was saved at step {progress.step_in_epoch} of an epoch, but an "
+                f"epoch now has {steps_per_epoch} steps, because the training data changed"
             )
         self.progress, self.config, self.strategy = progress, config, strategy
         self.hooks, self.mixing = parts.hooks, parts.mixing
@@ -39,7 +43,7 @@ class EpochSteps:
         self.is_sync_step = self.stops = False
 
     def __iter__(self) -> Iterator[int]:
-        """Yield the number of each step, from 1 in the first epoch."""
+        """Yield the number of each step, which counts from 1 at the start of the run."""
         progress = self.progress
         while (
             progress.step_in_epoch < self.steps_per_epoch
@@ -54,7 +58,9 @@ class EpochSteps:
             yield step
 
     def fetch(self, batches: Iterator[Batch]) -> Batch:
-        """Return the next batch, with mixup or cutmix, and measure the wait for it."""
+        """Return the next batch, with mixup or cutmix if configured, and measure how long the
+        device waits.
+        """
         self.hooks.at(READING)
         batch = next(batches)
         self.hooks.at(FORWARD)
@@ -63,17 +69,18 @@ class EpochSteps:
         return batch
 
     def add(self, loss: Tensor, metrics: dict[str, Tensor], images: int) -> None:
-        """Add the loss and metrics of a batch, means over its `images` images, to those of the
-        step.
+        """Add the loss and metrics of one batch to those of the current step.
+
+        The values are means over the `images` images of the batch.
         """
         self.window.add(self.progress.step + 1, loss, metrics, images)
 
     def end(self) -> dict[str, float] | None:
-        """End the step after the optimizer's. At a sync step, return the means of loss and metrics
-        since the last one over all ranks, else None.
+        """End a training step after the optimizer has changed the weights.
 
-        Collective. Raises NotFiniteError for a loss that is not finite, on all ranks at the same
-        step.
+        At a step that logs, saves or evaluates, returns the mean loss and metrics of all ranks
+        since the last such step; else None. Raises NotFiniteError on all ranks if a loss is not
+        finite. All ranks must call this function.
         """
         progress = self.progress
         progress.step, progress.step_in_epoch = progress.step + 1, progress.step_in_epoch + 1

@@ -1,5 +1,6 @@
-"""Exact evaluation on any number of ranks: every image counts once, and sums are added over the
-ranks and divided once.
+"""Evaluate a model on any number of ranks with the same result.
+
+Each image counts exactly once. Sums are added over the ranks, and divided only once.
 """
 
 from __future__ import annotations
@@ -22,11 +23,15 @@ from timm_parallel.task import Evaluation, Task
 
 @dataclass(frozen=True)
 class SplitEvaluation:
-    """Evaluation of raw and averaged weights on one split."""
+    """Evaluation of the raw and of the averaged weights on one split."""
 
-    numbers: dict[str, float | None]  # by metric; with the suffix `_ema` of the averaged weights
-    details: dict[str, Any]  # further entries of result.json
-    of_weights: dict[str, Evaluation]  # by `<split>`, and `<split>_ema` of the averaged weights
+    # Values of the metrics by name. Names of the averaged weights end with `_ema`.
+    numbers: dict[str, float | None]
+    # Further entries of the split in result.json.
+    details: dict[str, Any]
+    # Evaluations of the raw weights under the key `<split>`, and of the averaged weights under
+    # `<split>_ema`.
+    of_weights: dict[str, Evaluation]
 
 
 @torch.inference_mode()
@@ -41,11 +46,13 @@ def evaluate(
     batches: Any = None,
     keep_rows: bool = False,
 ) -> Evaluation | None:
-    """Evaluate `model` on the whole split of a loader, over all ranks, which must have equal
-    buffers. Collective.
+    """Evaluate a model on the whole split of a loader, over all ranks.
 
-    `metrics`: None for those of the task. `batches`: iterates over the loader, for example with a
-    progress bar. Returns None on all ranks if `should_stop` returned True on any rank.
+    All ranks must call this function, and the buffers of their models must be equal. `metrics`: the
+    metrics to compute; None: those of the task. `batches`: iterator over the batches of the loader,
+    for example with a progress bar. `should_stop`: function that returns True to stop early; if it
+    does so on any rank, all ranks get None. `keep_rows`: also keep the scores and targets of each
+    image.
     """
     model.eval()
     device, metrics = loader.prefetcher.device, metrics or task.metrics
@@ -60,8 +67,8 @@ def evaluate(
     stopped = torch.zeros((), dtype=torch.int64, device=device)
     for images, targets in loader if batches is None else batches:
         liveness.at(EVALUATING)
-        # All ranks return below if one has stopped: otherwise the others would wait for it in the
-        # sums.
+        # If one rank stops, all ranks return None below. Otherwise the other ranks would wait
+        # forever for the sums of the stopped rank.
         if should_stop is not None and should_stop():
             stopped += 1
             break
@@ -80,7 +87,7 @@ def evaluate(
     samples = _check_count(loader, samples, group)
     sums = {function: group.sum(total).cpu() for function, total in totals.items()}
     all_rows = _gather_rows(rows, loader, group) if keep_rows else None
-    # A metric that needs more outputs than the task has is None.
+    # A metric that needs more outputs than the task has keeps the value None.
     numbers: dict[str, float | None] = dict.fromkeys(metrics)
     for name, metric in used.items():
         if metric.from_rows is not None:
@@ -97,8 +104,10 @@ def _to_double(values: Tensor) -> Tensor:
 
 
 def _zeros(used: Mapping[str, Metric], scores: Tensor, targets: Tensor) -> dict[Any, Tensor]:
-    """Return metric function -> tensor of zeros in the shape of its sums, for ranks that evaluate
-    no image. `scores`, `targets`: of one sample.
+    """Return a dictionary from metric function to a tensor of zeros in the shape of its sums.
+
+    A rank that evaluates no image adds these zeros. `scores`, `targets`: those of one sample, from
+    which the shapes are computed.
     """
     functions = dict.fromkeys(metric.sums for metric in used.values() if metric.sums is not None)
     losses = _to_double(scores.new_zeros(1))
@@ -106,8 +115,10 @@ def _zeros(used: Mapping[str, Metric], scores: Tensor, targets: Tensor) -> dict[
 
 
 def _check_count(loader: Loader, samples: int, group: ProcessGroup) -> int:
-    """Return the number of images evaluated on all ranks, and assert that none is missing or
-    counted twice. Collective.
+    """Return the number of images that all ranks together have evaluated.
+
+    Asserts that no image is missing or counted twice. Raises ValueError if no image can be read.
+    All ranks must call this function.
     """
     counts = torch.tensor([samples, len(loader.unreadable)], device=loader.prefetcher.device)
     total, skipped = group.sum(counts).tolist()
@@ -125,14 +136,17 @@ def _check_count(loader: Loader, samples: int, group: ProcessGroup) -> int:
 def _gather_rows(
     rows: list[tuple[Tensor, Tensor]], loader: Loader, group: ProcessGroup
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the indices, scores and targets of the images of all ranks, in dataset order, in CPU
-    memory. Collective.
+    """Gather the indices, scores and targets of the images from all ranks, in the order of the
+    dataset.
+
+    The tensors are in CPU memory. All ranks must call this function.
     """
     scores, targets = (torch.cat(tensors) for tensors in zip(*rows, strict=True))
     assert isinstance(loader.sampler, EvalSampler)
     read = [index for index in loader.sampler.indices.tolist() if index not in loader.unreadable]
     indices = torch.tensor(read, dtype=torch.int64, device=scores.device)
-    # Shards may differ by a few rows: pad them to the longest one. Padding has the index -1.
+    # Ranks may have different numbers of images. Pad the tensors to the largest number; padding has
+    # the index -1.
     missing = max(group.gather(len(read))) - len(read)
     all_scores, all_targets = (
         group.rows(nn.functional.pad(of, (0,) * (2 * of.ndim - 1) + (missing,))).flatten(0, 1)

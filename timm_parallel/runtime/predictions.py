@@ -1,4 +1,4 @@
-"""Predictions of images as text, CSV or JSON."""
+"""Write the predictions for images as text, CSV or JSON."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ import pandas as pd
 from timm_parallel.machine.files import write_text
 from timm_parallel.task import Task
 
-# Path of an image file -> plain values by name; None for a file that cannot be read.
+# Dictionary from the path of an image to its predicted values by name, or to None if the file
+# cannot be read.
 Predictions = Mapping[str, dict[str, Any] | None]
 
 
 def write_predictions(
     predictions: Predictions, task: Task[Any], form: str, output: Path | None
 ) -> None:
-    """Write the predictions as `form` (console, csv or json) to the file `output`, or to stdout if
-    it is None.
+    """Write predictions to a file, or to the standard output if `output` is None.
+
+    `form`: console, csv or json.
     """
     if form == "json":
         unreadable = task.unreadable
@@ -34,7 +36,7 @@ def write_predictions(
             f"{path}  {'unreadable' if values is None else task.text(values)}\n"
             for path, values in predictions.items()
         )
-    # The name of a file may not be UTF-8.
+    # Replace characters of file names that cannot be encoded as UTF-8.
     text = text.encode(errors="replace").decode()
     if output is None:
         sys.stdout.write(text)
@@ -47,6 +49,7 @@ def _as_csv(predictions: Predictions, task: Task[Any]) -> str:
         {"path": path, **({} if values is None else task.columns(values))}
         for path, values in predictions.items()
     ]
-    # An unreadable image has no values, so the longest row names the columns.
+    # Take the column names from the longest row, because the row of an unreadable image has no
+    # values.
     columns = max((list(row) for row in rows), key=len)
     return pd.DataFrame(rows, columns=columns).to_csv(index=False, lineterminator="\n")

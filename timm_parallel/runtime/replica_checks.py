@@ -1,5 +1,6 @@
-"""Checks that all ranks have the same data and equal parameters, before the first step and after
-the last step.
+"""Check that all ranks have the same data and equal parameters.
+
+The parameters are compared before the first step and after the last step of a run.
 """
 
 from __future__ import annotations
@@ -16,18 +17,19 @@ from timm_parallel.parallel.group import ProcessGroup
 from timm_parallel.parallel.strategy import HasParameters, Strategy
 
 log = logging.getLogger(__name__)
-# Largest distance between ranks at the end, relative to the norm of the parameters. Rounding adds
-# up to about 1e-7 a step, as a random walk: 1e-4 after a million steps. Ranks that were trained
-# separately are tenths apart.
+# Largest allowed distance between the parameters of two ranks at the end, relative to their norm.
+# Rounding errors add up like a random walk, from about 1e-7 per step to 1e-4 after a million steps.
+# Ranks that were trained without synchronization differ by tenths.
 MAX_DRIFT = 1e-2
 
 
 def check_same_data(dataset: ImageDataset, group: ProcessGroup) -> None:
-    """Raise ValueError with the host's name if the classes or files of a rank differ from those of
-    rank 0. Collective.
+    """Raise ValueError if the classes or files of a rank differ from those of rank 0.
+
+    The message names the host of this rank. All ranks must call this function.
     """
-    # Otherwise gradients would be averaged over different data, or ranks would wait for one with
-    # fewer images.
+    # With different data, gradients would be averaged over other images than intended, or ranks
+    # would wait for a rank with fewer images.
     if group.world_size == 1:
         return
     facts = {f"class {label}": name for label, name in enumerate(dataset.target_names)}
@@ -42,14 +44,18 @@ def check_same_data(dataset: ImageDataset, group: ProcessGroup) -> None:
 
 
 def check_replicas_at_start(model: HasParameters, strategy: Strategy) -> tuple[int, str]:
-    """Raise ReplicasDifferError if ranks start with different parameters. Return (world size,
-    parameter hash). Collective.
+    """Check that all ranks start with equal parameters, and that as many devices train as
+    requested.
+
+    Returns the number of devices and the hash of the parameters. Raises ReplicasDifferError if the
+    parameters differ, and RuntimeError if the number of devices does. All ranks must call this
+    function.
     """
     digest, equal = parameters_hash(model, strategy)
     if not equal:
         raise ReplicasDifferError(
-            "the ranks start with different parameters; seed every random draw of the model's "
-            "constructor"
+            "the ranks start with different parameters; seed all random numbers that the "
+            "constructor of the model draws"
         )
     measured, requested = strategy.measured_world_size(), strategy.config.devices
     if measured != requested:
@@ -61,18 +67,19 @@ def check_replicas_at_start(model: HasParameters, strategy: Strategy) -> tuple[i
 
 
 def check_replicas_at_end(model: HasParameters, strategy: Strategy) -> tuple[str, list[str]]:
-    """Raise ReplicasDifferError if ranks end with different parameters. Return (hash, warnings).
-    Collective.
+    """Check that all ranks end with equal parameters.
+
+    Returns the hash of the parameters and a list of warnings. Raises ReplicasDifferError if the
+    parameters differ by more than rounding explains. All ranks must call this function.
     """
-    # All ranks apply the same averaged gradients, but devices of different models may round an
-    # update differently. Ranks on devices of one model must not differ, and none by more than
-    # rounding explains.
+    # All ranks apply the same averaged gradients, but GPUs of different models may round an update
+    # differently. Small differences are allowed only between such GPUs.
     digest, equal = parameters_hash(model, strategy)
     if equal:
         return digest, []
     models = sorted(set(strategy.group.gather(strategy.telemetry.device_model)))
     drift = relative_drift(model, strategy)
-    # `not <=` is True for nan as well.
+    # The negated comparison is also True if the drift is NaN.
     if len(models) == 1 or not drift <= MAX_DRIFT:
         raise ReplicasDifferError(
             "the ranks end with different parameters: gradients were not synchronized"
@@ -88,8 +95,9 @@ def check_replicas_at_end(model: HasParameters, strategy: Strategy) -> tuple[str
 
 @torch.no_grad()
 def relative_drift(model: HasParameters, strategy: Strategy) -> float:
-    """Return the largest distance of a rank's parameters from their mean over ranks, divided by
-    that mean's norm.
+    """Compute the largest distance of a rank's parameters from the mean over all ranks.
+
+    The distance is divided by the norm of the mean. All ranks must call this function.
     """
     distance = norm = 0.0
     for parameter in model.parameters():
@@ -101,11 +109,15 @@ def relative_drift(model: HasParameters, strategy: Strategy) -> float:
 
 
 def parameters_hash(model: HasParameters, strategy: Strategy) -> tuple[str, bool]:
-    """Return (hash of all parameters on rank 0, True if it is equal on all ranks). Collective."""
+    """Compute the hash of all parameters, and compare it between the ranks.
+
+    Returns the hash on rank 0, and True if all ranks have the same hash. All ranks must call this
+    function.
+    """
     digest = hashlib.sha256()
     for parameter in model.parameters():
         whole = strategy.whole(parameter.detach()).cpu().reshape(-1)
-        # As bytes, because numpy has no bfloat16.
+        # Hash the bytes of the tensor, because numpy has no type bfloat16.
         digest.update(whole.view(torch.uint8).numpy().tobytes())
     hashes = strategy.group.gather(digest.hexdigest()[:16])
     return hashes[0], len(set(hashes)) == 1

@@ -1,6 +1,6 @@
-"""One training run on one rank: resume, begin, numbers, images, checkpoints and end.
+"""One training run on one rank: resume, logging of numbers and images, checkpoints, and results.
 
-All ranks call each method, because most are collective. Only rank 0 writes.
+All ranks must call each method, because most of them communicate. Only rank 0 writes files.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ log = logging.getLogger(__name__)
 
 
 class Run:
-    """Records a training run. Owns its segments (attempts) and the newest evaluation of each
-    split.
+    """A training run, which logs its steps and evaluations and saves its checkpoints.
+
+    It stores the segments of the run, and the newest evaluation of each split.
     """
 
     def __init__(self, parts: RunParts, folder: Path) -> None:
@@ -49,8 +50,10 @@ class Run:
             self._on_close.callback(loader.close)
 
     def resume(self) -> None:
-        """Continue from rank 0's newest undamaged checkpoint, whose contents rank 0 sends to the
-        other ranks. Without a checkpoint, the run starts at step 0.
+        """Continue the run from its newest undamaged checkpoint, which rank 0 sends to the other
+        ranks.
+
+        Without a checkpoint, the run starts at step 0. All ranks must call this function.
         """
         newest = checkpoint.load_newest(self.folder) if self.group.is_first else None
         if not self.group.gather(newest is not None)[0]:
@@ -65,8 +68,10 @@ class Run:
 
     @contextmanager
     def begin(self) -> Iterator[None]:
-        """Check that all ranks are equal, log the banner, and open metrics.jsonl and the trackers.
-        The progress bar is shown in the `with` block.
+        """Check that all ranks have equal parameters, log the settings, and open metrics.jsonl and
+        the trackers.
+
+        The progress bar is shown in the `with` block. All ranks must call this function.
         """
         parts, is_first = self.parts, self.strategy.is_first
         self._at_start = check_replicas_at_start(parts.state, self.strategy)
@@ -91,27 +96,29 @@ class Run:
         return self.parts.train_loader.epoch(progress.epoch, first)
 
     def eval_batches(self, split: str) -> Iterator[Batch]:
-        """Yield the batches of `split`, counted in the progress bar."""
+        """Yield the batches of a split to evaluate, and count them in the progress bar."""
         loader = self.parts.eval_loaders[split]
         return self._console.counted(split, loader, len(loader.sampler))
 
     def show_images(self) -> None:
-        """Show the augmented images of the next training batch in the trackers."""
+        """Send the augmented images of the next training batch to the trackers."""
         if self._recorder.enabled:
             loader = self.parts.train_loader
             prefetcher = loader.prefetcher
             self._recorder.images(loader.peek(), prefetcher.mean, 1 / prefetcher.inverse_std)
 
     def image(self, name: str, image: Any) -> None:
-        """Show an image in the trackers, at the current step: uint8 [H, W, 3], or a PIL image."""
+        """Send an image to the trackers at the current step: a uint8 array [H, W, 3], or a PIL
+        image.
+        """
         self._recorder.image(self.parts.progress.step, name, image)
 
     def figure(self, name: str, figure: Any) -> None:
-        """Show a matplotlib figure in the trackers, at the current step."""
+        """Send a matplotlib figure to the trackers at the current step."""
         self.image(name, figure)
 
     def log_step(self, numbers: Numbers) -> None:
-        """Log the numbers of a step, and the speed since the last logged step."""
+        """Log the loss and metrics of a step, and the speed since the last logged step."""
         self.strategy.telemetry.sample()
         meter = self.parts.hooks.meter
         speed = meter.recent()
@@ -128,8 +135,10 @@ class Run:
     def log_evaluation(
         self, split: str, raw: Evaluation, averaged: Evaluation | None = None
     ) -> bool:
-        """Log the evaluation of a split with the raw and, if there are any, the averaged weights,
-        and keep it for result.json. Return True if it is the best on val so far.
+        """Log the evaluation of a split, and keep it for result.json.
+
+        `raw`: evaluation of the trained weights. `averaged`: evaluation of the averaged weights, or
+        None. Returns True if this is the best evaluation on val so far.
         """
         parts, progress = self.parts, self.parts.progress
         numbers, is_best = raw.with_averaged(averaged), False
@@ -146,7 +155,11 @@ class Run:
         return is_best
 
     def end_epoch(self, is_evaluated: bool) -> None:
-        """End the epoch, and log its means, memory and, if `is_evaluated`, its metrics on val."""
+        """End the epoch, and log the means of its metrics and the peak memory.
+
+        `is_evaluated`: whether to also log the newest metrics on val. All ranks must call this
+        function.
+        """
         parts, progress = self.parts, self.parts.progress
         number = progress.epoch + 1
         val = self.evaluations["val"].numbers if is_evaluated else {}
@@ -156,20 +169,25 @@ class Run:
         self._recorder.epoch(number, self.config.train.epochs, progress.epoch_means, val)
 
     def save_if_due(self) -> None:
-        """Save at the steps of checkpoint.every_steps and every_minutes, except at the end of an
-        epoch, which is always saved.
+        """Save a checkpoint if checkpoint.every_steps or checkpoint.every_minutes asks for one now.
+
+        The end of an epoch is left out, because a checkpoint is always saved there. All ranks must
+        call this function.
         """
         config, progress = self.config.checkpoint, self.parts.progress
         due = config.every_steps is not None and progress.step % config.every_steps == 0
         if not due and config.every_minutes is not None:
             seconds = time.monotonic() - self.saved_at
-            # Rank 0's clock decides for all ranks.
+            # All ranks follow the clock of rank 0, so that they save at the same step.
             due = self.group.gather(seconds > 60 * config.every_minutes)[0]
         if due and progress.step_in_epoch < self.parts.steps_per_epoch:
             self.save()
 
     def save(self, is_best: bool = False) -> None:
-        """Save last.pt, and best.pt if `is_best`. Raises NotFiniteError for non-finite weights."""
+        """Save the checkpoint last.pt, and best.pt if `is_best`.
+
+        Raises NotFiniteError if a weight is not finite. All ranks must call this function.
+        """
         self.saved_at = time.monotonic()
         with self.parts.hooks.aside(SAVING):
             contents = saving.checkpoint_of(self.parts, self.segments)
@@ -179,8 +197,9 @@ class Run:
                 checkpoint.save(folder, contents, step, config.keep, is_best, config.top)
 
     def stop(self) -> NoReturn:
-        """Save a checkpoint and exit after a stop signal. Works after any step, also between two
-        logged steps.
+        """Save a checkpoint and end the run after a stop signal.
+
+        This works after any step, also between two logged steps. All ranks must call this function.
         """
         self.save()
         number = self.group.stop.signal
@@ -189,13 +208,17 @@ class Run:
         raise Stopped(number)
 
     def check_replicas(self) -> None:
-        """Check that all ranks end with equal weights. Call it before `load_best`, which makes
-        them equal.
+        """Check that all ranks end with equal weights. All ranks must call this function.
+
+        It must be called before `load_best`, which would make different weights equal.
         """
         self._at_end = check_replicas_at_end(self.parts.state, self.strategy)
 
     def load_best(self) -> None:
-        """Load the best weights, if there are any, from rank 0's best.pt."""
+        """Load the weights of best.pt, which rank 0 sends to the other ranks, if this file exists.
+
+        All ranks must call this function.
+        """
         best = self.folder / "checkpoints" / "best.pt"
         if self.group.gather(best.exists())[0]:
             contents = checkpoint.load(best) if self.group.is_first else None
@@ -203,7 +226,10 @@ class Run:
             restoring.restore_weights(self.parts.state, self.strategy, contents)
 
     def end(self) -> None:
-        """Write result.json, end the trackers, log the results, and leave the process group."""
+        """Write result.json, end the trackers, log the results, and leave the process group.
+
+        All ranks must call this function.
+        """
         metrics: dict[str, dict[str, Any]] = {}
         for split, evaluation in self.evaluations.items():
             metrics[split] = evaluation.numbers | evaluation.details
@@ -224,12 +250,13 @@ class Run:
         self.strategy.close()
 
     def close(self) -> None:
-        """End loader workers and close log files, also after an error."""
+        """End the loader workers and close metrics.jsonl and the trackers, also after an error."""
         self._on_close.close()
 
     def describe_step(self, step: int) -> str:
-        """Describe the images that a failed step read, and the last good checkpoint. Logs all image
-        indices.
+        """Describe which images a failed step has read, and which checkpoint is the last good one.
+
+        The indices of all these images are logged.
         """
         per_step = self.config.train.accumulate
         first = (step - 1 - self._epoch_began_at) * per_step

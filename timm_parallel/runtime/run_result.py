@@ -1,4 +1,6 @@
-"""Build result.json: settings, metrics, and measurements of the timed steps on all ranks."""
+"""Build result.json from the settings, the metrics, and the measurements of timed steps on all
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,10 @@ def make_result(
     start: tuple[int, str],
     end: tuple[str, list[str]],
 ) -> Result:
-    """Return the contents of result.json for a finished run. `metrics`: by split. `start`, `end`:
-    results of replica_checks.py. Collective.
+    """Build the contents of result.json for a finished run. All ranks must call this function.
+
+    `metrics`: dictionary from split to its metrics. `start`, `end`: results of the comparisons of
+    parameters at the start and at the end of the run.
     """
     height, width = parts.image_size
     config, strategy, step = parts.config, parts.strategy, parts.progress.step
@@ -85,15 +89,17 @@ def make_result(
             "chunk_sizes": strategy.chunk_sizes(config.global_batch),
         },
     )
-    # `images_per_sec` is in `throughput`; other metrics are `<split>/<name>`.
+    # The objective is `images_per_sec`, which is an entry of `throughput`, or a metric
+    # `<split>/<name>`.
     split, _, name = config.objective.rpartition("/")
     result.objective = (getattr(result, split) if split else result.throughput).get(name)
     return result
 
 
 def _skipped(parts: RunParts) -> dict[str, int]:
-    """Return split -> number of images that could not be read on any rank, and log these numbers.
-    Collective.
+    """Count the images of each split that could not be read on any rank, and log these numbers.
+
+    Returns a dictionary from split to number. All ranks must call this function.
     """
     counts, first = {}, ""
     for name, loader in {"train": parts.train_loader, **parts.eval_loaders}.items():
@@ -110,8 +116,9 @@ def _skipped(parts: RunParts) -> dict[str, int]:
 
 
 def _measurements(parts: RunParts, drift_flags: list[str]) -> dict[str, Any]:
-    """Return the fields of result.json that were measured in timed steps: speed, waiting,
-    communication. Collective.
+    """Gather the fields of result.json that are measured in timed steps, such as speed and waiting.
+
+    All ranks must call this function.
     """
     meter, strategy, host = parts.hooks.meter, parts.strategy, host_name()
     seconds = parts.communication.seconds()
@@ -145,8 +152,9 @@ def _measurements(parts: RunParts, drift_flags: list[str]) -> dict[str, Any]:
 
 
 def _mean_step(meter: Meter, exposed_seconds: float) -> dict[str, Any]:
-    """Return the mean milliseconds per step that this rank spent on data, compute, communication
-    and the rest.
+    """Compute the mean milliseconds per step that this rank spent on each of four activities.
+
+    They are waiting for data, computing, waiting for communication, and the rest.
     """
     steps = meter.steps_timed
     if not steps:
@@ -163,8 +171,9 @@ def _mean_step(meter: Meter, exposed_seconds: float) -> dict[str, Any]:
 
 
 def _energy(parts: RunParts) -> dict[str, float | None]:
-    """Return joules per image in timed steps, and kWh since the start of this process; NaN if
-    unknown. Collective.
+    """Return the joules per image in timed steps, and the kWh since the start of this process.
+
+    A value is NaN if it is unknown. All ranks must call this function.
     """
     meter = parts.hooks.meter
     images = meter.steps_timed * meter.images_per_step
@@ -173,10 +182,13 @@ def _energy(parts: RunParts) -> dict[str, float | None]:
 
 
 def _communication(parts: RunParts, seconds: list[list[float]]) -> dict[str, Any]:
-    """Return bytes and milliseconds of communication per step. `seconds`: (all, not overlapped with
-    compute) by rank.
+    """Return the bytes and milliseconds of communication per step.
+
+    `seconds`: one pair per rank: seconds of all communication, and the part of them that does not
+    overlap with computing.
     """
-    # The minimum over ranks, because the time of other ranks includes waiting for the slowest rank.
+    # Take the minimum over the ranks, because the time of each other rank includes waiting for the
+    # slowest rank.
     return {
         "bytes_per_step": parts.communication.bytes(parts.state.wrapped),
         "ms_per_step": min((1000 * whole for whole, _ in seconds), default=None),

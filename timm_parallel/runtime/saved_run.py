@@ -1,4 +1,4 @@
-"""Records of a run, read from its folder."""
+"""Read the records of a run from its folder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from timm_parallel.state.restoring import load_model_state
 
 @dataclass(frozen=True)
 class SavedRun:
-    """A run folder. Each property reads its file once."""
+    """A run folder, whose files are read when a property is used for the first time."""
 
     folder: Path
 
@@ -28,23 +28,29 @@ class SavedRun:
 
     @cached_property
     def metrics(self) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl: `step`, and numbers such as `train/loss`."""
+        """The lines of metrics.jsonl as dictionaries, with the key `step` and numbers such as
+        `train/loss`.
+        """
         return list(read_metrics(self.folder / "metrics.jsonl"))
 
     @cached_property
     def environment(self) -> dict[str, Any]:
-        """The contents of environment.json; {} if there is none."""
+        """The contents of environment.json; an empty dictionary if the file does not exist."""
         return read_environment(self.folder)
 
     def checkpoint(self, which: str | None = None) -> tuple[Path, dict[str, Any]]:
-        """Read a checkpoint: best, last or a file; None: the one that result.json names. Return its
-        path and its contents. Raises ValueError if there is none, or if it is damaged.
+        """Read a checkpoint of the run, and return its path and contents.
+
+        `which`: best, last, or the path of a file; None: the one that result.json names. Raises
+        ValueError if the checkpoint does not exist or is damaged.
         """
         return read_checkpoint(self.folder, which)
 
     @staticmethod
     def fill(model: nn.Module, contents: dict[str, Any], which: str) -> None:
-        """Load weights of a checkpoint into `model`: `model` for the trained ones, `ema` for their
-        average. Raises ValueError if they do not fit.
+        """Load the weights of a checkpoint into a model.
+
+        `contents`: the contents of the checkpoint. `which`: `model` for the trained weights, `ema`
+        for the averaged ones. Raises ValueError if they do not fit.
         """
         load_model_state(model, contents, which)

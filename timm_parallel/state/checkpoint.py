@@ -1,10 +1,11 @@
-"""Checkpoint files: written completely or not at all, verified when read, loaded with
-`weights_only=True`.
+"""Write and read checkpoint files.
 
-`last.pt` is the newest, `best.pt` has the best evaluation, `best_step_N.pt` are the best few
-(checkpoint.top), and `step_N.pt` the newest few (checkpoint.keep), each with a `.json` file.
-Weights have the names of the unwrapped model, as in plain timm. `train_step` has the tensors that
-the training step has besides the model's, such as the parameters of a loss.
+A file is written completely or not at all. It is verified when it is read, and loaded with
+`weights_only=True`, so it cannot run code. `last.pt` is the newest checkpoint, and `best.pt` has
+the best evaluation. `best_step_N.pt` are the best few (checkpoint.top), and `step_N.pt` the newest
+few (checkpoint.keep). A `.json` file next to each has its checksum. Weights have the names of the
+unwrapped model, as in timm. The entry `train_step` has the tensors that the training step has in
+addition to the model, such as the parameters of a loss.
 """
 
 from __future__ import annotations
@@ -34,16 +35,16 @@ FORMAT = 2
 def save(
     folder: Path, contents: dict[str, Any], step: int, keep: int, is_best: bool, top: int = 1
 ) -> Path:
-    """Write `step_N.pt`, link last.pt to it (and best.pt if `is_best`), and delete all but the
-    newest `keep`.
+    """Write the checkpoint of step N as `step_N.pt`, and return the path of last.pt.
 
-    With `top` > 1, also link `best_step_N.pt` to it if its evaluation is one of the `top` best of
-    the run. Return last.pt.
+    last.pt becomes a link to the new file, and best.pt too if `is_best`. With `top` > 1, the link
+    `best_step_N.pt` is added if this evaluation is one of the `top` best of the run. Then all but
+    the newest `keep` files `step_N.pt` are deleted.
     """
     newest, among_best = folder / f"step_{step}.pt", folder / f"best_step_{step}.pt"
     whole = {"format": FORMAT, **_on_cpu(contents)}
     try:
-        # Not the parents: the run folder may have been deleted.
+        # Do not create parent folders, because the user may have deleted the run folder.
         folder.mkdir(exist_ok=True)
         write_whole(newest, lambda temporary: torch.save(whole, temporary))
         summary = _summary(contents)
@@ -52,15 +53,15 @@ def save(
         )
         write_text(newest.with_suffix(".json"), sidecar)
         best = _best(folder, summary, top) if top > 1 else set()
-        # `among_best` comes before last.pt: after a kill between them, the run continues from the
-        # older last.pt, and reaches this step again.
+        # Link best_step_N.pt before last.pt. If the process is killed between the two, the run
+        # continues from the older last.pt and reaches this step again.
         linked = {among_best: step in best, folder / "last.pt": True, folder / "best.pt": is_best}
         for path in [path for path, is_due in linked.items() if is_due]:
             write_whole(path, lambda temporary: _link(newest, temporary))
             write_text(path.with_suffix(".json"), sidecar)
-    # torch reports a full disk as RuntimeError.
+    # torch raises RuntimeError if the disk is full.
     except (OSError, RuntimeError) as error:
-        # The run folder is gone, and with it the file system to ask.
+        # If the run folder was deleted, the free space of its disk cannot be queried.
         if not folder.parent.is_dir():
             raise
         free = shutil.disk_usage(folder.parent).free
@@ -69,7 +70,7 @@ def save(
             "here, and earlier checkpoints are untouched: free some space and continue with resume"
         ) from None
     steps = _steps(folder)
-    # After a resume from an older checkpoint, later checkpoints may still exist. They are removed
+    # Checkpoints of later steps may exist after a resume from an older checkpoint. They are deleted
     # too.
     kept = [number for number in steps if number <= step][-keep:]
     unneeded = [path for number, path in steps.items() if number not in kept]
@@ -78,19 +79,20 @@ def save(
             path for number, path in _steps(folder, "best_step_").items() if number not in best
         ]
     for old in unneeded:
-        # The sidecar first: after a kill in between, the next save finds the checkpoint and removes
-        # it.
+        # Delete the .json file first. If the process is killed after that, the next save still
+        # finds the checkpoint and deletes it.
         old.with_suffix(".json").unlink(missing_ok=True)
         old.unlink()
     return folder / "last.pt"
 
 
 def _best(folder: Path, newest: dict[str, Any], top: int) -> set[int]:
-    """Return the steps of the `top` best checkpoints by checkpoint.metric, among `newest` and the
-    `best_step_N.pt` files.
+    """Return the steps of the `top` best checkpoints by checkpoint.metric.
 
-    Ignores later steps, which will be trained again, other metrics and damaged files. Of equal
-    scores the earliest is best.
+    The checkpoint that is being saved, whose summary is `newest`, is compared with the files
+    best_step_N.pt. Files of later steps are left out, because these steps will be trained again.
+    Files scored by another metric and damaged files are left out too. Of equal scores, the earliest
+    step is best.
     """
     scores = {} if newest["score"] is None else {newest["step"]: newest["score"]}
     for step, path in _steps(folder, "best_step_").items():
@@ -102,8 +104,9 @@ def _best(folder: Path, newest: dict[str, Any], top: int) -> set[int]:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Verify the checksum of a checkpoint file and load its contents into CPU memory. Raises
-    ValueError if it is damaged.
+    """Verify the checksum of a checkpoint file, and load its contents into CPU memory.
+
+    Raises ValueError if the file does not exist or is damaged.
     """
     if not path.exists():
         raise ValueError(f"{path}: no such checkpoint")
@@ -112,11 +115,11 @@ def load(path: Path) -> dict[str, Any]:
         contents = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         reason = " ".join(str(error).split())[:200]
-        # torch's own message advises to load the file without weights_only.
+        # Replace the message of torch, because it advises to load the file without weights_only.
         if type(error).__name__ == "UnpicklingError":
             reason = "it holds more than tensors and plain values"
         raise ValueError(
-            f"{path}: damaged, or not a checkpoint ({reason}); use another one"
+            f"{path}: damaged, or not a checkpoint ({reason}); use another checkpoint"
         ) from None
     if (
         not isinstance(contents, dict)
@@ -129,18 +132,20 @@ def load(path: Path) -> dict[str, Any]:
         )
     if contents["format"] != FORMAT:
         raise ValueError(
-            f"{path}: format {contents['format']}, expected {FORMAT}; use the code that wrote the "
-            "file"
+            f"{path}: the checkpoint has the format {contents['format']}, expected {FORMAT}; use "
+            "the code that wrote the file"
         )
     return contents
 
 
 def _verify(path: Path) -> None:
-    """Raise ValueError if the checksum of a file is in no .json file of its folder or, without
-    those, its archive is damaged.
+    """Raise ValueError if the checksum of a checkpoint is not in any .json file of its folder.
+
+    If there are no .json files, the checksums of its zip archive are verified instead.
     """
-    # The .json file of any checkpoint counts, because last.pt and last.json cannot be replaced at
-    # the same moment. That of the step_N.pt to which last.pt links is written before.
+    # Accept the checksum in the .json file of any checkpoint, because last.pt and last.json cannot
+    # be replaced at the same moment. The .json file of step_N.pt, to which last.pt is linked, is
+    # written before.
     known = set()
     for sidecar in path.parent.glob("*.json"):
         with suppress(OSError, ValueError, KeyError, TypeError):
@@ -149,16 +154,19 @@ def _verify(path: Path) -> None:
         if _checksum(path) not in known:
             raise ValueError("the file does not match the checksum in its .json file")
         return
-    # torch.load does not notice a flipped bit in a tensor; the checksums of the archive do.
+    # Verify the checksums of the archive, because torch.load does not notice a flipped bit in a
+    # tensor.
     with zipfile.ZipFile(path) as archive:
         damaged = archive.testzip()
     if damaged is not None:
-        raise ValueError(f"the checksum of {damaged} is wrong")
+        raise ValueError(f"the checksum of {damaged} in the file is wrong")
 
 
 def load_newest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
-    """Return path and contents of the newest undamaged checkpoint of a run folder; None if the
-    folder has no checkpoint.
+    """Find and load the newest undamaged checkpoint of a run folder.
+
+    Returns its path and its contents, or None if the folder has no checkpoint. Raises ValueError if
+    all checkpoints are damaged.
     """
     checkpoints = folder / "checkpoints"
     errors = []
@@ -180,8 +188,10 @@ def load_newest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
 
 
 def read_checkpoint(folder: Path, which: str | None) -> tuple[Path, dict[str, Any]]:
-    """Return path and contents of a run's checkpoint. `which`: best, last, a file, or None for the
-    one in result.json.
+    """Load a checkpoint of a run, and return its path and its contents.
+
+    `which`: best, last, or the path of a file; None: the one that result.json names, or the newest
+    if there is no result.json.
     """
     path = None
     if which in ("best", "last"):
@@ -189,7 +199,7 @@ def read_checkpoint(folder: Path, which: str | None) -> tuple[Path, dict[str, An
     elif which is not None:
         path = Path(which)
     else:
-        # A run that has not ended has no result.
+        # Ignore a missing result.json, because a run that has not ended has none.
         with suppress(ValueError):
             if (name := read_result(folder).checkpoint) is not None:
                 path = folder / name
@@ -200,9 +210,10 @@ def read_checkpoint(folder: Path, which: str | None) -> tuple[Path, dict[str, An
 
 
 def _on_cpu(contents: dict[str, Any]) -> dict[str, Any]:
-    """Copy tensors that are on a device to CPU memory, because a file with CUDA tensors cannot be
-    loaded on a machine without a GPU. Tensors that share memory (tied weights) are copied once.
-    Tensors in CPU memory stay as they are.
+    """Copy tensors on a device to CPU memory, and keep tensors that are already there.
+
+    A file with CUDA tensors could not be loaded on a machine without a GPU. Tensors that share
+    memory, such as tied weights, are copied once.
     """
     copies: dict[tuple[Any, ...], Tensor] = {}
 
@@ -228,7 +239,8 @@ def _summary(contents: dict[str, Any]) -> dict[str, Any]:
         "step": progress["step"],
         "epoch": progress["epoch"],
         "best": progress["best_values"],
-        # By checkpoint.metric, higher is better; null if this state was not evaluated.
+        # Value of checkpoint.metric, negated if it is a loss; null if the model was not evaluated
+        # at this step.
         "score": progress.get("score")
         if progress.get("evaluated_at") == progress["step"]
         else None,
@@ -247,8 +259,8 @@ def _checksum(path: Path) -> str:
 
 
 def _link(source: Path, target: Path) -> None:
-    """Create `target` as a hard link to `source`, which saves space, or as a copy on a file system
-    without hard links.
+    """Create a hard link to a file, which saves space, or copy the file if hard links are not
+    supported.
     """
     try:
         os.link(source, target)
@@ -257,8 +269,9 @@ def _link(source: Path, target: Path) -> None:
 
 
 def _steps(folder: Path, prefix: str = "step_") -> dict[int, Path]:
-    """Return step N -> file `<prefix>N.pt` of each checkpoint in a folder, by ascending step.
-    Ignores files with other names.
+    """Return a dictionary from step N to the file `<prefix>N.pt` of each checkpoint in a folder.
+
+    Steps are in ascending order. Files with other names are ignored.
     """
     numbered = ((path.stem.removeprefix(prefix), path) for path in folder.glob(f"{prefix}*.pt"))
     return dict(sorted((int(number), path) for number, path in numbered if number.isdecimal()))

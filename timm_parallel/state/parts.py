@@ -1,5 +1,5 @@
-"""Objects that src/train/ builds and the library uses: the training state, and the parts of a run
-on one rank.
+"""Objects that src/train/ builds and the library uses: the training state, and the parts
+of a run.
 """
 
 from __future__ import annotations
@@ -25,47 +25,59 @@ from timm_parallel.parallel.strategy import HasParameters, Strategy, own_paramet
 from timm_parallel.state.progress import Progress
 from timm_parallel.task import Task
 
-# Begins the names of the step's own parameters, after those of the model.
+# Prefix of the names of parameters that the training step has in addition to its model.
 OF_STEP = "train_step"
 
 
 @dataclass
 class TrainState:
-    """Model, training step, optimizer, schedule, EMA and progress: all that a step changes. A
-    checkpoint stores it.
+    """Model, training step, optimizer, schedule, averaged weights and progress of a run.
+
+    These are all objects that a training step changes. A checkpoint stores their state.
     """
 
-    model: nn.Module  # without the wrapper of the strategy
-    train_step: nn.Module  # the model, the loss and what else a step has; also without the wrapper
-    wrapped: nn.Module  # (images, targets) -> (mean loss, metrics)
+    # The model without the wrapper of the strategy.
+    model: nn.Module
+    # The training step, which holds the model and the loss, without the wrapper of the strategy.
+    train_step: nn.Module
+    # The training step in the wrapper of the strategy. It maps images and targets to the mean loss
+    # and the metrics.
+    wrapped: nn.Module
     optimizer: torch.optim.Optimizer
-    schedule: Any  # timm's Scheduler; has step_update(step)
+    # A learning-rate schedule of timm, with a method step_update(step).
+    schedule: Any
     scaler: torch.amp.GradScaler | None
-    ema: Any  # None, or timm's ModelEmaV3: has a `module` and update(model, step)
+    # The averaged weights, an object of timm's ModelEmaV3, or None.
+    ema: Any
     progress: Progress = field(default_factory=Progress)
 
     @property
     def modules(self) -> dict[str, nn.Module]:
-        """The unwrapped model and, with model.ema, the averaged model, by their names in a
-        checkpoint.
+        """Return the models that a checkpoint stores, as a dictionary.
+
+        The key `model` holds the unwrapped model. If weights are averaged, the key `ema` holds the
+        averaged model.
         """
         modules = {"model": self.model}
         return modules if self.ema is None else modules | {"ema": self.ema.module}
 
     @cached_property
     def own_parameters(self) -> dict[str, nn.Parameter]:
-        """The parameters of the training step besides the model's, by name: those of the loss, or
-        of a projector.
+        """Return the parameters that the training step has in addition to its model, by name.
+
+        Examples are the parameters of a loss or of a projector.
         """
         return own_parameters(self.train_step, self.model)
 
     def own_tensors(self) -> dict[str, Tensor]:
-        """Return the parameters of the training step besides the model's, and its buffers that a
-        state dict has, by name.
+        """Return the parameters and buffers that the training step has in addition to its model, by
+        name.
+
+        Buffers that are not in the state dict are left out.
         """
         of_model = {id(buffer) for buffer in self.model.buffers()}
         saved = self.train_step.state_dict().keys()
-        # Looked up in each call, because a module may replace its buffers.
+        # Look up the buffers in each call, because a module may replace its buffers.
         buffers = self.train_step.named_buffers()
         own = {
             name: buffer for name, buffer in buffers if name in saved and id(buffer) not in of_model
@@ -73,8 +85,8 @@ class TrainState:
         return {**self.own_parameters, **own}
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the names and parameters of the model,
-        then those of the training step's own ones.
+        """Yield names and parameters of the model, and then those that only the training
+        step has.
         """
         yield from self.model.named_parameters()
         yield from (
@@ -82,31 +94,38 @@ class TrainState:
         )
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Yield all parameters of the training step, the model's first."""
+        """Yield all parameters of the training step, starting with those of the model."""
         yield from self.model.parameters()
         yield from self.own_parameters.values()
 
 
 @dataclass(frozen=True)
 class RunParts:
-    """Parts of a training run on one rank, as built from the config. Training changes only what
-    `state`, `hooks`, `communication` and `mixing` refer to.
+    """The objects of a training run on one rank, as they were built from the config.
+
+    Training changes only what `state`, `hooks`, `communication` and `mixing` refer to.
     """
 
     config: ResolvedConfig
     strategy: Strategy
     dataset: ImageDataset
     task: Task[Any]
-    preprocessing: Any  # a dataclass: how images are prepared
-    image_size: tuple[int, int]  # height and width of training images in pixels
+    # A dataclass with the settings that prepare images, such as size, mean and std.
+    preprocessing: Any
+    # Height and width of the training images in pixels.
+    image_size: tuple[int, int]
     train_loader: TrainLoader
-    eval_loaders: dict[str, Loader]  # by split
+    # Dictionary from the name of each split to evaluate to its loader.
+    eval_loaders: dict[str, Loader]
     state: TrainState
-    mixing: Any  # None, or (images, targets, epoch) -> mixed images and targets
+    # Function that maps images, targets and epoch to a batch with mixup or cutmix, or None.
+    mixing: Any
     communication: Communication
     hooks: StepHooks
-    steps_per_epoch: int  # optimizer steps, each of train.accumulate global batches
-    flops_per_step: int | None  # of the whole step, see Result; on rank 0, None elsewhere
+    # Number of optimizer steps per epoch. Each step has train.accumulate global batches.
+    steps_per_epoch: int
+    # Floating-point operations of an optimizer step over all devices. None on all ranks but rank 0.
+    flops_per_step: int | None
 
     @classmethod
     def assemble(
@@ -118,11 +137,12 @@ class RunParts:
         profiled: tuple[int | None, int | None] = (None, None),
         **parts: Any,
     ) -> RunParts:
-        """Put the parts of a run together, with what times its steps and its communication.
+        """Build the parts of a run, with the objects that time its steps and its communication.
 
-        `profiled`: number of first steps that are not timed, and of those of them that are
-        profiled. `parts`: the other fields. Raises ValueError if the optimizer lacks a parameter
-        that is to be trained, or if a sharded model cannot be evaluated. Collective.
+        `profiled`: number of first steps that are not timed, and how many of these steps are
+        profiled. `parts`: the other fields of the new object. Raises ValueError if a trainable
+        parameter is missing from the optimizer, or if a sharded model cannot be evaluated. All
+        ranks must call this function.
         """
         check_is_complete(state.optimizer, state)
         if strategy.shards:
@@ -150,12 +170,14 @@ class RunParts:
 
     @property
     def total_steps(self) -> int:
-        """Count the steps of the whole run, including those before a resume."""
+        """Return the number of steps of the whole run, including those before a resume."""
         return self.progress.last_step(self.config.train, self.steps_per_epoch)
 
     @property
     def epochs_done(self) -> float:
-        """Return the epochs trained so far, for example 2.5 in the middle of the third."""
+        """Return the number of epochs trained so far, for example 2.5 in the middle of the third
+        epoch.
+        """
         return self.progress.epoch + self.progress.step_in_epoch / self.steps_per_epoch
 
     @cached_property
@@ -165,8 +187,9 @@ class RunParts:
 
 
 def data_of_a_step(parts: RunParts) -> dict[str, Any]:
-    """Return all settings that decide which images a step reads; the number of devices is not one
-    of them.
+    """Return all settings that determine which images a step reads, as a dictionary.
+
+    The number of devices is not among them.
     """
     config = parts.config
     return {
@@ -180,13 +203,13 @@ def data_of_a_step(parts: RunParts) -> dict[str, Any]:
 
 
 def plain_config(parts: RunParts) -> dict[str, Any]:
-    """Return the config of a run as dotted key -> value, with secrets replaced."""
+    """Return the config of a run as a dictionary from dotted key to value, with secrets masked."""
     return dict(hide_in({key: value for key, value, _ in leaves(parts.config)}))
 
 
 def parameter_names(optimizer: Optimizer, model: HasParameters) -> list[str]:
-    """Return the names of the optimizer's parameters, in the order of their numbers in
-    `state_dict()`.
+    """Return the names of an optimizer's parameters, in the order of their numbers in its state
+    dict.
     """
     name_of = {id(parameter): name for name, parameter in model.named_parameters()}
     return [
@@ -195,5 +218,5 @@ def parameter_names(optimizer: Optimizer, model: HasParameters) -> list[str]:
 
 
 def count_parameters(model: nn.Module) -> int:
-    """Return the number of elements in all parameters of `model`."""
+    """Return the number of elements in all parameters of a model."""
     return sum(parameter.numel() for parameter in model.parameters())

@@ -1,5 +1,6 @@
-"""Training progress, saved in every checkpoint: steps, epochs, sums of the logged metrics, and best
-evaluations.
+"""Progress of the training: steps, epochs, sums of the logged metrics, and best evaluations.
+
+Every checkpoint stores it.
 """
 
 from __future__ import annotations
@@ -16,48 +17,58 @@ from timm_parallel.metric import Metric
 
 @dataclass
 class Progress:
-    """Steps and epochs trained, sums of training metrics, and best evaluation. A step is an
-    optimizer step.
+    """Steps and epochs trained so far, sums of training metrics, and the best evaluation.
+
+    A step is an optimizer step.
     """
 
     step: int = 0
-    epoch: int = 0  # the current one, from 0
+    # Number of the current epoch, from 0.
+    epoch: int = 0
     step_in_epoch: int = 0
-    # By metric, sums over images: since the last logged step (window), and from the epoch's start
-    # to that step (epoch).
+    # Sums of each metric over images. The window starts at the last logged step. The epoch sums
+    # include all steps from the start of the epoch to the last logged step.
     window_sums: dict[str, float] = field(default_factory=dict)
     window_images: int = 0
     epoch_sums: dict[str, float] = field(default_factory=dict)
     epoch_images: int = 0
-    epoch_means: dict[str, float] = field(
-        default_factory=dict
-    )  # of the newest whole or partial epoch
-    ended_at: int = 0  # step at which the last epoch ended, whole or cut off by train.max_steps
-    best: float | None = None  # of checkpoint.metric; higher is better (a loss is negated)
-    best_metric: str | None = None  # of `best`, e.g. acc_ema; None: not evaluated
-    best_values: dict[str, float] = field(default_factory=dict)  # by metric
+    # Means of the training metrics over the newest epoch, which may have ended early.
+    epoch_means: dict[str, float] = field(default_factory=dict)
+    # Step at which the newest epoch ended, or at which train.max_steps ended it early.
+    ended_at: int = 0
+    # Best value of checkpoint.metric so far. A loss is negated, so higher is always better.
+    best: float | None = None
+    # Name of the metric that the best value measures, such as acc_ema. None before the first
+    # evaluation.
+    best_metric: str | None = None
+    # Dictionary from the name of each metric to its best value so far.
+    best_values: dict[str, float] = field(default_factory=dict)
     evaluations_since_best: int = 0
-    score: float | None = (
-        None  # of checkpoint.metric in the newest evaluation, as `best`; None: NaN
-    )
-    evaluated_at: int | None = None  # step of the newest evaluation
+    # Value of checkpoint.metric in the newest evaluation, negated if it is a loss. None for NaN.
+    score: float | None = None
+    # Step of the newest evaluation.
+    evaluated_at: int | None = None
 
     def schedule_step(self, steps_per_epoch: int) -> int:
-        """Return the step at which to read the learning-rate schedule: as if all epochs had
-        `steps_per_epoch` steps.
+        """Return the step for which to read the learning-rate schedule.
+
+        The step is computed as if all earlier epochs had `steps_per_epoch` steps.
         """
         return self.epoch * steps_per_epoch + self.step_in_epoch
 
     def last_step(self, train: TrainConfig, steps_per_epoch: int) -> int:
-        """Return the step at which the run ends. Counts from the current step, because earlier
-        epochs may have had a different number of steps.
+        """Return the step at which the run ends.
+
+        It is counted from the current step, because earlier epochs may have had other numbers of
+        steps.
         """
         left = (train.epochs - self.epoch) * steps_per_epoch - self.step_in_epoch
         return min(self.step + left, train.max_steps or sys.maxsize)
 
     def start_new_best(self, metric: str) -> bool:
-        """Forget the best evaluation if it was measured by another metric than `metric`. Return
-        True if so.
+        """Discard the best value so far if the run now selects checkpoints by another metric.
+
+        `metric`: the name of this metric. Returns True if the best value was discarded.
         """
         is_other = self.best_metric not in (None, metric)
         if is_other:
@@ -68,16 +79,22 @@ class Progress:
         return is_other
 
     def add_steps(self, steps: Iterable[tuple[dict[str, float], int]]) -> None:
-        """Add the (metric sums, number of images) of each step to the window."""
-        # One step at a time, so that a stop and resume in between does not change the rounding.
+        """Add the metrics of each step to the sums since the last logged step.
+
+        `steps`: one pair per step: a dictionary from metric to its sum over images, and the number
+        of images.
+        """
+        # Add one step at a time, so that stopping and resuming between two steps does not change
+        # the rounding.
         for sums, images in steps:
             for name, value in sums.items():
                 self.window_sums[name] = self.window_sums.get(name, 0.0) + value
             self.window_images += images
 
     def close_window(self) -> dict[str, float]:
-        """Return the mean of each metric since the last logged step, add the sums to the epoch, and
-        start a new window.
+        """Return the mean of each metric since the last logged step.
+
+        The sums are then added to those of the epoch, and reset to zero.
         """
         means = {name: value / self.window_images for name, value in self.window_sums.items()}
         for name, value in self.window_sums.items():
@@ -87,8 +104,10 @@ class Progress:
         return means
 
     def end_epoch(self, is_whole: bool) -> None:
-        """Store the means of the metrics over the epoch. If `is_whole`, begin the next epoch; else
-        a resume continues it.
+        """Compute the means of the training metrics over the epoch.
+
+        If `is_whole`, the next epoch starts. Else the epoch was stopped early, and a resume
+        continues it.
         """
         self.ended_at = self.step
         self.epoch_means = {
@@ -101,11 +120,11 @@ class Progress:
     def add_evaluation(
         self, numbers: dict[str, Any], metric: str, metrics: Mapping[str, Metric]
     ) -> bool:
-        """Record an evaluation on the validation split. Return True if it is the best so far by
-        `metric`.
+        """Record an evaluation on the val split, and return True if it is the best so far.
 
-        `numbers`: value by metric, also `<metric>_ema`. `metric`: checkpoint.metric without `val/`.
-        `metrics`: of the task.
+        `metric`: checkpoint.metric without `val/`, which decides what is best. `numbers`:
+        dictionary from metric to value, which also has `<metric>_ema` if weights are averaged.
+        `metrics`: the metrics of the task.
         """
         self.start_new_best(metric)
         is_averaged = metric.endswith("_ema")

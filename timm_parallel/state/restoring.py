@@ -1,5 +1,6 @@
-"""Restore a run from the contents of a checkpoint: check that they fit, load the training state,
-and log changed settings.
+"""Restore a run from the contents of a checkpoint.
+
+The contents must fit the run. Settings that have changed since the checkpoint was saved are logged.
 """
 
 from __future__ import annotations
@@ -29,14 +30,16 @@ from timm_parallel.state.progress import Progress
 
 log = logging.getLogger(__name__)
 NOT_ANNOUNCED = ("resume", "print_config")
-# The step counter that some optimizers keep in a parameter group. All other entries are
-# hyperparameters of the config.
+# Name of the step counter that some optimizers keep in a parameter group. All other entries of a
+# group are hyperparameters, which come from the config.
 COUNTER = "step"
 
 
 def restore_run(parts: RunParts, contents: dict[str, Any]) -> dict[str, list[Any]]:
-    """Load the contents of a checkpoint into a new run, and log changed settings. Return them as
-    key -> [before, now]. Raises ValueError if the contents do not fit.
+    """Load the contents of a checkpoint into a new run, and log which settings have changed.
+
+    Returns a dictionary from each changed setting to its values before and now. Raises ValueError
+    if the contents do not fit the run.
     """
     announcements = _check_data(parts, contents)
     restore(parts.state, parts.strategy, contents)
@@ -47,9 +50,9 @@ def restore_run(parts: RunParts, contents: dict[str, Any]) -> dict[str, list[Any
         if progress.step_in_epoch > (train.epochs - progress.epoch) * parts.steps_per_epoch:
             limit = f"train.epochs={train.epochs}"
         raise ValueError(
-            f"resume: {limit} is reached: the checkpoint is at step {progress.step}, "
-            f"{progress.step_in_epoch} steps into epoch {progress.epoch + 1}; give a larger value "
-            "to continue"
+            f"resume: {limit} is reached: the checkpoint is at step {progress.step}, after "
+            f"{progress.step_in_epoch} steps of epoch {progress.epoch + 1}; set a larger value to "
+            "continue"
         )
     parts.hooks.meter.expect(parts.total_steps - progress.step)
     now = plain_config(parts)
@@ -70,13 +73,15 @@ def restore_run(parts: RunParts, contents: dict[str, Any]) -> dict[str, list[Any
 
 
 def _check_data(parts: RunParts, contents: dict[str, Any]) -> list[str]:
-    """Return how the training data changed, [] if not. Raises ValueError for changed classes or a
-    change in mid-epoch.
+    """Describe how the training data have changed since the checkpoint was saved.
+
+    The list is empty if they have not. Raises ValueError if the classes have changed, or if other
+    data have changed and the checkpoint is in the middle of an epoch.
     """
     _check_classes(contents["classes"], list(parts.dataset.target_names))
     step = contents["progress"]["step_in_epoch"]
     remedy = "start a new run with model.weights=<folder>/checkpoints/last.pt"
-    # Older checkpoints have `balance` only in their config.
+    # Checkpoints of older versions store data.balance only in their config.
     before = {"balance": contents["config"].get("data.balance", 0.0), **contents["trained_on"]}
     now = data_of_a_step(parts)
     differences = [
@@ -88,7 +93,7 @@ def _check_data(parts: RunParts, contents: dict[str, Any]) -> list[str]:
         raise ValueError(
             f"resume: the training data changed in mid-epoch (step {step} of "
             f"{before['steps_per_epoch']}): {', '.join(differences)}; the rest of the epoch would "
-            f"read other images: restore the data and keys, or {remedy}"
+            f"read other images; restore the data and keys, or {remedy}"
         )
     return [f"training data: {', '.join(differences)}"] if differences else []
 
@@ -105,20 +110,22 @@ def _check_classes(before: list[str], now: list[str]) -> None:
         or "none"
     )
     raise ValueError(
-        "resume: the data's class names are not those of the checkpoint: only in the checkpoint: "
-        f"{removed}; only in the data: {added}; labels would mean other classes: rename the "
+        "resume: the data's class names are not those of the checkpoint (only in the checkpoint: "
+        f"{removed}; only in the data: {added}), so labels would mean other classes; rename the "
         "folders back, or start a new run"
     )
 
 
 def restore(state: TrainState, strategy: Strategy, contents: dict[str, Any]) -> None:
-    """Load weights, optimizer state and progress from the result of `snapshot`. Hyperparameters
-    keep the config's values.
+    """Load the weights, optimizer state and progress of a checkpoint into the training state.
+
+    Hyperparameters of the optimizer keep the values of the config.
     """
     missing = {"optimizer", "scaler", "ema", "progress"} - contents.keys()
     if missing:
         raise ValueError(
-            f"resume: the checkpoint has only weights, no {', '.join(sorted(missing))}"
+            f"resume: the checkpoint has only weights, no {', '.join(sorted(missing))}; start a "
+            "new run with model.weights=<the checkpoint>"
         )
     restore_weights(state, strategy, contents)
     for name, module in state.modules.items():
@@ -127,17 +134,17 @@ def restore(state: TrainState, strategy: Strategy, contents: dict[str, Any]) -> 
     restore_optimizer(state.optimizer, state, contents["optimizer"], strategy)
     if state.scaler is not None and contents["scaler"] is not None:
         state.scaler.load_state_dict(contents["scaler"])
-    # Older versions saved no state of a strategy.
+    # Checkpoints of older versions have no state of the strategy.
     saved = contents.get("strategy", {})
     if saved.get("kind") == strategy.kind:
         strategy.load_state_dict(saved["state"])
 
 
 def restore_weights(state: TrainState, strategy: Strategy, contents: dict[str, Any]) -> None:
-    """Load the weights and, with model.ema.decay, their moving average; without one in the
-    checkpoint, load the weights.
+    """Load the weights of a checkpoint, and the averaged weights if the run averages them.
 
-    Also loads what the training step has besides the model.
+    If the checkpoint has no averaged weights, the average starts from the weights. The tensors that
+    only the training step has, such as those of a loss, are loaded too.
     """
     for name, module in state.modules.items():
         which = "model" if contents[name] is None else name
@@ -152,20 +159,23 @@ def restore_weights(state: TrainState, strategy: Strategy, contents: dict[str, A
 
 @torch.no_grad()
 def _restore_step(state: TrainState, strategy: Strategy, saved: dict[str, Tensor]) -> None:
-    """Load the tensors that the training step has besides the model. Raises ValueError if a
-    parameter is not in `saved`.
+    """Load the tensors that the training step has in addition to its model.
+
+    `saved`: the tensors of the checkpoint by name. Raises ValueError if a parameter is missing or
+    has another shape.
     """
     own = state.own_tensors()
-    # Older versions saved none of them. A buffer keeps the value that it was built with.
+    # A missing buffer keeps its initial value, because older versions did not save these buffers.
     lacking = [name for name in state.own_parameters if name not in saved]
     changed = [
         name for name, tensor in own.items() if name in saved and saved[name].shape != tensor.shape
     ]
     if lacking or changed:
         raise ValueError(
-            f"train.loss: the checkpoint has no {', '.join(lacking + changed)} of this shape, "
-            "which the loss or the training step trains; give train.loss and train.loss_kwargs as "
-            "they were, or start a new run with model.weights=<folder>/checkpoints/last.pt"
+            f"train.loss: the loss or the training step has {', '.join(lacking + changed)}, which "
+            "the checkpoint lacks or has in another shape; set train.loss and train.loss_kwargs "
+            "as in the saved run, or start a new run with "
+            "model.weights=<folder>/checkpoints/last.pt"
         )
     for name, tensor in own.items():
         if name in saved:
@@ -173,12 +183,14 @@ def _restore_step(state: TrainState, strategy: Strategy, saved: dict[str, Tensor
 
 
 def load_model_state(model: nn.Module, contents: dict[str, Any], which: str) -> None:
-    """Load weights of a checkpoint into `model`. `which`: `model` for the trained weights, `ema`
-    for their moving average.
+    """Load the weights of a checkpoint into a model.
+
+    `which`: `model` for the trained weights, `ema` for the averaged ones. Raises ValueError if they
+    do not fit.
     """
     if contents.get(which) is None:
         raise ValueError(
-            f"weights={which}: the checkpoint has no averaged weights; the run had no "
+            f"weights={which}: the checkpoint has no averaged weights, because its run did not set "
             "model.ema.decay"
         )
     try:
@@ -186,14 +198,18 @@ def load_model_state(model: nn.Module, contents: dict[str, Any], which: str) -> 
     except RuntimeError as error:
         raise ValueError(
             "model.name: the checkpoint was written by a different model "
-            f"({' '.join(str(error).split())[:300]})"
+            f"({' '.join(str(error).split())[:300]}); set model.name and model.kwargs as in its run"
         ) from None
 
 
 def restore_optimizer(
     optimizer: Optimizer, model: HasParameters, saved: dict[str, Any], strategy: Strategy
 ) -> None:
-    """Load the result of `optimizer_state`. Hyperparameters keep the config's values."""
+    """Load the state of the optimizer from a checkpoint.
+
+    Hyperparameters keep the values of the config. If the checkpoint has the state of another
+    optimizer, the optimizer starts with new state.
+    """
     names, kind = parameter_names(optimizer, model), type(optimizer).__name__
     if saved["kind"] != kind:
         log.info(
@@ -207,11 +223,11 @@ def restore_optimizer(
     for group in groups:
         before = group_of.get(names[group["params"][0]], {}) if group["params"] else {}
         if COUNTER in before:
-            # A copy, because two groups made from one saved group would both increment a shared
-            # tensor.
+            # Copy the counter, because two groups may come from one saved group, and would both
+            # increment a shared tensor.
             group[COUNTER] = copy.deepcopy(before[COUNTER])
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    # Shard the values before loading, which copies them to the device.
+    # Shard the saved optimizer state before loading it, because loading copies it to the device.
     state = {
         index: {
             key: _part(value, parameter, strategy) for key, value in saved["state"][name].items()
@@ -224,16 +240,19 @@ def restore_optimizer(
 
 
 def _part(value: Any, parameter: Tensor, strategy: Strategy) -> Any:
-    """Return this rank's shard of a state value if it is a tensor in the shape of `parameter`, else
-    the value itself.
+    """Return this rank's part of a tensor in the optimizer state if the parameter is sharded like
+    it.
+
+    A value that does not have the shape of the parameter is returned unchanged.
     """
     is_like = isinstance(value, Tensor) and value.shape == parameter.shape
     return strategy.part(value, parameter) if is_like else value
 
 
 def _check_state_is_complete(optimizer: Optimizer) -> None:
-    """Raise ValueError if a step needs state that the checkpoint lacks, for example with
-    amsgrad=true. Steps on copies.
+    """Raise ValueError if an optimizer step needs state that the checkpoint lacks.
+
+    This happens, for example, with a new setting amsgrad=true. The step is tried on copies.
     """
     for group in optimizer.param_groups:
         smallest = min(
@@ -252,13 +271,13 @@ def _check_state_is_complete(optimizer: Optimizer) -> None:
         try:
             with liveness.on_trial():
                 trial.step()
-        # Some optimizers, such as kron, keep more than their groups and state, so a copy cannot
-        # step.
+        # Skip optimizers, such as kron, of which a copy cannot step, because they keep data outside
+        # of their groups and state.
         except AttributeError:
             continue
         except KeyError as error:
             raise ValueError(
                 f"optim: {type(optimizer).__name__} with these settings needs state that the "
-                f"checkpoint does not have ({error}); give optim.kwargs and optim.momentum as they "
-                "were, or start a new run"
+                f"checkpoint does not have ({error}); set optim.kwargs and optim.momentum as in "
+                "the saved run, or start a new run"
             ) from None

@@ -1,5 +1,6 @@
-"""Contents of a checkpoint: the training state as unsharded tensors and plain values, and what a
-resume compares.
+"""Build the contents of a checkpoint.
+
+They are the training state, as unsharded tensors and plain values, and what a resume compares.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from timm_parallel.state.parts import (
 
 def checkpoint_of(parts: RunParts, segments: list[dict[str, Any]]) -> dict[str, Any]:
     """Build the contents of a checkpoint: training state, data fingerprint, config and segments.
-    Raises NotFiniteError for non-finite weights. Collective.
+
+    Raises NotFiniteError if a weight is not finite. All ranks must call this function.
     """
     contents = snapshot(parts.state, parts.strategy)
     check_finite(
@@ -44,7 +46,8 @@ def checkpoint_of(parts: RunParts, segments: list[dict[str, Any]]) -> dict[str, 
         "made_by": {
             "strategy": parts.strategy.kind,
             "devices": parts.config.parallel.devices,
-            # model.weights loads the set of weights (raw or averaged) that this metric evaluates.
+            # If a later run loads this checkpoint by model.weights, this metric decides whether the
+            # raw or the averaged weights are loaded.
             "metric": parts.config.checkpoint.metric,
         },
         "trained_on": data_of_a_step(parts),
@@ -54,14 +57,13 @@ def checkpoint_of(parts: RunParts, segments: list[dict[str, Any]]) -> dict[str, 
 
 
 def snapshot(state: TrainState, strategy: Strategy) -> dict[str, Any]:
-    """Return the training state as unsharded tensors and plain values, for a checkpoint.
-    Collective.
+    """Collect the training state as unsharded tensors and plain values, for a checkpoint.
 
-    If the strategy shards parameters, only rank 0 gets the tensors, in CPU memory. Other ranks get
-    empty tensors.
+    If the strategy shards parameters, rank 0 gets the tensors in CPU memory, and other ranks get
+    empty tensors. All ranks must call this function.
     """
-    # Learning rates and random draws are functions of the step, so a checkpoint has no state of
-    # them.
+    # A checkpoint stores no learning rates and no random states, because both are functions of the
+    # step.
     parts = {
         "model": state.model.state_dict(),
         OF_STEP: {name: tensor.detach() for name, tensor in state.own_tensors().items()},
@@ -80,8 +82,10 @@ def snapshot(state: TrainState, strategy: Strategy) -> dict[str, Any]:
 
 
 def _for_file(tensor: Tensor, strategy: Strategy) -> Tensor:
-    """Return a tensor unsharded, on the CPU of rank 0 (empty on other ranks) if the strategy shards
-    it. Collective.
+    """Return an unsharded tensor for a checkpoint. All ranks must call this function.
+
+    If the strategy shards parameters, the tensor is in the CPU memory of rank 0, and empty on other
+    ranks.
     """
     whole = strategy.whole(tensor)
     if not strategy.shards:
@@ -90,8 +94,9 @@ def _for_file(tensor: Tensor, strategy: Strategy) -> Tensor:
 
 
 def optimizer_state(optimizer: Optimizer, model: HasParameters) -> dict[str, Any]:
-    """Return the optimizer's `state_dict()` with parameter names instead of numbers, and its class
-    name as `kind`.
+    """Build the state dict of an optimizer, with the names of parameters instead of their numbers.
+
+    The key `kind` holds the class name of the optimizer.
     """
     names, state = parameter_names(optimizer, model), optimizer.state_dict()
     return {
@@ -107,8 +112,9 @@ def optimizer_state(optimizer: Optimizer, model: HasParameters) -> dict[str, Any
 def check_finite(
     states: Iterable[dict[str, Tensor] | None], group: ProcessGroup, step: int
 ) -> None:
-    """Raise NotFiniteError on all ranks if a tensor in the state dicts `states` has NaN or infinity
-    on any. Collective.
+    """Raise NotFiniteError on all ranks if a tensor on any rank contains NaN or infinity.
+
+    `states`: state dicts with the tensors to check. All ranks must call this function.
     """
     tensors = [
         tensor
@@ -117,10 +123,13 @@ def check_finite(
         if tensor.is_floating_point()
     ]
     flags = [~tensor.isfinite().all() for tensor in tensors]
-    # A loss may be on another device than the model (parallel.output_device).
+    # Move the results to one device, because parallel.output_device may put the loss on another
+    # device than the model.
     bad = torch.stack([flag.to(flags[0].device) for flag in flags]).any()
-    # As a plain value: some tensors may be in CPU memory, from which NCCL does not send.
+    # Gather a plain value, because the tensor may be in CPU memory, from which NCCL cannot send.
     if any(group.gather(bool(bad))):
         raise NotFiniteError(
-            f"the weights are not finite after step {step}, though its loss was", step
+            f"the weights are not finite after step {step}, although the loss of this step was "
+            "finite",
+            step,
         )

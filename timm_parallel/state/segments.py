@@ -1,4 +1,6 @@
-"""Segments of a run: its attempts, each with its command and the settings changed by a resume."""
+"""Describe the segments of a run: its start and each resume, with the command and the changed
+settings.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,9 @@ from timm_parallel.state.parts import RunParts
 
 
 def describe_segments(segments: Sequence[dict[str, Any]]) -> list[str]:
-    """Return a line per segment with its first step, command and changes; none if no resume changed
-    a setting.
+    """Format one line per segment of a run, with its first step, command and changed settings.
+
+    Returns no lines if no resume has changed a setting.
     """
     if not any(segment["changed"] for segment in segments):
         return []
@@ -30,8 +33,9 @@ def describe_segments(segments: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def new_segment(parts: RunParts, folder: Path, changed: dict[str, list[Any]]) -> dict[str, Any]:
-    """Return the segment that starts now, for result.json: first step, command, changed settings,
-    time and devices.
+    """Build the entry in result.json for the segment of the run that starts now.
+
+    `changed`: dictionary from each setting that a resume changed to its values before and now.
     """
     return {
         "first_step": parts.progress.step,

@@ -1,4 +1,6 @@
-"""The commands of docs/slurm.md and docs/kubernetes.md, for the tests that run them."""
+"""Example commands of docs/slurm.md and docs/kubernetes.md. Tests run the same commands that the
+pages show.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Start commands as processes, and check at the end of a test that all of them have ended."""
+"""Classes that start commands as processes for tests. When a test ends, all processes that it
+started must have ended.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,7 @@ NOT_HANDED_ON = (
 
 @dataclass
 class Finished:
-    """A command that has ended."""
+    """Exit code, output, run folder and duration of a command that has ended."""
 
     returncode: int
     stdout: str
@@ -66,7 +68,9 @@ class Finished:
 
 @dataclass
 class Running:
-    """A running command. Its output goes to files, because a full pipe would block it."""
+    """Command that still runs. The output of the command goes to files, because a pipe that nothing
+    reads would fill and block the command.
+    """
 
     process: subprocess.Popen[str]
     folder: Path
@@ -75,7 +79,9 @@ class Running:
     started: float = field(default_factory=time.monotonic)
 
     def workers(self) -> dict[int, psutil.Process]:
-        """Return the ranks started so far, by rank."""
+        """Return the rank processes that the command has started so far, as a dictionary from rank
+        number to process.
+        """
         workers = {}
         for child in psutil.Process(self.process.pid).children(recursive=True):
             try:
@@ -89,7 +95,11 @@ class Running:
         return workers
 
     def wait_for(self, condition: Callable[[], Any]) -> Any:
-        """Wait until `condition` returns a true value, and return it."""
+        """Call the function `condition` every 50 ms until it returns a true value, and return that
+        value.
+
+        The test fails if the command ends or exceeds its time limit first.
+        """
         while not (value := condition()):
             if self.process.poll() is not None or time.monotonic() - self.started > self.timeout:
                 pytest.fail(
@@ -99,21 +109,21 @@ class Running:
         return value
 
     def wait_for_steps(self) -> None:
-        """Wait until steps have been logged."""
+        """Wait until metrics.jsonl of the run contains a line."""
         log = self.folder / "metrics.jsonl"
         self.wait_for(lambda: log.exists() and log.stat().st_size > 0)
 
     def signal(self, number: int) -> Finished:
-        """Send a signal to this process only and wait until it ends; `seconds` counts from the
-        signal.
+        """Send a signal to the command, but not to its child processes, and wait until the command
+        ends. The field `seconds` of the result is the time since the signal.
         """
         self.process.send_signal(number)
         self.started = time.monotonic()
         return self.finish()
 
     def finish(self) -> Finished:
-        """Wait until the command ends. After the time limit,
-        kill its processes and fail the test.
+        """Wait until the command ends, and return its exit code and output. If the command exceeds
+        its time limit, kill its process group and fail the test.
         """
         left = self.timeout - (time.monotonic() - self.started)
         try:
@@ -131,15 +141,15 @@ class Running:
 
 
 class Train:
-    """Starter of `train.py` with a separate home and temporary folder. No process may remain when
-    the test ends.
+    """Starter of `train.py` and other commands for a test. All commands use a home folder and a
+    temporary folder of the test. `close` fails the test if any of the started processes still runs.
     """
 
     def __init__(self, base: Path, caches: Path) -> None:
         self.base, self.count = base, 0
         self.home = base / "home"
-        # Short: sockets of loader workers lie there, and a socket's path has at most 107
-        # characters.
+        # Keep the path of the temporary folder short. Loader workers create sockets in this folder,
+        # and the path of a socket has at most 107 characters.
         self.temporary = Path(tempfile.mkdtemp(prefix="train_"))
         self.home.mkdir()
         kept = {name: value for name, value in os.environ.items() if name not in NOT_HANDED_ON}
@@ -152,7 +162,9 @@ class Train:
         self._started: list[subprocess.Popen[str]] = []
 
     def __call__(self, *overrides: str, **options: Any) -> Finished:
-        """Start a run with the options of `start` and wait until it ends."""
+        """Start train.py with the options of the method `start`, wait until the command ends, and
+        return its exit code and output.
+        """
         return self.start(*overrides, **options).finish()
 
     def start(
@@ -165,8 +177,11 @@ class Train:
         timeout: float = 300,
         defaults: bool = True,
     ) -> Running:
-        """Start train.py with python, or with torchrun and `ranks` ranks. The default run folder is
-        `<base>/run`.
+        """Start train.py and return the running command.
+
+        `form` selects plain python, or torchrun with `ranks` ranks. `folder` is the run folder, by
+        default `<base>/run`. `defaults` adds the overrides of a tiny training run to the command
+        line.
         """
         folder = folder or self.base / "run"
         words = tiny(f"hydra.run.dir={folder}", *overrides) if defaults else list(overrides)
@@ -179,7 +194,8 @@ class Train:
             ],
         }[form]
         if form == "torchrun":
-            starter += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]  # a free port
+            # With port 0, torchrun chooses a free port, so that concurrent tests do not collide.
+            starter += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
         return self.start_command(
             [*starter, "train.py", *words], folder, environment or {}, timeout
         )
@@ -191,7 +207,7 @@ class Train:
         environment: dict[str, str] | None = None,
         timeout: float = 300,
     ) -> Running:
-        """Start any command in the project root."""
+        """Start any command in the root folder of the project, and return the running command."""
         self.count += 1
         output = self.base / f"command_{self.count}"
         with (
@@ -213,7 +229,9 @@ class Train:
         return Running(process, folder, output, timeout)
 
     def left(self) -> list[psutil.Process]:
-        """Return the processes of this test that still run, including descendants."""
+        """Return the processes that this test has started and that still run. Descendants are
+        included.
+        """
         running = []
         for process in psutil.process_iter():
             try:
@@ -227,14 +245,18 @@ class Train:
         return running
 
     def left_after(self, seconds: float) -> list[psutil.Process]:
-        """Wait up to `seconds` until no process is left, and return the remaining processes."""
+        """Wait up to `seconds` until all processes of this test have ended. Return the processes
+        that still run.
+        """
         until = time.monotonic() + seconds
         while (running := self.left()) and time.monotonic() < until:
             time.sleep(0.1)
         return running
 
     def close(self) -> None:
-        """Kill the processes that still run, and fail if there are any."""
+        """Kill all processes that this test has started and that still run. Fail the test if there
+        were any.
+        """
         left = self.left_after(2)
         words = [f"{process.pid}: {' '.join(process.cmdline())}" for process in left]
         for process in left:
@@ -247,16 +269,17 @@ class Train:
 
 
 def heed_signals() -> None:
-    """Undo what `nohup` does in a new process: the product keeps ignoring what it ignores at its
-    start.
+    """Reset the stop signals to their default action in a new child process. A shell or `nohup` may
+    have set them to be ignored, and train.py would then ignore them too.
     """
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
 
 
 def processes_of(folder: Path) -> list[psutil.Process]:
-    """Return the processes whose command names the folder, or which log into it: a forked job has
-    its server's command.
+    """Return the running processes that belong to a run folder. Most of them have the folder in
+    their command line. A sweep job that is forked from a server has the command line of the server,
+    and is recognized by an open file in the folder.
     """
     running = []
     for process in psutil.process_iter():

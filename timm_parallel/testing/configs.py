@@ -1,5 +1,5 @@
-"""Small test configs and commands, composed as train.py composes them, and readers for the files of
-a run.
+"""Helpers for tests. They compose small configs and command lines in the same way as train.py, and
+read metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -31,19 +31,23 @@ TINY = (
 
 
 def resolved(*overrides: str) -> ResolvedConfig:
-    """Return the resolved config of `python train.py <TINY> <overrides>`."""
+    """Build the resolved config that `python train.py` would use with the overrides in TINY and the
+    given overrides. TINY sets a tiny model and 192 training images.
+    """
     return resolve(compose_command(parse(*tiny(*overrides))).config)
 
 
 def parse(*words: str) -> Any:
-    """Parse a command line with the parser of Hydra."""
+    """Parse command-line arguments with Hydra's argument parser and return the result."""
     from hydra._internal.utils import get_args_parser
 
     return get_args_parser().parse_args(list(words))
 
 
 def conf(folder: Path, **files: str) -> Path:
-    """Write a folder for --config-dir from texts by file name, with `__` in place of `/`."""
+    """Write YAML files into a folder for the option `--config-dir`, and return the folder. `files`
+    maps a file name without suffix to its YAML text. Two underscores in a name stand for a slash.
+    """
     for name, text in files.items():
         path = folder / f"{name.replace('__', '/')}.yaml"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -52,25 +56,34 @@ def conf(folder: Path, **files: str) -> Path:
 
 
 def tiny(*overrides: str) -> list[str]:
-    """Return TINY with `overrides`; later keys replace earlier ones."""
+    """Return the overrides of a tiny training run, followed by the given overrides. A given
+    override replaces the default override of the same key.
+    """
     chosen = {word.partition("=")[0]: word for word in (*TINY, *overrides)}
     return list(chosen.values())
 
 
 def plain(channels: int, mean: float = 0.0, std: float = 1 / 255) -> dict[str, tuple[float, ...]]:
-    """Return mean and std for a DevicePrefetcher. The defaults keep pixel values in 0..255."""
+    """Return the mean and standard deviation per channel for a DevicePrefetcher, as a dictionary of
+    keyword arguments. With the default values, normalization leaves pixel values in 0..255
+    unchanged.
+    """
     return {"mean": (mean,) * channels, "std": (std,) * channels}
 
 
 def train_loader_of(*parts: Any) -> TrainLoader:
-    """Make a training loader of a fetcher, a sampler, a prefetcher and a number of workers."""
+    """Build a training loader from a batch fetcher, a sampler, a device prefetcher and a number of
+    worker processes.
+    """
     loader = TrainLoader.__new__(TrainLoader)
     Loader.__init__(loader, *parts)
     return loader
 
 
 def task_of(classes: int, train: TrainConfig | None = None, **augment: Any) -> Any:
-    """Build the task of so many classes. `augment`: keys of data.augment."""
+    """Build the task object of a classification run with the given number of classes. `train`
+    replaces the config section train, and `augment` sets keys of data.augment.
+    """
     config = resolved()
     config.train = train or config.train
     config.data.augment = AugmentConfig(**augment)
@@ -85,8 +98,8 @@ def evaluate_batches(
     num_classes: int,
     metrics: Mapping[str, Metric] | None = None,
 ) -> Evaluation:
-    """Evaluate on given batches without a loader. Metrics from rows are not supported, because they
-    need a loader.
+    """Evaluate a model on given batches instead of a data loader, and return losses and metrics.
+    Metrics that need the rows of all images are not supported, because they need a loader.
     """
     prefetcher = SimpleNamespace(device=strategy.device)
     fetcher = SimpleNamespace(split=range(num_samples))
@@ -104,8 +117,8 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def without_times(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return metric lines without values that depend on the clock or on memory, and without empty
-    lines.
+    """Return logged metric lines without times, speeds and memory use, which differ between equal
+    runs. Lines that have no metrics left are dropped.
     """
     timed = (
         "time",

@@ -1,8 +1,8 @@
-"""Fixtures that start runs: as a command in new processes (`train`), or as ranks forked here
-(`in_ranks`, `run_warm`).
+"""Pytest fixtures that start training runs.
 
-Tests of how processes start, end or are supervised use commands; other tests use forked ranks,
-which are faster.
+The fixture `train` starts a run as a command in new processes. Tests of how processes start, end or
+are supervised use this fixture. Other tests fork ranks with `in_ranks` or `run_warm`, which is
+faster.
 """
 
 from __future__ import annotations
@@ -27,37 +27,45 @@ from timm_parallel.machine import hardware
 from timm_parallel.testing.commands import Finished, Refuse, Train
 from timm_parallel.testing.ranks import RANK_VARIABLES
 
-# A script starts `make test &` with Ctrl-C ignored, and every command of a test would inherit that.
+# Make SIGINT work again. If a script starts `make test &`, the shell lets the tests ignore SIGINT,
+# and every command that a test starts would inherit this.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Many images set it. Each worker and each command of a test would compile the same files again,
-# which takes four times as long as collecting compiled tests.
+# Let Python write bytecode files. Many container images forbid this, and each test worker and each
+# command of a test would compile the same files again. Collecting the tests would take four times
+# as long.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
 
-# First: xdist, which pytest loads after this plugin, has a hook of its own.
+# Run this hook first. Otherwise the hook of pytest-xdist, which is loaded later, would decide the
+# number of workers.
 @pytest.hookimpl(optionalhook=True, tryfirst=True)
 def pytest_xdist_auto_num_workers() -> int | None:
-    """Return cores + 1 for `-n logical`, because tests also wait for watchdogs and for processes to
-    end.
+    """Return the number of test workers for `-n logical`, which is one more than the number of CPU
+    cores. Tests also wait for processes and watchdogs, so that cores would be idle otherwise.
     """
     return None if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ else hardware.cores() + 1
 
 
-# While tests and what they import are collected, in which it finds nothing: a quarter of that time.
+# Disable garbage collection while pytest imports test modules. The collector would take a quarter
+# of this time and find no garbage.
 gc.disable()
 
 
 def pytest_collection_finish() -> None:
-    """Freeze imported objects, so that the garbage collector skips them."""
+    """Exclude all objects created by imports from garbage collection, and enable the collector
+    again.
+    """
     gc.freeze()
     gc.enable()
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Mark parameter rows that `sample` leaves out as nightly."""
+    """Mark a parameter set of a test as nightly if the marker `sample` leaves it out. `sample(n)`
+    keeps every n-th parameter set in the ordinary test run.
+    """
     sample = item.get_closest_marker("sample")
     if sample is not None and isinstance(item, pytest.Function):
         row = max(item.callspec.indices.values())
@@ -65,10 +73,11 @@ def pytest_itemcollected(item: pytest.Item) -> None:
             item.add_marker(pytest.mark.nightly)
 
 
-@pytest.hookimpl(trylast=True)  # of what -m has left
+# Run this hook last, so that it sorts only the tests that the option -m has selected.
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run slow files first, so that no worker starts a slow file when the other workers have
-    finished.
+    """Sort tests so that files with slow tests run first. Otherwise one worker could start a slow
+    file when all other workers have finished.
     """
     seconds: dict[Path, float] = defaultdict(float)
     for item in items:
@@ -80,8 +89,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def caches(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Share one matplotlib cache, so that its font list is built once instead of once per home
-    folder.
+    """Return a matplotlib cache folder that all commands share. Without it, each command would
+    build a font list, because each test has an empty home folder.
     """
     return tmp_path_factory.mktemp("matplotlib")
 
@@ -97,8 +106,9 @@ def train(tmp_path: Path, caches: Path) -> Iterator[Train]:
 def refuse(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> Refuse:
-    """Return a function that runs main of train.py in an empty folder without CUDA and returns its
-    one-line error.
+    """Return a function that runs main of train.py in an empty folder with arguments that must be
+    refused. The function checks the exit code 2 and that no file was created, and returns the
+    one-line error. No CUDA devices are visible.
     """
     here = tmp_path / "here"
     here.mkdir()
@@ -113,7 +123,8 @@ def refuse(
         capfd.readouterr()
         try:
             code = run_command(app)
-        except SystemExit as leave:  # argparse
+        # Hydra's argument parser reports an error by SystemExit.
+        except SystemExit as leave:
             code = leave.code
         out, err = capfd.readouterr()
         assert code == 2, f"{arguments} ended with {code}: {err or out}"
@@ -133,7 +144,9 @@ def _no_child(*arguments: object, **options: object) -> None:
 
 @pytest.fixture(scope="module")
 def train_shared(tmp_path_factory: pytest.TempPathFactory, caches: Path) -> Iterator[Train]:
-    """Start runs like `train`, for results that several tests of a module read."""
+    """Yield a starter of train.py, as the fixture `train` does. The started runs are kept for all
+    tests of a module.
+    """
     starter = Train(tmp_path_factory.mktemp("shared"), caches)
     yield starter
     starter.close()
@@ -141,8 +154,8 @@ def train_shared(tmp_path_factory: pytest.TempPathFactory, caches: Path) -> Iter
 
 @pytest.fixture(scope="session")
 def finished_run(tmp_path_factory: pytest.TempPathFactory, caches: Path) -> Finished:
-    """Train one run that the tests of all workers share. A test must copy the folder before
-    changing it.
+    """Train one run, and return its exit code, output and run folder. Tests in all workers share
+    this run, so a test must copy the folder before changing files.
     """
     base = tmp_path_factory.getbasetemp()
     shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base

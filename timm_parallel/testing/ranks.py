@@ -1,8 +1,8 @@
-"""Ranks forked from a server that has already imported everything, which saves the three seconds of
-a new process.
+"""Helpers that run test code in forked rank processes.
 
-`in_ranks` calls a function in such ranks, `run_warm` trains a whole run, `warm_ranks` replaces the
-launcher.
+A fork server imports torch and the library once. Its forked ranks start three seconds faster than
+new processes. `in_ranks` calls a function on every rank. `run_warm` trains a whole run.
+`warm_ranks` replaces the launcher of train.py.
 """
 
 from __future__ import annotations
@@ -36,11 +36,14 @@ COLD = "the server of ranks has not found timm_parallel/testing/warm.py"
 
 
 def warm_processes() -> Any:
-    """Return a multiprocessing context. A server that has imported warm.py forks its processes."""
+    """Return a multiprocessing context that forks processes from a server. The server has already
+    imported the modules of timm_parallel/testing/warm.py.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["timm_parallel.testing.warm"])
-    # Python before 3.13 looks for the module from the folder in which the server starts, and
-    # ignores it if it is missing. All ranks of all later tests would be cold.
+    # Start the fork server in the project root. Python before 3.13 searches the preloaded module
+    # from the folder in which the server starts, and ignores a missing module. Then the ranks of
+    # all later tests would import torch again.
     with contextlib.chdir(ROOT):
         forkserver.ensure_running()
     return context
@@ -49,10 +52,11 @@ def warm_processes() -> Any:
 def in_ranks(
     function: Callable[..., Any], world_size: int, *arguments: Any, timeout: float = 300
 ) -> list[Any]:
-    """Call `function(ranks, store, *arguments)` in `world_size` processes with a file store and
-    return their results.
+    """Call `function(ranks, store, *arguments)` in `world_size` forked processes, and return a list
+    of the results, ordered by rank.
 
-    A process that raises or dies fails the test with its traceback.
+    `ranks` describes the rank of the process, and `store` is a torch FileStore. The test fails with
+    the traceback if a process raises, and with the exit code if a process dies.
     """
     context = warm_processes()
     answers = context.Queue()
@@ -121,15 +125,15 @@ def _rank(
 
 
 def run_warm(folder: Path, *overrides: str) -> Path:
-    """Run `python train.py <TINY> <overrides>` in warm ranks and return `folder`, the run folder.
-    Fail if the run fails.
+    """Train a run with the overrides in TINY and the given overrides in forked ranks, and return
+    the run folder. The test fails if the run fails.
     """
     return train_warm(resolved(*overrides), folder)
 
 
 def train_warm(config: ResolvedConfig, folder: Path) -> Path:
-    """Train a config in warm ranks and return `folder`, the run folder. Fail the test if the run
-    fails.
+    """Train a run with a resolved config in forked ranks, and return the run folder. The test fails
+    if the run fails.
     """
     prepare(config, folder)
     ended = warm_ranks(config, folder)
@@ -146,11 +150,13 @@ def warm_ranks(
     timeout: float = 300,
     start_rank: object = None,
 ) -> RankExits:
-    """Replace `supervisor.run_ranks`: run the same ranks on a prepared folder, in warm processes,
-    without torch's agent.
+    """Train a run in forked ranks without torch's elastic agent, and return the exit codes of the
+    ranks. Tests use this function in place of `supervisor.run_ranks`.
 
-    If a rank fails, end the other ranks as the agent does. `first`: a Python file that each rank
-    runs before anything else. Their output goes to `console.txt`. `start_rank` is not used.
+    The run folder must already contain the saved config. If a rank fails, the other ranks are
+    ended, as the agent does. `environment` holds additional environment variables. `first` is a
+    Python file that each rank executes before training. The output of all ranks goes to
+    `console.txt` in the run folder. `start_rank` is ignored.
     """
     from torch.distributed import TCPStore
 
@@ -205,7 +211,8 @@ def _warm_rank(folder: Path, environment: dict[str, str], first: Path | None) ->
     os.environ.update(environment)
     console = os.open(folder / "console.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(console, 1), os.dup2(console, 2)
-    multiprocessing.set_start_method("fork", force=True)  # as in a rank, for its loader workers
+    # Fork loader workers, as a rank of train.py does.
+    multiprocessing.set_start_method("fork", force=True)
     if first is not None:
         spec = importlib.util.spec_from_file_location(first.stem, first)
         assert spec is not None and spec.loader is not None

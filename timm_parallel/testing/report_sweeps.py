@@ -1,4 +1,6 @@
-"""Fake sweeps for the report: the files that a sweep writes, with measurements chosen by a test."""
+"""Fake sweep folders for tests of the report. They hold the files that a real sweep writes, with
+measurements that the test chooses.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ SPEEDS = {("single", 1): 1000, ("dp", 2): 1500, ("dp", 4): 1750, ("ddp", 2): 190
 
 
 class Sweep:
-    """A sweep folder under construction; `write` makes it readable."""
+    """Builder of a fake sweep folder. `add` writes the files of one job, and `write` writes
+    jobs.json, without which no report can read the folder.
+    """
 
     def __init__(
         self, folder: Path, accelerator: str = "cuda", cores: int = 16, host: str = "node1"
@@ -39,8 +43,13 @@ class Sweep:
         block: int = 0,
         **changes: Any,
     ) -> Path:
-        """Add a finished job. `changes` replaces fields of result.json; `config` and `options`
-        replace keys of config.yaml.
+        """Write the run folder of a finished job, list the job for jobs.json, and return the run
+        folder.
+
+        `speed` is in images per second, `per_device` is the number of images per device, and
+        `block` is the number of the repeat. `changes` replaces fields of result.json. `environment`
+        replaces fields of environment.json. `config` replaces keys of config.yaml, and `options`
+        replaces keys of the section parallel in config.yaml.
         """
         folder = self.folder / str(len(self.jobs))
         batch = per_device * devices if per_device else 64
@@ -73,14 +82,18 @@ class Sweep:
         return folder
 
     def repeat(self, strategy: str, devices: int, speeds: Iterable[float], **changes: Any) -> None:
-        """Add one run per repeat."""
+        """Write one finished job per repeat of a configuration. `speeds` are the images per second
+        of the repeats.
+        """
         for block, speed in enumerate(speeds):
             self.add(strategy, devices, speed, block=block, **changes)
 
     def row(
         self, *overrides: str, status: str, reason: str = "", block: int = 0, **fields: str
     ) -> None:
-        """Add a job to jobs.json. Only `add` creates a folder for it."""
+        """List a job for jobs.json without writing a run folder, as for a job that was skipped or
+        never started.
+        """
         number = len(self.jobs)
         self.jobs.append(
             {
@@ -127,7 +140,9 @@ class Sweep:
 def result_of(
     strategy: str, devices: int, speed: float, batch: int, accelerator: str
 ) -> dict[str, Any]:
-    """Return result.json of a run whose measurements support every claim of the report."""
+    """Build the contents of result.json for a fake run. Its measurements support every claim that a
+    report can make.
+    """
     has_ranks = strategy in ("ddp", "fsdp")
     ranks = devices if has_ranks else 1
     step_ms = 1000 * batch / speed
@@ -190,7 +205,10 @@ def result_of(
 def full_sweep(
     folder: Path, speeds: dict[tuple[str, int], float] | None = None, **kwargs: Any
 ) -> Sweep:
-    """Build a sweep with three repeats of every configuration and independent noise of 1 %."""
+    """Build a fake sweep with three repeats of every configuration. `speeds` maps (strategy, number
+    of devices) to images per second. The speed of a repeat deviates from this value by -1, 0 or 1
+    %.
+    """
     sweep = Sweep(folder, **kwargs)
     for place, ((strategy, devices), speed) in enumerate(
         (SPEEDS if speeds is None else speeds).items()
@@ -209,7 +227,9 @@ def write(path: Path, values: Any) -> None:
 
 
 def read(folder: Path, *more: Path) -> tuple[str, str, dict[str, Any]]:
-    """Return (HTML, Markdown, JSON) of the report on `folder` and `more`."""
+    """Write the report on one or several sweep folders, and return it as HTML text, Markdown text
+    and the contents of report.json.
+    """
     html = write_report([folder, *more])
     markdown = html.with_suffix(".md").read_text(encoding="utf-8")
     return (
@@ -220,5 +240,7 @@ def read(folder: Path, *more: Path) -> tuple[str, str, dict[str, Any]]:
 
 
 def verdicts(*folders: Path) -> dict[int, str]:
-    """Return the verdict of each claim by number, read from report.json."""
+    """Write the report on sweep folders, and return the verdict on each claim, as a dictionary from
+    claim number to verdict.
+    """
     return {claim["number"]: claim["verdict"] for claim in read(*folders)[2]["claims"]}

@@ -1,5 +1,5 @@
-"""A real Slurm cluster of two nodes, started by timm_parallel/tests/dev_cluster.sh on this machine,
-and helpers for its jobs.
+"""Fixtures for tests on a real Slurm cluster. timm_parallel/tests/dev_cluster.sh starts a cluster
+of two nodes on this machine.
 """
 
 from __future__ import annotations
@@ -34,23 +34,25 @@ LONG = (
     "train.log_every=5",
     "checkpoint.every_steps=20",
 )
-SLURM = JOB.split()[2:]  # after `python train.py`
+SLURM = JOB.split()[2:]
 
 
 @pytest.fixture(scope="module", name="cluster")
 def cluster_of_two_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """Yield the environment variables for commands on the cluster."""
+    """Start a Slurm cluster of two nodes on this machine, and stop it after the tests of a module.
+    Yield the environment variables that commands need to use the cluster.
+    """
     folder = tmp_path_factory.mktemp("slurm")
     environment = {
         **os.environ,
         "DEV_CLUSTER": str(folder / "dev"),
         "SLURM_CONF": str(folder / "dev" / "slurm.conf"),
     }
-    environment["DEV_CLUSTER_PORT"] = str(
-        17000 + 10 * (os.getpid() % 300)
-    )  # apart from another cluster on this machine
+    # Derive the port from the process ID, so that two clusters on one machine do not collide.
+    environment["DEV_CLUSTER_PORT"] = str(17000 + 10 * (os.getpid() % 300))
     run = partial(subprocess.run, cwd=ROOT, env=environment, check=True, timeout=300)
-    run(CLUSTER_START.split(), stdout=subprocess.DEVNULL)  # no pipe: the daemons would keep it open
+    # Do not connect a pipe to stdout. The Slurm daemons would inherit the pipe and keep it open.
+    run(CLUSTER_START.split(), stdout=subprocess.DEVNULL)
     status = run(CLUSTER_STATUS.split(), stdout=subprocess.PIPE, text=True).stdout
     assert "n1" in status and "n2" in status
     yield environment
@@ -59,7 +61,7 @@ def cluster_of_two_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[d
 
 
 class Jobs:
-    """Submits runs as jobs and queries Slurm about them."""
+    """Helper that submits training runs to Slurm as jobs, and asks Slurm for their states."""
 
     def __init__(self, train: Train, environment: dict[str, str]) -> None:
         self.train, self.environment = train, environment
@@ -97,8 +99,8 @@ class Jobs:
             time.sleep(0.2)
 
     def resume_node(self) -> bool:
-        """Resume node n2 and return True if it is available. A node that is still ending a job
-        cannot be resumed yet.
+        """Ask Slurm to make node n2 available again, and return True if it is. Slurm refuses this
+        while the node still ends a job.
         """
         self.slurm("scontrol", "update", "NodeName=n2", "State=RESUME")
         return self.slurm("sinfo", "--noheader", "--nodes=n2", "--format=%T") in (

@@ -1,5 +1,5 @@
-"""Imports done once by the server of `in_ranks`. Forked ranks inherit these modules instead of
-importing them again.
+"""Imports that the fork server of `in_ranks` performs once. Forked ranks inherit the imported
+modules and need not import them again.
 """
 # ruff: noqa: F401
 
@@ -7,7 +7,8 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-# The server does not have this process's path.
+# Let the server find the modules next to this file. The server does not inherit the module search
+# path of pytest.
 sys.path.insert(0, str(Path(__file__).parent))
 
 import torchvision.transforms.v2
@@ -15,7 +16,8 @@ import torchvision.transforms.v2
 from timm_parallel.testing import ranks
 from timm_parallel.testing.configs import parse, tiny
 
-with suppress(ImportError):  # a GPU machine without a package index may lack it
+# Continue without hypothesis, which may be missing on a GPU machine that cannot install packages.
+with suppress(ImportError):
     import hypothesis
 
 import timm_parallel.parallel.distributed
@@ -24,6 +26,6 @@ from src.app import app
 from timm_parallel.config.compose import compose_command
 
 app.import_all()
-compose_command(
-    parse(*tiny())
-)  # Hydra with its grammar and plugins; without resolve(), which queries the GPU driver
+# Compose a config once, which loads Hydra with its grammar and plugins. Do not resolve the config
+# here, because this would query the GPU driver.
+compose_command(parse(*tiny()))

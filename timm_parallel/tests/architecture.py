@@ -1,7 +1,7 @@
-"""Structure of the code: python timm_parallel/tests/architecture.py
+"""Checks of the import structure: python timm_parallel/tests/architecture.py
 
-Read import statements and print a table, whose limits are in test_architecture.py. No project code
-is run.
+Read the import statements of all source files, and print a table of measured values and their
+limits. test_architecture.py tests the same limits. No code of the project is imported.
 """
 
 from __future__ import annotations
@@ -29,17 +29,20 @@ LIMITS = {
 
 @dataclass(frozen=True)
 class Named:
-    """Dotted name that a file imports, or uses as an attribute of an imported name."""
+    """Dotted name in a source file, which is either imported or used as an attribute of an imported
+    name.
+    """
 
     name: str
     line: int
     in_function: bool
-    for_types: bool  # below `if TYPE_CHECKING:`
+    # True if the name is imported or used inside `if TYPE_CHECKING:`.
+    for_types: bool
     is_import: bool
 
 
 def names_in(source: str) -> Iterator[Named]:
-    """Yield every name that a file imports, and every dotted use such as
+    """Yield every name that a source file imports, and every dotted use of a name, such as
     `torch.distributed.barrier`.
     """
     yield from _walk(ast.parse(source), in_function=False, for_types=False)
@@ -69,7 +72,9 @@ def _walk(node: ast.AST, in_function: bool, for_types: bool) -> Iterator[Named]:
 
 
 def source_files(root: Path = ROOT) -> list[Path]:
-    """Return the entry points, the files of src/ and those of the library without its tests."""
+    """Return the paths of train.py, evaluate.py, all files of src/ and all files of the library
+    except tests.
+    """
     return [
         root / "train.py",
         root / "evaluate.py",
@@ -84,8 +89,8 @@ def _library(root: Path) -> list[Path]:
 
 
 def package_of(file: str) -> str:
-    """Return the package of a file: `timm_parallel/launch/job.py` -> `timm_parallel.launch`,
-    `src/models/build.py` -> `models`.
+    """Return the package that a file belongs to, such as `timm_parallel.launch` for
+    `timm_parallel/launch/job.py`, and `models` for `src/models/build.py`.
     """
     parts = Path(file).with_suffix("").parts
     if len(parts) == 1:
@@ -97,8 +102,9 @@ def package_of(file: str) -> str:
 
 @cache
 def imports(root: Path = ROOT, for_types: bool = False) -> dict[str, set[str]]:
-    """Return the files that each file imports. `for_types`: also in `if TYPE_CHECKING` blocks,
-    except in the lists of public names.
+    """Return the import graph, as a dictionary from each source file to the set of source files
+    that it imports. `for_types` includes imports in `if TYPE_CHECKING` blocks, except in the lists
+    of public names.
     """
     modules: dict[str, str] = {}
     for path in source_files(root):
@@ -118,7 +124,9 @@ def imports(root: Path = ROOT, for_types: bool = False) -> dict[str, set[str]]:
 
 
 def import_levels(root: Path = ROOT) -> dict[str, int]:
-    """Return the depth of imports between files of each package: 1 if no file imports another."""
+    """Return the length of the longest chain of imports inside each package, as a dictionary from
+    package to length. The length is 1 if no file of the package imports another.
+    """
     arrows = imports(root)
     packages: dict[str, set[str]] = {}
     for file in arrows:
@@ -132,7 +140,9 @@ def import_levels(root: Path = ROOT) -> dict[str, int]:
 
 
 def library_imports(of: str, root: Path = ROOT) -> list[str]:
-    """Return the files of the library, without its lab, that import names of the package `of`."""
+    """Return the files of the library that import names of the package `of`. Files of
+    timm_parallel/lab are not searched.
+    """
     files = [path for path in _library(root) if "lab" not in path.relative_to(root).parts]
     return [
         path.relative_to(root).as_posix()
@@ -145,8 +155,8 @@ def library_imports(of: str, root: Path = ROOT) -> list[str]:
 
 
 def find_cycle(root: Path = ROOT, for_types: bool = False) -> list[str]:
-    """Return the files of an import cycle or of a cycle between packages, or an empty result if
-    there is no cycle. `for_types`: count imports for types too.
+    """Return the files of an import cycle, or the packages of a cycle between packages. Return an
+    empty list if there is no cycle. `for_types` includes imports that only type checkers execute.
     """
     arrows = imports(root, for_types)
     packages: dict[str, set[str]] = {}
@@ -165,7 +175,7 @@ def _cycle(graph: Mapping[str, set[str]]) -> list[str]:
 
 
 def long_functions(file: str, source: str, limit: int = 46) -> list[str]:
-    """Return the functions of more than `limit` statements."""
+    """Return a line of text for each function with more than `limit` statements."""
     functions = (
         n
         for n in ast.walk(ast.parse(source))
@@ -182,7 +192,7 @@ def long_functions(file: str, source: str, limit: int = 46) -> list[str]:
 
 
 def strategy_methods(root: Path = ROOT) -> list[str]:
-    """Return the methods of the strategy base class that a subclass may override."""
+    """Return the names of the methods that a subclass of Strategy may override."""
     tree = ast.parse((root / "timm_parallel/parallel/strategy.py").read_text(encoding="utf-8"))
     base = next(
         node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Strategy"
@@ -196,7 +206,9 @@ def strategy_methods(root: Path = ROOT) -> list[str]:
 
 
 def public_names(root: Path = ROOT) -> dict[str, set[str]]:
-    """Return the names that the library and its lab list as public, by package."""
+    """Return the public names, as a dictionary from the packages timm_parallel and
+    timm_parallel.lab to a set of names.
+    """
     public = {}
     for package in ("timm_parallel", "timm_parallel.lab"):
         path = root.joinpath(*package.split("."), "__init__.py")
@@ -212,8 +224,8 @@ def public_names(root: Path = ROOT) -> dict[str, set[str]]:
 
 
 def past_the_interface(root: Path = ROOT) -> list[str]:
-    """Return what src/, the scripts and the entry points import or use of the library besides its
-    public names.
+    """Return a line of text for each use of a name of the library that is not public. Only
+    train.py, evaluate.py, src/ and scripts/ are searched.
     """
     public = {
         f"{package}.{name}" for package, names in public_names(root).items() for name in names
@@ -227,13 +239,13 @@ def past_the_interface(root: Path = ROOT) -> list[str]:
         for named in names_in(path.read_text(encoding="utf-8"))
         if re.match(r"timm_parallel\b", named.name)
         and named.name not in allowed
-        # What scripts/schema.py writes docs/api.md from.
+        # Allow the private name _GROUPS, because scripts/schema.py reads it to write docs/api.md.
         and named.name.rpartition(".")[2] != "_GROUPS"
     ]
 
 
 def measure(root: Path = ROOT) -> dict[str, int]:
-    """Return the measured value of every entry of LIMITS."""
+    """Return the measured values, as a dictionary with the same keys as LIMITS."""
     library, lab = public_names(root).values()
     values = (
         len(strategy_methods(root)),
@@ -248,7 +260,9 @@ def measure(root: Path = ROOT) -> dict[str, int]:
 
 
 def main() -> int:
-    """Print the table and return 1 if a limit is exceeded."""
+    """Print measured values and limits. Return the exit code, which is 1 if a value exceeds its
+    limit.
+    """
     measured = measure()
     for name, value in measured.items():
         print(

@@ -1,5 +1,5 @@
-"""Fixtures of the library's tests. timm_parallel/testing/fixtures.py has those that all tests
-share.
+"""Pytest fixtures for tests of the library. Fixtures for all tests of the project are in
+timm_parallel/testing/fixtures.py.
 """
 
 from __future__ import annotations
@@ -9,5 +9,7 @@ import pytest
 
 @pytest.fixture
 def without_plots(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Skip the plots of reports, which take most of their time."""
+    """Replace the drawing of plots in reports by a function that draws nothing, because plots take
+    most of the time of a report.
+    """
     monkeypatch.setattr("timm_parallel.lab.report.plots.draw", lambda group: [])

@@ -1,4 +1,6 @@
-"""train.accumulate=auto: all ranks start again with half the batches after one is out of memory."""
+"""Tests of train.accumulate=auto. If a rank runs out of memory, all ranks start again. They halve
+the batch and accumulate the gradients of twice as many batches.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ DDP = ("parallel=ddp", "parallel.devices=2", "train.epochs=1")
 
 
 def without_memory(rank: str, step: int, mark: Path) -> dict[str, str]:
-    """Return environment variables with which a rank runs out of memory in a step."""
+    """Build environment variables that make a rank run out of memory in the forward
+    pass of a step.
+    """
     return {
         "FAULT": f"no_memory:{rank}:{step}:the forward pass",
         "FAULT_MARK": str(mark),
@@ -49,8 +53,8 @@ def without_memory(rank: str, step: int, mark: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def halved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of a run with train.accumulate=auto on two ranks, of which rank 1 runs out
-    of memory in step 3 of the first attempt.
+    """Train a run with train.accumulate=auto on two ranks, and return the run folder. In the first
+    attempt, rank 1 runs out of memory in step 3.
     """
     base = tmp_path_factory.mktemp("halved")
     folder, attempts = base / "run", []
@@ -74,7 +78,7 @@ def halved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow(seconds=2)
 @pytest.mark.processes
-def test_accumulate_auto_gives_the_weights_of_the_number_set_by_hand(
+def test_accumulate_auto_trains_the_same_weights_as_an_equal_train_accumulate_set_by_hand(
     halved: Path, tmp_path: Path
 ) -> None:
     by_hand = run_warm(tmp_path / "run", *DDP, "data.batch_size=16", "train.accumulate=2")
@@ -87,7 +91,7 @@ def test_accumulate_auto_gives_the_weights_of_the_number_set_by_hand(
 
 @pytest.mark.processes
 @pytest.mark.parametrize("again", [(), ("train.accumulate=auto", "data.batch_size=32")])
-def test_resumed_run_keeps_the_accumulate_that_auto_found(
+def test_resumed_run_keeps_the_number_of_batches_that_accumulate_auto_found(
     halved: Path, again: tuple[str, ...]
 ) -> None:
     command = compose_run(parse(f"resume={halved}", "train.epochs=2", *again))
@@ -99,7 +103,9 @@ def test_resumed_run_keeps_the_accumulate_that_auto_found(
     check_resumable(config, halved)
 
 
-def test_continued_job_of_a_sweep_keeps_the_accumulate_that_auto_found(tmp_path: Path) -> None:
+def test_resumed_sweep_job_keeps_the_number_of_batches_that_accumulate_auto_found(
+    tmp_path: Path,
+) -> None:
     job = Job(0, "auto", "0", [], configuration=0, seed=42)
     source = config_folder(tmp_path, job)
     command = compose_command(parse(*tiny(*DDP, "train.accumulate=auto")))
@@ -109,7 +115,7 @@ def test_continued_job_of_a_sweep_keeps_the_accumulate_that_auto_found(tmp_path:
     half = halve_batches(load_config(folder))
     assert half is not None
     save_config(half, folder)
-    # An attempt without a checkpoint starts with the whole batch again.
+    # A job without a checkpoint forgets the halved batch and starts again with the whole batch.
     assert load_config(write_job_folder(tmp_path, job)).train.accumulate == 1
     save_config(half, folder)
     (folder / "checkpoints").mkdir()
@@ -117,20 +123,22 @@ def test_continued_job_of_a_sweep_keeps_the_accumulate_that_auto_found(tmp_path:
     assert load_config(write_job_folder(tmp_path, job)).train.accumulate == 2
 
 
-def test_evaluation_on_ranks_ignores_accumulate_auto_of_its_experiment(tmp_path: Path) -> None:
+def test_evaluation_on_ranks_ignores_accumulate_auto_of_an_experiment_file(tmp_path: Path) -> None:
     overrides = ["experiment=finetune", f"data.root={tmp_path}", "parallel=ddp"]
     config = evaluation_config(None, overrides, Ranks(0, 2, 0, 2))
     assert (config.train.accumulate, config.parallel.devices) == (1, 2)
 
 
 @pytest.mark.processes
-def test_report_compares_accumulate_auto_with_runs_whose_batch_fitted(halved: Path) -> None:
+def test_report_lists_the_requested_batch_size_of_a_run_with_accumulate_auto(halved: Path) -> None:
     (record,) = collect([halved])
     assert record.config["train.accumulate"] == 1
     assert record.config["data.batch_size"] == record.integer("batch_size") == 32
 
 
-def test_asks_for_accumulate_is_true_only_for_auto(tmp_path: Path) -> None:
+def test_asks_for_accumulate_returns_true_only_for_a_run_with_accumulate_auto(
+    tmp_path: Path,
+) -> None:
     for value in ("auto", "2"):
         command = compose_command(parse(*tiny(f"train.accumulate={value}", "tags=[auto]")))
         save_hydra_files(command.tree, tmp_path / value)
@@ -148,7 +156,7 @@ def test_asks_for_accumulate_is_true_only_for_auto(tmp_path: Path) -> None:
         (("data.batch_size=16", "data.augment.mixup=0.8"), [(8, 2), (4, 4)]),
     ],
 )
-def test_batches_are_halved_until_a_rank_has_one_image(
+def test_accumulate_auto_halves_batches_until_a_rank_has_one_image(
     overrides: tuple[str, ...], sizes: list[tuple[int, int]]
 ) -> None:
     half = halve_batches(resolved(*DDP, *overrides))
@@ -162,7 +170,7 @@ def test_batches_are_halved_until_a_rank_has_one_image(
 @pytest.mark.nightly
 @pytest.mark.processes
 @pytest.mark.slow
-def test_accumulate_auto_ends_with_the_keys_to_change_when_one_image_does_not_fit(
+def test_accumulate_auto_error_names_keys_to_change_when_one_image_exceeds_the_memory(
     train: Train,
 ) -> None:
     done = train(

@@ -1,5 +1,5 @@
-"""Import rules of the library. tests/template/test_front_architecture.py holds those of the
-template's own code.
+"""Tests of the import rules of the library. tests/template/test_front_architecture.py tests the
+import rules of src/.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ SOURCES = sorted(
 )
 BENCHMARK = "scripts/maintain/bench_loop.py"
 
-# Library -> where it may be imported. A folder ends with a slash.
+# Dictionary from a pattern of library names to the files that may import the library. A name that
+# ends with a slash is a folder.
 ALLOWED = {
     r"(hydra|omegaconf)": (
         "timm_parallel/entry.py",
@@ -55,8 +56,8 @@ ALLOWED = {
         "scripts/maintain/",
     ),
 }
-# --help, a refused value and a report import no torch. Files below these folders may import it
-# inside functions only.
+# Files that may import torch only inside functions. Commands such as --help import these files and
+# must start quickly without torch.
 NO_TORCH_AT_THE_TOP = (
     "timm_parallel/class_source.py",
     "timm_parallel/patches.py",
@@ -111,13 +112,14 @@ def is_in(file: str, places: tuple[str, ...]) -> bool:
 
 
 def broken_rules(file: str, source: str) -> list[str]:
-    """Return the imports and names in `file` that break the rules."""
+    """Return a message for each import, name or function in a source file that breaks a rule."""
     problems = []
     for named in names_in(source):
         at = f"{file}:{named.line}"
         if named.is_import and named.name.startswith("."):
             problems.append(f"{at} imports {named.name}: give the full name")
-        # Type-only imports count too: a fork may have none of these files.
+        # The library must not import src/, not even for type checkers, because another project has
+        # other files there.
         is_library = file.startswith("timm_parallel/")
         if is_library and re.match(r"src\b", named.name):
             problems.append(f"{at} the library imports {named.name}")
@@ -201,11 +203,11 @@ def test_architecture_check_reports_forbidden_imports_and_long_functions(
     assert any(complaint in line for line in broken_rules(file, source))
 
 
-# Words of the tasks in src/tasks/.
+# Terms of the tasks in src/tasks/, which the library must not know.
 WORDS_OF_TASKS = re.compile(r"\b(multilabel|class_names|num_classes|acc)\b")
 
 
-def test_library_has_no_word_of_a_task() -> None:
+def test_library_code_contains_no_terms_of_a_specific_task_such_as_classification() -> None:
     found = {
         f"{name_of(path)}: {line.strip()}"
         for path in SOURCES

@@ -1,5 +1,5 @@
-"""A sweep as one Slurm job array. Each task runs the job of one folder, and the last task writes
-the report.
+"""Tests of a sweep that runs as one Slurm job array. Each task of the array runs one job of the
+sweep, and the last task writes the report.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SMALL = (
 
 
 def submitted(folder: Path, *words: str) -> str:
-    """Return the job.sbatch of a sweep with cluster.submit=false."""
+    """Write the Slurm script of a sweep with cluster.submit=false, and return its text."""
     arguments = get_args_parser().parse_args(["-m", *SMALL, f"hydra.sweep.dir={folder}", *words])
     assert run_multirun(arguments, lambda data: None, lambda data: None) == 0
     return (folder / "job.sbatch").read_text()
@@ -59,7 +59,8 @@ def test_slurm_array_tasks_update_jobs_json_and_last_task_writes_sweep_report(
     folder = tmp_path / "sweep"
     submitted(folder, "seed=1,2,3")
     ended(folder, 1)
-    ended(folder, 2, "interrupted")  # saved before its time was up, and continues
+    # An interrupted job has saved a checkpoint before its time limit, and Slurm runs it again.
+    ended(folder, 2, "interrupted")
     update(folder)
     assert [job.status for job in read_jobs(folder).jobs] == ["waiting", "done", "waiting"]
     assert not (folder / "report.html").exists()
@@ -103,7 +104,7 @@ def test_sweep_resume_submits_slurm_array_of_unfinished_jobs_only(
         (("sweep.timed=true", "sweep.jobs=2", "seed=1,2"), "sweep.jobs=2: sweep.timed=true"),
     ],
 )
-def test_slurm_sweep_is_refused_when_settings_cannot_run_as_job_array(
+def test_slurm_sweep_is_refused_when_the_settings_do_not_allow_a_job_array(
     words: tuple[str, ...], named: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=named):

@@ -1,5 +1,5 @@
-"""A sweep with repeats is a randomized complete block design. Each block runs every configuration
-in random order.
+"""Tests of sweeps with repeats, which are randomized complete block designs. Each repeat runs every
+configuration once, in random order.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ def points(*overrides: str) -> list[Point]:
 
 @pytest.fixture(scope="module")
 def five() -> list[Point]:
-    """Expand a sweep of five configurations that can run on two cores, and single on two devices,
-    which cannot.
+    """Compose a sweep on two cores with six configurations. Five of them can run, but
+    parallel=single cannot use two devices.
     """
     return points("parallel=ddp,dp,single", "parallel.devices=2,1", "seed=7")
 
 
 def blocks_of(jobs: Jobs) -> list[list[Job]]:
-    """Return the jobs of each block in run order."""
+    """Return a list with the jobs of each repeat, in the order in which the jobs run."""
     return [[job for job in jobs.jobs if job.block == number] for number in range(jobs.num_blocks)]
 
 
@@ -115,11 +115,12 @@ def test_sweep_repeat_n_has_the_seed_of_the_first_repeat_plus_n(
 
 
 @pytest.mark.slow(seconds=3)
-def test_added_sweep_repeat_starts_from_the_saved_configs_instead_of_composing_conf_again(
+def test_added_sweep_repeat_uses_saved_configs_instead_of_the_current_files_in_conf(
     tmp_path: Path, five: list[Point]
 ) -> None:
     jobs = frozen(tmp_path, five, repeats=1)
-    for path in tmp_path.glob("configs/*/config.yaml"):  # the saved config differs from conf/
+    # Edit the saved configs, so that they differ from the current files in conf/.
+    for path in tmp_path.glob("configs/*/config.yaml"):
         path.write_text(path.read_text().replace("epochs: 8", "epochs: 9"))
     append_block(jobs)
     assert [
@@ -128,7 +129,7 @@ def test_added_sweep_repeat_starts_from_the_saved_configs_instead_of_composing_c
 
 
 @pytest.mark.slow(seconds=3)
-def test_jobs_of_a_sweep_have_different_folders_when_subdir_is_the_same_for_all(
+def test_sweep_jobs_have_different_folders_when_hydra_sweep_subdir_is_equal_for_all(
     tmp_path: Path,
 ) -> None:
     jobs = frozen(
@@ -155,7 +156,7 @@ def test_hydra_config_of_second_sweep_repeat_records_the_seed_of_that_repeat(
 
 
 @pytest.mark.parametrize("value", ["auto", "0"])
-def test_invalid_sweep_repeats_is_refused_in_one_line(value: str) -> None:
+def test_invalid_value_of_sweep_repeats_is_refused_in_one_line(value: str) -> None:
     with pytest.raises(ValueError, match=rf"^sweep\.repeats={value}: .*$"):
         points(f"sweep.repeats={value}", "parallel=single,ddp")
 
@@ -179,10 +180,12 @@ def test_sweep_is_refused_when_no_configuration_matches_sweep_baseline() -> None
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", [0, 8])
 @pytest.mark.sample(2)
-def test_benchmark_experiments_have_enough_epochs_for_their_max_steps(
+def test_benchmark_experiments_have_enough_epochs_to_reach_max_steps(
     devices: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Weak scaling on eight devices has four steps per epoch."""
+    """Weak scaling on eight devices trains only four steps per epoch, so that it needs the most
+    epochs.
+    """
     from timm_parallel.machine import hardware
 
     monkeypatch.setattr(hardware, "visible_cuda_devices", lambda: tuple(range(devices)))

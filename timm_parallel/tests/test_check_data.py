@@ -1,5 +1,5 @@
-"""scripts/check_data.py finds each kind of problem in a dataset and exits with 1
-if it finds any.
+"""Tests that scripts/check_data.py finds each kind of problem in a dataset, and exits with code 1
+if there is a problem.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ ABSENT = "classes without an image"
 
 
 def draw_images(root: Path, *folders: str, count: int = 5) -> Path:
-    """Write `count` different images to each folder, each one pixel wider than high."""
+    """Write `count` random images into each folder, and return the root folder. Each image is one
+    pixel wider than high.
+    """
     pixels = np.random.default_rng(0)
     for folder in folders:
         (root / folder).mkdir(parents=True)
@@ -43,13 +45,13 @@ def draw_images(root: Path, *folders: str, count: int = 5) -> Path:
 
 
 def checked(folder: Path, *words: str) -> tuple[int, dict[str, Any]]:
-    """Return (exit code, contents of check.json) of scripts/check_data.py."""
+    """Run scripts/check_data.py and return (exit code, contents of check.json)."""
     code = entry.main([*words, f"output={folder / 'check.json'}", f"page={folder / 'check.html'}"])
     return code, json.loads((folder / "check.json").read_text(encoding="utf-8"))
 
 
 def names(groups: list[list[dict[str, Any]]]) -> list[list[str]]:
-    """Return `<split>: <class folder>/<file>` of each image of each group."""
+    """Return the images of each group as texts `<split>: <class folder>/<file>`."""
     return [
         [f"{image['split']}: {'/'.join(Path(image['file']).parts[-2:])}" for image in group]
         for group in groups
@@ -58,7 +60,9 @@ def names(groups: list[list[dict[str, Any]]]) -> list[list[str]]:
 
 @pytest.fixture(scope="module")
 def damaged(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, dict[str, Any], str]:
-    """Check a folder with a problem of each kind, and return (exit code, JSON, HTML page)."""
+    """Run scripts/check_data.py on a folder that contains every kind of problem. Return (exit code,
+    contents of check.json, HTML page).
+    """
     root = draw_images(
         tmp_path_factory.mktemp("data"), "train/cat", "train/dog", "train/elk", "val/cat", "val/dog"
     )
@@ -118,9 +122,10 @@ def test_check_data_page_embeds_thumbnails_and_escapes_file_names(
         source.startswith("data:image/jpeg;base64,")
         for source in re.findall(r'(?:src|href)="([^"]*)"', page)
     )
-    # Equal images with different labels are listed with the duplicates.
+    # Do not count images with equal pixels and different labels separately, because the page lists
+    # them among the duplicates.
     equal = sum(len(group) for kind in (LEAKS, DUPLICATES) for group in report["problems"][kind])
-    # At most four thumbnails per class are shown. Unreadable images have no thumbnail.
+    # The page shows at most four thumbnails per class, and no thumbnail of an unreadable image.
     assert equal + 3 * 3 <= page.count("<img ") <= equal + 3 * 4
     assert "again &lt;b&gt;.jpg" in page and "again <b>" not in page
     assert "dog/text.png" in page
@@ -166,7 +171,9 @@ def test_check_data_finds_problems_in_a_multilabel_csv(tmp_path: Path) -> None:
 
 
 @processes
-def test_check_data_reports_csv_groups_and_spellings_of_one_path(tmp_path: Path) -> None:
+def test_check_data_reports_groups_in_two_splits_and_repeated_paths_of_a_csv(
+    tmp_path: Path,
+) -> None:
     draw_images(tmp_path, "images", count=6)
     rows = [
         (f"images/{number}.jpg", "ab"[number % 2], "t" if number < 3 else "u", "")
@@ -200,8 +207,8 @@ def test_check_data_finds_duplicate_images_in_a_synthetic_dataset(tmp_path: Path
     assert code == 1
     assert report["measures"]["images"] == {"train": 400, "val": 50}
     assert report["measures"]["modes"]["train"] == {"1 channels": 400}
-    # 400 images of one pixel have at most 256 different gray values, so most values occur more than
-    # once.
+    # 400 gray images of one pixel have at most 256 different values, so that most values occur more
+    # than once.
     values = len({image["digest"] for group in report["problems"][DUPLICATES] for image in group})
     assert 50 < values < 256
     images = [
@@ -245,7 +252,7 @@ def test_check_data_prints_at_most_20_lines_per_kind_of_problem(
     assert sum(line.startswith("class ") for line in lines) <= 21
 
 
-def test_check_data_reports_no_classes_for_regression_targets() -> None:
+def test_check_data_reports_no_class_counts_for_regression_targets() -> None:
     images = [
         CheckedImage("train", n, f"{n}", (f"{n / 7}",), 8, 8, "RGB", f"{n}") for n in range(5)
     ]

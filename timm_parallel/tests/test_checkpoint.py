@@ -1,5 +1,5 @@
-"""Checkpoints contain unwrapped weights and plain values, are written atomically, and must fit the
-run.
+"""Tests that checkpoints hold unwrapped weights and plain values, are written atomically, and are
+refused if they do not fit the run.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ SETTINGS = ("parallel.accelerator=cpu", "model.ema.decay=0.9")
 
 
 def run_of(*overrides: str, ranks: Ranks | None = None, store: Any = None) -> RunParts:
-    """Return the parts of a run after one step. With a store, the caller closes its strategy."""
+    """Build a run, train one step, and return the model, optimizer and loaders of the run. If a
+    store is given, the caller must close the strategy of the run.
+    """
     config, ranks = resolved(*SETTINGS, *overrides), ranks or Ranks()
     torch.manual_seed(0)
     strategy = build_strategy(config.parallel, ranks, store)
@@ -86,7 +88,9 @@ def save(folder: Path, contents: Contents, step: int, keep: int = 3, is_best: bo
 
 
 def everything(folder: Path) -> dict[str, bytes]:
-    """Return the contents of all files in a folder, including hidden files."""
+    """Read all files below a folder, and return a dictionary from relative path to contents. Hidden
+    files are included.
+    """
     return {
         path.relative_to(folder).as_posix(): path.read_bytes()
         for path in folder.rglob("*")
@@ -94,7 +98,7 @@ def everything(folder: Path) -> dict[str, bytes]:
     }
 
 
-# Contents
+# Tests of the contents of a checkpoint.
 # --------------------------------------------------------------------------------------------------
 
 
@@ -124,11 +128,11 @@ def test_checkpoint_weights_have_parameter_names_of_timm_under_every_strategy(
     plain.load_state_dict(contents["model"])
 
 
-def test_first_step_after_a_restore_is_the_first_counted_step(
+def test_watchdog_does_not_count_optimizer_steps_during_a_checkpoint_restore(
     single: RunParts, contents: Contents, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Until then the watchdog waits for start_timeout. Restoring steps a copy of the optimizer,
-    which calls torch's hooks.
+    """A restore steps a copy of the optimizer, which calls the same hooks as a training step. The
+    watchdog must wait for parallel.start_timeout until the first real step.
     """
     monkeypatch.setattr(liveness, "steps_done", 0)
     handle = register_optimizer_step_post_hook(liveness.count_step)
@@ -166,7 +170,7 @@ def test_checkpoint_restore_reproduces_saved_model_ema_optimizer_and_progress(
 
 
 class Summing(Single):
-    """Strategy with state."""
+    """Strategy that has a state to save in checkpoints."""
 
     total = torch.zeros(2)
 
@@ -177,7 +181,7 @@ class Summing(Single):
         self.total = state["total"]
 
 
-def test_checkpoint_restores_state_of_its_strategy_and_ignores_that_of_another(
+def test_checkpoint_restore_ignores_strategy_state_that_another_strategy_saved(
     single: RunParts, tmp_path: Path
 ) -> None:
     before, after, other = (Summing(single.config.parallel, Ranks()) for _ in range(3))
@@ -195,8 +199,8 @@ def test_checkpoint_restores_state_of_its_strategy_and_ignores_that_of_another(
 def test_checkpoint_restore_starts_ema_from_model_weights_when_ema_is_missing(
     single: RunParts, contents: Contents
 ) -> None:
-    """With resume_strict=false this can happen. An EMA of random weights would need many steps to
-    become useful.
+    """The EMA can be missing in a checkpoint with resume_strict=false. An EMA of random weights
+    would need many steps to become useful.
     """
     other = run_of("parallel=single", "seed=8").state
     restoring.restore(other, single.strategy, {**contents, "ema": None})
@@ -205,7 +209,7 @@ def test_checkpoint_restore_starts_ema_from_model_weights_when_ema_is_missing(
         assert torch.equal(tensor, contents["model"][name]), name
 
 
-def test_json_sidecar_of_a_checkpoint_holds_step_best_classes_and_parameters(
+def test_json_sidecar_of_a_checkpoint_holds_step_best_metrics_and_parameter_count(
     contents: Contents, tmp_path: Path
 ) -> None:
     sidecar = json.loads(save(tmp_path, contents, 7, is_best=True).with_suffix(".json").read_text())
@@ -221,14 +225,15 @@ def test_json_sidecar_of_a_checkpoint_holds_step_best_classes_and_parameters(
     assert all((tmp_path / f"{name}.json").is_file() for name in ("last", "best", "step_7"))
 
 
-# Atomic writes
+# Tests that checkpoints are written atomically.
 # --------------------------------------------------------------------------------------------------
 
 
 def test_checkpoint_save_keeps_the_newest_files_last_pt_and_best_pt(
     contents: Contents, tmp_path: Path
 ) -> None:
-    # 100 comes after 9, but before it in the order of text.
+    # Use steps whose numerical and alphabetical orders differ: 9 is before 100, but the text 100 is
+    # before the text 9.
     for step in (5, 8, 9, 10, 100):
         save(tmp_path, contents, step, keep=2, is_best=step == 8)
     assert {path.name for path in tmp_path.glob("*.pt")} == {
@@ -245,7 +250,9 @@ def test_checkpoint_save_keeps_the_newest_files_last_pt_and_best_pt(
 
 
 def evaluated(contents: Contents, score: float | None, metric: str = "val/acc") -> Contents:
-    """Return contents whose state `save_top` saves right after an evaluation; None: without one."""
+    """Return checkpoint contents with an evaluation result. `score` is the value of `metric`, or
+    None if the checkpoint is saved without an evaluation.
+    """
     return {**contents, "score": score, "made_by": {**contents["made_by"], "metric": metric}}
 
 
@@ -263,8 +270,8 @@ def save_top(
 
 
 def best_steps(folder: Path) -> list[int]:
-    """Return the steps of the best_step_N.pt files, whose .json and weights must be those of the
-    step.
+    """Return the steps in the names of the best_step_N.pt files. Check that weights and JSON
+    sidecar of each file belong to the step.
     """
     paths = list(folder.glob("best_step_*"))
     assert {path.stem for path in paths if path.suffix == ".pt"} == {path.stem for path in paths}
@@ -281,7 +288,9 @@ def best_steps(folder: Path) -> list[int]:
 def test_checkpoint_save_with_top_2_keeps_the_two_best_files_by_metric(
     contents: Contents, tmp_path: Path
 ) -> None:
-    """Step 4 has the same score as the earlier step 2. Step 5 is saved without an evaluation."""
+    """Of two steps with equal scores, the earlier step ranks first. A step without an evaluation is
+    not ranked.
+    """
     scores = {1: 0.1, 2: 0.5, 3: 0.3, 4: 0.5, 5: None, 10: 0.2, 11: 0.9}
     kept = {}
     for step, score in scores.items():
@@ -298,11 +307,11 @@ def test_checkpoint_save_with_top_1_writes_best_pt_and_no_best_step_files(
     assert {path.name for path in tmp_path.glob("*.pt")} == {"last.pt", "best.pt", "step_1.pt"}
 
 
-def test_checkpoint_save_drops_top_files_of_later_steps_or_of_a_different_metric(
+def test_checkpoint_save_deletes_best_checkpoints_of_later_steps_or_of_a_different_metric(
     contents: Contents, tmp_path: Path
 ) -> None:
-    """A run that continues from an older checkpoint, or with another metric, deletes files that it
-    cannot rank.
+    """A run may continue from an older checkpoint or with another metric. It then deletes the best
+    checkpoints that it cannot rank.
     """
     for step, score in ((1, 0.9), (5, 0.8), (9, 0.7)):
         save_top(tmp_path, evaluated(contents, score), step, top=3)
@@ -312,7 +321,7 @@ def test_checkpoint_save_drops_top_files_of_later_steps_or_of_a_different_metric
     assert best_steps(tmp_path) == [7]
 
 
-def test_checkpoint_save_continues_when_earlier_top_files_are_removed_or_damaged(
+def test_checkpoint_save_continues_when_earlier_best_checkpoints_are_missing_or_damaged(
     contents: Contents, tmp_path: Path
 ) -> None:
     for step, score in ((1, 0.9), (2, 0.8), (3, 0.7), (4, 0.6)):
@@ -331,7 +340,9 @@ def test_checkpoint_save_continues_when_earlier_top_files_are_removed_or_damaged
 def test_checkpoint_save_after_a_failed_rename_still_keeps_the_two_best_files(
     contents: Contents, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The run continues from last.pt: it either repeats step 2, or step 2 was saved completely."""
+    """After the failure, the run continues from last.pt. Depending on the rename that failed, it
+    trains step 2 again or step 2 is already saved.
+    """
     replace = os.replace
     for failing in range(8):
         folder = tmp_path / str(failing) / "checkpoints"
@@ -372,7 +383,9 @@ def trained_twice(ranks: Ranks, store: Any, folder: str) -> None:
 
 @pytest.mark.processes
 @pytest.mark.slow(seconds=5)
-def test_resumed_run_keeps_top_checkpoints_from_before_and_after_the_resume(tmp_path: Path) -> None:
+def test_resumed_run_keeps_best_checkpoints_from_before_and_after_the_resume(
+    tmp_path: Path,
+) -> None:
     in_ranks(trained_twice, 1, str(tmp_path / "run"))
     lines = [line for line in read_lines(tmp_path / "run" / "metrics.jsonl") if "val/acc" in line]
     assert len(lines) == 6
@@ -425,12 +438,13 @@ def test_checkpoint_save_does_not_delete_copies_made_by_the_user(
     assert (checkpoint.load_newest(tmp_path) or "")[0] == folder / "last.pt"
 
 
-def test_progress_ignores_nan_losses_when_it_tracks_the_best_value() -> None:
+def test_nan_loss_never_becomes_the_best_value_of_a_run() -> None:
     progress = Progress()
     losses = [float("nan"), 2.0, float("nan"), 1.0, 3.0]
-    assert [progress.add_evaluation({"loss": loss, "acc": 0.5}, "loss", Classification.metrics) for loss in losses] == [  # noqa: E501
-        False, True, False, True, False,
-    ]  # fmt: skip
+    assert [
+        progress.add_evaluation({"loss": loss, "acc": 0.5}, "loss", Classification.metrics)
+        for loss in losses
+    ] == [False, True, False, True, False]
     assert (progress.best, progress.evaluations_since_best) == (-1.0, 1)
     assert progress.best_values == {"loss": 1.0, "acc": 0.5}
 
@@ -438,7 +452,9 @@ def test_progress_ignores_nan_losses_when_it_tracks_the_best_value() -> None:
 def test_checkpoint_save_leaves_loadable_files_when_any_rename_fails(
     contents: Contents, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A save renames six files: step_2, last and best, each with its .json."""
+    """A save renames six files, which are step_2, last and best, each with a .pt and a
+    .json file.
+    """
     replace = os.replace
     for failing in range(6):
         run = tmp_path / str(failing)
@@ -487,7 +503,7 @@ def test_checkpoint_save_copies_files_when_hard_links_fail(
     assert path.stat().st_ino != (tmp_path / "step_4.pt").stat().st_ino
 
 
-# Files that are not checkpoints
+# Tests of files that are not checkpoints of this project.
 # ---------------------------------------------------------------------------------------
 
 
@@ -578,7 +594,7 @@ def test_checkpoint_restore_refuses_a_file_that_contains_only_weights(
         )
 
 
-# resume=
+# Tests of the option resume=.
 # --------------------------------------------------------------------------------------------------
 
 
@@ -589,9 +605,10 @@ def resume(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> Callable[..., tuple[int, str, list[str]]]:
-    """Return a function that resumes a copy of a finished run without starting ranks.
+    """Return a function that resumes a copy of a finished run with given overrides, but starts no
+    ranks.
 
-    It returns (exit code, stderr, folders whose ranks would start).
+    The function returns (exit code, stderr, run folders in which train.py would start ranks).
     """
     folder = tmp_path / "run"
     shutil.copytree(finished_run.folder, folder)
@@ -621,10 +638,10 @@ def resume(
 @pytest.mark.parametrize(
     "overrides", [(), ("parallel=ddp", "parallel.devices=2"), ("train.epochs=1",)]
 )
-def test_resume_refuses_finished_run_without_changing_its_files(
+def test_resume_refuses_a_finished_run_without_changing_files(
     resume: Any, overrides: tuple[str, ...]
 ) -> None:
-    """Such a resume would train zero steps and overwrite the throughput in result.json."""
+    """The resumed run would train no steps, and would overwrite the throughput in result.json."""
     code, message, started = resume(*overrides)
     assert (code, started) == (2, [])
     assert "this run is done" in message and "train.epochs" in message
@@ -640,10 +657,12 @@ def test_resume_continues_finished_run_when_epochs_are_added(resume: Any) -> Non
 @pytest.mark.parametrize(
     ("overrides", "key"),
     [
+        # Resuming with another train.accumulate must be refused, because a saved step would then
+        # stand for another number of images.
         (
             ("train.accumulate=2",),
             "train.accumulate=2",
-        ),  # steps inside an epoch would count other images
+        ),
         (("optim=sgd",), "optim.opt="),
         (("model.kwargs.depth=3",), "model.kwargs"),
         (("data.batch_size=64",), "data.batch_size=64"),

@@ -1,5 +1,5 @@
-"""Job files for schedulers: one readable file per job, the same config.yaml for all, errors in one
-line.
+"""Tests of the job files for Slurm and Kubernetes. Each job has one job file and the same
+config.yaml on all schedulers, and refusals take one line.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ Main = Callable[..., tuple[int, str, str]]
 def main(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Main:
-    """Return a function that runs main of train.py in an empty folder.
+    """Return a function that runs main of train.py with given overrides in an empty folder.
 
-    The machine seems to have 8 CUDA devices, which must not affect a job.
+    The machine pretends to have 8 CUDA devices and 96 cores, which must not affect a job on a
+    cluster.
     """
     monkeypatch.chdir(tmp_path)
     for name in (*NEEDED, "SLURM_STEP_ID"):
@@ -312,7 +313,7 @@ def body(folder: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow(seconds=2)
-def test_config_yaml_is_identical_for_local_slurm_and_kubernetes(
+def test_config_yaml_is_identical_for_local_slurm_and_kubernetes_runs(
     main: Main, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     same = (
@@ -419,10 +420,12 @@ def test_cluster_memory_is_converted_to_kubernetes_notation() -> None:
     assert [_bytes(memory) for memory in (None, "64G", "500")] == [None, "64Gi", "500Mi"]
 
 
-def test_wait_for_returns_highest_exit_code_of_a_slurm_job_array(
+def test_waiting_for_a_slurm_job_array_returns_the_highest_exit_code_of_all_tasks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """scontrol prints a line per task, soon omits finished tasks, and sometimes does not answer."""
+    """scontrol prints a line per task of the array. It soon omits finished tasks, and sometimes it
+    does not respond.
+    """
     running, done, failed = (
         "JobId=8 JobState=RUNNING ExitCode=0:0",
         "JobState=COMPLETED ExitCode=0:0",
@@ -466,7 +469,7 @@ def test_wait_for_returns_highest_exit_code_of_a_slurm_job_array(
         ),
     ],
 )
-def test_queued_job_returns_slurm_job_id_of_run_folder_or_none(
+def test_queued_job_returns_the_slurm_job_id_of_a_run_folder_or_none_when_not_queued(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str, code: int, queued: Any
 ) -> None:
     squeue = tmp_path / "squeue"
@@ -482,7 +485,9 @@ def test_queued_job_returns_slurm_job_id_of_run_folder_or_none(
 
 
 def test_kubernetes_manifest_refuses_a_folder_name_with_line_breaks(tmp_path: Path) -> None:
-    """The manifest contains the path in a comment, so text after a line break would be YAML."""
+    """The manifest contains the path of the folder in a YAML comment. Text after a line break in
+    the path would be read as YAML.
+    """
     folder = tmp_path / "run\nkind: Pod"
     folder.mkdir()
     (folder / "config.yaml").write_text("seed: 1\n")

@@ -1,4 +1,6 @@
-"""Comparison of two runs: the runs agree, differ from some step onward, or cannot be compared."""
+"""Tests of scripts/compare_runs.py, which reports that two runs agree, differ from some step
+onward, or cannot be compared.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,7 @@ def test_compare_runs_treats_nan_in_one_run_as_a_difference(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("value", [math.nan, 1.0])
-def test_compare_runs_treats_a_step_of_only_one_run_as_a_difference(
+def test_compare_runs_treats_a_step_that_only_one_run_logged_as_a_difference(
     tmp_path: Path, value: float
 ) -> None:
     longer, shorter = run(tmp_path / "a", [2.0, value]), run(tmp_path / "b", [2.0], steps=2)

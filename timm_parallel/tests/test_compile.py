@@ -1,5 +1,5 @@
-"""`model.compile`: compiled steps train like uncompiled ones, in each of torch's modes and under
-each strategy with ranks.
+"""Tests of model.compile. Compiled models train like uncompiled models in each mode of
+torch.compile and under each strategy that has ranks.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ COMMON = (
 
 
 def has_compiler() -> bool:
-    # The import takes seconds, so it is not at the top of the file.
+    # Import inside the function, because this import takes several seconds.
     from torch._inductor.cpp_builder import get_cpp_compiler
 
     try:
@@ -45,11 +45,13 @@ def has_compiler() -> bool:
 
 
 def train(ranks: Ranks, store: Any, folder: str, overrides: tuple[str, ...], cache: str) -> int:
-    """Train in this process, and return the number of graphs that torch compiled."""
+    """Train in this rank, and return the number of graphs that torch.compile has compiled. All
+    ranks must call this function.
+    """
     from torch._dynamo.utils import counters
 
-    # A forked rank has the environment of the server that forks it, without the variables of this
-    # test.
+    # Set the variable in the rank, because a forked rank has the environment variables of the fork
+    # server, not those of the test.
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
     counters.clear()
     Trainer(resolved(*COMMON, *overrides), Path(folder), ranks, store).train()
@@ -58,8 +60,8 @@ def train(ranks: Ranks, store: Any, folder: str, overrides: tuple[str, ...], cac
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder for compiled code, which both strategies share:
-    their kernels are the same.
+    """Return a folder for compiled kernels. The tests of all strategies share it, because they
+    compile the same kernels.
     """
     return tmp_path_factory.mktemp("compiled")
 
@@ -72,8 +74,8 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_compiled_training_matches_uncompiled_training(
     tmp_path: Path, cache: Path, spread: str
 ) -> None:
-    """Weights and averaged weights keep their names and agree up to rounding: a compiled kernel
-    adds in another order.
+    """Weights and averaged weights have equal names. Their values agree up to rounding, because a
+    compiled kernel adds numbers in another order.
     """
     if not has_compiler():
         pytest.skip("torch.compile needs a C++ compiler on a CPU")
@@ -112,16 +114,18 @@ def test_model_compile_mode_is_passed_to_torch_compile(monkeypatch: pytest.Monke
     assert given == [{"mode": None}, *({"mode": mode} for mode in COMPILE_MODES)]
 
 
-def test_torch_knows_every_compile_mode() -> None:
-    """`default` is torch's name for no mode; the others are sets of options of its compiler."""
+def test_torch_compile_supports_every_value_of_model_compile() -> None:
+    """Each value names a mode of torch.compile. The mode `default` sets no options of
+    the compiler.
+    """
     assert set(COMPILE_MODES) <= set(torch._inductor.list_mode_options())
 
 
 def test_compile_is_refused_on_cpu_without_a_compiler() -> None:
     from torch._inductor import config as inductor
 
-    # monkeypatch would delete the option when it restores it, and later tests would not find the
-    # option.
+    # Do not use monkeypatch here. It would delete the option when it restores the old value, and
+    # later tests would not find the option.
     with (
         inductor.patch({"cpp.cxx": ("no_such_compiler",)}),
         pytest.raises(

@@ -1,5 +1,5 @@
-"""A Composer gives the trees and configs that Hydra gives when it composes each configuration of a
-sweep in full.
+"""Tests of the Composer of sweeps. It must give the same configs as a full composition by Hydra,
+which is slower.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from timm_parallel.lab.sweep.composer import Composer
 from timm_parallel.lab.sweep.points import expand, make_point
 from timm_parallel.testing.configs import conf, parse, tiny
 
-# Overrides that select files, then overrides that set values; each line has alternatives, of which
-# one or none is used.
+# Overrides from which the tests draw. Of each group of alternatives, a drawn command line contains
+# at most one. The first groups select config files, and the others set values.
 CHOICES = (
     (
         "model=tiny",
@@ -118,8 +118,8 @@ def command() -> Command:
 
 
 def composed(overrides: list[str], command: Command, composer: Composer | None) -> Any:
-    """Return the tree as YAML, its flags and the config of a sweep's configuration, or the message
-    that refuses it.
+    """Compose one configuration of a sweep with the given Composer, or with Hydra if it is None.
+    Return the tree as YAML, its flags and the config, or the error message.
     """
     try:
         if composer is None:
@@ -163,8 +163,8 @@ SHARED: list[Composer] = []
 @example(["model=vit_tiny", "~optim.lr", "+optim.kwargs.eps=1e-6"])
 @example(["optim={lr: 0.25}", "optim.lr=0.5"])
 def is_composed_as_by_hydra(overrides: list[str]) -> None:
-    """All examples share one Composer,
-    so the test fails if one composition changes the next one.
+    """Check that the Composer and Hydra give equal results. All examples share one Composer, so
+    that the check fails if one composition affects the next.
     """
     SHARED[:] = SHARED or [Composer(command())]
     assert composed(overrides, command(), SHARED[0]) == composed(overrides, command(), None)
@@ -223,7 +223,7 @@ def test_sweep_composer_runs_full_hydra_composition_once_per_choice_of_config_gr
     assert full == [["model=tiny", "parallel=single"], ["model=vit_tiny", "parallel=single"]]
 
 
-def test_sweep_has_sizes_of_two_sides_next_to_squares() -> None:
+def test_sweep_of_data_image_size_accepts_height_width_pairs_next_to_single_numbers() -> None:
     words = tiny(
         "parallel=single", "parallel.accelerator=cpu", "data.image_size=[16,24],[24,16],32"
     )

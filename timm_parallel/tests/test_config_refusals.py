@@ -1,5 +1,5 @@
-"""Invalid input ends train.py early with a one-line error: exit code 2, no run folder, no child
-process, no torch.
+"""Tests that invalid input ends train.py early with a one-line error and exit code 2. No run folder
+is created, no process is started and torch is not imported.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ def test_run_is_refused_on_windows_and_error_recommends_wsl(
         resolve(Config())
 
 
-# Each row: the command line, then texts that the message must contain.
+# Each row holds a command line with a misspelled or forbidden key, and texts that the error message
+# must contain.
 MISSPELT_KEYS = [
     ("modle=resnet18", "modle=resnet18", "model"),
     ("+modle=resnet18", "modle=resnet18", "model"),
@@ -69,9 +70,12 @@ MISSPELT_KEYS = [
     ("++hydra.run.dirr=x", "hydra.run.dirr"),
     ("+hydra.nonsense=1", "hydra.nonsense"),
     ("hydra/launchr=basic", "hydra/launchr"),
-    ("parallel.has_ranks=true", "unknown key parallel.has_ranks"),  # a property
+    # parallel.has_ranks is a property of the config class. It is not a key, so a command line
+    # cannot set it.
+    ("parallel.has_ranks=true", "unknown key parallel.has_ranks"),
     ("+train.untimed_steps=3", "unknown key train.untimed_steps"),
-    ("+train.epochs=3", "train.py: +train.epochs=3: "),  # the rest of the line is Hydra's
+    # Check only the start of this message, because Hydra words the rest.
+    ("+train.epochs=3", "train.py: +train.epochs=3: "),
     ("~model.kwargs.depth", "train.py: ~model.kwargs.depth: "),
 ]
 GROUP_OPTIONS = [
@@ -396,7 +400,7 @@ def test_error_names_invalid_key_or_value_in_saved_config_of_a_run(
         ),
     ],
 )
-def test_device_settings_are_refused_when_they_do_not_fit_two_gpus(
+def test_device_settings_that_two_gpus_cannot_satisfy_are_refused(
     refuse: Refuse, monkeypatch: pytest.MonkeyPatch, command: str, named: tuple[str, ...]
 ) -> None:
     monkeypatch.setattr(hardware, "visible_cuda_devices", lambda: fake_cuda(2))
@@ -439,8 +443,8 @@ def test_rank_environment_variables_are_accepted_when_complete_or_absent() -> No
     assert (ranks.rank, ranks.world_size, ranks.is_first) == (1, 2, False)
 
 
-# Good and bad values: any combination is either a config that can be saved and read again, or
-# refused in one line.
+# Valid and invalid values of each key, from which the test draws combinations. Each combination
+# must either give a config that can be saved and loaded, or be refused in one line.
 OVERRIDES = {
     "model": ["tiny", "resnet18", "resnet81", "null"],
     "data": ["digits", "synthetic", "folder", "foldr"],

@@ -1,5 +1,5 @@
-"""OpenMP threads sleep at barriers while another program uses a core, and spin at barriers
-otherwise.
+"""Tests of the OpenMP watcher. OpenMP threads sleep at barriers while another program uses one of
+their cores, and otherwise spin, which is faster.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ def test_openmp_watcher_creates_idle_thread_teams_while_threads_wait_for_a_core(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(hardware, "cores", lambda: 8)
-    pace = 0.0  # seconds waited per second
+    # Simulated time that the OpenMP threads wait for a core, in seconds per second.
+    pace = 0.0
     waited, moved_at = 0.0, time.monotonic()
 
     def scheduled() -> tuple[float, float]:
@@ -56,7 +57,9 @@ def test_openmp_watcher_creates_idle_thread_teams_while_threads_wait_for_a_core(
     assert not watcher.idle
     pace = 1.0
     wait_for(lambda: len(watcher.idle) == watcher.teams_wanted == idle_teams())
-    pace = 0.4  # neither crowded nor calm
+    # Simulate a waiting time between the two thresholds of the watcher. The watcher must keep its
+    # idle thread teams.
+    pace = 0.4
     time.sleep(0.3)
     assert len(watcher.idle) == watcher.teams_wanted
     pace = 0.0
@@ -68,8 +71,10 @@ def test_openmp_watcher_creates_idle_thread_teams_while_threads_wait_for_a_core(
 
 
 @linux
-def test_openmp_watcher_thread_ends_in_its_atexit_handler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread that is inside torch during interpreter shutdown aborts the process."""
+def test_openmp_watcher_thread_is_ended_by_an_atexit_handler(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A thread that runs torch code during interpreter shutdown aborts the process."""
     for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
         monkeypatch.delenv(name, raising=False)
     at_exit: list[Callable[[], None]] = []
@@ -99,8 +104,8 @@ def test_openmp_watcher_does_not_start_when_process_has_one_openmp_thread() -> N
 
 @pytest.mark.slow(seconds=1)
 @linux
-def test_scheduled_seconds_counts_time_that_a_busy_process_waits_for_its_core() -> None:
-    """Two busy processes share one core with this process."""
+def test_scheduled_seconds_counts_time_that_a_busy_process_waits_for_a_core() -> None:
+    """Two other busy processes share one core with this process."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(before)})
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]

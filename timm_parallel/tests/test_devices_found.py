@@ -1,5 +1,5 @@
-"""GPUs are counted as torch counts them, `auto` adapts to their number, and unusable devices are
-reported.
+"""Tests of the choice of devices. GPUs are counted as torch counts them, `auto` chooses a suitable
+number, and unusable GPUs are reported.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from timm_parallel.testing.configs import resolved
         (("parallel=ddp", "parallel.backend=mpi"), ("parallel.backend=mpi", "without MPI")),
     ],
 )
-def test_mpi_backend_and_small_compiled_ddp_buckets_are_refused_without_a_run_folder(
+def test_mpi_backend_and_compile_with_small_ddp_buckets_are_refused_before_a_run_folder_exists(
     words: tuple[str, ...], named: tuple[str, ...], tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=r"mpi|bucket_cap") as refusal:
@@ -49,7 +49,7 @@ def test_mpi_backend_and_small_compiled_ddp_buckets_are_refused_without_a_run_fo
     assert not (tmp_path / "run").exists()
 
 
-def test_batched_grad_copy_is_refused_when_ddp_of_this_torch_lacks_it(
+def test_parallel_batched_grad_copy_is_refused_when_the_installed_torch_lacks_the_option(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from torch.nn.parallel import DistributedDataParallel
@@ -81,10 +81,12 @@ def machine_of(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
 
 @cache
 def composed(*words: str) -> Config:
-    """Return the config of train.py for these command-line arguments."""
+    """Compose the config of train.py for some command-line arguments. The result is cached."""
     return compose_command(get_args_parser().parse_args(list(words))).config
 
 
+# Dictionary from the number of GPUs of a machine to the number that a run with a batch of 64 images
+# uses.
 USED = {
     1: 1,
     2: 2,
@@ -94,7 +96,7 @@ USED = {
     6: 4,
     7: 4,
     8: 8,
-}  # GPUs present -> GPUs used by a batch of 64
+}
 
 
 @pytest.mark.parametrize("count", range(9))
@@ -163,7 +165,9 @@ def test_train_py_prints_one_notice_when_parallel_devices_exceed_cpu_cores(
 def test_core_count_notice_is_omitted_when_ranks_are_started_externally(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Other nodes may have more cores, and srun may show each task only a part of the cores."""
+    """Other nodes may have more cores than this one, and srun may let each task see only a part of
+    the cores.
+    """
     machine_of(monkeypatch, 0)
     monkeypatch.setattr(hardware, "cores", lambda: 2)
     config = composed("parallel=ddp")
@@ -246,7 +250,9 @@ def test_device_counts_of_a_scaling_sweep_end_with_the_count_chosen_by_auto(
 
 
 def test_dp_replica_count_is_not_changed_by_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torchrun starts one rank for all dp replicas."""
+    """Under dp, one process runs all replicas. torchrun with one rank must therefore not reduce the
+    number of replicas to one.
+    """
     machine_of(monkeypatch, 0)
     monkeypatch.setattr(hardware, "cores", lambda: 8)
     config = composed("parallel=dp", "parallel.devices=2")
@@ -262,7 +268,9 @@ def test_dp_replica_count_is_not_changed_by_torchrun(monkeypatch: pytest.MonkeyP
 
 
 class FakeDriver:
-    """A fake libcuda for devices given as (name, bytes of memory, 16 bytes of UUID)."""
+    """Fake of the CUDA driver library. `devices` lists (name, memory in bytes, UUID of
+    16 bytes).
+    """
 
     def __init__(self, devices: Any = (), init: int = 0, version: int = 13000) -> None:
         self.devices, self.init, self.version = devices, init, version
@@ -312,8 +320,8 @@ def ask(
     shown: bool = True,
     visible: str | None = None,
 ) -> Driver:
-    """Query a fake driver as if torch were built for CUDA 13;
-    None means that libcuda is missing.
+    """Query a fake CUDA driver, as a torch that was built for CUDA 13 would do. If `driver` is
+    None, the driver library cannot be loaded.
     """
 
     def load() -> Any:
@@ -441,8 +449,8 @@ int cuDeviceGetUuid_v2(char *uuid, int device) { memset(uuid, device, 16); retur
 def test_cuda_driver_calls_match_the_c_signatures_of_a_compiled_library(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """ctypes does not check calls against the signatures in cuda.h, so the test compiles a C
-    library.
+    """ctypes does not check calls against the signatures in cuda.h. The test therefore calls a C
+    library with the same signatures.
     """
     (tmp_path / "driver.c").write_text(LIBCUDA)
     library = tmp_path / "libcuda.so.1"
@@ -458,8 +466,8 @@ def test_cuda_driver_calls_match_the_c_signatures_of_a_compiled_library(
 
 @pytest.fixture
 def nvml(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Fake NVML with two GPUs in a different order than CUDA,
-    and a MIG slice without utilization.
+    """Replace NVML by a fake with two GPUs and a MIG slice. The GPUs have another order than in
+    CUDA, and the slice reports no utilization.
     """
     import pynvml
 
@@ -517,7 +525,8 @@ def test_gpu_utilization_is_read_when_another_nvml_query_fails(
     gpu = Gpu("GPU-a")
     gpu.sample()
     assert gpu.utilisation() == 0.2
-    monkeypatch.setattr(nvml, "nvmlInit", refuse)  # as without the library
+    # Pretend that the NVML library is missing.
+    monkeypatch.setattr(nvml, "nvmlInit", refuse)
     gpu = Gpu("GPU-a")
     gpu.sample()
     assert gpu.utilisation() is None

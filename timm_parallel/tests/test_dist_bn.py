@@ -1,4 +1,6 @@
-"""`parallel.dist_bn`: BatchNorm statistics of the ranks before an evaluation."""
+"""Tests of parallel.dist_bn, which makes BatchNorm statistics equal on all ranks before an
+evaluation.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,8 @@ COMMON = (
 
 
 def shared_mean(ranks: Ranks, store: Any, dist_bn: str | None) -> float:
-    """Return BatchNorm's running mean after an evaluation begins. Rank 0 has seen zeros and rank 1
-    ones.
+    """Return the running mean of BatchNorm after the ranks have shared their statistics. Before
+    sharing, the mean is 0 on rank 0 and 1 on rank 1. All ranks must call this function.
     """
     overrides = () if dist_bn is None else (f"parallel.dist_bn={dist_bn}",)
     config = resolved(*COMMON, *STRATEGIES["ddp2"], *overrides)
@@ -52,19 +54,19 @@ def shared_mean(ranks: Ranks, store: Any, dist_bn: str | None) -> float:
 @pytest.mark.parametrize(
     ("dist_bn", "expected"), [(None, 0.0), ("broadcast", 0.0), ("reduce", 0.5)]
 )
-def test_dist_bn_broadcast_copies_statistics_of_rank_0_and_dist_bn_reduce_averages_them(
+def test_dist_bn_broadcast_copies_statistics_of_rank_0_and_dist_bn_reduce_averages_all_ranks(
     dist_bn: str | None, expected: float
 ) -> None:
     assert in_ranks(shared_mean, 2, dist_bn) == [expected, expected]
 
 
 def evaluated_and_own_statistics(ranks: Ranks, store: Any) -> tuple[list[float], list[float]]:
-    """Return BatchNorm's running means after sharing between ranks, and the means from this rank's
-    images alone.
+    """Train one epoch under ddp. Return the running statistics of BatchNorm after the ranks have
+    shared them, and those from the images of this rank alone. All ranks must call this function.
     """
     torch.set_num_threads(1)
-    # With this learning rate the weights do not change, so that statistics depend on the images
-    # only.
+    # Use a learning rate so low that the weights do not change. The BatchNorm statistics then
+    # depend only on the images.
     overrides = (
         "model=resnet18",
         "model.name=test_resnet",

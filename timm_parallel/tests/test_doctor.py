@@ -1,4 +1,4 @@
-"""Diagnoses of scripts/doctor.py on simulated machines and on this machine."""
+"""Tests of the diagnoses of scripts/doctor.py on simulated machines and on this machine."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ GPU = {"name": "a GPU", "memory": 80 * GIB}
 
 
 def facts(gpus: int = 0, **changes: Any) -> MachineReport:
-    """Return the report of a machine without problems, with changed fields as given."""
+    """Build the report of a machine without problems. `changes` replaces fields of the report."""
     saying = {"version": "2.14.1", "timm": "1.0.31", "cuda": "13.0", "mps": False}
     saying |= {"devices": gpus}
     return MachineReport(
@@ -84,7 +84,7 @@ def test_doctor_selects_the_strategies_and_device_counts_that_could_run(
         ({"shm": 2**26}, "/dev/shm", "--shm-size", False),
     ],
 )
-def test_doctor_reports_broken_torch_disk_or_shared_memory_with_its_remedy(
+def test_doctor_reports_broken_torch_disk_or_shared_memory_with_a_remedy(
     changes: dict[str, Any], name: str, remedy: str, stops: bool
 ) -> None:
     machine = facts(0, **changes)
@@ -136,7 +136,7 @@ def test_doctor_reports_that_training_cannot_start_when_single_fails() -> None:
 @pytest.mark.parametrize(
     "reason", ["rank 0: RuntimeError: no kernel", None], ids=["failed", "refused"]
 )
-def test_doctor_trial_returns_the_reason_of_the_run_or_its_last_line(
+def test_doctor_trial_run_returns_the_failure_reason_or_the_last_line_of_output(
     monkeypatch: pytest.MonkeyPatch, reason: str | None
 ) -> None:
     def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
@@ -152,13 +152,13 @@ def test_doctor_trial_returns_the_reason_of_the_run_or_its_last_line(
     assert try_strategy("ddp", 2) == (reason or "the last line")
 
 
-def test_doctor_reports_when_its_probe_of_torch_fails() -> None:
+def test_doctor_reports_the_error_when_a_probe_process_fails() -> None:
     assert "no_such" in probe("timm_parallel.lab.doctor.no_such")["error"]
 
 
 @pytest.mark.slow(seconds=8)
 @pytest.mark.processes
-def test_doctor_tries_single_and_prints_a_command(
+def test_doctor_trains_with_single_and_prints_a_training_command(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(examination, "strategies_to_try", lambda facts: {"single": 1})

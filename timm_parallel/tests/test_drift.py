@@ -1,5 +1,5 @@
-"""Weights that differ between ranks at the end: an error on equal device models, only a warning on
-different models.
+"""Tests of weights that differ between ranks after training. On equal GPU models this is an error.
+On different GPU models, a small difference is only a warning.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def ends(ranks: Ranks, store: Any) -> list[Any]:
 
 
 @pytest.mark.slow(seconds=2)
-def test_ddp_weights_may_differ_slightly_at_end_only_on_different_gpu_models() -> None:
+def test_ddp_weights_may_differ_slightly_after_training_only_on_different_gpu_models() -> None:
     for equal, fault, drifted, unsynchronised in in_ranks(ends, 2):
         assert equal[1] == []
         assert fault == "the ranks end with different parameters: gradients were not synchronized"

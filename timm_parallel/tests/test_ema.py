@@ -1,4 +1,4 @@
-"""Averaged weights (`model.ema`)."""
+"""Test of averaged weights, which the key model.ema switches on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 from timm_parallel.model.ema import build_ema
 
 
-def test_ema_equals_that_of_timm_and_makes_no_state_dict_call_per_step(
+def test_ema_weights_equal_those_of_timm_without_a_state_dict_call_per_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     torch.manual_seed(0)
@@ -30,7 +30,7 @@ def test_ema_equals_that_of_timm_and_makes_no_state_dict_call_per_step(
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(1, 6):
-        # As a resumed run does.
+        # Load weights into the model between two steps, as a resumed run does.
         if step == 4:
             model.load_state_dict({name: value * 0.5 for name, value in model.state_dict().items()})
         model(torch.randn(8, 3, 3, 3)).square().sum().backward()

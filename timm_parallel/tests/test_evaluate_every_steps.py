@@ -1,4 +1,6 @@
-"""`train.evaluate_every_steps`: evaluations within an epoch, which change nothing else."""
+"""Tests of train.evaluate_every_steps, which evaluates within an epoch and must not change the
+training.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ EVERY_TWO = (
 
 
 def evaluated_losses(folder: Path) -> dict[int, float]:
-    """Return the loss on val by step."""
+    """Read the validation losses that a run has logged, and return a dictionary from
+    step to loss.
+    """
     lines = read_lines(folder / "metrics.jsonl")
     return {line["step"]: line["val/loss"] for line in lines if "val/loss" in line}
 
@@ -33,14 +37,14 @@ def last_weights(folder: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.slow(seconds=3)
 @pytest.mark.processes
 @pytest.mark.parametrize("parallel", ["dp", "ddp", pytest.param("fsdp", marks=pytest.mark.nightly)])
-def test_run_evaluates_within_an_epoch_under_every_strategy_alike(
+def test_evaluations_within_an_epoch_give_equal_losses_under_every_strategy(
     tmp_path: Path, parallel: str
 ) -> None:
     values = []
     for words in (("parallel=single",), (f"parallel={parallel}", "parallel.devices=2")):
         folder = run_warm(tmp_path / words[0], *EVERY_TWO, *words)
         evaluated = evaluated_losses(folder)
-        # Five steps per epoch.
+        # An epoch has five steps, and an evaluation follows every second step of the run.
         assert list(evaluated) == [2, 4, 6, 8, 10]
         values.append(list(evaluated.values()))
         best = torch.load(folder / "checkpoints/best.pt", weights_only=True)
@@ -57,7 +61,7 @@ def test_evaluations_within_an_epoch_do_not_change_the_training(tmp_path: Path) 
 
 
 @pytest.mark.slow(seconds=4)
-def test_run_that_stops_between_two_evaluations_resumes_with_equal_bits(tmp_path: Path) -> None:
+def test_run_that_stops_between_two_evaluations_resumes_bit_for_bit(tmp_path: Path) -> None:
     words = (*EVERY_TWO, "parallel=single")
     whole = run_warm(tmp_path / "whole", *words)
     run_warm(tmp_path / "parts", *words, "train.max_steps=3")

@@ -1,5 +1,5 @@
-"""Evaluation counts every image exactly once on any number of ranks, and keeps the rows of all
-images in their order.
+"""Tests that an evaluation counts every image exactly once on any number of ranks, and keeps the
+outputs in the order of the images.
 """
 
 from __future__ import annotations
@@ -25,12 +25,14 @@ from timm_parallel.runtime.evaluation import evaluate
 from timm_parallel.testing.configs import evaluate_batches, plain, task_of
 from timm_parallel.testing.ranks import in_ranks
 
+# Splits as (number of samples, number of classes). 37 samples cannot be divided equally among 2 or
+# 3 ranks. With 2 samples or 1 sample, some ranks have none.
 SPLITS = (
     (37, 7),
     (10, 6),
     (2, 4),
     (1, 6),
-)  # (samples, classes): indivisible by 2 and 3, fewer than ranks, one
+)
 
 
 def split(num_samples: int, num_classes: int) -> InMemory:
@@ -40,7 +42,9 @@ def split(num_samples: int, num_classes: int) -> InMemory:
 
 
 def model(num_classes: int) -> nn.Module:
-    """Build a model with BatchNorm, whose outputs would depend on the batch in training mode."""
+    """Build a model with BatchNorm. In training mode, its outputs would depend on the other images
+    of a batch.
+    """
     torch.manual_seed(3)
     made = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(16), nn.Linear(16, num_classes))
     made(torch.randn(50, 1, 4, 4))
@@ -71,7 +75,7 @@ def measured(ranks: Ranks, store: Any, kind: str, devices: int) -> list[dict[str
 
 
 def outputs(num_samples: int, num_classes: int) -> tuple[Tensor, Tensor]:
-    """Return (logits, labels) of the whole split, computed in one batch."""
+    """Compute (logits, labels) of a whole split in one batch."""
     data = split(num_samples, num_classes)
     with torch.no_grad():
         return model(num_classes).eval()((data.images / 255 - 0.5) / 0.25), data.labels
@@ -140,7 +144,7 @@ def check_equal(actual: list[dict[str, Any]], expected: list[dict[str, Any]]) ->
         assert ours == {key: value for key, value in theirs.items() if key != "loss"}
 
 
-def test_evaluation_raises_when_a_sample_is_missed_or_counted_twice() -> None:
+def test_evaluation_raises_when_a_sample_is_skipped_or_counted_twice() -> None:
     strategy = build_strategy(
         ParallelConfig(strategy="single", devices=1, accelerator="cpu", threads_per_device=1),
         Ranks(),
@@ -155,7 +159,7 @@ def test_evaluation_raises_when_a_sample_is_missed_or_counted_twice() -> None:
 
 
 class Damaged:
-    """A split with some unreadable samples."""
+    """Split in which the samples with the given indices are unreadable."""
 
     def __init__(self, whole: InMemory, unreadable: set[int]) -> None:
         self.whole, self.unreadable = whole, unreadable
@@ -170,12 +174,13 @@ class Damaged:
 
 
 def weighted_by_row(scores: Tensor, labels: Tensor) -> float:
-    """A metric that depends on the order of the rows."""
+    """Compute a metric that changes if the rows change their order."""
     places = torch.arange(1, len(labels) + 1, dtype=torch.float64)
     return float((places * (labels + scores.double().sum(1))).sum())
 
 
-# (samples, unreadable): shards of other lengths, or empty.
+# Splits as (number of samples, indices of unreadable samples). The ranks read different numbers of
+# samples, and some read none.
 ROWS: tuple[tuple[int, set[int]], ...] = ((37, set()), (10, {1, 2, 6}), (2, set()), (3, {0}))
 
 

@@ -1,5 +1,5 @@
-"""Batches reach the device complete and in order; on a CPU, only the memory of released batches is
-reused.
+"""Tests that batches reach the device complete and in order. On a CPU, memory is reused only after
+its batch has been released.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ def test_cpu_batch_memory_is_reused_when_an_earlier_batch_is_released() -> None:
     addresses = set()
     for _ in range(20):
         batch = blocks.empty(8, 3, 16, 16)
-        addresses.add(batch.data_ptr())  # the previous batch is held until this one is assigned
+        # Python releases the previous batch only after the next one has been assigned to the same
+        # variable. Two memory areas therefore take turns.
+        addresses.add(batch.data_ptr())
     assert len(addresses) == 2
 
 
@@ -40,9 +42,8 @@ def test_cpu_batch_memory_is_reused_when_an_earlier_batch_is_released() -> None:
         lambda batch: batch.detach(),
         lambda batch: batch.numpy(),
         lambda batch: memoryview(batch.numpy()),
-        lambda batch: (
-            torch.nn.Conv2d(3, 2, 3)(batch) ** 2
-        ).sum(),  # the graph needs it for the backward pass
+        # The autograd graph keeps the batch for the backward pass.
+        lambda batch: (torch.nn.Conv2d(3, 2, 3)(batch) ** 2).sum(),
         lambda batch: {"nested": [batch.permute(0, 2, 3, 1)]},
         lambda batch: torch.utils.data.TensorDataset(batch),
     ],
@@ -72,7 +73,7 @@ def test_prefetcher_accepts_smaller_last_batch() -> None:
 
 
 @pytest.mark.parametrize(("size", "is_kept"), [(32, False), (256, True)])
-def test_prefetcher_uses_batch_memory_only_for_large_batches(
+def test_prefetcher_reuses_cpu_memory_only_for_large_batches(
     monkeypatch: pytest.MonkeyPatch, size: int, is_kept: bool
 ) -> None:
     shapes: list[tuple[int, ...]] = []
@@ -87,7 +88,9 @@ def test_prefetcher_uses_batch_memory_only_for_large_batches(
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
-def test_prefetcher_normalizes_in_both_memory_formats(channels_last: bool) -> None:
+def test_prefetcher_normalizes_images_in_contiguous_and_channels_last_format(
+    channels_last: bool,
+) -> None:
     prefetcher = DevicePrefetcher(
         torch.device("cpu"), **plain(3, mean=0.5, std=0.25), channels_last=channels_last
     )
@@ -98,10 +101,12 @@ def test_prefetcher_normalizes_in_both_memory_formats(channels_last: bool) -> No
     assert received.is_contiguous(memory_format=expected)
 
 
-def test_loader_yields_a_batch_before_it_asks_for_the_next_one_and_keeps_none(
+def test_loader_yields_each_batch_before_loading_the_next_and_keeps_no_reference(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A late batch would otherwise delay a step whose images are on the device."""
+    """If the loader first waited for the next batch, a training step would start late although its
+    images are on the device.
+    """
     prefetcher = DevicePrefetcher(torch.device("cpu"), **plain(3), channels_last=False)
     split = InMemory(
         torch.zeros(20, 3, 4, 4, dtype=torch.uint8), torch.zeros(20, dtype=torch.int64)
@@ -127,7 +132,7 @@ def test_loader_yields_a_batch_before_it_asks_for_the_next_one_and_keeps_none(
 def test_train_loader_gathers_batches_into_pinned_memory_in_a_thread(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Rows keep their order, and the caller receives an exception raised in the thread."""
+    """The rows of a batch keep their order. An exception in the thread is raised in the caller."""
     images = torch.randint(0, 256, (40, 3, 4, 4), dtype=torch.uint8)
     split = InMemory(images, torch.arange(40))
     prefetcher = DevicePrefetcher(torch.device("cpu"), **plain(3), channels_last=False)
@@ -146,7 +151,8 @@ def test_train_loader_gathers_batches_into_pinned_memory_in_a_thread(
             pinned.append(threading.get_ident())
         return empty(*shape, **options)
 
-    loader.fetcher.pin_memory = True  # as on a GPU
+    # Let the loader pin memory, as it does for a GPU.
+    loader.fetcher.pin_memory = True
     monkeypatch.setattr(torch, "empty", recording_empty)
     received = list(loader.epoch(0))
     assert len(received) == len(expected) == 5
@@ -161,7 +167,8 @@ def test_train_loader_gathers_batches_into_pinned_memory_in_a_thread(
 def test_loader_workers_do_not_pin_memory() -> None:
     split = InMemory(torch.zeros(8, 3, 4, 4, dtype=torch.uint8), torch.zeros(8, dtype=torch.int64))
     prefetcher = DevicePrefetcher(torch.device("cpu"), **plain(3), channels_last=False)
-    prefetcher.device = torch.device("cuda")  # no GPU is used
+    # Pretend that batches go to a GPU. No GPU is needed, because this test copies no batch.
+    prefetcher.device = torch.device("cuda")
     for workers in (0, 2):
         loader = train_loader_of(
             BatchFetcher(split, Targets(), None, 0),
@@ -172,7 +179,7 @@ def test_loader_workers_do_not_pin_memory() -> None:
         assert loader.fetcher.pin_memory == (workers == 0)
 
 
-def test_workers_auto_is_0_for_data_in_memory_unless_a_gpu_waits_for_transforms_of_each_image(
+def test_workers_auto_is_0_for_data_in_memory_unless_a_gpu_run_transforms_each_image(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(hardware, "cores", lambda: 8)
@@ -209,7 +216,7 @@ def test_prefetcher_overlaps_copies_with_gpu_work(pinned: bool) -> None:
         for images, _ in map(prefetcher, batches):
             for _ in range(4):
                 weights = (weights @ weights).clamp_(-1, 1)
-            # Not compared yet: that would wait.
+            # Compare the images after the loop, because a comparison would wait for the GPU.
             received.append(images)
         torch.cuda.synchronize()
     for (sent, _), images in zip(batches, received, strict=True):

@@ -1,5 +1,5 @@
-"""Training and evaluation with the weights of an earlier run: accepted and refused files, and
-required data.
+"""Tests of training and evaluation with the weights of an earlier run. They cover accepted and
+refused weights files, and the data that are needed.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ SMALL = (
 def images(
     root: Path, classes: tuple[str, ...], splits: tuple[str, ...] = ("train", "val", "test")
 ) -> Path:
-    """Write six images of each class to each split."""
+    """Write six images of each class into each split, and return the root folder."""
     draw = np.random.default_rng(0)
     for split in splits:
         for name in classes:
@@ -64,7 +64,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Path:
-    """Train a run with EMA weights and a checkpoint.metric that evaluates them."""
+    """Train a run with averaged weights and a checkpoint.metric that evaluates them, and return the
+    run folder.
+    """
     overrides = (
         f"data.root={data}",
         "model.ema.decay=0.5",
@@ -90,7 +92,9 @@ def is_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 
 def fine_tuned(folder: Path, *overrides: str) -> tuple[int, str]:
-    """Train in forked ranks and return (exit code, console output)."""
+    """Train a run in forked ranks, and return (exit code, console output with the reason of a
+    failure).
+    """
     config = resolved(*SMALL, *overrides)
     prepare(config, folder)
     ended = warm_ranks(config, folder)
@@ -99,14 +103,16 @@ def fine_tuned(folder: Path, *overrides: str) -> tuple[int, str]:
 
 
 def evaluated(capfd: pytest.CaptureFixture[str], *overrides: str) -> tuple[int, str, str]:
-    """Run evaluate.py and return (exit code, stdout, stderr)."""
+    """Run main of evaluate.py with given overrides, and return (exit code, stdout, stderr)."""
     capfd.readouterr()
     code = entry.main(list(overrides))
     return code, *capfd.readouterr()
 
 
 def of_file(trained: Path, data: Path, *overrides: str) -> tuple[str, ...]:
-    """Return the arguments of evaluate.py that load the weights of a run from the file."""
+    """Return arguments of evaluate.py that evaluate the best weights file of a run instead of the
+    run itself.
+    """
     return (
         "model=tiny",
         f"model.weights={best(trained)}",
@@ -117,7 +123,7 @@ def of_file(trained: Path, data: Path, *overrides: str) -> tuple[str, ...]:
     )
 
 
-# --- training
+# --- Tests of training with the weights of an earlier run.
 
 
 def run_of(data: Path, weights: Path, *overrides: str) -> RunParts:
@@ -131,8 +137,8 @@ def run_of(data: Path, weights: Path, *overrides: str) -> RunParts:
 def test_fine_tuning_adapts_weights_to_different_image_size_or_channels(
     trained: Path, data: Path, words: tuple[str, ...]
 ) -> None:
-    """timm resizes position embeddings and the first convolution; test_weights.py compares
-    them bit for bit.
+    """timm resizes the position embeddings and the first convolution. test_weights.py compares the
+    resized weights bit for bit.
     """
     state = run_of(data, best(trained), *words).state.model.state_dict()
     before = contents(best(trained))["ema"]
@@ -202,7 +208,7 @@ def test_fine_tuning_keeps_loaded_head_when_weights_file_does_not_list_classes(
 
 
 @pytest.mark.parametrize(("metric", "kind"), [("val/acc", "model"), ("val/loss_ema", "ema")])
-def test_fine_tuning_loads_ema_weights_only_when_checkpoint_metric_is_of_the_ema(
+def test_fine_tuning_loads_ema_weights_only_when_checkpoint_metric_evaluates_the_ema(
     trained: Path, data: Path, tmp_path: Path, metric: str, kind: str
 ) -> None:
     saved = contents(best(trained))
@@ -213,10 +219,10 @@ def test_fine_tuning_loads_ema_weights_only_when_checkpoint_metric_is_of_the_ema
     assert is_equal(run_of(data, tmp_path / "other.pt").state.model.state_dict(), saved[kind])
 
 
-# --- evaluation of a file
+# --- Tests of the evaluation of a weights file.
 
 
-def test_evaluation_of_weights_file_matches_metrics_of_its_run(
+def test_evaluation_of_a_weights_file_matches_metrics_of_the_run_that_saved_the_file(
     trained: Path, data: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     code, out, err = evaluated(capfd, *of_file(trained, data, "data.image_size=16", "split=test"))
@@ -253,15 +259,15 @@ def test_evaluation_refuses_weights_file_when_classes_differ(
         assert name in err
 
 
-# --- evaluation of a run on a folder
+# --- Tests of the evaluation of a run on an image folder.
 
 
 @pytest.mark.parametrize(("split", "asked"), [("test", "test"), ("val", "all")])
 def test_evaluation_of_a_run_on_an_image_folder_needs_no_train_split(
     trained: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], split: str, asked: str
 ) -> None:
-    """The folder has fewer classes than the run, so labels numbered by its folders would be
-    shifted.
+    """The folder has fewer classes than the run. If labels were numbered by the class folders, they
+    would not fit the outputs of the model.
     """
     root = images(tmp_path / "alone", CLASSES[1:], (split,))
     code, out, err = evaluated(capfd, f"run={trained}", f"data.root={root}", f"split={asked}")
@@ -292,11 +298,11 @@ def test_evaluation_error_names_class_folders_that_the_trained_run_lacks(
     assert "2 of the 3 classes" in err and "cross, flower" in err and "circle, square, star" in err
 
 
-# --- data.limit_train
+# --- Tests of data.limit_train.
 
 
 def read_by(ranks: Ranks, store: Any, root: str, *overrides: str) -> list[str]:
-    """Return the files that a rank reads in two epochs, as `<class>/<number>.png`."""
+    """Return the files that this rank reads in two epochs, as texts `<class>/<number>.png`."""
     config = resolved(*SMALL, f"data.root={root}", *overrides)
     strategy = build_strategy(config.parallel, ranks, store)
     train = build_run(config, strategy).train_loader
@@ -352,7 +358,7 @@ def test_limit_train_error_names_the_unreadable_file(data: Path, tmp_path: Path)
     assert str(files[2]) in line
 
 
-def test_failure_message_gives_image_indices_of_the_whole_split_under_limit_train(
+def test_error_gives_image_indices_within_the_whole_split_when_limit_train_is_set(
     data: Path, tmp_path: Path
 ) -> None:
     training = Trainer(

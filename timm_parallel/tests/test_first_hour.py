@@ -1,5 +1,5 @@
-"""First steps of a new user: installation, the printed config,
-the progress bar and error messages.
+"""Tests of what a new user meets first, which is the installation, the printed config, the progress
+bar and error messages.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Terminal(io.StringIO):
         return True
 
 
-# --- installing
+# --- Tests of the installation.
 
 
 def test_install_passes_pip_settings_to_uv_as_environment_variables() -> None:
@@ -74,7 +74,7 @@ def test_install_passes_pip_settings_to_uv_as_environment_variables() -> None:
 
 
 @pytest.mark.parametrize("fits", [True, False])
-def test_install_requires_the_hashes_of_a_lock_and_refuses_one_that_is_outdated(
+def test_install_requires_hashes_of_a_lock_file_and_refuses_an_outdated_lock_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], fits: bool
 ) -> None:
     (tmp_path / "wanted.txt").write_text(f"# A comment\nrich==15.0.{0 if fits else 1}\n")
@@ -83,7 +83,7 @@ def test_install_requires_the_hashes_of_a_lock_and_refuses_one_that_is_outdated(
 
     def run(command: list[str], **_: Any) -> SimpleNamespace:
         commands.append(command)
-        # uv fails, so that pip follows.
+        # Let uv fail, so that the installation tries pip next.
         return SimpleNamespace(returncode=int("uv" in command), stdout="")
 
     monkeypatch.setattr(subprocess, "run", run)
@@ -101,7 +101,9 @@ def test_install_requires_the_hashes_of_a_lock_and_refuses_one_that_is_outdated(
 def test_install_falls_back_to_pip_when_uv_fails(
     tmp_path: Path, uv_works: bool, asked: list[str]
 ) -> None:
-    """Fake pip and uv programs, first on the path, record their arguments."""
+    """Fake pip and uv programs come first on the module search path, and write their arguments to a
+    file.
+    """
     note = tmp_path / "note"
     for name, code in (("pip", 0), ("uv", 0 if uv_works else 2)):
         text = (
@@ -124,13 +126,13 @@ def test_install_falls_back_to_pip_when_uv_fails(
     )
 
 
-# --- console
+# --- Tests of the console output of a run.
 
 
-def test_schema_declares_the_defaults_of_a_plain_run() -> None:
+def test_schema_defaults_equal_the_config_of_a_run_without_overrides() -> None:
     plain, schema = dict(_values(plain_config())), dict(_values(Config()))
-    # Options that are chosen by default, but not meant by null in other options: digits' size, and
-    # the tracker's name.
+    # Only two values may differ. The digits dataset sets the image size, and the tracker option
+    # sets the name of the tracker, because both are chosen by default.
     assert {key for key in plain if plain[key] != schema[key]} == {"data.image_size", "tracker.use"}
 
 
@@ -139,8 +141,8 @@ def _values(config: Config) -> Iterator[tuple[str, Any]]:
 
 
 def printed_values(capsys: pytest.CaptureFixture[str], *overrides: str) -> list[str]:
-    """Return what print_config shows for a command, one dotted `key: value` each, without the
-    header.
+    """Return the config values that train.py prints for a command with print_config=true, as texts
+    `<dotted key>: <value>` without the header.
     """
     asked = compose_command(parse(*overrides)).config
     capsys.readouterr()
@@ -228,7 +230,7 @@ def test_overfit_preset_reports_whether_loss_target_is_reached(
 
 
 @pytest.mark.parametrize(("epochs", "is_early"), [(3, True), (9, False)])
-def test_console_reports_early_stop_only_when_the_run_ended_before_its_last_epoch(
+def test_console_reports_early_stop_only_when_the_run_ended_before_the_last_epoch(
     epochs: int, is_early: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = resolved(
@@ -244,7 +246,7 @@ def test_console_reports_early_stop_only_when_the_run_ended_before_its_last_epoc
 @pytest.mark.parametrize(
     ("speed", "shown"), [(12345.2, ["12,345 images/s"]), (7.25, ["7.25 images/s"]), (None, [])]
 )
-def test_console_ends_with_the_speed_of_the_timed_steps_if_any_were_timed(
+def test_console_output_ends_with_the_speed_only_when_steps_were_timed(
     speed: float | None, shown: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     result = Result("done", throughput={"images_per_sec": speed, "steps_timed": 30 if speed else 0})
@@ -257,7 +259,9 @@ def test_console_ends_with_the_speed_of_the_timed_steps_if_any_were_timed(
 
 
 @pytest.mark.processes
-def test_console_labels_at_begin_and_end_of_a_run_share_one_column(finished_run: Finished) -> None:
+def test_console_values_at_start_and_end_of_a_run_begin_in_the_same_column(
+    finished_run: Finished,
+) -> None:
     lines = finished_run.stdout.splitlines()
     for label in ("model", "data", "classes", "strategy", "batch", "steps", "lr", "metrics"):
         assert [line for line in lines if re.match(rf"{label:<11}  \S", line)], label
@@ -266,7 +270,7 @@ def test_console_labels_at_begin_and_end_of_a_run_share_one_column(finished_run:
 
 @pytest.mark.slow(seconds=1)
 @pytest.mark.processes
-def test_console_line_of_an_epoch_shows_val_metrics_only_when_it_was_evaluated(
+def test_console_line_of_an_epoch_shows_val_metrics_only_when_the_epoch_was_evaluated(
     tmp_path: Path,
 ) -> None:
     folder = run_warm(
@@ -285,7 +289,7 @@ def test_console_line_of_an_epoch_shows_val_metrics_only_when_it_was_evaluated(
 
 
 @pytest.mark.parametrize("overrides", [("data=folder",), ("experiment=finetune",)])
-def test_overfit_preset_trains_without_augmentation_and_smoothing(
+def test_overfit_preset_trains_without_augmentation_and_label_smoothing(
     overrides: tuple[str, ...],
 ) -> None:
     config = resolved(*overrides, "data.root=x", "debug=overfit", "parallel=single")
@@ -299,8 +303,8 @@ def test_overfit_preset_turns_every_augmentation_off() -> None:
 
 
 def test_log_lines_are_printed_above_the_progress_bar(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The log handler exists before the bar. A log line that bypassed the bar would end up on the
-    line of the bar.
+    """The log handler is created before the progress bar. If it wrote to the terminal directly, the
+    log line would appear inside the bar.
     """
     terminal = Terminal()
     monkeypatch.setattr(sys, "stdout", terminal)
@@ -346,7 +350,7 @@ def test_example_of_conf_local_default_yaml_composes_with_changed_output_dir(
     assert config.paths.output_dir == "/elsewhere"
 
 
-# --- messages
+# --- Tests of error messages.
 
 
 @pytest.mark.processes
@@ -370,7 +374,9 @@ class HalfUsed(nn.Module):
 
 
 def two_steps(ranks: Ranks, store: object, find: bool) -> str:
-    """Train two steps and return the error message of the second, or `trained`."""
+    """Train two steps under ddp with a model that has unused parameters. Return the error message
+    of the second step, or `trained`. All ranks must call this function.
+    """
     from src.train.step import Autocast, TrainStep
     from timm_parallel.keys import ParallelConfig
     from timm_parallel.parallel.build import build_strategy
@@ -417,8 +423,8 @@ def test_unrelated_runtime_error_does_not_name_unused_parameters() -> None:
 def test_task_name_of_debug_preset_overrides_the_default_but_not_the_command_line(
     words: tuple[str, ...], task: str | None
 ) -> None:
-    """The task_name in conf/train.yaml must not override the task_name of a preset or of the
-    command line.
+    """The task_name in conf/train.yaml must have lower priority than the task_name in a preset or
+    on the command line.
     """
     own = OmegaConf.load(ROOT / "conf" / "train.yaml").task_name
     assert resolved(*words).task_name == (task or own)

@@ -1,5 +1,5 @@
-"""The forecast recovers the model behind the measurements, reports its error, and answers what-if
-questions.
+"""Tests of the speed forecast for other numbers of devices. The forecast fits a scaling model to
+the measurements of a sweep and reports its error.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def test_forecast_step_time_is_compute_plus_exposed_part_of_ring_all_reduce() ->
     )
 
 
-def test_forecast_reproduces_speeds_of_the_scaling_model_behind_its_measurements() -> None:
+def test_forecast_reproduces_speeds_of_the_scaling_model_that_generated_the_measurements() -> None:
     answer = forecast(strong(1, 2, 4, 8))
     assert answer.error is not None and answer.error < 0.05
     for row in answer.strong:
@@ -89,7 +89,7 @@ def test_forecast_interval_from_noisy_measurements_contains_true_speed() -> None
     assert held >= 2
 
 
-def test_forecast_omits_its_error_for_two_device_counts_and_is_refused_for_one() -> None:
+def test_forecast_omits_the_error_estimate_for_two_device_counts_and_refuses_one_count() -> None:
     answer = forecast(strong(1, 2))
     assert answer.error is None
     assert answer.residual < 0.01
@@ -97,9 +97,10 @@ def test_forecast_omits_its_error_for_two_device_counts_and_is_refused_for_one()
     assert answer.strong[1].low is None, "an interval of width zero would claim certainty"
 
 
-def test_forecast_notes_name_fitted_costs_at_their_bound_and_count_flagged_runs() -> None:
+def test_forecast_notes_name_fitted_costs_at_a_bound_and_count_disturbed_runs() -> None:
     assert notes_on(TRUE, strong(1, 2, 4, 8)) == []
-    # A step takes the same time for any batch, and the all-reduce takes no time.
+    # Measurements in which a step takes the same time for any batch size, and the all-reduce takes
+    # no time.
     flat = [
         Measured(n, 256, 0.02, 1000 if n > 1 else 0, 1e-9 if n > 1 else None) for n in (1, 2, 4)
     ]
@@ -110,7 +111,7 @@ def test_forecast_notes_name_fitted_costs_at_their_bound_and_count_flagged_runs(
     assert [note.partition(" runs")[0] for note in notes_on(TRUE, runs)] == ["3 of 4"]
 
 
-def test_forecast_warns_when_its_leave_one_out_error_exceeds_15_percent() -> None:
+def test_forecast_warns_when_the_leave_one_out_error_exceeds_15_percent() -> None:
     odd = [*strong(1, 2, 4), Measured(8, 256, 3 * TRUE.seconds(8, 32), TRUE.gradient_bytes, None)]
     answer = forecast(odd)
     assert answer.error is not None and answer.error > 0.15
@@ -119,8 +120,8 @@ def test_forecast_warns_when_its_leave_one_out_error_exceeds_15_percent() -> Non
 
 
 def undescribed() -> list[Measured]:
-    """Return two repeats of three device counts that no such model fits: the largest batch per
-    device is fastest.
+    """Build two repeats of measurements on three numbers of devices. No scaling model of the
+    forecast fits them, because the largest batch per device is the fastest.
     """
     runs = [
         Measured(1, 64, 64 / 2789, 0),
@@ -130,7 +131,7 @@ def undescribed() -> list[Measured]:
     return [replace(run, seconds=run.seconds * factor) for run in runs for factor in (0.999, 1.001)]
 
 
-def test_forecast_warns_and_widens_intervals_when_its_fit_misses_measured_speeds() -> None:
+def test_forecast_warns_and_widens_intervals_when_the_fit_misses_measured_speeds() -> None:
     answer = forecast(undescribed(), counts=(2, 10_000))
     measured = [row for row in answer.strong + answer.weak if row.measured is not None]
     missed = max(abs(row.speed / row.measured - 1) for row in measured if row.measured)
@@ -144,7 +145,9 @@ def test_forecast_warns_and_widens_intervals_when_its_fit_misses_measured_speeds
         )
 
 
-def test_forecast_prints_numbers_without_exponents_and_counts_flagged_runs(tmp_path: Path) -> None:
+def test_forecast_prints_numbers_without_exponents_and_counts_disturbed_runs(
+    tmp_path: Path,
+) -> None:
     folder = sweep_folder(tmp_path)
     text = "\n".join(as_text(forecast_sweep(folder, counts=(2, 100_000))))
     assert re.search(r"\de[+-]?\d", text) is None, text
@@ -161,8 +164,8 @@ def test_forecast_prints_numbers_without_exponents_and_counts_flagged_runs(tmp_p
 
 
 def test_forecast_error_is_below_5_percent_when_exact_measurements_vary_batch_size() -> None:
-    """In a sweep that also varies data.batch_size, the model that generated all measurements must
-    match all of them.
+    """The measurements come from one scaling model without noise, for several values of
+    data.batch_size. The fitted model must describe all of them.
     """
     runs = [run(devices, batch / devices) for devices in (1, 2, 4) for batch in (64, 256)]
     answer = forecast(runs)
@@ -195,8 +198,8 @@ def test_forecast_is_limited_by_a_slow_data_loader_at_every_device_count() -> No
 def sweep_folder(
     folder: Path, neighbours: int = 0, knows_bytes: bool = True, warm_up: int | None = None
 ) -> Path:
-    """Write a sweep. `warm_up`: number of devices of an extra baseline run before all others, ten
-    times as slow.
+    """Write the files of a sweep over three numbers of devices. If `warm_up` is given, the first
+    job is a warm-up run of the baseline on this number of devices. It is ten times as slow.
     """
     jobs = Jobs(folder, "python train.py -m …", [])
     counts = [(devices, 0, 0.0) for devices in (1, 2, 4)]

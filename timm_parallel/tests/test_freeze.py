@@ -1,5 +1,5 @@
-"""`model.freeze` and `optim.head_lr_scale` select the trained parameters in the same way under
-every strategy.
+"""Tests of model.freeze and optim.head_lr_scale, which select the trained parameters and their
+learning rate equally under every strategy.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""train.py as a process: errors, --help, --cfg and shell completion are quick and do not import
-torch.
+"""Tests of train.py as a process. Errors, the options --help and --cfg, and shell completion
+respond quickly, because they do not import torch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from timm_parallel.testing.ranks import RANK_VARIABLES
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = ROOT / "train.py"
 
-# Runs train.py, then prints whether torch was imported.
+# Script that runs train.py and then prints which of torch, timm and torchvision were imported.
 SPY = """
 import runpy, sys
 sys.argv = sys.argv[1:]
@@ -35,7 +35,7 @@ sys.exit(code)
 def run_process(
     *words: str, cwd: Path, spy: bool = True
 ) -> tuple[subprocess.CompletedProcess[str], float]:
-    """Run train.py with these arguments and return the finished process and its duration in
+    """Run train.py with given arguments, and return the finished process and its duration in
     seconds.
     """
     environment = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
@@ -60,7 +60,7 @@ def run_process(
             "data.batch_size=63",
         ),
         ("model.name=resnet81", "resnet18"),
-        # Every built-in dataset checks its data.
+        # The next commands name a missing data folder for each built-in kind of dataset.
         ("data.root=/missing", "data.root=/missing"),
         ("data=folder data.root=/missing", "/missing/train"),
         ("data=csv data.root=/missing", "data.root=/missing"),

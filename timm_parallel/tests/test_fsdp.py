@@ -1,4 +1,6 @@
-"""parallel=fsdp: sharded blocks, memory per rank, training, checkpoints, evaluation and traffic."""
+"""Tests of parallel=fsdp, which cover the sharded blocks, the memory per rank, training,
+checkpoints, evaluation and communication.
+"""
 
 from __future__ import annotations
 
@@ -42,8 +44,8 @@ def fsdp(devices: int, *overrides: str) -> Any:
 
 
 def built(ranks: Any, store: Any, name: str, *overrides: str) -> RunParts:
-    """Build a run under fsdp, or under single without a store. Several runs of one process have
-    different names.
+    """Build a run under fsdp, or under single if `store` is None. `name` must differ between runs
+    of one process, because it is the prefix of their keys in the store.
     """
     if store is None:
         config = resolved(*SETTINGS, "parallel=single", *overrides)
@@ -58,7 +60,7 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-# Blocks
+# Tests of the blocks that fsdp shards.
 # --------------------------------------------------------------------------------------------------
 
 
@@ -72,9 +74,7 @@ def local(tensor: Tensor) -> Tensor:
         ("mixer_s32_224", "MixerBlock", 8),
     ],
 )
-def test_fsdp_sharded_blocks_of_a_timm_model_are_its_repeated_modules(
-    name: str, kind: str, count: int
-) -> None:
+def test_fsdp_shards_the_repeated_blocks_of_a_timm_model(name: str, kind: str, count: int) -> None:
     with torch.device("meta"):
         model = timm.create_model(name)
     blocks = blocks_of(model)
@@ -92,12 +92,12 @@ class Own(nn.Module):
             self.layers[0].linear1 = self.layers[1].linear1
 
 
-def test_fsdp_sharded_blocks_of_a_custom_model_are_the_layers_of_its_module_list() -> None:
+def test_fsdp_shards_each_layer_in_the_module_list_of_a_custom_model() -> None:
     model = Own()
     assert blocks_of(model) == list(model.layers)
 
 
-def test_fsdp_sharded_blocks_of_a_custom_model_come_from_its_shard_blocks_method() -> None:
+def test_fsdp_shards_the_modules_that_the_shard_blocks_method_of_a_custom_model_returns() -> None:
     class Named(Own):
         def shard_blocks(self) -> list[nn.Module]:
             return [self.layers[1]]
@@ -106,12 +106,12 @@ def test_fsdp_sharded_blocks_of_a_custom_model_come_from_its_shard_blocks_method
     assert blocks_of(model) == [model.layers[1]]
 
 
-def test_fsdp_sharded_blocks_exclude_blocks_with_tied_weights() -> None:
+def test_fsdp_does_not_select_blocks_with_tied_weights_for_sharding() -> None:
     model = Own(tied=True)
     assert blocks_of(model) == [model.layers[2]]
 
 
-def test_fsdp_sharded_blocks_are_found_in_a_timm_model_inside_a_custom_module() -> None:
+def test_fsdp_shards_the_blocks_of_a_timm_model_inside_a_custom_module() -> None:
     class Wrapped(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -120,18 +120,17 @@ def test_fsdp_sharded_blocks_are_found_in_a_timm_model_inside_a_custom_module() 
     assert len(blocks_of(Wrapped())) == 3
 
 
-def test_fsdp_vector_layers_are_layer_norms_and_layer_scales() -> None:
+def test_fsdp_vector_layers_of_a_vit_are_all_layer_norm_and_layer_scale_modules() -> None:
     model = timm.create_model("vit_tiny_patch16_224", depth=2, init_values=0.1)
     assert {type(layer).__name__ for layer in vector_layers(model)} == {"LayerNorm", "LayerScale"}
 
 
-# Parts
-# --------------------------------------------------------------------------------------------------
+# Tests of the part of the model that each rank holds.
 
 
 def sizes_of_parts(ranks: Any, store: Any) -> dict[str, tuple[int, int]]:
-    """Return (number of elements on this rank, in total) for weights, gradients, optimizer state
-    and EMA.
+    """Train one step under fsdp. Return a dictionary from weights, gradients, optimizer and ema to
+    (number of elements on this rank, number on all ranks). All ranks must call this function.
     """
     parts = built(ranks, store, "sizes", "model.ema.decay=0.9")
     state = parts.state
@@ -160,12 +159,14 @@ def test_each_of_3_fsdp_ranks_holds_a_third_of_weights_gradients_optimizer_and_e
     for name in of_ranks[0]:
         total = of_ranks[0][name][1]
         assert sum(sizes[name][0] for sizes in of_ranks) == total, name
-        # Rows are whole, so rank 0 has a little more.
+        # fsdp splits tensors only between rows, so rank 0 holds slightly more than a third.
         assert max(sizes[name][0] for sizes in of_ranks) < 0.36 * total, name
 
 
 def contents_of_checkpoint(ranks: Any, store: Any) -> int:
-    """Return the number of tensor elements in the checkpoint contents of this rank."""
+    """Build the contents of a checkpoint, and return the number of their tensor elements on this
+    rank. All ranks must call this function.
+    """
     parts = built(ranks, store, "contents", "model.ema.decay=0.9")
     parts.state.wrapped(*next(parts.train_loader.epoch(0)))[0].backward()
     parts.state.optimizer.step()
@@ -181,26 +182,28 @@ def contents_of_checkpoint(ranks: Any, store: Any) -> int:
 def test_fsdp_gathers_the_contents_of_a_checkpoint_on_rank_0_only() -> None:
     first, second = in_ranks(contents_of_checkpoint, 2)
     assert second == 0
-    # Weights, their EMA and two AdamW moments.
+    # The checkpoint must contain the weights, their moving average and two moments of AdamW for
+    # each parameter.
     blocks = timm.create_model("vit_tiny_patch16_224", **resolved("model=tiny").model.kwargs).blocks
     assert first > 4 * sum(parameter.numel() for parameter in blocks.parameters())
 
 
-# Training
+# Tests of training under fsdp.
 # --------------------------------------------------------------------------------------------------
 
 
 def three_steps_of_each_optimizer(ranks: Any, store: Any) -> dict[str, Any]:
-    """Return the weights after three steps, where the optimizer's state is saved and restored after
-    the second.
+    """Train three steps with each optimizer, and save and restore the state of the optimizer after
+    the second step. Return a dictionary from optimizer to weights. All ranks must call this
+    function.
     """
     weights = {}
     for name in OPTIMIZERS_OF_PARTS:
         parts = built(ranks, store, name, "optim=sgd", f"optim.opt={name}")
         state, draw = parts.state, torch.Generator().manual_seed(0)
         for step in range(3):
-            # Random gradients, because some optimizers amplify rounding errors of gradients near
-            # zero.
+            # Use random gradients instead of those of a loss. Some optimizers amplify rounding
+            # errors of gradients near zero.
             for parameter in state.model.parameters():
                 parameter.grad = parts.strategy.part(
                     torch.randn(parameter.shape, generator=draw), parameter
@@ -236,12 +239,15 @@ def _without_store(ranks: Any, store: Any) -> dict[str, Any]:
 
 
 def collectives_of_a_step(ranks: Any, store: Any) -> list[dict[str, int]]:
-    """Count the collectives of a step of one batch, and of a step that accumulates three."""
+    """Count the collectives of an optimizer step with one batch, and of a step with three
+    accumulated batches. All ranks must call this function.
+    """
     counts = []
     for batches in (1, 3):
         parts = built(ranks, store, str(batches))
         images, labels = next(parts.train_loader.epoch(0))
-        parts.state.wrapped(images, labels)[0].backward()  # the first step also sets up
+        # Do not count the first step, because it also initializes fsdp.
+        parts.state.wrapped(images, labels)[0].backward()
         with CommDebugMode() as communication:
             for _ in range(batches - 1):
                 with parts.strategy.skip_sync(parts.state.wrapped):
@@ -258,14 +264,16 @@ def test_fsdp_reduces_gradients_once_per_step_when_batches_are_accumulated() -> 
     for one, three in in_ranks(collectives_of_a_step, 2):
         scattered = next(name for name in one if "reduce_scatter" in name)
         gathered = next(name for name in one if "allgather" in name or "all_gather" in name)
-        # The two blocks and the rest of the model.
+        # Expect three reductions of gradients, one for each of the two blocks and one for the other
+        # parameters.
         assert one[scattered] == three[scattered] == 3
         assert three[gathered] == 3 * one[gathered]
 
 
 def trained(ranks: Any, store: Any, folder: str, *overrides: str) -> dict[str, Any]:
-    """Train under fsdp, or under single on one rank, and return the types seen in the forward pass
-    and the weights.
+    """Train one epoch under fsdp, or under single if there is one rank. Return the loss, and a
+    dictionary from layer type to the data type of its weight in the forward pass. All ranks must
+    call this function.
     """
     strategy, devices = ("fsdp", ranks.world_size) if ranks.world_size > 1 else ("single", 1)
     config = resolved(
@@ -317,7 +325,9 @@ def test_fsdp_gathers_matrices_in_16_bits_and_norm_weights_in_32_bits(
         "torch.float32"
     }
     if "resnet10t" in str(overrides):
-        return  # each rank has BatchNorm statistics of its own share
+        # Do not compare losses with one device if the model has BatchNorm, because each rank has
+        # statistics of a part of the batch.
+        return
     (tmp_path / "alone").mkdir()
     [alone] = in_ranks(trained, 1, str(tmp_path / "alone"), *overrides)
     assert of_ranks[0]["loss"] == pytest.approx(alone["loss"], rel=5e-3)
@@ -350,13 +360,13 @@ def test_fsdp_matches_single_with_freeze_grad_checkpointing_or_channels_last(
         assert torch.allclose(ours[name], weight, rtol=1e-4, atol=1e-5), name
 
 
-# Evaluation
+# Tests of evaluation under fsdp.
 # --------------------------------------------------------------------------------------------------
 
 
 def evaluated(ranks: Any, store: Any, stops: bool) -> list[float | None] | None:
-    """Evaluate 25 images in batches of 8 per rank: with 3 ranks, one has a batch more than the
-    others.
+    """Evaluate 25 images in batches of 8 per rank. With 3 ranks, one rank has a batch more than the
+    others. All ranks must call this function.
     """
     parts = built(ranks, store, f"evaluation{stops}")
     loader = parts.eval_loaders["val"]
@@ -377,7 +387,7 @@ def evaluated(ranks: Any, store: Any, stops: bool) -> list[float | None] | None:
     assert all(isinstance(parameter, DTensor) for parameter in parts.state.model.parameters()), (
         "still gathered"
     )
-    # Training continues after an evaluation.
+    # Check that a training step still works after the evaluation.
     parts.state.wrapped.train()(*next(parts.train_loader.epoch(0)))[0].backward()
     parts.strategy.close()
     return None if actual is None else [actual.samples, actual.numbers["loss"]]
@@ -401,7 +411,7 @@ def test_fsdp_evaluation_stops_on_all_ranks_when_one_rank_requests_a_stop() -> N
 def _evaluated_without_count(ranks: Any, store: Any, stops: bool) -> list[float | None] | None:
     from timm_parallel.runtime import evaluation
 
-    # This test gives the ranks other shares than the sampler does, so the check of the sample count
-    # is replaced.
+    # Replace the check of the number of samples. This test gives the ranks other samples than the
+    # sampler would, and the check would fail.
     evaluation._check_count = lambda loader, samples, group: int(group.sum(torch.tensor(samples)))  # type: ignore[assignment]
     return evaluated(ranks, store, stops)

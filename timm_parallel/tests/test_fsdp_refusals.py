@@ -1,4 +1,6 @@
-"""fsdp refuses models and losses that it cannot shard, with key and fix."""
+"""Tests that fsdp refuses models and losses that it cannot shard, with an error that names the key
+and a fix.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from timm_parallel.parallel.build import build_strategy
 from timm_parallel.testing.configs import resolved
 from timm_parallel.testing.ranks import in_ranks
 
-# The name of this file in configs, which may name classes of src/ only.
+# Let configs refer to the classes of this file by a name below src, because a config may name only
+# classes of src/.
 HERE = "src.fsdp_refusals_of_test"
 sys.modules[HERE] = sys.modules[__name__]
 
@@ -33,7 +36,7 @@ class Block(nn.Module):
 
 
 class ReadsWeight(nn.Module):
-    """Computes with a weight of a block outside of the block."""
+    """Model that reads the weight of a block outside of the forward pass of the block."""
 
     def __init__(self, num_classes: int, in_chans: int) -> None:
         super().__init__()
@@ -65,7 +68,9 @@ class Temperature(nn.Module):
 
 
 def refusals_of_fsdp(ranks: Ranks, store: Any) -> list[str]:
-    """Return the message of the refusal to build each model or loss; empty if it trains a step."""
+    """Try to build a run and train a step under fsdp with each model or loss. Return a list of
+    error messages, with an empty text for success. All ranks must call this function.
+    """
     messages = []
     for number, name in enumerate(("ReadsWeight", "Scaled", "Temperature", "NamesNoBlocks")):
         config = resolved(
@@ -88,7 +93,7 @@ def refusals_of_fsdp(ranks: Ranks, store: Any) -> list[str]:
 
 @pytest.mark.slow(seconds=3)
 @pytest.mark.processes
-def test_fsdp_refuses_what_it_cannot_shard_with_key_and_fix() -> None:
+def test_fsdp_error_for_a_model_or_loss_that_cannot_be_sharded_names_key_and_fix() -> None:
     for reads_weight, scaled, temperature, names_no_blocks in in_ranks(refusals_of_fsdp, 2):
         assert "shard_blocks()" in reads_weight and "parallel=ddp" in reads_weight
         assert scaled.startswith("model.name: scale ") and "parallel=ddp" in scaled

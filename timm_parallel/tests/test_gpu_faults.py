@@ -1,8 +1,8 @@
-"""Faults during GPU use: the error names the rank, the device becomes free again, and a sweep
-continues.
+"""Tests of faults while a GPU is used. The error names the rank, the GPU becomes free again, and a
+sweep continues.
 
-promises/test_faults.py and test_ends.py test the same faults on a CPU; this file also tests the
-sweep on a CPU.
+promises/test_faults.py and promises/test_ends.py test the same faults on a CPU, except the sweep,
+which this file tests on both.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ on_both = pytest.mark.parametrize(
 
 
 def overrides(accelerator: str) -> list[str]:
-    """Return the overrides of a run with two ranks that share a device."""
+    """Return the overrides of a run with two ranks on one device."""
     shared = [
         "parallel=ddp",
         "parallel.devices=2",
@@ -48,7 +48,9 @@ def overrides(accelerator: str) -> list[str]:
 
 
 def fault_environment(kind: str, mark: Path) -> dict[str, str]:
-    """Return environment variables that inject a fault on rank 1 in the forward pass of step 7."""
+    """Build environment variables that inject a fault into rank 1, in the forward pass
+    of step 7.
+    """
     path = os.pathsep.join(filter(None, [str(FAULTY), os.environ.get("PYTHONPATH")]))
     return {"PYTHONPATH": path, "FAULT": f"{kind}:1:7:the forward pass", "FAULT_MARK": str(mark)}
 

@@ -1,5 +1,5 @@
-"""An image folder trains; a folder without a classification layout gives an error that names it
-before a run starts.
+"""Tests of image folders. A folder with another layout is refused before a run starts, and the
+error names the folder.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from timm_parallel.testing.ranks import run_warm
 
 
 def image_folder(root: Path, counts: dict[str, dict[str, int]]) -> Path:
-    """Write `{split: {class: number of images}}` as JPEG and PNG in turn, of several sizes, one
-    color per class.
+    """Write images into `<root>/<split>/<class>/`, and return the root folder. `counts` maps split
+    and class to the number of images. Each class has one color, and JPEG and PNG files alternate.
     """
     draw = np.random.default_rng(0)
     for split, classes in counts.items():
@@ -122,7 +122,7 @@ def test_image_folder_with_missing_splits_or_classes_is_refused(
         ),
     ],
 )
-def test_folders_named_as_splits_are_refused_as_classes_with_the_fix(
+def test_error_for_split_folders_among_class_folders_names_the_fix(
     tmp_path: Path, layout: str, fraction: float | None, fixes: list[str]
 ) -> None:
     image_folder(tmp_path, dict.fromkeys(layout.split(), GOOD))
@@ -133,16 +133,19 @@ def test_folders_named_as_splits_are_refused_as_classes_with_the_fix(
     message = str(refusal.value)
     assert message.startswith(f"data.root={tmp_path}: ")
     assert all(fix.format(root=tmp_path) in message for fix in fixes)
-    # The root of a folder with splits would train on their names.
+    # The error must not suggest data.root itself as the folder of the classes, because its
+    # subfolders are splits.
     assert f"{tmp_path}/<class>/ with" not in message
 
 
-def test_class_named_as_a_split_is_accepted_when_it_holds_no_folders(tmp_path: Path) -> None:
+def test_class_folder_named_train_is_accepted_when_the_folder_contains_no_subfolders(
+    tmp_path: Path,
+) -> None:
     image_folder(tmp_path, {"car": {"": 6}, "Train": {"": 6}})
     check_data(Config(data=DataConfig(name="folder", root=str(tmp_path), val_fraction=0.4)))
 
 
-def test_empty_class_folder_is_refused_with_the_given_root_and_the_class(tmp_path: Path) -> None:
+def test_error_for_an_empty_class_folder_names_data_root_and_the_class(tmp_path: Path) -> None:
     image_folder(tmp_path, {"cat": {"": 2}})
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match=r"empty") as refusal:

@@ -1,4 +1,6 @@
-"""Every way to start ranks gives one run folder, one set of records and identical metrics."""
+"""Tests that train.py, torchrun and a cluster give the same run, when they start its ranks. There
+is one run folder with one set of records, and the metrics are identical.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,8 @@ TWO = ("parallel=ddp", "parallel.devices=2")
 
 
 def by_hand(train: Train, folder: Path, delay: float, *overrides: str) -> list[Running]:
-    """Start rank 1 and, after `delay` seconds, rank 0,
-    as a cluster without a torchrun agent does.
+    """Start rank 1 and, after `delay` seconds, rank 0. Return both commands. A cluster starts ranks
+    in this way, without torchrun.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -44,7 +46,7 @@ def by_hand(train: Train, folder: Path, delay: float, *overrides: str) -> list[R
 
 
 def in_its_folder(done: Finished) -> Finished:
-    """Return the finished command with the folder that the run printed."""
+    """Return the finished command with the run folder that the run has printed."""
     assert done.returncode == 0, done.output
     line = next(line for line in done.stdout.splitlines() if line.startswith("folder"))
     return replace(done, folder=Path(line.split()[-1]))
@@ -56,7 +58,7 @@ def by_torchrun(train_shared: Train) -> Finished:
 
 
 def check(done: Finished) -> None:
-    """Check that the folder contains each record once and that both ranks trained the
+    """Check that the run folder contains each record once, and that both ranks have trained the
     same model.
     """
     folder, result = done.folder, done.result
@@ -108,8 +110,8 @@ def test_metrics_and_weights_are_identical_under_torchrun_and_python(
 def test_concurrent_runs_with_same_folder_name_get_separate_folders(
     by_torchrun: Finished, train: Train
 ) -> None:
-    """train.py starts one run; the second run has separately started ranks, rank 0 three seconds
-    after rank 1.
+    """train.py starts the first run. The ranks of the second run are started one by one, rank 0
+    three seconds after rank 1.
     """
     ranks = by_hand(train, train.base / "run", 3.0, "parallel=ddp")
     runs = [in_its_folder(run.finish()) for run in (train.start(*TWO), ranks[1])]

@@ -1,5 +1,5 @@
-"""Measurements of a run: throughput, parts of the step time, ranks, communication, disturbances and
-counts.
+"""Test the measurements in the result of a run: throughput, parts of the step time, times per
+rank, communication, energy, and disturbances by other programs.
 """
 
 from __future__ import annotations
@@ -45,14 +45,16 @@ QUIET: dict[str, Any] = {
 
 
 def by_the_clock(folder: Path, batch: int) -> float:
-    """Return images per second between the first and the last logged step in metrics.jsonl."""
+    """Compute images per second from the timestamps of the first and the last logged step in
+    metrics.jsonl.
+    """
     lines = [line for line in read_lines(folder / "metrics.jsonl") if "train/loss" in line]
     first, last = lines[0], lines[-1]
     return float(batch * (last["step"] - first["step"]) / (last["time"] - first["time"]))
 
 
 def trained(ranks: Ranks, store: Any, folder: str, *overrides: str) -> dict[str, Any]:
-    """Train a whole run on this rank and return its result."""
+    """Train a complete run on this rank, and return its result."""
     (Path(folder) / "logs").mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
     run(resolved(*overrides), Path(folder), ranks, store if ranks.world_size > 1 else None)
@@ -61,7 +63,7 @@ def trained(ranks: Ranks, store: Any, folder: str, *overrides: str) -> dict[str,
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
-    """Train one epoch of 78 steps with ddp on two ranks and return (result, folder)."""
+    """Train one epoch of 78 steps with ddp on two ranks. Return the result and the run folder."""
     folder = tmp_path_factory.mktemp("measured") / "run"
     words = (
         "parallel=ddp",
@@ -73,7 +75,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any],
     return in_ranks(trained, 2, str(folder), *words)[0], folder
 
 
-def test_result_images_per_sec_matches_time_between_logged_steps_of_a_ddp_run(
+def test_images_per_sec_of_a_ddp_result_matches_the_timestamps_of_its_logged_steps(
     two_ranks: tuple[dict[str, Any], Path],
 ) -> None:
     result, folder = two_ranks
@@ -83,7 +85,7 @@ def test_result_images_per_sec_matches_time_between_logged_steps_of_a_ddp_run(
     assert result["throughput"]["steps_timed"] == 68
 
 
-def test_result_step_time_parts_add_up_to_the_step_time(
+def test_step_time_parts_in_result_json_add_up_to_the_mean_step_time(
     two_ranks: tuple[dict[str, Any], Path],
 ) -> None:
     result, _ = two_ranks
@@ -92,7 +94,7 @@ def test_result_step_time_parts_add_up_to_the_step_time(
     assert min(result["step"].values()) >= 0
 
 
-def test_result_has_data_and_compute_time_for_every_rank(
+def test_result_json_has_the_data_time_and_compute_time_of_every_rank(
     two_ranks: tuple[dict[str, Any], Path],
 ) -> None:
     result, _ = two_ranks
@@ -103,7 +105,7 @@ def test_result_has_data_and_compute_time_for_every_rank(
     assert result["hosts"] == [result["ranks"][0]["host"]]
 
 
-def test_result_of_ddp_run_records_start_parameter_hash_hash_equality_and_chunk_sizes(
+def test_ddp_result_json_records_the_parameter_hash_and_that_all_ranks_have_equal_parameters(
     two_ranks: tuple[dict[str, Any], Path],
 ) -> None:
     result, _ = two_ranks
@@ -112,8 +114,12 @@ def test_result_of_ddp_run_records_start_parameter_hash_hash_equality_and_chunk_
     assert result["proof"]["parameters_hash_start"] != result["parameters_hash"]
 
 
-def test_run_with_accumulation_drops_images_that_do_not_fill_the_last_step(tmp_path: Path) -> None:
-    """An epoch has six batches, and a step accumulates four."""
+def test_gradient_accumulation_drops_images_that_do_not_fill_the_last_optimizer_step(
+    tmp_path: Path,
+) -> None:
+    """An epoch has six batches, and an optimizer step accumulates four of them. So two batches
+    are dropped.
+    """
     result = in_ranks(
         trained, 1, str(tmp_path / "run"), "parallel=single", "train.accumulate=4", "train.epochs=1"
     )[0]
@@ -121,7 +127,9 @@ def test_run_with_accumulation_drops_images_that_do_not_fill_the_last_step(tmp_p
 
 
 def slow_rank(ranks: Ranks, store: Any, folder: str, slow: int, *overrides: str) -> dict[str, Any]:
-    """Train like `trained`, but let one rank compute 20 ms longer in every step."""
+    """Train a run in which one rank computes 20 ms longer in every step. Return the result of
+    the run.
+    """
     from src.train import loop
 
     update = loop._step_optimizer
@@ -137,11 +145,11 @@ def slow_rank(ranks: Ranks, store: Any, folder: str, slow: int, *overrides: str)
 @pytest.mark.parametrize("slow", [1, 0])
 @pytest.mark.slow(seconds=3)
 @pytest.mark.sample(2)
-def test_ddp_result_has_longer_compute_time_for_the_slowed_rank_only(
+def test_ddp_result_shows_a_longer_compute_time_only_for_the_slowed_rank(
     tmp_path: Path, slow: int
 ) -> None:
-    """The step time is the same on all ranks, but waiting for the slow rank does not count as
-    compute time.
+    """All ranks have the same step time, because each step waits for the slowest rank. The
+    waiting time must not count as compute time.
     """
     words = ("parallel=ddp", "parallel.devices=2", "train.epochs=4")
     ranks = in_ranks(slow_rank, 2, str(tmp_path / "run"), slow, *words)[0]["ranks"]
@@ -149,8 +157,8 @@ def test_ddp_result_has_longer_compute_time_for_the_slowed_rank_only(
 
 
 def hooked(ranks: Ranks, store: Any, delay: float, blocks: int, norm: bool) -> tuple[float, float]:
-    """Return (total, exposed) communication seconds per step when each bucket takes `delay` longer,
-    after a warm-up.
+    """Run ddp steps in which the reduction of each gradient bucket takes `delay` seconds longer.
+    Return the total and the exposed communication time per step after a warm-up, in seconds.
     """
     import torch.distributed as dist
 
@@ -168,7 +176,7 @@ def hooked(ranks: Ranks, store: Any, delay: float, blocks: int, norm: bool) -> t
     assert isinstance(wrapped, TimedDistributedDataParallel)
 
     def hook(state: Any, bucket: Any) -> Any:
-        """Delay the reduction in a separate thread, because a sleep in the hook would block the
+        """Delay the reduction in a separate thread. A sleep in the hook itself would block the
         backward pass.
         """
         tensor, done = bucket.buffer(), torch.futures.Future()  # type: ignore[var-annotated]
@@ -178,16 +186,20 @@ def hooked(ranks: Ranks, store: Any, delay: float, blocks: int, norm: bool) -> t
             work.wait()
             done.set_result(tensor)
 
-        # Warm-up steps have another delay, which would show in the mean.
+        # Give the warm-up steps another delay. If they were measured by mistake, the mean would
+        # show it.
         threading.Timer(delay if steps[0] >= 4 else 0.02, late).start()
         return done
 
-    hook.__annotations__.clear()  # torch wants its own types, not their names
+    # The file postpones annotations, so they are strings. torch compares annotations of a hook with
+    # its own types, and would reject strings.
+    hook.__annotations__.clear()
     wrapped.register_comm_hook(None, hook)  # type: ignore[operator]
     steps, communication = [0], strategy.communication(wrapped)
     for step in range(11):
         steps[0] = step
-        # The communication times of earlier steps are read when the next step begins.
+        # Start to measure at step 5. The timer reads the communication times of a step only when
+        # the next step begins.
         if step == 5:
             communication.start_measuring()
         wrapped(torch.randn(4, 8), torch.zeros(4, dtype=torch.int64))[0].backward()
@@ -232,7 +244,9 @@ def of_strategy(ranks: Ranks, store: Any, *overrides: str) -> Any:
 
 
 @pytest.mark.parametrize("strategy", ["dp", "fsdp"])
-def test_communication_of_dp_and_fsdp_is_unknown_and_zero_on_one_device(strategy: str) -> None:
+def test_communication_time_of_dp_and_fsdp_is_unknown_on_two_devices_and_zero_on_one_device(
+    strategy: str,
+) -> None:
     for devices, expected in ((1, ((0.0, 0.0), 0)), (2, (None, None))):
         ranks = devices if strategy == "fsdp" else 1
         assert (
@@ -242,7 +256,7 @@ def test_communication_of_dp_and_fsdp_is_unknown_and_zero_on_one_device(strategy
 
 
 def usage(**changes: float) -> dict[str, Any]:
-    """Return the CPU times of a rank that kept one of two processors busy for ten seconds."""
+    """Build the CPU usage record of a rank that kept one of two processors busy for ten seconds."""
     quiet = {
         "wall": 10.0,
         "own": 10.0,
@@ -255,7 +269,7 @@ def usage(**changes: float) -> dict[str, Any]:
     return quiet | changes | {"host": "here"}
 
 
-def test_measured_load_of_other_programs_excludes_cpu_time_of_the_run() -> None:
+def test_measured_cpu_load_of_other_programs_excludes_the_cpu_time_of_the_run() -> None:
     measured = guard({"halves": [100.0, 101.0]}, [usage(), usage()], [])
     assert measured["load"] == 0.0, (
         "expected zero load by other programs, because both ranks belong to this run"
@@ -287,15 +301,15 @@ def test_measured_load_of_other_programs_excludes_cpu_time_of_the_run() -> None:
         (dict.fromkeys(("load", "own", "steal", "cpu_per_thread", "halves_ratio")), []),
     ],
 )
-def test_result_flags_name_cpu_load_steal_slowdown_or_gpu_throttling_during_a_run(
+def test_result_flags_report_other_cpu_load_steal_time_slowdown_and_gpu_throttling(
     changes: dict[str, Any], reasons: list[str]
 ) -> None:
     assert flags(QUIET | changes, 100) == reasons
 
 
 class Nvml:
-    """Fake NVML with one device that supports only some queries; the temperature rises with each
-    query.
+    """Fake NVML library with one device that answers only some queries. The temperature rises
+    with each query.
     """
 
     NVMLError = type("NVMLError", (Exception,), {})
@@ -352,8 +366,8 @@ def test_gpu_state_has_temperature_and_clocks_when_nvml_reports_them(
 
 
 class SteppedGpu:
-    """Fake GPU whose counter rises by 5 J with every training step. Rank 1's lacks a counter if
-    `known` is false.
+    """Fake GPU whose energy counter rises by 5 J with every training step. With `known` false,
+    the GPU of rank 1 has no counter.
     """
 
     def __init__(self, uuid: str, known: bool = True) -> None:
@@ -366,7 +380,7 @@ class SteppedGpu:
 def metered(
     ranks: Ranks, store: Any, folder: str, uuids: list[str], known: bool, *overrides: str
 ) -> dict[str, Any]:
-    """Train like `trained`, with a fake GPU per rank."""
+    """Train a run with one fake GPU per rank, and return its result."""
     gpu: Any = SteppedGpu(uuids[ranks.rank], known or ranks.rank == 0)
     telemetry.Energy = lambda gpus: Energy([gpu])  # type: ignore[attr-defined]
     return trained(ranks, store, folder, *overrides)
@@ -378,7 +392,9 @@ def metered(
 def test_result_energy_is_summed_over_the_distinct_gpus_of_all_ranks(
     tmp_path: Path, uuids: list[str], gpus: int
 ) -> None:
-    """Ranks that share a GPU read the same counter, which counts once."""
+    """Ranks that share a GPU read the same energy counter. The energy of this GPU must count
+    once.
+    """
     words = ("parallel=ddp", "parallel.devices=2", "train.epochs=2")
     result = in_ranks(metered, 2, str(tmp_path / "run"), uuids, True, *words)[0]
     assert result["throughput"]["steps_timed"] < result["steps"]
@@ -400,7 +416,7 @@ def test_result_energy_is_null_when_training_on_cpu(two_ranks: tuple[dict[str, A
 
 @pytest.mark.processes
 def test_peak_memory_of_child_process_excludes_memory_of_its_parent_process() -> None:
-    """On Linux, ru_maxrss starts at the memory use of the parent process."""
+    """On Linux, ru_maxrss of a child process starts at the memory use of its parent process."""
     held = bytearray(300 * 2**20)
     code = "from timm_parallel.machine.platform import peak_memory; print(peak_memory())"
     done = subprocess.run(
@@ -417,10 +433,12 @@ def test_peak_memory_of_child_process_excludes_memory_of_its_parent_process() ->
 @pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.processes
-def test_throughput_on_jpeg_folder_agrees_with_step_timestamps(
+def test_throughput_of_training_on_jpeg_files_agrees_with_the_timestamps_of_its_steps(
     train: Train, tmp_path: Path
 ) -> None:
-    """Loader workers deliver batches in bursts, so a median step time would be too short."""
+    """Loader workers deliver batches in bursts. Throughput computed from the median step time
+    would therefore be too high.
+    """
     import numpy as np
     from PIL import Image
 

@@ -1,5 +1,5 @@
-"""Throughput is images per second, step parts add up, and intervals on a GPU are weighted by their
-steps.
+"""Test the throughput meter: images per second, parts of the step time, energy, and step times
+on a GPU, which are measured over intervals of several steps.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Time:
 
 
 class Gpu:
-    """A device that works on steps of `seconds` one after the other,
-    while its process continues.
+    """Fake GPU that executes queued steps one after the other. Each step takes `seconds`, while
+    the process that queued it continues.
     """
 
     def __init__(self, time: Time, seconds: float) -> None:
@@ -63,7 +63,7 @@ def train(
     log_every: int = 10,
     logging: float = 0.0,
 ) -> None:
-    """Run steps that keep this process busy for the given seconds each."""
+    """Run steps that each keep the CPU busy for the given number of seconds of the fake clock."""
     steps = list(steps)
     for number, seconds in enumerate(steps, 1):
         meter.start_fetch()
@@ -79,8 +79,12 @@ def train(
             clock.now += logging
 
 
-def test_throughput_divides_all_images_by_all_seconds_after_the_warm_up(clock: Time) -> None:
-    """Each burst has nine fast steps and a slow one. The median step is 64 images in 0.01 s."""
+def test_throughput_after_the_warm_up_is_all_images_divided_by_all_seconds(
+    clock: Time,
+) -> None:
+    """Each burst has nine steps of 0.01 s and one step of 1 s. Throughput from the median step
+    time would ignore the slow steps.
+    """
     meter = Meter(64, 50)
     train(meter, clock, [0.01] * 10 + ([0.01] * 9 + [1.0]) * 4)
     measured = meter.throughput()
@@ -90,7 +94,7 @@ def test_throughput_divides_all_images_by_all_seconds_after_the_warm_up(clock: T
     assert (measured["steps_timed"], measured["seconds_timed"]) == (40, pytest.approx(4.36))
 
 
-def test_throughput_time_includes_data_and_logging_but_not_evaluation(clock: Time) -> None:
+def test_throughput_counts_time_for_data_and_logging_but_not_for_evaluation(clock: Time) -> None:
     meter = Meter(1, 60)
     train(meter, clock, [0.1] * 30, fetch=0.05, logging=0.2)
     meter.pause()
@@ -99,16 +103,15 @@ def test_throughput_time_includes_data_and_logging_but_not_evaluation(clock: Tim
     train(meter, clock, [0.1] * 30, fetch=0.05, logging=0.2)
     measured = meter.throughput()
     assert measured["steps_timed"] == 50
-    assert measured["seconds_timed"] == pytest.approx(
-        50 * 0.15 + 5 * 0.2
-    )  # not the logging after the last step
+    # The expected time excludes the logging after the last step.
+    assert measured["seconds_timed"] == pytest.approx(50 * 0.15 + 5 * 0.2)
     assert meter.data_seconds == pytest.approx(50 * 0.05)
     assert meter.other_seconds == pytest.approx(5 * 0.2)
     assert meter.data_wait() == pytest.approx(2.5 / 8.5)
 
 
 class Meters:
-    """A device that uses 10 W, and 1000 W from second 1000 on."""
+    """Fake energy counter of a GPU that draws 10 W, and 1000 W from second 1000 on."""
 
     uuid = "GPU-a"
 
@@ -140,7 +143,7 @@ def test_throughput_reports_speed_of_first_and_second_half_of_timed_steps(clock:
     assert meter.throughput()["halves"] == pytest.approx([100, 50])
 
 
-def test_recent_throughput_is_measured_between_the_last_two_sync_steps(clock: Time) -> None:
+def test_recent_throughput_covers_the_steps_between_the_last_two_logged_steps(clock: Time) -> None:
     meter = Meter(10, 40)
     train(meter, clock, [1.0] * 10)
     assert meter.recent() is None
@@ -150,14 +153,17 @@ def test_recent_throughput_is_measured_between_the_last_two_sync_steps(clock: Ti
     assert meter.recent() == pytest.approx(50)
 
 
-def test_gpu_step_time_quantiles_weight_each_interval_by_its_number_of_steps(clock: Time) -> None:
-    """An epoch of 37 steps: intervals of 10, 10, 10, 1 and 6, because a checkpoint is saved after
-    step 31.
+def test_gpu_step_time_quantiles_weight_each_timed_interval_by_its_number_of_steps(
+    clock: Time,
+) -> None:
+    """An epoch of 37 steps has timed intervals of 10, 10, 10, 1 and 6 steps. The interval of one
+    step comes from a checkpoint that is saved after step 31.
     """
     meter = Meter(1, 111, Gpu(clock, 0.1))
     for _ in range(3):
         train(meter, clock, [0.0] * 30, logging=0.0)
-        train(meter, clock, [0.0], fetch=0.9)  # a slow interval of one step
+        # The step before the checkpoint is slow, and is a timed interval by itself.
+        train(meter, clock, [0.0], fetch=0.9)
         train(meter, clock, [0.0] * 6, logging=0.0)
     measured = meter.throughput()
     assert measured["step_ms"] == pytest.approx(100)
@@ -170,7 +176,7 @@ def test_gpu_step_time_quantiles_weight_each_interval_by_its_number_of_steps(clo
     )
 
 
-def test_gpu_first_step_time_is_recorded_before_the_first_sync_step(clock: Time) -> None:
+def test_end_of_the_first_gpu_step_is_recorded_before_any_step_is_logged(clock: Time) -> None:
     gpu = Gpu(clock, 3.0)
     meter = Meter(1, 100, gpu)
     train(meter, clock, [0.001] * 100)
@@ -180,7 +186,9 @@ def test_gpu_first_step_time_is_recorded_before_the_first_sync_step(clock: Time)
     )
 
 
-def test_gpu_measurement_starts_after_10_steps_even_between_sync_steps(clock: Time) -> None:
+def test_gpu_throughput_measurement_starts_after_10_steps_even_when_steps_are_logged_rarely(
+    clock: Time,
+) -> None:
     started_at: list[float] = []
     meter = Meter(1, 100, Gpu(clock, 1.0), start_measuring=lambda: started_at.append(clock.now))
     train(meter, clock, [0.0] * 100, log_every=100)
@@ -191,20 +199,22 @@ def test_gpu_measurement_starts_after_10_steps_even_between_sync_steps(clock: Ti
 @pytest.mark.parametrize(
     ("fetch", "step", "waited"), [(0.03, 0.1, 0.0), (0.2, 0.1, 0.1), (0.2, 0.0, 0.2)]
 )
-def test_gpu_data_wait_counts_only_time_in_which_the_device_is_idle(
+def test_gpu_data_wait_counts_only_the_time_in_which_the_gpu_is_idle(
     clock: Time, fetch: float, step: float, waited: float
 ) -> None:
-    """A wait hidden behind the previous step costs nothing. A wait in which the device became idle
-    counts half.
+    """Waiting for data costs nothing while the GPU still computes the previous step. If the GPU
+    becomes idle during the wait, half of the wait counts.
     """
     meter = Meter(1, 50, Gpu(clock, step))
     train(meter, clock, [0.0] * 50, fetch=fetch)
     assert meter.data_seconds / meter.steps_timed == pytest.approx(waited, abs=0.02)
 
 
-def test_step_time_quantiles_of_intervals_match_quantiles_of_single_steps(clock: Time) -> None:
-    """Intervals of 1, 5 and 4 steps: the median is the fifth of ten steps, and the 95 % quantile
-    the tenth.
+def test_step_time_quantiles_from_intervals_of_several_steps_match_those_of_single_steps(
+    clock: Time,
+) -> None:
+    """The intervals have 1, 5 and 4 steps. The median is the fifth of the ten sorted step times,
+    and the 95 % quantile is the tenth.
     """
     meter = Meter(1, 11, Gpu(clock, 0.0), untimed=1)
     for seconds, steps in ((0.0, 1), (3.0, 1), (1.0, 5), (2.0, 4)):

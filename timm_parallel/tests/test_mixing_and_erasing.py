@@ -1,4 +1,4 @@
-"""Random erasing, mixup and cutmix of a batch give the same result as the code of timm."""
+"""Random erasing, mixup and cutmix of a batch must give the same result as the code of timm."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ from timm_parallel.data.seeds import seed_for, seeds_for
 
 @pytest.mark.parametrize("mode", ["const", "rand", "pixel"])
 @pytest.mark.parametrize("count", [1, 3])
-def test_random_erasing_matches_timm_for_the_seed_of_each_image(mode: str, count: int) -> None:
+def test_random_erasing_with_the_seed_of_an_image_equals_timm_with_that_seed(
+    mode: str, count: int
+) -> None:
     step = Erasing(0.6, mode, count)
 
     def erase(batch: Tensor, seeds: list[int]) -> Tensor:
@@ -63,7 +65,7 @@ def test_random_erasing_matches_timm_for_the_seed_of_each_image(mode: str, count
     base=st.integers(0, 2**40),
 )
 @settings(deadline=None)
-def test_batched_erasing_equals_that_of_timm_for_each_image_bit_for_bit(
+def test_random_erasing_of_a_batch_equals_timm_on_each_image_bit_for_bit(
     shape: tuple[int, ...],
     mode: str,
     chance: float,
@@ -71,7 +73,7 @@ def test_batched_erasing_equals_that_of_timm_for_each_image_bit_for_bit(
     memory_format: torch.memory_format,
     base: int,
 ) -> None:
-    """Boxes of one image overlap, and the later one covers the earlier one."""
+    """The erased boxes of one image may overlap. A later box must cover an earlier one."""
     step = Erasing(chance, mode, count)
     theirs = RandomErasing(chance, mode=mode, max_count=count, device="cpu")
     images = torch.full(shape, 5.0).contiguous(memory_format=memory_format)
@@ -99,7 +101,7 @@ MIXUPS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", MIXUPS)
-def test_mixup_and_cutmix_match_timm_for_equal_random_seeds(name: str) -> None:
+def test_mixup_and_cutmix_equal_timm_when_random_seeds_are_equal(name: str) -> None:
     arguments = {"mixup_alpha": 0.0, "label_smoothing": 0.1, "num_classes": 5} | MIXUPS[name]
     theirs, mixing = Mixup(**arguments), Mixing(3, 1, **arguments)
     for batch in range(12):
@@ -110,7 +112,7 @@ def test_mixup_and_cutmix_match_timm_for_equal_random_seeds(name: str) -> None:
         assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
 
 
-def test_mixup_stops_at_mixup_off_epoch_and_label_smoothing_continues() -> None:
+def test_mixup_stops_at_mixup_off_epoch_but_label_smoothing_continues() -> None:
     mixing = Mixing(3, 0, off_epoch=2, mixup_alpha=0.8, num_classes=5)
     images, labels = torch.randn(8, 3, 4, 4), torch.arange(8) % 5
     for epoch, is_mixed in ((0, True), (1, True), (2, False), (3, False)):

@@ -1,4 +1,6 @@
-"""Runs on several nodes: rank environments, node inventories, shared config and shared tensors."""
+"""Test runs on several nodes: rank variables of srun and torchrun, comparison of the nodes,
+errors, and data that rank 0 sends to all ranks.
+"""
 
 from __future__ import annotations
 
@@ -57,12 +59,14 @@ TORCHRUN = {
 }
 
 
-def test_srun_task_reads_rank_world_size_and_node_from_slurm_variables() -> None:
+def test_task_of_srun_reads_rank_world_size_and_node_from_slurm_variables() -> None:
     assert ranks_from_environment(SRUN) == Ranks(4, 5, 1, 2, 0, node=1, nodes=2)
 
 
 def test_torchrun_variables_override_srun_variables_when_both_are_set() -> None:
-    """srun starts one task per node, and each task is a torchrun agent that starts ranks."""
+    """Here srun starts one task per node, and each task is a torchrun agent that starts the
+    ranks.
+    """
     place = Ranks(3, 4, 1, 2, 0, node=1, nodes=2)
     assert ranks_from_environment(SRUN | TORCHRUN) == place
     assert (
@@ -74,7 +78,7 @@ def test_torchrun_variables_override_srun_variables_when_both_are_set() -> None:
 @pytest.mark.parametrize(
     "environment", [{}, {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"}, {"SLURM_NTASKS": "4"}]
 )
-def test_process_is_not_treated_as_a_rank_when_srun_starts_no_more_than_one_task(
+def test_process_is_no_rank_of_a_job_when_srun_did_not_start_several_tasks(
     environment: dict[str, str],
 ) -> None:
     assert ranks_from_environment(environment) is None
@@ -85,7 +89,8 @@ def test_process_is_not_treated_as_a_rank_when_srun_starts_no_more_than_one_task
     [
         ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"}, "OMPI_COMM_WORLD_SIZE=2"),
         ({"PMI_SIZE": "4", "PMI_RANK": "1", "MPI_LOCALRANKID": "1"}, "PMI_SIZE=4"),
-        # mpirun in a Slurm allocation starts its own processes with srun, one per node.
+        # In a Slurm allocation, mpirun itself starts one process per node with srun. So the
+        # variables of srun are set too.
         ({**SRUN, "OMPI_COMM_WORLD_SIZE": "8"}, "OMPI_COMM_WORLD_SIZE=8"),
     ],
 )
@@ -99,21 +104,21 @@ def test_ranks_started_by_mpirun_are_refused_with_advice_to_use_torchrun_or_srun
 @pytest.mark.parametrize(
     ("environment", "ranks"),
     [
-        # A wrapper script that sets the variables of torchrun.
+        # A wrapper script under mpirun sets the variables of torchrun for each process.
         ({**TORCHRUN, "OMPI_COMM_WORLD_SIZE": "4"}, Ranks(3, 4, 1, 2, 0, node=1, nodes=2)),
         ({"OMPI_COMM_WORLD_SIZE": "1"}, None),
-        # srun --mpi=pmi2
+        # With --mpi=pmi2, srun sets the variables of MPI in addition to its own.
         ({**SRUN, "PMI_SIZE": "5", "PMI_RANK": "4"}, Ranks(4, 5, 1, 2, 0, node=1, nodes=2)),
     ],
 )
-def test_mpi_variables_are_ignored_when_torchrun_or_srun_sets_the_rank_or_mpi_has_one_process(
+def test_mpi_variables_are_ignored_under_torchrun_or_srun_and_for_one_mpi_process(
     environment: dict[str, str], ranks: Ranks | None
 ) -> None:
     assert ranks_from_environment(environment) == ranks
 
 
 @pytest.mark.parametrize("missing", sorted(set(SRUN) - {"SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS"}))
-def test_srun_task_error_names_the_missing_slurm_variable(missing: str) -> None:
+def test_error_names_the_slurm_variable_that_an_srun_task_lacks(missing: str) -> None:
     with pytest.raises(ValueError, match=missing):
         ranks_from_environment({key: value for key, value in SRUN.items() if key != missing})
 
@@ -121,12 +126,14 @@ def test_srun_task_error_names_the_missing_slurm_variable(missing: str) -> None:
 @pytest.mark.parametrize(
     ("text", "counts"), [("1", [1]), ("2(x3),1", [2, 2, 2, 1]), ("", []), ("two", [])]
 )
-def test_tasks_per_node_parses_slurm_notation(text: str, counts: list[int]) -> None:
+def test_tasks_per_node_parses_the_compact_notation_of_slurm(text: str, counts: list[int]) -> None:
     assert tasks_per_node(text) == counts
 
 
 def facts(*nodes: tuple[int, int, int]) -> list[NodeInventory]:
-    """Return one inventory per node from its (ranks, cores, CUDA devices)."""
+    """Build the inventory of each node from a triple of its number of ranks, cores and CUDA
+    devices.
+    """
     return [
         NodeInventory(
             node,
@@ -151,7 +158,7 @@ def test_threads_per_device_auto_uses_the_node_with_fewest_cores() -> None:
     assert config.parallel.threads_per_device == 3
 
 
-def test_srun_tasks_on_one_node_add_up_their_cores_and_need_one_gpu_per_rank() -> None:
+def test_srun_tasks_on_one_node_pool_their_cores_and_need_one_gpu_per_rank() -> None:
     config = resolved("parallel=ddp", "parallel.devices=2")
     asked = resolved("parallel=ddp", "parallel.devices=2").parallel
     asked.threads_per_device, config.parallel.accelerator, config.parallel.backend = (
@@ -169,7 +176,7 @@ def test_srun_tasks_on_one_node_add_up_their_cores_and_need_one_gpu_per_rank() -
         fit_to_nodes(config, asked, [tasks[0], tasks[0]])
 
 
-def test_multi_node_run_error_names_the_host_without_cuda_devices() -> None:
+def test_error_of_a_multi_node_run_names_the_host_without_cuda_devices() -> None:
     config = resolved("parallel=ddp", "parallel.devices=2")
     asked = resolved("parallel=ddp", "parallel.devices=2").parallel
     asked.accelerator = "auto"
@@ -180,19 +187,19 @@ def test_multi_node_run_error_names_the_host_without_cuda_devices() -> None:
         fit_to_nodes(config, asked, facts((1, 4, 1), (1, 4, 0)))
 
 
-def test_rendezvous_listens_on_loopback_interface_only_for_address_127_0_0_1() -> None:
-    """127.0.0.1 is for simulated nodes on one machine; a host name or empty name that resolves to
-    it is not.
+def test_rendezvous_at_127_0_0_1_listens_only_on_the_loopback_interface() -> None:
+    """The address 127.0.0.1 is used for nodes that are simulated on one machine. A host name or
+    an empty name may resolve to this address, but must not restrict the rendezvous.
     """
     assert set(listen_towards("127.0.0.1").values()) == {"lo"}
     assert listen_towards("localhost") == listen_towards("") == {}
 
 
-def test_ranks_restarted_by_torchrun_reuse_the_run_folder_of_their_own_job_only(
+def test_ranks_that_torchrun_restarts_reuse_only_the_run_folder_of_the_same_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two jobs may have the same --rdzv-id, and the first attempt may have failed before it created
-    a folder.
+    """Two torchrun jobs may have the same --rdzv-id. The first attempt of a job may also have
+    failed before it created a run folder.
     """
     from torch.distributed import HashStore, PrefixStore
 
@@ -217,11 +224,13 @@ def test_ranks_restarted_by_torchrun_reuse_the_run_folder_of_their_own_job_only(
         assert torchrun.remembered_folder(first) is None
 
 
-TORCH = version("torch")  # as installed, without the build that torch.__version__ adds
+# Use the version of the installed package, because torch.__version__ also contains the build, such
+# as +cpu.
+TORCH = version("torch")
 ARGUMENTS = ["model=tiny", "train.epochs=4", "hub.token=abcdefgh"]
 
 
-def test_node_inventory_lists_overrides_library_versions_and_code_files() -> None:
+def test_node_inventory_lists_overrides_versions_of_libraries_and_code_files() -> None:
     from torch.distributed import HashStore
 
     store = HashStore()
@@ -248,7 +257,7 @@ def test_node_inventory_lists_overrides_library_versions_and_code_files() -> Non
         ("src/schema.py", "0", ("src/schema.py=", "src/schema.py=0 on node 2 (host2)")),
     ],
 )
-def test_error_names_hosts_whose_overrides_library_versions_or_code_differ(
+def test_error_names_the_hosts_whose_overrides_library_versions_or_code_differ(
     monkeypatch: pytest.MonkeyPatch, key: str, value: str, parts: tuple[str, ...]
 ) -> None:
     from torch.distributed import HashStore
@@ -265,7 +274,7 @@ def test_error_names_hosts_whose_overrides_library_versions_or_code_differ(
     assert all(part in str(refusal.value) for part in parts)
 
 
-def test_only_first_rank_of_each_node_reports_overrides_and_library_versions(
+def test_only_the_first_rank_of_each_node_reports_overrides_and_library_versions(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from torch.distributed import HashStore
@@ -300,19 +309,23 @@ def test_rank_0_fails_when_ranks_are_missing_after_start_timeout(
 @pytest.mark.parametrize(
     ("place", "is_printed"), [((1, 2, 0, 1, 0, 1, 2), True), ((1, 2, 1, 2), False)]
 )
-def test_config_error_of_a_torchrun_job_is_printed_once_per_node(
+def test_config_error_of_a_torchrun_job_is_printed_once_on_each_node(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     place: tuple[int, ...],
     is_printed: bool,
 ) -> None:
-    """Rank 0 prints the error on node 0, and the first rank of each other node prints it there."""
+    """Rank 0 prints the config error on node 0. On each other node, the first rank prints the
+    error.
+    """
     from torch.distributed import HashStore
 
     store, ranks = HashStore(), Ranks(*place)
     monkeypatch.setattr(torchrun, "open_store", lambda ranks: store)
     monkeypatch.setattr("timm_parallel.entry.ranks_from_environment", lambda environment: ranks)
-    store.set("left/1", "")  # the other rank has read the refusal, so rank 0 does not wait
+    # Pretend that the other rank has already read the error. Otherwise rank 0 would wait for this
+    # rank.
+    store.set("left/1", "")
     torchrun.refuse_followers(Ranks(0, 2), "train.epochs=0: expected an integer >= 1")
     assert run_command(app) == 2
     refused = "train.py: train.epochs=0: expected an integer >= 1\n"
@@ -342,7 +355,9 @@ def _build_other_data(ranks: Ranks, store: Store, change: str) -> str:
 
 
 def shift_synthetic_labels(number: int) -> None:
-    """Add `number` to the labels in the process of this rank, which ends with the test."""
+    """Add `number` to all labels of the synthetic dataset. The change affects only the process
+    of this rank, which ends with the test.
+    """
     from src.data.datasets import Synthetic
 
     ordinary = Synthetic.__init__
@@ -434,7 +449,8 @@ def _train(
     )
     run = Trainer(config, Path(folder), ranks, store)
     if ranks.rank == 1:
-        run.run.saved_at -= 1e6  # by its clock a save is overdue; only rank 0's clock counts
+        # By the clock of rank 1, a checkpoint is overdue. Only the clock of rank 0 may decide.
+        run.run.saved_at -= 1e6
     saved: list[int] = []
     ordinary = run.run.save
 
@@ -465,7 +481,7 @@ def test_comm_hook_bf16_or_fp16_halves_recorded_communication_bytes(
 @pytest.mark.processes
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(("minutes", "steps"), [("1e-9", [1, 2, 3, 4]), ("1000", [4])])
-def test_checkpoint_every_minutes_follows_clock_of_rank_0(
+def test_checkpoint_every_minutes_follows_the_clock_of_rank_0_on_all_ranks(
     tmp_path: Any, minutes: str, steps: list[int]
 ) -> None:
     overrides = (
@@ -479,11 +495,11 @@ def test_checkpoint_every_minutes_follows_clock_of_rank_0(
 
 
 @pytest.mark.parametrize(("is_seen", "seconds"), [(True, 1234), (False, 300)])
-def test_second_node_waits_for_node_0_up_to_start_timeout(
+def test_second_node_waits_for_node_0_no_longer_than_start_timeout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_seen: bool, seconds: int
 ) -> None:
-    """The timeout comes from the config of the job; the default applies when the disk is not
-    shared.
+    """The timeout comes from the saved config of the job. If the nodes share no disk, the second
+    node cannot read this config and uses the default timeout.
     """
     if is_seen:
         save_config(
@@ -503,7 +519,7 @@ def test_second_node_waits_for_node_0_up_to_start_timeout(
 
 @pytest.fixture
 def requeued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the run folder of requeued Slurm job 7, whose node 0 starts no ranks."""
+    """Create the run folder of a requeued Slurm job with ID 7. The fake node 0 starts no ranks."""
     save_config(
         resolved("parallel=ddp", "parallel.devices=2", "parallel.start_timeout=61"), tmp_path
     )
@@ -517,11 +533,11 @@ def requeued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.slow(seconds=2)
 @pytest.mark.parametrize(("held_for", "code"), [(0.5, 0), (2.0, node.NODE_LOST)])
-def test_requeued_slurm_job_waits_until_its_previous_attempt_unlocks_the_run_folder(
+def test_requeued_slurm_job_waits_until_the_previous_attempt_unlocks_the_run_folder(
     requeued: Path, capsys: pytest.CaptureFixture[str], held_for: float, code: int
 ) -> None:
-    """The previous attempt still runs if only its slurmd died. The job requeues itself after
-    start_timeout - 60 s.
+    """The previous attempt still runs if only the slurmd of its node died. After waiting for
+    start_timeout - 60 s, the job requeues itself.
     """
     with ExitStack() as earlier:
         earlier.enter_context(lock_folder(requeued))
@@ -537,7 +553,7 @@ def test_requeued_slurm_job_waits_until_its_previous_attempt_unlocks_the_run_fol
 @pytest.mark.parametrize(
     ("variable", "value"), [("SLURM_JOB_ID", "8"), ("SLURM_RESTART_COUNT", "0")]
 )
-def test_slurm_job_is_refused_when_its_run_folder_is_locked_by_another_job(
+def test_slurm_job_is_refused_when_another_job_has_locked_the_run_folder(
     requeued: Path, monkeypatch: pytest.MonkeyPatch, variable: str, value: str
 ) -> None:
     with lock_folder(requeued):
@@ -549,11 +565,11 @@ def test_slurm_job_is_refused_when_its_run_folder_is_locked_by_another_job(
     ("restarts", "saved", "code"),
     [("0", "", 138), ("1", "", 1), ("1", "step_4.pt", 138), ("1", "step_2.pt", 1)],
 )
-def test_restarted_slurm_job_fails_at_its_time_limit_when_it_saved_no_later_checkpoint(
+def test_restarted_slurm_job_fails_at_its_time_limit_when_it_saved_no_new_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restarts: str, saved: str, code: int
 ) -> None:
-    """The first attempt may be warned before its first checkpoint. Saving `step_2.pt` again is not
-    progress.
+    """The first attempt of a job is only interrupted, because the time limit may come before the
+    first checkpoint. A restarted job that saves `step_2.pt` again has made no progress.
     """
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "step_2.pt").touch()
@@ -578,15 +594,15 @@ def test_restarted_slurm_job_fails_at_its_time_limit_when_it_saved_no_later_chec
 @pytest.mark.parametrize(
     ("restarts", "code", "status"), [("0", 138, "interrupted"), ("1", 1, "failed")]
 )
-def test_slurm_time_limit_signal_before_ranks_start_is_recorded_as_status_in_result(
+def test_slurm_time_limit_signal_before_the_ranks_start_sets_the_status_in_result_json(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restarts: str, code: int, status: str
 ) -> None:
-    """Without a handler, the signal would kill a process that imports torch, and Slurm would
-    requeue it forever.
+    """Without a signal handler, the signal would kill the process while it still imports torch.
+    Slurm would then requeue the job again and again.
     """
     save_config(resolved("parallel=single"), tmp_path)
     monkeypatch.setattr(node, "find_address", NodeAddress)
-    # A training in this process, by another test, may have left its request.
+    # Clear the stop request that the training of an earlier test in this process may have left.
     monkeypatch.setattr(stop_handler, "request", None)
     monkeypatch.setattr(stop_handler, "heard_at", None)
     monkeypatch.setattr(node, "run_ranks", lambda *given: signal.raise_signal(signal.SIGUSR1))
@@ -612,8 +628,8 @@ def test_slurm_time_limit_signal_before_ranks_start_is_recorded_as_status_in_res
 def test_torchrun_is_refused_when_nnodes_is_a_range(
     monkeypatch: pytest.MonkeyPatch, command: str, variable: str | None, is_refused: bool
 ) -> None:
-    """torchrun would restart the ranks whenever a node joins or leaves,
-    without counting a restart.
+    """With a range of nodes, torchrun restarts the ranks whenever a node joins or leaves.
+    torchrun does not count these restarts.
     """
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     monkeypatch.setattr(

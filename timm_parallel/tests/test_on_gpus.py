@@ -1,4 +1,4 @@
-"""GPU behavior, tested without GPUs: fake tensors on simulated devices, or CPU threads instead of
+"""Test GPU behavior without GPUs. Fake tensors simulate CUDA devices, or CPU threads replace
 devices.
 """
 
@@ -46,13 +46,14 @@ from timm_parallel.state import checkpoint, restoring
 from timm_parallel.state.parts import TrainState
 from timm_parallel.testing.configs import evaluate_batches, resolved, task_of
 
-# Raised where fake tensors need data, so everything before has worked.
+# Fake tensors raise these errors where an operation needs the data of a tensor. All earlier
+# operations have then succeeded.
 NEEDS_DATA = (DataDependentOutputException, DynamicOutputShapeException)
 
 
 class ThreadInTurn(threading.Thread):
-    """A thread that `start` joins, because fake tensors support one thread at a time; autocast
-    stays thread-local.
+    """Thread that runs to its end in `start`, because fake tensors support only one thread at a
+    time. Each thread still has its own autocast state.
     """
 
     def start(self) -> None:
@@ -62,27 +63,28 @@ class ThreadInTurn(threading.Thread):
 
 @pytest.fixture
 def three_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Simulate three GPUs with fake tensors, which reject mixed devices but have no data and no
-    backward pass.
+    """Simulate three GPUs with fake tensors. Fake tensors reject operations across devices, but
+    have no data and no backward pass.
     """
-    # FakeTensorMode looks for GPUs when it starts, so it must start before GPUs are simulated.
+    # FakeTensorMode looks for GPUs when it starts. Start this mode before GPUs are simulated,
+    # because simulated GPUs have no driver.
     with FakeTensorMode():
         _pretend(monkeypatch)
         yield
 
 
 def _pretend(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make DataParallel and autocast see three GPUs."""
-    # Otherwise torch looks for a driver in every operation.
+    """Patch torch so that DataParallel and autocast see three GPUs."""
+    # Without the setting avoid_device_init, FakeTensorMode would initialize the missing CUDA driver
+    # in every operation.
     monkeypatch.setattr(
         FakeTensorMode, "avoid_device_init", not torch.cuda.is_available(), raising=False
     )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(
-        torch.cuda, "_lazy_init", lambda: None
-    )  # of Tensor.to in a replica's thread
+    # Tensor.to initializes CUDA in the thread of a replica, which fails without a driver.
+    monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: None)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *given, **named: True)
     monkeypatch.setattr(
         torch.cuda, "default_generators", tuple(torch.Generator() for _ in range(3))
@@ -101,7 +103,7 @@ def _pretend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         sys.modules["torch.nn.parallel.parallel_apply"], "threading", instead_of_threads
     )
-    # torch 2.11 makes a real tensor there
+    # In torch 2.11, init_gpu_context creates a real CUDA tensor, which fails without a driver.
     monkeypatch.setattr(
         "torch._subclasses.fake_tensor.init_gpu_context", lambda device: None, raising=False
     )
@@ -128,7 +130,7 @@ def _pretend(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Seen(nn.Module):
-    """A linear model that records the device and type of its replicas' outputs."""
+    """Linear model that records the device and dtype of the outputs of each replica."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -153,7 +155,7 @@ def on_gpus(**keys: Any) -> Any:
     return build_strategy(ParallelConfig(**keys), Ranks(), None)
 
 
-def test_strategy_without_usable_cuda_gives_the_reason_of_the_driver_or_of_torch(
+def test_strategy_error_has_the_reason_of_the_driver_or_of_torch_when_cuda_is_unusable(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def init() -> None:
@@ -223,7 +225,7 @@ def evaluate_with(strategy: Any, model: nn.Module, dtype: torch.dtype | None, ba
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, None])
 @pytest.mark.usefixtures("three_gpus")
-def test_dp_evaluates_on_every_gpu_in_the_training_precision(dtype: torch.dtype | None) -> None:
+def test_dp_evaluation_uses_every_gpu_and_the_training_precision(dtype: torch.dtype | None) -> None:
     strategy = on_gpus(devices=3)
     with strategy.device:
         model = Seen()
@@ -234,10 +236,10 @@ def test_dp_evaluates_on_every_gpu_in_the_training_precision(dtype: torch.dtype 
 
 
 @pytest.mark.parametrize("spread", ["single", "dp"])
-def test_cpu_evaluation_with_single_and_dp_runs_every_replica_in_training_precision(
+def test_evaluation_with_single_or_dp_on_cpu_uses_the_training_precision_in_every_replica(
     spread: str,
 ) -> None:
-    """Replicas are CPU threads, each with a separate autocast state."""
+    """On a CPU, dp runs its replicas in threads. Each thread has a separate autocast state."""
     config = ParallelConfig(
         strategy=spread, devices=2 if spread == "dp" else 1, accelerator="cpu", threads_per_device=1
     )
@@ -261,7 +263,9 @@ def test_dp_seeds_each_gpu_differently_in_every_step() -> None:
 
 @pytest.mark.parametrize("name", ["test_efficientnet", "test_resnet", "mixnet_s", "regnetx_002"])
 def test_sync_bn_does_not_change_eval_outputs_of_timm_models(name: str) -> None:
-    """BatchNorm layers of timm include the activation, which the converter of torch drops."""
+    """BatchNorm layers of timm include the activation. torch's converter to SyncBatchNorm would
+    drop this activation.
+    """
     built = []
     for sync_bn in (False, True):
         torch.manual_seed(0)
@@ -297,8 +301,8 @@ def test_memory_record_adds_rank_to_device_name_when_ranks_have_equal_device_nam
 def test_resume_loads_checkpoint_into_cpu_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On the GPU, weights would need memory twice, and every step would wait for the step counts of
-    the optimizer.
+    """A checkpoint loaded on the GPU would need memory for a second copy of the weights. Each
+    step would also wait for the step counters of the optimizer.
     """
     (tmp_path / "checkpoints").mkdir()
     contents = {
@@ -328,7 +332,7 @@ def test_resume_loads_checkpoint_into_cpu_memory(
 
 
 @pytest.mark.usefixtures("three_gpus")
-def test_checkpoint_file_has_cpu_tensors_and_tied_weights_once(
+def test_checkpoint_file_has_only_cpu_tensors_and_stores_tied_weights_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved: list[Any] = []
@@ -358,7 +362,7 @@ def test_checkpoint_file_has_cpu_tensors_and_tied_weights_once(
 
 @pytest.fixture
 def deterministic_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Undo the settings of `train.deterministic` after the test."""
+    """Undo the process-wide settings of `train.deterministic` after the test."""
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
     yield
@@ -386,7 +390,9 @@ def test_deterministic_training_uses_only_deterministic_algorithms(tmp_path: Pat
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.usefixtures("deterministic_here", "three_gpus")
-def test_cudnn_benchmark_is_enabled_unless_deterministic(deterministic: bool) -> None:
+def test_cudnn_benchmark_mode_is_enabled_unless_training_is_deterministic(
+    deterministic: bool,
+) -> None:
     if deterministic:
         use_deterministic_algorithms()
     on_gpus(devices=3)
@@ -394,7 +400,7 @@ def test_cudnn_benchmark_is_enabled_unless_deterministic(deterministic: bool) ->
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_image_size_check_does_not_benchmark_cudnn_for_one_image(
+def test_image_size_check_disables_cudnn_benchmark_mode_for_its_forward_pass(
     monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:
     seen: list[bool] = []
@@ -411,7 +417,7 @@ def test_image_size_check_does_not_benchmark_cudnn_for_one_image(
 
 
 @pytest.mark.usefixtures("deterministic_here")
-def test_deterministic_run_error_names_operation_without_deterministic_algorithm(
+def test_error_of_a_deterministic_run_names_the_operation_without_deterministic_algorithm(
     tmp_path: Path,
 ) -> None:
     use_deterministic_algorithms()

@@ -1,4 +1,6 @@
-"""Datasets without prepared splits: class folders with data.val_fraction, and data=csv."""
+"""Test datasets without prepared splits: class folders with data.val_fraction, and CSV files
+(data=csv).
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ SMALL = (
 
 
 def draw_images(root: Path, per_class: int = 12, suffix: str = "png") -> Path:
-    """Write `<root>/<class>/p<patient>_<number>.png`, two images per patient."""
+    """Write images `<root>/<class>/p<patient>_<number>.png`, two images per patient."""
     pixels = np.random.default_rng(0)
     for name in CLASSES:
         (root / name).mkdir(parents=True, exist_ok=True)
@@ -63,7 +65,7 @@ def flowers(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @given(st.sets(st.text(min_size=1), max_size=30), st.floats(0.01, 0.6), st.floats(0.01, 0.3))
-def test_validation_images_stay_in_val_split_when_val_fraction_grows(
+def test_images_of_the_val_split_stay_in_it_when_val_fraction_grows(
     names: set[str], fraction: float, more: float
 ) -> None:
     data = DataConfig(name="folder", val_fraction=fraction)
@@ -79,7 +81,8 @@ def test_val_fraction_and_test_fraction_give_splits_of_the_requested_size(
 ) -> None:
     data = DataConfig(name="folder", val_fraction=val, test_fraction=test)
     counts = Counter(split_of(f"class/{number}.jpg", data) for number in range(4000))
-    # Five standard deviations of a binomial share.
+    # Allow five standard deviations of a binomial proportion, so that chance practically never
+    # fails the test.
     for split, share in (("val", val), ("test", test)):
         assert abs(counts[split] / 4000 - share) < 5 * (share * (1 - share) / 4000) ** 0.5
 
@@ -95,7 +98,7 @@ def test_val_fraction_assigns_every_image_to_exactly_one_split(flowers: Path) ->
     assert training_size(config) == len(parts[0])
 
 
-def test_adding_images_does_not_change_split_of_existing_images(tmp_path: Path) -> None:
+def test_new_images_in_a_folder_do_not_change_the_split_of_existing_images(tmp_path: Path) -> None:
     root = draw_images(tmp_path)
     config = DataConfig(name="folder", root=str(root), val_fraction=0.3)
     before = build_dataset(config)
@@ -105,7 +108,7 @@ def test_adding_images_does_not_change_split_of_existing_images(tmp_path: Path) 
     assert names_of(before.val) < names_of(after.val)
 
 
-def test_data_group_pattern_keeps_all_images_of_a_group_in_one_split(flowers: Path) -> None:
+def test_data_group_pattern_puts_all_images_of_a_group_into_one_split(flowers: Path) -> None:
     config = DataConfig(
         name="folder", root=str(flowers), val_fraction=0.4, group_pattern=r"/(p\d+)_"
     )
@@ -120,7 +123,9 @@ def test_data_group_pattern_keeps_all_images_of_a_group_in_one_split(flowers: Pa
 
 
 def rows_of(root: Path, **columns: Any) -> list[dict[str, Any]]:
-    """Return a CSV row per image; each additional column is a function of the row number."""
+    """Build one CSV row per image. The value of each additional column is a function of the row
+    number.
+    """
     files = sorted(root.glob("*/*.png"))
     return [
         {"file": path.relative_to(root).as_posix(), "label": path.parent.name}
@@ -154,7 +159,7 @@ def test_csv_fold_column_puts_every_image_in_the_val_split_of_exactly_one_fold(
     )
 
 
-def test_csv_group_column_keeps_all_images_of_a_group_in_one_split(flowers: Path) -> None:
+def test_csv_group_column_puts_all_images_of_a_group_into_one_split(flowers: Path) -> None:
     rows = rows_of(flowers, group=lambda number: f"patient {number // 4}")
     path = write_csv(flowers / "groups.csv", rows)
     dataset = build_dataset(DataConfig(name="csv", root=str(path), val_fraction=0.4))
@@ -186,7 +191,7 @@ def test_csv_group_column_keeps_all_images_of_a_group_in_one_split(flowers: Path
             {},
             r"missing\.png",
         ),
-        # A label that no training image has.
+        # The next two CSV files have a label that no training image has.
         (
             ["file,label,split", "a.png,x,train", "b.png,y,", "c.png,z,val", "d.png,z,test"],
             {},
@@ -197,14 +202,15 @@ def test_csv_group_column_keeps_all_images_of_a_group_in_one_split(flowers: Path
             {"fold": 0},
             "1 label .*y.*line 3",
         ),
-        # Several labels in a cell, of which one is a label by itself, or is in two combinations.
+        # A cell such as x;y counts as several labels if x or y is also a label by itself, or occurs
+        # in another such cell.
         (["file,label,split", "a.png,x;y,train", "b.png,y,val"], {}, r"line 2.*train.task"),
         (
             ["file,label,split", "a.png,x;y,train", "b.png,z; y,val"],
             {},
             r"line 2.*train.task",
         ),
-        # Groups in two splits.
+        # The next two CSV files put images of one group into two splits.
         (
             ["file,label,group,split", "a.png,x,g,val", "b.png,y,g,", "c.png,x,h,"],
             {"val_fraction": 0.2},
@@ -255,7 +261,7 @@ def test_csv_dataset_error_names_the_invalid_column_line_value_or_file(
         ),
     ],
 )
-def test_fraction_fold_and_group_pattern_keys_are_refused_when_in_conflict_or_unused(
+def test_split_keys_of_data_are_refused_when_they_conflict_or_have_no_effect(
     words: tuple[str, ...], key: str
 ) -> None:
     with pytest.raises(ValueError) as refusal:  # noqa: PT011
@@ -266,7 +272,7 @@ def test_fraction_fold_and_group_pattern_keys_are_refused_when_in_conflict_or_un
 @pytest.mark.parametrize(
     "lines", [["a.png,salt; pepper,train", "b.png,sugar,val", "c.png,sugar,train"]]
 )
-def test_csv_label_with_a_semicolon_is_a_class_when_its_parts_are_not_labels(
+def test_csv_label_with_a_semicolon_is_one_class_when_no_part_is_a_label(
     tmp_path: Path, lines: list[str]
 ) -> None:
     path = tmp_path / "labels.csv"
@@ -277,7 +283,7 @@ def test_csv_label_with_a_semicolon_is_a_class_when_its_parts_are_not_labels(
     ]
 
 
-def test_csv_in_another_encoding_is_refused_with_key_file_and_remedy(tmp_path: Path) -> None:
+def test_csv_that_is_not_utf8_is_refused_with_key_file_and_fix(tmp_path: Path) -> None:
     path = tmp_path / "labels.csv"
     path.write_bytes("file,label\na.png,caf\xe9\nb.png,tea\n".encode("latin-1"))
     with pytest.raises(ValueError, match="UTF-8") as refusal:
@@ -286,7 +292,9 @@ def test_csv_in_another_encoding_is_refused_with_key_file_and_remedy(tmp_path: P
     assert not isinstance(refusal.value, UnicodeDecodeError)
 
 
-def test_csv_empty_label_is_refused_before_the_start_only_without_multilabel(flowers: Path) -> None:
+def test_empty_csv_label_is_refused_before_a_run_unless_the_task_is_multilabel(
+    flowers: Path,
+) -> None:
     path = flowers / "empty_label.csv"
     path.write_text(
         "file,label,split\ndaisy/p0_0.png,x,train\nrose/p0_0.png,,train\ntulip/p0_0.png,y;x,train\n"
@@ -300,7 +308,9 @@ def test_csv_empty_label_is_refused_before_the_start_only_without_multilabel(flo
     assert "train.task" in str(refusal.value)
 
 
-def test_run_with_groups_in_two_splits_is_refused_in_training_but_evaluated(flowers: Path) -> None:
+def test_csv_with_a_group_in_two_splits_is_refused_for_training_but_not_for_evaluation(
+    flowers: Path,
+) -> None:
     rows = rows_of(
         flowers,
         group=lambda number: f"p{number // 2}",
@@ -313,7 +323,7 @@ def test_run_with_groups_in_two_splits_is_refused_in_training_but_evaluated(flow
 
 
 @pytest.mark.parametrize("spelling", ["{}", "./{}", "daisy/../{}"])
-def test_run_with_a_file_in_two_splits_is_refused_in_training_but_evaluated(
+def test_csv_with_a_file_in_two_splits_is_refused_for_training_but_not_for_evaluation(
     flowers: Path, spelling: str
 ) -> None:
     rows = rows_of(flowers, split=lambda number: ("train", "val")[number % 2])
@@ -330,7 +340,7 @@ def test_run_with_a_file_in_two_splits_is_refused_in_training_but_evaluated(
         check_data(config)
 
 
-def test_folds_written_as_floats_by_pandas_are_read_as_integers(flowers: Path) -> None:
+def test_fold_numbers_that_pandas_wrote_as_floats_are_read_as_integers(flowers: Path) -> None:
     rows = rows_of(flowers, fold=lambda number: float(number % 11))
     path = write_csv(flowers / "float_folds.csv", rows)
     dataset = build_dataset(DataConfig(name="csv", root=str(path), fold=10))
@@ -343,10 +353,12 @@ folder_names = st.text("ab1 ._-", min_size=1, max_size=3).filter(
 
 
 @given(st.lists(folder_names, min_size=1, max_size=4), st.sampled_from(["", "../", "../../"]))
-def test_csv_path_keeps_the_split_it_had_before_spellings_were_unified(
+def test_normalizing_csv_paths_does_not_change_the_split_of_a_path_that_is_already_normal(
     parts: list[str], above: str
 ) -> None:
-    """The split follows from the path relative to the CSV. Before, it was not normalized."""
+    """The split of an image is computed from its path relative to the CSV file. Earlier versions
+    did not normalize this path.
+    """
     file = above + "/".join(parts)
     folder = Path("/data/flowers")
     assert path_key(file, str(folder)) == (folder / file).relative_to(folder).as_posix()
@@ -365,18 +377,20 @@ def test_csv_path_keeps_the_split_it_had_before_spellings_were_unified(
         ("../b.jpg", "../b.jpg"),
     ],
 )
-def test_all_spellings_of_a_csv_path_get_the_same_split(written: str, key: str) -> None:
+def test_different_spellings_of_a_path_in_a_csv_get_the_same_split(written: str, key: str) -> None:
     assert path_key(written, "/data/flowers") == key
 
 
 @given(st.text("aé漢ñÅ/", min_size=1), st.floats(0.01, 0.99))
-def test_unicode_forms_of_a_file_name_get_the_same_split(name: str, fraction: float) -> None:
+def test_nfc_and_nfd_unicode_forms_of_a_file_name_get_the_same_split(
+    name: str, fraction: float
+) -> None:
     forms = [unicodedata.normalize(form, name) for form in ("NFC", "NFD")]
     data = DataConfig(name="folder", val_fraction=fraction)
     assert len({split_of(form, data) for form in forms}) == 1
 
 
-def test_csv_of_absolute_paths_is_divided_as_one_of_relative_paths(
+def test_csv_files_with_absolute_and_with_relative_paths_give_the_same_splits(
     flowers: Path, tmp_path: Path
 ) -> None:
     rows = rows_of(flowers)
@@ -403,7 +417,9 @@ def test_val_fraction_is_refused_when_val_folder_exists(tmp_path: Path) -> None:
         check_data(Config(data=DataConfig(name="folder", root=str(tmp_path), val_fraction=0.2)))
 
 
-def test_empty_val_split_is_refused_with_the_value_of_val_fraction(flowers: Path) -> None:
+def test_error_has_the_value_of_val_fraction_when_the_val_split_would_be_empty(
+    flowers: Path,
+) -> None:
     with pytest.raises(ValueError, match=r"data\.val_fraction=1e-09"):
         build_dataset(DataConfig(name="folder", root=str(flowers), val_fraction=1e-9))
 

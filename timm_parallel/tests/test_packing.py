@@ -1,5 +1,5 @@
-"""The scheduler never assigns a device twice, does not starve large jobs, and does not leave usable
-devices idle.
+"""The device scheduler must never assign a device twice, never starve a large job, and leave no
+usable device idle.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def play(
     machine: dict[str, list[str]],
     max_jobs: int | None = None,
 ) -> list[Any]:
-    """Return (start, end, job, devices) of every job on a simulated machine, checked at every
-    change.
+    """Simulate the scheduler with jobs of the given durations, and check it whenever a job
+    starts or ends. Return (start, end, job, devices) of every job.
     """
     scheduler, now, waiting = DeviceScheduler(machine, max_jobs), 0.0, dict(enumerate(needs))
     running: dict[int, tuple[float, list[str]]] = {}
@@ -40,7 +40,7 @@ def play(
         held = [name for _, names in running.values() for name in names]
         assert len(held) == len(set(held)), "a device was assigned twice"
         idle = len(machine["cuda"]) - len(held)
-        # The devices are reserved for the largest waiting job.
+        # A device may be idle only if it is reserved for the largest waiting job.
         if idle and waiting and max_jobs is None:
             largest = max(need.count for need in waiting.values())
             assert largest > idle, f"{idle} devices idle at {now} though a job of {largest} waits"
@@ -54,7 +54,8 @@ def play(
     assert {kind: scheduler.free(kind) for kind in machine} == {
         kind: list(names) for kind, names in machine.items()
     }
-    # It starts when the jobs that ran at its reservation have ended.
+    # A job with reserved devices may wait only for the jobs that ran when the devices were
+    # reserved.
     for job, refused in first_refused.items():
         start = next(entry[0] for entry in schedule if entry[2] == job)
         assert start <= max(entry[1] for entry in schedule if entry[0] <= refused), (
@@ -84,7 +85,9 @@ def test_device_scheduler_never_shares_a_gpu_or_starves_a_large_job() -> None:
         play(needs, [draw.uniform(1, 9) for _ in needs], EIGHT, draw.choice((None, None, 1, 3)))
 
 
-def test_device_scheduler_reserves_free_gpus_for_a_large_job_before_later_small_jobs() -> None:
+def test_device_scheduler_reserves_free_gpus_for_a_waiting_large_job_before_later_small_jobs() -> (
+    None
+):
     scheduler = DeviceScheduler(EIGHT)
     for job in range(6):
         assert scheduler.start_next([(job, cuda(1))])
@@ -95,7 +98,7 @@ def test_device_scheduler_reserves_free_gpus_for_a_large_job_before_later_small_
     assert scheduler.start_next(waiting) == (10, ["GPU-0", "GPU-1", "GPU-6", "GPU-7"])
 
 
-def test_device_scheduler_separates_cpu_from_gpu_jobs_and_runs_exclusive_job_alone() -> None:
+def test_device_scheduler_runs_cpu_jobs_next_to_gpu_jobs_but_an_exclusive_job_alone() -> None:
     scheduler = DeviceScheduler({"cuda": ["a", "b"], "cpu": ["0", "1"]})
     assert scheduler.start_next([(0, cuda(1))]) == (0, ["a"])
     assert scheduler.start_next([(1, cuda(2)), (2, Requirement("cpu", 1)), (3, cuda(1))]) == (

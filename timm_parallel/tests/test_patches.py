@@ -1,4 +1,6 @@
-"""Each run-time patch of a foreign library works, and is still needed."""
+"""Each run-time patch of a foreign library must work. If a test shows that the library no longer
+needs the patch, delete the patch.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +27,14 @@ from timm_parallel.patches import (
 
 
 def repository_of(folder: str) -> ConfigRepository:
-    # Registers the kinds of sources.
+    # The first use of the plugins registers the sources that Hydra can read configs from.
     Plugins.instance()
     search = ConfigSearchPathImpl()
     search.append("main", folder)
     return ConfigRepository(search)
 
 
-def test_hydra_copies_its_config_store_which_the_patch_shares(
+def test_patch_makes_hydra_share_the_config_store_instead_of_copying_the_store(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     store, copied = ConfigStore.instance(), []
@@ -48,7 +50,9 @@ def test_hydra_copies_its_config_store_which_the_patch_shares(
     assert copy.deepcopy(store) is store
 
 
-def test_hydra_repository_checks_a_config_file_before_it_parses_it(tmp_path: Path) -> None:
+def test_patched_hydra_repository_checks_a_config_file_before_parsing_the_file(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "broken.yaml").write_text("a: [")
     repository, checked = repository_of(f"file://{tmp_path}"), []
 
@@ -62,7 +66,7 @@ def test_hydra_repository_checks_a_config_file_before_it_parses_it(tmp_path: Pat
     assert checked == [tmp_path / "broken.yaml"]
 
 
-def test_timm_model_keeps_the_filter_for_its_weight_files() -> None:
+def test_model_created_with_the_timm_patch_keeps_the_filter_function_for_weight_files() -> None:
     load = _builder.load_pretrained
     model = create_model_with_filter("test_vit", {"num_classes": 3})
     assert callable(model.checkpoint_filter)
@@ -71,7 +75,7 @@ def test_timm_model_keeps_the_filter_for_its_weight_files() -> None:
     assert not hasattr(timm.create_model("test_vit"), "checkpoint_filter")
 
 
-def test_pillow_refuses_to_posterize_to_0_bits_and_the_patch_returns_black() -> None:
+def test_posterize_to_0_bits_fails_in_pillow_and_returns_black_after_the_patch() -> None:
     image = Image.new("RGB", (2, 2), (200, 100, 50))
     with pytest.raises(ValueError, match="bits"):
         ImageOps.posterize(image, 0)

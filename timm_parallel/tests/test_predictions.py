@@ -1,4 +1,4 @@
-"""Predictions as table, CSV, JSON and text, and the calibration error."""
+"""Test predictions as table, CSV, JSON and text, and the calibration error."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from timm_parallel.runtime.predictions import write_predictions
 from timm_parallel.testing.configs import task_of
 
 
-def test_predict_writes_predictions_as_csv_json_or_console_lines(
+def test_predictions_are_written_as_csv_as_json_or_as_lines_on_stdout(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_predictions(FOUND, task_of(2), "csv", tmp_path / "x.csv")
@@ -43,7 +43,7 @@ def test_predict_writes_predictions_as_csv_json_or_console_lines(
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(1, 200), st.integers(2, 6), st.integers(0, 99))
-def test_calibration_error_matches_scikit_learn_calibration_curve(
+def test_calibration_error_equals_the_error_from_scikit_learn_calibration_curve(
     images: int, classes: int, seed: int
 ) -> None:
     draw = torch.Generator().manual_seed(seed)
@@ -59,7 +59,7 @@ def test_calibration_error_matches_scikit_learn_calibration_curve(
     assert calibration_error(sums, images) == pytest.approx(expected, abs=1e-6)
 
 
-def test_prediction_table_of_one_label_has_the_documented_columns() -> None:
+def test_prediction_table_of_a_single_label_task_has_the_five_most_probable_classes() -> None:
     rows = (torch.arange(2), torch.eye(7)[:2], torch.tensor([0, 2]))
     task = task_of(7)
     task.names = list("abcdefg")

@@ -1,5 +1,5 @@
-"""`debug=profile`: the trace names the parts of a step under every strategy, and Perfetto can read
-it.
+"""Test `debug=profile`: the trace must name the parts of a training step under every strategy,
+in a format that Perfetto can read.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PARTS = {"data", "forward", "backward", "optimizer"}
 
 
 def trained(ranks: Ranks, store: Any, folder: str, *overrides: str) -> dict[str, Any]:
-    """Train a whole run on this rank and return its result."""
+    """Train a complete run on this rank, and return its result."""
     (Path(folder) / "logs").mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
     run(
@@ -65,10 +65,11 @@ def check(result: dict[str, Any], folder: Path, ranks: int = 1) -> None:
 
 
 def check_trace(path: Path, parts: dict[str, float]) -> None:
-    """Check Chrome's format, which Perfetto reads: complete events with start, duration, process
-    and thread.
+    """Check that the trace has Chrome's format, which Perfetto reads: each complete event has a
+    name, start, duration, process and thread.
 
-    The parts in result.json are the durations of the ranges in the trace, per step.
+    Check also that the times of the step parts in result.json are the durations of these
+    events, per step.
     """
     with gzip.open(path, "rt") as file:
         events = json.load(file)["traceEvents"]
@@ -88,14 +89,18 @@ def check_trace(path: Path, parts: dict[str, float]) -> None:
 @pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.processes
-def test_profiled_run_prints_step_parts_on_stdout_and_nothing_on_stderr(train: Train) -> None:
+def test_profiled_run_prints_the_times_of_the_step_parts_on_stdout_and_nothing_on_stderr(
+    train: Train,
+) -> None:
     done = train("debug=profile", "parallel=single", "data.limit_train=640")
     assert done.returncode == 0 and done.stderr == "", done.output
     assert re.search(r"data [\d.]+ \(\d+%\), forward .*, backward .*, optimizer ", done.stdout)
 
 
 @pytest.mark.slow(seconds=5)
-def test_profiled_single_run_equals_unprofiled_run_bit_for_bit(tmp_path: Path) -> None:
+def test_profiled_run_trains_the_same_weights_as_an_unprofiled_run_bit_for_bit(
+    tmp_path: Path,
+) -> None:
     result = trained(Ranks(), None, str(tmp_path / "run"), "parallel=single")
     check(result, tmp_path / "run")
     without = trained(
@@ -131,7 +136,7 @@ def test_profile_of_ddp_writes_a_trace_for_every_rank(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.nightly
-def test_profiled_forward_pass_contains_the_time_of_the_model(
+def test_profiled_forward_time_contains_the_time_that_the_model_takes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from src.train.step import TrainStep
@@ -146,14 +151,16 @@ def test_profiled_forward_pass_contains_the_time_of_the_model(
     result = trained(
         Ranks(), None, str(tmp_path / "run"), "parallel=single", "train.evaluate_every=1"
     )
-    # Two batches per step.
+    # A step accumulates two batches, and each forward pass sleeps for 50 ms.
     assert parts_of(result["profile"][0])["forward"] >= 100
 
 
 def test_run_creates_no_profiler_when_profile_steps_is_null(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a profiler the training loop calls plain step hooks, which name no ranges."""
+    """Without a profiler, the training loop must call the plain step hooks, which record no
+    events.
+    """
 
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("made without train.profile_steps")
@@ -181,10 +188,11 @@ def test_run_creates_no_profiler_when_profile_steps_is_null(
 def test_profile_steps_is_refused_when_no_step_is_left_to_time_after_profiling(
     tmp_path: Path, overrides: tuple[str, ...]
 ) -> None:
-    """Four epochs have twelve steps. The first case fails before ranks start, the second after the
-    data are loaded.
+    """Four epochs have twelve steps. With train.max_steps, the run fails before its ranks start.
+    With train.epochs, the run fails after the data are loaded, because the number of steps is
+    known only then.
     """
-    # RefusedError is a ValueError.
+    # A refusal after the data are loaded raises RefusedError, which is a subclass of ValueError.
     with pytest.raises(ValueError, match=r"train\.profile_steps=2") as refusal:
         trained(Ranks(), None, str(tmp_path / "run"), "parallel=single", *overrides)
     message = str(refusal.value)

@@ -1,5 +1,5 @@
-"""Record files of a run are written completely or not at all, belong to one run, and are read back
-unchanged.
+"""Record files of a run must be written completely or not at all, belong to one run, and be read
+back unchanged.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from timm_parallel.testing.configs import resolved
 
 
 @pytest.mark.parametrize(("output", "dirty"), [(None, None), ("", False), (" M train.py", True)])
-def test_environment_dirty_flag_follows_git_status_and_is_none_when_git_fails(
+def test_environment_json_dirty_is_true_for_uncommitted_changes_and_null_when_git_fails(
     monkeypatch: pytest.MonkeyPatch, output: str | None, dirty: bool | None
 ) -> None:
     monkeypatch.setattr(environment, "output_of", lambda *command: output)
@@ -52,7 +52,9 @@ def test_environment_dirty_flag_follows_git_status_and_is_none_when_git_fails(
 
 @pytest.fixture
 def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Create a git repository with one commit of two files, for a user whose git prints colors."""
+    """Create a git repository with one commit of two files. The user of this repository has
+    configured colored git output.
+    """
     root = tmp_path / "code"
     root.mkdir()
     monkeypatch.setenv("GIT_CONFIG_GLOBAL", str(tmp_path / "gitconfig"))
@@ -66,11 +68,11 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return root
 
 
-def test_saved_code_diff_restores_the_tracked_code_when_applied_to_its_commit(
+def test_saved_code_diff_restores_the_changed_files_when_applied_to_the_commit(
     repository: Path, tmp_path: Path
 ) -> None:
-    """It has staged and unstaged changes, and the names of untracked files,
-    but not their contents.
+    """code.diff must contain staged and unstaged changes. Of untracked files, code.diff must
+    list the names, but not the contents.
     """
     changed = {"train.py": "first\nchanged\n", "notes.txt": "2\n"}
     for name, text in changed.items():
@@ -97,10 +99,12 @@ def test_code_diff_of_an_earlier_attempt_is_removed_when_there_are_no_git_change
     assert not (tmp_path / CODE_DIFF).exists()
 
 
-def test_saved_code_diff_is_truncated_after_a_whole_line_when_it_exceeds_1_mb(
+def test_code_diff_larger_than_1_mb_is_truncated_at_the_end_of_a_line(
     repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Half of a secret would not be recognized, so no part of a line is kept."""
+    """A secret that is cut in the middle would not be recognized and masked. Therefore code.diff
+    must not end within a line.
+    """
     (repository / "notes.txt").write_text("a line of 24 characters\n" * 100_000)
     write_code_diff(tmp_path, True, repository)
     *lines, last = (tmp_path / CODE_DIFF).read_text().splitlines()
@@ -114,7 +118,7 @@ def test_saved_code_diff_is_truncated_after_a_whole_line_when_it_exceeds_1_mb(
 
 
 @pytest.mark.parametrize("before", ["the diff of the run", None])
-def test_refused_resume_restores_the_previous_code_diff_of_the_run(
+def test_refused_resume_restores_the_code_diff_that_the_run_had_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: str | None
 ) -> None:
     monkeypatch.setattr(job, "environment_facts", lambda config: {"dirty": True})
@@ -129,25 +133,23 @@ def test_refused_resume_restores_the_previous_code_diff_of_the_run(
     )
 
 
-def test_saved_code_diff_starts_with_a_cut_off_notice_when_git_fails(tmp_path: Path) -> None:
+def test_code_diff_says_that_it_is_incomplete_when_git_fails(tmp_path: Path) -> None:
     write_code_diff(tmp_path, True, tmp_path / "nowhere")
     assert (tmp_path / CODE_DIFF).read_text().startswith("cut: ")
 
 
-def test_command_output_that_is_not_utf8_is_decoded_with_replacement_characters() -> None:
-    """git prints a file name that is not UTF-8 without quoting it when core.quotepath is off."""
+def test_output_of_a_command_that_is_not_utf8_is_decoded_with_replacement_characters() -> None:
+    """If core.quotepath is off, git prints a file name that is not UTF-8 without quoting it."""
     assert (
         environment.output_of(sys.executable, "-c", "import os; os.write(1, b'?? \\xff.py')")
         == "?? \ufffd.py"
     )
 
 
-def test_run_folders_created_concurrently_with_one_name_are_different_folders(
+def test_threads_that_create_a_run_folder_with_the_same_name_get_different_folders(
     tmp_path: Path,
 ) -> None:
-    """Many threads claim the same name at the same time below a parent folder that does not exist
-    yet.
-    """
+    """All threads claim the name at the same time. The parent folder does not exist yet."""
     count = 24
     gate, claimed = threading.Barrier(count), []
 
@@ -175,14 +177,14 @@ def test_run_folder_gets_a_numbered_name_when_the_folder_already_exists(tmp_path
     assert (tmp_path / "run" / "result.json").read_text() == "earlier"
 
 
-def test_run_folder_gets_a_numbered_name_when_a_file_already_has_its_name(tmp_path: Path) -> None:
+def test_run_folder_gets_a_numbered_name_when_a_file_has_the_same_name(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("a file")
     assert claim_folder(tmp_path / "run") == tmp_path / "run_1"
     assert (tmp_path / "run").read_text() == "a file"
 
 
 @pytest.mark.parametrize("where", ["file/run", "", "."])
-def test_error_names_hydra_run_dir_when_the_path_cannot_be_a_new_folder(
+def test_error_names_hydra_run_dir_when_no_folder_can_be_created_at_the_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -192,7 +194,7 @@ def test_error_names_hydra_run_dir_when_the_path_cannot_be_a_new_folder(
     assert "\n" not in str(refusal.value)
 
 
-def test_error_names_hydra_run_dir_when_permission_to_create_the_folder_is_denied(
+def test_error_names_hydra_run_dir_when_permission_to_create_the_run_folder_is_denied(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*words: object, **options: object) -> None:
@@ -225,7 +227,7 @@ def test_record_file_keeps_its_old_content_when_a_write_fails(
     assert path.read_text() != before
 
 
-def test_train_names_the_file_in_one_line_when_the_disk_is_full_before_the_run_starts(
+def test_train_py_names_the_file_in_one_line_when_the_disk_is_full_before_the_run_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fsync(descriptor: int) -> None:
@@ -245,7 +247,9 @@ def test_train_names_the_file_in_one_line_when_the_disk_is_full_before_the_run_s
 def test_record_file_is_written_when_the_file_system_cannot_fsync_folders(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Some network file systems cannot sync folders. PostgreSQL ignores the same error."""
+    """Some network file systems cannot sync folders, and fsync fails there. PostgreSQL ignores
+    the same error.
+    """
 
     def fsync(descriptor: int) -> None:
         if stat.S_ISDIR(os.fstat(descriptor).st_mode):
@@ -271,7 +275,7 @@ def reject(constant: str) -> None:
     raise AssertionError(f"{constant} is not JSON")
 
 
-def test_nan_and_infinity_are_written_to_json_files_as_null(tmp_path: Path) -> None:
+def test_nan_and_infinity_become_null_in_json_files(tmp_path: Path) -> None:
     nan, inf = float("nan"), float("inf")
     write_json(
         tmp_path / "value.json",
@@ -282,7 +286,7 @@ def test_nan_and_infinity_are_written_to_json_files_as_null(tmp_path: Path) -> N
     assert json.loads(text, parse_constant=reject) == expected
 
 
-def test_nan_is_written_to_metrics_jsonl_as_null(tmp_path: Path) -> None:
+def test_nan_becomes_null_in_metrics_jsonl(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path / "metrics.jsonl")
     log.write(1, loss=float("nan"), acc=0.5)
     log.close()
@@ -306,7 +310,7 @@ def test_nan_is_written_to_metrics_jsonl_as_null(tmp_path: Path) -> None:
         (json.dumps({"status": "wonderful", "format": FORMAT}), "wonderful"),
     ],
 )
-def test_error_names_folder_and_reason_when_result_json_is_missing_or_invalid(
+def test_error_names_the_run_folder_and_the_reason_when_result_json_is_unusable(
     tmp_path: Path, text: str | None, reason: str
 ) -> None:
     if text is not None:
@@ -316,7 +320,7 @@ def test_error_names_folder_and_reason_when_result_json_is_missing_or_invalid(
     assert str(tmp_path) in str(refusal.value)
 
 
-def test_error_names_result_json_when_the_file_is_not_utf8(tmp_path: Path) -> None:
+def test_error_names_result_json_when_the_file_is_not_utf8_text(tmp_path: Path) -> None:
     (tmp_path / "result.json").write_bytes(b"\xff\xfe\x00{")
     with pytest.raises(ValueError, match=r"result\.json"):
         read_result(tmp_path)
@@ -336,7 +340,9 @@ def test_error_names_jobs_json_of_a_sweep_when_the_file_is_invalid(
 def test_result_json_of_an_older_version_is_read_with_defaults_for_new_fields(
     tmp_path: Path,
 ) -> None:
-    """Keys added since that version get their defaults; keys removed since then are ignored."""
+    """Fields that were added since the older version must get their defaults. Fields that were
+    removed since then must be ignored.
+    """
     (tmp_path / "result.json").write_text(
         '{"format": 0, "status": "done", "val": {"acc": 0.5}, "of_old": 1}'
     )
@@ -347,7 +353,7 @@ def test_result_json_of_an_older_version_is_read_with_defaults_for_new_fields(
     assert read_result(tmp_path).status == "failed"
 
 
-def test_result_json_is_not_written_when_its_status_is_unknown(tmp_path: Path) -> None:
+def test_result_json_is_not_written_when_the_status_of_the_run_is_unknown(tmp_path: Path) -> None:
     with pytest.raises(AssertionError):
         write_result(tmp_path, Result(status="wonderful"))
     assert list(tmp_path.iterdir()) == []
@@ -387,7 +393,9 @@ def logged(path: Path) -> list[tuple[int, float]]:
     return [(line["step"], line["loss"]) for line in read_metrics(path)]
 
 
-def test_metrics_log_drops_lines_after_the_resumed_step(tmp_path: Path) -> None:
+def test_metrics_jsonl_of_a_resumed_run_loses_the_lines_after_the_resumed_step(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "metrics.jsonl"
     first = MetricsLog(path)
     for step in (1, 2, 3, 4):
@@ -399,7 +407,7 @@ def test_metrics_log_drops_lines_after_the_resumed_step(tmp_path: Path) -> None:
     assert logged(path) == [(1, 0.1), (2, 0.2), (3, 0.9)]
 
 
-def test_metrics_log_creates_a_missing_file_and_appends_without_a_resume_step(
+def test_metrics_jsonl_is_created_when_missing_and_extended_by_a_run_that_is_not_resumed(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "metrics.jsonl"
@@ -415,7 +423,7 @@ def test_metrics_log_creates_a_missing_file_and_appends_without_a_resume_step(
 
 
 @pytest.mark.parametrize("cut", range(1, 25))
-def test_metrics_log_drops_a_truncated_last_line_before_it_appends(
+def test_truncated_last_line_of_metrics_jsonl_is_removed_before_new_lines_are_written(
     tmp_path: Path, cut: int
 ) -> None:
     path = tmp_path / "metrics.jsonl"
@@ -425,7 +433,8 @@ def test_metrics_log_drops_a_truncated_last_line_before_it_appends(
     log.close()
     whole = path.read_bytes()
     path.write_bytes(whole[:-cut])
-    kept = 2 if cut == 1 else 1  # without its line feed alone, the second line is still whole
+    # If only the line feed is missing, the second line is still complete and must be kept.
+    kept = 2 if cut == 1 else 1
     assert len(logged(path)) == kept
     again = MetricsLog(path, resume_step=kept)
     again.write(9, loss=0.75)
@@ -433,7 +442,7 @@ def test_metrics_log_drops_a_truncated_last_line_before_it_appends(
     assert logged(path) == [(1, 0.25), (2, 0.25)][:kept] + [(9, 0.75)]
 
 
-def test_metrics_log_flushes_each_line_immediately(tmp_path: Path) -> None:
+def test_each_line_of_metrics_jsonl_can_be_read_as_soon_as_it_is_logged(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     log = MetricsLog(path)
     log.write(1, loss=0.5)
@@ -459,7 +468,7 @@ DAMAGE = st.one_of(
 
 @settings(max_examples=60, deadline=None)
 @given(damage=DAMAGE, position=st.integers(0, 4))
-def test_metrics_log_keeps_all_lines_around_a_damaged_line_when_a_run_resumes(
+def test_resume_keeps_the_valid_lines_of_metrics_jsonl_around_a_damaged_line(
     damage: bytes, position: int
 ) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -474,7 +483,7 @@ def test_metrics_log_keeps_all_lines_around_a_damaged_line_when_a_run_resumes(
         assert logged(path) == expected[:3]
 
 
-def test_reading_damaged_metrics_logs_the_number_of_skipped_lines_once(
+def test_reader_of_a_damaged_metrics_jsonl_logs_the_number_of_skipped_lines_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "metrics.jsonl"

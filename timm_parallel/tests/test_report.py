@@ -1,4 +1,6 @@
-"""The four files of a report: contents, location, error messages and run time."""
+"""Test the HTML, Markdown, CSV and JSON file of a report: contents, location, error messages and
+run time.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(autouse=True)
 def plots_where_asked(request: pytest.FixtureRequest) -> None:
-    """Draw plots only in tests that request `plots`,
-    because drawing takes most of a report's time.
+    """Draw plots only in tests that request the fixture `plots`, because drawing takes most of
+    the time of a report.
     """
     if "plots" not in request.fixturenames:
         request.getfixturevalue("without_plots")
@@ -47,14 +49,16 @@ def test_report_shows_median_and_range_of_speed_over_repeats(tmp_path: Path) -> 
 
 
 @pytest.mark.usefixtures("plots")
-def test_report_marks_dp_on_cpu_and_omits_its_speed(tmp_path: Path) -> None:
+def test_report_explains_that_dp_on_cpu_uses_threads_and_omits_the_speed_of_dp(
+    tmp_path: Path,
+) -> None:
     sweep = full_sweep(tmp_path / "s", accelerator="cpu")
     html, markdown, _ = read(sweep.write())
     assert "threads on CPU" in html
     row = next(line for line in markdown.splitlines() if line.startswith("| dp × 2"))
-    assert (
-        row.count("n/a") == 5
-    )  # images/s, its ratio, ms per step and its p95, exposed communication
+    # Five columns of the table depend on speed: images/s, the speed ratio, the median and the 95 %
+    # quantile of the step time, and the exposed communication time.
+    assert row.count("n/a") == 5
 
 
 def test_report_marks_configurations_with_more_threads_than_cores(tmp_path: Path) -> None:
@@ -64,9 +68,11 @@ def test_report_marks_configurations_with_more_threads_than_cores(tmp_path: Path
     assert "ddp × 2 †" not in html
 
 
-def test_report_does_not_mark_four_threads_on_two_nodes_with_two_cores_each(tmp_path: Path) -> None:
-    """On two nodes with two cores each,
-    four devices with one thread each have one core per thread.
+def test_report_does_not_mark_four_threads_on_two_nodes_with_two_cores_per_node(
+    tmp_path: Path,
+) -> None:
+    """The four devices use one thread each. Each thread has one core of the two nodes, so no
+    core is shared.
     """
     sweep = full_sweep(tmp_path / "s", {("single", 1): 1000}, accelerator="cpu", cores=2)
     sweep.repeat("ddp", 4, [3600, 3610, 3590], nodes=2)
@@ -110,7 +116,7 @@ def test_report_groups_runs_by_machine_and_evaluates_dp_and_ddp_claims_for_each_
 
 
 @pytest.mark.usefixtures("plots")
-def test_report_groups_runs_by_training_settings_and_compares_parallel_options_in_a_group(
+def test_report_groups_runs_by_training_settings_and_compares_parallel_options_per_group(
     tmp_path: Path,
 ) -> None:
     sweep = Sweep(tmp_path / "s")
@@ -142,7 +148,7 @@ def test_report_does_not_count_runs_on_different_images_as_repeats(tmp_path: Pat
     assert {group["settings"] for group in plain["groups"]} == {"data aaaa", "data bbbb"}
 
 
-def test_report_counts_jobs_by_status_when_sweep_is_unfinished(tmp_path: Path) -> None:
+def test_report_of_an_unfinished_sweep_counts_the_jobs_by_status(tmp_path: Path) -> None:
     sweep = Sweep(tmp_path / "s")
     sweep.repeat("single", 1, [1000, 1001, 999])
     sweep.add("ddp", 2, status="out_of_memory", reason="CUDA out of memory on rank 1 <b>&")
@@ -156,7 +162,8 @@ def test_report_counts_jobs_by_status_when_sweep_is_unfinished(tmp_path: Path) -
     assert plain["counts"] in html and plain["counts"] in markdown
     assert "single has 1 device" in html
     links = set(re.findall(r'<a href="([^"]+)"', html))
-    # Jobs that have not started have no folder to link to.
+    # Only four of the seven jobs have a folder. The report must not link to folders that do not
+    # exist.
     assert links == {f"{number}/result.json" for number in range(4)}
     assert "CUDA out of memory on rank 1 &lt;b&gt;&amp;" in html
 
@@ -177,7 +184,8 @@ def test_report_shows_a_dash_when_a_finished_run_has_no_throughput(tmp_path: Pat
     write_result(folder, Result(status="done", strategy="ddp", devices=2, accelerator="cpu"))
     _, markdown, plain = read(sweep.folder)
     row = next(line for line in markdown.splitlines() if line.startswith("| ddp × 2"))
-    # The dash stands for images/s. The report omits columns without any value.
+    # The table has a dash only in the column images/s. The report omits all other columns, because
+    # no run has a value for them.
     assert row.count("—") == 1
     point = plain["points"][0]
     assert point["images_per_sec"] is None and point["peak_bytes"] == []
@@ -246,7 +254,9 @@ def test_report_ignores_result_json_fields_of_wrong_type(
     assert plain["points"][0]["images_per_sec"] is None
 
 
-def test_report_excludes_run_when_its_world_size_differs_from_its_devices(tmp_path: Path) -> None:
+def test_report_excludes_a_run_whose_world_size_differs_from_the_requested_devices(
+    tmp_path: Path,
+) -> None:
     sweep = full_sweep(tmp_path / "s")
     sweep.add("ddp", 2, 9999, world_size=1)
     html, _, plain = read(sweep.write())
@@ -255,7 +265,7 @@ def test_report_excludes_run_when_its_world_size_differs_from_its_devices(tmp_pa
     assert all(p["images_per_sec"]["high"] < 9999 for p in plain["points"])
 
 
-def test_report_excludes_run_when_devices_in_its_result_is_not_a_number(tmp_path: Path) -> None:
+def test_report_excludes_a_run_whose_result_json_has_no_number_of_devices(tmp_path: Path) -> None:
     sweep = full_sweep(tmp_path / "s")
     path = sweep.add("ddp", 2, 9999) / "result.json"
     path.write_text(
@@ -349,7 +359,8 @@ def test_report_accepts_result_json_of_an_older_version(tmp_path: Path) -> None:
 def test_report_html_loads_no_external_files_and_has_unique_element_ids(tmp_path: Path) -> None:
     html, _, _ = read(full_sweep(tmp_path / "s").write())
     assert html.count("<svg") == 4
-    assert "currentColor" in html and "#010101" not in html  # readable in dark mode
+    # In dark mode the text must not stay black, so plots must use the text color of the page.
+    assert "currentColor" in html and "#010101" not in html
     assert not re.search(r"<script|<link|@import|url\((?!#)", html)
     outside = {
         address for address in re.findall(r'(?:href|src)="([^"#]+)"', html) if "//" in address
@@ -359,7 +370,7 @@ def test_report_html_loads_no_external_files_and_has_unique_element_ids(tmp_path
     assert ids and len(ids) == len(set(ids))
 
 
-def test_every_link_in_report_points_to_an_existing_file(tmp_path: Path) -> None:
+def test_every_link_in_a_report_points_to_an_existing_file(tmp_path: Path) -> None:
     sweep = full_sweep(tmp_path / "a sweep")
     html, markdown, plain = read(sweep.write())
     links = set(re.findall(r'<a href="([^"]+)"', html))
@@ -370,7 +381,7 @@ def test_every_link_in_report_points_to_an_existing_file(tmp_path: Path) -> None
     assert "[0](0/result.json)" in markdown
     assert all(p["runs"] for p in plain["points"])
     claims = html[html.index("<dl>") :]
-    # Claims repeat none of the links of the tables.
+    # The tables already link to the runs. The claims must not repeat these links.
     assert "<a " not in claims[: claims.index("</dl>")]
 
 
@@ -388,11 +399,12 @@ def test_report_csv_has_one_row_per_run(tmp_path: Path) -> None:
         "0123abc",
         "250.0",
     )
+    # Whole numbers must be written without a decimal point.
     assert (rows[0]["seed"], rows[0]["block"], rows[0]["batch_size"]) == (
         "42",
         "0",
         "64",
-    )  # counts are whole
+    )
     assert {"precision", "flags", "started", "workers", "block", "seed"} <= set(rows[0])
 
 
@@ -404,14 +416,15 @@ def test_report_writes_each_plot_as_svg_with_its_data_as_csv(tmp_path: Path) -> 
     files = sorted(path.name for path in (folder / "report_plots").iterdir())
     assert files == [f"1_{name}.{kind}" for name in names for kind in ("csv", "svg")]
     runs = list(csv.DictReader((folder / "report_plots" / "1_speed.csv").open(encoding="utf-8")))
-    assert len(runs) == 15  # every repeat
+    # The CSV must have all 15 runs, not one row per configuration.
+    assert len(runs) == 15
     ratios = list(csv.DictReader((folder / "report_plots" / "1_ratios.csv").open(encoding="utf-8")))
     assert {"ratio", "low", "high", "detectable"} <= set(ratios[0])
 
 
 @pytest.mark.slow(seconds=1)
 @pytest.mark.usefixtures("plots")
-def test_report_ratio_plot_changes_with_sweep_smallest_difference(tmp_path: Path) -> None:
+def test_report_plot_of_speed_ratios_changes_with_sweep_smallest_difference(tmp_path: Path) -> None:
     drawn = []
     for smallest in (0.03, 0.2):
         sweep = full_sweep(tmp_path / str(smallest), {})
@@ -425,7 +438,7 @@ def test_report_ratio_plot_changes_with_sweep_smallest_difference(tmp_path: Path
 @pytest.mark.usefixtures("plots")
 @pytest.mark.parametrize(("points", "fastest"), [(9, 8), (30, 29)])
 @pytest.mark.slow(seconds=2)
-def test_every_report_plot_shows_the_fastest_configuration_when_there_are_many(
+def test_every_report_plot_shows_the_fastest_of_many_configurations(
     tmp_path: Path, points: int, fastest: int
 ) -> None:
     sweep = Sweep(tmp_path / "s")
@@ -445,11 +458,11 @@ def test_every_report_plot_shows_the_fastest_configuration_when_there_are_many(
 
 
 @pytest.mark.usefixtures("plots")
-def test_report_draws_no_plot_for_a_single_cpu_run_without_step_times(tmp_path: Path) -> None:
+def test_report_on_one_cpu_run_without_step_times_has_no_plot(tmp_path: Path) -> None:
     sweep = Sweep(tmp_path / "s", accelerator="cpu")
-    sweep.add(
-        "single", 1, step=None
-    )  # one run: nothing to compare, no parts of a step, no device's memory
+    # A single run cannot be compared. A CPU run has no memory per device, and this run has no times
+    # of step parts.
+    sweep.add("single", 1, step=None)
     assert "<svg" not in read(sweep.write())[0]
 
 
@@ -463,7 +476,7 @@ def test_report_draws_no_plot_for_a_single_cpu_run_without_step_times(tmp_path: 
         ({"train": {"max_steps": 40}, "sweep": {"timed": True}}, False),
     ],
 )
-def test_report_shows_val_acc_except_for_timed_or_unevaluated_benchmark_runs(
+def test_report_shows_val_acc_except_for_benchmark_runs_that_were_timed_or_not_evaluated(
     tmp_path: Path, config: dict[str, Any], is_shown: bool
 ) -> None:
     sweep = full_sweep(tmp_path / "s", {})
@@ -475,7 +488,7 @@ def test_report_shows_val_acc_except_for_timed_or_unevaluated_benchmark_runs(
     )
 
 
-def test_report_shows_for_each_run_the_metric_named_by_its_checkpoint_metric(
+def test_report_shows_the_metric_by_which_each_run_selected_its_checkpoint(
     tmp_path: Path,
 ) -> None:
     sweep = Sweep(tmp_path / "s")
@@ -504,7 +517,9 @@ def test_report_shows_for_each_run_the_metric_named_by_its_checkpoint_metric(
     assert "val/loss" in header and "val/acc" not in header
 
 
-def test_report_is_written_to_out_folder(tmp_path: Path) -> None:
+def test_report_is_written_to_the_given_output_folder_with_relative_links_to_the_runs(
+    tmp_path: Path,
+) -> None:
     sweep = full_sweep(tmp_path / "s")
     html = write_report([sweep.write()], tmp_path / "elsewhere")
     assert html == tmp_path / "elsewhere" / "report.html"
@@ -527,10 +542,10 @@ def test_report_on_150_different_settings_needs_less_than_12_cpu_seconds_and_2_m
     tmp_path: Path,
 ) -> None:
     sweep = Sweep(tmp_path / "s")
-    # Every run has other settings, as in a search.
+    # Give every run a different setting, as in a hyper-parameter search.
     for number in range(150):
         sweep.add("ddp", 2, 1000 + number, config={"optim": {"lr": number / 1000}})
-    # CPU time, because other programs may be running.
+    # Measure CPU time, because other programs on the machine would lengthen the elapsed time.
     started = time.process_time()
     html = write_report([sweep.write()])
     assert time.process_time() - started < 12
@@ -538,7 +553,7 @@ def test_report_on_150_different_settings_needs_less_than_12_cpu_seconds_and_2_m
 
 
 @pytest.mark.slow(seconds=2)
-def test_report_py_prints_the_report_path_or_exits_2_when_folder_has_no_results(
+def test_report_py_prints_the_path_of_the_report_or_exits_2_for_a_folder_without_results(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = full_sweep(tmp_path / "s", {("single", 1): 1000}).write()
@@ -550,7 +565,7 @@ def test_report_py_prints_the_report_path_or_exits_2_when_folder_has_no_results(
     assert refused.count("\n") == 1 and str(tmp_path) in refused
 
 
-def test_run_record_of_a_job_without_result_file_has_no_measurements(tmp_path: Path) -> None:
+def test_record_of_a_job_without_result_json_has_no_measurements(tmp_path: Path) -> None:
     run = RunRecord("0", tmp_path, "waiting", overrides=("parallel=ddp", "parallel.devices=2"))
     assert (run.strategy, run.devices, run.comparable) == ("ddp", 2, False)
     assert (

@@ -1,5 +1,5 @@
-"""Verdict of each claim in the report, computed from run files. Each claim is shown to be able to
-fail.
+"""Test the verdict on each claim in the report, which is computed from the files of runs. Some
+tests make each claim fail.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ pytestmark = pytest.mark.usefixtures("without_plots")
 NUMBERS = [1, 2, 3, 4, 5, 6, 7, 8, 11, 16]
 
 
-def test_report_lists_each_claim_about_dp_and_ddp_once_in_order(tmp_path: Path) -> None:
+def test_report_lists_every_claim_about_dp_and_ddp_once_in_the_order_of_the_claim_numbers(
+    tmp_path: Path,
+) -> None:
     claims = read(full_sweep(tmp_path / "s").write())[2]["claims"]
     assert [claim["number"] for claim in claims] == NUMBERS
     assert {claim["verdict"] for claim in claims} <= {
@@ -78,7 +80,7 @@ def test_report_lists_no_claims_about_dp_and_ddp_when_all_dp_jobs_were_skipped(
     assert read(sweep.write())[2]["claims"] == []
 
 
-def test_report_links_to_the_documentation_page_on_dp_and_ddp(tmp_path: Path) -> None:
+def test_report_links_to_the_documentation_page_about_dp_and_ddp(tmp_path: Path) -> None:
     folder = full_sweep(tmp_path / "a sweep").write()
     html, markdown, plain = read(folder)
     [address] = set(re.findall(r'<a href="([^"]*dp_and_ddp[^"]*)"', html))
@@ -89,8 +91,8 @@ def test_report_links_to_the_documentation_page_on_dp_and_ddp(tmp_path: Path) ->
 
 LESS_SPEED = {("ddp", 2): 1200, ("ddp", 4): 1300}
 BUSY_PARTS = {"data_ms": 1, "compute_ms": 2, "communication_ms": 16, "other_ms": 1}
-# Name -> (number of the claim, strategy, changes to the records of its runs). The changed records
-# contradict the claim.
+# Dictionary from a name to a triple: the number of a claim, a strategy, and changes to the records
+# of the runs with this strategy. The changed records contradict the claim.
 FLIPS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "dp fills device 0": (
         3,
@@ -123,7 +125,7 @@ FLIPS: dict[str, tuple[int, str, dict[str, Any]]] = {
 
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("name", FLIPS)
-def test_claim_about_dp_and_ddp_is_not_supported_when_its_measurement_contradicts_it(
+def test_claim_about_dp_and_ddp_is_not_supported_when_a_measurement_contradicts_the_claim(
     tmp_path: Path, name: str
 ) -> None:
     number, changed, changes = FLIPS[name]
@@ -144,11 +146,13 @@ def test_claim_about_dp_and_ddp_is_not_supported_when_its_measurement_contradict
     ("peaks", "expected"),
     [
         ([GIB, GIB], SUPPORTED),
-        ([GIB, 4 * GIB], NOT_SUPPORTED),  # as much as ddp on one device
+        # The second device needs as much memory under fsdp as under ddp. So fsdp has saved no
+        # memory on this device.
+        ([GIB, 4 * GIB], NOT_SUPPORTED),
         ([5 * GIB, 5 * GIB], NOT_SUPPORTED),
     ],
 )
-def test_claim_that_fsdp_needs_less_memory_than_ddp_is_judged_by_peak_bytes_per_device(
+def test_claim_that_fsdp_needs_less_memory_than_ddp_depends_on_peak_bytes_per_device(
     tmp_path: Path, peaks: list[int], expected: str
 ) -> None:
     sweep = Sweep(tmp_path / "s")
@@ -162,7 +166,7 @@ def test_claim_that_fsdp_needs_less_memory_than_ddp_is_judged_by_peak_bytes_per_
     assert verdicts(sweep.write()) == {18: expected}
 
 
-def test_claim_on_fsdp_memory_is_not_measurable_when_fsdp_and_ddp_device_counts_differ(
+def test_claim_about_fsdp_memory_is_not_measurable_when_fsdp_and_ddp_device_counts_differ(
     tmp_path: Path,
 ) -> None:
     sweep = Sweep(tmp_path / "s")
@@ -175,27 +179,31 @@ def test_claim_on_fsdp_memory_is_not_measurable_when_fsdp_and_ddp_device_counts_
     ("speeds", "number", "expected"),
     [
         ({("ddp", 2): 1400, ("ddp", 4): 1600}, 1, NOT_SUPPORTED),
-        ({("ddp", 4): 1800}, 1, NOT_SUPPORTED),  # faster on 4 devices, but its lead has shrunk
+        # On four devices ddp is still faster than dp, but the advantage is smaller than on two
+        # devices.
+        ({("ddp", 4): 1800}, 1, NOT_SUPPORTED),
+        # If more processor time gives no more images per second, the processors only wait in a
+        # loop.
         (
             LESS_SPEED,
             5,
             NOT_SUPPORTED,
-        ),  # more processor time without more images is waiting in a loop
+        ),
         ({("ddp", 4): 2000}, 2, NOT_SUPPORTED),
         ({("ddp", 2): 1900, ("ddp", 4): 3600}, 2, SUPPORTED),
     ],
 )
-def test_verdicts_of_speed_claims_about_dp_and_ddp_follow_the_measured_speed_of_ddp(
+def test_verdicts_on_speed_claims_about_dp_and_ddp_follow_the_measured_speed_of_ddp(
     tmp_path: Path, speeds: dict[tuple[str, int], float], number: int, expected: str
 ) -> None:
     assert verdicts(full_sweep(tmp_path / "s", SPEEDS | speeds).write())[number] == expected
 
 
-def test_claim_that_ddp_gains_with_more_devices_ignores_bucket_sizes_on_equal_devices(
+def test_claim_that_ddp_gains_with_more_devices_ignores_differences_between_bucket_sizes(
     tmp_path: Path,
 ) -> None:
-    """Both bucket sizes beat dp, the second by less. This is no evidence about the advantage on
-    more devices.
+    """With both bucket sizes, ddp is faster than dp on two devices. The difference between the
+    bucket sizes says nothing about more devices.
     """
     sweep = full_sweep(tmp_path / "s", {("single", 1): 1000, ("dp", 2): 1500})
     for bucket, speeds in ((1, [2500, 2510, 2490]), (25, [1900, 1910, 1890])):
@@ -203,7 +211,7 @@ def test_claim_that_ddp_gains_with_more_devices_ignores_bucket_sizes_on_equal_de
     assert verdicts(sweep.write())[1] == SUPPORTED
 
 
-def test_speed_claim_is_inconclusive_and_states_needed_repeats_when_runs_are_noisy(
+def test_speed_claim_is_inconclusive_and_states_the_repeats_needed_when_runs_are_noisy(
     tmp_path: Path,
 ) -> None:
     sweep = Sweep(tmp_path / "s")
@@ -233,11 +241,11 @@ def test_claim_that_dp_is_slow_with_small_layers_compares_deep_and_shallow_model
     assert results == [SUPPORTED, NOT_SUPPORTED, INCONCLUSIVE]
 
 
-def test_claim_that_dp_is_slow_with_small_layers_compares_an_rnn_only_with_shallow_model(
+def test_claim_that_dp_is_slow_with_small_layers_compares_rnn_with_shallow_model_only(
     tmp_path: Path,
 ) -> None:
-    """The RNN's depth is between the two transformers. Compared with the deeper transformer, the
-    claim could not fail.
+    """The depth of the RNN lies between the depths of the two transformers. If the RNN were
+    compared with the deeper transformer, the claim could not fail.
     """
     results = []
     for rnn in (1400, 1990):
@@ -268,11 +276,12 @@ def test_report_claims_that_need_gpus_are_not_measurable_on_cpu(tmp_path: Path) 
         7,
         16,
     ]
-    # ddp on CPU runs in processes, so its speed is real.
+    # On a CPU, ddp runs in separate processes. Its speed is therefore comparable, unlike that of
+    # dp.
     assert results[2] == SUPPORTED
 
 
-def test_claim_about_idle_devices_cannot_be_measured_when_ddp_runs_have_no_step_times(
+def test_claim_about_idle_devices_is_not_measurable_when_ddp_runs_have_no_step_times(
     tmp_path: Path,
 ) -> None:
     sweep = Sweep(tmp_path / "s")

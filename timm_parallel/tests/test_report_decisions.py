@@ -1,5 +1,5 @@
-"""Decisions of the report: the recommendation, the comparisons, and the runs that are pooled,
-marked or excluded.
+"""Test the decisions of the report: the recommendation, the comparisons, and which runs count as
+repeats, are marked or are excluded.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ def contrasts(
     return {(c["a"], c["b"]): c for c in plain["contrasts"] if c["measure"] == measure}
 
 
-def test_report_recommendation_has_speed_ratio_interval_and_command(tmp_path: Path) -> None:
+def test_report_recommendation_has_a_speed_ratio_with_interval_and_a_command(
+    tmp_path: Path,
+) -> None:
     html, markdown, plain = read(full_sweep(tmp_path / "s").write())
     lead = plain["lead"]
     contrast = lead["contrast"]
@@ -49,7 +51,7 @@ def test_report_recommendation_has_speed_ratio_interval_and_command(tmp_path: Pa
     assert lead["sentence"] in html and lead["command"] in html and lead["command"] in markdown
 
 
-def test_report_recommendation_states_no_gain_from_more_devices_when_single_is_fastest(
+def test_report_states_no_gain_from_more_devices_when_single_is_fastest(
     tmp_path: Path,
 ) -> None:
     speeds = SPEEDS | {("ddp", 4): 500.0, ("ddp", 2): 600.0, ("dp", 2): 700.0, ("dp", 4): 800.0}
@@ -60,7 +62,9 @@ def test_report_recommendation_states_no_gain_from_more_devices_when_single_is_f
     )
 
 
-def test_report_command_drops_max_steps_and_sweep_keys_of_a_benchmark(tmp_path: Path) -> None:
+def test_command_in_the_report_on_a_benchmark_has_no_max_steps_and_no_sweep_keys(
+    tmp_path: Path,
+) -> None:
     sweep = Sweep(tmp_path / "s")
     sweep.repeat(
         "single",
@@ -82,7 +86,7 @@ def test_report_command_drops_max_steps_and_sweep_keys_of_a_benchmark(tmp_path: 
     assert "=40" not in command and "sweep." not in command
 
 
-def test_report_recommendation_is_unchanged_by_one_slow_repeat_listed_as_outlier(
+def test_report_lists_one_slow_repeat_as_outlier_without_changing_the_recommendation(
     tmp_path: Path,
 ) -> None:
     sweep = Sweep(tmp_path / "s")
@@ -94,7 +98,7 @@ def test_report_recommendation_is_unchanged_by_one_slow_repeat_listed_as_outlier
     assert "Outlier, kept: run 8 (ddp × 2) at 980 images/s" in html
 
 
-def test_report_recommends_dp_over_ddp_only_when_shown_to_be_at_most_3_percent_slower(
+def test_report_recommends_dp_only_when_shown_to_be_at_most_3_percent_slower_than_ddp(
     tmp_path: Path,
 ) -> None:
     results = []
@@ -107,7 +111,7 @@ def test_report_recommends_dp_over_ddp_only_when_shown_to_be_at_most_3_percent_s
     assert "at most 3 % slower" in results[0]["sentence"]
 
 
-def test_report_compares_each_strategy_with_single_and_ddp_with_dp_but_no_other_pairs(
+def test_report_compares_dp_and_ddp_with_single_and_ddp_with_dp_but_no_other_pairs(
     tmp_path: Path,
 ) -> None:
     results = contrasts(read(full_sweep(tmp_path / "s").write())[2])
@@ -116,7 +120,7 @@ def test_report_compares_each_strategy_with_single_and_ddp_with_dp_but_no_other_
     assert all(c["n"] == 3 and c["low"] < c["ratio"] < c["high"] for c in results.values())
 
 
-def test_speedup_of_10_percent_is_supported_only_when_sweep_smallest_difference_is_below_it(
+def test_speedup_of_10_percent_is_not_supported_when_sweep_smallest_difference_is_20_percent(
     tmp_path: Path,
 ) -> None:
     results = []
@@ -169,7 +173,9 @@ def test_report_gives_no_verdict_when_most_runs_were_disturbed_by_other_programs
     assert html.index("No verdict") < html.index("<h2>")
 
 
-def test_report_compares_a_disturbed_run_and_lists_its_disturbance(tmp_path: Path) -> None:
+def test_report_compares_a_disturbed_run_and_lists_the_reason_of_the_disturbance(
+    tmp_path: Path,
+) -> None:
     sweep = full_sweep(tmp_path / "s")
     sweep.add("ddp", 2, 1905, block=3, flags=["the second half ran 20 % slower"])
     sweep.add("single", 1, 1005, block=3)
@@ -184,7 +190,7 @@ def test_report_compares_a_disturbed_run_and_lists_its_disturbance(tmp_path: Pat
     assert row["why"] in html.replace("\u00a0", " ") and "4, 1 flagged" in html
 
 
-def test_report_shows_but_does_not_compare_speed_of_a_run_with_concurrent_jobs(
+def test_report_shows_but_does_not_compare_the_speed_of_a_run_with_concurrent_jobs(
     tmp_path: Path,
 ) -> None:
     sweep = full_sweep(tmp_path / "s")
@@ -194,7 +200,7 @@ def test_report_shows_but_does_not_compare_speed_of_a_run_with_concurrent_jobs(
     assert "2 other jobs" in html
 
 
-def test_report_recommends_to_run_single_when_no_run_of_single_is_comparable(
+def test_report_recommends_to_run_single_when_the_sweep_has_no_comparable_single_run(
     tmp_path: Path,
 ) -> None:
     for name, changes in (("none", None), ("concurrent", {"neighbours": 1})):
@@ -207,7 +213,7 @@ def test_report_recommends_to_run_single_when_no_run_of_single_is_comparable(
         assert "parallel=single parallel.devices=1" in lead["sentence"] and lead["contrast"] is None
 
 
-def test_report_warns_with_rank_and_host_when_one_rank_is_slower_than_the_median(
+def test_report_warning_names_rank_and_host_when_one_rank_is_slower_than_the_median_rank(
     tmp_path: Path,
 ) -> None:
     sweep = Sweep(tmp_path / "s")
@@ -241,7 +247,7 @@ UNLIKE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("key", UNLIKE)
-def test_report_does_not_pool_runs_of_different_workers_commit_driver_precision_or_nodes(
+def test_runs_do_not_count_as_repeats_when_workers_commit_driver_precision_or_nodes_differ(
     tmp_path: Path, key: str
 ) -> None:
     sweep = Sweep(tmp_path / "s")
@@ -251,7 +257,7 @@ def test_report_does_not_pool_runs_of_different_workers_commit_driver_precision_
     assert [len(point["runs"]) for point in points] == [2, 2]
 
 
-def test_report_groups_single_and_ddp_runs_whose_loader_worker_counts_differ(
+def test_report_compares_single_with_ddp_when_their_loader_worker_counts_differ(
     tmp_path: Path,
 ) -> None:
     sweep = Sweep(tmp_path / "s")
@@ -260,10 +266,12 @@ def test_report_groups_single_and_ddp_runs_whose_loader_worker_counts_differ(
     assert [len(group["points"]) for group in read(sweep.write())[2]["groups"]] == [2]
 
 
-def test_report_compares_runs_within_each_host_and_names_hosts_of_different_speed(
+def test_report_compares_only_runs_on_the_same_host_and_names_the_hosts(
     tmp_path: Path,
 ) -> None:
-    """The second host is half as fast. On each host, ddp is 1.9 times as fast as single."""
+    """The second host is half as fast as the first. On each host, ddp is 1.9 times as fast as
+    single.
+    """
     sweep = Sweep(tmp_path / "s")
     for host, factor in (("node1", 1.0), ("node2", 0.5)):
         where = {"environment": {"host": host}}
@@ -275,7 +283,7 @@ def test_report_compares_runs_within_each_host_and_names_hosts_of_different_spee
     assert "Runs on 2 hosts (node1, node2)" in html
 
 
-def test_report_recommendation_excludes_configurations_that_ran_on_different_hosts(
+def test_report_recommendation_excludes_configurations_that_share_no_host_with_single(
     tmp_path: Path,
 ) -> None:
     results = {}
@@ -300,7 +308,7 @@ def test_report_recommendation_excludes_configurations_that_ran_on_different_hos
     )
 
 
-def test_report_counts_a_run_once_when_given_together_with_its_sweep(tmp_path: Path) -> None:
+def test_report_counts_a_run_once_when_both_the_run_and_its_sweep_are_given(tmp_path: Path) -> None:
     sweep = full_sweep(tmp_path / "s")
     folder = sweep.write()
     _, _, plain = read(folder / "4", folder)
@@ -308,11 +316,11 @@ def test_report_counts_a_run_once_when_given_together_with_its_sweep(tmp_path: P
     assert len(plain["runs"]) == 15
 
 
-def test_report_names_the_first_disturbance_when_20_runs_have_different_ones(
+def test_report_names_the_first_disturbance_when_20_runs_had_different_disturbances(
     tmp_path: Path,
 ) -> None:
-    """The choice must be deterministic, although the iteration order of a set differs between
-    processes.
+    """The named disturbance must be the same in every process. The iteration order of a set of
+    strings is not.
     """
     sweep = Sweep(tmp_path / "s")
     for number in range(20):

@@ -1,5 +1,5 @@
-"""The report describes a model with changed arguments by its option file, its size and its image
-size.
+"""Test the description of a model in the report. If arguments of a timm model were changed, the
+description has the option file, the number of parameters and the image size.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ CHOICES = (
 
 
 def titles(report: tuple[str, str, dict[str, Any]]) -> list[str]:
-    """Return the titles of the groups.
-    Each title is a heading in the HTML and the Markdown page.
+    """Return the titles of the groups of runs. Check that each title is a heading in the HTML
+    page and in the Markdown page.
     """
     html, markdown, values = report
     results = [group["title"].partition(", strong scaling")[0] for group in values["groups"]]
@@ -47,9 +47,11 @@ def sweep_of(folder: Path, option: str | None, model: dict[str, Any], **changes:
     [
         ("tiny", CHANGED, 61114, 32, "tiny (vit_tiny_patch16_224, 61 k parameters, 32 px)"),
         ("tiny", CHANGED, 999, [32, 48], "tiny (vit_tiny_patch16_224, 999 parameters, 32 x 48 px)"),
-        # The default option, whose model another name has replaced, says nothing about this one.
+        # The recorded option resnet18 names another model than the config, because model.name was
+        # overridden. The title must not name this option.
         ("resnet18", CHANGED, 5_717_416, 224, "vit_tiny_patch16_224 (5.7 M parameters, 224 px)"),
-        # A run of an older version: no image size, no record of its options.
+        # A run of an older version of this project has recorded neither its image size nor its
+        # config group options.
         (None, CHANGED, 999, None, "vit_tiny_patch16_224 (999 parameters)"),
         ("resnet18", {"name": "resnet18", "kwargs": {}}, 11_000_000, 32, "resnet18"),
         (
@@ -61,7 +63,7 @@ def sweep_of(folder: Path, option: str | None, model: dict[str, Any], **changes:
         ),
     ],
 )
-def test_report_title_names_option_file_parameters_and_image_size_of_a_changed_model(
+def test_report_title_of_a_changed_model_has_option_parameter_count_and_image_size(
     tmp_path: Path,
     option: str | None,
     model: dict[str, Any],
@@ -75,7 +77,7 @@ def test_report_title_names_option_file_parameters_and_image_size_of_a_changed_m
     assert report[2]["groups"][0]["model"] == model["name"]
 
 
-def test_report_title_of_a_finished_run_names_its_model_parameters_and_image_size(
+def test_report_title_of_a_finished_run_has_model_parameter_count_and_image_size(
     tmp_path: Path, finished_run: Finished
 ) -> None:
     folder = Path(shutil.copytree(finished_run.folder, tmp_path / "run"))

@@ -1,5 +1,5 @@
-"""The report on a sweep over settings: kind of page, configurations, baseline, first sentence,
-table and plots.
+"""Test the report on a sweep over settings: which settings and which baseline are compared, by
+which metric, and the first sentence, the table and the plots.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ RATES = {"0.001": 0.70, "0.003": 0.80, "0.01": 0.60}
 
 @pytest.fixture(autouse=True)
 def plots_where_asked(request: pytest.FixtureRequest) -> None:
-    """Draw plots only in tests that request `plots`,
-    because drawing takes most of a report's time.
+    """Draw plots only in tests that request the fixture `plots`, because drawing takes most of
+    the time of a report.
     """
     if "plots" not in request.fixturenames:
         request.getfixturevalue("without_plots")
@@ -52,8 +52,8 @@ def sweep_over_rates(
     config: dict[str, Any] | None = None,
     **changes: Any,
 ) -> Sweep:
-    """Build a sweep over optim.lr with the mean of the metric of each rate, and small noise that
-    differs by run.
+    """Build the files of a sweep over optim.lr. `rates` is a dictionary from learning rate to
+    the mean of the metric. Small noise differs between runs.
     """
     sweep = Sweep(folder)
     for seed in range(seeds):
@@ -76,7 +76,9 @@ def add(sweep: Sweep, overrides: list[str], config: dict[str, Any], **changes: A
 
 
 def compared(plain: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the contrasts of the first metric by the label of the compared setting."""
+    """Return a dictionary from the label of each compared setting to its contrast with the
+    baseline, for the first metric of the report.
+    """
     metric = plain["settings"][0]["metric"]
     return {
         contrast["a"]: contrast for contrast in plain["contrasts"] if contrast["measure"] == metric
@@ -123,7 +125,7 @@ def test_report_compares_speed_or_metric_depending_on_the_swept_keys(
     assert read(sweep.write())[2]["question"] == question
 
 
-def test_report_recommends_the_best_learning_rate_with_accuracy_difference_and_command(
+def test_report_recommends_the_best_learning_rate_with_its_accuracy_gain_and_a_command(
     tmp_path: Path,
 ) -> None:
     html, markdown, plain = read(sweep_over_rates(tmp_path / "s").write())
@@ -187,7 +189,7 @@ def test_report_states_the_detectable_difference_when_no_setting_is_shown_to_be_
         (("0.0012345678", "0.0012345679"), ["optim.lr=0.0012345678", "optim.lr=0.0012345679"]),
     ],
 )
-def test_report_rounds_swept_values_in_labels_only_when_they_stay_distinct(
+def test_report_rounds_swept_values_in_labels_only_when_the_labels_stay_distinct(
     tmp_path: Path, rates: tuple[str, ...], labels: list[str]
 ) -> None:
     values = dict(zip(rates, (0.7, 0.8, 0.6), strict=False))
@@ -205,7 +207,8 @@ def test_report_rounds_swept_values_in_labels_only_when_they_stay_distinct(
 def test_report_recommends_the_setting_with_lower_val_loss_or_higher_val_f1(
     tmp_path: Path, metric: str, winner: str
 ) -> None:
-    # Two settings are better than the first, whatever the direction.
+    # Two settings are better than the first setting, the baseline, whether the metric is the loss
+    # or the F1 score.
     rates = (
         {"0.001": 1.0, "0.003": 0.8, "0.01": 0.9}
         if metric == "val/loss"
@@ -218,14 +221,16 @@ def test_report_recommends_the_setting_with_lower_val_loss_or_higher_val_f1(
     assert lead["value"] == pytest.approx(rates[winner.partition("=")[2]] + 0.015, abs=0.01)
 
 
-def test_report_compares_accuracy_of_settings_although_runs_were_disturbed(tmp_path: Path) -> None:
+def test_report_compares_the_accuracy_of_settings_even_when_runs_were_disturbed(
+    tmp_path: Path,
+) -> None:
     flags = ["other programs kept 1.3 of 2 processors busy"]
     plain = read(sweep_over_rates(tmp_path / "s", flags=flags, neighbours=2).write())[2]
     assert plain["lead"]["point"] == "optim.lr=0.003"
     assert all(group["disturbed"] for group in plain["groups"])
 
 
-def test_report_on_settings_with_one_seed_gives_no_interval_and_suggests_sweep_repeats(
+def test_report_on_settings_with_one_seed_has_no_interval_and_suggests_sweep_repeats(
     tmp_path: Path,
 ) -> None:
     plain = read(sweep_over_rates(tmp_path / "s", seeds=1).write())[2]
@@ -247,7 +252,7 @@ def test_report_baseline_is_the_first_swept_value_when_jobs_ran_in_another_order
 
 
 @pytest.mark.parametrize("baseline", ["optim.lr=1e-2", "optim.lr=0.01"])
-def test_report_compares_settings_with_the_one_named_by_sweep_baseline(
+def test_report_compares_all_settings_with_the_setting_named_by_sweep_baseline(
     tmp_path: Path, baseline: str
 ) -> None:
     plain = read(
@@ -256,7 +261,7 @@ def test_report_compares_settings_with_the_one_named_by_sweep_baseline(
     assert {contrast["b"] for contrast in compared(plain).values()} == {"optim.lr=0.01"}
 
 
-def test_report_notes_another_baseline_when_sweep_baseline_has_no_finished_run(
+def test_report_uses_and_notes_another_baseline_when_sweep_baseline_has_no_finished_run(
     tmp_path: Path,
 ) -> None:
     html, _, plain = read(
@@ -270,7 +275,7 @@ def test_report_notes_another_baseline_when_sweep_baseline_has_no_finished_run(
     )
 
 
-def test_sweep_baseline_is_refused_when_no_job_of_the_sweep_has_it() -> None:
+def test_sweep_baseline_is_refused_when_no_job_of_the_sweep_has_this_setting() -> None:
     given = [["model=tiny", "optim.lr=0.001"], ["model=tiny", "optim.lr=0.003"]]
     configs = [{"optim.lr": 0.001}, {"optim.lr": 0.003}]
     check_baseline("optim.lr=3e-3, model=tiny", given, configs)
@@ -300,10 +305,12 @@ def test_report_treats_swept_seeds_and_folds_as_repeats_of_one_setting(tmp_path:
     assert plain["lead"]["value"] == pytest.approx(0.82)
 
 
-def test_report_intervals_are_unchanged_when_runs_with_equal_seeds_are_given_twice(
+def test_intervals_in_the_report_do_not_shrink_when_the_same_seeds_were_run_twice(
     tmp_path: Path,
 ) -> None:
-    """A deterministic run that is repeated exactly says nothing about chance."""
+    """A deterministic run with the same seed repeats the same value. It adds no information
+    about chance.
+    """
     sweep = sweep_over_rates(tmp_path / "s")
     once = compared(read(sweep.write())[2])
     twice = sweep_over_rates(tmp_path / "again")
@@ -325,7 +332,9 @@ def test_report_does_not_compare_settings_trained_on_different_images(tmp_path: 
 
 
 def lose(sweep: Sweep, status: str, *jobs: int) -> None:
-    """Give finished jobs of a sweep another status."""
+    """Change the status of finished jobs of a sweep to `status`, so that these jobs count as
+    lost.
+    """
     for job in jobs:
         path = sweep.folder / str(job) / "result.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | {"status": status}))
@@ -345,10 +354,10 @@ def test_report_table_has_the_number_of_lost_runs_of_each_setting(tmp_path: Path
 
 
 @pytest.mark.parametrize("status", ["not_finite", "out_of_memory"])
-def test_report_never_recommends_a_setting_whose_own_values_ended_runs(
+def test_report_never_recommends_a_setting_whose_runs_diverged_or_ran_out_of_memory(
     tmp_path: Path, status: str
 ) -> None:
-    """The best setting survives in one of four seeds."""
+    """The setting with the highest accuracy finishes with only one of four seeds."""
     sweep = sweep_over_rates(tmp_path / "s", {"0.001": 0.70, "0.003": 0.72, "0.01": 0.95})
     lose(sweep, status, 2, 5, 8)
     plain = read(sweep.write())[2]
@@ -360,9 +369,11 @@ def test_report_never_recommends_a_setting_whose_own_values_ended_runs(
     assert any("optim.lr=0.01 (3 of 4 runs" in note for note in plain["lead"]["notes"])
 
 
-def test_report_names_a_setting_that_lost_a_run_together_with_this_fact(tmp_path: Path) -> None:
-    """A failure says nothing about the setting, so the interval allows for any value of the lost
-    run.
+def test_report_says_that_the_recommended_setting_lost_a_run_and_widens_its_interval(
+    tmp_path: Path,
+) -> None:
+    """A failed run says nothing about the quality of the setting. The interval must therefore
+    allow for any value of the lost run.
     """
     whole = read(sweep_over_rates(tmp_path / "whole", {"0.001": 0.70, "0.003": 0.95}).write())[2][
         "lead"
@@ -378,7 +389,7 @@ def test_report_names_a_setting_that_lost_a_run_together_with_this_fact(tmp_path
     assert "worse than it: optim.lr=0.001" not in lead["sentence"]
 
 
-def test_report_compares_with_another_setting_and_says_so_when_all_baseline_runs_failed(
+def test_report_uses_and_notes_another_baseline_when_all_runs_of_the_baseline_failed(
     tmp_path: Path,
 ) -> None:
     sweep = sweep_over_rates(tmp_path / "s")
@@ -393,7 +404,9 @@ def test_report_compares_with_another_setting_and_says_so_when_all_baseline_runs
     )
 
 
-def test_report_names_the_swept_key_when_all_settings_but_one_diverged(tmp_path: Path) -> None:
+def test_report_names_the_swept_key_and_the_only_setting_that_did_not_diverge(
+    tmp_path: Path,
+) -> None:
     sweep = sweep_over_rates(tmp_path / "s")
     lose(sweep, "not_finite", *(job for job in range(12) if job % 3))
     html, _, plain = read(sweep.write())
@@ -404,7 +417,7 @@ def test_report_names_the_swept_key_when_all_settings_but_one_diverged(tmp_path:
     assert [row["runs lost"] for row in plain["table"]] == ["—", "4 of 4", "4 of 4"]
 
 
-def test_report_names_a_diverged_run_and_still_decides_between_the_other_settings(
+def test_report_names_a_diverged_run_and_still_recommends_the_best_setting(
     tmp_path: Path,
 ) -> None:
     sweep = sweep_over_rates(
@@ -431,10 +444,12 @@ def test_report_says_that_the_baseline_is_the_best_setting(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(("images", "verdict"), [(270, INCONCLUSIVE), (10_000, SUPPORTED)])
-def test_report_states_no_accuracy_difference_below_one_image(
+def test_report_does_not_state_an_accuracy_difference_smaller_than_one_image(
     tmp_path: Path, images: int, verdict: str
 ) -> None:
-    """The difference is 0.3 points in each of five seeds; one of 270 images is 0.37."""
+    """The accuracies differ by 0.3 percentage points in each of five seeds. One of 270 images is
+    0.37 points.
+    """
     sweep = Sweep(tmp_path / "s")
     for seed in range(5):
         for lr, mean in ((0.1, 0.99), (0.2, 0.993)):
@@ -450,7 +465,7 @@ def test_report_states_no_accuracy_difference_below_one_image(
     assert contrast["high"] - contrast["low"] >= 2 / images - 1e-9
 
 
-def test_report_compares_settings_of_a_stopped_sweep_with_one_finished_job_by_the_metric(
+def test_report_on_a_stopped_sweep_with_one_finished_job_still_compares_the_metric(
     tmp_path: Path,
 ) -> None:
     sweep = sweep_over_rates(tmp_path / "s")
@@ -462,7 +477,9 @@ def test_report_compares_settings_of_a_stopped_sweep_with_one_finished_job_by_th
     assert len(plain["notes"]) == 1 and "11 of 12 jobs" in plain["notes"][0]
 
 
-def test_report_does_not_compare_a_run_whose_seed_was_edited_in_jobs_json(tmp_path: Path) -> None:
+def test_report_excludes_a_run_whose_seed_in_jobs_json_differs_from_its_config(
+    tmp_path: Path,
+) -> None:
     sweep = sweep_over_rates(tmp_path / "s")
     for job in sweep.jobs:
         job["seed"] = job["block"]
@@ -472,7 +489,7 @@ def test_report_does_not_compare_a_run_whose_seed_was_edited_in_jobs_json(tmp_pa
     assert len(plain["notes"]) == 1 and plain["notes"][0].endswith("config.yaml: 4.")
 
 
-def test_report_counts_two_states_of_uncommitted_changes_as_two_codes(tmp_path: Path) -> None:
+def test_report_does_not_compare_runs_with_different_uncommitted_changes(tmp_path: Path) -> None:
     sweep = sweep_over_rates(tmp_path / "s", environment={"dirty": True})
     for job in range(12):
         (sweep.folder / str(job) / "code.diff").write_text("+ one" if job < 9 else "+ two")
@@ -493,7 +510,7 @@ def test_report_counts_two_states_of_uncommitted_changes_as_two_codes(tmp_path: 
 @pytest.mark.parametrize(
     ("group", "overrides"), [("optuna", []), ("null", ["search.sampler=null"])]
 )
-def test_report_compares_search_trials_by_the_metric_that_the_search_optimized(
+def test_report_on_a_search_compares_trials_by_the_metric_that_the_search_optimized(
     tmp_path: Path, group: str, overrides: list[str], metrics: dict[str, Any]
 ) -> None:
     sweep = Sweep(tmp_path / "s")
@@ -514,7 +531,9 @@ def test_report_compares_search_trials_by_the_metric_that_the_search_optimized(
     assert "optim.lr=1, 70.0 %" in plain["lead"]["sentence"]
 
 
-def test_report_command_keeps_max_steps_when_runs_are_not_a_benchmark(tmp_path: Path) -> None:
+def test_command_in_the_report_keeps_max_steps_when_the_runs_are_no_benchmark(
+    tmp_path: Path,
+) -> None:
     sweep = sweep_over_rates(tmp_path / "s", config={"train": {"max_steps": 60}})
     for job in sweep.jobs:
         job["overrides"].append("train.max_steps=60")
@@ -538,7 +557,7 @@ def test_report_has_an_energy_column_only_when_energy_was_measured(
     } == {energy and energy["joules_per_image"]}
 
 
-def test_sweep_prints_settings_table_recommendation_and_command_of_its_report(
+def test_sweep_prints_the_settings_table_the_recommendation_and_the_command_of_its_report(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = sweep_over_rates(tmp_path / "s").write()
@@ -550,15 +569,17 @@ def test_sweep_prints_settings_table_recommendation_and_command_of_its_report(
     assert all(f" {rate} " in output for rate in RATES)
 
 
-def test_report_offers_the_settings_table_as_markdown_and_latex(tmp_path: Path) -> None:
+def test_report_has_the_settings_table_as_markdown_and_as_latex(tmp_path: Path) -> None:
     html, markdown, _ = read(sweep_over_rates(tmp_path / "s").write())
     for text in (html, markdown):
         assert r"\begin{tabular}{lrrrrr" in text and "| 0.003 | 4 | 81.5 % |" in text
-        # The percent sign would begin a comment.
+        # LaTeX needs a backslash before the percent sign, which would otherwise begin a comment.
         assert r"0.003 & 4 & 81.5 \% & " in text.replace("&amp;", "&")
 
 
-def test_report_html_on_settings_puts_speed_into_a_collapsed_section_below(tmp_path: Path) -> None:
+def test_html_report_on_settings_shows_speed_in_a_collapsed_section_below_the_comparison(
+    tmp_path: Path,
+) -> None:
     html, _, _ = read(sweep_over_rates(tmp_path / "s").write())
     start, end = html.index('<details class="fold">'), html.index("Jobs without figures")
     assert (
@@ -568,7 +589,7 @@ def test_report_html_on_settings_puts_speed_into_a_collapsed_section_below(tmp_p
 
 @pytest.mark.usefixtures("plots")
 @pytest.mark.slow(seconds=3)
-def test_report_draws_plots_of_metric_values_curves_swept_key_and_speed_tradeoff(
+def test_report_on_settings_has_plots_of_values_curves_swept_key_and_speed_tradeoff(
     tmp_path: Path,
 ) -> None:
     sweep = sweep_over_rates(tmp_path / "s")
@@ -620,7 +641,7 @@ def test_report_draws_a_heat_map_of_two_swept_keys(tmp_path: Path) -> None:
     ]
 
 
-def test_accuracy_difference_and_its_interval_are_computed_on_the_arcsine_scale() -> None:
+def test_accuracy_difference_and_its_interval_are_computed_with_the_arcsine_transform() -> None:
     scale = proportion_scale()
     rows = [("a", block, value) for block, value in enumerate((0.90, 0.92, 0.94))]
     rows += [("b", block, value) for block, value in enumerate((0.80, 0.83, 0.86))]
@@ -631,14 +652,14 @@ def test_accuracy_difference_and_its_interval_are_computed_on_the_arcsine_scale(
     level = angles["b"].mean()
     expected = np.sin(angles["a"].mean()) ** 2 - np.sin(level) ** 2
     assert contrast.effect == pytest.approx(expected)
-    # Two blocks' worth of freedom: t = 4.303.
+    # With three repeats, the t distribution has 2 degrees of freedom. Its 97.5 % quantile is 4.303.
     reach = 4.302653 * (angles["a"] - angles["b"]).std(ddof=1) / math.sqrt(3)
     shift = angles["a"].mean() - level
     ends = [np.sin(level + shift + side * reach) ** 2 - np.sin(level) ** 2 for side in (-1, 1)]
     assert (contrast.low, contrast.high) == pytest.approx(tuple(ends))
 
 
-def test_smallest_difference_scales_with_error_rate_for_accuracy_and_with_value_for_loss() -> None:
+def test_sweep_smallest_difference_is_relative_to_the_error_rate_or_to_the_loss() -> None:
     scale = proportion_scale()
     level = scale.to(0.9)
     assert scale.back(level + scale.smallest_shift(level, 0.03)) == pytest.approx(0.903)
@@ -646,7 +667,7 @@ def test_smallest_difference_scales_with_error_rate_for_accuracy_and_with_value_
     assert loss.back(loss.to(2.0) - loss.smallest_shift(loss.to(2.0), 0.03)) == pytest.approx(1.94)
 
 
-def test_corrected_accuracy_scores_each_seed_with_the_setting_chosen_on_the_other_seeds() -> None:
+def test_accuracy_corrected_for_selection_uses_the_setting_that_won_on_the_other_seeds() -> None:
     rows = [
         ("a", 0, 0.9),
         ("b", 0, 0.5),
@@ -655,7 +676,8 @@ def test_corrected_accuracy_scores_each_seed_with_the_setting_chosen_on_the_othe
         ("a", 2, 0.5),
         ("b", 2, 0.7),
     ]
-    # Without block 0, b is chosen and scores 0.5; without 1, a (0.70 to 0.60) scores 0.4; without
-    # 2, a scores 0.5.
+    # Without seed 0, b has the higher mean, and b reaches 0.5 with seed 0. Without seed 1, a has
+    # the higher mean (0.70 to 0.60), and reaches 0.4 with seed 1. Without seed 2, a is chosen
+    # again, and reaches 0.5.
     assert corrected_values(rows, proportion_scale()) == {0: 0.5, 1: 0.4, 2: 0.5}
     assert corrected_values(rows[:2], proportion_scale()) == {}

@@ -1,5 +1,5 @@
-"""Error rate and power of the report's decisions on sweeps with known speeds. Settings:
-scripts/maintain/simulate_sweeps.py.
+"""Test the error rate and the power of the report's decisions on simulated sweeps with known
+speeds. The settings are those of scripts/maintain/simulate_sweeps.py.
 
 `python timm_parallel/tests/test_report_simulation.py` prints the table of
 docs/dev/report_method.md.
@@ -26,13 +26,14 @@ SWEEPS, BLOCKS = 2000, (3, 5, 8, 10, 20)
 THREE: tuple[Key, ...] = (("single", 1), ("dp", 2), ("ddp", 2))
 SEVEN: tuple[Key, ...] = (("single", 1), *((s, n) for s in ("dp", "ddp") for n in (2, 4, 8)))
 AGAINST_SINGLE = {points: [(p, points[0]) for p in points[1:]] for points in (THREE, SEVEN)}
-# 2 and 9 contrasts; with 3 points, ddp over dp would be a third
+# A simulated sweep of 3 configurations has 2 comparisons, one of 7 configurations has 9. With 3
+# configurations, the comparison of ddp with dp is left out.
 PAIRS = {
     THREE: AGAINST_SINGLE[THREE],
     SEVEN: AGAINST_SINGLE[SEVEN] + [(("ddp", n), ("dp", n)) for n in (2, 4, 8)],
 }
-# Expected power of the analysis (blocks, pooled variance, t quantiles, Holm correction). Of seven
-# configurations, all but single are 10 % faster; of three, only ddp is.
+# Expected power of the analysis by number of repeats. With 7 configurations, all except single are
+# 10 % faster. With 3 configurations, only ddp is 10 % faster.
 EXPECTED = {
     THREE: {3: 0.28, 5: 0.62, 8: 0.89, 10: 0.96, 20: 1.0},
     SEVEN: {3: 0.24, 5: 0.56, 8: 0.87, 10: 0.94, 20: 1.0},
@@ -42,8 +43,8 @@ EXPECTED = {
 def sweep_of(
     speeds: dict[Key, float], blocks: int, drift: float, draw: np.random.Generator, slow: float = 0
 ) -> Iterator[tuple[Key, int, float]]:
-    """Return (configuration, block, images/s) in random order per block; `slow`: share of runs at
-    half speed.
+    """Generate (configuration, repeat, images/s) of simulated runs, in random order within each
+    repeat. `slow` is the fraction of runs at half speed.
     """
     points = list(speeds)
     noise = draw.standard_normal((blocks, len(points))) * NOISE
@@ -70,8 +71,8 @@ def names(pairs: list[tuple[Key, Key]]) -> list[tuple[str, str]]:
 def stated_wrongly(
     points: tuple[Key, ...], blocks: int, drift: float, sweeps: int = SWEEPS
 ) -> float:
-    """Return the share of sweeps without any true difference in which the report states a
-    difference.
+    """Compute the fraction of simulated sweeps in which the report states a difference although
+    all speeds are equal.
     """
     draw, pairs, wrong = np.random.default_rng([1, len(points), blocks]), names(PAIRS[points]), 0
     for _ in range(sweeps):
@@ -88,7 +89,7 @@ def stated_wrongly(
 def found_of_a_tenth(
     points: tuple[Key, ...], blocks: int, drift: float, sweeps: int = SWEEPS
 ) -> float:
-    """Return the share of true differences of 10 % that the report states."""
+    """Compute the fraction of true differences of 10 % that the report states."""
     draw, pairs = np.random.default_rng([2, len(points), blocks]), names(PAIRS[points])
     faster = points[1:] if points == SEVEN else points[2:]
     speeds = {point: 1100.0 if point in faster else 1000.0 for point in points}
@@ -102,8 +103,8 @@ def found_of_a_tenth(
 
 @cache
 def badly_led(blocks: int, drift: float, sweeps: int = SWEEPS) -> float:
-    """Return the share of sweeps that do not recommend the fastest configuration, with 5 % of runs
-    at half speed.
+    """Compute the fraction of simulated sweeps in which the report does not recommend the
+    fastest configuration. 5 % of the runs have half speed.
     """
     draw, wrong = np.random.default_rng([3, blocks]), 0
     speeds: dict[Key, float] = dict(zip(THREE, (1000.0, 1250.0, 1900.0), strict=True))
@@ -145,11 +146,11 @@ def test_speed_verdicts_have_expected_error_rate_and_power_in_the_full_simulatio
 @pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.usefixtures("without_plots")
-def test_reports_on_20_simulated_sweeps_state_true_speed_differences_and_at_most_one_false(
+def test_20_reports_on_simulated_sweeps_state_at_most_one_false_speed_difference(
     tmp_path: Path,
 ) -> None:
-    """At least 19 of 20 reports state no false difference, and all of them state a true difference
-    of 30 %.
+    """At least 19 of 20 reports must state no false difference. All reports must state a true
+    difference of 30 %.
     """
     draw, wrong = np.random.default_rng(4), 0
     for number in range(20):
@@ -167,8 +168,8 @@ def test_reports_on_20_simulated_sweeps_state_true_speed_differences_and_at_most
 def _report(
     folder: Path, speeds: dict[Key, float], drift: float, draw: np.random.Generator
 ) -> list[dict[str, float]]:
-    """Return `contrasts` of report.json for five blocks; start-up, CPU time and utilization differ
-    only by noise.
+    """Write the report on a simulated sweep with five repeats, and return `contrasts` of
+    report.json. Start-up time, CPU time and utilization differ only by noise.
     """
     sweep = Sweep(folder)
     for (strategy, devices), block, speed in sweep_of(speeds, 5, drift, draw):

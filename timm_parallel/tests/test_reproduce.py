@@ -1,4 +1,6 @@
-"""scripts/reproduce.py: a repeated run is equal bit for bit, or what differs is named."""
+"""Test scripts/reproduce.py: a repeated run must be equal bit for bit, or the certificate names
+the differences.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ from timm_parallel.record.code_diff import CODE_DIFF
 from timm_parallel.testing.commands import ROOT
 from timm_parallel.testing.ranks import run_warm
 
-STEPS = 9  # of 15; a loss every 3
+# The recorded run has 15 steps and logs a loss every 3 steps. The tests reproduce only the first 9
+# steps.
+STEPS = 9
 Change = Callable[[Path], None]
 
 
@@ -34,7 +38,9 @@ def edit(path: Path, old: str, new: str) -> None:
 
 
 def copied_code(repository: Path, commit: str, folder: Path) -> None:
-    """Replace `copy_commit`: the code as it is now, which may not be committed."""
+    """Replace `copy_commit` by a copy of the current code, because this code may not be
+    committed.
+    """
     for name in ("src", "conf", "timm_parallel"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("tests"))
     shutil.copy(ROOT / "train.py", folder)
@@ -42,7 +48,7 @@ def copied_code(repository: Path, commit: str, folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with a run of two ranks, and its data."""
+    """Train a run on two ranks, and return the folder that contains the run and its data."""
     base = tmp_path_factory.mktemp("recorded")
     random = np.random.default_rng(0)
     for number in range(60):
@@ -75,7 +81,9 @@ def write_environment(run: Path, **changes: Any) -> None:
 
 @pytest.fixture
 def copy(recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a copy of `recorded` that a test may change."""
+    """Copy the recorded run and its data, so that a test may change the copy. Return the folder
+    of the copy.
+    """
     monkeypatch.setattr(reproduce, "copy_commit", copied_code)
     shutil.copytree(recorded, tmp_path / "copy")
     edit(tmp_path / "copy/run/config.yaml", str(recorded), str(tmp_path / "copy"))
@@ -93,7 +101,7 @@ def certificate(base: Path, code: int, steps: int = STEPS) -> dict[str, Any]:
 def test_repeated_run_has_equal_losses_and_weights(
     copy: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # The repetition is not sent to the server that the run was sent to.
+    # The recorded run used a remote MLflow server. The repetition must not be sent there.
     edit(copy / "run/config.yaml", "tensorboard: true", "mlflow: true")
     edit(copy / "run/config.yaml", "  uri: null", "  uri: http://localhost:1")
     found = certificate(copy, 0, steps=50)
@@ -105,7 +113,8 @@ def test_repeated_run_has_equal_losses_and_weights(
 
 
 def change_an_image(base: Path) -> None:
-    # Of the training split: the others change no loss.
+    # Change all images of one class, so that training images are among them. Images of other splits
+    # change no training loss.
     for path in (base / "data" / "a").iterdir():
         with Image.open(path) as image:
             changed = image.copy()
@@ -119,7 +128,7 @@ def change_the_threads(base: Path) -> None:
 
 @pytest.mark.slow(seconds=1)
 @pytest.mark.processes
-def test_run_on_more_gpus_than_this_machine_has_is_refused_by_train_py(
+def test_reproducing_a_run_with_more_gpus_than_this_machine_has_is_refused(
     copy: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     edit(copy / "run/config.yaml", "accelerator: cpu", "accelerator: cuda")
@@ -134,7 +143,9 @@ def test_run_on_more_gpus_than_this_machine_has_is_refused_by_train_py(
 @pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.nightly
-def test_changed_images_are_named(copy: Path) -> None:
+def test_reproduction_names_the_first_different_loss_and_the_images_newer_than_the_run(
+    copy: Path,
+) -> None:
     change_an_image(copy)
     found = certificate(copy, 3)
     assert found["first_difference"]["metric"] == "train/loss"
@@ -146,7 +157,7 @@ def test_changed_images_are_named(copy: Path) -> None:
 @pytest.mark.nightly
 @pytest.mark.processes
 @pytest.mark.slow
-def test_changed_line_of_code_and_number_of_threads_are_named(
+def test_reproduction_names_the_changed_code_file_and_the_changed_number_of_threads(
     copy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def changed_code(repository: Path, commit: str, folder: Path) -> None:
@@ -193,7 +204,7 @@ def resume_with_other_settings(base: Path) -> None:
         (lambda base: None, 2, "steps=2"),
     ],
 )
-def test_run_without_a_complete_record_is_refused(
+def test_reproducing_a_run_without_complete_code_and_settings_is_refused(
     copy: Path, capsys: pytest.CaptureFixture[str], change: Change, steps: int, named: str
 ) -> None:
     change(copy)
@@ -203,7 +214,7 @@ def test_run_without_a_complete_record_is_refused(
     assert not (copy / "run" / "reproduced").exists()
 
 
-def test_copied_commit_with_code_diff_is_the_changed_code_in_a_folder_inside_the_repository(
+def test_copied_commit_with_code_diff_applied_is_the_code_that_the_run_used(
     tmp_path: Path,
 ) -> None:
     def git(*arguments: str) -> str:

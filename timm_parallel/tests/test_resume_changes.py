@@ -1,4 +1,6 @@
-"""A run resumed with different settings or data trains exactly as announced, or is refused."""
+"""A run that is resumed with different settings or data must train exactly as the run announces,
+or refuse to start.
+"""
 
 from __future__ import annotations
 
@@ -63,8 +65,8 @@ SETTINGS = (
 
 
 def images(root: Path, classes: dict[str, int]) -> Path:
-    """Create an image folder from class -> number of training images, with one validation image per
-    class.
+    """Write an image folder. `classes` is a dictionary from class name to number of training
+    images. Each class has one validation image.
     """
     draw = np.random.default_rng(0)
     for name, count in classes.items():
@@ -78,7 +80,7 @@ def images(root: Path, classes: dict[str, int]) -> Path:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Create 24 training images in 3 classes, which make 4 steps per epoch."""
+    """Write 24 training images in 3 classes, which make 4 steps per epoch."""
     return images(tmp_path_factory.mktemp("data") / "images", {"ant": 8, "bee": 8, "cat": 8})
 
 
@@ -92,7 +94,9 @@ def config_of(root: Path, *overrides: str) -> ResolvedConfig:
 
 
 def attempt(config: ResolvedConfig, folder: Path, resume: bool = True) -> Trainer:
-    """Build the trainer of a run; with `resume`, load the checkpoint in the folder."""
+    """Build the trainer of a run. If `resume` is true, load the newest checkpoint in the run
+    folder.
+    """
     training = Trainer(config, folder, Ranks(), None)
     if resume:
         training.resume()
@@ -100,7 +104,7 @@ def attempt(config: ResolvedConfig, folder: Path, resume: bool = True) -> Traine
 
 
 def step(training: Trainer, count: int = 1) -> None:
-    """Train `count` steps, across epochs, without evaluation."""
+    """Train the given number of steps without evaluation, also across the end of an epoch."""
     run, state = training.parts, training.state
     until = state.progress.step + count
     while state.progress.step < until:
@@ -118,7 +122,9 @@ Folders = Callable[..., Path]
 
 @pytest.fixture(scope="module")
 def stopped(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Folders:
-    """Return `(step, *overrides) -> folder`, which trains a run and stops it after the step."""
+    """Return a function that trains a run, stops it after the given step, and returns the run
+    folder. The function trains each combination of step and overrides once.
+    """
     made: dict[tuple[Any, ...], Path] = {}
 
     def at(at_step: int, *overrides: str) -> Path:
@@ -142,8 +148,8 @@ def contents_of(folder: Path) -> dict[str, Any]:
 
 
 def reference(config: ResolvedConfig, contents: dict[str, Any], tmp_path: Path) -> Trainer:
-    """Build a fresh run of `config`, and set the checkpoint's weights, optimizer state and progress
-    directly.
+    """Build a new run of `config`. Copy the weights, the optimizer state and the progress from
+    the checkpoint into this run, without the code of a resume.
     """
     training = attempt(config, tmp_path, resume=False)
     state, run = training.state, training.parts
@@ -168,7 +174,9 @@ def reference(config: ResolvedConfig, contents: dict[str, Any], tmp_path: Path) 
 
 
 def groups_of(training: Trainer) -> list[dict[str, Any]]:
-    """Return the hyper-parameters of each group, and the names of its parameters."""
+    """Return the hyper-parameters of each parameter group of the optimizer, with the names of
+    the parameters in the group.
+    """
     names = {id(parameter): name for name, parameter in training.state.model.named_parameters()}
     return [
         {
@@ -180,7 +188,9 @@ def groups_of(training: Trainer) -> list[dict[str, Any]]:
 
 
 def assert_trains_as(training: Trainer, expected: Trainer, steps: int = 2) -> None:
-    """Check that the groups are equal now and after each step, and the weights after the steps."""
+    """Check that two runs have equal parameter groups now and after each of the next steps, and
+    equal weights after the last step.
+    """
     assert groups_of(training) == groups_of(expected)
     for _ in range(steps):
         step(training), step(expected)
@@ -189,8 +199,7 @@ def assert_trains_as(training: Trainer, expected: Trainer, steps: int = 2) -> No
         assert torch.equal(training.state.model.state_dict()[name], tensor), name
 
 
-# Settings of the optimizer
-# -------------------------------------------------------------------------------------------
+# The next tests resume a run with changed settings of the optimizer.
 
 OPTIM: dict[str, tuple[str, ...]] = {
     "opt": ("optim.opt=lamb",),
@@ -219,16 +228,16 @@ OPTIM: dict[str, tuple[str, ...]] = {
 
 @pytest.mark.slow(seconds=11)
 @pytest.mark.nightly
-def test_resume_with_changed_optim_key_trains_like_a_new_run_given_the_checkpoint_state(
+def test_resume_with_a_changed_optim_key_trains_like_a_new_run_from_the_checkpoint(
     stopped: Folders, data: Path, tmp_path: Path
 ) -> None:
     names = {
         key.removeprefix("optim.") for key, _, _ in leaves(Config()) if key.startswith("optim.")
     }
     assert names == set(OPTIM), "a key of OptimConfig has no row in the table"
-    unchanged: dict[
-        tuple[str, ...], list[Any]
-    ] = {}  # weights after a step with the previous settings
+    # Dictionary from overrides to the weights after one step with unchanged settings. A changed
+    # setting must give other weights.
+    unchanged: dict[tuple[str, ...], list[Any]] = {}
     for name, overrides in OPTIM.items():
         base: tuple[str, ...] = ("optim=sgd",) if name == "momentum" else ()
         folder = stopped(5, *base)
@@ -247,7 +256,7 @@ def test_resume_with_changed_optim_key_trains_like_a_new_run_given_the_checkpoin
 
 @pytest.mark.parametrize("opt", ["lamb", "adan"])
 @pytest.mark.slow(seconds=1)
-def test_resume_continues_step_counters_of_lamb_and_adan_parameter_groups(
+def test_resume_continues_the_step_counters_in_parameter_groups_of_lamb_and_adan(
     stopped: Folders, data: Path, tmp_path: Path, opt: str
 ) -> None:
     folder = stopped(5, f"optim.opt={opt}")
@@ -258,7 +267,7 @@ def test_resume_continues_step_counters_of_lamb_and_adan_parameter_groups(
 
 
 @pytest.mark.slow(seconds=2)
-def test_resume_with_a_different_optimizer_discards_the_saved_state_and_logs_it(
+def test_resume_with_a_different_optimizer_discards_the_optimizer_state_and_logs_the_change(
     stopped: Folders, data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder, config = stopped(5), config_of(data, "optim=sgd")
@@ -271,7 +280,7 @@ def test_resume_with_a_different_optimizer_discards_the_saved_state_and_logs_it(
     assert_trains_as(training, reference(config, contents_of(folder), tmp_path))
 
 
-def test_resume_refuses_amsgrad_when_the_checkpoint_has_no_state_for_it(
+def test_resume_refuses_amsgrad_when_the_checkpoint_has_no_amsgrad_state(
     stopped: Folders, data: Path
 ) -> None:
     with pytest.raises(ValueError, match="max_exp_avg_sq"):
@@ -281,13 +290,14 @@ def test_resume_refuses_amsgrad_when_the_checkpoint_has_no_state_for_it(
 @pytest.mark.parametrize(
     ("change", "is_refused"),
     [
-        ("train.epochs=1", True),  # the checkpoint is in the second epoch of 4 steps
+        # The checkpoint is at step 5, in the second epoch of 4 steps.
+        ("train.epochs=1", True),
         ("train.epochs=2", False),
         ("train.max_steps=4", True),
         ("train.max_steps=5", False),
     ],
 )
-def test_resume_refuses_train_epochs_or_max_steps_that_the_checkpoint_has_passed(
+def test_resume_refuses_train_epochs_or_max_steps_that_the_run_has_already_reached(
     stopped: Folders, data: Path, change: str, is_refused: bool
 ) -> None:
     config = config_of(data, change)
@@ -298,12 +308,11 @@ def test_resume_refuses_train_epochs_or_max_steps_that_the_checkpoint_has_passed
         assert attempt(config, stopped(5)).parts.total_steps in (5, 8)
 
 
-# The data
-# --------------------------------------------------------------------------------------------------
+# The next tests resume a run with changed training images.
 
 
 def changed_data(data: Path, to: Path, change: str) -> Path:
-    """Copy the data and apply a change to the copy."""
+    """Copy the image folder, and apply the named change to the copy."""
     shutil.copytree(data, to)
     train = to / "train"
     if change == "remove":
@@ -358,11 +367,11 @@ def test_resume_accepts_changed_data_only_at_the_start_of_an_epoch(
 
 
 @pytest.mark.slow(seconds=1)
-def test_resume_with_fewer_images_trains_all_epochs_of_the_schedule(
+def test_resume_with_fewer_images_trains_all_remaining_epochs_of_the_schedule(
     stopped: Folders, data: Path, tmp_path: Path
 ) -> None:
-    """With 2 steps per epoch, the 12 steps already trained exceed the 8 steps of the whole
-    schedule.
+    """The run has trained 12 steps in 3 epochs of 4 steps. With fewer images an epoch has 2
+    steps, so the whole schedule of 4 epochs has only 8 steps.
     """
     config = config_of(changed_data(data, tmp_path / "other", "remove"))
     folder = tmp_path / "run"
@@ -389,7 +398,7 @@ def test_trainer_raises_when_step_in_epoch_exceeds_the_steps_of_an_epoch(
 
 
 @pytest.mark.slow(seconds=3)
-def test_resume_mid_epoch_refuses_changed_batches_even_when_resume_strict_is_false(
+def test_resume_within_an_epoch_refuses_changed_batches_even_with_resume_strict_false(
     stopped: Folders, data: Path
 ) -> None:
     for override in (
@@ -406,7 +415,7 @@ def test_resume_mid_epoch_refuses_changed_batches_even_when_resume_strict_is_fal
 
 @pytest.mark.slow(seconds=2)
 @pytest.mark.parametrize("balance", ["0", "0.5"])
-def test_older_checkpoint_without_a_record_of_balance_resumes_mid_epoch(
+def test_checkpoint_of_older_code_without_data_balance_resumes_within_an_epoch(
     stopped: Folders, data: Path, tmp_path: Path, balance: str
 ) -> None:
     config = config_of(data, f"data.balance={balance}")
@@ -422,8 +431,7 @@ def test_older_checkpoint_without_a_record_of_balance_resumes_mid_epoch(
         attempt(config_of(data, "data.balance=1", "resume_strict=false"), folder)
 
 
-# checkpoint.metric
-# --------------------------------------------------------------------------------------------------
+# The next test resumes a run with another checkpoint.metric.
 
 
 @pytest.mark.slow(seconds=1)
@@ -454,13 +462,12 @@ def test_resume_with_a_different_checkpoint_metric_resets_the_best_value(
     ]
 
 
-# History
-# --------------------------------------------------------------------------------------------------
+# The next tests check what a resumed run records about its changes.
 
 
 @pytest.mark.processes
 @pytest.mark.slow(seconds=7)
-def test_result_records_first_step_and_changed_keys_of_every_resume(
+def test_result_json_records_the_first_step_and_the_changed_keys_of_every_resume(
     data: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
@@ -515,7 +522,9 @@ def test_result_records_first_step_and_changed_keys_of_every_resume(
 def test_train_py_resumes_and_records_allowed_changes_or_exits_2_without_changing_files(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spread: tuple[str, ...]
 ) -> None:
-    """Run main of train.py, with ranks forked from a warm server."""
+    """Call the main function of train.py. The ranks are forked from a warm server, which saves
+    the time of their imports.
+    """
     monkeypatch.setattr(job, "run_ranks", warm_ranks)
     monkeypatch.setattr(hardware, "visible_cuda_devices", lambda: ())
     for name in RANK_VARIABLES:
@@ -571,8 +580,7 @@ def test_train_py_resumes_and_records_allowed_changes_or_exits_2_without_changin
     assert (read_result(folder).steps, len(read_result(folder).segments)) == (8, 3)
 
 
-# Any change
-# --------------------------------------------------------------------------------------------------
+# The next tests resume runs with random changes of settings and data.
 
 VALUES: dict[str, tuple[Any, ...]] = {
     "seed": (7,),
@@ -630,11 +638,11 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "checkpoint.metric": ("val/loss", "val/acc_ema"),
     "checkpoint.every_steps": (2,),
 }
-# Keys that the random resume test does not change: keys of model and data that a resume ignores or
-# refuses; keys of duration, evaluation and records; keys of devices
-# (timm_parallel/tests/promises/test_resume.py).
+# The random resume test does not change these keys. Some are keys of the model and data that a
+# resume ignores or refuses. Others concern duration, evaluation or records. Keys of devices are
+# tested in timm_parallel/tests/promises/test_resume.py.
 NOT_DRAWN = (
-    # No built-in loss takes any.
+    # No built-in loss takes arguments, so no value of train.loss_kwargs can be drawn.
     "train.loss_kwargs",
     *(
         "model.name",
@@ -706,13 +714,14 @@ NOT_DRAWN = (
 )
 
 
-def test_every_config_key_is_changed_by_the_random_resume_test_or_listed_as_excluded() -> None:
+def test_every_config_key_is_either_changed_by_the_random_resume_test_or_excluded() -> None:
     known = {key for key, _, _ in leaves(Config())}
     assert set(VALUES) <= known
     assert [key for key in known - set(VALUES) if not key.startswith(NOT_DRAWN)] == []
 
 
-# Mostly keys that a resume may change, because a refused key ends the example early.
+# Draw keys of the optimizer and of checkpoints more often, because a resume may change them. Most
+# other keys end the random example early, because the resume is refused.
 OFTEN = sorted(
     key for key in VALUES if key.startswith(("optim.", "checkpoint.")) and key != "optim.opt"
 )
@@ -726,7 +735,7 @@ DATA = st.sampled_from(
 
 @pytest.fixture(scope="module")
 def roots(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Return the data and changed copies."""
+    """Write changed copies of the data. Return a dictionary from change to image folder."""
     base = tmp_path_factory.mktemp("changed")
     return {"none": data} | {
         change: changed_data(data, base / change, change)
@@ -742,8 +751,8 @@ def check_any_change(
     changes: dict[str, int],
     change: str,
 ) -> None:
-    """Check that a resumed run is refused, or trains as a fresh run with the announced config and
-    the checkpoint's state.
+    """Check that a resumed run is refused, or trains like a new run with the announced config
+    that starts from the checkpoint.
     """
     folder = stopped(at_step)
     config = config_of(roots["none"])
@@ -776,8 +785,8 @@ def check_any_change(
 
 
 def check_many_changes(examples: int, derandomize: bool) -> Callable[..., None]:
-    """Return a test that calls `check_any_change` with the given number of randomly
-    drawn changes.
+    """Build a test that calls `check_any_change` with the given number of randomly drawn
+    changes.
     """
 
     @settings(

@@ -1,5 +1,5 @@
-"""Rules of `resume`: choice of the run, settings, error messages. main of train.py runs up to the
-start of ranks.
+"""Test the rules of `resume`: choice of the run, settings, and error messages. The tests call
+the main function of train.py up to the start of ranks.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ OVERRIDES = (
 
 @dataclass
 class Main:
-    """Call main of train.py and return (exit code, stderr). Instead of running ranks, save a
-    checkpoint and `status`.
+    """Callable that runs the main function of train.py and returns (exit code, stderr). Instead
+    of starting ranks, it saves a checkpoint and writes a result with `status`.
     """
 
     command: Callable[[tuple[str, ...]], tuple[int, str]]
@@ -48,7 +48,8 @@ class Main:
     saves: bool = True
     code: int = 0
     ran: list[Path] = field(default_factory=list)
-    out: str = ""  # stdout of the last call
+    # Output of the last call on stdout.
+    out: str = ""
 
     def __call__(self, *overrides: str) -> tuple[int, str]:
         return self.command(overrides)
@@ -65,7 +66,7 @@ class Main:
     def start(
         self, name: str, *overrides: str, status: str = "interrupted", saves: bool = True
     ) -> Path:
-        """Start a new run in outputs/train/<name> and return its folder."""
+        """Start a new run in outputs/train/<name>, and return the run folder."""
         self.status, self.saves = status, saves
         code, err = self(*OVERRIDES, f"hydra.run.dir=outputs/train/{name}", *overrides)
         assert code == 0, err
@@ -101,7 +102,7 @@ def contents(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_resume_continues_in_the_same_folder_with_the_saved_config(main: Main) -> None:
+def test_resume_continues_in_the_same_run_folder_with_the_saved_config(main: Main) -> None:
     folder = main.start("day/1", "optim.lr=0.25", "train.epochs=3")
     before = load_config(folder)
     code, err = main(f"resume={folder}")
@@ -113,9 +114,9 @@ def test_resume_continues_in_the_same_folder_with_the_saved_config(main: Main) -
     assert after == before
 
 
-def test_last_resume_override_wins_when_several_are_given(main: Main) -> None:
-    """The last value wins, as for any key given twice. The folder in the first `resume` is not
-    used.
+def test_last_resume_override_wins_when_a_command_line_has_several(main: Main) -> None:
+    """As for any key given twice, the last value wins. The run folder in the first `resume` must
+    not be used.
     """
     folder = main.start("day/1", "optim.lr=0.25")
     code, err = main(
@@ -129,8 +130,8 @@ def test_last_resume_override_wins_when_several_are_given(main: Main) -> None:
 
 @pytest.mark.slow(seconds=2)
 def test_refused_resume_restores_all_files_in_the_run_folder(main: Main) -> None:
-    """Ranks reject the change after the new config was written. The next resume must not read this
-    config.
+    """Ranks reject the change after the new config was written to the run folder. The next
+    resume must not read this config.
     """
     folder = main.start("day/1")
     before = contents(folder)
@@ -155,7 +156,9 @@ ANOTHER_TRAINING = [
 
 
 @pytest.mark.slow(seconds=5)
-def test_resume_is_refused_with_the_key_that_would_change_the_training(main: Main) -> None:
+def test_resume_is_refused_when_model_data_batch_size_augmentation_or_seed_has_changed(
+    main: Main,
+) -> None:
     folder = main.start("day/1")
     before = contents(folder)
     for override, key in ANOTHER_TRAINING:
@@ -171,7 +174,7 @@ def test_resume_is_refused_with_the_key_that_would_change_the_training(main: Mai
 @pytest.mark.slow(seconds=2)
 @pytest.mark.sample(3)
 @pytest.mark.parametrize(("override", "key"), [ANOTHER_TRAINING[index] for index in (0, 3, 4)])
-def test_resume_strict_false_allows_keys_that_change_the_training(
+def test_resume_strict_false_allows_a_resume_with_a_changed_model_dataset_or_batch_size(
     main: Main, override: str, key: str
 ) -> None:
     folder = main.start("day/1")
@@ -199,7 +202,7 @@ def test_resume_strict_false_allows_keys_that_change_the_training(
         (("optim.lr=0.5",), "optim.lr", 0.5),
     ],
 )
-def test_resume_accepts_keys_that_do_not_change_the_training(
+def test_resume_accepts_changed_workers_compilation_devices_epochs_and_learning_rate(
     main: Main, overrides: tuple[str, ...], key: str, value: Any
 ) -> None:
     folder = main.start("day/1")
@@ -269,7 +272,7 @@ def test_resume_auto_continues_the_newest_unfinished_run(main: Main) -> None:
 
 @pytest.mark.slow(seconds=3)
 def test_resume_auto_continues_only_a_run_with_exactly_the_given_config(main: Main) -> None:
-    """Two requeued jobs with the same task_name must not swap folders."""
+    """Two requeued jobs with the same task_name must not continue each other's run."""
     slow = main.start("2026-01-01/09-00-00", "optim.lr=0.1")
     fast = main.start("2026-01-02/09-00-00", "optim.lr=0.2")
     for override, folder in (("optim.lr=0.1", slow), ("optim.lr=0.2", fast)):
@@ -307,7 +310,7 @@ def test_resume_auto_without_overrides_keeps_the_config_of_the_newest_unfinished
 
 
 @pytest.mark.slow(seconds=5)
-def test_resume_auto_continues_the_newest_unfinished_run_of_any_task_or_of_the_task_that_is_given(
+def test_resume_auto_continues_the_newest_unfinished_run_of_any_task_or_of_the_given_task(
     main: Main,
 ) -> None:
     digits = main.start("2026-01-01/09-00-00")
@@ -317,7 +320,7 @@ def test_resume_auto_continues_the_newest_unfinished_run_of_any_task_or_of_the_t
     main.start(
         "x", "task_name=done", "hydra.run.dir=outputs/done/2026-01-03/09-00-00", status="done"
     )
-    # A job of a sweep is continued by its sweep.
+    # resume=auto must skip a job of a sweep, because sweep.resume continues such a job.
     job_of_sweep = main.start("x", "hydra.run.dir=outputs/my/sweep/0")
     (job_of_sweep.parent / "jobs.json").write_text("{}")
     main.status = "interrupted"
@@ -335,7 +338,7 @@ def test_resume_auto_continues_the_newest_unfinished_run_of_any_task_or_of_the_t
 
 
 @pytest.mark.slow(seconds=4)
-def test_resume_auto_is_refused_and_suggests_an_unfinished_run_of_another_task(main: Main) -> None:
+def test_resume_auto_error_suggests_an_unfinished_run_of_another_task(main: Main) -> None:
     main.start("2026-01-02/09-00-00", status="done")
     assert main("resume=auto")[0] == 2
     other = main.start("day/1", "task_name=k", "hydra.run.dir=outputs/k/2026-01-01/09-00-00")
@@ -354,7 +357,7 @@ def test_resume_auto_is_refused_and_suggests_an_unfinished_run_of_another_task(m
 
 
 @pytest.mark.parametrize("group", ["debug=fast", "experiment=digits_vit", "optim=sgd"])
-def test_resume_auto_is_refused_when_no_run_used_the_requested_option(
+def test_resume_auto_is_refused_when_no_run_used_the_given_config_group_option(
     main: Main, group: str
 ) -> None:
     main.start("2026-01-01/09-00-00")
@@ -363,7 +366,7 @@ def test_resume_auto_is_refused_when_no_run_used_the_requested_option(
 
 
 @pytest.mark.slow(seconds=1)
-def test_resume_applies_a_config_group_option_on_top_of_the_saved_config(main: Main) -> None:
+def test_resume_applies_a_given_config_group_option_on_top_of_the_saved_config(main: Main) -> None:
     folder = main.start("day/1", "optim.clip_grad=0.5", "optim.lr=0.25", "train.epochs=3")
     code, err = main(f"resume={folder}", "optim=sgd", "resume_strict=false", "optim.momentum=0.5")
     assert code == 0, err
@@ -391,7 +394,7 @@ def test_resume_ignores_later_edits_of_config_group_files(main: Main, tmp_path: 
 @pytest.mark.parametrize(
     ("strategy", "options"), [("ddp", ("parallel.bucket_cap_mb=1",)), ("dp", ("parallel.dim=0",))]
 )
-def test_resume_with_single_drops_options_of_the_previous_dp_or_ddp_strategy(
+def test_resume_with_parallel_single_drops_the_options_of_the_previous_dp_or_ddp_strategy(
     main: Main, strategy: str, options: tuple[str, ...]
 ) -> None:
     folder = main.start("day/1", f"parallel={strategy}", "parallel.devices=2", *options)
@@ -403,7 +406,7 @@ def test_resume_with_single_drops_options_of_the_previous_dp_or_ddp_strategy(
     )
 
 
-def test_resume_auto_continues_a_killed_run_without_result(main: Main) -> None:
+def test_resume_auto_continues_a_killed_run_that_has_no_result_json(main: Main) -> None:
     folder = main.start("2026-01-01/09-00-00")
     (folder / "result.json").unlink()
     assert main(*OVERRIDES, "resume=auto")[0] == 0
@@ -411,7 +414,7 @@ def test_resume_auto_continues_a_killed_run_without_result(main: Main) -> None:
 
 
 @pytest.mark.slow(seconds=1)
-def test_resume_auto_skips_a_locked_run(main: Main) -> None:
+def test_resume_auto_skips_a_run_whose_folder_is_locked_by_a_running_process(main: Main) -> None:
     older = main.start("2026-01-01/09-00-00")
     with lock_folder(main.start("2026-01-02/09-00-00")):
         assert main(*OVERRIDES, "resume=auto")[0] == 0
@@ -475,7 +478,7 @@ def test_resume_auto_or_new_starts_a_new_run_when_all_runs_are_done(main: Main) 
         (("train.epochs=9", "train.early_stop=1"), 10, 1, ("checkpoint.metric=val/loss",), None),
     ],
 )
-def test_resume_of_a_finished_run_is_refused_with_the_limit_that_it_reached(
+def test_resume_of_a_finished_run_is_refused_with_the_limit_that_the_run_reached(
     main: Main,
     settings: tuple[str, ...],
     steps: int,
@@ -494,7 +497,9 @@ def test_resume_of_a_finished_run_is_refused_with_the_limit_that_it_reached(
 
 @pytest.mark.parametrize("name", ["last.pt", "best.pt"])
 def test_resume_is_refused_when_a_checkpoint_file_is_a_folder(main: Main, name: str) -> None:
-    """Saving could not replace the folder, so the run would fail after its first epoch."""
+    """A new checkpoint could not replace the folder, so the run would fail after its first
+    epoch.
+    """
     folder = main.start("day/1")
     (folder / "checkpoints" / name).unlink(missing_ok=True)
     (folder / "checkpoints" / name).mkdir()
@@ -504,7 +509,7 @@ def test_resume_is_refused_when_a_checkpoint_file_is_a_folder(main: Main, name: 
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
-def test_run_that_a_signal_stops_before_its_first_rank_is_recorded_as_interrupted(
+def test_run_is_recorded_as_interrupted_when_a_signal_stops_it_before_its_ranks_start(
     main: Main, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
     monkeypatch.setattr(job, "run_job", lambda config, folder: os.kill(os.getpid(), number))
@@ -514,7 +519,7 @@ def test_run_that_a_signal_stops_before_its_first_rank_is_recorded_as_interrupte
     assert result.status == "interrupted" and number.name in result.reason
 
 
-def test_ended_run_keeps_its_result_when_a_signal_stops_its_resume_before_the_first_rank(
+def test_finished_run_keeps_its_result_when_a_signal_stops_a_resume_before_ranks_start(
     main: Main, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = main.start("day/1", status="done")

@@ -1,5 +1,5 @@
-"""Rules on combinations of keys are methods of config classes. The library calls the rules of every
-config group.
+"""Test rules on combinations of keys. Such a rule is a method of a config class, and the library
+calls the rules of every config group.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.portable
 
 @dataclass
 class OwnModelConfig(ModelConfig):
-    """Config class of a fork, which adds a key and the rule on this key."""
+    """Config class of a fork of this project. It adds a key and a rule on this key."""
 
     gamma: float | None = None
 
@@ -42,7 +42,7 @@ class OwnModelConfig(ModelConfig):
             yield f"model.gamma={self.gamma}: has an effect with train.loss=focal only"
 
 
-def test_config_validation_calls_the_rule_that_a_model_config_subclass_adds() -> None:
+def test_config_validation_applies_the_rule_that_a_subclass_of_model_config_adds() -> None:
     check_combination(Config(model=OwnModelConfig()))
     with pytest.raises(ValueError, match=r"model\.gamma=2\.0"):
         check_combination(Config(model=OwnModelConfig(gamma=2.0)))
@@ -50,7 +50,7 @@ def test_config_validation_calls_the_rule_that_a_model_config_subclass_adds() ->
         check_combination(Config(model=OwnModelConfig(gamma=2.0, sync_bn=True)))
 
 
-def test_option_of_dp_ddp_or_fsdp_is_refused_when_a_different_strategy_is_chosen() -> None:
+def test_option_of_dp_ddp_or_fsdp_is_refused_under_another_strategy() -> None:
     assert set(strategy_options().values()) == {"dp", "ddp", "fsdp"}
     assert set(strategy_options()) <= {entry.name for entry in fields(ParallelConfig)}
     for key, owner in strategy_options().items():
@@ -75,7 +75,7 @@ def test_option_of_dp_ddp_or_fsdp_is_refused_when_a_different_strategy_is_chosen
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_class_attributes_of_a_strategy_read_from_source_equal_those_of_its_class(
+def test_class_attributes_read_from_the_source_file_of_a_strategy_equal_those_of_the_class(
     strategy: str,
 ) -> None:
     names = ("process_per_device", "has_one_device", "shards", "compiles", "has_buckets")
@@ -86,7 +86,7 @@ def test_class_attributes_of_a_strategy_read_from_source_equal_those_of_its_clas
     }
 
 
-def test_strategy_named_by_its_class_is_bound_by_the_rules_of_its_attributes() -> None:
+def test_strategy_given_as_a_class_name_follows_the_same_rules_as_its_short_name() -> None:
     fsdp = ParallelConfig(strategy=STRATEGIES["fsdp"])
     assert fsdp.has_ranks and not fsdp.has_one_process
     check_combination(Config(parallel=fsdp, model=ModelConfig(sync_bn=True)))
@@ -112,7 +112,7 @@ def test_strategy_named_by_its_class_is_bound_by_the_rules_of_its_attributes() -
         ({}, {"cutmix_minmax": [0.2, 0.8]}, "data.augment.cutmix_minmax"),
     ],
 )
-def test_option_that_the_loss_does_not_read_is_refused(
+def test_option_is_refused_when_the_chosen_loss_does_not_read_the_option(
     train: dict[str, Any], augment: dict[str, Any], key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def config_with(loss: str) -> Config:
@@ -124,7 +124,7 @@ def test_option_that_the_loss_does_not_read_is_refused(
     monkeypatch.setattr(
         Classification, "losses", {**losses, "plain": ClassLoss(losses["ce"].build)}
     )
-    # The second is a class without `reads`.
+    # The second value of train.loss names a class that does not declare the options that it reads.
     for loss in ("plain", "src.train.step.TrainStep"):
         with pytest.raises(ValueError, match=rf"^{key}=.* train\.loss={loss} does not read it"):
             check_combination(config_with(loss))

@@ -1,5 +1,5 @@
-"""Samplers: same set of samples for any number of ranks, no sample evaluated twice, augmentation
-seeded by sample.
+"""Samplers must yield the same set of samples for any number of ranks, and no sample twice in an
+evaluation. The sample and the seed must determine the augmentation.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from timm_parallel.testing.ranks import in_ranks
 
 pytestmark = pytest.mark.portable
 
-# torch's, Python's and numpy's generators all draw.
+# This augmentation draws from the random generators of torch, Python and numpy.
 EVERYTHING = AugmentConfig(
     scale=[0.3, 1.0], hflip=0.5, color_jitter=0.4, aa="rand-m9-mstd0.5-inc1", reprob=0.5
 )
@@ -39,7 +39,7 @@ EVERYTHING = AugmentConfig(
 
 @st.composite
 def epochs(draw: st.DrawFn) -> tuple[int, int, int, int, int]:
-    """Draw (num_samples, global batch, world size, seed, epoch) of a valid training."""
+    """Draw a valid combination of number of samples, global batch, world size, seed and epoch."""
     world = draw(st.integers(1, 9))
     batch = world * draw(st.integers(1, 6))
     return (
@@ -59,14 +59,17 @@ def samplers(num_samples: int, batch: int, world: int, seed: int, epoch: int) ->
 
 
 @given(epochs())
-def test_train_sampler_shard_matches_torch_distributed_sampler(
+def test_train_sampler_gives_each_rank_the_same_images_as_torch_distributed_sampler(
     drawn: tuple[int, int, int, int, int],
 ) -> None:
-    """DistributedSampler adds seed and epoch, so adjacent seeds would share orders. It gets our
-    mixed seed instead.
+    """DistributedSampler adds seed and epoch, so two seeds would share orders of images. The
+    test therefore passes to DistributedSampler the seed that TrainSampler computes from seed
+    and epoch.
     """
     num_samples, batch, world, seed, epoch = drawn
-    full = num_samples // batch * batch  # for full batches
+    # DistributedSampler drops images per rank. Use a number of samples that fills all global
+    # batches, so that neither sampler drops any.
+    full = num_samples // batch * batch
     for rank, shard in enumerate(samplers(full, batch, world, seed, epoch)):
         mixed = seed_for(seed, epoch)
         theirs = DistributedSampler(
@@ -76,7 +79,7 @@ def test_train_sampler_shard_matches_torch_distributed_sampler(
 
 
 @given(epochs())
-def test_train_sampler_batches_of_all_ranks_together_form_the_global_batch(
+def test_train_sampler_batches_of_all_ranks_together_form_the_global_batch_of_one_rank(
     drawn: tuple[int, int, int, int, int],
 ) -> None:
     num_samples, batch, world, seed, epoch = drawn
@@ -109,8 +112,8 @@ def test_train_sampler_drops_and_counts_images_of_the_incomplete_last_batch(
 
 
 def test_train_sampler_order_differs_between_epochs_and_seeds() -> None:
-    """Repeats in a sweep use seeds s, s + 1, … Epoch 1 with seed s must not have the order of epoch
-    0 with seed s + 1.
+    """Repeats in a sweep use seeds s, s + 1 and so on. Epoch 1 with seed s must not have the
+    order of epoch 0 with seed s + 1.
     """
     for copies in (1, 3):
         orders = set()
@@ -128,7 +131,7 @@ def test_train_sampler_refuses_a_global_batch_larger_than_the_training_split() -
 
 
 @given(epochs(), st.data())
-def test_train_sampler_yields_the_remaining_batches_when_started_mid_epoch(
+def test_train_sampler_yields_the_remaining_batches_when_started_within_an_epoch(
     drawn: tuple[int, int, int, int, int], data: Any
 ) -> None:
     num_samples, batch, world, seed, epoch = drawn
@@ -159,13 +162,15 @@ def test_eval_samplers_of_all_ranks_together_read_every_sample_once(
     assert max(sizes) - min(sizes) <= 1
 
 
-def test_eval_sampler_refuses_empty_split() -> None:
+def test_eval_sampler_refuses_a_split_without_images() -> None:
     with pytest.raises(ValueError, match="empty"):
         EvalSampler(0, 8, 0, 1)
 
 
 def images_by_index(world: int, epoch: int, num_workers: int, seed: int = 7) -> dict[int, Tensor]:
-    """Return the augmented images of one epoch by index, collected from all ranks."""
+    """Collect the augmented images of one epoch from all ranks. Return a dictionary from index
+    to image.
+    """
     split = Synthetic(DataConfig(image_size=16), num_samples=12).train
     images_of: dict[int, Tensor] = {}
     for rank in range(world):
@@ -216,7 +221,7 @@ def test_augmented_images_differ_between_epochs_and_seeds() -> None:
         assert sum(other[index] == image for index, image in first.items()) <= 1
 
 
-def test_augmentation_of_an_image_does_not_depend_on_earlier_random_draws() -> None:
+def test_augmentation_of_an_image_does_not_depend_on_earlier_random_numbers() -> None:
     split = Synthetic(DataConfig(image_size=16), num_samples=12).train
     fetcher = BatchFetcher(
         split, Targets(), OnImage.of(train_transform(EVERYTHING, (16, 16), resize=False)), 7
@@ -231,11 +236,11 @@ def test_augmentation_of_an_image_does_not_depend_on_earlier_random_draws() -> N
     "num_workers", [0, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.processes])]
 )
 @pytest.mark.nightly
-def test_random_erasing_differs_between_copies_of_an_image_but_not_between_rank_counts(
+def test_random_erasing_differs_between_copies_of_an_image_but_not_with_the_rank_count(
     num_workers: int,
 ) -> None:
-    """Without a transform, a batch is rows of one tensor. Each copy of an image (aug_repeats) gets
-    different boxes.
+    """With aug_repeats, each copy of an image must get different boxes. There is no transform
+    here, so the images of a batch are rows of one tensor.
     """
     split = Synthetic(DataConfig(image_size=16), num_samples=12).train
     erased: list[dict[int, Tensor]] = []
@@ -260,8 +265,8 @@ def test_random_erasing_differs_between_copies_of_an_image_but_not_between_rank_
 
 
 def test_batch_fetcher_restores_torch_random_state_after_augmentation() -> None:
-    """Augmentation seeds the global random generator for every image. Dropout uses the same
-    generator.
+    """Augmentation seeds torch's global random generator for every image. Dropout uses the same
+    generator, so its state must be restored.
     """
     split = Synthetic(DataConfig(image_size=16), num_samples=12).train
     before = torch.get_rng_state()
@@ -295,8 +300,8 @@ def test_batch_fetcher_refuses_a_label_outside_the_number_of_classes(label: int)
 def test_aug_repeats_puts_all_copies_of_an_image_into_one_global_batch(
     num_images: int, copies: int, world_size: int, batch: int, seed: int
 ) -> None:
-    """An epoch has the same number of samples from fewer images. Each copy of an image has a
-    separate index.
+    """With aug_repeats, an epoch has the same number of samples, from fewer images. Each copy of
+    an image has a separate index.
     """
     global_batch = batch * world_size * copies
     if num_images < global_batch:
@@ -312,7 +317,8 @@ def test_aug_repeats_puts_all_copies_of_an_image_into_one_global_batch(
         assert len(set(indices)) == global_batch
         images = [index % num_images for index in indices]
         assert all(images.count(image) == copies for image in images)
-        # As in timm's RepeatAugSampler, the copies are spread over as many ranks as there are.
+        # The copies of an image must be spread over as many ranks as possible, as in timm's
+        # RepeatAugSampler.
         ranks = [{index % num_images for index in part.tolist()} for part in step]
         assert all(
             sum(image in rank for rank in ranks) == min(copies, world_size) for image in images
@@ -334,7 +340,7 @@ def sampler(rank: int, world_size: int, balance: float) -> TrainSampler:
     ("balance", "shares"),
     [(0.0, (0.9, 0.09, 0.01)), (0.5, (0.7063, 0.2234, 0.0745)), (1.0, (1 / 3,) * 3)],
 )
-def test_data_balance_draws_classes_in_proportion_to_a_power_of_class_size(
+def test_data_balance_draws_each_class_in_proportion_to_a_power_of_its_size(
     balance: float, shares: tuple[float, ...]
 ) -> None:
     drawn: Counter[int] = Counter()
@@ -343,12 +349,15 @@ def test_data_balance_draws_classes_in_proportion_to_a_power_of_class_size(
         one.start_at(epoch)
         drawn.update(LONG_TAIL[one.shard() % 1000].tolist())
     for label, share in enumerate(shares):
-        # Five standard deviations.
+        # Allow five standard deviations of a binomial proportion, so that chance practically never
+        # fails the test.
         assert abs(drawn[label] / 20_000 - share) < 5 * (share * (1 - share) / 20_000) ** 0.5
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_balanced_sampler_divides_the_same_draws_among_2_or_4_ranks(world_size: int) -> None:
+def test_balanced_sampler_draws_the_same_images_in_total_on_1_2_and_4_ranks(
+    world_size: int,
+) -> None:
     whole = sampler(0, 1, 1.0)
     whole.start_at(5)
     drawn = whole.shard().tolist()
@@ -372,7 +381,7 @@ def test_data_balance_is_refused_when_an_image_does_not_have_exactly_one_class()
     ("images", "batch_size", "accumulate", "batches"),
     [(100, 10, 1, 10), (109, 10, 1, 10), (100, 10, 3, 9), (119, 10, 4, 8), (40, 10, 4, 4)],
 )
-def test_epoch_has_full_batches_in_whole_optimizer_steps(
+def test_batches_per_epoch_excludes_partial_batches_and_partial_optimizer_steps(
     images: int, batch_size: int, accumulate: int, batches: int
 ) -> None:
     assert batches_per_epoch(images, batch_size, accumulate) == batches

@@ -1,5 +1,5 @@
-"""Hyper-parameter search: search space, error messages, pruning, failed trials, and resuming after
-kill -9.
+"""Test the hyper-parameter search: search space, error messages, pruning, failed trials, and a
+resume after kill -9.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ SMALL = (
 
 
 def space_of(*overrides: str) -> dict[str, Any]:
-    """Return the checked space of a command line."""
+    """Parse and check the search space of a command line. Return a dictionary from key to
+    dimension of the space.
+    """
     command, points = expand(
         get_args_parser().parse_args(["-m", "search=optuna", *SMALL, *overrides])
     )
@@ -93,7 +95,7 @@ def test_search_space_is_parsed_from_hydra_sweep_syntax() -> None:
 
 
 @pytest.mark.slow(seconds=4)
-def test_search_overrides_add_replace_and_remove_searched_keys() -> None:
+def test_command_line_overrides_of_a_search_add_change_and_remove_searched_keys() -> None:
     assert set(space_of()) == {"optim.lr", "optim.weight_decay"}
     assert set(space_of("optim.weight_decay=0.1", "train.smoothing=interval(0,0.2)")) == {
         "optim.lr",
@@ -137,7 +139,7 @@ def test_search_is_refused_when_a_setting_is_invalid(override: str, named: str) 
         (("checkpoint.metric=val/loss", "optimized_metric=val/acc"), "val/acc", "maximize"),
     ],
 )
-def test_search_objective_and_direction_follow_checkpoint_metric_or_optimized_metric(
+def test_search_objective_and_direction_follow_optimized_metric_or_else_checkpoint_metric(
     tmp_path: Path, overrides: tuple[str, ...], objective: str, direction: str
 ) -> None:
     command, points = expand(
@@ -156,7 +158,7 @@ def test_search_is_refused_without_multirun() -> None:
 
 
 @pytest.mark.parametrize("text", ["search: [", "- 1", None])
-def test_error_names_search_yaml_when_it_is_damaged_or_missing(
+def test_error_names_search_yaml_when_the_file_is_damaged_or_missing(
     tmp_path: Path, text: str | None
 ) -> None:
     if text is not None:
@@ -166,7 +168,7 @@ def test_error_names_search_yaml_when_it_is_damaged_or_missing(
 
 
 class Trial:
-    """A fake trial of Optuna that is pruned below `bar`."""
+    """Fake Optuna trial that asks to be pruned when its last reported value is below `bar`."""
 
     def __init__(self, bar: float) -> None:
         self.bar, self.reported = bar, {}  # type: float, dict[int, float]
@@ -178,7 +180,7 @@ class Trial:
         return self.reported[max(self.reported)] < self.bar
 
 
-def test_search_reports_each_evaluation_to_optuna_once_and_returns_the_prune_reason(
+def test_search_reports_each_evaluation_to_optuna_once_and_gives_a_reason_for_pruning(
     tmp_path: Path,
 ) -> None:
     path, trial = tmp_path / "metrics.jsonl", Trial(bar=0.5)
@@ -258,7 +260,7 @@ def study(folder: Path) -> Any:
 @pytest.mark.parametrize(
     ("strategy", "devices"), [("single", 1), pytest.param("ddp", 2, marks=pytest.mark.nightly)]
 )
-def test_killed_search_continues_to_its_last_trial_when_resumed(
+def test_killed_search_completes_all_its_trials_when_resumed(
     tmp_path: Path, strategy: str, devices: int
 ) -> None:
     folder = tmp_path / "search"
@@ -304,7 +306,7 @@ def test_killed_search_continues_to_its_last_trial_when_resumed(
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.nightly
-def test_killed_search_with_concurrent_trials_keeps_their_values_when_resumed(
+def test_killed_search_keeps_the_parameter_values_of_its_running_trials_when_resumed(
     tmp_path: Path,
 ) -> None:
     folder = tmp_path / "search"
@@ -347,7 +349,9 @@ def test_killed_search_with_concurrent_trials_keeps_their_values_when_resumed(
 
 
 def searched_page(folder: Path, ends: list[tuple[str, float | None, str]]) -> str:
-    """Return search.html for a study with one trial per (status, value, reason)."""
+    """Write search.html for a study with one trial per (status, value, reason), and return the
+    contents of the page.
+    """
     import optuna
 
     from timm_parallel.lab.search.page import write_search_page
@@ -409,7 +413,7 @@ def test_search_html_shows_best_trial_plots_and_trial_table(tmp_path: Path) -> N
 
 @pytest.mark.slow(seconds=2)
 @pytest.mark.parametrize("is_confirmed", [False, True])
-def test_search_html_says_that_its_best_value_is_too_good_and_shows_the_confirmation(
+def test_search_html_says_that_the_best_value_is_too_good_and_shows_the_confirmation(
     tmp_path: Path, is_confirmed: bool
 ) -> None:
     ends = [("done", 0.5, ""), ("done", 0.9, "")]
@@ -430,7 +434,9 @@ def test_search_html_says_that_its_best_value_is_too_good_and_shows_the_confirma
 def test_search_html_shows_parameter_importances_when_20_trials_have_values(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each plot is replaced by an empty one, because only the names are checked."""
+    """Only the names of the plots are checked. Therefore empty figures replace the plots, which
+    saves time.
+    """
     from matplotlib import pyplot
 
     from timm_parallel.lab.search import page as search_page

@@ -1,5 +1,5 @@
-"""Confirmation of a search (search.confirm): its jobs and seeds, its refusals, its report, and its
-resume after kill -9.
+"""Test the confirmation of a search (search.confirm): jobs and seeds, refusals, the report, and
+a resume after kill -9.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BEST = ["optim.lr=0.0123", "optim.weight_decay=0.2"]
 
 
 def frozen_search(folder: Path, *overrides: str) -> Jobs:
-    """Return the jobs of a search of one trial, whose files are in `folder`."""
+    """Write the files of a search with one trial into `folder`, and return its jobs."""
     command, points = expand(parse("-m", "search=optuna", *tiny("parallel=single", *overrides)))
     folder.mkdir()
     freeze_search(
@@ -44,7 +44,9 @@ def frozen_search(folder: Path, *overrides: str) -> Jobs:
 
 @pytest.fixture
 def confirmations(monkeypatch: pytest.MonkeyPatch) -> list[Confirmation]:
-    """Collect the confirmations that would run; their jobs do not start."""
+    """Replace the start of a confirmation, so that no job runs. Return a list that collects the
+    confirmations that would start.
+    """
     collected: list[Confirmation] = []
 
     def run(confirmation: Confirmation) -> int:
@@ -87,7 +89,7 @@ def test_search_confirm_trains_best_trial_and_default_settings_with_new_seeds(
 
 
 @pytest.mark.slow(seconds=2)
-def test_search_confirm_trains_default_settings_only_when_the_best_trial_equals_them(
+def test_search_confirm_trains_only_default_settings_when_the_best_trial_has_equal_settings(
     tmp_path: Path, confirmations: list[Confirmation]
 ) -> None:
     trials = frozen_search(tmp_path / "search")
@@ -103,7 +105,7 @@ def test_search_confirm_trains_default_settings_only_when_the_best_trial_equals_
 
 
 @pytest.mark.slow(seconds=4)
-def test_search_confirm_keeps_finished_jobs_and_adds_seeds_when_resumed_with_more(
+def test_search_confirm_keeps_finished_jobs_and_adds_seeds_when_resumed_with_more_seeds(
     tmp_path: Path, confirmations: list[Confirmation]
 ) -> None:
     trials = frozen_search(tmp_path / "search")
@@ -127,7 +129,7 @@ def test_search_confirm_keeps_finished_jobs_and_adds_seeds_when_resumed_with_mor
 
 @pytest.mark.nightly
 @pytest.mark.slow(seconds=4)
-def test_search_confirm_starts_again_when_it_was_killed_while_writing_its_configs(
+def test_search_confirm_starts_from_the_beginning_when_killed_while_writing_its_configs(
     tmp_path: Path, confirmations: list[Confirmation]
 ) -> None:
     trials = frozen_search(tmp_path / "search")

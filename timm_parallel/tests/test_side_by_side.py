@@ -1,5 +1,5 @@
-"""Concurrent jobs do not share devices or cores, and match results of jobs run alone (see
-test_packing.py).
+"""Concurrent jobs of a sweep must not share devices or cores, and must have the results of jobs
+run alone. test_packing.py tests the scheduler.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def config_of(*overrides: str) -> Config:
 
 
 @pytest.mark.slow(seconds=1)
-def test_sweep_job_gets_its_gpus_as_uuids_in_cuda_visible_devices(
+def test_sweep_job_gets_the_uuids_of_its_gpus_in_cuda_visible_devices(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     gpus = tuple(CudaDevice(number, "H", 80 * GIB, f"GPU-{number}") for number in range(4))
@@ -70,7 +70,7 @@ def test_sweep_job_gets_its_gpus_as_uuids_in_cuda_visible_devices(
 
 
 @pytest.mark.parametrize("kind", ["cuda", "cpu"])
-def test_job_that_runs_alone_is_limited_to_no_devices_and_sees_every_gpu(kind: str) -> None:
+def test_job_without_assigned_devices_sees_every_gpu_and_core(kind: str) -> None:
     assert share_of(Requirement(kind, 2), []) == ({}, [])
 
 
@@ -96,15 +96,15 @@ def test_concurrent_jobs_are_refused_when_a_sweep_measures_speed(
 
 
 @pytest.mark.cpu_only
-def test_sweep_jobs_auto_runs_as_many_jobs_as_the_cores_allow() -> None:
+def test_sweep_jobs_auto_runs_as_many_cpu_jobs_as_the_cores_allow() -> None:
     config = config_of("parallel.threads_per_device=2")
     assert jobs_at_a_time("sweep.jobs", "auto", config) is None
     scheduler = DeviceScheduler({"cpu": [str(core) for core in range(8)]})
     assert scheduler.concurrent_jobs(need_of(config)) == 4
 
 
-# A fake job: records its cores and when it ran; the first time it runs out of memory if JOB_SHORT
-# names its folder.
+# Program of a fake job. It records its cores and its start and end time. The job whose folder is
+# named by JOB_SHORT reports out of memory in its first attempt.
 JOB = """
 import json, os, pathlib, sys, time
 folder = pathlib.Path(sys.argv[1])
@@ -188,7 +188,7 @@ def test_sweep_runs_jobs_one_at_a_time_when_memory_is_short(
 @pytest.mark.processes
 @pytest.mark.skipif(hardware.cores() < 2, reason="needs two cores")
 @pytest.mark.slow(seconds=4)
-def test_sweep_runs_an_out_of_memory_job_again_alone(
+def test_sweep_runs_a_job_that_was_out_of_memory_again_without_concurrent_jobs(
     tmp_path: Path, fake_jobs: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("JOB_SHORT", "1")
@@ -202,7 +202,7 @@ def test_sweep_runs_an_out_of_memory_job_again_alone(
 
 @pytest.mark.processes
 @pytest.mark.slow(seconds=3)
-def test_sweep_runs_a_job_only_twice_when_it_is_always_out_of_memory(
+def test_sweep_runs_a_job_at_most_twice_when_every_attempt_is_out_of_memory(
     tmp_path: Path, fake_jobs: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
@@ -230,7 +230,9 @@ def sweep(folder: Path, *more: str) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.skipif(hardware.cores() < 2, reason="needs two cores")
-def test_metrics_and_weights_of_concurrent_sweep_jobs_match_jobs_run_alone(tmp_path: Path) -> None:
+def test_concurrent_sweep_jobs_have_the_same_metrics_and_weights_as_jobs_run_alone(
+    tmp_path: Path,
+) -> None:
     command = sweep(tmp_path / "two", "seed=1,2")
     done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
@@ -256,10 +258,12 @@ def test_metrics_and_weights_of_concurrent_sweep_jobs_match_jobs_run_alone(tmp_p
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 @pytest.mark.sample(2)
 @pytest.mark.nightly
-def test_running_jobs_end_when_their_sweep_process_gets_sigint_or_sigkill(
+def test_running_jobs_of_a_sweep_end_when_the_sweep_process_gets_sigint_or_sigkill(
     tmp_path: Path, number: int
 ) -> None:
-    """A resumed sweep runs the missing jobs. After a stop: test_sweep.py."""
+    """After SIGKILL, a resumed sweep must run the missing jobs. test_sweep.py tests the resume
+    after SIGINT.
+    """
     folder = tmp_path / "sweep"
     running = subprocess.Popen(
         sweep(folder, "seed=1,2,3", "train.epochs=30"),

@@ -1,4 +1,4 @@
-"""Jobs on a real Slurm cluster."""
+"""Test jobs on a real Slurm cluster."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ from timm_parallel.testing.slurm_cluster import (
 )
 
 pytestmark = MARKS
-TWO_RANKS = ("parallel=ddp", "parallel.devices=2")  # the same on one machine
+# With these overrides, a run on one machine trains like the Slurm job on two nodes.
+TWO_RANKS = ("parallel=ddp", "parallel.devices=2")
 
 
 def numbers(folder: Path) -> tuple[Any, ...]:
@@ -69,8 +70,10 @@ def test_slurm_job_on_two_nodes_has_the_losses_and_weights_of_a_run_on_one_machi
 def test_requeued_slurm_jobs_match_an_undisturbed_run_after_sigusr1_and_a_lost_node(
     jobs: Jobs, train: Train
 ) -> None:
-    """Both jobs get a warning signal at the same time, and then lose a node."""
-    # Long enough that the first job still trains when the second one has started.
+    """Both jobs get SIGUSR1, the warning of the time limit, at the same time. Later both lose a
+    node.
+    """
+    # Train for so many epochs that the first job is still running when the second job has started.
     long = (*LONG, "train.epochs=120")
     folders = [jobs.submit("slow", *long), jobs.submit("fast", *long, "optim.lr=0.01")]
     for folder in folders:
@@ -99,8 +102,8 @@ def test_requeued_slurm_jobs_match_an_undisturbed_run_after_sigusr1_and_a_lost_n
 def test_restarted_slurm_job_waits_until_its_first_attempt_ends_when_slurmd_was_killed(
     jobs: Jobs,
 ) -> None:
-    """slurmd is killed while the job's processes survive, so Slurm starts the job again on the
-    other node.
+    """The test kills slurmd, but the processes of the job survive. Slurm then starts the job a
+    second time on the other node.
     """
     overrides = ("cluster.nodes=1", "parallel=single", *LONG, "train.epochs=400")
     folder = jobs.submit("orphan", *overrides)
@@ -110,15 +113,15 @@ def test_restarted_slurm_job_waits_until_its_first_attempt_ends_when_slurmd_was_
     )
     daemon = Path(jobs.environment["DEV_CLUSTER"]) / f"{lost}.pid"
     os.kill(int(daemon.read_text()), signal.SIGKILL)
-    # Slurm itself marks the node only after SlurmdTimeout; a fast machine would finish the run by
-    # then.
+    # Mark the node as down. Slurm would do this only after SlurmdTimeout, and a fast machine would
+    # finish the run before.
     jobs.slurm("scontrol", "update", f"NodeName={lost}", "State=DOWN", "Reason=test")
     log = folder / "logs" / "slurm.log"
     jobs.wait(lambda: "an earlier start of this job; waiting up to" in log.read_text(), 300, folder)
     before = jobs.steps(folder)
-    jobs.wait_for_steps(
-        folder, before
-    )  # the first start still trains, and no other process writes here
+    # New steps show that the first attempt still trains, because the second attempt only waits and
+    # writes nothing.
+    jobs.wait_for_steps(folder, before)
     subprocess.run(
         ["slurmd", "-N", lost, "-f", jobs.environment["SLURM_CONF"]],
         env=jobs.environment,
@@ -138,8 +141,8 @@ def test_scancel_ends_all_processes_of_a_slurm_job_and_refused_job_creates_no_fo
     folder = jobs.submit("long", *LONG, "train.epochs=100000")
     jobs.wait_for_steps(folder)
     refused = train.start(f"resume={folder}", defaults=False, environment=jobs.environment).finish()
-    # On one machine the running job holds the lock; from another host, or while it waits, only the
-    # queue shows it.
+    # On the machine of the running job, the lock of the run folder causes the refusal. On another
+    # host, or while the job waits, only the Slurm queue shows the job.
     assert refused.returncode == 2 and re.search(
         "Slurm job .* queue|in use by process", refused.stderr
     ), refused.output

@@ -1,4 +1,4 @@
-"""Sweeps and searches on a real Slurm cluster."""
+"""Test sweeps and searches on a real Slurm cluster."""
 
 from __future__ import annotations
 
@@ -50,10 +50,12 @@ def test_killed_slurm_search_does_not_resubmit_its_running_trials_when_resumed(
     words = (*SEARCH.split()[2:], "search.n_trials=4", "train.epochs=60", "train.log_every=5")
     running = train.start(f"hydra.sweep.dir={folder}", *words, environment=jobs.environment)
     resume = ("-m", f"sweep.resume={folder}")
+    # Kill the search twice. After the first kill, the resumed search finds both trials running.
+    # Before the second resume, one trial has ended.
     for first in (
         0,
         2,
-    ):  # killed twice: both trials still run when they are found; then one has ended meanwhile
+    ):
         for trial in (first, first + 1):
             running.wait_for(lambda trial=trial: jobs.steps(folder / str(trial)))
         assert len(jobs.slurm("squeue", "--noheader").splitlines()) == 2, "two at a time"

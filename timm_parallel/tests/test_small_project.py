@@ -1,5 +1,5 @@
-"""The library runs a project that is not this template: it has another package, its own config
-classes, strategies, data and training function (small_project/).
+"""The library must be able to run a project that is not this template. The folder small_project/
+has another package, with its own config classes, strategies, data and training function.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def result_of(folder: Path) -> dict[str, object]:
 
 @pytest.mark.slow(seconds=8)
 @pytest.mark.nightly
-def test_ranks_of_torchrun_train_the_project(tmp_path: Path) -> None:
+def test_library_trains_a_project_other_than_the_template_with_torchrun(tmp_path: Path) -> None:
     torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
     start(*torchrun, "train.py", f"hydra.run.dir={tmp_path / 'run'}")
     assert result_of(tmp_path / "run")["world_size"] == 2
@@ -67,7 +67,7 @@ def test_sweep_over_strategies_and_devices_trains_equally_on_one_and_two_ranks(
 
 @pytest.mark.slow(seconds=8)
 @pytest.mark.nightly
-def test_search_minimizes_the_metric_of_the_project(tmp_path: Path) -> None:
+def test_search_minimizes_the_metric_of_a_project_other_than_the_template(tmp_path: Path) -> None:
     search = ("search=lr", "parallel.strategy=one", f"hydra.sweep.dir={tmp_path / 'search'}")
     start("train.py", "-m", *search)
     objectives = [
@@ -80,7 +80,7 @@ def test_search_minimizes_the_metric_of_the_project(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow(seconds=3)
-def test_wrong_keys_and_data_are_refused_by_the_rules_of_the_project() -> None:
+def test_library_applies_the_config_rules_of_a_project_other_than_the_template() -> None:
     assert "did you mean data.slope" in start("train.py", "data.slpe=2", code=2)
     assert "data.name=digits" in start("train.py", "data.name=digits", code=2)
     assert "parallel.strategy=ddp" in start("train.py", "parallel.strategy=ddp", code=2)

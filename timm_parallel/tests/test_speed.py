@@ -1,4 +1,6 @@
-"""Cost of the training loop, measured by counting device reads, calls per step and page faults."""
+"""Test the cost of the training loop by counting reads of tensor values, calls per step, and
+page faults.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ from timm_parallel.state.progress import Progress
 from timm_parallel.testing.configs import evaluate_batches, resolved, task_of
 from timm_parallel.testing.ranks import in_ranks
 
-# Every option of a step that does not read values by its nature.
+# These options add work to a training step. None of them needs the CPU to read tensor values.
 BUSY = (
     "model.ema.decay=0.99",
     "optim.clip_grad=1.0",
@@ -41,7 +43,7 @@ BUSY = (
     "train.smoothing=0.1",
 )
 
-# Every option with random numbers for each image.
+# These options draw random numbers for each image.
 DRAWN = (
     "data.augment.crop_padding=4",
     "data.augment.hflip=0.5",
@@ -56,8 +58,8 @@ DRAWN = (
 
 
 class ValueReads(TorchDispatchMode):
-    """Counts operations that make the CPU wait for a GPU: reads of tensor values and copies to the
-    host.
+    """Dispatch mode of torch that counts operations that make the CPU wait for a GPU, such as
+    reads of tensor values and copies to the host.
     """
 
     def __init__(self) -> None:
@@ -77,7 +79,9 @@ class ValueReads(TorchDispatchMode):
 
 
 def count_reads(steps: int, *overrides: str) -> int:
-    """Count the tensor values read by the CPU in `steps` steps, of which one is a sync step."""
+    """Count the tensor values that the CPU reads in `steps` training steps. Exactly one of these
+    steps is logged.
+    """
     config = resolved(
         "parallel=single",
         "parallel.accelerator=cpu",
@@ -110,8 +114,10 @@ def test_training_steps_between_log_steps_read_no_tensor_values_from_the_device(
 
 
 @pytest.mark.slow(seconds=1)
-def test_evaluation_reads_no_more_tensor_values_from_the_device_with_more_batches() -> None:
-    """torch.bincount and indexing with a mask, for example, would read values earlier."""
+def test_evaluation_of_more_batches_does_not_read_more_tensor_values_from_the_device() -> None:
+    """An evaluation may read values only once, at its end. For example, torch.bincount or
+    indexing with a mask would read values in every batch.
+    """
     strategy = build_strategy(
         resolved("parallel=single", "parallel.accelerator=cpu").parallel, Ranks(), None
     )
@@ -129,7 +135,7 @@ def test_evaluation_reads_no_more_tensor_values_from_the_device_with_more_batche
     assert reads_of(2) == reads_of(20)
 
 
-def test_train_precision_sets_matmul_precision_of_torch() -> None:
+def test_train_precision_sets_the_float32_matmul_precision_of_torch() -> None:
     before = torch.get_float32_matmul_precision()
     try:
         for precision, expected in (("tf32", "high"), ("fp32", "highest")):
@@ -140,7 +146,9 @@ def test_train_precision_sets_matmul_precision_of_torch() -> None:
 
 
 def count_writes(steps: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Count the calls that log, write or draw in a run with one sync step."""
+    """Train a run with one logged step. Return a dictionary from the name of a function that
+    logs, writes or draws to the number of its calls.
+    """
     calls: Counter[str] = Counter()
 
     def counted(owner: Any, name: str) -> None:
@@ -170,7 +178,7 @@ def count_writes(steps: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> C
 
 
 @pytest.mark.slow(seconds=2)
-def test_training_steps_between_log_steps_write_no_logs_or_metrics(
+def test_training_steps_between_log_steps_write_neither_logs_nor_metrics(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "few").mkdir()
@@ -185,8 +193,8 @@ def test_training_steps_between_log_steps_write_no_logs_or_metrics(
 
 
 def buffers_and_bits(ranks: Ranks, store: Any, broadcast: str) -> tuple[bool, list[float]]:
-    """Return (True if DDP sends buffers in every step, sums of the weights and buffers after five
-    steps).
+    """Train five steps with DDP. Return whether DDP sends buffers in every step, and the sums of
+    all weights and buffers.
     """
     config = resolved(
         "parallel=ddp", "parallel.devices=2", "parallel.accelerator=cpu", "data.batch_size=8", "model.name=resnet10t",  # noqa: E501
@@ -292,21 +300,24 @@ ON_CUDA = (
     ],
     ids=["busy_bf16", "drawn_fp16", "const_value", "pair"],
 )
-def test_training_step_between_log_steps_does_not_synchronize_with_the_gpu(
+def test_training_step_between_log_steps_does_not_wait_for_the_gpu(
     options: tuple[str, ...], accelerator: str
 ) -> None:
-    """On a CPU a step cannot synchronize, so the test only checks that the steps run."""
+    """With a GPU, torch raises an error when a step synchronizes. On a CPU, the test only checks
+    that the steps run.
+    """
     on = ("parallel=single", f"parallel.accelerator={accelerator}", "data.batch_size=8")
     config = resolved(*on, *options, "data=synthetic")
     strategy = build_strategy(config.parallel, Ranks(), None)
     run = build_run(config, strategy)
 
     def train(sync_step: int, progress: Progress) -> None:
-        """Train up to and including the sync step."""
+        """Train up to the given step, which is the next one that is logged."""
         run.state.progress, config.train.log_every = progress, sync_step
         next(run_steps(replace(run, steps_per_epoch=10**9), run.train_loader.epoch(0)))
 
-    # Past the first step and the warm-up, where the meter waits.
+    # Train the first steps outside of the check, because the throughput meter waits for the GPU
+    # after the first step and after the warm-up.
     train(7, Progress())
     progress = Progress()
     if accelerator == "cpu":
@@ -314,7 +325,8 @@ def test_training_step_between_log_steps_does_not_synchronize_with_the_gpu(
     else:
         torch.cuda.set_sync_debug_mode("error")
         try:
-            # At the sync step, where the losses are fetched.
+            # The logged step must synchronize, because it reads the losses. The error shows that
+            # the check works.
             with pytest.raises(RuntimeError, match="synchroniz"):
                 train(8, progress)
         finally:

@@ -1,4 +1,4 @@
-"""Ratios, intervals and verdicts, checked against textbook formulas, manual calculations and
+"""Test ratios, intervals and verdicts against textbook formulas, manual calculations and
 simulations.
 """
 
@@ -33,7 +33,9 @@ Row = tuple[str, object, float]
 
 
 def table(values: dict[str, list[float]]) -> list[Row]:
-    """Return rows of complete blocks: the n-th value of every configuration belongs to block n."""
+    """Build rows (configuration, repeat, value). The n-th value of every configuration belongs
+    to repeat n.
+    """
     return [
         (name, block, value)
         for name, column in values.items()
@@ -50,7 +52,7 @@ def noisy(points: dict[str, float], blocks: int, seed: int, noise: float = 0.05)
     ]
 
 
-def test_speed_ratio_interval_of_measurements_in_blocks_equals_paired_t_test() -> None:
+def test_interval_of_a_speed_ratio_measured_in_repeats_equals_the_paired_t_test() -> None:
     rows = noisy({"a": 110, "b": 100}, 6, seed=1)
     a, b = ([math.log(row[2]) for row in rows if row[0] == name] for name in "ab")
     expected = stats.ttest_rel(a, b).confidence_interval(1 - LEVEL)
@@ -61,7 +63,7 @@ def test_speed_ratio_interval_of_measurements_in_blocks_equals_paired_t_test() -
     assert result.ratio == pytest.approx(math.exp(np.mean(a) - np.mean(b)))
 
 
-def test_speed_ratio_interval_of_measurements_without_blocks_equals_unpaired_t_test() -> None:
+def test_interval_of_a_speed_ratio_measured_without_repeats_equals_the_unpaired_t_test() -> None:
     rows = [(name, "all", value) for name, _, value in noisy({"a": 110, "b": 100}, 6, seed=2)]
     a, b = ([math.log(row[2]) for row in rows if row[0] == name] for name in "ab")
     expected = stats.ttest_ind(a, b).confidence_interval(1 - LEVEL)
@@ -72,7 +74,9 @@ def test_speed_ratio_interval_of_measurements_without_blocks_equals_unpaired_t_t
 
 
 @given(st.integers(0, 10_000))
-def test_log_speed_difference_from_incomplete_blocks_matches_least_squares(seed: int) -> None:
+def test_log_speed_difference_from_incomplete_repeats_equals_the_least_squares_estimate(
+    seed: int,
+) -> None:
     draw = np.random.default_rng(seed)
     full = noisy({"a": 110, "b": 100, "c": 90}, 5, seed)
     rows = [row for row in full for _ in range(draw.choice([0, 1, 1, 2]))]
@@ -95,17 +99,18 @@ def test_log_speed_difference_from_incomplete_blocks_matches_least_squares(seed:
     )
 
 
-def test_speed_ratio_is_supported_when_block_speeds_differ_fourfold_but_ratio_does_not() -> None:
+def test_speed_ratio_is_supported_when_speeds_vary_fourfold_but_the_ratio_is_stable() -> None:
+    # The speeds of the repeats differ by a factor of four, but the ratio of a to b hardly changes.
     speeds = {
         "a": [110, 55, 221],
         "b": [100, 50.4, 200],
-    }  # blocks differ fourfold, the ratio hardly
+    }
     [result] = decide(estimate(table(speeds), [("a", "b")]))
     assert result.verdict == SUPPORTED and result.low is not None and result.low > 1.08
 
 
 @given(st.integers(0, 10_000))
-def test_speed_ratio_of_a_reversed_pair_has_the_reciprocal_interval(seed: int) -> None:
+def test_speed_ratio_of_b_to_a_has_the_reciprocal_interval_of_a_to_b(seed: int) -> None:
     rows = noisy({"a": 103, "b": 100, "c": 99}, 3, seed)
     [one], [other] = decide(estimate(rows, [("a", "b")])), decide(estimate(rows, [("b", "a")]))
     assert one.low and one.high and one.ratio
@@ -128,7 +133,7 @@ def test_speed_ratio_verdict_is_supported_not_supported_inconclusive_or_not_meas
     assert result.blocks_needed and result.blocks_needed > 3
 
 
-def test_speed_ratio_is_not_supported_when_it_is_significant_but_too_small() -> None:
+def test_speed_ratio_is_not_supported_when_significant_but_below_the_smallest_difference() -> None:
     small = estimate(
         table({"a": [101.0, 101.01, 101.0], "b": [100.0, 100.01, 100.01]}), [("a", "b")]
     )
@@ -145,8 +150,8 @@ def test_speed_ratio_is_inconclusive_when_each_configuration_has_one_measurement
 
 
 def test_speed_ratio_is_inconclusive_when_its_confidence_interval_overflows() -> None:
-    """With two blocks and many comparisons, the t quantile is in the thousands and its exponential
-    overflows.
+    """With two repeats and many comparisons, the t quantile is in the thousands. Its exponential
+    overflows a float.
     """
     [result] = decide(
         estimate(table({"a": [100.0, 150.0], "b": [100.0, 80.0]}), [("a", "b")]), level=1e-5
@@ -163,13 +168,13 @@ def test_report_formats_a_number_with_three_significant_digits(value: float, tex
     assert figure(value) == text
 
 
-def test_configurations_measured_in_disjoint_blocks_have_no_speed_ratio() -> None:
+def test_configurations_that_were_never_measured_in_the_same_repeat_have_no_speed_ratio() -> None:
     rows: list[Row] = [("a", 0, 100.0), ("a", 0, 101.0), ("b", 1, 200.0), ("b", 1, 201.0)]
     [result] = decide(estimate(rows, [("a", "b")]))
     assert (result.verdict, result.ratio) == (NOT_MEASURABLE, None)
 
 
-def test_holm_correction_of_several_comparisons_matches_manual_calculation() -> None:
+def test_holm_correction_of_several_comparisons_equals_a_manual_calculation() -> None:
     def one(p: float) -> Estimate:
         return Estimate("a", "b", 11, float(stats.t.isf(p / 2, 10)), 1.0, 10, 1.0)
 
@@ -177,14 +182,18 @@ def test_holm_correction_of_several_comparisons_matches_manual_calculation() -> 
         return [c.low is not None and c.low > 1 for c in decide([one(p) for p in ps])]
 
     assert excluded(0.04) == [True]
+    # Holm's method first compares the smaller p-value with 0.05 / 2. The value 0.03 is larger, so
+    # the method states no difference.
     assert excluded(0.04, 0.03) == [
         False,
         False,
-    ]  # Bonferroni's first step fails: nothing is stated
+    ]
+    # The smaller p-value 0.024 is below 0.05 / 2. Therefore Holm's method compares the other
+    # p-value with 0.05.
     assert excluded(0.04, 0.024) == [
         True,
         True,
-    ]  # it passes: the next is held against the whole level
+    ]
     assert excluded(0.03, 0.016, 0.2) == [False, True, False]
 
 
@@ -195,9 +204,9 @@ def test_speed_ratio_estimate_ignores_nan_zero_and_negative_speeds(values: list[
     assert result.n == sum(value > 0 for value in values)
 
 
-def test_recommended_number_of_repeats_reaches_a_verdict_in_60_of_100_simulations() -> None:
-    """About 80 % of sweeps with the recommended number of blocks reach a verdict. The test requires
-    60 of 100.
+def test_sweep_with_the_recommended_repeats_reaches_a_verdict_in_60_of_100_simulations() -> None:
+    """About 80 % of sweeps with the recommended number of repeats reach a verdict. The test
+    requires 60 of 100, so that chance practically never fails it.
     """
     [first] = decide(estimate(noisy({"a": 105, "b": 100, "c": 100}, 4, seed=5), [("a", "b")]))
     needed = first.blocks_needed
@@ -213,7 +222,7 @@ def test_recommended_number_of_repeats_reaches_a_verdict_in_60_of_100_simulation
     assert sum(verdict != INCONCLUSIVE for verdict in result) >= 60
 
 
-def test_fastest_strategy_is_recommended_unless_a_simpler_strategy_is_as_fast() -> None:
+def test_fastest_strategy_is_recommended_unless_a_simpler_strategy_is_about_as_fast() -> None:
     def lead(**speeds: Any) -> str:
         result = choose(table(speeds), ["single", "dp", "ddp"])
         assert result is not None
@@ -225,16 +234,14 @@ def test_fastest_strategy_is_recommended_unless_a_simpler_strategy_is_as_fast() 
         == "single"
     )
     assert lead(single=[1000, 800, 1200], dp=[1500, 1200, 1800], ddp=[1506, 1203, 1807]) == "dp"
-    assert (
-        lead(single=[1000, 1000, 1000], dp=[1500, 1500, 1500], ddp=[1900, 1910, 980]) == "ddp"
-    )  # one slow repeat
-    assert (
-        lead(single=[1000, 1010, 990], dp=[800, 806, 799], ddp=[500, 505, 499]) == "single"
-    )  # the simplest is highest
+    # One slow repeat of ddp must not change the recommendation.
+    assert lead(single=[1000, 1000, 1000], dp=[1500, 1500, 1500], ddp=[1900, 1910, 980]) == "ddp"
+    # Here the simplest strategy is also the fastest.
+    assert lead(single=[1000, 1010, 990], dp=[800, 806, 799], ddp=[500, 505, 499]) == "single"
     assert choose([], ["single"]) is None
 
 
-def test_summary_of_repeated_values_is_none_without_finite_values_and_keeps_a_zero() -> None:
+def test_summary_of_repeated_values_is_none_without_finite_values_and_includes_zeros() -> None:
     assert summarize([None, math.nan, math.inf]) is None
     result = summarize([0.0, None])
     assert result is not None and (result.median, result.low, result.high, result.count) == (

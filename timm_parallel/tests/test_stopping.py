@@ -1,5 +1,5 @@
-"""A signal stops all ranks after the same step and ends a stuck rank. promises/test_resume.py tests
-the checkpoint.
+"""A stop signal must stop all ranks after the same step, and end a rank that is stuck.
+promises/test_resume.py tests the checkpoint that such a stop saves.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def test_stop_request_stops_a_single_process_after_the_current_step() -> None:
         ("null", None, [None, {"loss": 1.5}, None, {"loss": 3.5}, None, {"loss": 5.5}]),
     ],
 )
-def test_epoch_steps_end_at_max_steps_a_stop_request_or_the_end_of_the_epoch(
+def test_epoch_ends_at_max_steps_at_a_stop_request_or_after_the_last_batch(
     max_steps: int | str, stop_at: int | None, means: list[dict[str, float] | None]
 ) -> None:
     config = resolved(
@@ -78,14 +78,14 @@ def test_epoch_steps_end_at_max_steps_a_stop_request_or_the_end_of_the_epoch(
         reported.append(steps.end())
     assert reported == means
     assert progress.step == progress.step_in_epoch == len(means)
-    # Nothing is lost at a stop between two logged steps.
+    # A stop between two logged steps must not lose images. Each of the steps has trained 4 images.
     assert progress.epoch_images + progress.window_images == 4 * len(means)
     assert hooks.meter.steps_timed > 0
 
 
-def test_stop_request_stops_ranks_after_last_step_announced_by_fastest_rank() -> None:
-    """A rank may spend minutes between two steps. No rank may stop before the step that it
-    announced.
+def test_stop_request_stops_all_ranks_after_the_last_step_announced_by_the_fastest_rank() -> None:
+    """A slow rank may need minutes for a step. The fastest rank has then already announced and
+    begun a later step, which all ranks must train.
     """
     store = HashStore()
     early, late = [StopCoordinator(rank, 2, store) for rank in range(2)]
@@ -102,8 +102,8 @@ def test_stop_request_stops_ranks_after_last_step_announced_by_fastest_rank() ->
 def test_all_ranks_stop_after_the_same_step_when_any_rank_requests_a_stop(
     requested_by: list[int],
 ) -> None:
-    """Three threads simulate ranks at different speeds that stay within one step of each other, as
-    in ddp.
+    """Three threads simulate ranks of different speed. As in ddp, no rank is more than one step
+    ahead of another.
     """
     store = HashStore()
     ranks = [StopCoordinator(rank, 3, store) for rank in range(3)]
@@ -112,7 +112,8 @@ def test_all_ranks_stop_after_the_same_step_when_any_rank_requests_a_stop(
 
     def train(rank: int) -> None:
         for step in range(1, 10_000):
-            barrier.wait(20)  # the all-reduce of the step
+            # The barrier stands for the all-reduce of gradients, at which all ranks wait.
+            barrier.wait(20)
             time.sleep(0.001 * rank)
             if step == 20 and rank in requested_by:
                 ranks[rank].request(15)
@@ -132,7 +133,7 @@ def test_all_ranks_stop_after_the_same_step_when_any_rank_requests_a_stop(
 
 @contextmanager
 def own_stop_handler() -> Iterator[list[int]]:
-    """Install `stop_handler` as in training and yield the list of signals that the handler
+    """Install `stop_handler` as training does. Yield the list of signals that the handler
     forwards.
     """
     heard: list[int] = []
@@ -142,8 +143,8 @@ def own_stop_handler() -> Iterator[list[int]]:
 
 
 def in_a_long_call(ranks: Ranks, store: Any, is_stuck: bool) -> list[int]:
-    """Send a signal during a 2 s call outside Python with a limit of 0.5 s, and return the signals
-    that were handled.
+    """Send SIGTERM to this rank during a call of a C function that takes 2 s. The limit for a
+    stuck rank is 0.5 s. Return the signals that were handled.
     """
     with own_stop_handler() as heard:
         exit_after_stop_signal(0.5, lambda: is_stuck)
@@ -153,21 +154,22 @@ def in_a_long_call(ranks: Ranks, store: Any, is_stuck: bool) -> list[int]:
         while time.monotonic() < until and not heard:
             began = time.monotonic()
             hashlib.pbkdf2_hmac("sha256", b"", b"", rounds)
-            rounds = int(rounds * 2 / max(0.02, time.monotonic() - began))  # the next takes 2 s
+            # Choose the number of rounds so that the next call takes 2 s.
+            rounds = int(rounds * 2 / max(0.02, time.monotonic() - began))
         time.sleep(0.1)
         return heard
 
 
 @pytest.mark.processes
 @pytest.mark.slow(seconds=3)
-def test_sigterm_waits_for_a_long_c_call_unless_another_rank_has_exited() -> None:
+def test_rank_finishes_a_long_c_call_after_sigterm_unless_another_rank_has_exited() -> None:
     assert in_ranks(in_a_long_call, 1, False) == [[signal.SIGTERM]]
     with pytest.raises(pytest.fail.Exception, match=r"rank 0: 143"):
         in_ranks(in_a_long_call, 1, True)
 
 
 @pytest.mark.slow(seconds=2)
-def test_rank_detects_that_a_peer_has_left_when_its_heartbeats_stop(
+def test_rank_detects_that_another_rank_has_left_when_the_heartbeats_of_that_rank_stop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(heartbeat, "TICK", 0.05)

@@ -1,5 +1,5 @@
-"""A search whose trials are Slurm jobs. Each trial is submitted once, and a resumed search finds
-its job.
+"""Test a search whose trials are Slurm jobs. Each trial must be submitted once, and a resumed
+search must find the job of a running trial.
 """
 
 from __future__ import annotations
@@ -24,13 +24,16 @@ WORDS = ("cluster=slurm", "parallel=single", "search=optuna", "search.n_trials=3
 
 
 class Slurm:
-    """Fake Slurm with a queue and jobs that may end as soon as they are submitted."""
+    """Fake Slurm with a queue. Its jobs may end as soon as they are submitted."""
 
     def __init__(self) -> None:
         self.queue: dict[str, str] = {}
-        self.scripts: list[str] = []  # submitted
+        # The paths of all submitted job scripts.
+        self.scripts: list[str] = []
         self.answers = True
-        self.at_once: str | None = None  # how a job ends as soon as it is submitted
+        # The status with which a job ends as soon as it is submitted. If None, the job stays in the
+        # queue.
+        self.at_once: str | None = None
 
     def sbatch(self, script: Path) -> str:
         if self.at_once == "refused":
@@ -67,8 +70,8 @@ def slurm(monkeypatch: pytest.MonkeyPatch) -> Slurm:
 
 
 def trial(folder: Path, config: object = None) -> SlurmJob:
-    """Return a trial as a search creates it when the trial starts,
-    and save `config` in its folder.
+    """Build a trial as a search does when the trial starts. If `config` is given, save it in the
+    folder of the trial first.
     """
     if config is not None:
         folder.mkdir()
@@ -82,13 +85,14 @@ def started(folder: Path, config: object = None) -> SlurmJob:
     return child
 
 
-def test_slurm_trial_is_submitted_once_when_its_search_is_resumed(
+def test_running_slurm_trial_is_not_submitted_again_when_its_search_is_resumed(
     slurm: Slurm, tmp_path: Path
 ) -> None:
     folder = tmp_path / "0"
     child = started(folder, resolved("cluster=slurm", "cluster.submit=false", "parallel=single"))
     assert not child.has_ended()
-    (folder / "job.id").unlink()  # killed before it was written
+    # Delete job.id, as if the search had been killed before it wrote this file.
+    (folder / "job.id").unlink()
     again = started(folder)
     assert (folder / "job.id").read_text() == "1\n" and not again.has_ended()
     write_result(folder, Result("failed", "lost a node"))
@@ -102,7 +106,7 @@ def test_slurm_trial_is_submitted_once_when_its_search_is_resumed(
     assert len(slurm.scripts) == 1
 
 
-def test_slurm_trial_is_submitted_again_when_it_was_interrupted(
+def test_interrupted_slurm_trial_is_submitted_again_when_its_search_is_resumed(
     slurm: Slurm, tmp_path: Path
 ) -> None:
     folder = tmp_path / "0"
@@ -115,9 +119,7 @@ def test_slurm_trial_is_submitted_again_when_it_was_interrupted(
     assert len(slurm.scripts) == 2
 
 
-def test_slurm_trial_records_its_duration_when_it_is_cancelled(
-    slurm: Slurm, tmp_path: Path
-) -> None:
+def test_cancelled_slurm_trial_records_its_duration(slurm: Slurm, tmp_path: Path) -> None:
     config = resolved("cluster=slurm", "cluster.submit=false", "parallel=single")
     child = started(tmp_path / "0", config)
     child.send(15)
@@ -127,7 +129,7 @@ def test_slurm_trial_records_its_duration_when_it_is_cancelled(
     assert child.job.seconds is not None and child.job.seconds > 0
 
 
-def test_slurm_trial_fails_when_its_job_leaves_the_queue_without_a_result(
+def test_slurm_trial_fails_when_its_job_has_left_the_queue_without_a_result(
     slurm: Slurm, tmp_path: Path
 ) -> None:
     child = started(
@@ -189,7 +191,7 @@ def test_search_submits_every_trial_as_a_slurm_job(
         ((), "no such partition"),
     ],
 )
-def test_search_on_slurm_leaves_no_folder_when_it_is_refused(
+def test_refused_search_on_slurm_leaves_no_folder(
     words: tuple[str, ...], named: str, slurm: Slurm, tmp_path: Path
 ) -> None:
     slurm.at_once = "refused"

@@ -1,5 +1,5 @@
-"""Sweeps over strategies and device counts. Each job has the right world size and matches the same
-config run alone.
+"""Test sweeps over strategies and numbers of devices. Each job must have the right world size,
+and equal the same config run alone.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def test_sweep_skips_a_job_with_a_reason_when_devices_do_not_fit_strategy_or_bat
 
 
 @pytest.mark.slow(seconds=1)
-def test_skipped_job_of_dp_has_a_code_when_batch_is_too_small_or_nodes_are_several() -> None:
+def test_skipped_dp_job_has_a_code_for_a_too_small_batch_or_several_nodes() -> None:
     small = points(
         "parallel=dp", "parallel.devices=4", "data.batch_size=2,64", "parallel.accelerator=cpu"
     )
@@ -85,11 +85,11 @@ def test_skipped_job_of_dp_has_a_code_when_batch_is_too_small_or_nodes_are_sever
 
 
 @pytest.mark.parametrize(("seconds", "lines"), [(0.0, 0), (0.5, 1), (6.0, 2)])
-def test_sweep_prints_progress_when_composing_its_configs_takes_long(
+def test_sweep_prints_progress_when_composing_the_configs_of_its_jobs_takes_long(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], seconds: float, lines: int
 ) -> None:
-    """Not in a terminal: a line after 2 s, then every 10 s. `seconds`: that each of four
-    configurations takes.
+    """Outside of a terminal, a sweep prints one line after 2 s, and then one every 10 s.
+    Composing each of the four configs takes `seconds` of a fake clock.
     """
     clock = iter(seconds * number for number in range(100))
     monkeypatch.setattr(
@@ -102,7 +102,7 @@ def test_sweep_prints_progress_when_composing_its_configs_takes_long(
     assert output.err.count(" of 4") == lines
 
 
-def test_sweep_progress_bar_is_erased_when_interrupted_in_a_terminal(
+def test_progress_bar_of_a_sweep_is_erased_when_the_sweep_is_interrupted_in_a_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("TTY_COMPATIBLE", "1")
@@ -119,7 +119,7 @@ def test_sweep_progress_bar_is_erased_when_interrupted_in_a_terminal(
         compose()
     err = capsys.readouterr().err
     assert "1/7" in err
-    # The bar's line is erased, and the cursor is visible again.
+    # The escape codes must erase the line of the progress bar and make the cursor visible again.
     assert err.rindex("\x1b[2K") > err.rindex("1/7") and "\x1b[?25h" in err
 
 
@@ -162,7 +162,7 @@ def test_sweep_dry_run_lists_only_overrides_that_vary_between_jobs(
 
 @pytest.mark.slow(seconds=2)
 @pytest.mark.cpu_only
-def test_cpu_jobs_of_a_sweep_get_equal_thread_counts() -> None:
+def test_cpu_jobs_of_a_sweep_get_equal_numbers_of_threads_per_device() -> None:
     expanded = points("parallel=single,dp,ddp", "parallel.devices=1,2")
     assert (
         len({point.config.parallel.threads_per_device for point in expanded if not point.reason})
@@ -171,7 +171,7 @@ def test_cpu_jobs_of_a_sweep_get_equal_thread_counts() -> None:
 
 
 @pytest.mark.slow(seconds=1)
-def test_cpu_jobs_of_a_sweep_get_equal_thread_counts_when_gpus_exist(
+def test_cpu_jobs_of_a_sweep_get_equal_numbers_of_threads_on_a_gpu_machine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     gpu = hardware.CudaDevice(0, "a GPU", 2**34, "GPU-0")
@@ -196,14 +196,14 @@ def test_sweep_is_refused_when_a_swept_range_is_empty() -> None:
 
 
 @pytest.mark.slow(seconds=2)
-def test_sweep_writes_each_configuration_before_any_job_runs(tmp_path: Path) -> None:
-    """Jobs start from these files, not from conf/."""
+def test_sweep_writes_the_config_of_every_job_before_any_job_runs(tmp_path: Path) -> None:
+    """Jobs start from these written configs. Later edits in conf/ must not change them."""
     jobs = freeze_jobs(tmp_path, points("optim.lr=1e-3,1e-4"), SweepConfig())
     assert [load_config(config_folder(tmp_path, job)).optim.lr for job in jobs.jobs] == [1e-3, 1e-4]
 
 
-# In CI, test_small_project.py runs such a sweep, and test_side_by_side.py compares jobs with jobs
-# run alone.
+# This slow test runs at night only. For each commit, test_small_project.py runs such a sweep, and
+# test_side_by_side.py compares its jobs with jobs run alone.
 @pytest.mark.processes
 @pytest.mark.parametrize("strategies", ["single,ddp", "single,dp"])
 @pytest.mark.slow(seconds=20)
@@ -211,8 +211,8 @@ def test_sweep_writes_each_configuration_before_any_job_runs(tmp_path: Path) -> 
 def test_sweep_over_strategies_and_devices_records_strategy_and_world_size_of_each_job(
     tmp_path: Path, strategies: str
 ) -> None:
-    """single on two devices is skipped. A job run alone equals the same job in the sweep, bit for
-    bit.
+    """The sweep must skip single on two devices. A job run alone must equal the same job in the
+    sweep bit for bit.
     """
     folder = tmp_path / "sweep"
     done = sweep(
@@ -262,7 +262,7 @@ def test_sweep_runs_the_remaining_jobs_and_exits_1_when_a_job_fails(tmp_path: Pa
     "words",
     [
         ("parallel=single", "seed=1,2,3"),
-        # ddp is stopped.
+        # The signal interrupts the second job, which uses ddp in this sweep.
         pytest.param(("parallel=single,ddp,dp",), marks=pytest.mark.nightly),
     ],
     ids=" ".join,
@@ -289,7 +289,8 @@ def test_interrupted_sweep_runs_only_its_unfinished_jobs_when_resumed(
         stderr=subprocess.STDOUT,
     )
     log = folder / "1" / "metrics.jsonl"
-    while not (log.exists() and log.stat().st_size):  # the second job trains
+    # Wait until the second job has begun to train.
+    while not (log.exists() and log.stat().st_size):
         assert running.poll() is None
         time.sleep(0.02)
     running.send_signal(signal.SIGINT)

@@ -1,10 +1,11 @@
-"""Checks before the first job of a sweep: the data, the values of each job, and the folders to
-resume.
+"""Test checks before the first job of a sweep: the data, the values of each job, and the folders
+of a resumed sweep.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -38,7 +39,13 @@ SMALL = (
 )
 
 
-# --- command lines
+@pytest.fixture(autouse=True)
+def without_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Print no progress on a slow machine, because these tests expect a single line."""
+    monkeypatch.setattr("timm_parallel.lab.sweep.board.SILENT_SECONDS", math.inf)
+
+
+# The next tests check that invalid command lines are refused.
 
 
 @pytest.mark.parametrize("dry_run", ["false", "true"])
@@ -53,7 +60,7 @@ def test_sweep_is_refused_before_its_first_job_when_one_swept_data_root_is_missi
 
 
 @pytest.mark.slow(seconds=2)
-def test_search_is_refused_when_one_searched_data_root_is_missing(
+def test_search_is_refused_before_its_first_trial_when_one_searched_data_root_is_missing(
     refuse: Refuse, tmp_path: Path
 ) -> None:
     images = image_folder(tmp_path / "images")
@@ -78,7 +85,7 @@ def test_search_is_refused_when_one_searched_data_root_is_missing(
         (("optim.lr=1e-3,0.001",), ("optim.lr=1e-3,0.001", "optim.lr=0.001 twice")),
     ],
 )
-def test_sweep_is_refused_with_the_fix_when_a_swept_value_is_invalid_or_repeated(
+def test_sweep_is_refused_with_a_fix_when_a_swept_value_is_invalid_or_given_twice(
     refuse: Refuse, words: tuple[str, ...], named: tuple[str, ...]
 ) -> None:
     line = refuse(*SMALL, *words)
@@ -102,17 +109,17 @@ def test_error_suggests_the_intended_override_when_a_key_or_option_is_unknown(
     assert named in refuse(word)
 
 
-# --- stop signals
+# The next test interrupts a sweep before its first job.
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_sweep_leaves_no_folder_when_interrupted_while_writing_job_configs(
+def test_sweep_interrupted_while_writing_job_configs_leaves_no_folder(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
     number: signal.Signals,
 ) -> None:
-    """The signal arrives while the config of the second job is being written."""
+    """The signal arrives while the sweep writes the config of its second job."""
     from timm_parallel.lab.sweep import blocks
 
     written: list[str] = []
@@ -125,7 +132,8 @@ def test_sweep_leaves_no_folder_when_interrupted_while_writing_job_configs(
         freeze(folder, job, point)  # type: ignore[arg-type]
 
     monkeypatch.setattr(blocks, "freeze_job", interrupted)
-    # A busy machine would print progress.
+    # Disable the progress display, which a slow machine would print in addition to the one expected
+    # line.
     monkeypatch.setattr("timm_parallel.lab.sweep.board.SILENT_SECONDS", 1000.0)
     folder = tmp_path / "sweep"
     monkeypatch.setattr(
@@ -140,13 +148,13 @@ def test_sweep_leaves_no_folder_when_interrupted_while_writing_job_configs(
     assert number.name in err
 
 
-# --- resuming
+# The next tests resume a sweep whose folder was changed.
 
 
 @pytest.fixture
 def no_jobs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Stop sweeps before their first job, write the folders of the jobs that would run, and return
-    their names.
+    """Stop every sweep before its first job. Instead, write the folders of the jobs that would
+    run. Return the list of their names.
     """
     waiting: list[str] = []
 
@@ -160,7 +168,9 @@ def no_jobs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def start(folder: Path, *words: str, check: Callable[[Config], None] = check_data) -> Jobs:
-    """Write the configs of all jobs of a sweep with these command-line arguments."""
+    """Start a sweep with the given overrides, so that the configs of all its jobs are written.
+    No job runs.
+    """
     command = tiny("parallel=single", f"hydra.sweep.dir={folder}", *words)
     sys.argv[:] = ["train.py", "-m", *command]
     assert run_multirun(parse("-m", *command), lambda data: None, check) == 0
@@ -207,7 +217,7 @@ def test_sweep_checks_each_distinct_data_config_once(tmp_path: Path, no_jobs: li
 
 
 @pytest.mark.slow(seconds=2)
-def test_edited_config_of_a_job_has_no_effect_when_its_sweep_is_resumed(
+def test_resumed_sweep_ignores_and_overwrites_an_edited_config_in_a_job_folder(
     tmp_path: Path, no_jobs: list[str]
 ) -> None:
     folder = tmp_path / "sweep"
@@ -221,11 +231,11 @@ def test_edited_config_of_a_job_has_no_effect_when_its_sweep_is_resumed(
 
 
 @pytest.mark.slow(seconds=2)
-def test_sweep_resume_writes_deleted_job_folders_as_they_were(
+def test_resumed_sweep_writes_deleted_job_folders_with_their_original_configs(
     tmp_path: Path, no_jobs: list[str]
 ) -> None:
-    """One deleted job was done, the other waiting. The command of the sweep would compose other
-    jobs today.
+    """One deleted folder is of a finished job, the other of a waiting job. The recorded command
+    was edited, so composing it again would give other configs.
     """
     folder = tmp_path / "sweep"
     jobs = start(folder, "optim.lr=1e-3,1e-4", "sweep.repeats=2")
@@ -245,11 +255,11 @@ def test_sweep_resume_writes_deleted_job_folders_as_they_were(
 
 
 @pytest.mark.slow(seconds=2)
-def test_sweep_of_older_code_resumes_from_the_configs_in_its_job_folders(
+def test_sweep_written_by_older_code_resumes_from_the_configs_in_its_job_folders(
     tmp_path: Path, no_jobs: list[str]
 ) -> None:
-    """Such a sweep has no configs/, and its jobs.json lists two runs of the baseline outside the
-    repeats.
+    """Older code wrote no folder configs/. In jobs.json it also listed two runs of the baseline
+    that belong to no repeat.
     """
     folder = tmp_path / "sweep"
     jobs = start(folder, "optim.lr=1e-3,1e-4", "seed=1,2")
@@ -273,7 +283,7 @@ def test_sweep_of_older_code_resumes_from_the_configs_in_its_job_folders(
     assert [job.status for job in read_jobs(folder).jobs] == ["waiting", "done"]
 
 
-def test_sweep_resume_error_has_a_working_report_command_when_jobs_json_is_truncated(
+def test_error_on_a_truncated_jobs_json_has_a_command_that_writes_the_report(
     tmp_path: Path, without_plots: None
 ) -> None:
     from scripts import report
@@ -292,11 +302,11 @@ def test_sweep_resume_error_has_a_working_report_command_when_jobs_json_is_trunc
     assert (folder / "report.html").exists()
 
 
-# --- helpers
+# The functions below write and read the folders for these tests.
 
 
 def start_and_stop(folder: Path) -> None:
-    """Write a sweep with a done and a waiting job."""
+    """Write the folder of a sweep that was stopped with one finished job and one waiting job."""
     from timm_parallel.testing.report_sweeps import Sweep as Folder
 
     sweep = Folder(folder)
@@ -315,6 +325,8 @@ def image_folder(root: Path) -> Path:
 
 
 def files_of(folder: Path) -> dict[str, str]:
-    """Return the files of a job's folder before the job starts, as texts."""
+    """Read the config files in the folder of a job that has not started. Return a dictionary
+    from file name to text.
+    """
     names = ("config.yaml", ".hydra/config.yaml", ".hydra/overrides.yaml")
     return {name: (folder / name).read_text() for name in names}

@@ -1,4 +1,6 @@
-"""Tar files as datasets (`data.name=tar` and `wds`): layouts, labels, patterns and refusals."""
+"""Test tar files as datasets (`data.name=tar` and `data.name=wds`): file layouts, labels, file
+name patterns and refusals.
+"""
 
 from __future__ import annotations
 
@@ -60,8 +62,8 @@ def config_of(name: str, root: Path, *overrides: str) -> Config:
 
 
 def values_and_labels(split: Any) -> list[tuple[int, int]]:
-    """Return (red value, label) of every sample.
-    In these data the label is the red value modulo 2.
+    """Return (red value, label) of every sample of a split. In these data the label is the red
+    value modulo 2.
     """
     return [(int(image[0, 0, 0]), label) for image, label in (split[n] for n in range(len(split)))]
 
@@ -90,7 +92,7 @@ def test_tar_and_webdataset_samples_are_read_with_labels_from_several_file_layou
     assert values_and_labels(images.val) == [(n, n % 2) for n in range(3)]
 
 
-def test_labels_of_tar_files_give_class_weights_and_balanced_draws(tmp_path: Path) -> None:
+def test_class_weights_and_data_balance_use_the_labels_in_tar_files(tmp_path: Path) -> None:
     write_tar(tmp_path / "train.tar", folders(5))
     write_tar(tmp_path / "val.tar", folders(2))
     labels = train_labels(build_dataset(config_of("tar", tmp_path).data).train, None)
@@ -100,7 +102,9 @@ def test_labels_of_tar_files_give_class_weights_and_balanced_draws(tmp_path: Pat
     assert class_balance(labels, 1.0).tolist() == pytest.approx([1 / 3, 1 / 2, 1 / 3, 1 / 2, 1 / 3])
 
 
-def test_train_split_pattern_selects_tar_files_and_names_a_missing_one(tmp_path: Path) -> None:
+def test_train_split_pattern_selects_tar_files_and_an_error_names_a_missing_file(
+    tmp_path: Path,
+) -> None:
     for number in range(9, 12):
         write_tar(tmp_path / f"shard-{number:04d}.tar", pairs(2, 2 * number))
     write_tar(tmp_path / "val.tar", pairs(2))
@@ -199,7 +203,7 @@ def cut_off(root: Path) -> None:
         "label is no number",
     ],
 )
-def test_tar_dataset_error_names_path_and_reason_when_a_tar_is_unusable(
+def test_tar_dataset_error_names_the_path_and_the_reason_when_a_tar_is_unusable(
     tmp_path: Path, name: str, prepare: Any, reason: str
 ) -> None:
     prepare(tmp_path)
@@ -215,7 +219,9 @@ def test_tar_dataset_error_names_path_and_reason_when_a_tar_is_unusable(
 def test_tar_file_is_refused_when_its_name_matches_two_splits(
     tmp_path: Path, names: tuple[str, str]
 ) -> None:
-    """`carnival` contains `val`, and `constrained` contains `train`."""
+    """The word `carnival` contains `val`, and `constrained` contains `train`. So the file names
+    match two splits.
+    """
     for name in names:
         write_tar(tmp_path / f"{name}.tar", folders(2))
     with pytest.raises(

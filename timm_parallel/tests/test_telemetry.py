@@ -1,5 +1,5 @@
-"""Outputs of a run: one TensorBoard writer, equal numbers in metrics.jsonl, plain text when stdout
-is redirected.
+"""Test the outputs of a run: a single TensorBoard event file, the same values in metrics.jsonl,
+and plain text when stdout is redirected.
 """
 
 from __future__ import annotations
@@ -84,7 +84,9 @@ def test_metrics_jsonl_has_the_same_values_as_tensorboard(
 
 
 @pytest.mark.processes
-def test_result_has_the_last_logged_val_and_test_accuracy(finished_run: Finished) -> None:
+def test_result_json_has_the_last_logged_val_accuracy_and_test_accuracy(
+    finished_run: Finished,
+) -> None:
     last: dict[str, Any] = {}
     for line in finished_run.metrics:
         last.update(line)
@@ -94,7 +96,7 @@ def test_result_has_the_last_logged_val_and_test_accuracy(finished_run: Finished
 
 
 @pytest.mark.processes
-def test_redirected_stdout_has_one_line_per_epoch_without_control_codes(
+def test_stdout_redirected_to_a_file_has_one_line_per_epoch_and_no_control_codes(
     finished_run: Finished,
 ) -> None:
     assert not re.search(r"[\r\x1b]", finished_run.stdout + finished_run.stderr)
@@ -118,7 +120,7 @@ def test_cuda_error_names_nvidia_driver_and_accelerator_key_when_cuda_is_unavail
     assert "NVIDIA driver" in str(refusal.value)
 
 
-def test_tensorboard_command_quotes_a_folder_name_with_a_space(tmp_path: Path) -> None:
+def test_printed_tensorboard_command_quotes_a_folder_name_with_a_space(tmp_path: Path) -> None:
     from timm_parallel.trackers.tensorboard import TensorBoard
 
     folder = tmp_path / "my runs"

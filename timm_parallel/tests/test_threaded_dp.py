@@ -1,5 +1,5 @@
-"""Threaded replicas of dp on a CPU: gradients, statistics, exceptions and chunks as with torch's
-DataParallel.
+"""Test dp on a CPU, which runs its replicas in threads. Gradients, statistics, exceptions and
+chunks must be as with torch's DataParallel.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Small(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """A model with torch.nn.LSTM, which keeps a second list of its weights that replicas must not
-    share.
+    """Model with torch.nn.LSTM. An LSTM keeps a second list of its weights, which replicas must
+    not share.
     """
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ def strategy(devices: int, loss_in_replica: bool | None = None) -> DataParallelS
     ("batch", "devices"), [(8, 2), (9, 3), (7, 3), (4, 3), (2, 3), (1, 2), (5, 1)]
 )
 @pytest.mark.parametrize("model", [Small, Recurrent])
-def test_gradients_of_threaded_dp_replicas_match_the_unwrapped_model(
+def test_gradients_of_dp_with_threads_on_cpu_equal_those_of_the_unwrapped_model(
     model: type[nn.Module], batch: int, devices: int, loss_in_replica: bool
 ) -> None:
     torch.manual_seed(0)
@@ -80,8 +80,8 @@ def test_gradients_of_threaded_dp_replicas_match_the_unwrapped_model(
         assert torch.allclose(ours.grad, theirs.grad, rtol=1e-6, atol=1e-6), name
 
 
-def test_threaded_dp_replicas_run_concurrently_when_model_draws_random_numbers() -> None:
-    # The barrier raises unless three threads wait at the same time.
+def test_dp_replicas_in_threads_run_concurrently_even_when_the_model_draws_random_numbers() -> None:
+    # The barrier raises an error unless three threads wait there at the same time.
     together = threading.Barrier(3, timeout=10)
     seen = []
 
@@ -101,12 +101,13 @@ def test_threaded_dp_replicas_run_concurrently_when_model_draws_random_numbers()
     assert {threads for _, _, threads in seen} == {1}
 
 
-def test_batchnorm_statistics_come_from_the_first_threaded_dp_replica() -> None:
+def test_batchnorm_statistics_of_dp_with_threads_come_from_the_first_replica() -> None:
     torch.manual_seed(0)
     images = torch.randn(8, 4)
     alone, spread = nn.BatchNorm1d(4), nn.BatchNorm1d(4)
     threads = torch.get_num_threads()
-    # As many as each replica has: the order of sums depends on it.
+    # Use one thread, as each replica does. The order of additions depends on the number of threads,
+    # and the results must be equal bit for bit.
     torch.set_num_threads(1)
     alone(images[:4])
     torch.set_num_threads(threads)
@@ -116,7 +117,7 @@ def test_batchnorm_statistics_come_from_the_first_threaded_dp_replica() -> None:
     assert spread.num_batches_tracked == 1
 
 
-def test_exception_in_a_threaded_dp_replica_reaches_the_caller() -> None:
+def test_exception_in_a_replica_thread_of_dp_is_raised_in_the_main_thread() -> None:
     class Picky(nn.Module):
         def forward(self, chunk: Tensor) -> Tensor:
             if (chunk < 0).any():
@@ -130,7 +131,7 @@ def test_exception_in_a_threaded_dp_replica_reaches_the_caller() -> None:
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_evaluation_with_threaded_dp_replicas_does_not_build_an_autograd_graph(
+def test_evaluation_with_dp_replicas_in_threads_does_not_build_an_autograd_graph(
     mode: Callable[[], Any],
 ) -> None:
     torch.manual_seed(0)
@@ -149,7 +150,7 @@ def test_dp_chunk_sizes_match_torch_chunk(batch: int, devices: int, chunks: list
     assert strategy(devices).chunk_sizes(batch) == chunks
 
 
-def test_autocast_applies_inside_threaded_dp_replicas() -> None:
+def test_autocast_applies_inside_the_replica_threads_of_dp() -> None:
     seen = []
 
     class Typed(nn.Linear):

@@ -1,5 +1,5 @@
-"""`data=timm`: datasets with timm's names, read from disk or refused with a fix. These tests do not
-download data.
+"""Test `data=timm`: datasets with timm's names, read from disk or refused with a fix. These
+tests download nothing.
 """
 
 from __future__ import annotations
@@ -45,14 +45,16 @@ def config_of(name: str, root: Path, *overrides: str) -> Config:
 
 
 def values_and_labels(split: Any) -> list[tuple[int, int]]:
-    """Return (red value, label) of every sample.
-    In these data the label is the red value modulo 2.
+    """Return (red value, label) of every sample of a split. In these data the label is the red
+    value modulo 2.
     """
     return [(int(image[0, 0, 0]), label) for image, label in (split[n] for n in range(len(split)))]
 
 
 def write_mnist(root: Path, count: int) -> None:
-    """Write the raw files as torchvision unpacks them. torchvision checks only that they exist."""
+    """Write the raw files of MNIST as torchvision unpacks them. torchvision checks only that
+    these files exist.
+    """
     raw = root / "MNIST" / "raw"
     raw.mkdir(parents=True)
     for part in ("train", "t10k"):
@@ -66,7 +68,7 @@ def write_mnist(root: Path, count: int) -> None:
         )
 
 
-def test_torchvision_dataset_is_read_when_already_downloaded(tmp_path: Path) -> None:
+def test_torchvision_dataset_on_disk_is_read_without_a_download(tmp_path: Path) -> None:
     write_mnist(tmp_path, 24)
     images = build_dataset(config_of("torch/mnist", tmp_path).data)
     assert (images.in_chans, len(images.target_names), len(images.train)) == (1, 10, 24)
@@ -79,7 +81,9 @@ def test_torchvision_dataset_is_read_when_already_downloaded(tmp_path: Path) -> 
     )
 
 
-def test_batches_of_a_torchvision_array_are_gathered_and_equal_its_images(tmp_path: Path) -> None:
+def test_batch_gathered_from_a_torchvision_array_equals_the_images_read_one_by_one(
+    tmp_path: Path,
+) -> None:
     write_mnist(tmp_path, 24)
     augment = (
         "data.augment.crop_padding=2",
@@ -112,15 +116,16 @@ def test_batches_of_a_torchvision_array_are_gathered_and_equal_its_images(tmp_pa
 
 
 def read_in_rank(ranks: Ranks, store: Any, root: str) -> tuple[int, int, int]:
-    """Build the data with a download that writes local files. Return (downloads by this rank,
-    images, last label).
+    """Build the dataset on this rank, with a fake download that writes local files. Return the
+    number of downloads by this rank, the number of images, and the last label.
     """
     downloads = []
 
     def download(dataset: torchvision.datasets.MNIST) -> None:
         if not dataset._check_exists():
             downloads.append(dataset.root)
-            # Others would start to write, or read half of the files, in this time.
+            # Wait during the fake download. Without a lock, the other rank would now start a
+            # download, or read incomplete files.
             time.sleep(1)
             write_mnist(Path(root), 24)
 
@@ -149,8 +154,8 @@ def test_only_one_ddp_rank_downloads_a_torchvision_dataset_that_is_not_on_disk(
 
 
 def test_hugging_face_dataset_is_read_from_local_files(tmp_path: Path) -> None:
-    """Class names come from the file, and images are decoded here, so that a damaged one has an
-    error with its number.
+    """Class names must come from the file. The library decodes the images itself, so that the
+    error on a damaged image has the number of the image.
     """
     hub = pytest.importorskip("datasets", reason="needs the package datasets")
     features = hub.Features({"picture": hub.Image(), "kind": hub.ClassLabel(names=list(CLASSES))})
@@ -183,11 +188,11 @@ def test_error_names_the_download_key_when_torchvision_data_is_missing(
     assert str(refusal.value).startswith(f"data.name={name}: ") and "\n" not in str(refusal.value)
 
 
-def test_hugging_face_dataset_error_has_pip_command_when_the_package_is_missing(
+def test_hugging_face_dataset_error_has_a_pip_command_when_the_package_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    # timm imports the package in this module.
+    # Remove the module in which timm imports the package, so that timm imports it again.
     monkeypatch.delitem(sys.modules, "timm.data.readers.reader_hfds", raising=False)
     with pytest.raises(ValueError, match=r"data\.name=hfds/ylecun/mnist: .*pip install datasets"):
         build_dataset(config_of("hfds/ylecun/mnist", tmp_path).data)

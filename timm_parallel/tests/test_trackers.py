@@ -1,8 +1,8 @@
-"""Trackers: the tools hold what the run recorded, and a tool that fails or hangs changes neither
-the run nor its end.
+"""Test trackers. The tracking tools must have everything that the run recorded. A tool that
+fails or hangs must change neither the run nor its end.
 
-Tests of wandb and MLflow run offline and are skipped without them: pip install -r
-requirements-trackers.txt.
+Tests of wandb and MLflow run offline. They are skipped if these packages are missing: pip
+install -r requirements-trackers.txt.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ SECRET = "0123456789abcdef0123456789abcdef01234567"
 
 @pytest.fixture(autouse=True)
 def no_failure_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A failed tracker makes the process exit without exit handlers, which must not happen to
-    pytest.
+    """Restore `exit_handlers_may_block` after each test. A failed tracker sets this flag. The
+    process would then exit without exit handlers, which must not happen to pytest.
     """
     monkeypatch.setattr(process, "exit_handlers_may_block", False)
 
 
 class Kept(Tracker):
-    """Keeps its calls."""
+    """Tracker that records all calls in a list of the class."""
 
     calls: list[tuple[Any, ...]] = []
 
@@ -106,13 +106,15 @@ class Hanging(Tracker):
 
 @pytest.fixture
 def hanging() -> Iterator[None]:
-    """Let the threads of Hanging end after the test."""
+    """Let the threads of hanging trackers end after the test."""
     yield
     Hanging.released.set()
 
 
 def config_with(**classes: type[Tracker]) -> ResolvedConfig:
-    """Return a small run's config with trackers of this file, as a fork would register its own."""
+    """Build the config of a small run with trackers that this file defines. A fork of this
+    project registers its trackers in the same way.
+    """
     config = resolved(*SHORT)
     config.tracker.use = {name: f"{cls.__module__}.{cls.__name__}" for name, cls in classes.items()}
     return config
@@ -140,7 +142,7 @@ def test_tracker_receives_start_all_logged_metrics_images_and_final_status(tmp_p
     assert Kept.calls[-1][:2] == ("end", "done") and Kept.calls[-1][2]["images_per_sec"] > 0
 
 
-def test_picture_that_cannot_be_drawn_is_a_warning_and_the_tracker_still_ends(
+def test_image_that_cannot_be_drawn_causes_a_warning_and_trackers_still_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*arguments: Any, **options: Any) -> Any:
@@ -176,15 +178,16 @@ def test_confusion_matrix_is_drawn_for_any_class_names(names: list[str]) -> None
     assert pixels.dtype == np.uint8 and pixels.shape[2] == 3
 
 
-def test_counts_of_pixels_do_not_overlap_in_the_confusion_matrix() -> None:
+def test_large_counts_in_a_confusion_matrix_are_abbreviated_and_fit_into_their_cells() -> None:
     counts = {7: "7", 9_999: "9999", 10_497: "10k", 999_999: "999k", 12_345_678: "12M"}
     assert {count: short(count) for count in counts} == counts
     font = ImageFont.load_default(12)
-    # A cell has 30 pixels. One more on each side stays clear of the next number.
+    # A cell is 30 pixels wide. A number that is up to 2 pixels wider still does not touch the
+    # number in the next cell.
     assert all(font.getlength(short(8 * 10**power)) <= 30 + 2 for power in range(15))
 
 
-def test_tracker_end_status_is_failed_or_interrupted_when_the_run_raises(
+def test_tracker_receives_status_failed_or_interrupted_when_the_run_raises(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for error, status in (
@@ -212,7 +215,7 @@ def test_run_continues_without_a_failing_tracker_and_logs_one_warning(
 
 
 @pytest.mark.slow(seconds=2)
-def test_run_waits_a_limited_time_for_a_hanging_tracker_and_ends_the_others(
+def test_run_waits_a_limited_time_for_a_hanging_tracker_and_ends_the_other_trackers(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, hanging: None
 ) -> None:
     monkeypatch.setattr("timm_parallel.record.recorder.END_SECONDS", 0.8)
@@ -227,7 +230,7 @@ def test_run_waits_a_limited_time_for_a_hanging_tracker_and_ends_the_others(
 
     monkeypatch.setattr(threading.Thread, "join", recorded)
     lifecycle.run(config_with(first=Hanging, kept=Kept), tmp_path, Ranks(), None)
-    # Once, although the run closes its files a second time.
+    # The run must wait only once for the tracker, although the run closes its files a second time.
     assert len(waits) == 1 and waits[0] <= 0.8
     assert warnings(caplog) == ["tracker first: did not end in time; the run continues without it"]
     assert process.exit_handlers_may_block and Kept.calls[-1][:2] == ("end", "done")
@@ -255,7 +258,7 @@ def test_tracker_run_id_is_stored_in_the_run_folder_and_reused(tmp_path: Path) -
     assert first == second == (tmp_path / "trackers" / "tracker.txt").read_text() == "a1"
 
 
-def test_tracker_names_a_sweep_by_task_name_and_the_folder_that_has_jobs_json(
+def test_tracker_names_a_sweep_after_task_name_and_the_folder_with_jobs_json(
     tmp_path: Path,
 ) -> None:
     sweep = tmp_path / "2026-01-01" / "12-00-00"
@@ -267,8 +270,8 @@ def test_tracker_names_a_sweep_by_task_name_and_the_folder_that_has_jobs_json(
 
 
 def set_installed(monkeypatch: pytest.MonkeyPatch, *installed: str) -> None:
-    """Make wandb and mlflow look installed or missing. A missing one has a spec without origin,
-    like the folder wandb/.
+    """Make wandb and mlflow look installed or missing. A missing package gets a spec without
+    origin, as Python returns for a plain folder with the name wandb.
     """
     actual = importlib.util.find_spec
 
@@ -302,7 +305,7 @@ def test_default_tracker_config_selects_tensorboard_only() -> None:
     }
 
 
-def test_wandb_or_mlflow_tracker_is_refused_with_a_pip_command_when_not_installed(
+def test_wandb_and_mlflow_are_refused_with_a_pip_command_when_not_installed(
     refuse: Refuse, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_installed(monkeypatch)
@@ -328,7 +331,7 @@ def test_tracker_option_is_refused_when_no_selected_tracker_uses_it(
     assert line.startswith(f"train.py: {key}: ") and "pass1234" not in line
 
 
-def test_tracker_use_is_refused_when_it_names_a_class_that_does_not_exist() -> None:
+def test_tracker_use_is_refused_when_the_named_class_does_not_exist() -> None:
     from timm_parallel.config.validate import check_values
 
     config = Config()
@@ -339,7 +342,9 @@ def test_tracker_use_is_refused_when_it_names_a_class_that_does_not_exist() -> N
         check_values(config)
 
 
-def test_evaluation_config_of_an_mlflow_run_has_the_default_tracker(tmp_path: Path) -> None:
+def test_evaluation_of_a_run_that_used_mlflow_uses_the_default_tracker_instead(
+    tmp_path: Path,
+) -> None:
     from timm_parallel.config.compose import save_config
     from timm_parallel.config.evaluation import evaluation_config
 
@@ -349,13 +354,12 @@ def test_evaluation_config_of_an_mlflow_run_has_the_default_tracker(tmp_path: Pa
     assert evaluation_config(tmp_path, [], None).tracker == TrackerConfig()
 
 
-# The real packages, offline
-# -------------------------------------------------------------------------------------------
+# The next tests use the real packages wandb and mlflow without a network.
 
 
 def wandb_records(folder: Path) -> list[Any]:
-    """Return the records in all .wandb files of a run folder, in the order of attempts (LevelDB's
-    log format).
+    """Read the records in all .wandb files of a run folder, in the order of the attempts. These
+    files have the log format of LevelDB.
     """
     from wandb.proto.wandb_internal_pb2 import Record
 
@@ -363,7 +367,8 @@ def wandb_records(folder: Path) -> list[Any]:
     for path in sorted(folder.glob("wandb/offline-run-*/*.wandb")):
         data, at, whole = path.read_bytes(), 7, b""
         while at + 7 <= len(data):
-            # A block of 32 KiB has no record in its last bytes if no header fits.
+            # Skip the last bytes of a block of 32 KiB if they are too few for the header of a
+            # record.
             if 32768 - at % 32768 < 7:
                 at += 32768 - at % 32768
                 continue
@@ -406,16 +411,16 @@ def test_wandb_and_mlflow_hold_the_whole_run_and_no_api_key_after_a_resume(
     assert second.returncode == 0, second.output
     lines = [(line["step"], line["train/loss"]) for line in first.metrics if "train/loss" in line]
     assert [step for step, _ in lines] == [1, 2, 3, 4, 5, 6]
-    # wandb
+    # Check the curve and the run that wandb has recorded.
     assert curve_of_wandb(first.folder, "train/loss") == lines
     runs = [record.run for record in wandb_records(first.folder) if record.HasField("run")]
     assert len({run.run_id for run in runs}) == 1 and {run.project for run in runs} == {"flowers"}
-    # A tracker whose end takes longer than its limit, on a busy machine, shows no command for its
-    # curves.
+    # On a busy machine, a tracker that does not end in time prints no command for its curves.
+    # Therefore the command may be in the output of either attempt.
     assert (
         "wandb sync" in first.stdout + second.stdout and "mlflow ui" in first.stdout + second.stdout
     )
-    # MLflow
+    # Check the curve, the settings and the images that MLflow has recorded.
     client = mlflow.MlflowClient(f"sqlite:///{tmp_path / 'out' / 'mlflow.db'}")
     (run,) = client.search_runs([client.get_experiment_by_name("flowers").experiment_id])
     assert run.info.status == "FINISHED" and run.data.params["optim.lr"] == str(
@@ -428,7 +433,7 @@ def test_wandb_and_mlflow_hold_the_whole_run_and_no_api_key_after_a_resume(
         for item in client.list_artifacts(run.info.run_id, "images")
     }
     assert pictures == {"train~images", "val~confusion", "test~confusion"}
-    # Files of both tools
+    # No file of wandb or MLflow may contain the API key.
     written = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert [path for path in written if SECRET.encode() in path.read_bytes()] == []
 
@@ -471,7 +476,7 @@ def test_sweep_jobs_share_one_wandb_group_and_one_mlflow_experiment(
 
 @pytest.fixture
 def silent_server() -> Iterator[str]:
-    """A server that accepts connections and never answers."""
+    """Start a server that accepts connections and never answers. Yield its address."""
     with socket.create_server(("127.0.0.1", 0), backlog=64) as server:
         server.settimeout(0.2)
         over, kept = threading.Event(), []
@@ -505,7 +510,8 @@ def test_tracker_server_that_never_answers_delays_the_end_of_a_run_by_at_most_15
         *SHORT, ALL, f"tracker.uri={silent_server}", environment=environment, timeout=120
     )
     running.wait_for(lambda: (running.folder / "result.json").exists())
-    until = time.monotonic() + 10 + 5  # the end of the process on a busy machine
+    # Allow 10 s for the trackers, and 5 s for the end of the process on a busy machine.
+    until = time.monotonic() + 10 + 5
     done = running.finish()
     assert done.returncode == 0, done.output
     assert time.monotonic() < until

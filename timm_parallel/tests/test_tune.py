@@ -1,5 +1,5 @@
-"""Tuning (`sweep.tune`): the settings to measure again, the first sentence of the report, refusals,
-and a whole tuning.
+"""Test speed tuning (`sweep.tune`): which settings are measured again, the first sentence of the
+report, refusals, and a complete tuning.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ SHORT = (
 )
 
 
-# --- the settings to measure again
+# The next tests check which settings are measured again after the screening.
 
 
 @given(
     st.dictionaries(st.sampled_from(SETTINGS), st.floats(0.2, 3), min_size=1), st.floats(0.01, 0.2)
 )
-def test_tuning_finalists_combine_faster_settings_without_setting_a_key_twice(
+def test_speed_tuning_combines_the_faster_settings_without_setting_a_key_twice(
     gains: dict[tuple[str, ...], float], smallest: float
 ) -> None:
     chosen = finalists(gains, smallest)
@@ -71,7 +71,7 @@ def test_tuning_finalists_combine_faster_settings_without_setting_a_key_twice(
     assert all(gain >= 1 + smallest for setting, gain in gains.items() if added & set(setting))
 
 
-def test_speed_tuning_also_measures_the_combination_without_reduced_precision() -> None:
+def test_speed_tuning_also_measures_the_best_combination_without_reduced_precision() -> None:
     assert finalists({BF16: 1.4, LAST: 1.1, COMPILED: 1.2, ("data.workers=2",): 0.9}, 0.03) == [
         BF16,
         (*COMPILED, *LAST),
@@ -80,14 +80,14 @@ def test_speed_tuning_also_measures_the_combination_without_reduced_precision() 
     assert finalists({BF16: 1.01, LAST: 0.9}, 0.03) == [BF16]
 
 
-# --- the first sentence
+# The next tests check the first sentence of the report on a tuning.
 
 
 def tuned(
     folder: Path, speeds: dict[str, list[float]], flags: tuple[str, ...] = ()
 ) -> dict[str, Any]:
-    """Return the lead of the report on a tuning. `speeds`: overrides, separated by spaces ->
-    images/s by block.
+    """Write the report on a tuning, and return its headline result. `speeds` is a dictionary
+    from overrides, separated by spaces, to images/s per repeat.
     """
     sweep = Sweep(folder)
     for text, values in speeds.items():
@@ -118,7 +118,9 @@ def tuned(
 
 
 @pytest.mark.usefixtures("without_plots")
-def test_tuning_report_recommends_the_fastest_settings_with_their_command(tmp_path: Path) -> None:
+def test_tuning_report_recommends_the_fastest_settings_and_shows_their_command(
+    tmp_path: Path,
+) -> None:
     both = "train.precision=bf16 model.channels_last=true"
     speeds = {
         "": [100, 102, 101],
@@ -132,7 +134,8 @@ def test_tuning_report_recommends_the_fastest_settings_with_their_command(tmp_pa
     )
     assert lead["contrast"]["ratio"] == pytest.approx(1.502, abs=0.005)
     assert lead["contrast"]["low"] < 1.5 < lead["contrast"]["high"]
-    # bf16 changes more than speed, so the sentence also has the fastest setting without it.
+    # bf16 may change the accuracy. Therefore the sentence must also name the fastest setting
+    # without bf16.
     assert (
         "train.precision=bf16" in lead["sentence"]
         and "model.channels_last=true is the fastest: 1.10" in lead["sentence"]
@@ -140,11 +143,11 @@ def test_tuning_report_recommends_the_fastest_settings_with_their_command(tmp_pa
 
 
 @pytest.mark.usefixtures("without_plots")
-def test_tuning_report_recommends_fewer_changes_when_more_are_not_shown_to_be_faster(
+def test_tuning_report_recommends_fewer_changes_when_more_changes_are_not_shown_to_be_faster(
     tmp_path: Path,
 ) -> None:
     both = "train.precision=bf16 model.channels_last=true"
-    # The difference between the two is inconclusive.
+    # The difference in speed between the two tuned settings is inconclusive.
     speeds = {
         "": [100, 108, 95],
         "model.channels_last=true": [150, 145, 155],
@@ -158,12 +161,14 @@ def test_tuning_report_recommends_fewer_changes_when_more_are_not_shown_to_be_fa
 @pytest.mark.parametrize(
     ("speeds", "flags"),
     [
-        ({"": [100, 120, 90], "train.precision=bf16": [110, 100, 130]}, ()),  # inconclusive
+        # The speeds vary so much that the comparison is inconclusive.
+        ({"": [100, 120, 90], "train.precision=bf16": [110, 100, 130]}, ()),
         ({"": [100, 101, 100], "train.precision=bf16": [90, 91, 90]}, ()),
         (
             {"": [100, 100.1, 100], "train.precision=bf16": [101, 101.1, 101]},
+            # The gain of 1 % is below sweep.smallest_difference.
             (),
-        ),  # a gain too small to matter
+        ),
         ({"": [100], "train.precision=bf16": [150]}, ()),
         (
             {"": [100, 101, 100], "train.precision=bf16": [150, 151, 150]},
@@ -178,7 +183,7 @@ def test_tuning_report_recommends_nothing_when_no_setting_is_shown_to_be_faster(
     assert lead["sentence"] and not lead["command"] and lead["point"] is None
 
 
-# --- the settings that are tried
+# The next tests check which settings a tuning tries or refuses.
 
 
 def tune(*overrides: str) -> int:
@@ -200,7 +205,7 @@ def tune(*overrides: str) -> int:
         (("cluster=slurm",), "cluster"),
     ],
 )
-def test_sweep_tune_is_refused_with_seeds_concurrent_jobs_search_evaluation_or_slurm(
+def test_sweep_tune_is_refused_together_with_seeds_concurrent_jobs_a_search_or_slurm(
     tmp_path: Path, overrides: tuple[str, ...], key: str
 ) -> None:
     with pytest.raises(ValueError, match=key):
@@ -222,10 +227,11 @@ def test_speed_tuning_tries_each_setting_once_and_skips_thread_counts_above_the_
     output = capsys.readouterr().out
     assert output.count("train.precision=bf16") == 1 and output.count("data.workers=0") == 1
     assert "fp32" not in output and "threads_per_device" not in output
-    assert "9 runs" in output  # 3 configurations, 3 blocks
+    # The tuning has 3 configurations with 3 repeats each.
+    assert "9 runs" in output
 
 
-# --- a whole tuning
+# The next test stops and resumes a complete tuning.
 
 
 @pytest.mark.nightly
@@ -269,8 +275,8 @@ def test_stopped_tuning_finishes_screening_and_measures_finalists_when_resumed(
     assert again.returncode == 0, again.stderr
     screened, measured = read_jobs(folder / "screening").jobs, read_jobs(folder).jobs
     assert {job.status for job in [*screened, *measured]} == {"done"}
-    # A deleted folder of the second sweep is written again from the saved settings, not from the
-    # command.
+    # Delete the folder of a measured job. The command of the resumed tuning has only the key
+    # sweep.resume, so the tuning must write the folder again from its saved settings.
     shutil.rmtree(folder / measured[1].folder)
     once_more = subprocess.run(
         again.args, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False

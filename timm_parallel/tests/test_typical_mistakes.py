@@ -1,5 +1,5 @@
-"""Typical mistakes of users of Lightning, timm and Hydra: refused in one line that names the right
-key or command first.
+"""Test typical mistakes of users of Lightning, timm and Hydra. Each must be refused in one line
+that names the right key or command first.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ GROUPS = {
     if path.is_dir()
 }
 
-# Arguments of train.py -> the suggestion that must come first in the message, before the name of
-# any other key.
+# Dictionary from arguments of train.py to the suggestion in the error message. This suggestion must
+# come before the name of any other key.
 MISTAKES = {
-    # Words with dashes
+    # Options with dashes are in the style of argparse, which train.py does not use.
     "--lr 0.1": "optim.lr",
     "-lr 0.1": "optim.lr",
     "--gpus 2": "parallel.devices",
@@ -54,7 +54,7 @@ MISTAKES = {
     "--model-ema-decay 0.99": "model.ema.decay",
     "-c job --lr 0.1": "optim.lr",
     "--multi --lr 0.1": "optim.lr",
-    # Short names
+    # These names lack the config group, as in optim.lr, or come from another program.
     "lr=0.1": "optim.lr",
     "batch_size=32": "data.batch_size",
     "gpus=2": "parallel.devices",
@@ -74,7 +74,7 @@ MISTAKES = {
     "wd=0.1": "optim.weight_decay",
     "scheduler=cosine": "optim.sched",
     "test=False": "test split",
-    # Keys of other sections and programs
+    # These keys are in the wrong config group, are misspelled, or come from another program.
     "trainer.max_epochs=3": "train.epochs",
     "trainer=ddp_sim": "parallel=ddp parallel.accelerator=cpu",
     "trainer.val_check_interval=0.5": "train.evaluate_every_steps",
@@ -107,7 +107,7 @@ MISTAKES = {
     "+foo=1": "unknown key foo",
     "++foo.bar=1": "unknown key foo.bar",
     "+optim.lr=0.1": "optim.lr=0.1",
-    # Options of groups
+    # These options of config groups do not exist, or lack a required key.
     "model=resnet50": "model.name=resnet50",
     "model=resnet-18": "resnet18",
     "data=cifar10": "data=timm data.name=torch/cifar10",
@@ -125,12 +125,12 @@ MISTAKES = {
     "debug=default": "debug=fast",
     "debug": "debug=fast",
     "train=False": "python evaluate.py run=<run folder>",
-    # Deleted keys
+    # The sign ~ deletes a key or a config group, which train.py does not allow.
     "~optim.lr": "leave it out",
     "~optim": "optim=adamw",
     "~optim=adamw": "optim=adamw",
     "~tracker": "tracker=none",
-    # How a value is written
+    # These values have a wrong notation or a wrong type.
     "optim.lr = 0.1": "optim.lr=0.1",
     "optim.lr= 0.1": "optim.lr=0.1",
     "optim.lr =0.1": "optim.lr=0.1",
@@ -164,7 +164,7 @@ MISTAKES = {
     "print_config=fulll": "full",
     "resume=true": "auto",
     "resume=last": "auto",
-    # Names that are values
+    # These values are misspelled names, such as the name of a model.
     "model.name=resnet51": "resnet51q",
     "model.name=resnet-50": "resnet50",
     "optim.opt=Adam": "adam",
@@ -177,11 +177,11 @@ MISTAKES = {
     "checkpoint.metric=val/acc1": "val/acc",
     "checkpoint.metric=acc": "val/acc",
     "checkpoint.metric=val_loss": "val/loss",
-    # Keys that do not fit each other
+    # Each value is valid, but the combination is not.
     "optim=sgd optim.opt=sgd optim.momentum=0": "optim.opt=momentum",
     "optim.sched=rsqrt optim.warmup_epochs=0": "optim.warmup_epochs=0",
     "parallel=ddp parallel.devices=3": "data.batch_size=64",
-    # Printing
+    # These commands print a part of the config that does not exist.
     "hydra.run.dir=x --cfg job -p hydra": "--cfg hydra",
     "--cfg job -p optimizer": "optim",
 }
@@ -195,8 +195,8 @@ OF_EVALUATE = {
 
 
 def first_in(message: str, command: str, expected: str) -> bool:
-    """Return True if `message` has `expected`, and before it no name of a key that `command` does
-    not have.
+    """Return True if `message` contains `expected`, and names no other key before it. Keys that
+    the command itself contains may come before.
     """
     found = re.search(rf"(?<![\w.]){re.escape(expected)}(?!\w|\.\w)", message) or re.search(
         re.escape(expected), message
@@ -209,17 +209,17 @@ def first_in(message: str, command: str, expected: str) -> bool:
 
 @pytest.mark.sample(6)
 @pytest.mark.parametrize("command", MISTAKES)
-def test_train_names_the_right_key_first_for_a_typical_mistake(
+def test_error_of_train_py_names_the_right_key_first_for_a_typical_mistake(
     refuse: Refuse, command: str
 ) -> None:
     line = refuse(*shlex.split(command))
-    # Without the part of the message that repeats the mistake.
+    # Remove the start of the message, which repeats the mistake of the user.
     message = line.removeprefix("train.py: ").removeprefix(shlex.split(command)[0])
     assert first_in(message, command, MISTAKES[command]), line
 
 
 @pytest.mark.parametrize("command", OF_EVALUATE)
-def test_evaluate_names_the_right_key_first_for_a_typical_mistake(
+def test_error_of_evaluate_py_names_the_right_key_first_for_a_typical_mistake(
     capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
     assert evaluate([command]) == 2
@@ -229,7 +229,9 @@ def test_evaluate_names_the_right_key_first_for_a_typical_mistake(
     )
 
 
-def test_predict_names_the_option_for_images(capsys: pytest.CaptureFixture[str]) -> None:
+def test_error_of_predict_py_suggests_the_option_images_for_the_unknown_key_image(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert predict(["run=outputs/x", "image=foo.jpg"]) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert "--images" in line
@@ -244,7 +246,9 @@ def test_predict_names_the_option_for_images(capsys: pytest.CaptureFixture[str])
         ("evaluate.py outputs/train/x", 2, "run=outputs/train/x"),
     ],
 )
-def test_program_ends_a_typical_command_in_one_line(command: str, code: int, expected: str) -> None:
+def test_train_py_and_evaluate_py_print_exactly_one_line_for_a_typical_command(
+    command: str, code: int, expected: str
+) -> None:
     done = subprocess.run(
         [sys.executable, *command.split()],
         cwd=ROOT,
@@ -257,7 +261,7 @@ def test_program_ends_a_typical_command_in_one_line(command: str, code: int, exp
     assert (done.returncode, expected in line) == (code, True), line
 
 
-# --- the table of other names
+# The next tests check the table of names from other programs.
 
 
 def tables() -> dict[str, dict[str, str]]:
@@ -265,7 +269,7 @@ def tables() -> dict[str, dict[str, str]]:
     return loaded
 
 
-def test_other_names_point_to_keys_and_options_that_exist() -> None:
+def test_table_of_names_from_other_programs_suggests_only_existing_keys_and_options() -> None:
     def exists(word: str) -> bool:
         key, _, value = word.lstrip("+").partition("=")
         if key in GROUPS:
@@ -286,8 +290,10 @@ def test_other_names_point_to_keys_and_options_that_exist() -> None:
     ] == []
 
 
-def test_other_names_do_not_hide_keys() -> None:
-    """A name that is a key itself is never looked up, so that its entry would be dead."""
+def test_table_of_names_from_other_programs_contains_no_key_of_this_project() -> None:
+    """A valid key is never looked up in the table of names from other programs. An entry for a
+    valid key would have no effect.
+    """
     assert [
         name
         for table in tables().values()
@@ -297,8 +303,8 @@ def test_other_names_do_not_hide_keys() -> None:
 
 
 def suggestions_for(word: str) -> tuple[list[str], bool]:
-    """Return what a message suggests for a word such as `gpus=2`, and whether it says that there is
-    no key.
+    """Return the suggestions of the message for a word such as `gpus=2`, and whether the message
+    says that no such key exists.
     """
     key, _, value = word.lstrip("+").partition("=")
     text = key_hint(key, GROUPS, value)
@@ -306,11 +312,12 @@ def suggestions_for(word: str) -> tuple[list[str], bool]:
     return (found.group(1).split(", ") if found else []), "no such key" in text
 
 
-def test_arguments_of_timm_are_suggested_as_from_timm_converts_them() -> None:
+def test_error_for_a_timm_argument_suggests_the_key_that_from_timm_py_would_write() -> None:
     same = yaml.safe_load((ROOT / "scripts" / "from_timm.yaml").read_text(encoding="utf-8"))["same"]
     names = {name: entry[1] for name, entry in same.items() if not is_declared(name)}
     assert len(names) > 45
-    # A batch of timm is one device's; data.batch_size is the key that most want.
+    # The batch size of timm is per device, so from_timm.py writes another key. The message suggests
+    # data.batch_size, which most users want.
     wrong = {
         name: suggestions_for(name)[0][:1]
         for name in names

@@ -1,5 +1,6 @@
-"""Verdicts on a change of the code: what is decided from the runs, and how the runs of two versions
-come about. Most tests use a small repository whose train.py writes a result at once.
+"""Test verdicts on a change of the code: the decision from the runs, and how the runs of the
+base and of the new code (head) are made. Most tests use a small repository whose train.py
+writes a result without training.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ NO_GIT = shutil.which("git") is None
 
 
 def record_of(code: str, block: int, value: float | None, **changes: Any) -> RunRecord:
-    """Return the record of an invented run. `value`: of the metric; None: it was lost."""
+    """Build the record of an invented run. `value` is the value of the metric. With None, the
+    run was lost.
+    """
     name = changes.pop("metric", "val/acc")
     status = changes.pop("status", "done" if value is not None else "not_finite")
     result = {
@@ -79,13 +82,15 @@ def record_of(code: str, block: int, value: float | None, **changes: Any) -> Run
 def runs_of(
     base: Sequence[float | None], head: Sequence[float | None], **of_head: Any
 ) -> list[RunRecord]:
-    """Return the runs of both versions. `of_head`: changes of the runs of head."""
+    """Build the runs of base and head from their values of the metric. `of_head` changes the
+    records of the runs of head.
+    """
     old = [record_of(BASE, block, value) for block, value in enumerate(base)]
     return old + [record_of(HEAD, block, value, **of_head) for block, value in enumerate(head)]
 
 
 def shifted(difference: float) -> list[float]:
-    """Return accuracies that differ by about `difference` from ACCURACIES."""
+    """Return accuracies that are higher than ACCURACIES by about `difference`."""
     return [a + difference + 0.002 * math.sin(3 * i) for i, a in enumerate(ACCURACIES)]
 
 
@@ -94,21 +99,23 @@ def verdict_on(runs: Sequence[RunRecord], number: int = 1, on: str = METRIC) -> 
 
 
 def rows_of(verdict: Verdict) -> dict[str, str]:
-    """Return the words of the table by measure."""
+    """Return a dictionary from measure to verdict, as in the table of the verdict."""
     return {row["measure"]: row["verdict"] for row in verdict.rows}
 
 
 @pytest.mark.parametrize(
     ("difference", "word"), [(0.03, BETTER), (-0.03, WORSE), (0.0, NO_DIFFERENCE)]
 )
-def test_verdict_names_direction_of_difference(difference: float, word: str) -> None:
+def test_verdict_is_better_worse_or_no_difference_depending_on_the_accuracy_difference(
+    difference: float, word: str
+) -> None:
     verdict = verdict_on(runs_of(ACCURACIES, shifted(difference)))
     assert verdict.word == word
     assert rows_of(verdict) == {"val/acc": word, "images/s": NO_DIFFERENCE, "memory, MiB": "—"}
     assert verdict.contrasts[METRIC].effect == pytest.approx(difference, abs=0.003)
 
 
-def test_verdict_calls_lower_loss_better() -> None:
+def test_verdict_is_better_when_the_new_code_has_a_lower_loss() -> None:
     base = [record_of(BASE, i, 0.5 + 0.01 * i, metric="val/loss") for i in range(5)]
     head = [record_of(HEAD, i, 0.4 + 0.011 * i, metric="val/loss") for i in range(5)]
     assert verdict_on(base + head).word == BETTER
@@ -121,7 +128,7 @@ def _swap(run: RunRecord) -> RunRecord:
     return record_of(other, run.block, value, metric="val/loss")
 
 
-def test_no_difference_says_what_seeds_could_have_shown() -> None:
+def test_verdict_no_difference_states_the_difference_that_the_seeds_could_have_shown() -> None:
     verdict = verdict_on(runs_of(ACCURACIES, shifted(0.001)))
     contrast = verdict.contrasts[METRIC]
     assert verdict.word == NO_DIFFERENCE
@@ -130,13 +137,13 @@ def test_no_difference_says_what_seeds_could_have_shown() -> None:
     assert metric["could have shown"].endswith("points")
 
 
-def test_later_verdict_needs_larger_difference() -> None:
+def test_later_verdict_on_the_same_base_commit_needs_a_larger_difference() -> None:
     runs = runs_of(ACCURACIES, shifted(0.0035))
     assert verdict_on(runs, number=1).word == BETTER
     assert verdict_on(runs, number=20).word == NO_DIFFERENCE
 
 
-def test_levels_of_all_verdicts_sum_to_level() -> None:
+def test_significance_levels_of_all_verdicts_on_one_base_commit_add_up_to_the_total_level() -> None:
     records = [Record(BASE, HEAD, number) for number in range(1, 10_001)]
     total = sum(record.level for record in records)
     assert total <= LEVEL
@@ -148,7 +155,9 @@ def test_levels_of_all_verdicts_sum_to_level() -> None:
 
 
 @pytest.mark.parametrize("status", ["out_of_memory", "not_finite"])
-def test_head_that_loses_runs_is_worse(status: str) -> None:
+def test_verdict_is_worse_when_a_run_of_the_new_code_diverges_or_exceeds_memory(
+    status: str,
+) -> None:
     head = [record_of(HEAD, i, a) for i, a in enumerate(shifted(0.03)[:-1])]
     lost = record_of(HEAD, len(ACCURACIES) - 1, None, status=status)
     verdict = verdict_on([*runs_of(ACCURACIES, []), *head, lost])
@@ -156,34 +165,38 @@ def test_head_that_loses_runs_is_worse(status: str) -> None:
     assert f"seed {lost.seed} ({status.replace('_', ' ')})" in verdict.sentence
 
 
-def test_losses_that_both_versions_have_are_not_worse() -> None:
+def test_verdict_is_no_difference_when_the_same_seed_diverges_in_both_versions() -> None:
     lost = [*ACCURACIES[:-1], None]
     assert verdict_on(runs_of(lost, lost)).word == NO_DIFFERENCE
 
 
-def test_head_with_all_runs_lost_is_worse() -> None:
+def test_verdict_is_worse_when_all_runs_of_the_new_code_diverge() -> None:
     assert verdict_on(runs_of(ACCURACIES, [None] * len(ACCURACIES))).word == WORSE
 
 
-def test_losses_of_base_alone_do_not_make_head_better() -> None:
+def test_verdict_is_no_difference_when_only_runs_of_the_base_commit_diverge() -> None:
     assert verdict_on(runs_of([None] * len(ACCURACIES), ACCURACIES)).word == NO_DIFFERENCE
 
 
 @pytest.mark.parametrize(("status", "word"), [("failed", FAILED), ("waiting", UNKNOWN)])
-def test_failed_or_waiting_job_prevents_verdict(status: str, word: str) -> None:
+def test_verdict_is_failed_or_unknown_when_a_job_failed_or_is_waiting(
+    status: str, word: str
+) -> None:
     runs = [*runs_of(ACCURACIES, shifted(0.03)[:-1]), record_of(HEAD, 5, None, status=status)]
     assert verdict_on(runs).word == word
 
 
 @pytest.mark.parametrize("key", ["data.val", "val.samples"])
-def test_other_images_are_refused_by_name(key: str) -> None:
+def test_verdict_is_refused_with_the_name_of_the_field_when_validation_images_differ(
+    key: str,
+) -> None:
     verdict = verdict_on(runs_of(ACCURACIES, shifted(0.03), result={key: 7}))
     assert verdict.word == REFUSED
     assert key in verdict.sentence
 
 
 @pytest.mark.parametrize("key", ["parameters", "steps", "samples_seen", "flops_per_step"])
-def test_other_compute_is_a_note(key: str) -> None:
+def test_verdict_has_a_note_when_parameters_steps_samples_or_flops_differ(key: str) -> None:
     base = [record_of(BASE, i, a, result={key: 1000}) for i, a in enumerate(ACCURACIES)]
     head = [record_of(HEAD, i, a, result={key: 2500}) for i, a in enumerate(shifted(0.03))]
     verdict = verdict_on(base + head)
@@ -193,7 +206,7 @@ def test_other_compute_is_a_note(key: str) -> None:
 
 
 def slower(**changes: Any) -> list[RunRecord]:
-    """Return runs whose head has equal accuracy and three quarters of the speed."""
+    """Build runs in which head has the same accuracy as base and three quarters of its speed."""
     base = [record_of(BASE, i, a) for i, a in enumerate(ACCURACIES)]
     return base + [
         record_of(HEAD, i, a, speed=750 + 5 * (i % 3), **changes)
@@ -201,14 +214,14 @@ def slower(**changes: Any) -> list[RunRecord]:
     ]
 
 
-def test_slower_head_is_worse_on_speed_only() -> None:
+def test_slower_code_with_equal_accuracy_is_worse_only_in_a_verdict_on_speed() -> None:
     verdict = verdict_on(slower())
     assert verdict.word == NO_DIFFERENCE
     assert rows_of(verdict)["images/s"] == WORSE
     assert verdict_on(slower(), on=SPEED).word == WORSE
 
 
-def test_speed_of_concurrent_runs_is_not_compared() -> None:
+def test_verdict_does_not_compare_the_speed_of_concurrent_runs() -> None:
     verdict = verdict_on(slower(result={"neighbours": 1}), on=SPEED)
     assert rows_of(verdict)["images/s"] == "not measured"
     assert "6 of 12 runs were next to other jobs" in verdict.notes[-1]
@@ -216,8 +229,10 @@ def test_speed_of_concurrent_runs_is_not_compared() -> None:
     assert not any("images/s" in note for note in verdict_on(waiting).notes)
 
 
-def test_difference_that_all_pairs_show_is_found_on_a_disturbed_machine() -> None:
-    """Other load changes the speed of a block by a third, and that of a run by 4 %."""
+def test_verdict_finds_a_speed_difference_that_all_seeds_show_on_a_disturbed_machine() -> None:
+    """Other load changes the speed of both runs of a repeat by up to a third. It changes the
+    speed of a single run by up to 4 %.
+    """
     runs = []
     for block, accuracy in enumerate(ACCURACIES):
         for code, share in ((BASE, 1.0), (HEAD, 0.8)):
@@ -230,7 +245,8 @@ def test_difference_that_all_pairs_show_is_found_on_a_disturbed_machine() -> Non
     assert "12 of 12 runs had other load" in verdict.notes[-1]
 
 
-# A train.py that writes the files of a run at once. settings.json of its version says which.
+# Program of a train.py that writes the files of a run without training. The file settings.json of
+# the version determines the contents.
 TRAIN = """
 import json, os, subprocess, sys, time
 from pathlib import Path
@@ -279,7 +295,9 @@ def write_settings(folder: Path, **settings: Any) -> None:
 
 @pytest.fixture
 def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, without_plots: None) -> Path:
-    """A repository with one commit, which counts as the project of the verdict."""
+    """Create a git repository with one commit. The verdict uses this repository instead of the
+    project.
+    """
     if NO_GIT:
         pytest.skip("needs git")
     folder = tmp_path / "repository"
@@ -297,7 +315,7 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, without_plots: N
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, Any]]:
-    """Run the script with --json. Return its exit code and what it printed."""
+    """Run scripts/verdict.py with --json. Return the exit code and the printed values."""
     options = [] if any(word.startswith("sweep.resume") for word in words) else ["base=main"]
     repeats = [] if not options or "sweep.repeats" in str(words) else ["sweep.repeats=4"]
     code = main([*options, *repeats, *words, "--json"])
@@ -306,7 +324,9 @@ def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str,
 
 
 def facts(folder: Path, code: str) -> list[dict[str, Any]]:
-    """Return what the runs of a version have recorded of themselves."""
+    """Return the facts that the runs of a version have recorded about themselves, such as
+    library and command line.
+    """
     paths = sorted(folder.glob(f"*_{code}_block_*/result.json"))
     return [json.loads(json.loads(path.read_text())["tags"][0]) for path in paths]
 
@@ -329,7 +349,7 @@ def test_script_compares_working_tree_with_base(
 
 
 @pytest.mark.slow(seconds=3)
-def test_both_versions_run_in_each_block_with_equal_seeds(
+def test_verdict_runs_both_versions_in_each_repeat_with_equal_seeds(
     repository: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _, values = run(capsys, "seed=7", "sweep.repeats=6")
@@ -338,14 +358,15 @@ def test_both_versions_run_in_each_block_with_equal_seeds(
     assert {(job.overrides[0], job.seed) for job in jobs} == {
         (f"{CODE}={code}", 7 + block) for code in (BASE, HEAD) for block in range(6)
     }
-    # With 6 blocks, one of 32 sweeps would have one order in all of them.
+    # Do not check that the order of the versions varies. By chance, one of 32 sweeps of 6 repeats
+    # has the same order in all repeats.
     orders = [tuple(job.overrides[0] for job in jobs[i : i + 2]) for i in range(0, 12, 2)]
     assert all(len(set(order)) == 2 for order in orders)
     assert all(f"seed={job.seed}" in str(facts(Path(values["sweep"]), BASE)) for job in jobs)
 
 
 @pytest.mark.slow(seconds=2)
-def test_each_version_runs_its_own_train_and_library(
+def test_each_version_in_a_verdict_runs_its_own_train_py_and_library(
     repository: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (repository / "library.py").write_text('NAME = "second"\n')
@@ -357,14 +378,18 @@ def test_each_version_runs_its_own_train_and_library(
         recorded = facts(folder, code)
         assert len(recorded) == 4
         assert {fact["library"] for fact in recorded} == {name}
-        # Relative paths of data mean what they mean in the working tree.
+        # The runs must start in the working tree, so that relative paths of data are valid in both
+        # versions.
         assert {fact["cwd"] for fact in recorded} == {str(repository)}
-        # The commit of the working tree is not that of the version.
+        # The code of a version must not be inside a git repository. Otherwise a run would record
+        # the commit of the working tree.
         assert all(fact["commit"] != 0 for fact in recorded)
 
 
 @pytest.mark.slow(seconds=2)
-def test_head_can_be_a_commit(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verdict_ignores_the_working_tree_when_head_is_a_commit(
+    repository: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_settings(repository, accuracy=0.8)
     git(repository, "commit", "-qam", "Second")
     write_settings(repository, accuracy=0.1)
@@ -374,7 +399,7 @@ def test_head_can_be_a_commit(repository: Path, capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.slow(seconds=2)
-def test_copies_hold_what_git_would_see(
+def test_code_copies_of_a_verdict_contain_no_ignored_and_no_large_files(
     repository: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (repository / "gone.py").write_text("")
@@ -404,7 +429,7 @@ def test_copies_hold_what_git_would_see(
 
 
 @pytest.mark.slow(seconds=2)
-def test_changed_requirements_are_a_note(
+def test_verdict_has_a_note_when_requirements_txt_has_changed(
     repository: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (repository / "requirements.txt").write_text("torch\n")
@@ -412,7 +437,9 @@ def test_changed_requirements_are_a_note(
 
 
 def bytes_of(folder: Path) -> dict[str, str]:
-    """Hash all files of a repository, with .git, but without what it ignores."""
+    """Return a dictionary from path to hash of all files of a repository. It includes .git, but
+    not outputs/ and __pycache__/.
+    """
     return {
         path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in folder.rglob("*")
@@ -421,11 +448,11 @@ def bytes_of(folder: Path) -> dict[str, str]:
 
 
 @pytest.mark.slow(seconds=2)
-def test_working_tree_and_git_stay_as_they_are(
+def test_verdict_changes_neither_the_working_tree_nor_the_git_repository(
     repository: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_settings(repository, accuracy=0.8)
-    # With other times of files than in the index, git status would refresh it.
+    # Change the time of a file. A plain git status would then rewrite the index of the repository.
     os.utime(repository / "library.py", (1, 1))
     before = bytes_of(repository)
     run(capsys)
@@ -433,7 +460,7 @@ def test_working_tree_and_git_stay_as_they_are(
 
 
 @pytest.mark.slow(seconds=7)
-def test_ledger_counts_verdicts_on_one_base(
+def test_verdicts_are_numbered_separately_for_each_base_commit(
     repository: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     numbers = [run(capsys, "sweep.repeats=2")[1]["number"] for _ in range(2)]
@@ -461,7 +488,7 @@ def test_ledger_counts_verdicts_on_one_base(
         ({}, ("model.nam=x",), "model.nam"),
     ],
 )
-def test_refused_verdict_leaves_nothing(
+def test_refused_verdict_leaves_no_sweep_folder_and_no_verdicts_json(
     repository: Path,
     capsys: pytest.CaptureFixture[str],
     settings: dict[str, Any],
@@ -477,7 +504,7 @@ def test_refused_verdict_leaves_nothing(
 
 
 @pytest.mark.slow(seconds=3)
-def test_metric_with_other_code_is_refused(
+def test_verdict_is_refused_when_the_code_of_the_metric_has_changed(
     repository: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = compose_command(parse_command_line([]))
@@ -491,14 +518,14 @@ def test_metric_with_other_code_is_refused(
     (repository / name).write_text(source)
     git(repository, "add", ".")
     git(repository, "commit", "-qm", "Metrics")
-    # Comments and other functions do not count.
+    # A changed comment and a new function do not change the code of the metric.
     (repository / name).write_text(f"# A comment.\n{source}\n\ndef other() -> None: ...\n")
     assert run(capsys)[0] == 3
     (repository / name).write_text(source.replace("counts.diag()", "counts.diag().square()"))
     assert run(capsys)[0] == 2
 
 
-def test_other_images_end_verdict_after_first_block(
+def test_verdict_on_versions_with_different_images_is_refused_after_the_first_repeat(
     repository: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_settings(repository, images="others")
@@ -508,7 +535,7 @@ def test_other_images_end_verdict_after_first_block(
     assert sum(job.status == "done" for job in read_jobs(Path(values["sweep"])).jobs) == 2
 
 
-def test_job_that_version_refuses_ends_verdict_with_its_message(
+def test_verdict_ends_with_the_message_of_train_py_when_a_version_refuses_its_job(
     repository: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_settings(repository, stop="data.root=x: no such folder")
@@ -528,7 +555,7 @@ main(["base=main", "sweep.repeats=3"])
 
 
 @pytest.mark.slow(seconds=4)
-def test_killed_verdict_continues_without_repeating_finished_jobs(
+def test_killed_verdict_continues_without_running_finished_jobs_again(
     repository: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_settings(repository, accuracy=0.8)
@@ -544,25 +571,28 @@ def test_killed_verdict_continues_without_repeating_finished_jobs(
     done = finished(repository)
     [folder] = repository.glob("outputs/sweeps/*/*")
     assert 2 <= len(done) < 6
-    # The working tree has changed since; the copies have not.
+    # Change the working tree after the kill. The resumed verdict must use the copies of the code
+    # instead.
     write_settings(repository, accuracy=0.1)
     code, values = run(capsys, f"sweep.resume={folder}")
     assert (code, values["number"]) == (0, 1)
     assert len(finished(repository)) == 6
-    # A repeated job would write these files again.
+    # A job that ran again would have changed the times of these files.
     assert {path: path.stat().st_mtime_ns for path in done} == done
     write_settings(repository, accuracy=0.8)
     assert bytes_of(repository) == before
 
 
 def finished(repository: Path) -> dict[Path, int]:
-    """Return when each result was written."""
+    """Return a dictionary from the path of each result.json to its modification time in
+    nanoseconds.
+    """
     paths = repository.glob("outputs/sweeps/*/*/*/result.json")
     return {path: path.stat().st_mtime_ns for path in paths}
 
 
 @pytest.mark.slow(seconds=3)
-def test_sweep_resume_of_train_continues_verdict(
+def test_train_py_with_sweep_resume_continues_a_verdict(
     repository: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_settings(repository, accuracy=0.8)
@@ -575,7 +605,7 @@ def test_sweep_resume_of_train_continues_verdict(
 
 
 @pytest.mark.slow(seconds=3)
-def test_unfinished_run_continues_from_its_checkpoint(
+def test_resumed_verdict_continues_an_unfinished_run_from_its_checkpoint(
     repository: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _, values = run(capsys)
@@ -595,7 +625,9 @@ def test_unfinished_run_continues_from_its_checkpoint(
 @pytest.mark.slow(seconds=120)
 @pytest.mark.nightly
 @pytest.mark.processes
-def test_changed_default_of_real_project_is_found_worse(tmp_path: Path) -> None:
+def test_verdict_on_this_project_is_worse_when_the_learning_rate_is_100_times_smaller(
+    tmp_path: Path,
+) -> None:
     if NO_GIT or not (ROOT / ".git").exists():
         pytest.skip("needs a git checkout")
     copy = tmp_path / "project"

@@ -1,5 +1,5 @@
-"""Jobs forked from a server: the same processes,
-results and ends as jobs that start as commands.
+"""Jobs that a warm server forks must have the same processes, results and ends as jobs that
+start as new processes.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ def server_of_jobs() -> Iterator[WarmServer]:
 
 
 server_of_a_test = pytest.fixture(name="server")(server_of_jobs)
-# A server imports torch, which takes longer than a job.
+# Several tests share this server, because it imports torch, which takes longer than a job.
 server_of_several_tests = pytest.fixture(scope="module", name="shared_server")(server_of_jobs)
 
 
 def frozen(folder: Path, *overrides: str) -> Path:
-    """Write the files of one job and return its run folder."""
+    """Write the config files of a single job, and return its run folder."""
     folder.mkdir()
     [job] = freeze_jobs(
         folder, expand(parse("-m", *tiny("parallel=single", *overrides)))[1], SweepConfig()
@@ -90,10 +90,12 @@ def trains(folder: Path) -> bool:
 
 
 @pytest.mark.slow(seconds=20)
-def test_job_forked_by_warm_server_has_results_and_environment_of_a_new_process(
+def test_job_forked_by_the_warm_server_has_results_and_environment_of_a_new_process(
     tmp_path: Path, shared_server: WarmServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("SLURMD_NODENAME", "of-the-server")  # a run takes its host's name from it
+    # A run takes the name of its host from this variable. The forked job must use its own
+    # environment instead of that of the server.
+    monkeypatch.setenv("SLURMD_NODENAME", "of-the-server")
     first, second = (
         frozen(tmp_path / str(seed), f"seed={seed}", "train.epochs=2") for seed in (1, 2)
     )
@@ -139,7 +141,7 @@ def test_forked_job_has_a_separate_session_and_cores_and_saves_a_checkpoint_on_s
 
 
 @pytest.mark.slow(seconds=5)
-def test_killing_the_warm_server_kills_its_forked_jobs_and_marks_them_lost(
+def test_killing_the_warm_server_kills_its_forked_jobs_and_marks_these_jobs_lost(
     tmp_path: Path, server: WarmServer, capfd: pytest.CaptureFixture[str]
 ) -> None:
     folder = frozen(tmp_path / "job", *FOREVER)
@@ -198,7 +200,7 @@ def test_sweep_resumes_its_jobs_as_new_processes_when_the_warm_server_is_killed(
 
 
 @pytest.mark.slow(seconds=1)
-def test_forked_job_ends_without_result_when_signaled_before_its_server_is_ready(
+def test_forked_job_ends_without_result_json_when_signaled_before_its_server_is_ready(
     tmp_path: Path, server: WarmServer
 ) -> None:
     folder = frozen(tmp_path / "job")
@@ -210,7 +212,7 @@ def test_forked_job_ends_without_result_when_signaled_before_its_server_is_ready
 
 @pytest.mark.nightly
 @pytest.mark.slow(seconds=8)
-def test_forked_job_is_stopped_by_a_signal_that_follows_its_start_immediately(
+def test_signal_sent_immediately_after_the_start_stops_a_forked_job(
     tmp_path: Path, shared_server: WarmServer
 ) -> None:
     start(shared_server, frozen(tmp_path / "first"))
@@ -231,7 +233,7 @@ def test_forked_job_is_stopped_by_a_signal_that_follows_its_start_immediately(
         (("parallel=single", "sweep.timed=true"), False),
     ],
 )
-def test_warm_server_forks_only_untimed_jobs_of_one_rank(
+def test_warm_server_forks_only_jobs_of_one_rank_whose_speed_is_not_measured(
     tmp_path: Path, overrides: tuple[str, ...], is_taken: bool
 ) -> None:
     config = frozen_config(frozen(tmp_path / "job", *overrides))
@@ -252,8 +254,8 @@ def test_warm_server_forks_no_job_when_an_openmp_environment_variable_has_change
 def test_warm_server_forks_no_job_when_the_code_has_changed(
     tmp_path: Path, server: WarmServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A command would run the new code, and the job's environment.json and code.diff would describe
-    it.
+    """The server has imported the old code. The files environment.json and code.diff of the job
+    would describe the new code.
     """
     code = tmp_path / "copy" / "src" / "model.py"
     code.parent.mkdir(parents=True)
@@ -298,7 +300,9 @@ def test_warm_server_refuses_to_fork_when_its_process_has_initialized_the_cuda_d
 def test_rank_is_forked_before_its_launcher_initializes_the_cuda_driver(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After a fork, CUDA works only if no process before had initialized it."""
+    """CUDA works in a forked process only if the parent process had not initialized it before
+    the fork.
+    """
     folder, seen = frozen(tmp_path / "job"), tmp_path / "seen"
 
     def ask_driver() -> tuple[()]:
@@ -320,7 +324,7 @@ def test_rank_is_forked_before_its_launcher_initializes_the_cuda_driver(
 
 
 @pytest.mark.slow(seconds=1)
-def test_failure_of_a_forked_rank_reaches_its_launcher_when_the_rank_cannot_write_files(
+def test_failure_of_a_forked_rank_reaches_its_launcher_even_when_the_rank_cannot_write_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run(*given: Any) -> None:
@@ -336,7 +340,7 @@ def test_failure_of_a_forked_rank_reaches_its_launcher_when_the_rank_cannot_writ
     assert failure is not None and failure["exception"] == "ValueError"
 
 
-def test_rank_that_is_never_started_ends_with_its_launcher(tmp_path: Path) -> None:
+def test_forked_rank_that_was_never_started_ends_together_with_its_launcher(tmp_path: Path) -> None:
     with fork_server.ForkedRank(tmp_path, lambda *given: None) as forked:
         os.kill(forked.pid, 0)
     with pytest.raises(ProcessLookupError):

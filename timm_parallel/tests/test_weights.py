@@ -1,5 +1,5 @@
-"""`model.weights=<file>` loads common file formats, and refuses a file that would leave more than
-the head random.
+"""`model.weights=<file>` must load common file formats, and refuse a file that would leave more
+than the head of the model random.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def test_model_weights_load_from_the_checkpoint_of_a_run(finished_run: Finished)
         ((0.2,), (), (0.5, 0.5, 0.5)),
     ],
 )
-def test_data_mean_defaults_to_that_of_the_weights_checkpoint_when_channels_match(
+def test_data_mean_defaults_to_the_mean_in_the_weights_checkpoint_when_channels_match(
     tmp_path: Path,
     of_run: tuple[float, ...],
     overrides: tuple[str, ...],
@@ -101,7 +101,7 @@ def test_data_mean_defaults_to_that_of_the_weights_checkpoint_when_channels_matc
     assert torch.allclose(built.prefetcher.mean.flatten() / 255, torch.tensor(expected))
 
 
-def test_head_with_another_class_count_stays_random_and_unused_tensors_are_listed(
+def test_weights_with_another_class_count_leave_the_head_random_and_list_unused_tensors(
     tmp_path: Path,
 ) -> None:
     state = model(num_classes=1000, seed=1).state_dict()
@@ -167,7 +167,7 @@ def test_model_weights_error_is_one_line_when_a_file_is_truncated(
     assert "\n" not in str(refusal.value)
 
 
-def test_model_of_a_new_run_has_the_tensors_of_the_model_weights_file(
+def test_new_run_starts_from_the_tensors_in_the_model_weights_file(
     finished_run: Finished,
 ) -> None:
     path = finished_run.folder / "checkpoints" / "last.pt"
@@ -177,7 +177,9 @@ def test_model_of_a_new_run_has_the_tensors_of_the_model_weights_file(
 
 
 class Wrapped(nn.Module):
-    """A model without `get_classifier`."""
+    """Model without the method `get_classifier`, with a BatchNorm layer after the last linear
+    layer.
+    """
 
     def __init__(self, num_classes: int) -> None:
         super().__init__()
@@ -190,7 +192,7 @@ class Wrapped(nn.Module):
 def test_only_the_last_linear_layer_of_a_custom_model_may_differ_from_the_weights_file(
     tmp_path: Path,
 ) -> None:
-    """`num_batches_tracked` of BatchNorm may be missing in the file, as in torch."""
+    """As in torch, `num_batches_tracked` of BatchNorm may be missing in the file."""
     state = {
         name: value for name, value in Wrapped(5).state_dict().items() if "num_batches" not in name
     }
@@ -272,8 +274,8 @@ def test_weights_of_a_different_architecture_are_refused_even_with_weights_stric
 
 
 def as_dinov2_file(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Rename the tensors of timm's ViT with registers as in facebookresearch/dinov2: no head, a
-    mask token.
+    """Rename the tensors of timm's ViT with registers to the names in facebookresearch/dinov2.
+    Such a file has no head, but has a mask token.
     """
     renamed = {name: tensor for name, tensor in state.items() if not name.startswith("head.")}
     position_of_class = torch.zeros_like(renamed["cls_token"])
@@ -283,8 +285,8 @@ def as_dinov2_file(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def as_beit_file(state: dict[str, Tensor]) -> dict[str, Any]:
-    """Store the tensors as microsoft/unilm does: below `model`, with a relative position index in
-    each block.
+    """Store the tensors as microsoft/unilm does. They are below the key `model`, and each block
+    has a relative position index.
     """
     index = {f"blocks.{block}.attn.relative_position_index": torch.zeros(1) for block in (0, 1)}
     return {"model": state | index}
@@ -320,7 +322,7 @@ def test_original_dinov2_and_beit_checkpoints_load_into_timm_models(
 
 
 def as_timm_saves(state: nn.Module, path: Path) -> None:
-    """Write a checkpoint as timm's train.py does: with its arguments, which are an
+    """Write a checkpoint as timm's train.py does. Such a file also contains the arguments as an
     argparse.Namespace.
     """
     optimizer = torch.optim.SGD(state.parameters(), lr=0.1)
@@ -356,14 +358,14 @@ def test_model_weights_load_from_pytorch_tutorial_and_lightning_checkpoints(
 
 
 class Inner(nn.Module):
-    """A model that itself has parts named `model` and `net`."""
+    """Model whose submodules are named `model` and `net`, like common prefixes in checkpoints."""
 
     def __init__(self) -> None:
         super().__init__()
         self.model, self.net = nn.Linear(2, 2), nn.Linear(2, 3)
 
 
-def test_names_of_a_model_with_a_part_named_model_keep_their_prefix(tmp_path: Path) -> None:
+def test_weights_load_into_a_model_whose_submodules_are_named_model_and_net(tmp_path: Path) -> None:
     state = {name: torch.ones_like(tensor) for name, tensor in Inner().state_dict().items()}
     torch.save(state, tmp_path / "weights.pt")
     fresh = Inner()
@@ -371,7 +373,9 @@ def test_names_of_a_model_with_a_part_named_model_keep_their_prefix(tmp_path: Pa
     assert is_equal(fresh, state)
 
 
-def test_weights_strict_false_refuses_a_file_of_which_only_buffers_fit(tmp_path: Path) -> None:
+def test_weights_strict_false_refuses_a_file_in_which_only_buffers_match_the_model(
+    tmp_path: Path,
+) -> None:
     state = timm.create_model("test_resnet", num_classes=10).state_dict()
     counters = {name: tensor for name, tensor in state.items() if "num_batches_tracked" in name}
     averages = {name: tensor for name, tensor in state.items() if "running_mean" in name}

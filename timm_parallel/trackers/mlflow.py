@@ -1,4 +1,6 @@
-"""MLflow: a tracking server, or the database mlflow.db in paths.output_dir."""
+"""Tracker for MLflow, which writes to a tracking server or to the database mlflow.db in
+paths.output_dir.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,14 @@ STATUSES = {"done": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
 
 
 class Mlflow(Tracker):
-    """Tracker for MLflow. A resumed run continues its MLflow run; the jobs of a sweep share an
-    experiment.
+    """Tracker for MLflow.
+
+    A resumed run continues the same run in MLflow. All jobs of a sweep are in one experiment.
     """
 
     def __init__(self, config: ResolvedConfig, folder: Path, resume_step: int) -> None:
         super().__init__(config, folder, resume_step)
-        # Usage reports to the makers of MLflow are off unless the user sets this variable.
+        # Send no usage reports to the makers of MLflow, unless the user sets this variable.
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         import mlflow
 
@@ -34,9 +37,9 @@ class Mlflow(Tracker):
         output = Path(config.paths.output_dir).resolve()
         local = f"sqlite:///{output / 'mlflow.db'}"
         uri = config.tracker.uri or os.environ.get("MLFLOW_TRACKING_URI") or local
-        # Folder of images; a server has its own.
+        # Folder for images if the database is local. A server has its own folder.
         self._images = (output / "mlflow_images").as_uri() if uri == local else None
-        # Creates a local database. A server is first called in `start`.
+        # This creates the database if it is local. A server is contacted only in `start`.
         self._mlflow, self._client = mlflow, mlflow.MlflowClient(tracking_uri=uri)
         self._metrics: list[Any] = []
         self.view = (
@@ -49,16 +52,16 @@ class Mlflow(Tracker):
 
     def _create(self) -> str:
         name = self.config.tracker.project or self.sweep or self.config.task_name
-        # Create first, then read: jobs that start together would all find that there is no such
-        # experiment.
+        # Try to create the experiment before reading it. Jobs that start at the same time would
+        # otherwise all find no experiment and create it.
         try:
             experiment = self._client.create_experiment(name, artifact_location=self._images)
         except self._mlflow.MlflowException:
             experiment = self._client.get_experiment_by_name(name).experiment_id
         tags = {"sweep": self.sweep or "", **dict.fromkeys(self.config.tags, "")}
         run_id: str = self._client.create_run(experiment, tags=tags, run_name=self.name).info.run_id
-        # MLflow refuses to change a parameter, so these stay as in the first attempt. A request
-        # takes at most 100.
+        # Log the config only when the run is created, because MLflow rejects changes of a
+        # parameter. One request may have at most 100 parameters.
         values = {key: yaml_text(hide_in(value, key)) for key, value, _ in leaves(self.config)}
         params = [self._mlflow.entities.Param(key, value) for key, value in values.items()]
         for first in range(0, len(params), 100):
@@ -70,7 +73,7 @@ class Mlflow(Tracker):
         self._metrics += [metric(name, value, milliseconds, step) for name, value in values.items()]
 
     def flush(self) -> None:
-        # A request takes at most 1000.
+        # Send at most 1000 metrics per request, which is MLflow's limit.
         while self._metrics:
             self._client.log_batch(self._id, metrics=self._metrics[:1000])
             del self._metrics[:1000]

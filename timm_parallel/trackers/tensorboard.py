@@ -1,4 +1,4 @@
-"""TensorBoard: event files in `tensorboard/` of the run folder."""
+"""Tracker for TensorBoard, which writes event files to `tensorboard/` in the run folder."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from timm_parallel.trackers.tracker import Tracker
 
 
 class TensorBoard(Tracker):
-    """Tracker for TensorBoard: curves, images, the config as text, and hparams."""
+    """Tracker for TensorBoard, which shows curves, images, the config as text, and
+    hyperparameters.
+    """
 
     def __init__(self, config: ResolvedConfig, folder: Path, resume_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -34,7 +36,8 @@ class TensorBoard(Tracker):
 
     def end(self, status: str, summary: dict[str, float]) -> None:
         if status == "done":
-            # Unlike `config`, the file keeps references to the environment unresolved.
+            # Show the saved file instead of the config in memory, because the file does not contain
+            # the values of environment variables.
             saved = self.folder / "config.yaml"
             if saved.exists():
                 self._writer.add_text("config", indent(saved.read_text(encoding="utf-8"), " " * 4))
@@ -42,8 +45,9 @@ class TensorBoard(Tracker):
         self._writer.close()
 
     def _show_hparams(self) -> None:
-        """Write the main settings as hparams, without `add_hparams`, which would add a second run
-        to TensorBoard.
+        """Write the main settings of the run as TensorBoard hyperparameters.
+
+        SummaryWriter.add_hparams is not used, because it would add a second run to TensorBoard.
         """
         from torch.utils.tensorboard.summary import hparams
 

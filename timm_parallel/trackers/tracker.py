@@ -1,8 +1,7 @@
-"""Tracker: base class of experiment trackers such as TensorBoard and MLflow, which show a run's
-numbers and images.
+"""Base class of experiment trackers such as TensorBoard and MLflow, which show numbers and images.
 
-A Channel calls a tracker in a thread, so that a tool that is slow, hangs or fails does not affect
-the run.
+A Channel calls each tracker in a thread. So a tracker that is slow, hangs or fails does not affect
+the training run.
 """
 
 from __future__ import annotations
@@ -24,55 +23,67 @@ from timm_parallel.machine.process import import_name
 from timm_parallel.machine.secrets import mask
 
 log = logging.getLogger(__name__)
-LONGEST_QUEUE = 10_000  # calls
-# The thread sleeps between two deliveries, so that it does not compete with training for Python's
-# lock all the time.
+# Largest number of calls that may wait for a tracker. The run continues without a slower tracker.
+LONGEST_QUEUE = 10_000
+# Seconds that the thread sleeps between two deliveries, so that it rarely competes with training
+# for Python's global interpreter lock.
 REST_SECONDS = 0.5
-END_SECONDS = 8.0  # for all trackers together to end the run
+# Seconds that all trackers together may take to end the run.
+END_SECONDS = 8.0
 
 
 class Tracker:
-    """Tracker of a run, on rank 0. Override the methods that your tool needs; all but `__init__`
-    may block or raise.
+    """Base class of trackers, which run on rank 0. A subclass overrides the methods that its tool
+    needs.
+
+    All methods except `__init__` may block or raise errors.
     """
 
-    view = ""  # command or URL that shows the run, for the end of the console output
+    # Command or URL that shows the run in the tool. It is printed when the run ends.
+    view = ""
 
     def __init__(self, config: ResolvedConfig, folder: Path, resume_step: int) -> None:
-        """Import the tool here, before the first step; connect in `start`. `resume_step`: last step
-        of the checkpoint.
+        """Import the tool, so that a missing package is noticed before the first step.
+
+        The connection is opened later, in `start`. `resume_step`: last step of the checkpoint from
+        which the run continues; 0 for a new run.
         """
         self.config, self.folder, self.resume_step = config, folder, resume_step
-        self.name = (
-            f"{folder.parent.name} {folder.name}"  # of the run: date and time, or sweep and job
-        )
+        # Name of the run: its date and time, or its sweep and job.
+        self.name = f"{folder.parent.name} {folder.name}"
 
     def start(self) -> None:
-        """Open the run in the tool; after a resume, open the earlier attempt's run again (see
-        `run_id`).
+        """Open the run in the tool. A resumed run must continue the same run, whose id `run_id`
+        returns.
         """
 
     def numbers(self, step: int, epoch: float, time: float, values: dict[str, float]) -> None:
-        """Write the finite numbers of a step, by name such as `train/loss`. `time`: Unix time in
+        """Write the finite numbers of a step.
+
+        `values`: dictionary from name, such as `train/loss`, to number. `time`: Unix time in
         seconds.
         """
 
     def image(self, name: str, step: int, pixels: np.ndarray) -> None:
-        """Write an RGB image, uint8 [height, width, 3]."""
+        """Write an RGB image, a uint8 array [height, width, 3]."""
 
     def flush(self) -> None:
-        """Send the numbers and images collected since the last flush, if your tool is faster with
-        several at once.
+        """Send the numbers and images that were collected since the last flush.
+
+        Override this method if the tool is faster with several values per call.
         """
 
     def end(self, status: str, summary: dict[str, float]) -> None:
-        """End the run in the tool. `status`: done, failed or interrupted; `summary`: its speed and
-        seconds.
+        """End the run in the tool.
+
+        `status`: done, failed or interrupted. `summary`: dictionary from name to number, with the
+        speed and the seconds of the run.
         """
 
     def run_id(self, create: Callable[[], str]) -> str:
-        """Return the tool's id of this run from the run folder. Without one, call `create` and
-        store its result.
+        """Return the id of the run in the tool, which a file in the run folder stores.
+
+        If there is no such file, `create` is called to create a run in the tool and return its id.
         """
         path = self.folder / "trackers" / f"{type(self).__name__.lower()}.txt"
         if not path.exists():
@@ -82,8 +93,9 @@ class Tracker:
 
     @property
     def sweep(self) -> str | None:
-        """Name, date and time of the sweep or search to which the run belongs; None for a single
-        run.
+        """Return the name, date and time of the sweep or search to which the run belongs.
+
+        Returns None for a single run.
         """
         sweep = next(
             (path for path in self.folder.resolve().parents[:4] if (path / "jobs.json").exists()),
@@ -95,15 +107,18 @@ class Tracker:
 
 
 class Channel:
-    """Bounded queue of calls on one tracker. A daemon thread makes the calls; the first error
-    disables the tracker.
+    """Queue of calls to one tracker, which a daemon thread makes.
+
+    The length of the queue is limited. After the first error, the run continues without this
+    tracker.
     """
 
     def __init__(
         self, name: str, path: str, config: ResolvedConfig, folder: Path, resume_step: int
     ) -> None:
-        """Create the tracker of class `path`, such as `timm_parallel.trackers.wandb.Wandb`, and
-        start the thread.
+        """Build a tracker and start the thread that calls it.
+
+        `path`: the class of the tracker, such as `timm_parallel.trackers.wandb.Wandb`.
         """
         self.name, self.tracker, self._has_failed = (
             name,
@@ -120,8 +135,9 @@ class Channel:
         self._thread.start()
 
     def put(self, method: str, *arguments: Any) -> None:
-        """Queue a call of the tracker's `method`, and return at once. Calls after `end` have no
-        effect.
+        """Queue a call of a method of the tracker, and return without waiting for it.
+
+        Calls after a call of `end` have no effect.
         """
         if len(self._calls) >= LONGEST_QUEUE:
             self._give_up(f"is too slow: {LONGEST_QUEUE} calls are waiting")
@@ -131,7 +147,10 @@ class Channel:
             self._ending.set()
 
     def close(self, until: float) -> None:
-        """Wait until the thread has made all calls, at most until time.monotonic() is `until`."""
+        """Wait until the thread has made all queued calls.
+
+        `until`: the latest time, on the clock of time.monotonic(), at which this function returns.
+        """
         if not self._has_failed:
             self._thread.join(max(0.0, until - time.monotonic()))
         if self._thread.is_alive():
@@ -147,7 +166,7 @@ class Channel:
                     method, arguments = self._calls.popleft()
                     getattr(self.tracker, method)(*arguments)
                 self.tracker.flush()
-        # Also SystemExit, which some tools raise.
+        # Catch SystemExit too, because some tools raise it.
         except BaseException as error:
             self._give_up(f"{type(error).__name__}: {error}")
 

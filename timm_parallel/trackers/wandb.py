@@ -1,4 +1,6 @@
-"""Weights & Biases. Offline, the files are in `wandb/` of the run folder, and `wandb sync` uploads
+"""Tracker for Weights & Biases.
+
+In offline mode, the files are in `wandb/` of the run folder, and the command `wandb sync` uploads
 them.
 """
 
@@ -16,8 +18,8 @@ from timm_parallel.keys import ResolvedConfig
 from timm_parallel.machine.secrets import hide_in
 from timm_parallel.trackers.tracker import Tracker
 
-# What wandb collects by itself may hold secrets: console output, command line, git remote.
-# environment.json has the rest.
+# Do not let wandb collect data by itself, which may hold secrets: console output, command line and
+# git remote. environment.json has the rest of these data.
 PRIVATE = {
     "console": "off",
     "disable_git": True,
@@ -28,14 +30,15 @@ PRIVATE = {
 
 
 class Wandb(Tracker):
-    """Tracker for Weights & Biases. A resumed run continues its wandb run; the jobs of a sweep are
-    a group.
+    """Tracker for Weights & Biases.
+
+    A resumed run continues the same run in wandb. The jobs of a sweep form a group.
     """
 
     def __init__(self, config: ResolvedConfig, folder: Path, resume_step: int) -> None:
         super().__init__(config, folder, resume_step)
-        # Error reports to the makers of wandb and its console output are off unless the user sets
-        # these variables.
+        # Send no error reports to the makers of wandb and print nothing, unless the user sets these
+        # variables.
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         os.environ.setdefault("WANDB_SILENT", "true")
         import wandb
@@ -55,11 +58,12 @@ class Wandb(Tracker):
             tags=self.config.tags,
             dir=self.folder,
             config=hide_in(dataclasses.asdict(self.config)),
-            # Without an answer of the server, wandb's exit handler waits again for as many seconds.
+            # If the server does not answer, wandb waits for this many seconds, and once more when
+            # the process exits.
             settings=self._wandb.Settings(finish_timeout=6, **PRIVATE),
         )
-        # Steps repeat after a resume from an older checkpoint. wandb's own step does not allow
-        # that.
+        # Log the step as a metric of its own, because a resume from an older checkpoint repeats
+        # steps. The step counter of wandb must not decrease.
         self._run.define_metric("*", step_metric="step")
         folder = shlex.quote(str(self.folder))
         self.view = (

@@ -1,5 +1,5 @@
-"""Group runs with the same hardware, code, model and batch, whose speeds can be compared, by
-strategy and devices.
+"""Group runs whose speeds can be compared, because hardware, code, model and batch are equal. In a
+group, collect the runs of each strategy on each number of devices.
 """
 
 from __future__ import annotations
@@ -25,28 +25,36 @@ from timm_parallel.lab.analysis.statistics import LEVEL, Contrast, Row, Summary
 from timm_parallel.lab.analysis.wording import describe_settings, model_name, percent
 
 SPEED = "images_per_sec"
-# Chance of a wrong verdict, by measure. Speed, the subject of a sweep, has LEVEL; the other
-# measures share a fifth of it. So a page on which nothing differs has a wrong verdict in 6 % of
-# cases at most.
+# Chance of a wrong verdict, by measure. Speed is the subject of a sweep and has the usual level.
+# The other three measures share a fifth of that level. A page without any true difference therefore
+# has a wrong verdict in at most 6 % of cases.
 LEVELS = {SPEED: LEVEL} | dict.fromkeys(
     ("first_step_seconds", "cpu_seconds", "busy"), LEVEL / 5 / 3
 )
-COMPLEXITY = {"single": 0, "dp": 1, "ddp": 2, "fsdp": 3}  # custom strategies come last
-SLOW_RANK = 1.1  # the report warns of a rank that takes this many times as long as the median rank
-# Settings by which the configurations of one group differ on purpose, and fields of the group.
+# Order of the strategies in a table. Custom strategies come last.
+COMPLEXITY = {"single": 0, "dp": 1, "ddp": 2, "fsdp": 3}
+# The report warns of a rank that takes this many times as long as the median rank.
+SLOW_RANK = 1.1
+# Keys that do not separate groups: the configurations of a group differ in them on purpose, or a
+# field of the group holds their value.
 _NOT_OF_A_GROUP = (*NOT_A_SETTING, "parallel.", "model.name", "data.batch_size")
 
 
 @dataclass(frozen=True)
 class MeasuredPoint(Configuration):
-    """All runs (repeats) of one strategy on one number of devices and nodes."""
+    """All runs of one strategy on one number of devices and nodes. The runs are repeats of each
+    other.
+    """
 
     strategy: str
     devices: int
     nodes: int
-    # Parallel options that differ from other configurations with this strategy and device count.
+    # Options of `parallel` in which this configuration differs from others with the same strategy
+    # and number of devices.
     options: str
-    suffix: str  # of the label: nodes and options
+    # Last part of the configuration's label, such as ` on 2 nodes`. It names the nodes and the
+    # options.
+    suffix: str
 
     @property
     def needless_threads(self) -> tuple[int, int] | None:
@@ -54,8 +62,8 @@ class MeasuredPoint(Configuration):
 
     @cached_property
     def metrics(self) -> dict[str, Summary]:
-        """Median and range of the headline metric (`checkpoint.metric`) over the repeats, by its
-        name.
+        """Median and range of the headline metric (`checkpoint.metric`) over the repeats, as a
+        dictionary from the metric's name.
         """
         return summarize_columns({run.metric: run.metric_value} for run in self.runs)
 
@@ -66,17 +74,22 @@ class MeasuredPoint(Configuration):
 
 @dataclass(frozen=True)
 class Group(Question[MeasuredPoint]):
-    """Configurations whose speeds one table compares: same hardware, model, batch and other
-    settings.
+    """Configurations whose speeds are compared in one table, because hardware, model, batch and all
+    other settings are equal.
     """
 
     hardware: str
     accelerator: str
     model: str
-    kind: str  # strong: `batch` is global; weak: `batch` is per device
+    # Scaling: strong if the global batch is fixed, weak if the batch per device is fixed.
+    kind: str
+    # The fixed batch size: the global one for strong scaling, the one per device for weak scaling.
     batch: int | None
-    settings: str  # other settings that differ between the groups of the report
-    model_name: str  # `model`; if model.kwargs changes it, with its option and size
+    # Further settings that differ between the groups of a report.
+    settings: str
+    # Name of the model. If model.kwargs changes the model, the name includes its config file and
+    # size.
+    model_name: str
 
     @property
     def title(self) -> str:
@@ -90,11 +103,11 @@ class Group(Question[MeasuredPoint]):
         return f"strong scaling, global batch {batch}"
 
     def rows(self, measure: str) -> list[Row]:
-        """Return (configuration, repeat on one host, value of `measure`) of each run whose value
+        """Return (configuration, repeat on one host, value) of each run whose value of `measure`
         may be compared.
 
-        Excludes runs with concurrent jobs and, except for the time to the first step, runs of dp
-        over CPU threads.
+        Runs next to concurrent jobs are left out. Runs of dp over CPU threads are left out too,
+        except for the time to the first step.
         """
         measured: list[Row] = []
         for point in self.members:
@@ -106,10 +119,11 @@ class Group(Question[MeasuredPoint]):
         return measured
 
     def pairs(self, measure: str) -> list[tuple[str, str]]:
-        """Return the pairs of configurations to compare: ddp and dp on equally many devices; for
-        speed, also each with single.
+        """Return the pairs of configurations to compare by `measure`: ddp with dp on equally many
+        devices and, for speed, each configuration with single.
         """
-        # Each additional pair would widen all confidence intervals.
+        # Compare no further pairs, because each additional pair would widen all confidence
+        # intervals.
         labels = []
         for a in self.members:
             opponents = [self.single] if measure == SPEED else []
@@ -122,8 +136,8 @@ class Group(Question[MeasuredPoint]):
 
     @cached_property
     def speeds(self) -> pd.DataFrame:
-        """Table of all runs with their images/s, in run order. `relative`: images/s over the
-        configuration's median.
+        """Table with the images/s of each run, in the order in which the runs started. The column
+        `relative` is the speed divided by the median speed of the configuration.
         """
         columns = ["point", "run", "sweep", "position", "block", "strategy", "devices", "series"]
         columns += [SPEED, "relative", "flagged"]
@@ -143,7 +157,9 @@ class Group(Question[MeasuredPoint]):
         return self.at("single", 1)
 
     def at(self, strategy: str, devices: int) -> MeasuredPoint | None:
-        """Return the configuration of this strategy and device count; of several, the simplest."""
+        """Return the configuration of a strategy on a number of devices. If there are several,
+        return the one on the fewest nodes with the fewest options.
+        """
 
         def simplicity(point: MeasuredPoint) -> tuple[int, int, str]:
             options_set = point.options.count("=") - point.options.count("=null")
@@ -160,8 +176,8 @@ class Group(Question[MeasuredPoint]):
         return self.contrast(point, self.single)
 
     def efficiency(self, point: MeasuredPoint) -> float | None:
-        """Return the scaling efficiency: images/s per device, divided by the images/s of strategy
-        single. 1 is ideal.
+        """Return the scaling efficiency of a configuration: its images/s per device divided by the
+        images/s of single. The ideal is 1.
         """
         contrast = self.over_single(point)
         return (
@@ -171,8 +187,8 @@ class Group(Question[MeasuredPoint]):
         )
 
     def same_threads(self, point: MeasuredPoint) -> bool:
-        """Return False if `point` and strategy single ran on a CPU with different numbers of
-        threads per device.
+        """Return False if a configuration and single ran on a CPU with different numbers of threads
+        per device.
         """
         if self.accelerator != "cpu" or self.single is None:
             return True
@@ -183,7 +199,7 @@ class Group(Question[MeasuredPoint]):
 
     @property
     def warnings(self) -> list[str]:
-        """Warnings about several hosts and about slow ranks, a sentence each."""
+        """Sentences that warn of runs on several hosts and of slow ranks."""
         warnings = []
         hosts = sorted({run.hosts[0] for run in self.runs if run.hosts})
         if len(hosts) > 1:
@@ -203,13 +219,13 @@ class Group(Question[MeasuredPoint]):
 
 
 def group_runs(runs: Iterable[RunRecord]) -> list[Group]:
-    """Group the finished runs, largest group first; sort each group by strategy and devices.
-    Computes no contrasts.
+    """Group the finished runs whose speeds can be compared. The largest group comes first, and each
+    group is sorted by strategy and number of devices. The configurations are not compared yet.
     """
     comparable = [run for run in runs if run.comparable]
     settings = [key for key in varied(comparable) if not key.startswith(_NOT_OF_A_GROUP)]
-    # `data.workers=auto` may give strategies different numbers, which does not count as a
-    # difference in settings.
+    # Do not put strategies into separate groups because of their numbers of loader workers, which
+    # `data.workers=auto` may choose differently for each strategy.
     workers = {(run.strategy, run.devices, run.config.get("data.workers")) for run in comparable}
     if "data.workers" in settings and len(workers) == len(
         {(strategy, devices) for strategy, devices, _ in workers}

@@ -1,5 +1,5 @@
 """Headline result of a report: a sentence, and the command that trains the recommended
-configuration. Each question has its policy.
+configuration. Each kind of comparison has its own rule.
 """
 
 from __future__ import annotations
@@ -40,36 +40,44 @@ from timm_parallel.lab.analysis.wording import (
 )
 from timm_parallel.machine.text import plural
 
-FAR = 8.0  # standard deviations from the median of its setting at which a run is named
+# A report names a run whose value is this many standard deviations worse than the median of its
+# setting.
+FAR = 8.0
 TUNE = "experiment=tune"
 
 
 @dataclass(frozen=True)
 class Recommendation:
-    """Headline result of a group of configurations. Recommends none if the measurements are
-    inconclusive.
+    """Headline result of a group of configurations. It recommends no configuration if the
+    measurements are inconclusive.
     """
 
     group: Group | SettingGroup
     sentence: str
     command: str = ""
-    point: str | None = None  # label of the recommended configuration
+    # Label of the recommended configuration.
+    point: str | None = None
+    # The comparison of two configurations on which the sentence of the headline result relies.
     contrast: Contrast | None = None
-    value: float | None = (
-        None  # of the headline metric, corrected for the choice; None on a page about speed
-    )
-    value_interval: tuple[float, float] | None = None  # of 95 %
-    difference: float | None = None  # of `contrast`, corrected for the choice
-    notes: tuple[str, ...] = ()  # what a reader must know to rely on the sentence, a sentence each
+    # Expected value of the headline metric, without the bias of choosing the best configuration.
+    # None on a page about speed.
+    value: float | None = None
+    # 95 % confidence interval of the expected value of the headline metric.
+    value_interval: tuple[float, float] | None = None
+    # Expected difference from the baseline, without the bias of choosing the best configuration.
+    difference: float | None = None
+    # Sentences that a reader of the report must know to rely on the headline result.
+    notes: tuple[str, ...] = ()
 
 
 def command(run: RunRecord) -> str:
-    """Return the `python train.py …` command with the settings of this run, but without the step
-    limit of a benchmark.
+    """Build the `python train.py …` command that trains with the settings of a run. The step limit
+    of a run that only measured speed is left out.
     """
     full: dict[str, object] = {}
     if run.is_benchmark:
-        # The benchmark also chose the epochs, which it did not reach.
+        # Reset the number of epochs too, because a run that measured speed stopped before it
+        # reached them.
         full = {"train.max_steps": "null", "train.epochs": TrainConfig.epochs}
         full["train.evaluate_every"] = TrainConfig.evaluate_every
     arguments = ["--config-path", str(run.folder), "--config-name", "config"]
@@ -82,7 +90,8 @@ def command(run: RunRecord) -> str:
             if not key.startswith(dropped) and key not in ("debug", "print_config", *full)
         ]
         if given.get("experiment") == TUNE:
-            # Nothing in that file is for a real training.
+            # Leave out the experiment file of a tuning, because its settings are only for measuring
+            # speed.
             kept.remove("experiment")
             full = {}
         arguments = [given[key] for key in kept]
@@ -92,8 +101,8 @@ def command(run: RunRecord) -> str:
 
 
 def _disturbed(runs: Sequence[RunRecord]) -> str:
-    """Return the sentence that a report has no verdict,
-    because most of its `runs` were disturbed.
+    """Format the sentence that a report has no verdict, because other load disturbed most of its
+    runs.
     """
     disturbed = [run for run in runs if run.flags]
     [(reason, _)] = Counter(flag for run in disturbed for flag in run.flags).most_common(1)
@@ -104,9 +113,11 @@ def _disturbed(runs: Sequence[RunRecord]) -> str:
 
 
 def recommend(group: Group | SettingGroup) -> Recommendation:
-    """Return the headline result by the policy of the question: of strategies the simplest that is
-    not relevantly slower, of settings the best that is shown to be better, and of a tuning the
-    fewest changes that are.
+    """Choose the headline result of a group of configurations.
+
+    Of strategies, this is the simplest that is not relevantly slower than the fastest. Of settings,
+    it is the best that is shown to be better than the baseline. Of a tuning, it is the setting with
+    the fewest changes among the fastest.
     """
     if isinstance(group, SettingGroup) and not group.is_about_speed:
         return _recommend_better(group)
@@ -116,11 +127,11 @@ def recommend(group: Group | SettingGroup) -> Recommendation:
 
 
 def _recommend_simple(group: Group) -> Recommendation:
-    """Recommend the fastest configuration of a group, or a simpler one that is not relevantly
-    slower.
+    """Recommend the fastest strategy and number of devices, or a simpler choice that is not
+    relevantly slower.
     """
-    # The points are already in the order single, dp, ddp. Sorting by devices is stable, so this
-    # order stays among points of equal devices.
+    # Sort by nodes and devices. The sort is stable, so that configurations with equally many
+    # devices keep their order: single, dp, ddp.
     simplest_first = sorted(group.members, key=lambda point: (point.nodes, point.devices))
     chosen = choose(
         group.rows(SPEED), [point.label for point in simplest_first], group.smallest_difference
@@ -150,8 +161,8 @@ def _recommend_simple(group: Group) -> Recommendation:
 
 
 def _compare_with_single(group: Group, point: MeasuredPoint) -> tuple[Contrast | None, str]:
-    """Return the contrast between strategy single and `point`, or its best rival if `point` is
-    single, and a sentence.
+    """Compare a configuration with strategy single. If the configuration is single itself, compare
+    it with the fastest other one. Return (comparison, sentence for the report).
     """
     assert point.speed is not None
     if point is group.single:
@@ -162,8 +173,8 @@ def _compare_with_single(group: Group, point: MeasuredPoint) -> tuple[Contrast |
                 f"{_describe(point)}: {with_range(point.speed)} images/s. There is nothing to "
                 "compare it with.",
             )
-        # Prefer several devices to other settings of one device, because the question is if more
-        # devices pay.
+        # Prefer a configuration on several devices to another one on a single device, because the
+        # report must say if more devices pay.
         second = max(
             against, key=lambda contrast: (group.named(contrast.a).devices > 1, contrast.ratio or 0)
         )
@@ -188,8 +199,8 @@ def _compare_with_single(group: Group, point: MeasuredPoint) -> tuple[Contrast |
 
 
 def _second_device(group: Group, point: MeasuredPoint) -> str:
-    """Return a sentence on the gain from a second device. It is empty if `point` has two, or if the
-    gain is unknown.
+    """Format a sentence on the gain from a second device. The text is empty if the recommended
+    configuration has two devices, or if the gain is unknown.
     """
     pairs = [
         (p, c)
@@ -219,15 +230,15 @@ def _describe(point: MeasuredPoint) -> str:
 
 
 def _recommend_better(group: SettingGroup) -> Recommendation:
-    """Recommend the best setting that is shown to be better than the baseline; if none, state the
-    detectable difference.
+    """Recommend the best setting that is shown to be better than the baseline. If there is none,
+    state the smallest difference that the sweep could have detected.
     """
     shown = [c for c in group.contrasts if c.verdict == SUPPORTED]
     if len(group.alive) == 1:
         lead = _only_setting(group)
     elif shown or (group.may_be_best == {group.baseline.label} and group.baseline.is_sound):
-        # With equal numbers of runs, this is the setting with the best mean, or the next to the
-        # baseline.
+        # Take the best of the settings that are shown to be better than the baseline. If there are
+        # none, the baseline itself is shown to be best, so compare it with the next one.
         contrast = max(shown or group.contrasts, key=lambda c: group.scale.sign * (c.effect or 0))
         lead = _shown_best(group, contrast)
     else:
@@ -236,7 +247,9 @@ def _recommend_better(group: SettingGroup) -> Recommendation:
 
 
 def _shown_best(group: SettingGroup, contrast: Contrast) -> Recommendation:
-    """Recommend the better setting of a contrast with the baseline, or the baseline itself."""
+    """Recommend the setting that is shown to be better than the baseline, or the baseline itself if
+    it is shown to be best. `contrast`: comparison of a setting with the baseline.
+    """
     other, baseline = group.named(contrast.a), group.baseline
     chosen = other if contrast.verdict == SUPPORTED else baseline
     expected = _expected(group, chosen)
@@ -316,10 +329,10 @@ def _only_setting(group: SettingGroup) -> Recommendation:
 
 
 def _expected(group: SettingGroup, chosen: Setting) -> Recommendation:
-    """Estimate value and difference of `chosen` in new runs: each repeat scores the setting that is
-    best on the others.
+    """Estimate value and difference of a setting in new runs, without the bias of choosing the
+    best. In each repeat, the setting that is best in all other repeats is scored.
     """
-    # Settings with lost runs are not candidates: chance chose which of their runs are counted.
+    # Leave out settings with lost runs, because chance decided which of their runs have a value.
     settings, blocks = group.complete, {block for _, block, _ in group.rows()}
     if chosen not in settings:
         settings, blocks = [*settings, chosen], set(chosen.values)
@@ -336,8 +349,8 @@ def _expected(group: SettingGroup, chosen: Setting) -> Recommendation:
     differences = [score - baseline[block] for block, score in scores.items() if block in baseline]
     interval = group.interval(chosen)
     if interval is not None and chosen.mean is not None:
-        # The values that the correction allows for, next to those of a setting that was not chosen
-        # by its mean.
+        # Widen the confidence interval of the mean, so that it also contains the values that are
+        # likely after the correction for choosing the best setting.
         low, high = (end - (chosen.mean - value) for end in interval)
         interval = min(low, interval[0]), max(high, interval[1])
         if group.scale.is_proportion:
@@ -359,8 +372,8 @@ def _value(group: SettingGroup, chosen: Setting, expected: Recommendation) -> st
 
 
 def _rivals(group: SettingGroup, named: Setting) -> str:
-    """Return a sentence on the settings that cannot be told from the best; empty if that is true of
-    all settings.
+    """Format a sentence that names the settings which are not shown to be worse than the
+    recommended one. If there are none, the sentence says that it is the best.
     """
     rivals = [
         setting
@@ -376,8 +389,8 @@ def _rivals(group: SettingGroup, named: Setting) -> str:
 
 
 def _name(setting: Setting) -> str:
-    """Return the label of a setting, with the number of its lost runs and the reason, e.g. `lr=1 (2
-    of 5 runs failed)`.
+    """Return the label of a setting. If runs were lost, add their number and the reason, for
+    example `lr=1 (2 of 5 runs failed)`.
     """
     return f"{setting.label} ({_lost(setting)})" if setting.lost else setting.label
 
@@ -426,8 +439,8 @@ def _notes(group: SettingGroup) -> list[str]:
 
 
 def _far_off(group: SettingGroup) -> Iterable[tuple[Setting, RunRecord]]:
-    """Yield the runs that are much worse than the median of their setting, such as diverged ones,
-    with the setting.
+    """Yield (setting, run) for each run that is much worse than the median of its setting, for
+    example because the training diverged.
     """
     shortfalls: list[tuple[float, Setting, RunRecord]] = []
     for setting in group.alive:
@@ -441,7 +454,7 @@ def _far_off(group: SettingGroup) -> Iterable[tuple[Setting, RunRecord]]:
             shortfalls += [
                 (group.scale.sign * (middle - shift), setting, run) for run, shift in known.items()
             ]
-    # Median absolute deviation, which a few diverged runs do not change.
+    # Use the median absolute deviation, because a few diverged runs do not change it.
     usual = 1.4826 * median(abs(shortfall) for shortfall, *_ in shortfalls) if shortfalls else 0.0
     if usual:
         yield from (
@@ -450,18 +463,18 @@ def _far_off(group: SettingGroup) -> Iterable[tuple[Setting, RunRecord]]:
 
 
 def _recommend_fastest(group: SettingGroup) -> Recommendation:
-    """Recommend settings that are shown to train faster than the current ones; if none is, state
-    the detectable gain.
+    """Recommend the setting of a tuning that is shown to train faster than the current settings. If
+    there is none, state the smallest gain that the tuning could have detected.
 
-    Settings with more changes are recommended only if they are also shown to be faster than those
-    with fewer.
+    A setting with more changes is recommended only if it is also shown to be faster than the
+    settings with fewer changes.
     """
     baseline, repeats = group.baseline, plural(group.blocks, "repeat")
     shown = {contrast.a: contrast for contrast in group.contrasts if contrast.verdict == SUPPORTED}
     smallest = float(group.runs[0].config.get("sweep.smallest_difference") or SMALLEST_DIFFERENCE)
     if not shown:
         return Recommendation(group, _no_gain(group, smallest))
-    # In the order of the sweep, which is that of the number of changes.
+    # The settings are in the order of the sweep, in which the number of changes grows.
     labels = [setting.label for setting in group.members if setting.label in shown]
     pairs = [(b, a) for place, a in enumerate(labels) for b in labels[place + 1 :]]
     among = decide(estimate(group.rows(), pairs, group.scale), smallest)
@@ -502,8 +515,8 @@ def _memory(winner: Setting, baseline: Setting) -> list[str]:
 
 
 def _advice(winner: Setting, baseline: Setting) -> list[str]:
-    """Return a warning for each changed setting that changes more than speed, and the time that
-    compiling takes.
+    """Return sentences of advice: a warning for each changed setting that changes more than speed,
+    and the time that compiling takes.
     """
     changed = _changed(winner, baseline)
     advised = {
@@ -536,8 +549,8 @@ def _start_seconds(setting: Setting) -> str:
 def _without_changes(
     group: SettingGroup, winner: Setting, shown: Mapping[str, Contrast]
 ) -> list[str]:
-    """Return a sentence on the fastest setting that changes only speed and memory, in a list that
-    is empty without one.
+    """Return a list with a sentence on the fastest setting that changes only speed and memory. The
+    list is empty if the recommended setting is such a setting itself, or if there is none.
     """
 
     def only_speed(setting: Setting) -> bool:

@@ -1,6 +1,6 @@
-"""Configurations, which are runs (repeats) with the same settings, and the question of a page: what
-is measured on a run, on which scale, and which configurations are compared. One function estimates
-and decides for all questions.
+"""Base classes of a comparison. A configuration is a set of runs with the same settings. A question
+is a group of configurations that are compared by a measure on a scale. One function estimates the
+differences and decides for all questions.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from timm_parallel.lab.analysis.statistics import (
     summarize,
 )
 
-# Settings that do not change the training, or by which repeats differ on purpose.
+# Keys that do not change the training, or in which repeats differ on purpose.
 NOT_A_SETTING = (
     *("paths.", "checkpoint.", "cluster.", "sweep.", "search.", "debug", "experiment", "tags"),
     *("task_name", "seed", "resume", "print_config", "optimized_metric"),
@@ -35,10 +35,11 @@ NOT_A_SETTING = (
 
 @dataclass(frozen=True)
 class Configuration:
-    """All runs (repeats) with the same settings."""
+    """All runs with the same settings. The runs are repeats of each other."""
 
     runs: tuple[RunRecord, ...]
-    label: str  # names it in its group
+    # Name of the configuration, which no other configuration of the report's table has.
+    label: str
 
     @property
     def is_simulated(self) -> bool:
@@ -49,15 +50,15 @@ class Configuration:
 
     @property
     def speed(self) -> Summary | None:
-        """Median and range of images/s over the repeats; None for dp over CPU threads, which says
-        nothing about GPUs.
+        """Median and range of images/s over the repeats. None for dp over CPU threads, whose speed
+        says nothing about GPUs.
         """
         return None if self.is_simulated else self.measure("images_per_sec")
 
     @cached_property
     def peak_bytes(self) -> list[Summary]:
-        """Median and range of peak memory in bytes, per device. Ignores repeats that recorded fewer
-        devices than others.
+        """Median and range of the peak memory over the repeats, in bytes, for each device. Repeats
+        that recorded fewer devices than others are ignored.
         """
         peaks = [dict(enumerate(run.peak_bytes)) for run in self.runs]
         devices = max(map(len, peaks), default=0)
@@ -71,25 +72,32 @@ C = TypeVar("C", bound=Configuration)
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Question(Generic[C]):
-    """Configurations that are compared by the measures of their runs."""
+    """A group of configurations that are compared with each other by the measures of their runs,
+    with the results of the comparison.
+    """
 
     members: tuple[C, ...] = ()
     by_measure: Mapping[str, Sequence[Contrast]] = field(default_factory=dict, compare=False)
-    smallest_difference: float = SMALLEST_DIFFERENCE  # of the contrasts' verdicts
-    level: float = LEVEL  # of the headline's measure: chance that any contrast is wrong
-    metric: str = "images_per_sec"  # the measure of the headline
+    # Smallest relative difference that matters. A smaller one does not count for a verdict.
+    smallest_difference: float = SMALLEST_DIFFERENCE
+    # Chance that any verdict on the measure of the headline result is wrong.
+    level: float = LEVEL
+    # The measure of the headline result.
+    metric: str = "images_per_sec"
     scale: Scale = RATIO
 
     def rows(self, measure: str) -> list[Row]:
-        """Return (configuration, block, value of `measure`) of everything that may be compared."""
+        """Return (configuration, repeat, value) of each run whose value of `measure` may be
+        compared.
+        """
         raise NotImplementedError
 
     def pairs(self, measure: str) -> list[tuple[str, str]]:
-        """Return the pairs of configurations to compare."""
+        """Return the pairs of configurations that are compared by `measure`."""
         raise NotImplementedError
 
     def is_void(self, contrast: Contrast) -> bool:
-        """Return True if the measurements do not allow the verdict of `contrast`."""
+        """Return True if the measurements do not allow a verdict on a pair of configurations."""
         return self.disturbed
 
     @property
@@ -98,31 +106,37 @@ class Question(Generic[C]):
 
     @property
     def disturbed(self) -> bool:
-        """True if most runs were disturbed, see RunRecord.flags. A page about speed then gives no
-        verdict.
+        """True if most runs were disturbed by other load, see RunRecord.flags. A page about speed
+        then gives no verdict.
         """
         return 2 * sum(bool(run.flags) for run in self.runs) > len(self.runs)
 
     @property
     def contrasts(self) -> Sequence[Contrast]:
-        """Contrasts of the measure of the headline."""
+        """Effect, confidence interval and verdict of each compared pair of configurations, for the
+        measure of the headline result.
+        """
         return self.by_measure.get(self.metric, ())
 
     @property
     def detectable(self) -> list[float]:
-        """Smallest differences that the contrasts of the headline's measure can show."""
+        """Smallest difference that the comparison of each pair of configurations can show, for the
+        measure of the headline result.
+        """
         return [c.detectable for c in self.contrasts if c.detectable is not None]
 
     def named(self, label: str) -> C:
         return next(c for c in self.members if c.label == label)
 
     def contrast(self, a: Configuration, b: Configuration | None) -> Contrast | None:
-        """Return the contrast of the headline's measure between two configurations."""
+        """Return the comparison of two configurations by the measure of the headline result, or
+        None if they were not compared.
+        """
         pair = (a.label, b.label if b else None)
         return next((c for c in self.contrasts if (c.a, c.b) == pair), None)
 
     def estimates(self, measure: str, pairs: Sequence[tuple[str, str]]) -> list[Estimate]:
-        """Estimate the differences of pairs of configurations."""
+        """Estimate the difference of each pair of configurations, with its standard error."""
         return estimate(self.rows(measure), pairs, self.scale)
 
 
@@ -134,16 +148,19 @@ def with_contrasts(
     smallest_difference: float = SMALLEST_DIFFERENCE,
     levels: Mapping[str, float] | None = None,
 ) -> list[Q]:
-    """Return the questions with a contrast (effect, interval and verdict) for each pair to compare,
-    by measure. `levels`: chance of a wrong verdict by measure; "" is that of the headline, and by
-    default the only one.
+    """Compare pairs of configurations in each group, and return copies of the groups with the
+    results: effect, confidence interval and verdict of each pair.
+
+    `levels`: measure -> chance that any verdict on it is wrong. The key "" stands for the measure
+    of the headline result, which is the only measure by default.
     """
     known: list[dict[str, list[Contrast]]] = [{} for _ in questions]
     for measure, level in (levels or {"": LEVEL}).items():
         names = [measure or question.metric for question in questions]
         asked = zip(questions, names, strict=True)
         estimates = [q.estimates(name, q.pairs(name)) for q, name in asked]
-        # In one call, because Holm's rule corrects for the number of pairs in all groups.
+        # Decide on the pairs of all groups in one call, because Holm's rule corrects for the number
+        # of all pairs.
         decided = iter(decide([e for of in estimates for e in of], smallest_difference, level))
         for place, question in enumerate(questions):
             contrasts = [next(decided) for _ in estimates[place]]
@@ -172,15 +189,15 @@ def summarize_columns(rows: Iterable[Mapping[Any, float | None]]) -> dict[str, S
 
 
 def varied(runs: Iterable[RunRecord]) -> dict[str, list[Any]]:
-    """Return the config keys that differ between the runs, with their values; a missing key counts
-    as null.
+    """Return the config keys that differ between the runs, as a dictionary from key to values. A
+    missing key counts as null.
     """
     return {key: seen for key, seen in values(run.config for run in runs).items() if len(seen) > 1}
 
 
 def values(trees: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Return the distinct values of each dotted key in several configs. A missing key counts as
-    None; empty configs are ignored.
+    """Return the distinct values of each dotted key in several configs. A key that a config does
+    not have counts as None. Empty configs are ignored.
     """
     known = [tree for tree in trees if tree]
     keys = dict.fromkeys(key for tree in known for key in tree)

@@ -1,5 +1,5 @@
-"""RunRecord: result.json, config.yaml and environment.json of one run as typed values; None if not
-recorded.
+"""RunRecord: the values of result.json, config.yaml and environment.json of one run. A value that
+was not recorded is None.
 """
 
 from __future__ import annotations
@@ -17,42 +17,57 @@ from timm_parallel.project import current
 from timm_parallel.record.jobs import FAILED
 
 STEP_PARTS = ("data_ms", "compute_ms", "communication_ms", "other_ms")
-# Measure -> its key in result.json. Times are in seconds, or in milliseconds if their name says so.
+# Name of a measure -> its key in result.json. Times are in seconds, or in milliseconds if the name
+# contains _ms.
 _TIMED = ("images_per_sec", "step_ms", "step_ms_p95", "steps_timed", "seconds_timed")
 _RECORDED = {name: f"throughput.{name}" for name in _TIMED} | {
     "communication_ms": "communication.ms_per_step",
-    "exposed_ms": "communication.exposed_ms_per_step",  # not hidden behind the backward pass
+    # Communication time that is not hidden behind the backward pass.
+    "exposed_ms": "communication.exposed_ms_per_step",
     "bytes_per_step": "communication.bytes_per_step",
-    "cpu_seconds": "cpu.seconds_per_second",  # of all processes, per second of wall time
+    # Processor seconds of all processes per second of wall time.
+    "cpu_seconds": "cpu.seconds_per_second",
     "first_step_seconds": "seconds.start_to_first_step",
-    "joules_per_image": "energy.joules_per_image",  # of all GPUs
-    "data_wait": "data_wait",  # share of the timed steps, 0 to 1
+    # Joules of all GPUs per image.
+    "joules_per_image": "energy.joules_per_image",
+    # Share of the timed steps in which the devices wait for data, 0 to 1.
+    "data_wait": "data_wait",
 }
-IMAGES_PER_SECOND = "images/s"  # the headline metric of a tuning
+# The headline metric of a tuning (`sweep.tune`).
+IMAGES_PER_SECOND = "images/s"
 MEASURES = (*_RECORDED, "imbalance", "busy")
 
 
-# Compared by identity: two records are never equal.
+# RunRecords are compared by identity, so two of them are never equal.
 @dataclass(frozen=True, eq=False)
 class RunRecord:
     """Recorded data of one run, which may be a job of a sweep.
 
-    `result`, `config` and `environment` have dotted keys, such as `{"data.batch_size": 64}`; empty
-    if the file is missing.
+    `result`, `config` and `environment` hold the contents of the files as dotted keys, such as
+    `{"data.batch_size": 64}`. A missing file gives an empty dictionary.
     """
 
-    name: str  # folder, relative to the common parent of all folders of the report
-    folder: Path  # may not exist for a skipped or waiting job
+    # The run folder, relative to the common parent of all folders of the report.
+    name: str
+    # The run folder, which may not exist for a skipped or waiting job.
+    folder: Path
     status: str
     reason: str = ""
-    sweep: str = ""  # the sweep's folder; empty for a single run
-    block: int = 0  # of the sweep
-    position: int | None = None  # in run order
+    # Folder of the sweep. Empty for a run outside of a sweep.
+    sweep: str = ""
+    # Number of the repeat to which the run belongs in its sweep.
+    block: int = 0
+    # Position of the run in the order in which the jobs of its sweep start.
+    position: int | None = None
     overrides: tuple[str, ...] = ()
-    model_option: str = ""  # the file of conf/model; empty if Hydra did not record it
-    is_trial: bool = False  # of a search
-    seed: int | None = None  # according to jobs.json; None for a run outside a sweep
-    changes: str = ""  # hash of code.diff, the uncommitted changes; empty without this file
+    # Name of the file of conf/model that was chosen. Empty if Hydra did not record it.
+    model_option: str = ""
+    # True if the run is a trial of a hyper-parameter search.
+    is_trial: bool = False
+    # Seed according to jobs.json. None for a run outside of a sweep.
+    seed: int | None = None
+    # Hash of code.diff, which holds the uncommitted changes. Empty if the file does not exist.
+    changes: str = ""
     result: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, Any] = field(default_factory=dict)
@@ -69,8 +84,8 @@ class RunRecord:
 
     @property
     def devices(self) -> int:
-        """Number of devices, 0 if unknown; with a rank per device, the measured world size, which
-        counts all nodes.
+        """Number of devices, or 0 if it is unknown. If each device has a rank, this is the measured
+        world size, which counts the devices of all nodes.
         """
         if not self.result:
             requested = parse_overrides(self.overrides).get("parallel.devices", "")
@@ -84,22 +99,22 @@ class RunRecord:
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """Host names of the run's nodes, node 0 first."""
+        """Host names of the run's nodes. The first is that of node 0."""
         host = self.environment.get("host")
         return tuple(self.entries(str, "hosts")) or ((str(host),) if host else ())
 
     @property
     def hardware(self) -> str:
-        """Devices, processor, driver, torch and CUDA as text. Speeds are compared only between runs
-        with equal text.
+        """Devices, processor, driver, torch and CUDA of a run as text. Only the speeds of runs with
+        equal texts are compared.
         """
         has = self.environment.get
         processor = f"{has('cpu.model') or 'unknown processor'}, {has('cpu.cores') or '?'} cores"
         torch = f"torch {has('libraries.torch') or '—'}"
         if self.accelerator != "cuda":
             return f"{'Apple GPU' if self.accelerator == 'mps' else 'CPU'}: {processor}; {torch}"
-        # The names of the devices but not their number, because CUDA_VISIBLE_DEVICES may hide some
-        # devices from a run.
+        # Use the names of the devices but not their number, because CUDA_VISIBLE_DEVICES may hide
+        # some devices from a run.
         names = sorted({str(device.get("name") or "") for device in has("devices") or ()})
         versions = [
             f"{name} {has(name.lower())}" for name in ("CUDA", "driver") if has(name.lower())
@@ -108,8 +123,8 @@ class RunRecord:
 
     @cached_property
     def commit(self) -> str:
-        """Commit of the code, e.g. `0123abc` or `0123abc with changes 4f2a`; other uncommitted
-        changes are other code.
+        """Commit of the code, such as `0123abc`, or `0123abc with changes 4f2a` if there were
+        uncommitted changes. Runs with different changes count as runs of different code.
         """
         commit = str(self.result.get("commit") or self.environment.get("commit") or "")[:10]
         return (
@@ -120,7 +135,9 @@ class RunRecord:
 
     @property
     def data(self) -> str:
-        """Fingerprint of all images and labels. Runs on different data do not count as repeats."""
+        """Fingerprint of all images and labels. Runs on different data do not count as repeats of
+        each other.
+        """
         return str(self.result.get("data.all") or "")
 
     @property
@@ -129,14 +146,14 @@ class RunRecord:
 
     @property
     def is_simulated(self) -> bool:
-        """True for dp over CPU threads: it trains like dp, but its speed and memory say nothing
-        about GPUs.
+        """True for dp over CPU threads. Such a run trains as dp does on GPUs, but its speed and
+        memory say nothing about GPUs.
         """
         return self.strategy == "dp" and self.accelerator == "cpu"
 
     @cached_property
     def doubt(self) -> str:
-        """Return the reason not to compare this finished run; empty if it can be compared."""
+        """Reason not to compare this finished run with others. Empty if it can be compared."""
         requested, world, devices = (
             self.result.get("devices"),
             self.integer("world_size"),
@@ -144,7 +161,7 @@ class RunRecord:
         )
         if requested is not None and devices is None:
             return f"not compared: devices is {requested!r}, expected an integer"
-        # On several nodes, the world size is a multiple of the devices.
+        # The world size counts all nodes and `devices` counts one node, so it must be a multiple.
         if world and devices and world % devices:
             return f"not compared: {devices} devices requested, world size {world} measured"
         if self.is_edited:
@@ -155,7 +172,9 @@ class RunRecord:
 
     @property
     def is_edited(self) -> bool:
-        """True if jobs.json has another seed than the config that the job was started with."""
+        """True if the seed in jobs.json is not the seed in the config with which the job was
+        started.
+        """
         return self.seed is not None and self.config.get("seed", self.seed) != self.seed
 
     @property
@@ -164,14 +183,14 @@ class RunRecord:
 
     @property
     def neighbours(self) -> int:
-        """Number of concurrent jobs on the machine. If there are any, the report never compares the
-        run's speed.
+        """Number of other jobs that ran on the machine at the same time. If there were any, the
+        report does not compare the speed of the run.
         """
         return self.integer("neighbours") or 0
 
     @property
     def flags(self) -> list[str]:
-        """Return reasons to distrust the measurements of this run, a short sentence each."""
+        """Reasons to distrust the measurements of this run, a short sentence each."""
         flags = self.entries(str, "flags")
         if self.neighbours:
             flags.insert(0, f"{plural(self.neighbours, 'other job')} ran at the same time")
@@ -179,8 +198,8 @@ class RunRecord:
 
     @property
     def step_parts(self) -> dict[str, float] | None:
-        """Mean milliseconds of rank 0 per step for data, computing, communication and others; None
-        unless all are known.
+        """Mean milliseconds per step of rank 0 for data, computing, communication and the rest.
+        None if one of the values was not recorded.
         """
         parts = {name: self.number(f"step.{name}") for name in STEP_PARTS}
         known = {name: value for name, value in parts.items() if value is not None}
@@ -188,8 +207,8 @@ class RunRecord:
 
     @property
     def rank_shares(self) -> dict[str, float]:
-        """Return, for each rank, its time for data and for computing in a step, each divided by the
-        median over the ranks; empty if no times were recorded.
+        """Return a dictionary from rank to its time per step for data and computing, divided by the
+        median over the ranks. Empty if no times were recorded.
         """
         times = {}
         for entry in self.entries(dict, "ranks"):
@@ -210,8 +229,8 @@ class RunRecord:
 
     @cached_property
     def metric(self) -> str:
-        """Name of the headline metric, e.g. `val/loss`: `optimized_metric` in a search, else
-        `checkpoint.metric`.
+        """Name of the headline metric, such as `val/loss`: `optimized_metric` for a trial of a
+        search, else `checkpoint.metric`.
         """
         if self.is_of_tuning:
             return IMAGES_PER_SECOND
@@ -221,16 +240,16 @@ class RunRecord:
 
     @cached_property
     def is_benchmark(self) -> bool:
-        """True if the run measures speed in a few steps: `train.max_steps` is set, and
-        `sweep.timed` or no evaluation.
+        """True if the run measures speed in a few steps: it has a value of `train.max_steps`, and
+        `sweep.timed` is set or evaluation is off.
         """
         is_timed = self.config.get("sweep.timed") or self.config.get("train.evaluate_every") == 0
         return bool(is_timed) and self.config.get("train.max_steps") is not None
 
     @cached_property
     def metric_value(self) -> float | None:
-        """Value of the headline metric; None for a benchmark of a few steps, unless the metric is
-        its speed.
+        """Value of the headline metric. None for a run that measures speed in a few steps, unless
+        the metric is its speed.
         """
         if self.is_of_tuning:
             return None if self.neighbours else self.measure("images_per_sec")
@@ -240,14 +259,16 @@ class RunRecord:
 
     @cached_property
     def is_lost(self) -> bool:
-        """True if the run has ended without a value of the metric: it failed, or the value is not
-        finite.
+        """True if the run has ended without a usable value of the headline metric, because it
+        failed or the value is not finite.
         """
         return self.status in FAILED or self._has_no_finite_value
 
     @property
     def lost_by_settings(self) -> bool:
-        """True if the run is lost because of its settings: not finite, or out of memory."""
+        """True if the settings of the run caused its failure: it ran out of memory, or a value was
+        not finite.
+        """
         return self.status in FAILED[1:] or self._has_no_finite_value
 
     @property
@@ -265,21 +286,23 @@ class RunRecord:
 
     @property
     def shared_memory(self) -> bool:
-        """True if the devices are threads of one process, whose memory is measured as a whole."""
+        """True if the devices are threads of one process, whose memory can only be measured as a
+        whole.
+        """
         return any(entry.get("shared") for entry in self.memory)
 
     @property
     def peak_bytes(self) -> list[float]:
-        """Peak memory in bytes per device; one value for the whole process if the devices are
-        threads.
+        """Peak memory in bytes of each device. If the devices are threads, the list has one value
+        for the whole process.
         """
         peaks = [float(entry["peak_bytes"]) for entry in self.memory]
         return [max(peaks)] if self.shared_memory else peaks
 
     @property
     def imbalance(self) -> float | None:
-        """Largest peak memory of a device, divided by the mean over devices. None if the devices
-        share memory.
+        """Largest peak memory of a device, divided by the mean over the devices. None if the
+        devices are threads of one process.
         """
         peaks = self.peak_bytes
         return (
@@ -290,8 +313,8 @@ class RunRecord:
 
     @property
     def busy(self) -> float | None:
-        """Utilization of the least busy device, 0 to 1, without its time waiting for other ranks;
-        None if unknown.
+        """Utilization of the least busy device, 0 to 1, without the time in which it waits for
+        other ranks. None if it was not recorded.
         """
         known = [
             use for entry in self.memory if (use := as_number(entry.get("utilisation"))) is not None
@@ -300,7 +323,7 @@ class RunRecord:
             return None
         if self.strategy != "ddp":
             return min(known)
-        # NVML counts NCCL's waiting as use.
+        # Subtract the time for communication, because NVML counts waiting for other ranks as use.
         parts = self.step_parts
         return (
             max(0.0, min(known) - parts["communication_ms"] / sum(parts.values()))
@@ -310,7 +333,9 @@ class RunRecord:
 
     @property
     def needless_threads(self) -> tuple[int, int] | None:
-        """(threads, cores) per node if a CPU run has more threads than cores, else None."""
+        """(threads, cores) of a node if a run on CPU has more threads than the node has cores, else
+        None.
+        """
         cores = as_number(self.environment.get("cpu.cores"))
         threads = self.devices // self.nodes * (self.integer("threads_per_device") or 1)
         return (
@@ -333,8 +358,8 @@ class RunRecord:
         return as_number(self.result.get(key))
 
     def entries(self, kind: type, key: str) -> list[Any]:
-        """Return the entries of type `kind` in the list `key` of result.json; empty if there is no
-        list.
+        """Return the entries of type `kind` of a list in result.json. `key`: dotted key of the
+        list. The result is empty if the file has no such list.
         """
         entries = self.result.get(key)
         return (
@@ -345,5 +370,7 @@ class RunRecord:
 
 
 def parse_overrides(overrides: Iterable[str]) -> dict[str, str]:
-    """Return `{"optim.lr": "0.1"}` for overrides such as `optim.lr=0.1` or `+optim.lr=0.1`."""
+    """Convert overrides to a dictionary: `optim.lr=0.1` and `+optim.lr=0.1` become `{"optim.lr":
+    "0.1"}`.
+    """
     return dict(override.lstrip("+~").partition("=")[::2] for override in overrides)

@@ -1,10 +1,10 @@
-"""Scales (transformations of a measure) on which its noise is about equal for all configurations,
-for statistical tests.
+"""Scales for statistical tests. A scale transforms the values of a measure so that their noise is
+about equal for all configurations.
 
 - Ratio: logarithm; the result is a ratio. For images/s, seconds and counts.
 - Proportion: arcsine of the square root, which makes the variance of a binomial proportion equal
   near 0, 1/2 and 1 (Bartlett, 1947). The result is a difference of proportions.
-- Level: logarithm for a positive measure whose spread grows with its level, such as a loss, else
+- Level: logarithm for a positive measure whose spread grows with its value, such as a loss, else
   the value itself. The result is a difference in the unit of the measure.
 """
 
@@ -17,14 +17,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Scale:
-    """Transformation of a measure, such as a logarithm. `level`: transformed value; `shift`:
-    difference of two of them.
+    """Transformation of a measure, such as a logarithm. In its methods, `level` is a transformed
+    value, and `shift` is a difference of two transformed values.
     """
 
     name: str
-    to: Callable[[float], float]  # NaN for a value outside the domain
+    # Function that transforms a value. It returns NaN for a value without a transformed value.
+    to: Callable[[float], float]
+    # Function that converts a transformed value back to a value of the measure.
     back: Callable[[float], float]
-    is_ratio: bool = False  # state a ratio, else a difference
+    # True if results are stated as ratios, else as differences.
+    is_ratio: bool = False
     lower_is_better: bool = False
     is_proportion: bool = False
 
@@ -34,28 +37,30 @@ class Scale:
 
     @property
     def none(self) -> float:
-        """Effect of two equal configurations: 1 as a ratio, 0 as a difference."""
+        """Effect of two equal configurations: 1 if effects are ratios, 0 if they are
+        differences.
+        """
         return 1.0 if self.is_ratio else 0.0
 
     def effect(self, level: float, shift: float) -> float:
-        """Convert `shift`, a difference of logarithms or such, to a ratio, or to a difference in
-        the unit of the measure.
+        """Convert `shift`, a difference of transformed values, to a ratio or to a difference in the
+        unit of the measure. `level`: transformed value from which the difference starts.
         """
         return self.back(shift) if self.is_ratio else self.back(level + shift) - self.back(level)
 
     def step(self, value: float, size: float) -> float:
-        """Return the difference of transformed values, as a positive number, of a change of `value`
+        """Return how much the transformed value changes, as a positive number, if `value` changes
         by `size`.
         """
         shifts = (abs(self.to(value + change) - self.to(value)) for change in (size, -size))
         return next((shift for shift in shifts if math.isfinite(shift)), 0.0)
 
     def smallest_shift(self, level: float, share: float) -> float:
-        """Return the difference of transformed values, as a positive number, that is an improvement
-        by `share`.
+        """Return the change of the transformed value, as a positive number, that means an
+        improvement by the share `share`.
 
-        `share` is relative to the value, or for an accuracy to the errors: with 0.03, an accuracy
-        of 0.90 must reach 0.903, which is 3 % fewer errors.
+        The share is relative to the value, or to the errors if the measure is an accuracy. With
+        0.03, an accuracy of 0.90 must reach 0.903, which is 3 % fewer errors.
         """
         if self.is_ratio:
             return math.log1p(share)
@@ -69,7 +74,7 @@ def _log(value: float) -> float:
 
 
 def _exp(shift: float) -> float:
-    # With one degree of freedom and a large family, exp would raise OverflowError.
+    # Avoid the OverflowError of math.exp, which wide intervals from few measurements would cause.
     return math.exp(shift) if shift < 700 else math.inf
 
 
@@ -78,7 +83,9 @@ def _arcsine(value: float) -> float:
 
 
 def _sine(angle: float) -> float:
-    """Invert `_arcsine`. Returns 0 or 1 for angles outside its range."""
+    """Convert an arcsine of a square root back to a proportion. Angles outside of its range give 0
+    or 1.
+    """
     return math.sin(min(max(angle, 0.0), math.pi / 2)) ** 2
 
 

@@ -1,5 +1,5 @@
-"""Choose the best configuration, and estimate its value without the bias of choosing the best. Pure
-functions.
+"""Choose the best configuration, and estimate its value without the bias that comes from choosing
+the best. All functions are pure.
 """
 
 from __future__ import annotations
@@ -24,14 +24,16 @@ def choose(
     simplest_first: Sequence[str],
     smallest_difference: float = SMALLEST_DIFFERENCE,
 ) -> tuple[str, Contrast | None, list[str]] | None:
-    """Return the simplest configuration whose interval shows it at most `smallest_difference`
-    slower than the fastest.
+    """Choose the simplest configuration whose confidence interval shows that it is at most
+    `smallest_difference` slower than the fastest one.
 
-    Returns the label, the contrast with the fastest (None if it is the fastest), and the labels
-    that cannot be compared with the fastest, because no repeat ran both; None without rows.
+    `rows`: measured speeds. `simplest_first`: configurations from the simplest to the most complex
+    one. Return (configuration, its comparison with the fastest one, other configurations). The
+    comparison is None if the configuration is the fastest. The other configurations share no repeat
+    with the fastest, so that they cannot be compared with it. Return None without rows.
     """
-    # The rule "the simplest that is not shown to be slower" would choose too simple a configuration
-    # when one disturbed run widens all intervals.
+    # Do not choose the simplest configuration that is not shown to be slower. If one disturbed run
+    # widens all intervals, that rule would choose too simple a configuration.
     rows = list(rows)
     measured = {name for name, _, value in rows if value > 0}
     names = [name for name in simplest_first if name in measured]
@@ -49,8 +51,8 @@ def choose(
 
 
 def best(rows: Iterable[Row], scale: Scale) -> str | None:
-    """Return the configuration with the best mean, adjusted for differences between repeats; None
-    without rows.
+    """Return the configuration with the best mean, after removing the differences between repeats.
+    Return None without rows.
     """
     rows = list(rows)
     values: dict[str, dict[object, float]] = {}
@@ -59,18 +61,19 @@ def best(rows: Iterable[Row], scale: Scale) -> str | None:
     names = list(values)
     if all(of.keys() == values[names[0]].keys() for of in values.values()):
         return max(names, key=lambda name: sum(values[name].values()), default=None)
-    # Configurations that share no repeat with the first one cannot be compared, and are left out.
+    # Leave out configurations that share no repeat with the first one, because they cannot be
+    # compared.
     estimates = estimate(rows, [(name, names[0]) for name in names], scale)
     known = {e.a: e.better for e in estimates if e.difference is not None}
     return max(known, key=lambda name: known[name], default=None)
 
 
 def corrected_values(rows: Iterable[Row], scale: Scale) -> dict[object, float]:
-    """Return by repeat the value of the configuration that is best on all other repeats; empty with
-    one repeat.
+    """For each repeat, choose the best configuration from all other repeats, and return its value
+    in this repeat, as a dictionary from repeat to value. It is empty with a single repeat.
 
-    Their mean estimates the value of the best configuration in new runs. The mean over the repeats
-    that made the choice is too good, because chance helped (Stone, 1974).
+    The mean of these values estimates the value of the best configuration in new runs. The mean
+    over the repeats that made the choice would be too good, because chance helped (Stone, 1974).
     """
     rows = list(rows)
     scores = {}
@@ -83,13 +86,14 @@ def corrected_values(rows: Iterable[Row], scale: Scale) -> dict[object, float]:
 
 
 def may_be_best(estimates: Sequence[Estimate]) -> set[str]:
-    """Return the configurations that may be the best, given `estimates` of the one with the best
-    mean over each other one.
+    """Return the configurations that may be the best. `estimates`: differences between the
+    configuration with the best mean and each other one.
 
-    Leaves out those that are shown to be worse, with Bonferroni's correction for their number:
-    subset selection (Gupta, 1965), which Hsu (1984) bases on multiple comparisons with the best.
-    The truly best one stays in 97.5 of 100 cases. The tests are one-sided at half the level, so
-    that they agree with the two-sided ones against the baseline.
+    Configurations that are shown to be worse are left out, with Bonferroni's correction for their
+    number. This is subset selection (Gupta, 1965), which Hsu (1984) bases on multiple comparisons
+    with the best. The result contains the truly best configuration in 97.5 of 100 cases. The tests
+    are one-sided at half the level, so that they agree with the two-sided tests against the
+    baseline.
     """
     worse = {e.b for e in estimates if e.freedom and e.is_shown_better(LEVEL / 2 / len(estimates))}
     return {name for e in estimates for name in (e.a, e.b)} - worse

@@ -1,5 +1,5 @@
-"""Group the runs of a sweep over settings by the swept values, with one value of the metric per
-seed and fold.
+"""Group the runs of a sweep over settings by the values of the swept keys. Each setting gets one
+value of the metric per seed, or per fold.
 """
 
 from __future__ import annotations
@@ -42,16 +42,19 @@ _OF_SPEED = ("parallel.", "data.batch_size_per_device", "data.workers")
 class Setting(Configuration):
     """All runs of one configuration of a sweep over settings."""
 
-    settings: Mapping[str, str]  # swept key -> value as given
-    lost: tuple[RunRecord, ...] = ()  # runs that failed, or whose value is not finite
-    block: str = "seed"  # the key by which repeats differ
+    # Swept key -> value, as the user wrote it.
+    settings: Mapping[str, str]
+    # Runs that failed, or whose value of the metric is not finite.
+    lost: tuple[RunRecord, ...] = ()
+    # The key in which repeats differ: seed or data.fold.
+    block: str = "seed"
 
     @cached_property
     def values(self) -> dict[object, float]:
-        """Headline metric by repeat: by seed, or by fold if there are several. Runs of one repeat
-        count as their mean.
+        """Headline metric as a dictionary from repeat to value. A repeat is a seed, or a fold if
+        there are several folds. Several runs of a repeat count as their mean.
         """
-        # Seeds of one fold share its images, so they do not count as independent.
+        # Average the seeds of a fold, because they share its images and are not independent.
         blocks: dict[object, list[float]] = defaultdict(list)
         for run in self.runs:
             if run.metric_value is not None:
@@ -60,53 +63,62 @@ class Setting(Configuration):
 
     @property
     def mean(self) -> float | None:
-        """Mean of `values`; None if all runs are lost."""
+        """Mean of the headline metric over the repeats. None if all runs are lost."""
         return fmean(self.values.values()) if self.values else None
 
     @property
     def is_sound(self) -> bool:
-        """False if runs are lost because of the settings. Such a setting is never recommended."""
+        """False if the settings themselves ended runs, for example by values that are not finite. A
+        report never recommends such a setting.
+        """
         return bool(self.values) and not any(run.lost_by_settings for run in self.lost)
 
     @property
     def deviation(self) -> float | None:
-        """Standard deviation of `values`; None for a single value."""
+        """Standard deviation of the headline metric over the repeats. None for a single repeat."""
         return stdev(self.values.values()) if len(self.values) > 1 else None
 
 
-# Compared by identity.
+# Groups of settings are compared by identity, so two of them are never equal.
 @dataclass(frozen=True, eq=False)
 class SettingGroup(Question[Setting]):
-    """Configurations on the same data and code that are compared by their headline metric."""
+    """Settings of a sweep on the same data and code, which are compared by their headline
+    metric.
+    """
 
-    title: str  # data and code where the groups of the report differ
+    # Data and code of the group, as far as other groups of the report differ in them.
+    title: str
     baseline: Setting
-    note: str = ""  # why the baseline is not the requested one
+    # Sentence that explains why the baseline is not the requested one. Empty if it is.
+    note: str = ""
 
     @property
     def keys(self) -> list[str]:
         return list(dict.fromkeys(key for setting in self.members for key in setting.settings))
 
     def rows(self, measure: str = "") -> list[Row]:
-        """Return (setting, repeat, value of the metric) of all settings."""
+        """Return (setting, repeat, value of the headline metric) of all settings."""
         return [(s.label, block, value) for s in self.members for block, value in s.values.items()]
 
     def pairs(self, measure: str) -> list[tuple[str, str]]:
-        """Return the pairs to compare: all other settings with the baseline."""
+        """Return the pairs of settings that are compared: each setting with the baseline."""
         return [(s.label, self.baseline.label) for s in self.alive if s is not self.baseline]
 
     def estimates(self, measure: str, pairs: Sequence[tuple[str, str]]) -> list[Estimate]:
-        """Estimate the differences of pairs of settings, and allow for lost runs."""
+        """Estimate the differences of pairs of settings. The estimates allow for any value that a
+        lost run may have had.
+        """
         return [self._bounded(self.model.compare(a, b)) for a, b in pairs]
 
     @cached_property
     def model(self) -> Model:
-        # The noise of all settings is about equal for speed only.
+        # Speeds of all settings have about equal noise. For a metric, each setting has its own
+        # noise.
         return Model(self.rows(), self.scale, self.is_about_speed, self.rounding)
 
     def _bounded(self, e: Estimate) -> Estimate:
-        """Return an estimate that allows for any value of lost runs between the extremes of all
-        values of the group.
+        """Return an estimate that allows for the unknown values of lost runs. Each such value is
+        taken to be between the worst and the best value of the group.
         """
         a, b = self.named(e.a), self.named(e.b)
         if not a.lost and not b.lost:
@@ -119,14 +131,16 @@ class SettingGroup(Question[Setting]):
         return replace(e, slack=(up, down) if self.scale.lower_is_better else (down, up))
 
     def is_void(self, contrast: Contrast) -> bool:
-        """Return True if the better setting has ended runs itself: the values that are left say
-        nothing about them.
+        """Return True if the setting that is shown to be better has itself ended some of its runs.
+        The values of its other runs do not tell how it would do in those runs.
         """
         return contrast.verdict == SUPPORTED and not self.named(contrast.a).is_sound
 
     @cached_property
     def highest(self) -> str:
-        """Label of the setting with the best mean, of those without lost runs if there are any."""
+        """Label of the setting with the best mean. Settings with lost runs count only if every
+        setting has lost runs.
+        """
         estimates = self.estimates(self.metric, self.pairs(self.metric))
         better = {e.a: e.better for e in estimates if e.difference is not None}
         better[self.baseline.label] = 0.0
@@ -135,9 +149,12 @@ class SettingGroup(Question[Setting]):
 
     @cached_property
     def may_be_best(self) -> set[str]:
-        """Labels of the settings that cannot be told from the best."""
+        """Labels of the settings that may be the best, because they are not shown to be worse than
+        another one.
+        """
         others = [(self.highest, s.label) for s in self.alive if s.label != self.highest]
-        # A setting with lost runs is never the highest, but it may be shown to beat the baseline.
+        # Also remove settings that are shown to be worse than a setting with lost runs. Such a
+        # setting is never the highest, but it may be better than the baseline.
         beaten = {contrast.b for contrast in self.contrasts if contrast.verdict == SUPPORTED}
         return (may_be_best(self.estimates(self.metric, others)) | {self.highest}) - beaten
 
@@ -155,29 +172,29 @@ class SettingGroup(Question[Setting]):
 
     @property
     def alive(self) -> list[Setting]:
-        """Settings with a value."""
+        """Settings that have at least one value of the headline metric."""
         return [setting for setting in self.members if setting.values]
 
     @property
     def complete(self) -> list[Setting]:
-        """Settings without lost runs; if there are none, all with a value."""
+        """Settings without lost runs. If there are none, all settings that have a value."""
         return [setting for setting in self.alive if not setting.lost] or self.alive
 
     @cached_property
     def rounding(self) -> float:
-        """Share of one image in those evaluated: no smaller difference of a proportion means
-        anything. 0 if unknown.
+        """Share of one image in the images that were evaluated. An accuracy cannot show a smaller
+        difference. 0 if the number of images is unknown, or if the metric is not a proportion.
         """
         key = f"{self.metric.partition('/')[0]}.samples"
         counts = [count for run in self.runs if (count := run.integer(key))]
         if not counts or not self.scale.is_proportion:
             return 0.0
-        # Folds have different images.
+        # Each fold evaluates other images, so the numbers of images of all folds add up.
         return 1 / min(counts) / (self.blocks if self.unit_of_repeats == "fold" else 1)
 
     @property
     def is_on_fixed_images(self) -> bool:
-        """True if all runs were evaluated on the same images, so that the noise is that of
+        """True if all runs were evaluated on the same images, so that the noise comes only from
         training.
         """
         key = f"data.{self.metric.partition('/')[0]}"
@@ -188,12 +205,14 @@ class SettingGroup(Question[Setting]):
         return " and ".join(dict.fromkeys(run.hardware for run in self.runs))
 
     def interval(self, setting: Setting) -> tuple[float, float] | None:
-        """Return the 95 % interval of the mean of a setting; None for a single value."""
+        """Return the 95 % confidence interval of the mean of a setting, or None for a single
+        value.
+        """
         return mean_interval(setting.values.values(), self.scale, self.rounding)
 
     def best(self, count: int) -> list[Setting]:
-        """Return the baseline and the settings with the best means, `count` in all, in the order of
-        the sweep.
+        """Return the baseline and the settings with the best means, `count` settings in all, in the
+        order of the sweep.
         """
         worst = -math.inf
         ranked = sorted(
@@ -208,10 +227,11 @@ class SettingGroup(Question[Setting]):
 
 
 def setting_groups(runs: Iterable[RunRecord]) -> list[SettingGroup]:
-    """Return the groups of a sweep over settings, largest first; [] for a sweep over strategies and
-    devices. Computes no contrasts.
+    """Group the runs of a sweep over settings by metric, data and code. The largest group comes
+    first, and the settings are not compared yet. Return an empty list for a sweep over strategies
+    and numbers of devices.
     """
-    # What varies shows in the configs of all jobs, also of those that failed or wait.
+    # Read the swept keys from the configs of all jobs, also of those that failed or wait.
     known = [
         run
         for run in runs
@@ -230,8 +250,8 @@ def setting_groups(runs: Iterable[RunRecord]) -> list[SettingGroup]:
         ].append(run)
     differing = [len(set(column)) > 1 for column in zip(*members, strict=True)]
     for run in (run for run in known if run.is_lost):
-        # A failed run has no fingerprint of its data. It counts for the largest group with its
-        # code.
+        # Count a failed run for the largest group with its code, because a failed run has no
+        # fingerprint of its data.
         alike = [names for names in members if names[2] == f"code {run.commit}"] or list(members)
         members[max(alike, key=lambda names: len(members[names]))].append(run)
     groups = []
@@ -249,7 +269,7 @@ def setting_groups(runs: Iterable[RunRecord]) -> list[SettingGroup]:
 
 
 def _lost_shift(setting: Setting, end: float, scale: Scale) -> float:
-    """Return by how much the mean of a setting on the scale would change if its lost runs had the
+    """Return how far the mean of a setting would move on the scale if all of its lost runs had the
     value `end`.
     """
     share = len(setting.lost) / (len(setting.lost) + len(setting.runs)) if setting.lost else 0.0
@@ -262,8 +282,8 @@ def _lost_shift(setting: Setting, end: float, scale: Scale) -> float:
 
 
 def _is_about_settings(runs: Sequence[RunRecord], keys: Sequence[str]) -> bool:
-    """Return True if settings of the training vary, or only seeds or folds, or if the sweep tunes
-    settings for speed.
+    """Return True if runs differ in settings of the training, or only in seeds or folds. Return
+    True also for a tuning, which compares settings by their speed.
     """
     if any(run.is_of_tuning for run in runs):
         return True
@@ -277,15 +297,16 @@ def _is_about_settings(runs: Sequence[RunRecord], keys: Sequence[str]) -> bool:
 
 
 def _settings(runs: Sequence[RunRecord], keys: Sequence[str]) -> tuple[Setting, ...]:
-    """Return the compared configurations in the order of the sweep, each labelled with its values
-    of the keys that differ.
+    """Group runs into settings, in the order of the sweep. The label of a setting shows the keys in
+    which the settings differ. `keys`: config keys whose values differ between the runs.
     """
     alike: dict[tuple[str, ...], list[RunRecord]] = defaultdict(list)
     for run in sorted(runs, key=_sweep_order):
         alike[tuple(repr(run.config.get(key)) for key in keys)].append(run)
     if len(alike) == 1:
         [members] = alike.values()
-        # Jobs that have not ended may have other values of these keys.
+        # Show all keys of a single setting, because jobs that have not ended may have other values
+        # of them.
         texts = [{key: _default(members[0], key) for key in keys}]
     else:
         texts = _swept_values([members[0] for members in alike.values()], keys)
@@ -309,8 +330,8 @@ def _settings(runs: Sequence[RunRecord], keys: Sequence[str]) -> tuple[Setting, 
 
 
 def _swept_values(first: Sequence[RunRecord], keys: Sequence[str]) -> list[dict[str, str]]:
-    """Return the values of the keys that differ, as given on the command line, of the first run of
-    each configuration.
+    """Return, for each setting, the values of the keys in which the settings differ, as given on
+    the command line. `first`: the first run of each setting.
     """
     given = [parse_overrides(run.overrides) for run in first]
     swept = [
@@ -324,15 +345,16 @@ def _swept_values(first: Sequence[RunRecord], keys: Sequence[str]) -> list[dict[
             for texts, run in zip(given, first, strict=True)
         ]
     )
-    # Single runs and runs of an edited config may have equal overrides.
+    # Use the configs if the overrides do not tell the settings apart, as with single runs, or with
+    # runs of an edited config.
     if len({tuple(texts.values()) for texts in by_override}) < len(first):
         return _differing([{key: _default(run, key) for key in keys} for run in first])
     return by_override
 
 
 def _differing(texts: list[dict[str, str]]) -> list[dict[str, str]]:
-    """Return each configuration's values of the keys that differ. Rounds long numbers of a search
-    if they stay distinct.
+    """Return, for each setting, the values of the keys in which the settings differ. Long numbers
+    of a search are rounded if they stay distinct.
     """
     kept: list[dict[str, str]] = [{} for _ in texts]
     for key in texts[0]:
@@ -353,8 +375,8 @@ def _default(run: RunRecord, key: str) -> str:
 
 
 def _sweep_order(run: RunRecord) -> tuple[str, float, int]:
-    """Return a key that sorts jobs in the order of the command, which the number in the folder's
-    name gives.
+    """Return a sort key that puts jobs into the order of the command. The number at the start of a
+    folder's name is the position in that order.
     """
     number = re.match(r"\d+", run.folder.name)
     return run.sweep, int(number[0]) if number else math.inf, run.position or 0
@@ -366,13 +388,13 @@ def _scale(metric: str, settings: Sequence[Setting]) -> Scale:
         return RATIO
     if is_proportion(metric) and all(0 <= value <= 1 for value in values):
         return proportion_scale(is_lower_better(metric))
-    # The spread of a loss grows with its level.
+    # Use logarithms for a loss, because its spread grows with its value.
     return level_scale(is_lower_better(metric) and min(values) > 0, is_lower_better(metric))
 
 
 def _baseline(settings: Sequence[Setting]) -> tuple[Setting, str]:
-    """Return the configuration that sweep.baseline names, else the first, and a note if the named
-    one has no run.
+    """Return (baseline, note). The baseline is the setting that sweep.baseline names, else the
+    first one. The note tells why another setting is used if the named one has no finished run.
     """
     first = [(*setting.runs, *setting.lost)[0] for setting in settings]
     wanted = next((text for run in first if (text := run.config.get("sweep.baseline"))), None)
@@ -394,8 +416,8 @@ def _baseline(settings: Sequence[Setting]) -> tuple[Setting, str]:
 
 
 def find_baseline(baseline: str, configurations: Sequence[Mapping[str, object]]) -> int | None:
-    """Return the index of the first configuration that has all values of `baseline`, such as `a=1,
-    b=2`; else None.
+    """Return the index of the first configuration that has all values of `baseline`, a text such as
+    `a=1, b=2`. Return None if there is none.
     """
     wanted = [
         part.partition("=")[::2] for part in re.split(r"[,\s]+(?=[\w./]+=)", baseline.strip())
@@ -407,7 +429,9 @@ def find_baseline(baseline: str, configurations: Sequence[Mapping[str, object]])
 
 
 def _same(a: str, b: str) -> bool:
-    """Return True if two texts are equal, or are equal numbers such as 1e-3 and 0.001."""
+    """Return True if two texts are equal, or if both are the same number, such as 1e-3 and
+    0.001.
+    """
     try:
         return float(a) == float(b)
     except ValueError:
@@ -417,8 +441,9 @@ def _same(a: str, b: str) -> bool:
 def check_baseline(
     baseline: str, given: Sequence[Sequence[str]], configs: Sequence[Mapping[str, object]]
 ) -> None:
-    """Raise ValueError if `baseline` matches no configuration. `given`: overrides of each;
-    `configs`: key values of each.
+    """Raise ValueError if no configuration has the values of `baseline`, a text such as `a=1, b=2`.
+
+    `given`: overrides of each configuration. `configs`: key -> value of each configuration.
     """
     configurations = [
         {**config, **parse_overrides(words)} for config, words in zip(configs, given, strict=True)
@@ -429,5 +454,6 @@ def check_baseline(
             (",".join(word for word in words if word not in common) for words in given), 12
         )
         raise ValueError(
-            f"sweep.baseline={baseline}: expected settings of this sweep, one of: {known}"
+            f"sweep.baseline={baseline}: no configuration of this sweep has these values; expected "
+            f"one of: {known}"
         )

@@ -1,17 +1,17 @@
-"""Confidence intervals and verdicts for ratios and differences of repeated measurements. Pure
-functions.
+"""Confidence intervals and verdicts for ratios and differences of repeated measurements. All
+functions are pure.
 
-The model is that of randomized complete blocks; a block is one repeat of all configurations. On a
-scale (for speed the logarithm, see scales.py), value = configuration + block + noise. The
+The model is that of randomized complete blocks. A block is one repeat of all configurations. On a
+scale, which for speed is the logarithm (see scales.py), value = configuration + block + noise. The
 intra-block analysis (Cochran and Cox, Experimental Designs, 1957, chapter 9) allows blocks in which
 a configuration is missing or occurs twice. Holm's rule (1979) keeps the chance that any verdict is
 wrong at `level`.
 
-The noise is equal for all configurations, or each has its own. A variance from few repeats is
-itself noisy, so the own variances are moderated: drawn toward their common value, the more the less
-they differ among each other (Smyth, 2004). A configuration that is noisier than the others is drawn
-less, as in the robust form of that method (Phipson et al., 2016), because too small a variance
-would make a verdict wrong. With two configurations this is the paired t test.
+The noise is either equal for all configurations, or each has its own. A variance from few repeats
+is itself noisy. So the own variances are moderated: each is drawn toward their common value, and
+more so if they differ little from each other (Smyth, 2004). A configuration that is noisier than
+the others is drawn less, as in the robust form of that method (Phipson et al., 2016), because too
+small a variance would make a verdict wrong. With two configurations this is the paired t test.
 """
 
 from __future__ import annotations
@@ -25,65 +25,73 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-from scipy.special import (
-    digamma,
-    fdtrc,
-    polygamma,
-    stdtr,
-    stdtrit,
-)  # scipy.stats takes a second to import
+
+# Import from scipy.special, because an import of scipy.stats takes a second.
+from scipy.special import digamma, fdtrc, polygamma, stdtr, stdtrit
 
 from timm_parallel.lab.analysis.scales import RATIO, Scale
 
 SUPPORTED, NOT_SUPPORTED = "supported", "not supported"
 INCONCLUSIVE, NOT_MEASURABLE = "inconclusive", "not measurable"
-SMALLEST_DIFFERENCE = 0.03  # a smaller difference does not matter for the choice of a strategy
-LEVEL = 0.05  # chance that any verdict of a report is wrong
-POWER = 0.8  # share of sweeps in which a detectable difference is found
-MOST_BLOCKS = 1000  # the report never advises more
-# A configuration counts as noisier than the others if chance would make it so in less than
-# (SUSPECT[0] + SUSPECT[1] / configurations) / degrees of freedom of the cases. Chosen by
-# simulation, see docs/dev/report_method.md: larger values find fewer differences where noise is
-# equal, smaller ones state false ones where it is not.
+# Smallest relative difference that matters for the choice of a strategy.
+SMALLEST_DIFFERENCE = 0.03
+# Chance that any verdict of a report is wrong.
+LEVEL = 0.05
+# Share of sweeps that show a difference which is called detectable.
+POWER = 0.8
+# Largest number of repeats that a report recommends.
+MOST_BLOCKS = 1000
+# A configuration counts as noisier than the others if chance alone would make it so in less than
+# (SUSPECT[0] + SUSPECT[1] / configurations) / degrees of freedom of the cases. The values come from
+# a simulation, see docs/dev/report_method.md. With larger values, a report finds fewer differences
+# where noise is equal. With smaller ones, it states false differences where noise is not equal.
 SUSPECT = (0.25, 3.5)
-ROUNDS = 2  # of weighting by the noise; more change little
+# How often the measurements are weighted again by the estimated noise. More rounds change little.
+ROUNDS = 2
 
 Array = np.ndarray
 
-Row = tuple[str, object, float]  # label of a configuration, block, measured value
+# Measured value: label of the configuration, repeat, value.
+Row = tuple[str, object, float]
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Estimated difference of configurations a and b on `scale`: for speed log(a / b). The
-    difference is None if unknown.
+    """Estimated difference of the configurations `a` and `b` on a scale. For speed, this is log(a /
+    b). The difference is None if it is unknown.
     """
 
     a: str
     b: str
-    n: int  # measurements of a or of b in the same blocks, the smaller number
+    # Number of measurements of the two configurations in common repeats. The smaller number counts.
+    n: int
     difference: float | None = None
-    error: float = 0.0  # standard error of the difference
-    freedom: float = 0  # residual degrees of freedom; 0: the rows do not show the noise
-    noise: float = 0.0  # residual standard deviation of one measurement
+    # Standard error of the estimated difference of two configurations.
+    error: float = 0.0
+    # Residual degrees of freedom of the model. 0 if the measurements do not show the noise.
+    freedom: float = 0
+    # Residual standard deviation of one measurement.
+    noise: float = 0.0
     scale: Scale = RATIO
-    level: float = 0.0  # of b on the scale, a mean over the blocks
-    rounding: float = (
-        0.0  # smallest difference that the measure can have, such as one image of those evaluated
-    )
-    # How much lower and higher the difference may be because runs were lost, which may have been
-    # the worst or the best.
+    # Mean of configuration b over the repeats, on the scale.
+    level: float = 0.0
+    # Smallest difference that the measure can have, such as the share of one image.
+    rounding: float = 0.0
+    # How much lower and how much higher the difference may be because of lost runs, which may have
+    # been the worst or the best.
     slack: tuple[float, float] = (0.0, 0.0)
 
     @property
     def better(self) -> float:
-        """Difference with its sign chosen so that it is positive if a is better than b."""
+        """Difference with the sign chosen so that it is positive if configuration a is better than
+        b.
+        """
         assert self.difference is not None
         return self.scale.sign * self.difference
 
     @property
     def p(self) -> float:
-        """Two-sided p-value of the difference. Needs at least one degree of freedom."""
+        """Two-sided p-value of the difference. At least one degree of freedom is needed."""
         assert self.difference is not None
         certain = max(self.difference - self.slack[0], -self.difference - self.slack[1], 0.0)
         if self.error == 0:
@@ -91,8 +99,8 @@ class Estimate:
         return float(2 * stdtr(self.freedom, -certain / self.error))
 
     def is_shown_better(self, level: float) -> bool:
-        """Return True if a is better than b by at least `rounding`,
-        in a one-sided test at `level`.
+        """Return True if configuration a is shown to be better than b in a one-sided test at
+        `level`. The difference must also be at least as large as the measure can show.
         """
         if self.difference is None:
             return False
@@ -102,25 +110,25 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Contrast:
-    """Ratio or difference of configurations a and b, its confidence interval, and the verdict on "a
-    is better than b".
+    """Ratio or difference of two configurations a and b, with its confidence interval and the
+    verdict on the claim "a is better than b".
     """
 
     a: str
     b: str
-    effect: float | None  # a ratio or a difference, see `scale`
-    low: (
-        float | None
-    )  # of the interval at the level that Holm's rule leaves to this contrast; None: noise unknown
+    # A ratio or a difference, depending on the scale. None if it is unknown.
+    effect: float | None
+    # Ends of the confidence interval at the level that Holm's rule sets. None if the noise is
+    # unknown.
+    low: float | None
     high: float | None
     n: int
     verdict: str
-    detectable: float | None = (
-        None  # smallest difference (of a ratio 0.1: 10 %) that POWER of such sweeps show
-    )
-    blocks_needed: int | None = (
-        None  # if inconclusive: repeats for a verdict, if the estimate stays; None: unknown
-    )
+    # Smallest difference that 80 of 100 such sweeps would show. For a ratio, 0.1 means 10 %.
+    detectable: float | None = None
+    # Number of repeats that an inconclusive comparison needs, if the estimate stays the same. None
+    # if it is unknown.
+    blocks_needed: int | None = None
     scale: Scale = RATIO
 
     @property
@@ -129,15 +137,15 @@ class Contrast:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """Return the contrast as an entry of report.json, with the effect as `ratio` or
-        `difference`.
+        """Return the comparison of two configurations as an entry of report.json. The effect is
+        named `ratio` or `difference`.
         """
         names = {"effect": "ratio" if self.scale.is_ratio else "difference"}
         return {names.get(key, key): value for key, value in vars(self).items() if key != "scale"}
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Confidence interval (low, high) of the effect; (-inf, inf) if the noise is unknown."""
+        """Confidence interval (low, high) of the effect, or (-inf, inf) if the noise is unknown."""
         return (
             (-math.inf, math.inf)
             if self.low is None or self.high is None
@@ -145,7 +153,9 @@ class Contrast:
         )
 
     def exceeds(self, limit: float) -> str:
-        """Return the verdict on "a is at least `limit` times b"."""
+        """Return the verdict on the claim that configuration a reaches at least `limit` times the
+        value of b.
+        """
         if self.verdict == NOT_MEASURABLE:
             return NOT_MEASURABLE
         low, high = self.interval
@@ -156,27 +166,30 @@ class Contrast:
 
 @dataclass(frozen=True)
 class _Fit:
-    """Weighted least squares of value = configuration + block."""
+    """Result of weighted least squares for the model value = configuration + block."""
 
     information: Array
     inverse: Array
     effects: Array
-    variances: Array  # of the noise of each configuration; 0 if the rows do not show it
-    freedoms: Array  # residual degrees of freedom by configuration; their sum is that of all rows
+    # Variance of the noise of each configuration. 0 if the measurements do not show it.
+    variances: Array
+    # Residual degrees of freedom of each configuration. The sum is that of all measurements.
+    freedoms: Array
 
 
 class Model:
-    """Measured values on `scale` as configuration + block + noise, from which pairs of
-    configurations are compared.
+    """Statistical model of measured values on a scale, value = configuration + block + noise. Pairs
+    of configurations are compared with it.
 
-    `equal_noise`: of all configurations. `rounding`: smallest difference that two values can have.
+    `equal_noise`: True if all configurations have the same noise. `rounding`: smallest difference
+    that two values can have.
     """
 
     def __init__(
         self, rows: Iterable[Row], scale: Scale, equal_noise: bool = True, rounding: float = 0.0
     ) -> None:
         self.scale, self.rounding, self.total = scale, rounding, 0
-        # Values outside the domain of the scale, such as values <= 0 for a ratio, are ignored.
+        # Ignore values that the scale cannot transform, such as values <= 0 on a scale of ratios.
         known = [
             (name, block, shift)
             for name, block, value in rows
@@ -208,7 +221,8 @@ class Model:
         smallest = scale.step(scale.back(self.middle), rounding) ** 2 / 12 if rounding else 0.0
         self.variances, self.freedoms = _moderated(self.fit, self.total, smallest, equal_noise)
         for _ in range(0 if equal_noise or not self.variances.any() else ROUNDS):
-            # A noisy configuration says little about the blocks.
+            # Give little weight to a noisy configuration, because it says little about the
+            # differences between blocks.
             self.weights = self.of_point @ (
                 1 / np.maximum(self.variances, self.variances.max() * 1e-6)
             )
@@ -217,26 +231,28 @@ class Model:
             self.variances, self.freedoms = _moderated(self.fit, self.total, smallest, equal_noise)
 
     def compare(self, a: str, b: str) -> Estimate:
-        """Estimate the difference of configurations a and b on the scale, without differences
-        between blocks.
+        """Estimate the difference of the configurations a and b on the scale, after removing the
+        differences between blocks.
         """
         if a not in self.points or b not in self.points:
             return Estimate(a, b, 0)
         n = (self.counts[a] & self.counts[b]).total()
         fit, contrast = self.fit, np.zeros(self.design.shape[1])
         contrast[self.points[a]] += 1
-        # a and b are the same column if a configuration is compared with itself.
+        # Add and subtract, because a and b have the same column if a configuration is compared with
+        # itself.
         contrast[self.points[b]] -= 1
         solution = fit.inverse @ contrast
-        # No block ran both a and b, and no chain of blocks connects them through other
-        # configurations.
+        # The difference is unknown if no block ran both configurations, and no chain of blocks with
+        # other configurations connects them.
         if np.abs(fit.information @ solution - contrast).max() > 1e-6:
             return Estimate(a, b, n)
         of_row = (self.design @ solution) * self.weights
         parts = self.variances * (of_row**2 @ self.of_point)
         variance, freedom = float(parts.sum()), float(self.total)
         if variance and self.total:
-            # Satterthwaite (1946): a sum of variances with unlike degrees of freedom.
+            # Degrees of freedom of a sum of variances that have different degrees of freedom
+            # (Satterthwaite, 1946).
             freedom = min(
                 freedom, variance**2 / float((parts**2 / np.maximum(self.freedoms, 1e-9)).sum())
             )
@@ -253,8 +269,8 @@ class Model:
 def estimate(
     rows: Iterable[Row], pairs: Sequence[tuple[str, str]], scale: Scale = RATIO
 ) -> list[Estimate]:
-    """Estimate the difference on `scale` for each pair of configurations (a, b), with equal noise
-    of all configurations.
+    """Estimate the difference on a scale for each pair of configurations. All configurations are
+    assumed to have equal noise.
     """
     model = Model(rows, scale)
     return [model.compare(a, b) for a, b in pairs]
@@ -267,7 +283,7 @@ def _fit(design: Array, values: Array, of_point: Array, weights: Array) -> _Fit:
     effects = inverse @ weighted.T @ values
     leverages = ((weighted @ inverse) * design).sum(axis=1)
     freedoms = (1 - leverages) @ of_point
-    # A configuration with one value, or alone in all of its blocks, shows no noise.
+    # A configuration shows no noise if it has a single value, or is alone in all of its blocks.
     freedoms[freedoms < 1e-6] = 0.0
     squares = (values - design @ effects) ** 2 @ of_point
     variances = np.divide(squares, freedoms, out=np.zeros_like(squares), where=freedoms > 0)
@@ -275,8 +291,8 @@ def _fit(design: Array, values: Array, of_point: Array, weights: Array) -> _Fit:
 
 
 def _moderated(fit: _Fit, total: int, smallest: float, equal_noise: bool) -> tuple[Array, Array]:
-    """Return the variance of each configuration's noise, and its degrees of freedom. No variance is
-    below `smallest`.
+    """Return (variance of the noise, degrees of freedom) of each configuration. Variances from few
+    values are drawn toward their common value, and none is below `smallest`.
     """
     freedoms, shown = fit.freedoms, fit.freedoms > 0
     if not total:
@@ -286,12 +302,12 @@ def _moderated(fit: _Fit, total: int, smallest: float, equal_noise: bool) -> tup
         return np.full(len(freedoms), pooled), np.full(len(freedoms), float(total))
     variances = np.maximum(fit.variances, max(smallest, pooled * 1e-9))
     common, prior = _common_variance(variances[shown], freedoms[shown], pooled, total)
-    # Compare each with the others, not with itself.
+    # Compare the variance of each configuration with that of the others, not with its own.
     rest = np.maximum(total - freedoms, 1e-9)
     others = np.maximum((total * pooled - freedoms * variances) / rest, smallest)
     tail = fdtrc(np.maximum(freedoms, 1e-9), rest, variances / np.minimum(others, common))
-    # With few repeats or few others, a noisy configuration is less conspicuous, so it takes less to
-    # count as one.
+    # Call a noisy configuration suspect sooner if there are few repeats or few other
+    # configurations, because its noise is then less conspicuous.
     suspect = SUSPECT[0] + SUSPECT[1] / len(freedoms)
     drawn = np.minimum(prior, rest) * np.where(
         shown, np.minimum(1.0, tail * freedoms / suspect), 1.0
@@ -303,14 +319,14 @@ def _moderated(fit: _Fit, total: int, smallest: float, equal_noise: bool) -> tup
 def _common_variance(
     variances: Array, freedoms: Array, pooled: float, total: int
 ) -> tuple[float, float]:
-    """Return the value toward which variances are drawn, and its degrees of freedom: `total` if
-    they differ by chance only.
+    """Return (common value of the variances, its degrees of freedom). Variances are drawn toward
+    this value. The degrees of freedom are `total` if the variances differ only by chance.
     """
     logs = np.log(variances) - digamma(freedoms / 2) + np.log(freedoms / 2)
     excess = float(logs.var(ddof=1) - polygamma(1, freedoms / 2).mean()) if len(logs) > 1 else 0.0
     if excess <= 0:
         return pooled, float(total)
-    # Newton's method for trigamma(half) = excess.
+    # Solve trigamma(half) = excess by Newton's method.
     half = 0.5 + 1 / excess
     for _ in range(8):
         trigamma = float(polygamma(1, half))
@@ -324,12 +340,12 @@ def decide(
     smallest_difference: float = SMALLEST_DIFFERENCE,
     level: float = LEVEL,
 ) -> list[Contrast]:
-    """Return a contrast (effect, interval and verdict) for each estimate. The chance that any
-    verdict is wrong is at most `level`.
+    """Turn the estimated differences of pairs of configurations into effects, confidence intervals
+    and verdicts. The chance that any of the verdicts is wrong is at most `level`.
 
     Holm's rule: compare the smallest of m p-values with level / m, the next with level / (m - 1),
-    and so on, until one fails; test the rest at that level. Each interval has the level of its
-    test, so that interval and verdict agree.
+    and so on, until one fails. Test the rest at the level of that one. Each interval has the level
+    of its test, so that interval and verdict agree.
     """
     tested = sorted((e for e in estimates if e.freedom), key=lambda e: e.p)
     levels: dict[int, float] = {}
@@ -353,9 +369,9 @@ def _contrast(e: Estimate, level: float, share: float) -> Contrast:
     power = float(stdtrit(e.freedom, POWER)) * e.error
     shifts = (e.difference - reach - e.slack[0], e.difference + reach + e.slack[1])
     low, high = (e.scale.effect(e.level, shift) for shift in shifts)
-    # No measure shows a difference below one image.
+    # Extend the interval to the smallest difference that the measure can show, such as one image.
     low, high = min(low, effect - e.rounding), max(high, effect + e.rounding)
-    # Near 100 %, only a difference downward is large enough.
+    # Test both directions for a proportion, because a value near 100 % can only fall by that much.
     signs = (-1, 1) if e.scale.is_proportion else (e.scale.sign,)
     detectable = max(
         abs(e.scale.effect(e.level, sign * (reach + power)) - e.scale.none) for sign in signs
@@ -376,8 +392,8 @@ def _contrast(e: Estimate, level: float, share: float) -> Contrast:
 
 
 def _blocks_needed(e: Estimate, level: float, smallest: float) -> int | None:
-    """Return the number of repeats that would give a verdict if the estimate stayed the same; None
-    if more than MOST_BLOCKS.
+    """Return the number of repeats that would give a verdict if the estimate stayed the same.
+    Return None if that takes more than MOST_BLOCKS repeats.
     """
     margin = max(e.better, smallest - e.better)
     if margin <= 0:
@@ -397,8 +413,11 @@ def _blocks_needed(e: Estimate, level: float, smallest: float) -> int | None:
 def mean_interval(
     values: Iterable[float], scale: Scale, rounding: float = 0.0
 ) -> tuple[float, float] | None:
-    """Return the 95 % confidence interval of the mean of `values`, by Student's t on `scale`; None
-    for fewer than two values. The interval extends at least `rounding` below and above the mean.
+    """Return the 95 % confidence interval of the mean of `values`, by Student's t on a scale such
+    as the logarithm. Return None for fewer than two values.
+
+    `rounding`: smallest difference that the measure can show. The interval extends at least that
+    far below and above the mean.
     """
     shifts = np.array([scale.to(value) for value in values])
     if len(shifts) < 2:
@@ -415,8 +434,8 @@ def mean_interval(
 
 @dataclass(frozen=True)
 class Summary:
-    """Median, minimum, maximum and count of repeated measurements. They are only displayed;
-    verdicts do not use them.
+    """Median, minimum, maximum and number of repeated measurements. They are only shown in tables.
+    Verdicts do not use them.
     """
 
     median: float

@@ -1,4 +1,6 @@
-"""Choose the settings of a tuning that are measured again after its screening."""
+"""Choose the settings that a tuning (`sweep.tune`) measures again after its screening, which
+measured each setting alone.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +8,8 @@ from collections.abc import Mapping
 
 from timm_parallel.lab.analysis.runs import parse_overrides
 
-# Settings that change more than speed and memory, with the advice that a recommendation of them
-# adds.
+# Keys that change more than speed and memory -> the advice that a report adds if it recommends such
+# a setting.
 CHANGES_TRAINING = {
     "train.precision": "rounds differently: compare the accuracy of both before you rely on it",
     "data.batch_size": "trains differently: choose the learning rate again",
@@ -18,13 +20,18 @@ CHANGES_TRAINING = {
 def finalists(
     gains: Mapping[tuple[str, ...], float], smallest_difference: float
 ) -> list[tuple[str, ...]]:
-    """Return the combinations of settings to measure again, given the gain of each setting alone.
+    """Choose the settings that a tuning measures again, alone or in combination.
 
-    `gains`: the overrides of a setting -> speed with it, divided by speed without it. The
-    combinations are the fastest setting alone; all settings that gain at least
-    `smallest_difference`; and those of them that change nothing but speed and memory. Of two
-    settings that set one key, only the faster counts. If none gains that much, only the fastest is
-    measured again. Combinations with fewer overrides come first; none appears twice.
+    `gains`: overrides of a setting -> speed with the setting, divided by speed without it. The
+    choice contains at most three combinations:
+
+    - the fastest setting alone;
+    - all settings that gain at least `smallest_difference`; of two that set the same key, the
+      faster;
+    - of these, the settings that change nothing but speed and memory.
+
+    If no setting gains that much, only the fastest is measured again. Combinations with fewer
+    overrides come first, and none appears twice.
     """
     ranked = sorted(gains, key=lambda setting: -gains[setting])
     kept: list[tuple[str, ...]] = []

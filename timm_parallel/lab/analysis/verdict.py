@@ -1,10 +1,10 @@
-"""Verdict on a change of the code: better, worse, or no difference shown, from runs of the code
-before (base) and after it (head) with the same seeds. Pure functions.
+"""Verdict on a change of the code: better, worse, or no difference shown. Runs of the code before
+the change (base) and after it (head) have the same seeds. All functions are pure.
 
-A question that is asked again and again finds something in the end. So all verdicts on one base
-share LEVEL: verdict number k may be wrong with a chance of LEVEL / (k (k + 1)), which sums to LEVEL
-over all k. This is alpha spending (Foster and Stine, 2008; Tian and Ramdas, 2021), Bonferroni's
-correction for a number of tests that nobody knows. It holds for dependent verdicts too.
+A test that is repeated often enough finds a difference by chance. So all verdicts on one base share
+the level LEVEL. Verdict number k may be wrong with a chance of LEVEL / (k (k + 1)), which sums to
+LEVEL over all k. This is alpha spending (Foster and Stine, 2008; Tian and Ramdas, 2021), which is
+Bonferroni's correction for an unknown number of tests. It holds for dependent verdicts too.
 """
 
 from __future__ import annotations
@@ -42,13 +42,16 @@ from timm_parallel.lab.analysis.wording import (
 from timm_parallel.machine.text import plural
 from timm_parallel.record.jobs import UNFINISHED
 
-CODE, BASE, HEAD = "code", "base", "head"  # the swept key and its values
-METRIC, SPEED = "metric", "speed"  # measures that are tested
+# Name and values of the only setting in which the jobs of a verdict differ: the version of the
+# code.
+CODE, BASE, HEAD = "code", "base", "head"
+# Measures by which a verdict compares two versions of the code.
+METRIC, SPEED = "metric", "speed"
 BETTER, WORSE, NO_DIFFERENCE = "better", "worse", "no difference shown"
 FAILED, REFUSED, UNKNOWN = "failed", "refused", "no verdict yet"
-# Of a verdict's level, the share of the measure that decides. The other one has the rest.
+# Share of a verdict's level that the deciding measure gets. The other measure gets the rest.
 DECIDING_SHARE = 0.8
-# Keys of result.json that say how much was computed.
+# Keys of result.json that state how much a run computed -> their names in a report.
 COMPUTE = {
     "parameters": "parameters",
     "steps": "steps",
@@ -59,42 +62,53 @@ COMPUTE = {
 
 @dataclass(frozen=True)
 class Record:
-    """Base, head and number of a verdict: `verdict.json` in the sweep folder."""
+    """Base, head and number of a verdict, as written to `verdict.json` in the sweep folder."""
 
-    base: str  # e.g. `main (0123abc)`
+    # Name and commit of the code before the change, such as `main (0123abc)`.
+    base: str
     head: str
-    number: int  # of the verdicts on this base, from 1
-    on: str = METRIC  # the measure that decides
+    # Number of the verdict among all verdicts on the same base, from 1.
+    number: int
+    # The measure that decides a verdict: metric or speed.
+    on: str = METRIC
     overrides: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)  # on the code
+    # Sentences on differences between base and head that a reader of the report must know.
+    notes: list[str] = field(default_factory=list)
     format: int = 1
 
     @property
     def level(self) -> float:
-        """Chance of a false statement of this verdict."""
+        """Chance that any statement of this verdict is false."""
         return LEVEL / (self.number * (self.number + 1))
 
     def level_of(self, measure: str) -> float:
-        """Return the chance of a false statement on `measure`."""
+        """Return the chance that the statement of this verdict on a measure is false."""
         return self.level * (DECIDING_SHARE if measure == self.on else 1 - DECIDING_SHARE)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Answer to the question if head is better than base."""
+    """Result of the comparison of two versions of the code, base (before a change) and head (after
+    it).
+    """
 
     word: str
     sentence: str
-    notes: tuple[str, ...]  # what a reader must know to rely on the sentence
-    rows: list[dict[str, str]]  # of the table, a row per measure
-    contrasts: Mapping[str, Contrast]  # by measure
+    # Sentences that a reader must know to rely on the verdict.
+    notes: tuple[str, ...]
+    # Table of the results with a row per measure: column -> text.
+    rows: list[dict[str, str]]
+    # Measure -> comparison of head with base.
+    contrasts: Mapping[str, Contrast]
     groups: list[SettingGroup]
 
 
 def judge(
     runs: Sequence[RunRecord], record: Record, smallest: float = SMALLEST_DIFFERENCE
 ) -> Verdict:
-    """Return the verdict on the runs of base and head. `smallest`: difference of interest."""
+    """Decide if the runs of head, the changed code, are better than those of base. `smallest`:
+    relative difference below which a difference does not matter.
+    """
     groups = with_contrasts(setting_groups(runs), smallest, {"": record.level_of(METRIC)})
     timed = [
         (code_of(run), run.block, run.measure("images_per_sec") or 0.0) for run in _timed(runs)
@@ -121,8 +135,8 @@ def judge(
 
 
 def refusal(runs: Iterable[RunRecord]) -> str:
-    """Return the reason why the versions cannot be compared, because they trained or were evaluated
-    on different images; empty if they can.
+    """Return the reason why base and head cannot be compared: their runs trained or evaluated on
+    different images. The text is empty if they can be compared.
     """
     for base, head in pairs(runs):
         split = base.metric.partition("/")[0]
@@ -138,14 +152,14 @@ def refusal(runs: Iterable[RunRecord]) -> str:
 
 
 def pairs(runs: Iterable[RunRecord]) -> list[tuple[RunRecord, RunRecord]]:
-    """Return the finished runs of base and head in the same block."""
+    """Return (run of base, run of head) for each repeat in which both have finished."""
     ended = {(code_of(run), run.block): run for run in runs if run.comparable}
     blocks = [block for code, block in ended if code == BASE and (HEAD, block) in ended]
     return [(ended[BASE, block], ended[HEAD, block]) for block in blocks]
 
 
 def code_of(run: RunRecord) -> str:
-    """Return the version that a run is of: base or head."""
+    """Return the version of the code that a run belongs to: base or head."""
     return parse_overrides(run.overrides)[CODE]
 
 
@@ -155,7 +169,7 @@ def _answer(
     contrasts: Mapping[str, Contrast],
     groups: Sequence[SettingGroup],
 ) -> tuple[str, str]:
-    """Return the word and the sentence of a verdict."""
+    """Return the verdict in one word, and the sentence that states it."""
     if reason := refusal(runs):
         return REFUSED, f"Refused: {reason}."
     waiting = sum(run.status in UNFINISHED for run in runs)
@@ -181,7 +195,9 @@ def _answer(
 
 
 def _word(contrast: Contrast) -> str:
-    """Return better or worse if the interval excludes equality."""
+    """Return better or worse if the confidence interval excludes equality, else no difference
+    shown.
+    """
     scale = contrast.scale
     least, most = sorted(scale.sign * (end - scale.none) for end in contrast.interval)
     if most < 0:
@@ -190,7 +206,9 @@ def _word(contrast: Contrast) -> str:
 
 
 def _difference(contrast: Contrast, level: float) -> str:
-    """Format a difference, e.g. `1.2 points higher (98 % interval 0.4 to 2.0)`."""
+    """Format the difference of head, the changed code, from base, for example `1.2 points higher
+    (98 % interval 0.4 to 2.0)`.
+    """
     interval = f"{level_text(level)} interval "
     if contrast.scale.is_ratio:
         return f"{times(contrast)} that of base{interval_text(contrast, interval)}"
@@ -207,8 +225,8 @@ def _what_would_decide(contrast: Contrast) -> str:
 
 
 def _lost_alone(runs: Sequence[RunRecord], code: str) -> list[RunRecord]:
-    """Return the runs of a version that its code ended (not finite, out of memory), in blocks in
-    which the other version has a value.
+    """Return the runs of one version that its code ended, in repeats in which the other version has
+    a value. The code ended a run if it ran out of memory or a value was not finite.
     """
     ended = {
         run.block for run in runs if run.comparable and not run.is_lost and code_of(run) != code
@@ -217,7 +235,9 @@ def _lost_alone(runs: Sequence[RunRecord], code: str) -> list[RunRecord]:
 
 
 def _compute(runs: Sequence[RunRecord]) -> list[str]:
-    """Return a sentence per measure of compute that differs, because better may mean more."""
+    """Return a sentence for each measure of computing in which base and head differ. Better results
+    may come from more computing.
+    """
     notes = []
     for key, name in COMPUTE.items():
         known = [
@@ -240,8 +260,8 @@ def _share(record: Record) -> str:
 
 
 def _timed(runs: Sequence[RunRecord]) -> list[RunRecord]:
-    """Return the runs whose images/s can be compared. Disturbed ones can: unlike two strategies,
-    the versions need equally many devices, so other load slows both alike.
+    """Return the runs whose images/s can be compared. Disturbed runs are included: both versions
+    use equally many devices, so that other load slows both alike.
     """
     return [
         run
@@ -259,7 +279,7 @@ def _rows(
     contrasts: Mapping[str, Contrast],
     groups: Sequence[SettingGroup],
 ) -> list[dict[str, str]]:
-    """Return the rows of the table: metric, images/s and memory of base and head."""
+    """Return the rows of a verdict's table: metric, images/s and memory of base and head."""
     of = [[r for r in runs if r.comparable and code_of(r) == code] for code in (BASE, HEAD)]
     speeds = [summarize(run.measure("images_per_sec") for run in of_code) for of_code in of]
     peaks = [summarize(max(run.peak_bytes, default=None) for run in of_code) for of_code in of]
@@ -281,7 +301,9 @@ def _rows(
 def _row(
     name: str, texts: Sequence[str], contrast: Contrast | None = None, level: float = LEVEL
 ) -> dict[str, str]:
-    """Return a row of the table; without a contrast, only the values of base and head."""
+    """Return one row of a verdict's table. Without a comparison, it has only the values of base and
+    head.
+    """
     row = {"measure": name, BASE: texts[0], HEAD: texts[1], "difference": effect_text(contrast)}
     if contrast is None:
         return row

@@ -1,4 +1,4 @@
-"""Format measurements, verdicts and settings as text."""
+"""Format measurements, verdicts and settings as the texts of a report."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from timm_parallel.lab.analysis.statistics import INCONCLUSIVE, Contrast, Summar
 from timm_parallel.machine.text import yaml_text
 
 DASH = "—"
-MOST_SHOWN = 1000  # times; a larger end of an interval is not shown
+# Largest end of an interval of ratios that is shown as a number.
+MOST_SHOWN = 1000
 
 
 def verdict_text(contrast: Contrast) -> str:
-    """Format the verdict and its reason, e.g. `inconclusive:
-    without repeats the noise is unknown`.
+    """Format a verdict with its reason, for example `inconclusive: without repeats the noise is
+    unknown`.
     """
     if contrast.effect is None:
         return f"{contrast.verdict}: no repeat measured both configurations"
@@ -38,8 +39,8 @@ def times(contrast: Contrast) -> str:
 
 
 def interval_text(contrast: Contrast, level: str = "95 % interval ") -> str:
-    """Format the confidence interval, e.g. ` (95 % interval 1.80 to 2.00)`; empty if the noise is
-    unknown.
+    """Format a confidence interval, for example ` (95 % interval 1.80 to 2.00)`. The text is empty
+    if the noise is unknown.
     """
     if contrast.low is None or contrast.high is None:
         return ""
@@ -48,8 +49,8 @@ def interval_text(contrast: Contrast, level: str = "95 % interval ") -> str:
 
 
 def effect_text(contrast: Contrast | None) -> str:
-    """Format a ratio or difference with its interval, e.g. `1.90 × (1.80 to 2.00)` or `+7.9 (+1.4
-    to +14.4)`.
+    """Format a ratio or a difference with its interval, for example `1.90 × (1.80 to 2.00)` or
+    `+7.9 (+1.4 to +14.4)`.
     """
     if contrast is None or contrast.effect is None:
         return DASH
@@ -68,7 +69,7 @@ def _signed(scale: Scale, difference: float) -> str:
 
 
 def size_text(scale: Scale, size: float) -> str:
-    """Format the size of an effect without its sign: `12.0 %` of a ratio, `7.9 points` of a
+    """Format the size of a difference without its sign: `12.0 %` for a ratio, `7.9 points` for a
     proportion, else a number.
     """
     if scale.is_ratio:
@@ -77,8 +78,8 @@ def size_text(scale: Scale, size: float) -> str:
 
 
 def points(share: float, limit: float = 0.001) -> str:
-    """Format a share in percent with one decimal place, or with two significant digits if it is
-    below `limit`.
+    """Format a share in percent with one decimal place. A share below `limit` gets two significant
+    digits.
     """
     return f"{100 * share:.{_decimals(share, limit)}f}"
 
@@ -88,35 +89,40 @@ def _decimals(share: float, limit: float) -> int:
 
 
 def value_text(scale: Scale, value: float | None) -> str:
-    """Format a value of the metric. Near 0 and 100 %, the errors keep two significant digits."""
+    """Format a value of the metric. If it is near 0 or 100 %, the number of errors keeps two
+    significant digits.
+    """
     if value is None:
         return DASH
     if not scale.is_proportion:
         return figure(value)
     rest = min(value, 1 - value)
-    # 1 - 0.996 is not exactly 0.004.
+    # Round away the error of floating point, because 1 - 0.996 is not exactly 0.004.
     return percent(value, _decimals(round(rest, 12), 0.01) if rest > 0 else 1)
 
 
 def range_text(scale: Scale, ends: tuple[float, float]) -> str:
-    """Format the ends of an interval of values, e.g. `70.1 % to 72.3 %`."""
+    """Format the ends of an interval of metric values, for example `70.1 % to 72.3 %`."""
     return " to ".join(value_text(scale, end) for end in ends)
 
 
 def level_text(chance: float) -> str:
-    """Format the level of an interval that misses the truth with this chance, e.g. `95 %`."""
+    """Format the level of a confidence interval, for example `95 %`. `chance`: probability that the
+    interval does not contain the true value.
+    """
     return f"{100 * (1 - chance):.4g} %"
 
 
 def difference_text(
     contrast: Contrast, corrected: float | None = None, level: str = "95 % interval "
 ) -> str:
-    """Format a difference, e.g. `7.9 points higher (95 % interval 1.4 to 14.4)`. `corrected` for
-    the choice of the setting.
+    """Format a difference of two settings, for example `7.9 points higher (95 % interval 1.4 to
+    14.4)`. `corrected`: the difference without the bias of choosing the best setting.
     """
     assert contrast.effect is not None
     low, high = contrast.interval
-    # The correction comes from fewer repeats than the interval, and may be outside.
+    # Keep the corrected difference inside of the interval. It comes from fewer repeats than the
+    # interval and may be outside.
     effect = contrast.effect if corrected is None else min(max(corrected, low), high)
     sign = 1 if contrast.effect > 0 else -1
     text = f"{size_text(contrast.scale, abs(effect))} {'higher' if sign > 0 else 'lower'}"
@@ -136,8 +142,8 @@ def percent(share: float, digits: int = 0) -> str:
 
 
 def figure(value: float) -> str:
-    """Format a number with three significant digits,
-    or with all digits before the decimal point.
+    """Format a number with three significant digits, or with all digits before the decimal point if
+    there are more.
     """
     if value == 0 or abs(value) >= 99.95:
         return f"{value:,.0f}"
@@ -146,7 +152,9 @@ def figure(value: float) -> str:
 
 
 def with_range(summary: Summary) -> str:
-    """Format `median (smallest–largest)`, without the range if its ends look equal."""
+    """Format repeated measurements as `median (smallest–largest)`. The range is left out if both
+    ends look the same.
+    """
     low, high = figure(summary.low), figure(summary.high)
     return figure(summary.median) + (f" ({low}–{high})" if low != high else "")
 
@@ -158,8 +166,8 @@ def join_short(items: Iterable[str], limit: int = 4) -> str:
 
 
 def model_name(run: RunRecord) -> str:
-    """Format the model name: `resnet18`, or with model.kwargs `tiny (vit_tiny_patch16_224, 61 k
-    parameters, 32 px)`.
+    """Return the name of a run's model, for example `resnet18`. If model.kwargs changes the model,
+    add its size: `tiny (vit_tiny_patch16_224, 61 k parameters, 32 px)`.
     """
     name = str(run.result.get("model") or DASH)
     parameters, sides = run.integer("parameters"), run.entries(int, "image_size")
@@ -168,7 +176,8 @@ def model_name(run: RunRecord) -> str:
         return name
     details = [f"{rounded(parameters)} parameters"] if parameters is not None else []
     details += [f"{pixels} px"] if pixels is not None else []
-    # An option with the name of a timm model does not describe the changed model.
+    # Do not use a config file's name that is also the name of a timm model, because it does not
+    # describe the changed model.
     if run.model_option and run.model_option not in timm_models():
         details.insert(0, name)
         name = run.model_option
@@ -176,7 +185,7 @@ def model_name(run: RunRecord) -> str:
 
 
 def rounded(count: int) -> str:
-    """Format a count as `999`, `61 k` or `5.7 M`."""
+    """Format a count with at most two or three digits, for example `999`, `61 k` or `5.7 M`."""
     for factor, unit in ((1e6, " M"), (1e3, " k")):
         if count >= factor:
             return (

@@ -1,5 +1,5 @@
-"""Check of this machine: list its hardware and versions, problems with their fixes, and a command
-to start with.
+"""Examine this machine: list its hardware and versions, problems with their fixes, and a train.py
+command to start with.
 """
 
 from __future__ import annotations
@@ -30,22 +30,24 @@ TIMEOUT = 180.0  # seconds
 
 
 def outputs() -> Path:
-    """Return the folder that holds the outputs by default."""
+    """Return the default folder of outputs, or the project's folder if no run has created it
+    yet.
+    """
     folder = root() / "outputs"
     return folder if folder.exists() else root()
 
 
 def probe(module: str) -> dict[str, Any]:
-    """Run a Python module in a separate process and return the JSON that it prints. If it fails,
-    return {"error": <last line of its output>}.
+    """Run a Python module in a separate process and return the JSON object that it prints. If the
+    module fails, return {"error": <last line of its output>}.
     """
     error, output = _run([sys.executable, *SAFE_PATH, "-m", module])
     return {"error": error} if error else dict(json.loads(output.splitlines()[-1]))
 
 
 def try_strategy(strategy: str, devices: int) -> str:
-    """Train a tiny model for two steps with train.py, and evaluate it. Return the error; "" if it
-    works.
+    """Train and evaluate a tiny model with train.py for two steps. Return the last line of the
+    error, or an empty text if the strategy works on this machine.
     """
     with tempfile.TemporaryDirectory(prefix="doctor_") as folder:
         arguments = [
@@ -56,15 +58,16 @@ def try_strategy(strategy: str, devices: int) -> str:
             "print_config=false",
         ]
         error, _ = _run([sys.executable, str(root() / "train.py"), *arguments])
-        # A run that was refused before its start has no result; its last line is the reason.
+        # Prefer the reason in result.json. A command that train.py rejected before the start has no
+        # such file, and the last line of its output is the reason.
         with suppress(ValueError):
             error = error and read_result(Path(folder, "run")).reason
         return error
 
 
 def _run(command: list[str]) -> tuple[str, str]:
-    """Run the command and return (its last line on stderr, output);
-    the first is empty on success.
+    """Run a command in the project's folder. Return (last line of its error output, its output).
+    The first is empty if the command succeeded.
     """
     environment = with_project_on_path(os.environ)
     try:
@@ -85,15 +88,17 @@ def _run(command: list[str]) -> tuple[str, str]:
 class MachineReport:
     """Hardware and versions of this machine, and the results of trial runs. Sizes are in bytes."""
 
-    devices: list[dict[str, Any]] = field(default_factory=nvidia.listed)  # as NVML lists them
+    # The GPUs of this machine as NVML lists them, regardless of CUDA_VISIBLE_DEVICES.
+    devices: list[dict[str, Any]] = field(default_factory=nvidia.listed)
+    # Number of GPUs that CUDA_VISIBLE_DEVICES leaves visible.
     visible: int = field(default_factory=lambda: len(hardware.visible_cuda_devices()))
     driver: str | None = field(default_factory=nvidia.driver_version)
-    driver_cuda: str | None = field(
-        default_factory=nvidia.driver_cuda
-    )  # the newest CUDA that the driver runs
+    # The newest CUDA version that the driver supports.
+    driver_cuda: str | None = field(default_factory=nvidia.driver_cuda)
     torch: dict[str, Any] = field(default_factory=lambda: probe("timm_parallel.lab.doctor.probe"))
     cores: int = field(default_factory=hardware.cores)
-    # Free in /dev/shm; None without /dev/shm.
+    # Free bytes in /dev/shm, through which loader workers pass batches. None on a system without
+    # it.
     shm: int | None = field(
         default_factory=lambda: (
             shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else None
@@ -101,22 +106,24 @@ class MachineReport:
     )
     disk: int = field(default_factory=lambda: shutil.disk_usage(outputs()).free)
     can_write: bool = field(default_factory=lambda: os.access(outputs(), os.W_OK))
-    tries: dict[str, str] = field(
-        default_factory=dict
-    )  # strategy -> error of its trial run, "" if none
+    # Strategy -> error of its trial run, or an empty text if the run succeeded.
+    tries: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass
 class Finding:
+    """Result of one check of this machine. Without `remedy`, nothing has to be fixed."""
+
     name: str
     text: str
     remedy: str | None = None
-    stops: bool = False  # training cannot start without the remedy
+    # True if training cannot start before the problem is fixed.
+    stops: bool = False
 
 
 def examine(as_json: bool) -> int:
-    """Check this machine and print the findings, as text or JSON. Return 1 if training cannot
-    start, else 0.
+    """Check this machine and print the findings, as text or as JSON. Return 1 if training cannot
+    start here, else 0.
     """
     print("querying torch and timm …", file=sys.stderr, flush=True)
     facts = MachineReport()
@@ -143,8 +150,8 @@ def examine(as_json: bool) -> int:
 
 
 def as_text(facts: MachineReport, findings: list[Finding]) -> str:
-    """Format the findings, one per line, then the fixes in order and, if training can start, a
-    command to start with.
+    """Format the findings about this machine, one per line. Add the fixes in their order and, if
+    training can start, a train.py command.
     """
     width = max(len(finding.name) for finding in findings)
     lines = []
@@ -168,8 +175,8 @@ def as_text(facts: MachineReport, findings: list[Finding]) -> str:
 
 
 def findings_of(facts: MachineReport) -> list[Finding]:
-    """Return a finding for the system, torch, the GPUs, storage and each strategy, in the order in
-    which to fix them.
+    """Return the findings about system, torch, GPUs, storage and each strategy. Their order is the
+    order in which problems should be fixed.
     """
     return [
         Finding(
@@ -184,8 +191,8 @@ def findings_of(facts: MachineReport) -> list[Finding]:
 
 
 def strategies_to_try(facts: MachineReport) -> dict[str, int]:
-    """Return strategy -> number of devices of each trial run;
-    empty if a finding prevents training.
+    """Choose the strategies that the check of this machine tries out, as a dictionary from strategy
+    to number of devices. It is empty if a problem prevents any training.
     """
     if any(finding.stops for finding in findings_of(facts)):
         return {}
@@ -196,8 +203,8 @@ def strategies_to_try(facts: MachineReport) -> dict[str, int]:
 
 
 def advice(facts: MachineReport) -> str:
-    """Return the train.py command to start with: on all GPUs if a strategy for several devices ran
-    here, else on one device.
+    """Build a train.py command that suits this machine: all GPUs if a trial run on several devices
+    succeeded, else one device.
     """
     parallel = ParallelConfig()
     parallel.choose_strategy(several=facts.visible > 1)

@@ -1,5 +1,5 @@
-"""Print versions and devices of torch as one line of JSON. Run in its own process, because a broken
-torch may crash.
+"""Print the versions of torch and timm and the devices that torch sees, as one line of JSON. A
+separate process runs this module, because a broken torch may crash.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ import json
 
 
 def main() -> None:
-    # Importing timm loads torchvision, which may not fit this torch.
+    # Import timm too, because it loads torchvision, which may not match this version of torch.
     import timm
     import torch
 

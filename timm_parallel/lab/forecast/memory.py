@@ -1,4 +1,6 @@
-"""FLOPs and memory of a training step, measured on fake tensors."""
+"""Measure the FLOPs and the memory of a training step on fake tensors, which have shapes but no
+values.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,12 @@ def measure_step(
     dtype: torch.dtype | None,
     has_ema: bool,
 ) -> tuple[int, Bytes]:
-    """Run a step of one device. Return its FLOPs (forward and backward) and its memory.
+    """Measure the FLOPs and the memory of one training step of one device, on fake tensors. Return
+    (FLOPs of forward and backward pass, memory).
 
-    `step`: the training step of `model`. `batch`: images and targets of the device. `dtype`: of
-    autocast; None: off. `has_ema`: the run averages its weights.
+    `step`: module that computes the loss of `model`. `batch`: images and targets of one device.
+    `dtype`: type of autocast, or None if it is off. `has_ema`: True if the run averages its
+    weights.
     """
     averaged = [*model.parameters(), *model.buffers()]
     weights = [*step.parameters(), *step.buffers()]

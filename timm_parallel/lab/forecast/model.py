@@ -1,18 +1,19 @@
-"""Model of the step time, fitted to the device counts of a sweep, to forecast the speed on more
-devices.
+"""Model of the time of a training step. It is fitted to the numbers of devices that a sweep
+measured, and forecasts the speed on more devices.
 
-A step on n devices, each with b images, that all-reduce S bytes of gradients:
+A step on n devices, each with b images, all-reduces S bytes of gradients:
 
     compute   C = c0 + c1 b
     reduce    A = 2 (n - 1) alpha + 2 (n - 1) / n  S / beta  (latency alpha, bandwidth beta)
     step      t = max(C + max(0, A - h C), b / data rate)
 
-A is 0 for n = 1. The backward pass hides h C of it.
+A is 0 for n = 1. The backward pass hides h C of it. The loader of a device delivers at most its
+data rate.
 
-The ring all-reduce's cost: Thakur, Rabenseifner, Gropp 2005 (doi:10.1177/1094342005051521) and
-Patarasuk, Yuan 2009 (doi:10.1016/j.jpdc.2008.09.002), bandwidth-optimal. The overlap: Li et al.
-2020, arXiv:2006.15704; h is at most 2/3, the backward pass's share of forward and backward. A
-loader that cannot keep up bounds a device at its data rate.
+Sources: Thakur, Rabenseifner, Gropp 2005 (doi:10.1177/1094342005051521) and Patarasuk, Yuan 2009
+(doi:10.1016/j.jpdc.2008.09.002) for the cost of the ring all-reduce, which is optimal in bandwidth;
+Li et al. 2020 (arXiv:2006.15704) for the overlap. h is at most 2/3, the share of the backward pass
+in forward and backward pass.
 """
 
 from __future__ import annotations
@@ -24,29 +25,37 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 MOST_HIDDEN = 2 / 3
-LATENCY = 20e-6  # seconds, if too few counts were measured to fit it: typical of TCP within a rack
-# Relative error, for a device count left out of the fit, above which the forecast is unreliable.
+# Seconds per message that are assumed if too few numbers of devices were measured to fit the
+# latency. The value is typical of TCP within a rack.
+LATENCY = 20e-6
+# A forecast is called unreliable if the model, fitted without one measured number of devices,
+# misses the speed on that number by more than this relative error.
 UNRELIABLE = 0.15
-MISSED = (
-    0.05  # relative error on a measured count above which the model does not describe the sweep
-)
-NEGLIGIBLE = 1e-3  # share of a step, or of h, below which a fitted cost is at its bound
+# The model is said not to describe a sweep if it misses a measured speed by more than this relative
+# error.
+MISSED = 0.05
+# A fitted cost counts as zero if its share of the step time is below this value.
+NEGLIGIBLE = 1e-3
+# Numbers of devices of a forecast, unless the command gives others.
 COUNTS = tuple(2**power for power in range(1, 11))
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Mean step time and sizes of one run. `ring`: seconds of the ring all-reduce, hidden or
-    exposed, if recorded.
+    """Mean step time and sizes of one run. `ring`: seconds of the all-reduce per step, whether
+    hidden behind the backward pass or not, or None if they were not recorded.
     """
 
     devices: int
-    images: int  # global batch
+    # Number of images of all devices in one optimizer step.
+    images: int
     seconds: float
     gradient_bytes: int
     ring: float | None = None
-    waits_for_data: float = 0.0  # share of the step
-    flagged: bool = False  # the figures may be disturbed
+    # Share of the step in which the devices wait for data, 0 to 1.
+    waits_for_data: float = 0.0
+    # True if other load may have disturbed the figures of the run.
+    flagged: bool = False
 
     @property
     def per_device(self) -> float:
@@ -61,18 +70,20 @@ class Link:
 
 @dataclass(frozen=True)
 class Model:
-    """Fitted step-time model. `across`: a different link between nodes, as in a what-if forecast;
-    `link` is then within a node.
+    """Fitted model of the step time. With `across`, all messages between nodes use that link
+    instead of `link`, because the user asked for another network.
     """
 
-    fixed: float  # c0, seconds
-    per_image: float  # c1, seconds
-    hidden: float  # h
+    # Computing seconds per step that do not depend on the batch, c0 in the formulas.
+    fixed: float
+    # Computing seconds per image, c1 in the formulas.
+    per_image: float
+    # Share of the computing time behind which the all-reduce is hidden, h in the formulas.
+    hidden: float
     link: Link
     gradient_bytes: int
-    data_rate: float | None = (
-        None  # images per second and device; None: the loader never bounds the step
-    )
+    # Images per second that the loader of one device delivers, or None if it never limits the step.
+    data_rate: float | None = None
     across: Link | None = None
     devices_per_node: int = 1
 
@@ -92,25 +103,29 @@ class Model:
 
 @dataclass(frozen=True)
 class Forecast:
-    """Forecast for one device count: images per second with an interval, and efficiency relative to
-    one device.
+    """Forecast for one number of devices: images per second with an interval, and efficiency, which
+    is the speed per device divided by the speed of one device.
     """
 
     devices: int
     per_device: float
     speed: float
-    low: float | None  # None: unknown with two counts
+    # Ends of the interval, or None if the sweep measured only two numbers of devices.
+    low: float | None
     high: float | None
     efficiency: float
-    measured: float | None  # images per second, if the sweep has this count and batch
+    # Measured images per second, if the sweep has this number of devices with this batch.
+    measured: float | None
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Forecasts for several device counts, with the errors of the fitted model.
+    """Forecasts of a sweep's speed on several numbers of devices, with the errors of the fitted
+    model.
 
-    `error`: largest relative error of a count that was forecast from the others; None with two
-    counts. `residual`: largest relative error on a measured count. `notes`: further doubts.
+    `error`: largest relative error when a measured number of devices is forecast from the others,
+    or None if only two were measured. `residual`: largest relative error of the fit on the measured
+    speeds. `notes`: further reasons to doubt the forecast.
     """
 
     model: Model
@@ -125,11 +140,13 @@ class Answer:
 def forecast(
     runs: Sequence[Measured], counts: Sequence[int] = COUNTS, **what_if: float | None
 ) -> Answer:
-    """Fit the model and apply it to `counts`. `what_if`: bandwidth (bytes/s), latency (s),
-    devices_per_node, or None.
+    """Fit the model to measured runs and forecast the speed on `counts` devices. `what_if`:
+    bandwidth (bytes/s), latency (s) and devices_per_node of another network, each of which may be
+    None.
 
-    Strong: all counts use the largest count's global batch. Weak: all use the smallest count's
-    batch per device. `runs` must have two or more device counts.
+    Strong scaling uses the global batch of the largest measured number of devices. Weak scaling
+    uses the batch per device of the smallest one. `runs` must contain two or more numbers of
+    devices.
     """
     assert len({run.devices for run in runs}) > 1
     fitted = fit(runs)
@@ -140,8 +157,8 @@ def forecast(
     variants = [with_link(variant, **what_if) for variant in (fitted, *fits)]
 
     def row(devices: int, per_device: float, alone: float) -> Forecast:
-        """Forecast one device count. Efficiency is relative to one device with a batch of `alone`
-        images.
+        """Forecast the speed on one number of devices. The efficiency is relative to one device
+        with a batch of `alone` images.
         """
         speed = model.speed(devices, per_device)
         low = high = None
@@ -179,11 +196,12 @@ def forecast(
 
 
 def fit(runs: Sequence[Measured]) -> Model:
-    """Fit the model to the logarithms of step and all-reduce times by least squares, with no more
-    unknowns than counts.
+    """Fit the model of the step time by least squares on logarithms. The measurements are the step
+    times and, if recorded, the all-reduce times.
 
-    The unknowns, in this order: c1, beta, h if all-reduce time was recorded, c0 if batches per
-    device differ, alpha.
+    The unknowns are chosen in this order: c1, beta, h if all-reduce times were recorded, c0 if the
+    batches per device differ, alpha. There are never more unknowns than equations. Each number of
+    devices gives one equation per kind of time.
     """
     from scipy.optimize import least_squares
 
@@ -193,7 +211,7 @@ def fit(runs: Sequence[Measured]) -> Model:
     fastest = min(runs, key=lambda run: run.seconds / run.per_device)
     start = {"per_image": fastest.seconds / fastest.per_device, "bandwidth": 1e9}
     if ringed:
-        # As odds: half of MOST_HIDDEN.
+        # The unknown is h as odds, h / (MOST_HIDDEN - h). Start with half of MOST_HIDDEN.
         start["hidden"] = 1.0
     if equations > 2 and len({run.per_device for run in runs}) > 1:
         start["fixed"] = fastest.seconds / 5
@@ -211,8 +229,8 @@ def fit(runs: Sequence[Measured]) -> Model:
         steps = [math.log(model.seconds(run.devices, run.per_device) / run.seconds) for run in runs]
         return steps + [math.log(model.ring(run.devices) / run.ring) for run in ringed if run.ring]
 
-    # Initial bandwidths in bytes/s. From a single one, the fit can end with a completely hidden
-    # all-reduce.
+    # Start the fit with several bandwidths in bytes/s. From a single one, it can end in a solution
+    # in which the all-reduce is hidden completely.
     starts = [start | {"bandwidth": bandwidth} for bandwidth in (1e8, 1e9, 1e10, 1e11)]
     solutions = [least_squares(residuals, np.log(list(values.values()))) for values in starts]
     best = min(solutions, key=lambda solution: solution.cost)
@@ -226,8 +244,8 @@ def with_link(
     latency: float | None = None,
     devices_per_node: float | None = None,
 ) -> Model:
-    """Return `model` with a different link between nodes of `devices_per_node` devices, by default
-    1.
+    """Return the model with another link between nodes of `devices_per_node` devices, by default 1.
+    A bandwidth or latency of None stays that of the measured link.
     """
     if bandwidth is None and latency is None:
         return model
@@ -238,11 +256,12 @@ def with_link(
 
 
 def leave_one_out(runs: Sequence[Measured]) -> tuple[float | None, list[Model]]:
-    """Refit without each device count in turn. Return the largest relative error for the count left
-    out, and the fits.
+    """Fit the model without one measured number of devices, and compare its forecast for that
+    number with the measured speed. Do so for each number in turn. Return the largest relative error
+    and all fits.
 
-    The smallest count is never left out: it separates compute from hidden communication. The error
-    is None with two counts.
+    The smallest number is never left out, because it separates computing from communication. The
+    error is None if only two numbers were measured.
     """
     _, *larger = sorted({run.devices for run in runs})
     if len(larger) < 2:
@@ -261,7 +280,9 @@ def leave_one_out(runs: Sequence[Measured]) -> tuple[float | None, list[Model]]:
 
 
 def largest_residual(model: Model, runs: Sequence[Measured]) -> float:
-    """Return the largest relative error of the model's speed for a measured count and batch."""
+    """Return the largest relative error of the model's speed on a measured number of devices and
+    batch.
+    """
     speeds: dict[tuple[int, float], list[float]] = {}
     for run in runs:
         speeds.setdefault((run.devices, run.per_device), []).append(run.images / run.seconds)
@@ -291,7 +312,9 @@ def _verdict(error: float | None, residual: float, is_what_if: bool) -> str:
 
 
 def notes_on(model: Model, runs: Sequence[Measured]) -> list[str]:
-    """Return notes on fitted costs that are at a bound, and on the number of flagged runs."""
+    """Return sentences that name fitted costs that are zero or at their limit, and the number of
+    disturbed runs.
+    """
     devices, images = max(run.devices for run in runs), max(run.per_device for run in runs)
     step = model.seconds(devices, images)
     at_bound = {

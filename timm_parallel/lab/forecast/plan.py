@@ -1,5 +1,5 @@
-"""Sizes, steps and memory that a run would have on a number of devices, as records and as a printed
-table.
+"""Sizes, steps and memory that a run would have on a given number of devices, as records and as a
+printed table.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ COLUMNS = (
 
 @dataclass
 class Bytes:
-    """Bytes of tensors on one device at the end of the forward pass, their peak; under dp, on
-    device 0, which has the most.
+    """Memory in bytes of the tensors on one device at the end of the forward pass, when it is
+    highest. Under dp, the values are those of device 0, which holds most.
 
-    `buckets`: ddp's copies of gradients; `gathered`: whole parameters that fsdp holds next to its
-    shards.
+    `buckets`: ddp's copies of the gradients. `gathered`: whole parameters that fsdp holds in
+    addition to its shards.
     """
 
     weights: int
@@ -47,27 +47,37 @@ class Bytes:
 
 @dataclass
 class Plan:
-    """Plan of a run on `devices` devices. If it cannot run, only `reason` is set."""
+    """Sizes and steps of a run on a number of devices. If the run is not possible, only `reason` is
+    set.
+    """
 
     devices: int
     reason: str = ""
     strategy: str = ""
-    batch_size: int = 0  # global
-    batch_size_per_device: int = 0  # the largest chunk
-    images: int = 0  # in the training split
-    images_per_device: int = 0  # a device's share of an epoch
+    # Number of images of all devices in one batch.
+    batch_size: int = 0
+    # Number of images that one device gets of a batch. If the parts differ, the largest counts.
+    batch_size_per_device: int = 0
+    # Number of images of the training split.
+    images: int = 0
+    # Number of images that one device processes in an epoch.
+    images_per_device: int = 0
     dropped_per_epoch: int = 0
     steps_per_epoch: int = 0
     steps: int = 0
-    learning_rate: float = 0.0  # the peak
+    # Highest learning rate of the schedule.
+    learning_rate: float = 0.0
     parameters: int = 0
-    flops_per_step: int = 0  # forward and backward, all devices; 2 per multiply-add
+    # Operations of the forward and backward pass on all devices. A multiply-add counts as 2.
+    flops_per_step: int = 0
     bytes: Bytes | None = None
     warnings: list[str] = field(default_factory=list)
 
 
 def show_plan(plans: list[Plan]) -> None:
-    """Print a table of plans, a row per device count, with the warnings below it."""
+    """Print a table with a row per number of devices: batches, steps, learning rate, FLOPs and
+    memory of a run. Warnings follow below the table.
+    """
     console = Console(width=None if Console().is_terminal else 200, markup=False, emoji=False)
     table = Table(
         *COLUMNS, "held per device: weights + gradients + optimizer + EMA + activations + rest"

@@ -1,4 +1,4 @@
-"""Read the runs of a sweep folder, forecast the speed on more devices, and format the forecast as
+"""Forecast the speed on more devices from the runs in a sweep folder, and format the forecast as
 text.
 """
 
@@ -19,8 +19,11 @@ from timm_parallel.lab.report.collect import collect
 
 
 def forecast_sweep(folder: Path, **options: Any) -> dict[str, Answer]:
-    """Forecast each set of runs that differ only in devices, batch and repeat. `options`: see
-    `forecast`.
+    """Forecast the speed on more devices from the runs of a sweep. Return a dictionary from setting
+    to forecast. The runs of a setting differ only in number of devices, batch and repeat.
+
+    `options`: arguments of `forecast`, such as counts and bandwidth. Raises ValueError if no
+    setting was measured on two or more numbers of devices.
     """
     measured: dict[str, list[Measured]] = defaultdict(list)
     for run in collect([folder]):
@@ -31,16 +34,15 @@ def forecast_sweep(folder: Path, **options: Any) -> dict[str, Answer]:
     }
     if not enough:
         raise ValueError(
-            f"{folder}: expected finished, timed runs of single or ddp on two or more device "
-            "counts, with otherwise equal settings and no concurrent jobs; sweep over "
-            "parallel.devices"
+            f"{folder}: has no setting with finished runs of single or ddp on two or more numbers "
+            "of devices; sweep over parallel.devices without concurrent jobs"
         )
     return {name: forecast(runs, **options) for name, runs in enough.items()}
 
 
 def read_measured(run: RunRecord) -> Measured | None:
-    """Return the step time and sizes of a run; None if it is of dp or fsdp, unfinished, untimed, or
-    next to others.
+    """Return the step time and sizes of a run. Return None for a run of dp or fsdp, and for a run
+    that is unfinished, has no measured speed, or ran next to other jobs.
     """
     speed, batch, sent = (
         run.measure("images_per_sec"),
@@ -64,8 +66,8 @@ def read_measured(run: RunRecord) -> Measured | None:
 
 
 def setting_of(run: RunRecord) -> str:
-    """Return the run's overrides other than parallel, batch, seed and sweep keys; if none, the
-    model's name.
+    """Return the overrides of a run that describe its setting, or the name of the model if there
+    are none. Overrides of parallel, batch, seed and sweep are left out.
     """
     covered = (
         "parallel=",
@@ -81,8 +83,8 @@ def setting_of(run: RunRecord) -> str:
 
 
 def as_text(answers: dict[str, Answer]) -> Iterator[str]:
-    """Yield the lines of the printed forecast: fitted costs, doubts, and a table each for strong
-    and weak scaling.
+    """Yield the lines of a printed forecast: the fitted costs, reasons to doubt them, and a table
+    each for strong and weak scaling.
     """
     for name, answer in answers.items():
         model = answer.model
@@ -123,8 +125,8 @@ def as_text(answers: dict[str, Answer]) -> Iterator[str]:
 
 
 def figure(value: float) -> str:
-    """Format a number: three significant digits, from 100 on an integer with separators; never with
-    an exponent.
+    """Format a number without an exponent: three significant digits below 100, else an integer with
+    thousands separators.
     """
     if math.isnan(value):
         return "unknown"

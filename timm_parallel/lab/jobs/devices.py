@@ -1,5 +1,5 @@
-"""Devices of this machine for concurrent jobs: which exist, which a job needs, and how a job is
-limited to its own.
+"""Devices of this machine for concurrent jobs: list the devices, compute the number that a job
+needs, and limit a job to the devices that it was given.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from timm_parallel.machine import hardware
 
 
 def devices_here() -> dict[str, list[str]]:
-    """Return the devices of this machine by kind: cpu -> core numbers, cuda -> UUIDs,
-    mps -> `mps`.
+    """Return the devices of this machine as a dictionary from device type to names: core numbers
+    for cpu, UUIDs for cuda, and `mps` for mps.
     """
     cuda = [device.uuid for device in hardware.visible_cuda_devices()]
     return {"cpu": [str(core) for core in hardware.core_numbers()], "cuda": cuda, "mps": ["mps"]}
 
 
 def need_of(config: Config) -> Requirement:
-    """Return the devices that a job needs: all, without a concurrent job, if its config gives
-    device numbers.
+    """Return the devices that a job needs according to its config. A job that chooses devices by
+    number gets all devices of the machine, because it must not share them.
     """
     if config.cluster.scheduler == "slurm":
         return Requirement("slurm", 1)
@@ -32,42 +32,47 @@ def need_of(config: Config) -> Requirement:
 
 
 def share_of(need: Requirement, names: Sequence[str]) -> tuple[dict[str, str], list[int]]:
-    """Return (environment variables, cores) that limit a job to the devices `names`; none of both
-    if `names` is empty.
+    """Return (environment variables, core numbers) that limit a job to the devices `names`. Both
+    are empty if `names` is empty, so that the job may use every device.
     """
-    # An empty CUDA_VISIBLE_DEVICES would hide every GPU.
+    # Set the variable only for a non-empty list, because an empty value would hide every GPU.
     variables = {"CUDA_VISIBLE_DEVICES": ",".join(names)} if need.kind == "cuda" and names else {}
     return variables, [int(name) for name in names] if need.kind == "cpu" else []
 
 
 def jobs_at_a_time(key: str, jobs: int | str, config: Config) -> int | None:
-    """Return the limit that `key` (sweep.jobs or search.n_jobs) with value `jobs` sets to
-    concurrent jobs; None: no limit.
+    """Return the largest number of concurrent jobs that the config allows. None means that only the
+    number of devices limits it.
+
+    `key`: sweep.jobs or search.n_jobs. `jobs`: value of that key. Raises ValueError if speed is
+    measured, because concurrent jobs would disturb each other, and for trials on a cluster without
+    a number.
     """
     if jobs == 1:
         return 1
     if config.sweep.timed:
         raise ValueError(
-            f"{key}={jobs}: sweep.timed=true times the jobs, so each runs alone; use {key}=1"
+            f"{key}={jobs}: sweep.timed=true measures the speed of each job, so jobs must run one "
+            f"at a time; use {key}=1"
         )
     if key == "search.n_jobs" and config.objective == "images_per_sec":
         raise ValueError(
-            f"{key}={jobs}: optimized_metric=images_per_sec times the trials, so each runs alone; "
-            f"use {key}=1"
+            f"{key}={jobs}: optimized_metric=images_per_sec measures the speed of each trial, so "
+            f"trials must run one at a time; use {key}=1"
         )
     if jobs != "auto":
         return int(jobs)
     if key == "search.n_jobs" and config.cluster.scheduler != "local":
         raise ValueError(
-            f"{key}=auto: only for trials on this machine; on a cluster, give a number of "
-            "concurrent trials"
+            f"{key}=auto: counts the devices of this machine, but the trials run on a cluster; set "
+            f"{key} to the number of concurrent trials"
         )
     return None
 
 
 def why_alone(scheduler: DeviceScheduler, needs: set[Requirement]) -> str:
-    """Return the reason why no two jobs that need these devices can run concurrently; an empty
-    string if some can.
+    """Return the reason why no two jobs with these requirements can run at the same time on this
+    machine. The text is empty if some can.
     """
     if not needs or any(scheduler.concurrent_jobs(need) > 1 for need in needs):
         return ""

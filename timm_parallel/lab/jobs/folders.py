@@ -1,7 +1,7 @@
-"""Run folders of the jobs of a sweep or search, and the saved configs from which these are made.
+"""Write the run folders of jobs of a sweep or search from saved configs.
 
-A configuration is saved once, in `<sweep>/configs/<number>`, before the first job starts. Its jobs
-differ in their seeds.
+The config of each configuration is saved once, in `<sweep>/configs/<number>`, before the first job
+starts. The jobs of a configuration differ only in their seeds.
 """
 
 from __future__ import annotations
@@ -14,19 +14,20 @@ from timm_parallel.keys import ResolvedConfig
 from timm_parallel.machine.files import claim_folder
 from timm_parallel.record.jobs import Job
 
-CONFIGS = "configs"  # in the sweep folder
+# Folder of the saved configs, in the sweep folder.
+CONFIGS = "configs"
 
 
 def claim_job_folder(folder: Path, job: Job) -> None:
-    """Create the empty run folder of a job, under another name if hydra.sweep.subdir gives two jobs
-    the same.
+    """Create an empty run folder for a job. If the folder exists because hydra.sweep.subdir gives
+    two jobs the same name, choose a new name.
     """
     job.folder = str(claim_folder(folder / job.folder).relative_to(folder))
 
 
 def config_folder(folder: Path, job: Job) -> Path:
-    """Return the folder with the saved config of a job: that of its configuration, or its run
-    folder if it has none.
+    """Return the folder that holds the saved config of a job: the folder of its configuration, or
+    the job's own run folder if it has no configuration number.
     """
     return (
         folder / job.folder
@@ -37,16 +38,18 @@ def config_folder(folder: Path, job: Job) -> Path:
 
 @cache
 def frozen_config(folder: Path) -> ResolvedConfig:
-    """Return the config that `freeze_job` wrote into a folder, read once."""
+    """Read the config that was saved in a folder before the first job of the sweep started. Each
+    folder is read once.
+    """
     return load_config(folder)
 
 
 def write_job_folder(folder: Path, job: Job) -> Path:
-    """Write the run folder of a job that starts: the config of its configuration, with the job's
-    seed. Return the folder.
+    """Write the config of a job that is about to start into its run folder, with the seed of the
+    job. Return the run folder.
 
-    A job with a checkpoint keeps its config, which has the batches that train.accumulate=auto has
-    found.
+    A job with a checkpoint keeps the config that it has, if that config contains the number of
+    batches per step that train.accumulate=auto chose.
     """
     run_folder, source = folder / job.folder, config_folder(folder, job)
     has_checkpoint = any((run_folder / "checkpoints").glob("*.pt"))

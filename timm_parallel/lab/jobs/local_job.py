@@ -1,5 +1,5 @@
-"""Job of a sweep or search on this machine: starts, monitors and stops its process, and records how
-it ended.
+"""Job of a sweep or search on this machine: start, monitor and stop its process, and record how the
+job ended.
 """
 
 from __future__ import annotations
@@ -22,12 +22,14 @@ from timm_parallel.machine.process import limit_job
 from timm_parallel.record.jobs import UNFINISHED, Job, now
 from timm_parallel.record.result import Result, read_result, read_status, write_result
 
-Watch = Callable[[], str]  # returns the reason to prune the running job, empty if there is none
+# Function that returns the reason to stop a running trial early, or an empty text.
+Watch = Callable[[], str]
 
 
 def sync_from_result(job: Job, folder: Path) -> None:
-    """Update an unfinished job from its result.json, because a killed sweep has not recorded how
-    the job ended.
+    """Copy status, reason and duration from the result.json of a run to its job in jobs.json, if
+    jobs.json says that the job has not ended. A sweep that was killed could not record how its jobs
+    ended.
     """
     try:
         result = read_result(folder)
@@ -45,24 +47,28 @@ def sync_from_result(job: Job, folder: Path) -> None:
 
 
 class LocalJob:
-    """Job of a sweep that runs in its own processes, on some or all devices of this machine."""
+    """Job of a sweep that runs in its own processes on this machine, on all devices or on some of
+    them.
+    """
 
     def __init__(
         self, job: Job, folder: Path, watch: Watch | None, server: WarmServer | None = None
     ) -> None:
-        """`watch`: returns a reason to stop the job early. `server`: forks the job; None: the job
-        starts as a command.
+        """Create the object that controls a job, without starting the job.
+
+        `watch`: function that returns a reason to stop the job early. `server`: server process that
+        forks the job, or None to start the job as a command.
         """
         self.job, self.folder, self._watch, self._server = job, folder, watch, server
         self._prune_reason = ""
         self._began = time.monotonic()
         self._oom_kills = hardware.oom_kills()
-        # None before the start, and for SlurmJob.
+        # The process of the job. None before the job starts, and always for a job on Slurm.
         self._process: subprocess.Popen[bytes] | ForkedJob | None = None
 
     def start(self, need: Requirement, names: Sequence[str]) -> None:
-        """Start the job on the devices `names`; if empty,
-        on all devices that this process may use.
+        """Start the job on the devices `names`, or on all devices that this process may use if
+        `names` is empty.
         """
         variables, self._cores = share_of(need, names)
         self._environment = {**self.environment(), **variables}
@@ -74,11 +80,13 @@ class LocalJob:
 
     @property
     def console(self) -> Path:
-        """File with the output of the job."""
+        """File to which the standard output and errors of the job are written."""
         return self.folder / "logs" / "console.log"
 
     def environment(self) -> dict[str, str]:
-        """Return the environment variables of the job, on all devices."""
+        """Return the environment variables of the job, without those that limit it to some
+        devices.
+        """
         return with_project_on_path(os.environ)
 
     def command(self) -> list[str]:
@@ -93,20 +101,21 @@ class LocalJob:
                 stdin=subprocess.DEVNULL,
                 stdout=console,
                 stderr=subprocess.STDOUT,
-                # A Ctrl-C reaches only the sweep, which sends it to the job once.
+                # Start the job in its own session, so that Ctrl-C signals only the sweep. The sweep
+                # then sends the signal to the job once.
                 start_new_session=True,
-                # Called before any code of the job, because the sweep may be killed before that
-                # code runs.
+                # Set the limits in the new process before any code of the job runs, because the
+                # sweep may be killed before that code could set them.
                 preexec_fn=partial(limit_job, os.getpid(), self._cores),
             )
 
     def has_left(self) -> bool:
-        """Return True if the process has exited. A job whose fork server was killed starts again,
-        as a command.
+        """Return True if the process of the job has exited. If the job was lost because its fork
+        server was killed, start it again as a command and return False.
         """
         assert self._process is not None
         has_left = self._process.poll() is not None
-        # It continues from its checkpoint.
+        # The job that starts again continues from its newest checkpoint.
         if (
             isinstance(self._process, ForkedJob)
             and self._process.is_lost
@@ -117,7 +126,7 @@ class LocalJob:
         return has_left
 
     def send(self, number: int) -> None:
-        """Send signal `number` to the job, which then saves a checkpoint and exits."""
+        """Send a signal to the job, which then saves a checkpoint and exits."""
         if self._process is not None:
             self._process.send_signal(number)
 
@@ -127,7 +136,9 @@ class LocalJob:
             self._process.wait()
 
     def exit_code(self) -> int:
-        """Return the exit code of the job's process; 0 if no process was started."""
+        """Return the exit code of the job's process, or 0 if the job has no process or is still
+        running.
+        """
         return (
             0
             if self._process is None or self._process.returncode is None
@@ -135,8 +146,8 @@ class LocalJob:
         )
 
     def without_result(self, error: str) -> tuple[str, str]:
-        """Return (status, reason) for a job that exited without a result.json. `error`: the text
-        from reading that file.
+        """Return (status, reason) of a job that exited without a valid result.json. `error`: the
+        message of the failed attempt to read that file.
         """
         if self.exit_code() == -signal.SIGKILL and hardware.oom_kills() > self._oom_kills:
             return "out_of_memory", "the kernel killed the launcher of the job for lack of memory"
@@ -153,12 +164,13 @@ class LocalJob:
         return "failed", f"exit code {self.exit_code()}, and {error}"
 
     def has_ended(self) -> bool:
-        """Return True if the job has exited. Otherwise stop the job if its `watch` function returns
-        a reason to.
+        """Return True if the job has exited. Otherwise send SIGTERM to the job if its watch
+        function returns a reason to stop it early.
         """
         if self.has_left():
             if self._watch is not None:
-                # Reports the last values of the trial, with which Optuna compares other trials.
+                # Report the last values of the trial, because Optuna compares them with other
+                # trials.
                 self._watch()
             return True
         if self._watch is not None and not self._prune_reason and (reason := self._watch()):
@@ -167,8 +179,8 @@ class LocalJob:
         return False
 
     def conclude(self, stopped_by: int | None) -> Result | None:
-        """Record how the job ended, after signal `stopped_by` if that stopped the sweep. Return its
-        result, None if it has none.
+        """Record in the job how it ended, and return its result, or None if it wrote none.
+        `stopped_by`: number of the signal that stopped the sweep, or None.
         """
         job = self.job
         job.ended, job.seconds = now(), time.monotonic() - self._began
@@ -184,9 +196,11 @@ class LocalJob:
                 job.status, job.reason = self.without_result(str(error))
             return None
         before = (result.status, result.neighbours)
-        # A signal may arrive after the result was written.
+        # A signal that arrives after the job wrote its result changes the exit code, but not the
+        # result.
         was_signaled = self._prune_reason or stopped_by is not None
-        # The kernel kills a job with its fork server, perhaps while the job exits.
+        # The kernel kills a job together with its fork server, perhaps while the job exits. Its
+        # result is valid nevertheless.
         is_lost = isinstance(self._process, ForkedJob) and self._process.is_lost
         if self.exit_code() != 0 and result.status == "done" and not was_signaled and not is_lost:
             job.status, job.reason = (

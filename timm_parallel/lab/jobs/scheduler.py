@@ -1,8 +1,9 @@
-"""Scheduler that assigns devices to the jobs of a sweep. It uses no processes and no clock, so
-tests can simulate sweeps.
+"""Scheduler that assigns the devices of a machine to the jobs of a sweep. The scheduler uses no
+processes and no clock, so that tests can simulate sweeps.
 
-Jobs that need many devices start first, and small jobs fill the gaps. If a job does not fit, no
-smaller job of the same kind starts before it, because small jobs could delay it forever.
+Jobs that need many devices start first, and small jobs use the devices that are left. If a job does
+not fit, no smaller job on the same type of device starts before it. Small jobs could otherwise
+delay it forever.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Requirement:
-    """Devices that a job needs: `count` devices of `kind` (cpu: cores). `alone`: all devices, and
-    no concurrent job.
+    """Devices that a job needs: `count` devices of type `kind`. The devices of type cpu are cores.
+    With `alone`, the job gets all devices and no other job runs at the same time.
     """
 
     kind: str
@@ -26,14 +27,16 @@ class DeviceScheduler:
     """Assigns the devices of a machine to jobs, and chooses the job that starts next."""
 
     def __init__(self, devices: Mapping[str, Sequence[str]], max_jobs: int | None = None) -> None:
-        """`devices`: names by kind. `max_jobs`: limit of concurrent jobs; None: limited by devices
-        only.
+        """Create a scheduler without running jobs.
+
+        `devices`: dictionary from device type to the names of the devices. `max_jobs`: largest
+        number of concurrent jobs, or None if only the devices limit it.
         """
         self.devices, self.max_jobs = devices, max_jobs
         self.held: dict[int, tuple[Requirement, Sequence[str]]] = {}
 
     def free(self, kind: str) -> list[str]:
-        """Return the devices of this kind that are not assigned to a job."""
+        """Return the names of the devices of type `kind` that are not assigned to a running job."""
         taken = {name for need, names in self.held.values() if need.kind == kind for name in names}
         return [name for name in self.devices[kind] if name not in taken]
 
@@ -42,11 +45,12 @@ class DeviceScheduler:
         waiting: Sequence[tuple[int, Requirement]],
         has_memory: Callable[[], bool] = lambda: True,
     ) -> tuple[int, list[str]] | None:
-        """Return (number of the job to start now, its devices), or None if the caller must wait
-        until a job ends.
+        """Choose the job that starts next, and assign devices to it. Return (number of the job,
+        names of its devices), or None if no job can start before a running job ends.
 
-        `waiting`: (number, requirement) of each job in order. `has_memory`: returns True if the
-        memory is enough for one more job; called only while other jobs run.
+        `waiting`: (number, requirement) of each waiting job, in order. `has_memory`: function that
+        returns True if the free memory is enough for one more job. It is called only while other
+        jobs run.
         """
         if len(self.held) == self.max_jobs:
             return None
@@ -58,8 +62,8 @@ class DeviceScheduler:
                 return None if self.held else (job, self._take(job, need))
             if need.kind in reserved:
                 continue
-            # If no job runs, no device will become free: a job without its devices starts too, and
-            # reports the error.
+            # If no job runs, waiting would not free a device. So start a job even if the machine
+            # does not have enough devices for it. The job itself then reports the error.
             if not self.held or (self._count(need) <= len(self.free(need.kind)) and has_memory()):
                 return job, self._take(job, need)
             reserved.add(need.kind)
@@ -71,8 +75,8 @@ class DeviceScheduler:
 
     @property
     def is_full(self) -> bool:
-        """Return True if no device of the kinds in use is free, or the limit of concurrent jobs is
-        reached.
+        """Return True if no further job can start: all devices of the types in use are assigned, or
+        the limit of concurrent jobs is reached.
         """
         none_free = bool(self.held) and not any(
             self.free(need.kind) for need, _ in self.held.values()
@@ -80,13 +84,13 @@ class DeviceScheduler:
         return none_free or len(self.held) == self.max_jobs
 
     def concurrent_jobs(self, need: Requirement) -> int:
-        """Return the number of jobs that can run concurrently if each needs `need`."""
+        """Return the number of jobs that can run at the same time if every job needs `need`."""
         fit = 1 if need.alone else len(self.devices[need.kind]) // self._count(need)
         return fit if self.max_jobs is None else min(fit, self.max_jobs)
 
     def _count(self, need: Requirement) -> int:
-        """Return the number of devices to assign: all if the job needs more than exist, e.g. 4 CPU
-        ranks on 2 cores.
+        """Return the number of devices to assign to a job. A job that needs more devices than the
+        machine has gets all of them, for example 4 CPU ranks on 2 cores.
         """
         return max(1, min(need.count, len(self.devices[need.kind])))
 

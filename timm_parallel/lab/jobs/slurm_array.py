@@ -1,8 +1,9 @@
-"""Sweep as a Slurm job array: one array task per job, at most `sweep.jobs` tasks at a time.
+"""Sweep as a Slurm job array: an array task runs one job, and at most `sweep.jobs` tasks run at the
+same time.
 
-No process waits for the array. Each task updates jobs.json when its job ends, and the last task
-writes the report: `python -m timm_parallel.lab.jobs.slurm_array <sweep folder> [<task> <exit code
-of its job>]`.
+No process has to wait for the array. Each task updates jobs.json when its job ends, and the last
+task writes the report. A task runs `python -m timm_parallel.lab.jobs.slurm_array <sweep folder>
+[<task> <exit code of its job>]`.
 """
 
 from __future__ import annotations
@@ -21,13 +22,15 @@ from timm_parallel.machine.files import write_text
 from timm_parallel.machine.lock import lock_folder
 from timm_parallel.record.jobs import UNFINISHED, Jobs, read_jobs
 
-FOLDERS = "array.txt"  # a line per task: its number and run folder
-LOCK_SECONDS = 60.0  # to wait while another task updates jobs.json
+# File with a line per array task: the number of the task and the run folder of its job.
+FOLDERS = "array.txt"
+# Longest time to wait while another task updates jobs.json.
+LOCK_SECONDS = 60.0
 
 
 def submit_array(jobs: Jobs, max_jobs: int | None, config: Config, is_new: bool) -> int:
-    """Submit the waiting jobs of a sweep as one Slurm array. Return the exit code. A rejected new
-    sweep leaves no folder.
+    """Submit the waiting jobs of a sweep as one Slurm job array. Return the exit code. If Slurm
+    rejects a new sweep, remove the sweep folder.
     """
     waiting = [job for job in jobs.jobs if job.status == "waiting"]
     script = jobs.folder.resolve() / SCRIPT
@@ -37,8 +40,8 @@ def submit_array(jobs: Jobs, max_jobs: int | None, config: Config, is_new: bool)
         and (queued := jobs_in_queue().get(str(script))) is not None
     ):
         raise ValueError(
-            f"sweep.resume={jobs.folder}: job {queued} of this sweep is in the queue; wait, or "
-            "scancel it"
+            f"sweep.resume={jobs.folder}: Slurm job {queued} of this sweep is in the queue; "
+            f"wait until it has ended, or run `scancel {queued}`"
         )
     for job in waiting:
         (write_job_folder(jobs.folder, job) / "logs").mkdir(exist_ok=True)
@@ -76,8 +79,8 @@ def submit_array(jobs: Jobs, max_jobs: int | None, config: Config, is_new: bool)
 
 
 def _array_script(config: Config, folder: Path, tasks: str) -> str:
-    """Return the text of the batch script of a sweep's array. `tasks`: value of sbatch's --array,
-    such as `0,1,2%2`.
+    """Build the text of the batch script that runs a sweep as a Slurm array. `tasks`: value of
+    sbatch's option --array, such as `0,1,2%2`.
     """
     return script_of(
         config,
@@ -96,7 +99,7 @@ def _array_script(config: Config, folder: Path, tasks: str) -> str:
 
 
 def update(folder: Path, task: int | None = None, code: int = 0) -> None:
-    """Update jobs.json after array task `task` has ended with exit code `code`. After the last
+    """Update jobs.json after the array task `task` has ended with exit code `code`. After the last
     task, write the report.
     """
     with lock_folder(folder, patience=LOCK_SECONDS):
@@ -105,7 +108,8 @@ def update(folder: Path, task: int | None = None, code: int = 0) -> None:
             if job.id == task:
                 job.reset()
             sync_from_result(job, folder / job.folder)
-            # A code above 128 means a signal; Slurm starts the task again.
+            # An exit code above 128 means that a signal ended the task. Slurm starts such a task
+            # again.
             if job.id == task and job.status in UNFINISHED and 0 < code < 128:
                 job.status, job.reason = (
                     "failed",

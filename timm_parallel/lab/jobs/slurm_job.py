@@ -1,5 +1,5 @@
-"""Trial of a search as a Slurm job. The job survives a killed search; a resumed search finds it by
-its script's path.
+"""Trial of a search as a Slurm job. The job continues if the search is killed. A resumed search
+finds the job in the queue by the path of its batch script.
 """
 
 from __future__ import annotations
@@ -25,18 +25,19 @@ from timm_parallel.machine.files import write_text
 from timm_parallel.record.jobs import Job
 from timm_parallel.record.result import Result, read_status
 
-LOOK_SECONDS = 3.0  # between two queries of Slurm's queue, which all users share
-PATIENCE_SECONDS = 60.0  # without an answer of the controller, before a search gives up
-CONTINUES = (
-    None,
-    "interrupted",
-)  # statuses of a trial that Slurm has not started, or has stopped to start it again
-FILES_SECONDS = 10.0  # until a network file system shows what a node has written
+# Time between two queries of Slurm's queue. It is long, because all users share the controller.
+LOOK_SECONDS = 3.0
+# Time without an answer of Slurm's controller after which a search ends with an error.
+PATIENCE_SECONDS = 60.0
+# Statuses of a trial that Slurm has not started, or has stopped and will start again.
+CONTINUES = (None, "interrupted")
+# Time after which a network file system shows what another node has written.
+FILES_SECONDS = 10.0
 
 
 class SlurmQueue:
-    """Cached list of this user's jobs in Slurm's queue, so that all trials together send one query
-    every few seconds.
+    """Cached list of this user's jobs in Slurm's queue. All trials of a search together send one
+    query every few seconds.
     """
 
     def __init__(self) -> None:
@@ -44,18 +45,19 @@ class SlurmQueue:
         self._looked = -LOOK_SECONDS
 
     def job_of(self, script: Path) -> str | None:
-        """Return the id of the queued or running job with this script, or None, as known up to
-        three seconds ago.
+        """Return the id of the queued or running Slurm job with the batch script `script`, or None.
+        The answer may be three seconds old.
         """
         if time.monotonic() - self._looked > LOOK_SECONDS:
-            # If the controller is busy or restarts, assume that nothing has changed.
+            # Keep the old list if Slurm's controller does not answer, because it may be busy or
+            # restarting.
             with suppress(ValueError):
                 self._look()
         return self._jobs.get(str(script))
 
     def job_now(self, script: Path) -> str | None:
-        """Query the queue now, for up to a minute, and return the id of the job with this script;
-        None if it is not queued.
+        """Query Slurm's queue now and return the id of the job with the batch script `script`, or
+        None. Retry for up to a minute if the controller does not answer.
         """
         until = time.monotonic() + PATIENCE_SECONDS
         while True:
@@ -77,14 +79,16 @@ class SlurmQueue:
 
 
 class SlurmJob(LocalJob):
-    """Trial of a search that runs as a Slurm job."""
+    """Trial of a search that runs as a job of Slurm."""
 
     def __init__(self, job: Job, folder: Path, watch: Watch | None, queue: SlurmQueue) -> None:
         super().__init__(job, folder, watch)
         self._queue, self._script = queue, folder.resolve() / SCRIPT
-        self._number: str | None = None  # of its job in the queue
+        # Id of the Slurm job of this trial.
+        self._number: str | None = None
         self._cancelled = False
-        self._missing_since: float | None = None  # neither in the queue nor with a final result
+        # Time at which the job was first found neither in Slurm's queue nor with a final result.
+        self._missing_since: float | None = None
 
     def start(self, need: Requirement, names: Sequence[str]) -> None:
         self._number = self._queue.job_now(self._script)
@@ -115,7 +119,8 @@ class SlurmJob(LocalJob):
     def conclude(self, stopped_by: int | None) -> Result | None:
         result = super().conclude(stopped_by)
         if result is not None:
-            self.job.seconds = result.seconds.get("total")  # without the time in the queue
+            # Record the duration of the run itself, without the time in Slurm's queue.
+            self.job.seconds = result.seconds.get("total")
         return result
 
     def without_result(self, error: str) -> tuple[str, str]:

@@ -1,5 +1,5 @@
-"""Client, in the process of a sweep or search, of the server that forks its jobs
-(timm_parallel/launch/fork_server.py).
+"""Client of the fork server (timm_parallel/launch/fork_server.py), a process that imports torch
+once and then forks the jobs of a sweep or search.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from timm_parallel.machine.platform import STOP_SIGNALS
 from timm_parallel.machine.process import SAFE_PATH, limit_job
 from timm_parallel.project import code_files, current
 
-# Environment variables that a library reads when it is loaded, so a forked job has the values of
-# the server.
+# Prefixes of environment variables that libraries read when they are loaded. A forked job always
+# has the values of the server.
 READ_AT_LOAD = ("OMP_", "GOMP_", "KMP_", "MKL_", "MALLOC_", "LD_")
 END_SECONDS = 5.0
 WAIT_SECONDS = 0.1
 
 
 class WarmServer:
-    """Client of a server process that imports torch once and then forks jobs. Without the server,
-    jobs start as commands.
+    """Client of a server process that imports torch once and then forks jobs. If the server ends,
+    later jobs start as commands.
     """
 
     def __init__(self) -> None:
@@ -40,15 +40,17 @@ class WarmServer:
         self.jobs: dict[int, ForkedJob] = {}
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection[Any, Any] | None = None
-        self._loaded: dict[str, str] = {}  # variables and code files that the server has loaded
+        # Environment variables, and modification times of code files, that the fork server read at
+        # its start.
+        self._loaded: dict[str, str] = {}
         self._ids = itertools.count(1)
 
     def takes(self, config: Config) -> bool:
-        """Return True if the server can fork a job with this config: one rank, on Linux, and no
-        code changed since.
+        """Return True if the server can fork a job with this config. The job must have a single
+        process and run on Linux, and the code must not have changed since the server started.
 
-        Return False for the jobs of a timed sweep, whose measured times include the imports of a
-        new process.
+        Return False for a timed sweep, because its measured times include the imports of a new
+        process.
         """
         if sys.platform != "linux" or config.parallel.has_ranks or config.sweep.timed:
             return False
@@ -59,8 +61,10 @@ class WarmServer:
     def start(
         self, folder: Path, environment: Mapping[str, str], cores: Sequence[int]
     ) -> ForkedJob:
-        """Fork the job with run folder `folder` from the server, which the first call starts.
-        Return its process.
+        """Fork a job from the server and return its process. The first call starts the server.
+
+        `folder`: run folder of the job. `environment`: its environment variables. `cores`: numbers
+        of the cores that it may use.
         """
         if self._process is None:
             self._start_server()
@@ -77,7 +81,7 @@ class WarmServer:
         return job
 
     def close(self) -> None:
-        """End the process that forks jobs. Call it after all jobs have ended."""
+        """End the server process that forks jobs. Call this method after all jobs have ended."""
         if self._connection is not None:
             self._connection.close()
         if self._process is not None:
@@ -85,30 +89,34 @@ class WarmServer:
             self._process.wait(END_SECONDS)
 
     def kill(self) -> None:
-        """Kill the process that forks jobs, and with it all of these jobs."""
+        """Kill the server process, and with it all jobs that it has forked."""
         assert self._process is not None
         self._process.kill()
 
     def send(self, message: dict[str, Any]) -> None:
-        """Send a request to the server that forks jobs. Does nothing if the server has ended."""
+        """Send a request to the server process that forks jobs. Do nothing if the server has
+        ended.
+        """
         if self._connection is not None:
-            # The handler of a stop signal sends too, so it must not run in the middle of a message.
+            # Block the stop signals while a message is sent, because their handler sends a message
+            # too.
             before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-            # The server has ended, which `update` notices.
+            # Ignore the error of a server that has ended, because the method `update` handles that
+            # case.
             with suppress(OSError):
                 self._connection.send(message)
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def update(self, seconds: float = 0.0) -> None:
-        """Read messages of the server, which contain the exit codes of jobs. `seconds`: time to
-        wait for one.
+        """Read the messages of the server process, which contain the exit codes of ended jobs.
+        `seconds`: longest time to wait for a message.
         """
         if self._process is None or self._connection is None:
             return
         has_ended = self._process.poll() is not None
         try:
-            # The jobs of a killed server keep the connection open until they have died; what they
-            # have forked may not die.
+            # After the server was killed, its jobs keep the connection open until they have died.
+            # Processes that those jobs have forked may live longer, so the wait is limited.
             while self._connection.poll(END_SECONDS if has_ended else seconds):
                 message = self._connection.recv()
                 if "ready" in message:
@@ -123,10 +131,11 @@ class WarmServer:
     def _start_server(self) -> None:
         ours, theirs = multiprocessing.Pipe()
         environment = with_project_on_path(os.environ) | {
-            # Else numpy's OpenBLAS starts threads when it is loaded; they do not survive a fork.
+            # Keep OpenBLAS of numpy from starting threads when it is loaded, because threads do not
+            # survive a fork.
             "OPENBLAS_NUM_THREADS": "1",
-            # torch.cuda.is_available() in an imported module must not initialize CUDA, which a fork
-            # cannot use.
+            # Keep torch.cuda.is_available() from initializing CUDA if an imported module calls it.
+            # A forked process could not use CUDA after that.
             "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
         }
         command = [sys.executable, *SAFE_PATH, "-m", "timm_parallel.rank", current().name]
@@ -144,8 +153,8 @@ class WarmServer:
         self._connection = ours
 
     def _lose_jobs(self) -> None:
-        """Mark all running jobs as lost after the server has ended: the kernel has killed them and
-        their ranks with it.
+        """Mark all running jobs as lost after the server has ended, because the kernel kills them
+        together with the server.
         """
         assert self._process is not None and self._connection is not None
         self._connection.close()
@@ -163,15 +172,17 @@ class WarmServer:
 
 
 class ForkedJob:
-    """Process of a job that the server has forked, with the methods of `subprocess.Popen` that
-    LocalJob calls.
+    """Process of a job that the fork server has started. It has the methods of `subprocess.Popen`
+    that LocalJob calls.
     """
 
     def __init__(self, server: WarmServer, id: int) -> None:
         self.server, self.id = server, id
         self.returncode: int | None = None
-        self.signaled: int | None = None  # the first signal sent to the job
-        self.is_lost = False  # the server ended before the job, which no signal had stopped
+        # The first signal that was sent to the job.
+        self.signaled: int | None = None
+        # True if the server ended before the job, and no signal had stopped the job.
+        self.is_lost = False
 
     def poll(self) -> int | None:
         self.server.update()
@@ -187,13 +198,14 @@ class ForkedJob:
         if self.server.is_ready:
             self.server.send({"id": self.id, "signal": number})
         else:
-            # The server is still importing, so no job has started that would have to save.
+            # The server is still importing torch, so no job has started that would have to save a
+            # checkpoint.
             self.server.kill()
 
 
 def _files_and_variables() -> dict[str, str]:
-    """Return what a process reads only at its start: variables in READ_AT_LOAD, and (the times of)
-    our code files.
+    """Return what a process reads only at its start: the environment variables that libraries read
+    when they are loaded, and the modification times of the project's code files.
     """
     variables = {name: value for name, value in os.environ.items() if name.startswith(READ_AT_LOAD)}
     return variables | {name: str(path.stat().st_mtime_ns) for name, path in code_files().items()}

@@ -1,8 +1,8 @@
-"""Claims of articles about DataParallel (DP) and DistributedDataParallel (DDP), evaluated on one
-machine's runs.
+"""Claims of articles about DataParallel (DP) and DistributedDataParallel (DDP), checked with the
+runs of one machine.
 
-Claims 9, 10, 12 to 15 and 17 of the articles cannot fail in this project; docs/dp_and_ddp.md has
-them.
+Claims 9, 10, 12 to 15 and 17 of the articles cannot fail in this project. They are in
+docs/dp_and_ddp.md.
 """
 
 from __future__ import annotations
@@ -28,21 +28,26 @@ from timm_parallel.lab.report.evidence import (
     missing,
 )
 
-CLOSE_TO_LINEAR = 0.8  # efficiency; the articles call 3.2 × on 4 devices close to linear
-EVEN = 1.1  # largest peak over the mean of the devices
-FULLER = 1.1  # device 0's peak over the largest of the others
+# Efficiency that counts as close to linear. The articles call 3.2 × on 4 devices close to linear.
+CLOSE_TO_LINEAR = 0.8
+# Memory counts as even if the largest peak of a device is at most this many times the mean.
+EVEN = 1.1
+# Device 0 counts as fuller if its peak memory is at least this many times that of all others.
+FULLER = 1.1
 
 
 def ddp_is_faster(e: Evidence) -> ClaimResult:
-    """Check that ddp is faster than dp, and that its gain grows with the number of devices."""
+    """Check the claim that ddp is faster than dp, and that its gain grows with the number of
+    devices.
+    """
     comparisons = e.comparisons(SPEED, "ddp", "dp")
     result = evaluate_claim(comparisons, "the images/s of dp")
     if result.verdict != SUPPORTED:
         return result
     growth = set()
     for group in e.groups:
-        # In ascending order of devices. Of several options on the same devices, the one with fewest
-        # options counts.
+        # The comparisons are in ascending order of devices. If several use equally many devices,
+        # take the one with the fewest options.
         plain = [
             c.contrast
             for c in comparisons
@@ -62,8 +67,8 @@ def ddp_is_faster(e: Evidence) -> ClaimResult:
 
 
 def _is_below(a: Contrast, b: Contrast) -> str:
-    """Return the verdict on "ratio a is below ratio b",
-    which needs intervals that do not overlap.
+    """Return the verdict on the claim that ratio a is smaller than ratio b. The two confidence
+    intervals must not overlap.
     """
     if NOT_MEASURABLE in (a.verdict, b.verdict):
         return NOT_MEASURABLE
@@ -140,8 +145,8 @@ def ddp_uses_the_cores(e: Evidence) -> ClaimResult:
 
 
 def lock_hurts_small_layers(e: Evidence) -> ClaimResult:
-    """Check that dp's speed relative to single is lower for deeper models than for the shallowest
-    model.
+    """Check the claim that dp loses more speed on models of many small layers. The ratio of dp to
+    single must be lower for deeper models than for the shallowest one.
     """
     with_depth = [c for c in e.comparisons(SPEED, "dp", "single") if _depth(c.group)]
     shallowest: dict[tuple[int, str], Comparison] = {}
@@ -161,8 +166,8 @@ def lock_hurts_small_layers(e: Evidence) -> ClaimResult:
 
 
 def _depth(group: Group) -> int:
-    """Return the number of layers in model.kwargs: `depth`, or the sum of `layers` over the stages;
-    0 if unknown.
+    """Return the number of layers of a group's model: `depth` of model.kwargs, or the sum of
+    `layers` over its stages. 0 if it is unknown.
     """
     config = group.members[0].runs[0].config
     depth, layers = config.get("model.kwargs.depth"), config.get("model.kwargs.layers")
@@ -172,7 +177,7 @@ def _depth(group: Group) -> int:
 
 
 def ddp_hides_communication(e: Evidence) -> ClaimResult:
-    """Check that ddp hides a part of its communication time behind the backward pass."""
+    """Check the claim that ddp hides a part of its communication time behind the backward pass."""
     figures = []
     for group, point in e.points("ddp"):
         total, exposed = point.measure("communication_ms"), point.measure("exposed_ms")
@@ -191,8 +196,8 @@ def ddp_hides_communication(e: Evidence) -> ClaimResult:
 
 
 def replicas_stay_equal(e: Evidence) -> ClaimResult:
-    """Check that all ranks keep equal parameters. Runs that failed because of unequal parameters
-    are evidence too.
+    """Check the claim that all ranks keep equal parameters. Runs that failed because parameters
+    differed count as evidence too.
     """
     name = ReplicasDifferError.__name__
     failed = [run for run in e.runs if run.strategy == "ddp" and run.status == "failed"]
@@ -225,7 +230,7 @@ def devices_idle_under_dp(e: Evidence) -> ClaimResult:
 
 
 def fsdp_needs_less_memory(e: Evidence) -> ClaimResult:
-    """Check that each device's peak memory under fsdp is below that of each device under ddp, on
+    """Check the claim that the peak memory of each device is lower under fsdp than under ddp, on
     equally many devices.
     """
     of_ddp: dict[RunRecord, float] = {}
@@ -257,7 +262,8 @@ _ONE_MEMORY = (
     "cannot be measured"
 )
 _NVIDIA_ONLY = "utilization comes from NVML, which knows NVIDIA devices only"
-# Number, claim, rule, and the reason if a CPU cannot measure it.
+# Number of a claim, its text, the function that checks it, and the reason if it cannot be measured
+# on a CPU.
 _CLAIMS = (
     (
         1,
@@ -299,8 +305,8 @@ _CLAIMS = (
 
 
 def evaluate_claims(e: Evidence) -> list[ClaimResult]:
-    """Evaluate every claim about strategies that ran: claim 18 is about ddp and fsdp, all others
-    about dp and ddp.
+    """Check every claim about strategies that ran. Claim 18 is about ddp and fsdp, all others about
+    dp and ddp.
     """
     results = []
     for number, text, rule, not_on_cpu in _CLAIMS:

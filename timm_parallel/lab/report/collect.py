@@ -1,5 +1,5 @@
-"""Read sweep and run folders into RunRecords.
-No other file of the report knows the folder layout.
+"""Read sweep folders and run folders into RunRecords. No other module of the report depends on the
+files of a run.
 """
 
 from __future__ import annotations
@@ -23,18 +23,20 @@ from timm_parallel.record.code_diff import CODE_DIFF
 from timm_parallel.record.jobs import VERDICT, Job, read_jobs
 from timm_parallel.record.result import read_metrics, read_result
 
-# Prefer libyaml's loader: the parser in Python needs 15 ms per config, a minute for a large study.
+# Use the YAML loader of libyaml if it is installed. The loader in Python needs 15 ms per config,
+# which is a minute for a large study.
 SafeLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def collect(folders: list[Path]) -> list[RunRecord]:
-    """Return the RunRecords of run folders and of all jobs in sweep folders. Raises ValueError for
-    unreadable ones.
+    """Read run folders, and all jobs of sweep folders, into RunRecords. Raises ValueError if a
+    folder is neither a run nor a sweep, or if it cannot be read.
     """
     unique = list(dict.fromkeys(folder.resolve() for folder in folders))
     root = Path(os.path.commonpath(unique))
     runs: dict[Path, RunRecord] = {}
-    # Sweeps first: a run that is also given separately counts once, as the sweep's job.
+    # Read sweeps first. A run that is also given as a folder then counts once, as a job of its
+    # sweep.
     for folder in sorted(unique, key=lambda folder: not (folder / "jobs.json").is_file()):
         try:
             for run in _read_folder(folder, root):
@@ -50,19 +52,22 @@ def _read_folder(folder: Path, root: Path) -> list[RunRecord]:
     if (folder / "jobs.json").is_file():
         jobs = read_jobs(folder).jobs
         if not jobs:
-            raise ValueError(f"{folder / 'jobs.json'}: has no jobs")
+            raise ValueError(f"{folder / 'jobs.json'}: has no jobs, but a sweep has at least one")
         return [
             _read_run(folder / job.folder, root, job, os.path.relpath(folder, root)) for job in jobs
         ]
     if (folder / "result.json").is_file():
         return [_read_run(folder, root, None)]
     raise ValueError(
-        f"{folder}: has no jobs.json and no result.json; expected a sweep, or a run that has ended"
+        f"{folder}: has no jobs.json and no result.json; expected the folder of a sweep, or of a "
+        "run that has ended"
     )
 
 
 def _read_run(folder: Path, root: Path, job: Job | None, sweep: str = "") -> RunRecord:
-    """Read one run folder. `job` is None for a run outside a sweep."""
+    """Read one run folder. `job`: entry of the run in jobs.json, or None for a run outside of a
+    sweep.
+    """
     result = flat(vars(read_result(folder))) if (folder / "result.json").is_file() else {}
     status, reason = (job.status, job.reason or "") if job else ("", "")
     if result and status not in ("waiting", "running"):
@@ -72,7 +77,8 @@ def _read_run(folder: Path, root: Path, job: Job | None, sweep: str = "") -> Run
     name = os.path.relpath(folder, root)
     config = _read(folder / "config.yaml", "YAML", lambda text: yaml.load(text, Loader=SafeLoader))
     if asks_for_accumulate(folder):
-        # Repeats may need different numbers of batches, which are the same training.
+        # Undo the split of a batch by train.accumulate=auto. Repeats may need different numbers of
+        # batches for the same training.
         count = config.get("train.accumulate") or 1
         config["train.accumulate"] = 1
         for values in (config, result):
@@ -81,7 +87,7 @@ def _read_run(folder: Path, root: Path, job: Job | None, sweep: str = "") -> Run
                     values[key] *= count
     overrides = tuple(job.overrides) if job else ()
     code = parse_overrides(overrides).get(CODE)
-    # The versions of a verdict are its swept settings, which no config holds.
+    # Add the version of the code as a setting, because no config of a verdict holds it.
     if config and code:
         config[CODE] = code
     return RunRecord(
@@ -94,7 +100,8 @@ def _read_run(folder: Path, root: Path, job: Job | None, sweep: str = "") -> Run
         position=job.id if job else None,
         overrides=overrides,
         model_option=_option(folder, "model"),
-        # The override is of the trials of a search without search=… on its command line.
+        # Recognize a trial of a search by this override. A search that an experiment file switched
+        # on gives it to all of its trials.
         is_trial=_option(folder, "search") not in ("", "null")
         or (job is not None and "search.sampler=null" in job.overrides),
         seed=_seed(job) if job else None,
@@ -110,14 +117,18 @@ def _read_run(folder: Path, root: Path, job: Job | None, sweep: str = "") -> Run
 
 
 def read_record(folder: Path) -> Record | None:
-    """Return what the verdict in a sweep folder compares; None if the sweep is no verdict."""
+    """Read verdict.json of a sweep folder: base, head and number of the verdict. Return None if the
+    sweep is no verdict.
+    """
     if not (folder / VERDICT).is_file():
         return None
     return Record(**read_json(folder / VERDICT, Record.format, "is this a verdict?"))
 
 
 def read_curve(folder: Path, metric: str) -> dict[int, float]:
-    """Return the values of a metric of a run by step; empty if it was not logged."""
+    """Read the values of a metric by step from a run's metrics.jsonl. Return an empty dictionary if
+    the metric was not logged.
+    """
     path = folder / "metrics.jsonl"
     lines = read_metrics(path) if path.is_file() else ()
     return {
@@ -126,8 +137,9 @@ def read_curve(folder: Path, metric: str) -> dict[int, float]:
 
 
 def _seed(job: Job) -> int | None:
-    """Return the seed of a job, from its overrides if they set another one: repeats add their
-    number to it.
+    """Return the seed of a job. If the overrides of the job set a seed that contradicts jobs.json,
+    return the seed of the overrides. The seed of a repeat is the first seed plus the number of the
+    repeat.
     """
     given = parse_overrides(job.overrides).get("seed", "")
     if given.isdigit() and job.seed not in (int(given), int(given) + (job.block or 0)):
@@ -140,10 +152,10 @@ def _hash(path: Path) -> str:
 
 
 def _option(folder: Path, group: str) -> str:
-    """Return the chosen option of a config group (`tiny` of `model`) from .hydra/hydra.yaml; empty
-    if unknown.
+    """Read from .hydra/hydra.yaml which file of a config group was chosen, such as `tiny` for
+    `model`. Return an empty text if it is unknown.
     """
-    # Searching the text is quick; parsing it takes 10 ms.
+    # Search the text instead of parsing it, because parsing takes 10 ms.
     path = folder / ".hydra" / "hydra.yaml"
     text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     match = re.search(rf"^    choices:\n(?:      .*\n)*?      {group}: (\S+)$", text, re.MULTILINE)
@@ -151,7 +163,9 @@ def _option(folder: Path, group: str) -> str:
 
 
 def _read(path: Path, kind: str, parse: Callable[[str], Any]) -> dict[str, Any]:
-    """Return the contents of a file as flat dotted keys; empty if there is no file."""
+    """Read a file as a dictionary from dotted key to value. Return an empty dictionary if the file
+    does not exist. Raises ValueError if it cannot be parsed.
+    """
     try:
         tree = parse(path.read_text(encoding="utf-8")) or {} if path.is_file() else {}
     except (OSError, ValueError, yaml.YAMLError) as error:
@@ -163,7 +177,7 @@ def _read(path: Path, kind: str, parse: Callable[[str], Any]) -> dict[str, Any]:
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten `{"data": {"root": 1}}` to `{"data.root": 1}`."""
+    """Flatten a nested dictionary: `{"data": {"root": 1}}` becomes `{"data.root": 1}`."""
     values: dict[str, Any] = {}
     for key, value in tree.items():
         values |= (

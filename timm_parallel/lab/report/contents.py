@@ -1,4 +1,4 @@
-"""The contents of a report."""
+"""Contents of a report, before they are rendered as HTML and Markdown."""
 
 from __future__ import annotations
 
@@ -21,13 +21,18 @@ class Report:
 
     sweeps: list[Jobs]
     runs: list[RunRecord]
-    counts: str  # e.g. `7 of 9 jobs done, 1 skipped, 1 running`
+    # Numbers of jobs by status, such as `7 of 9 jobs done, 1 skipped, 1 running`.
+    counts: str
     smallest_difference: float
-    recommendations: list[Recommendation]  # one per group
+    # Headline result of each group of configurations.
+    recommendations: list[Recommendation]
     groups: list[Group]
-    settings: list[SettingGroup]  # empty on a page about speed
-    claims: dict[str, list[ClaimResult]]  # by hardware
-    verdict: Verdict | None = None  # on a change of the code
+    # Groups of settings that are compared by a metric. Empty on a page about speed.
+    settings: list[SettingGroup]
+    # Hardware -> results of the claims about DP and DDP.
+    claims: dict[str, list[ClaimResult]]
+    # Verdict on a change of the code. None on any other page.
+    verdict: Verdict | None = None
 
     @property
     def title(self) -> str:
@@ -38,7 +43,7 @@ class Report:
 
     @property
     def notes(self) -> list[str]:
-        """Return sentences about the jobs that a reader must know before relying on the page."""
+        """Sentences about the jobs that a reader must know to rely on the report."""
         notes = []
         for sweep in self.sweeps:
             left = sum(job.status in UNFINISHED for job in sweep.jobs)
@@ -70,12 +75,14 @@ class Report:
 
     @property
     def table(self) -> tables.Table | None:
-        """Table of the first group of configurations; None without groups."""
+        """Table of the first group of configurations. None if there are no groups."""
         groups = self.settings or self.groups
         return tables.results_table(groups[0]) if groups else None
 
     @property
     def answer(self) -> tables.Table | None:
-        """Table of a verdict, with a row per measure; None on any other page."""
+        """Table of a verdict on a change of the code, with a row per measure. None on any other
+        page.
+        """
         texts = ("measure", "verdict")
         return tables.Table(self.verdict.rows, text_columns=texts) if self.verdict else None

@@ -1,5 +1,5 @@
-"""Evidence for claims: the runs on one kind of hardware, and the rules that turn measurements into
-a verdict.
+"""Evidence for claims about strategies: the runs on one kind of hardware, and the rules that turn
+measurements into a verdict on a claim.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from timm_parallel.lab.analysis.wording import interval_text, join_short, times,
 
 @dataclass(frozen=True)
 class ClaimResult:
-    """Verdict on a claim. `number` and `text` identify the claim; `runs` are the runs that were
-    measured.
+    """Verdict on a claim about strategies. `number` and `text` identify the claim. `runs` are the
+    runs that were measured for it.
     """
 
     verdict: str
@@ -39,9 +39,10 @@ class ClaimResult:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Measured ratio of two configurations, and the verdict on a claim about this ratio."""
+    """Ratio of two configurations, and the verdict on a claim about this ratio."""
 
-    label: str  # see Evidence.label
+    # Name of the first configuration, with the title of its group if there are several groups.
+    label: str
     group: Group
     a: MeasuredPoint
     b: MeasuredPoint
@@ -52,7 +53,7 @@ class Comparison:
     def doubt(self) -> str:
         if self.contrast.verdict == INCONCLUSIVE:
             return f"{self.label}: {verdict_text(self.contrast)}"
-        # The ratio differs from 1, but this claim has another limit.
+        # The ratio is shown to differ from 1, but not from the limit of this claim.
         return (
             f"{self.label}: the interval contains the limit of the claim; more repeats would decide"
         )
@@ -60,8 +61,8 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Evidence:
-    """All runs on one kind of hardware, and their groups, in which configurations are compared by
-    speed ratios.
+    """All runs on one kind of hardware, and the groups in which their configurations are compared
+    by speed.
     """
 
     groups: Sequence[Group]
@@ -72,8 +73,8 @@ class Evidence:
         return any(group.accelerator == "cpu" for group in self.groups)
 
     def ran(self, *strategies: str) -> bool:
-        """Return True if all `strategies` have a result on 2 devices or more. A skipped job has
-        none.
+        """Return True if all `strategies` have a result on 2 devices or more. A skipped job does
+        not count.
         """
         ran = {
             run.strategy
@@ -83,7 +84,9 @@ class Evidence:
         return ran.issuperset(strategies)
 
     def finished(self, strategy: str) -> list[RunRecord]:
-        """Return the comparable runs of a strategy on 2 devices or more."""
+        """Return the runs of a strategy on 2 devices or more that have finished and can be
+        compared.
+        """
         return [
             run
             for run in self.runs
@@ -99,7 +102,7 @@ class Evidence:
         ]
 
     def comparisons(self, measure: str, strategy: str, other: str) -> list[Comparison]:
-        """Return comparisons of `measure` between `strategy`, on 2 devices or more, and strategy
+        """Return the comparisons by `measure` of `strategy` on 2 devices or more with the strategy
         `other`.
         """
         comparisons = []
@@ -117,8 +120,8 @@ class Evidence:
         return comparisons
 
     def label(self, group: Group, point: MeasuredPoint) -> str:
-        """Return the label of a configuration, with the title of its group if there are several
-        groups.
+        """Return the label of a configuration. If there are several groups, add the title of its
+        group.
         """
         return point.label if len(self.groups) == 1 else f"{point.label} ({group.title})"
 
@@ -130,11 +133,11 @@ class Evidence:
         failed: Sequence[RunRecord] = (),
         figures: str = "",
     ) -> ClaimResult:
-        """Check a statement (claim) on each run of `strategy`. Return its result: supported unless
-        `is_true` is False for a run.
+        """Check a statement on each run of `strategy`, and return the verdict: supported unless it
+        is false for a run.
 
-        `is_true` returns None for a run without the needed record. `failed`: runs whose failure
-        contradicts the claim.
+        `is_true`: function that checks the statement on a run. It returns None if the run did not
+        record what is needed. `failed`: runs whose failure contradicts the statement.
         """
         answers = {run: is_true(run) for run in self.finished(strategy)} | dict.fromkeys(
             failed, False
@@ -163,10 +166,12 @@ def evaluate_claim(
     rule: str = "",
     otherwise: ClaimResult | None = None,
 ) -> ClaimResult:
-    """Combine comparisons to a claim's result: not supported if any is, else inconclusive if any
-    is, else supported.
+    """Combine several comparisons into the verdict on a claim. It is not supported if any
+    comparison is not, else inconclusive if any is, else supported. Without comparisons, return
+    `otherwise`.
 
-    Returns `otherwise` if there are no comparisons.
+    `unit`: words after each ratio, such as `the images/s of dp`. `rule`: sentence that explains the
+    verdict.
     """
     if not comparisons:
         return otherwise or missing("dp and ddp on the same devices in one repeat")

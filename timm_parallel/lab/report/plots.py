@@ -1,5 +1,5 @@
-"""SVG plots of one group of configurations. Okabe and Ito's colors suit color-blind readers; marks
-survive gray print.
+"""Draw the SVG plots of one group of configurations. The colors, by Okabe and Ito, suit color-blind
+readers, and the marks can be told apart in gray print.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ from timm_parallel.lab.report.collect import read_curve
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# INK becomes the reader's text color: dark on paper, light in dark mode.
+# Color of texts and lines that becomes the reader's text color: dark on paper, light in dark mode.
 INK, QUIET = "#010101", "#808080"
 COLORS = ("#0080c8", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#777777", INK)
 DASHES = ("-", "--", "-.", ":")
 MARKS = "os^Dv"
-LOOKS = {"single": ("o", INK), "dp": ("s", "#d55e00"), "ddp": ("^", "#0080c8")}  # mark and color
+# Strategy -> (mark, color) in all plots.
+LOOKS = {"single": ("o", INK), "dp": ("s", "#d55e00"), "ddp": ("^", "#0080c8")}
 OTHER = ("D", QUIET)
-# Parts of a step: name, color, hatch.
+# Part of a step -> (name in the legend, color, hatch of its bar).
 PARTS = {
     "data_ms": ("waits for data", "#e69f00", "//"),
     "compute_ms": ("computes", "#7fb2d9", ""),
@@ -43,12 +44,18 @@ STYLE = Path(__file__).with_name("plots.mplstyle")
 HEIGHT = 3.2  # inches
 LONGEST_LABEL = 44  # characters
 RATIO_TICKS = (0.1, 0.2, 0.5, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 2, 3, 4, 6, 8, 12, 16, 32, 64)
-# In one plot, the fastest ones; the tables and the data files have all.
+# Largest number of configurations and of lines in a plot. If there are more, the plot shows the
+# fastest ones. The tables and data files have all.
 MOST_POINTS, MOST_LINES = 24, 8
-MOST_SETTINGS = 20  # in one plot; of more, the best ones and the baseline, ranked
-MOST_STEPS = 100  # evaluations of a curve; longer ones are thinned
-MOST_CELLS = 100  # of a heat map
-DECADES = 10  # values that span this factor have a logarithmic axis
+# Largest number of settings in a plot. If there are more, the plot shows the baseline and the best
+# ones, sorted by value.
+MOST_SETTINGS = 20
+# Largest number of evaluations in a curve. A longer curve skips evaluations at regular distances.
+MOST_STEPS = 100
+# Largest number of cells in a heat map.
+MOST_CELLS = 100
+# The axis is logarithmic if the largest value is at least this many times the smallest.
+DECADES = 10
 
 
 @dataclass(frozen=True)
@@ -59,7 +66,7 @@ class Plot:
 
 
 def draw(group: Group | SettingGroup) -> list[Plot]:
-    """Draw the plots for which this group has measurements."""
+    """Draw all plots for which a group of configurations has measurements."""
     return list(_of_settings(group) if isinstance(group, SettingGroup) else _of_speed(group))
 
 
@@ -70,8 +77,10 @@ def _plot(
     frame: pd.DataFrame,
     data: pd.DataFrame | None = None,
 ) -> Plot:
-    """Return what `paint(axes, frame)` draws. `data` is what the file next to the plot has, if it
-    is not `frame`. A column `label` names the lines of text of a plot of intervals.
+    """Draw one plot as SVG with the function `paint(axes, frame)`.
+
+    `data`: table for the file next to the plot, or None to use `frame`. If `frame` has a column
+    `label`, the height of the plot is that of its texts.
     """
     import matplotlib
     from matplotlib.figure import Figure
@@ -79,9 +88,9 @@ def _plot(
     height = HEIGHT
     if "label" in frame:
         height = 1.4 + 0.24 * sum(_whole(text).count("\n") + 1 for text in frame["label"])
-    # The salt makes the ids of a plot unique.
+    # Give each plot its own salt for the ids in the SVG, so that no two plots of a page share one.
     with matplotlib.rc_context({"svg.hashsalt": f"{group.title}{name}"}, fname=STYLE):
-        # Without pyplot there is no display and no global state.
+        # Do not use pyplot, because it needs a display and has global state.
         figure = Figure(figsize=(5.0, height), layout="constrained")
         axes = figure.add_subplot()
         paint(axes, frame)
@@ -96,14 +105,17 @@ def _plot(
     drawn = text.getvalue()
     drawn = drawn[drawn.index("<svg") :].rstrip()
     drawn = re.sub(r"<metadata>.*?</metadata>\s*", "", drawn, flags=re.DOTALL)
-    # Matplotlib counts ids from 1 in every figure, but the ids of a page must be unique.
+    # Remove the ids of groups. Matplotlib counts them from 1 in every figure, but the ids of a page
+    # must be unique.
     drawn = re.sub(r'<g id="[^"]*"', "<g", drawn)
     drawn = re.sub(r"'DejaVu Sans'[^;\"]*", "Helvetica, Arial, 'DejaVu Sans', sans-serif", drawn)
     return Plot(name, drawn.replace(INK, "currentColor"), frame if data is None else data)
 
 
 def _of_speed(group: Group) -> Iterable[Plot]:
-    """Draw ratios, speed, step time and memory. Of many points, shows the fastest ones."""
+    """Draw ratios, speed, step time and memory of a group. If there are many configurations, the
+    plots show the fastest ones.
+    """
     fastest = sorted(
         group.members,
         key=lambda point: point.speed.median if point.speed else 0,
@@ -125,8 +137,8 @@ def _of_speed(group: Group) -> Iterable[Plot]:
 
 
 def _of_settings(group: SettingGroup) -> Iterable[Plot]:
-    """Draw the metric by seed, over the steps, by swept key and against speed. Of many settings,
-    shows the best ones and the baseline.
+    """Draw the metric of a group of settings by seed, over the steps, by swept key and against
+    speed. If there are many settings, the plots show the baseline and the best ones.
     """
     factor = 100 if group.scale.is_proportion else 1
     name = f"{group.metric}, %" if group.scale.is_proportion else group.metric
@@ -161,7 +173,9 @@ def _of_settings(group: SettingGroup) -> Iterable[Plot]:
 
 
 def _by_key(group: SettingGroup, runs: pd.DataFrame, factor: int, name: str) -> Iterable[Plot]:
-    """Draw the metric against one swept key, if its values are numbers, or by two swept keys."""
+    """Draw the metric against one swept key if its values are numbers, or as a heat map of two
+    swept keys.
+    """
     keys = group.keys
     table = pd.DataFrame(
         [{**s.settings, "mean": s.mean * factor} for s in group.alive if s.mean is not None]
@@ -173,7 +187,7 @@ def _by_key(group: SettingGroup, runs: pd.DataFrame, factor: int, name: str) -> 
             line = runs.assign(x=runs["setting"].map(x))
             yield _plot(group, "key", partial(_paint_key, name=name, key=keys[0]), line)
     if len(keys) == 2 and table[keys].nunique().gt(1).all() and len(table) <= MOST_CELLS:
-        # Light is good, whatever the direction of the metric.
+        # Choose the colors so that light cells are good, in either direction of the metric.
         colors = "Blues" if group.scale.lower_is_better else "Blues_r"
         yield _plot(group, "keys", partial(_paint_heat, name=name, colors=colors), table)
 
@@ -181,10 +195,10 @@ def _by_key(group: SettingGroup, runs: pd.DataFrame, factor: int, name: str) -> 
 def _paint_intervals(
     axes: Axes, frame: pd.DataFrame, look_of: Callable[[str], tuple[str, str]]
 ) -> None:
-    """Draw the columns `middle`, `low` and `high` of each row as a mark with an interval, next to
-    its `label`.
+    """Draw each row of a table as a mark at `middle` with an interval from `low` to `high`, next to
+    its `label`. A row without an interval is only a mark.
 
-    `look_of` returns mark and color of a label. A row without an interval is a mark.
+    `look_of`: function that returns (mark, color) for a label.
     """
     for y, row in enumerate(frame.itertuples()):
         marker, color = look_of(str(row.label))
@@ -211,10 +225,11 @@ def _paint_xy(
     middle: str = "mean",
     label: str | None = None,
 ) -> None:
-    """Draw the columns `x` and `y` as marks, a line through the `middle` (mean or median) of each
-    x, and a band between the columns `low` and `high`, if there are any.
+    """Draw the columns `x` and `y` of a table as marks, with a line through their mean or median at
+    each x. If the table has columns `low` and `high`, add a band between them.
 
-    `look`: dash, mark and color; the dash or the mark may be "none".
+    `look`: (dash, mark, color), in which the dash or the mark may be "none". `middle`: mean or
+    median.
     """
     dash, mark, color = look
     if "low" in points:
@@ -232,12 +247,12 @@ def _paint_xy(
 
 
 def _whole(label: str) -> str:
-    """Break a label into lines of at most LONGEST_LABEL characters."""
+    """Break a label into several lines of at most LONGEST_LABEL characters."""
     return textwrap.fill(label, LONGEST_LABEL)
 
 
 def _short(label: str) -> str:
-    """Cut a label to LONGEST_LABEL characters, so that the axes keep their room."""
+    """Cut a label to LONGEST_LABEL characters, so that labels leave enough room for the plot."""
     return label if len(label) <= LONGEST_LABEL else f"{label[: LONGEST_LABEL - 1]}…"
 
 
@@ -250,7 +265,8 @@ def _ratios(group: Group) -> pd.DataFrame:
 def _paint_ratios(axes: Axes, frame: pd.DataFrame) -> None:
     axes.axvline(1, color=QUIET, linewidth=0.8)
     axes.axvspan(1, 1 + frame["of_interest"].iloc[0], color=QUIET, alpha=0.25, linewidth=0)
-    # Longer intervals are cut at the edge of the plot. 1/2 and 2 are equally far from 1.
+    # Cut intervals at the edge of the plot, which is logarithmic, so that 1/2 and 2 are equally far
+    # from 1.
     end = 4 * max(1, frame["ratio"].max())
     axes.set_xscale("log")
     for y, detectable in enumerate(frame["detectable"].clip(upper=end)):
@@ -339,8 +355,8 @@ def _paint_steps(axes: Axes, frame: pd.DataFrame) -> None:
 
 
 def _memory(group: Group) -> pd.DataFrame:
-    """Return the peak memory of each device as a table; empty on a CPU,
-    where devices share memory.
+    """Build a table of the peak memory of each device. It is empty on a CPU, where the devices
+    share memory.
     """
     rows = []
     for point in group.members if group.accelerator != "cpu" else ():
@@ -378,15 +394,15 @@ def _name_bars(axes: Axes, names: list[str], height: str) -> None:
 
 
 def _means(group: SettingGroup, settings: list[Setting], factor: int) -> pd.DataFrame:
-    """Return a table of the mean of each setting with its 95 % interval, which is empty for a
-    single value.
+    """Build a table with the mean of each setting and its 95 % confidence interval. The interval is
+    empty for a setting with a single value.
     """
     rows = []
     for setting in settings:
         mean, ends = setting.mean, group.interval(setting)
         assert mean is not None
-        # On a scale, the interval is not symmetric, and with few values it may not hold the plain
-        # mean.
+        # Extend the interval to the plain mean. The interval comes from a transformed scale, and
+        # with few values it may not contain the mean.
         low, high = (min(ends[0], mean), max(ends[1], mean)) if ends else (math.nan, math.nan)
         rows.append([setting.label, mean * factor, low * factor, high * factor])
     return pd.DataFrame(rows, columns=["label", "middle", "low", "high"])
@@ -405,8 +421,8 @@ def _paint_values(axes: Axes, frame: pd.DataFrame, runs: pd.DataFrame, name: str
 
 
 def _curves(settings: list[Setting], metric: str, factor: int) -> pd.DataFrame:
-    """Return a table of mean, smallest and largest value over the seeds, for each step that all
-    runs evaluated.
+    """Build a table of learning curves: mean, smallest and largest value over the seeds, for each
+    step that all runs of a setting evaluated.
     """
     rows = []
     for setting in settings:
@@ -419,14 +435,16 @@ def _curves(settings: list[Setting], metric: str, factor: int) -> pd.DataFrame:
             (step, values) for step, values in sorted(steps.items()) if len(values) == len(runs)
         ]
         stride = math.ceil(len(known) / MOST_STEPS)
-        # The last evaluation is always kept.
+        # Count the distance from the end, so that the last evaluation is always drawn.
         for step, values in reversed(known[:: -stride or None]):
             rows.append([setting.label, step, sum(values) / len(values), min(values), max(values)])
     return pd.DataFrame(rows, columns=["setting", "step", "mean", "low", "high"])
 
 
 def _paint_settings(axes: Axes, frame: pd.DataFrame, x: str, name: str) -> None:
-    """Draw the mean over the column `x`, as a line if a setting has several rows."""
+    """Draw the mean of each setting over the column `x`: as a line if settings have several rows,
+    else as a mark.
+    """
     points = frame.rename(columns={x: "x", "mean": "y"})
     has_lines = points["setting"].duplicated().any()
     has_legend = points["setting"].nunique() <= MOST_LINES
@@ -443,7 +461,8 @@ def _paint_key(axes: Axes, frame: pd.DataFrame, name: str, key: str) -> None:
     _paint_xy(axes, frame.rename(columns={"value": "y"}), ("-", "o", COLORS[0]))
     if frame["x"].min() > 0 and frame["x"].max() / frame["x"].min() >= DECADES:
         axes.set_xscale("log")
-        # Matplotlib's own labels are formulas, which the SVG would show as text.
+        # Write the labels as plain numbers. Those of Matplotlib are formulas, which an SVG would
+        # show as raw text.
         _set_ticks(axes, sorted(frame["x"].unique()))
     axes.set(xlabel=key, ylabel=name)
 

@@ -14,7 +14,8 @@ from timm_parallel.lab.analysis.settings import SettingGroup
 from timm_parallel.lab.analysis.statistics import Contrast, Summary
 from timm_parallel.lab.report.contents import Report
 
-FORMAT = 4  # of report.json, see docs/dev/report_method.md
+# Version of the format of report.json, which docs/dev/report_method.md describes.
+FORMAT = 4
 _OF_A_RUN = (
     "status",
     "commit",
@@ -41,7 +42,7 @@ _OF_A_GROUP = (
 
 
 def plain(report: Report, out: Path) -> dict[str, Any]:
-    """Convert a report to the contents of report.json."""
+    """Convert a report to the contents of report.json, which are plain dictionaries and lists."""
     questions: list[Group | SettingGroup] = [*report.groups, *report.settings]
     leads = [
         {
@@ -112,7 +113,9 @@ def relative(path: Path, out: Path) -> str:
 
 
 def row(run: RunRecord, out: Path) -> dict[str, Any]:
-    """Convert a run to a row of report.csv. A value that was not recorded is empty."""
+    """Convert a run to a row of report.csv. A value that was not recorded is None, which the file
+    shows as an empty cell.
+    """
     return {
         "run": run.name,
         "folder": relative(run.folder, out),

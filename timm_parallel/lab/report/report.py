@@ -1,5 +1,5 @@
-"""Comparison report of one or more sweeps: report.html, report.md, report.csv, report.json, and the
-plots as files.
+"""Write the comparison report of one or more sweeps: report.html, report.md, report.csv,
+report.json, and the plots as files.
 """
 
 from __future__ import annotations
@@ -32,20 +32,23 @@ from timm_parallel.machine.files import write_json, write_text
 from timm_parallel.project import root
 from timm_parallel.record.jobs import read_jobs
 
-# Bounds on report.html, which stays below 2 MB; report.csv and report.json always hold everything.
+# Limits that keep report.html below 2 MB. The files report.csv and report.json always contain
+# everything.
 MOST_GROUPS_PLOTTED = 10
 MOST_PLOT_BYTES = 1_000_000
 MOST_GROUPS_SHOWN = 30
-PLOTS = "report_plots"  # folder next to the report
+# Folder of the plots, next to report.html.
+PLOTS = "report_plots"
 
 Drawn = dict[Group | SettingGroup, list[plots.Plot]]
 
 
 def compare(runs: list[RunRecord], folders: Sequence[Path]) -> Report:
-    """Group and compare the runs, and return the report. Reads jobs.json of the sweep folders among
-    `folders`.
+    """Group and compare runs, and return the contents of the report.
+
+    `folders`: folders from which the runs come. In sweep folders, jobs.json is read too.
     """
-    # If sweeps have different limits, the largest counts.
+    # If the sweeps set different values of sweep.smallest_difference, use the largest.
     limits = [run.config.get("sweep.smallest_difference") for run in runs]
     smallest = max(
         (limit for limit in limits if isinstance(limit, float) and limit > 0),
@@ -64,8 +67,8 @@ def compare(runs: list[RunRecord], folders: Sequence[Path]) -> Report:
         ]
     claims = {}
     for hardware in dict.fromkeys(group.hardware for group in groups):
-        # A job that never started has no hardware record. It counts as evidence for each kind of
-        # hardware.
+        # Count a job that never started as evidence for every kind of hardware, because it recorded
+        # none.
         known = [run for run in runs if not run.accelerator or run.hardware == hardware]
         claims[hardware] = evaluate_claims(
             Evidence([group for group in groups if group.hardware == hardware], known)
@@ -80,17 +83,19 @@ def compare(runs: list[RunRecord], folders: Sequence[Path]) -> Report:
 
 
 def write_report(sweep_folders: list[Path], out: Path | None = None) -> Path:
-    """Write report.html, .md, .csv, .json and plots into `out`, by default the first folder. Return
-    report.html's path.
+    """Write report.html, report.md, report.csv, report.json and plots of sweeps and single runs.
+    Return the path of report.html.
 
-    Takes finished and unfinished sweeps and single run folders, of any number of machines.
-    Raises ValueError for any other folder or one that cannot be read.
+    `sweep_folders`: folders of sweeps or of runs, finished or not, from any number of machines.
+    `out`: folder of the report, by default the first of `sweep_folders`. Raises ValueError for any
+    other folder, or if a folder cannot be read.
     """
     runs = collect(sweep_folders)
     out = (out or sweep_folders[0]).resolve()
     report = compare(runs, sweep_folders)
     write_json(out / "report.json", plain(report, out))
-    # dtype=object keeps counts whole: with a missing value, pandas would write 2.0.
+    # Use dtype=object, because pandas would otherwise write counts such as 2 as 2.0 if a value is
+    # missing.
     rows = pd.DataFrame([row(run, out) for run in runs], dtype=object)
     write_text(out / "report.csv", rows.to_csv(index=False, lineterminator="\n"))
     drawn = _draw(report, out / PLOTS)
@@ -124,12 +129,13 @@ def _render(kind: str, report: Report, drawn: Drawn, out: Path) -> str:
 
 
 def _draw(report: Report, folder: Path) -> Drawn:
-    """Draw the plots of the first groups of runs (all would make the page too large). Write each
-    plot and its data to files.
+    """Draw the plots of the first groups, because plots of all groups would make the page too
+    large. Write each plot and its data to files.
     """
     for stale in folder.glob("[0-9]*_*.*"):
         stale.unlink()
-    # Below a comparison of settings, the speed of a group with one configuration is in the table.
+    # On a page about settings, skip speed plots of groups with one configuration. The table shows
+    # their speed.
     of_speed = [group for group in report.groups if not report.settings or len(group.members) > 1]
     drawn: Drawn = {}
     size = 0
@@ -150,5 +156,5 @@ def _draw(report: Report, folder: Path) -> Drawn:
 
 
 def _markdown(text: object) -> str:
-    """Escape text for a cell of a Markdown table."""
+    """Escape the characters of a text that have a meaning in a Markdown table."""
     return re.sub(r"([\\`*_|<>\[\]])", r"\\\1", " ".join(str(text).split()))

@@ -1,5 +1,5 @@
-"""Convert groups and runs to tables of text for HTML and Markdown, and that of settings also for an
-article. A missing value is a dash, never 0.
+"""Convert groups and runs to tables of texts for HTML and Markdown. The table of settings is also
+available for an article. A missing value is a dash, never 0.
 """
 
 from __future__ import annotations
@@ -32,14 +32,20 @@ from timm_parallel.lab.analysis.wording import (
 from timm_parallel.machine.text import yaml_text
 
 NOT_HERE = "n/a"
-MOST_LINKS, MOST_NAMED = 12, 12  # folders of a configuration; outliers and flagged runs of a group
-OUTLIER = 0.75  # a run below this share of its configuration's median speed is named
+# Largest number of links to the runs of a configuration, and of named outliers of a group.
+MOST_LINKS, MOST_NAMED = 12, 12
+# A run is named as an outlier if its speed is below this share of its configuration's median.
+OUTLIER = 0.75
 MOST_DEVICES = 8
-MOST_UNFINISHED = 300  # rows: report.html stays small; report.csv has all
-LONGEST_REASON = 240  # characters
-MOST_SETTINGS = 60  # rows, the best ones; report.json has all
+# Largest number of jobs in the table of unfinished jobs. The file report.csv has all.
+MOST_UNFINISHED = 300
+# Characters of a reason in the table of unfinished jobs.
+LONGEST_REASON = 240
+# Largest number of settings in a table, the best ones. The file report.json has all.
+MOST_SETTINGS = 60
 VERDICT, DETECTABLE = "better?", "min. detectable difference"
-# Columns that say nothing about GPUs if the devices are threads on CPU.
+# Columns that are shown as n/a if the devices are threads on CPU, because they say nothing about
+# GPUs.
 _OF_GPUS = (
     "images/s",
     "over single (95 %)",
@@ -48,27 +54,33 @@ _OF_GPUS = (
     "exposed comm., ms",
     "J per image",
 )
-_OF_ONE_RUN = ("format", "time", "command", "topology")  # keys of an environment record
+# Keys of environment.json that are different in each run, so that the report leaves them out.
+_OF_ONE_RUN = ("format", "time", "command", "topology")
 
 
 @dataclass(frozen=True)
 class Table:
-    rows: Sequence[dict[str, str]]  # by column, the same in every row
+    # Rows as column -> text. All rows have the same columns.
+    rows: Sequence[dict[str, str]]
     caption: str = ""
     notes: Sequence[str] = ()
-    text_columns: Sequence[str] = ()  # all other columns hold numbers
-    runs: Sequence[
-        Sequence[RunRecord]
-    ] = ()  # of each row; a last column links to the first MOST_LINKS of them
+    # Columns that hold texts. All other columns hold numbers.
+    text_columns: Sequence[str] = ()
+    # The runs of each row. The last column of the table has links to the first of them.
+    runs: Sequence[Sequence[RunRecord]] = ()
 
 
 def results_table(group: Group | SettingGroup) -> Table:
-    """Return the table of a group with a row per configuration, without empty columns."""
+    """Build the table of a group, with a row per configuration and without columns that have no
+    value.
+    """
     return _settings_table(group) if isinstance(group, SettingGroup) else _points_table(group)
 
 
 def _without_empty(rows: Sequence[dict[str, str]], kept: Sequence[str]) -> list[dict[str, str]]:
-    """Drop the columns without a value in any row, except those `kept`."""
+    """Remove the columns of a table that have no value in any row. `kept`: columns that stay
+    anyway.
+    """
     filled = {*kept}
     for row in rows:
         filled |= {name for name, text in row.items() if text not in (DASH, NOT_HERE, "")}
@@ -76,7 +88,9 @@ def _without_empty(rows: Sequence[dict[str, str]], kept: Sequence[str]) -> list[
 
 
 def _points_table(group: Group) -> Table:
-    """Return a table of speed, memory and metrics."""
+    """Build the table of speed, memory and metrics of a group, with a row per strategy and number
+    of devices.
+    """
     metrics = list(dict.fromkeys(name for point in group.members for name in point.metrics))
     largest = max((peak.high for point in group.members for peak in point.peak_bytes), default=0)
     unit, factor = ("GiB", 2**-30) if largest >= 2**30 else ("MiB", 2**-20)
@@ -120,7 +134,9 @@ def _point_row(group: Group, point: MeasuredPoint) -> dict[str, str]:
 
 
 def _settings_table(group: SettingGroup) -> Table:
-    """Return a table of the metric, in the order of the sweep."""
+    """Build the table of the metric of a group of settings, with a row per setting in the order of
+    the sweep.
+    """
     shown = group.best(MOST_SETTINGS)
     rows = _without_empty([_setting_row(group, setting) for setting in shown], group.keys)
     notes = [group.note] if group.note else []
@@ -182,8 +198,8 @@ def _setting_row(group: SettingGroup, setting: Setting) -> dict[str, str]:
 
 
 def for_article(table: Table, kind: str) -> str:
-    """Return the table as Markdown (`markdown`) or LaTeX with booktabs (`latex`), without verdicts
-    and links.
+    """Format a table as Markdown or as LaTeX with booktabs, without verdicts and links. `kind`:
+    markdown or latex.
     """
     frame = pd.DataFrame(table.rows).drop(columns=[VERDICT, DETECTABLE], errors="ignore")
     if kind == "markdown":
@@ -194,13 +210,13 @@ def for_article(table: Table, kind: str) -> str:
         )
     align = "".join("l" if name in table.text_columns else "r" for name in frame)
     latex = frame.to_latex(index=False, escape=True, column_format=align).rstrip()
-    # Older versions of LaTeX know these characters only with a package.
+    # Replace characters that older versions of LaTeX know only with a package.
     return latex.replace("–", "--").replace("×", r"$\times$").replace(DASH, "---")
 
 
 def contrasts_table(group: Group) -> Table:
-    """Return a table of the compared pairs of configurations: ratio of images/s, interval and
-    verdict.
+    """Build the table of the compared pairs of configurations: ratio of images/s, confidence
+    interval and verdict.
     """
     rows = [
         {
@@ -218,8 +234,8 @@ def contrasts_table(group: Group) -> Table:
 
 
 def disturbed_table(group: Group) -> Table:
-    """Return a table of runs, at most MOST_NAMED, whose speed was disturbed by other programs or
-    heat, with reasons.
+    """Build the table of runs whose speed was disturbed by other programs or heat, with the
+    reasons. It has at most MOST_NAMED rows.
     """
     flagged = [(run, point) for point in group.members for run in point.runs if run.flags]
     rows = [
@@ -231,8 +247,8 @@ def disturbed_table(group: Group) -> Table:
 
 
 def settings_tables(runs: Sequence[RunRecord]) -> list[Table]:
-    """Return tables of keys and values: config keys that differ between the runs, equal ones,
-    hardware and versions.
+    """Build three tables of keys and values: the config keys that differ between the runs, the
+    config keys that are equal in all runs, and hardware and versions.
     """
     config = values(run.config for run in runs)
     environment = {}
@@ -255,7 +271,7 @@ def settings_tables(runs: Sequence[RunRecord]) -> list[Table]:
 
 
 def unfinished_table(runs: Sequence[RunRecord]) -> Table:
-    """Return a table of the jobs that cannot be compared, such as failed ones, with the reason."""
+    """Build the table of the jobs that cannot be compared, such as failed ones, with the reason."""
     unfinished = [run for run in runs if not run.comparable]
     shown = unfinished[:MOST_UNFINISHED]
     rows = [
@@ -304,7 +320,9 @@ def _notes(group: Group) -> list[str]:
 
 
 def _rest(count: int, note: str) -> list[str]:
-    """Return the note on the rows that are not shown; empty if all are."""
+    """Return a list with the note on the rows that a table leaves out. The list is empty if it
+    leaves out none.
+    """
     return [note.format(count)] if count > 0 else []
 
 
@@ -313,8 +331,8 @@ def _summary(summary: Summary | None) -> str:
 
 
 def _median(summary: Summary | None, factor: float = 1) -> str:
-    """Format the median without its range, for a table of many columns.
-    report.json has the range.
+    """Format a median without its range, because the table has many columns. The file report.json
+    has the range.
     """
     return figure(summary.median * factor) if summary else DASH
 

@@ -1,8 +1,8 @@
-"""Confirmation of a search (`search.confirm`): its best trial and the default settings train again,
+"""Confirmation of a search (`search.confirm`): train its best trial and the default settings again,
 with new seeds.
 
-The default settings are the search's command without the searched keys. Chance helped to choose the
-best trial, so its value is too good. The new seeds took no part in the choice.
+The default settings are those of the search's command without the searched keys. Chance helped to
+choose the best trial, so its value is too good. The new seeds took no part in the choice.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from timm_parallel.lab.sweep.points import Point, task_overrides
 from timm_parallel.lab.sweep.sweep import Sweep, reset_unfinished
 from timm_parallel.record.jobs import Jobs, read_jobs
 
-# Beginnings of the folders of the jobs. The report's baseline is the configuration with the lowest
-# number.
+# Names of the folders of the two configurations. The report takes the configuration with the lowest
+# number as the baseline.
 DEFAULT, BEST = "0_default", "1_best"
 
 
 def check_confirmation(config: Config, base: DictConfig, space: list[Dimension]) -> list[Config]:
-    """Refuse a search.confirm that could not decide. Return the default settings, whose data may
-    differ.
+    """Raise ValueError if the settings of a search do not allow `search.confirm`. Return a list
+    with the config of the default settings, so that its data can be checked. The list is empty if
+    search.confirm is not set.
     """
     settings, train, written = (
         config.search,
@@ -38,29 +39,39 @@ def check_confirmation(config: Config, base: DictConfig, space: list[Dimension])
         return []
     if any(dimension.name == "seed" for dimension in space):
         raise ValueError(
-            f"{written}: trains with new seeds, but seed is searched; drop one of them"
+            f"{written}: trains the best trial with new seeds, but seed is searched; leave out "
+            "search.confirm, or give seed a single value"
         )
     if config.sweep.baseline is not None:
-        raise ValueError(f"{written}: compares with the default settings; leave sweep.baseline out")
+        raise ValueError(
+            f"{written}: compares the best trial with the default settings, so there is no other "
+            "baseline; leave sweep.baseline out"
+        )
     is_timed = config.sweep.timed or train.evaluate_every == 0
     if config.objective == "images_per_sec" or (is_timed and train.max_steps is not None):
         raise ValueError(
-            f"{written}: compares accuracy or loss, but this search measures speed; leave it out"
+            f"{written}: compares accuracy or loss, but this search measures speed; leave "
+            "search.confirm out"
         )
     default = trial_point(base, [], 0)
     if default.reason:
-        raise ValueError(f"{written}: also trains the default settings, but {default.reason}")
+        raise ValueError(
+            f"{written}: also trains the default settings, which cannot run on this machine: "
+            f"{default.reason}"
+        )
     return [default.config]
 
 
 def confirm_best(
     trials: Jobs, number: int, overrides: list[str], num_seeds: int, max_jobs: int | None
 ) -> int:
-    """Train trial `number`, its values as `overrides`, and the default settings. Return the exit
-    code.
+    """Train the best trial of a search and the default settings with new seeds, and write a report.
+    Return the exit code.
 
-    The jobs and their report are in `confirm_<number>` below the search's folder, so a search that
-    continues to another best trial confirms that one, too.
+    `number`: number of the best trial. `overrides`: its values of the searched keys. `num_seeds`:
+    runs of each. `max_jobs`: largest number of concurrent jobs. The jobs are in `confirm_<number>`
+    below the search's folder, so a search that later finds another best trial confirms that one
+    too.
     """
     config, base, _ = read_search(trials.folder)
     points = _points(base, overrides, first_seed=config.seed + 1)
@@ -95,7 +106,9 @@ def confirm_best(
 
 
 class Confirmation(Sweep):
-    """Runner of the jobs of a confirmation, which continues with the search."""
+    """Runner of the jobs that confirm the best trial of a search. After a stop, the command that
+    resumes the search also continues its confirmation.
+    """
 
     def _say_stopped(self, number: int, folder: Path | None = None, *keys: str) -> int:
         return super()._say_stopped(
@@ -104,14 +117,17 @@ class Confirmation(Sweep):
 
 
 def _points(base: DictConfig, overrides: list[str], first_seed: int) -> list[Point]:
-    """Return the default settings, which are the report's baseline, and the trial, with the seed of
-    the first repeat.
+    """Return the two configurations of a confirmation: the default settings, which are the baseline
+    of the report, and the best trial of the search.
+
+    `first_seed`: seed of the first repeat.
     """
     settings: dict[str, list[str]] = {DEFAULT: [], BEST: overrides}
     points = []
     for number, (subdir, values) in enumerate(settings.items()):
         point = trial_point(base, [*values, f"seed={first_seed}"], number)
-        # As in any sweep, the overrides of all repeats are equal. The seed is in the job's folder.
+        # Leave the seed out of the overrides, because they must be equal in all repeats. The config
+        # of each job has its own seed.
         point.subdir, point.overrides = subdir, [*task_overrides(base), *values]
         points.append(point)
     return points

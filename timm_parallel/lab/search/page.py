@@ -1,5 +1,5 @@
-"""Write `search.html` of a search: the best trial and its command, Optuna's plots, and a table of
-the trials.
+"""Write `search.html`, the page of a hyper-parameter search: the best trial with its command,
+Optuna's plots, and a table of the trials.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from timm_parallel.machine.files import write_text
 from timm_parallel.machine.text import plural
 from timm_parallel.record.jobs import Job, Jobs
 
-MIN_FOR_IMPORTANCES = 20  # trials with a value; a ranking from fewer is noise
+# Least number of trials with a value for a ranking of the keys. A ranking from fewer is noise.
+MIN_FOR_IMPORTANCES = 20
 PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>Search: {metric}</title>
 <style>{style} img {{max-width: 100%}}</style></head>
@@ -32,7 +33,7 @@ PAGE = """<!doctype html>
 
 
 def write_search_page(jobs: Jobs, study: optuna.Study, config: Config) -> Path:
-    """Write search.html and return its path."""
+    """Write search.html into the folder of a search and return its path."""
     metric = config.objective
     trials = {trial.number: trial for trial in study.get_trials(deepcopy=False)}
     rows = []
@@ -68,8 +69,10 @@ def write_search_page(jobs: Jobs, study: optuna.Study, config: Config) -> Path:
 
 
 def _confirmation(folder: Path, best: Job, count: int) -> str:
-    """Return HTML on the confirmation of the best of `count` trials, or on why its value is not to
-    be published.
+    """Build the HTML text on the confirmation of the best trial. Without a confirmation, the text
+    explains why the value of this trial must not be published.
+
+    `count`: number of trials among which the best was chosen.
     """
     biased = (
         f"Chance helped to choose this value as the best of {plural(count, 'trial')}, so it "
@@ -87,8 +90,8 @@ def _confirmation(folder: Path, best: Job, count: int) -> str:
 
 
 def draw_study(study: optuna.Study, metric: str) -> list[str]:
-    """Draw Optuna's plots of a study, those for which it has enough trials, and return them as HTML
-    images.
+    """Draw Optuna's plots of a study and return them as HTML images. Plots for which the study has
+    too few trials are left out.
     """
     from matplotlib import pyplot
 
@@ -96,14 +99,15 @@ def draw_study(study: optuna.Study, metric: str) -> list[str]:
     values = [
         trial.value for trial in study.get_trials(deepcopy=False) if trial.state.name == "COMPLETE"
     ]
-    # These plot functions have a parameter `target_name`.
+    # Plot functions of Optuna that have a parameter `target_name`, the name of the metric.
     of_values: list[Any] = [plots.plot_optimization_history, plots.plot_slice] if values else []
     if len(values) >= MIN_FOR_IMPORTANCES and len(set(values)) > 1:
         of_values.append(plots.plot_param_importances)
     images = []
     for plot in (*of_values, plots.plot_intermediate_values, plots.plot_timeline):
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # these plots are experimental since version 2.2
+            # Hide Optuna's warning that its plots with matplotlib are experimental.
+            warnings.simplefilter("ignore")
             plot(study, **({"target_name": metric} if plot in of_values else {}))
         svg = io.BytesIO()
         pyplot.savefig(svg, format="svg", bbox_inches="tight")

@@ -1,9 +1,9 @@
-"""A hyper-parameter search: Optuna proposes each next trial, and a trial is a job like those of a
-sweep.
+"""Hyper-parameter search: Optuna proposes the values of each trial, and each trial runs as a job
+like the jobs of a sweep.
 
-Only this process accesses the study. A trial's value is the objective in its result.json; its
-metrics.jsonl is used for pruning. Trials start from search.yaml, so YAML edits do not affect them.
-A search and its trials continue after a stop.
+Only the process of the search accesses Optuna's study. The value of a trial is the objective in its
+result.json. Its metrics.jsonl decides about stopping it early. All trials start from search.yaml,
+so later edits of YAML files do not change them. A search and its trials continue after a stop.
 """
 
 from __future__ import annotations
@@ -39,17 +39,22 @@ from timm_parallel.machine.secrets import hide
 from timm_parallel.record.jobs import FAILED, UNFINISHED, Job, Jobs, new_jobs, read_jobs
 from timm_parallel.record.result import read_result
 
-if TYPE_CHECKING:  # slow to import
+# Optuna is slow to import, so that it is only imported for type checks here.
+if TYPE_CHECKING:
     import optuna
 
 
 def start_search(command: Command, base: Point, check_data: Callable[[Config], None]) -> int:
-    """Create and run a new search. Return the exit code."""
+    """Start a new hyper-parameter search and run its trials. Return the exit code.
+
+    `base`: configuration on which all trials are based. `check_data`: function that raises
+    ValueError if the data of a config cannot be used.
+    """
     config, settings = command.config, command.config.search
     if config.cluster.scheduler == "slurm" and not config.cluster.submit:
         raise ValueError(
-            "cluster.submit=false: a search submits its trials one after another; use "
-            "cluster.submit=true"
+            "cluster.submit=false: a search must submit each trial itself, because it chooses the "
+            "values of a trial from earlier results; use cluster.submit=true"
         )
     check_scheduler(config.cluster)
     space = read_space(command)
@@ -75,8 +80,8 @@ def start_search(command: Command, base: Point, check_data: Callable[[Config], N
     try:
         code = search.run()
     except ValueError:
-        # Slurm has refused the first trial and would refuse all. Remove the study too, so that its
-        # name is free.
+        # If Slurm rejected the first trial, it would reject all others too. Remove the folder and
+        # the study, so that the name of the study can be used again.
         if search.slurm is not None and not any(folder.glob(f"*/{JOB_ID}")):
             import optuna
 
@@ -87,7 +92,9 @@ def start_search(command: Command, base: Point, check_data: Callable[[Config], N
 
 
 def resume_search(folder: Path, command: Command, check_data: Callable[[Config], None]) -> int:
-    """Continue the search in `folder` until it has n_trials trials. Return the exit code."""
+    """Continue the hyper-parameter search in `folder` until it has search.n_trials trials. Return
+    the exit code.
+    """
     config, base, space = read_search(folder)
     check_scheduler(config.cluster)
     keys = keys_that_may_change(
@@ -96,7 +103,8 @@ def resume_search(folder: Path, command: Command, check_data: Callable[[Config],
     for key in ("n_trials", "n_jobs", "confirm"):
         if f"search.{key}" in keys:
             setattr(config.search, key, getattr(command.config.search, key))
-    # Without this check, all trials would be skipped on a machine that cannot run them.
+    # Check the search space again when a search is resumed. On a machine that cannot run the
+    # trials, all of them would otherwise be skipped.
     check_jobs_data(
         [*check_space(config, base, space), *check_confirmation(config, base, space)], check_data
     )
@@ -108,8 +116,10 @@ def resume_search(folder: Path, command: Command, check_data: Callable[[Config],
 
 
 def _confirm(search: Search, num_seeds: int | None, code: int) -> int:
-    """Confirm the best trial of a search that has ended with exit code `code`. Return the new exit
-    code.
+    """Confirm the best trial of a search with new seeds, if the search has finished and
+    search.confirm is set. Return the exit code.
+
+    `num_seeds`: value of search.confirm. `code`: exit code of the search.
     """
     if num_seeds is None or search.stopped_by is not None:
         return code
@@ -124,15 +134,15 @@ def _confirm(search: Search, num_seeds: int | None, code: int) -> int:
 
 
 class Search(Runner):
-    """Runner of a search: asks the study for the next trial when a job may start. A trial's number
-    is its job id.
+    """Runner of a hyper-parameter search. When a device is free, Optuna's study chooses the values
+    of the next trial. The number of a trial is the id of its job.
     """
 
     needed_at_end = ("timm_parallel.lab.search.page",)
 
     def __init__(self, jobs: Jobs, n_trials: int, max_jobs: int | None, *, is_new: bool) -> None:
-        """Open the study and list the trials to run. `max_jobs`: concurrent trials; None: as many
-        as devices allow.
+        """Open Optuna's study and list the trials that still have to run. `max_jobs`: largest
+        number of concurrent trials, or None if only the devices limit it.
         """
         self.config, self.base, self.space = read_search(jobs.folder)
         super().__init__(
@@ -140,8 +150,10 @@ class Search(Runner):
         )
         self.study = open_study(jobs.folder, self.config, is_new)
         self.n_trials = n_trials
-        self.failed = 0  # since this process started
-        # If the search was killed before it wrote jobs.json, the study has later results.
+        # Number of trials that have failed since this process started.
+        self.failed = 0
+        # Take results from the study that jobs.json does not have, because a search may be killed
+        # after it wrote the one and before it wrote the other.
         attributes = {
             trial.number: trial.user_attrs
             for trial in self.study.get_trials()
@@ -156,20 +168,22 @@ class Search(Runner):
             jobs.jobs.append(Job(number, f"trial {number}", str(number), []))
         self._to_come = [job for job in jobs.jobs if job.status in UNFINISHED]
         for job in self._to_come:
-            # With Slurm, its queue has later news than the folder of a trial.
+            # For trials on Slurm, the runner asks Slurm's queue instead, which knows more than the
+            # run folder.
             if job.status == "running" and self.slurm is None:
                 sync_from_result(job, jobs.folder / job.folder)
             if job.status in UNFINISHED:
                 job.reset()
-        self._next: Job | None = None  # the study has chosen it, but it has not started
-        self._trials: dict[
-            int, optuna.Trial
-        ] = {}  # the study has chosen them, but does not have their results
-        self._values: dict[int, float] = {}  # of the trials that ended since this process started
+        # The trial whose values are chosen and that has not started yet.
+        self._next: Job | None = None
+        # Trials whose values are chosen and whose results the study does not have yet.
+        self._trials: dict[int, optuna.Trial] = {}
+        # Objectives of the trials that ended since this process started.
+        self._values: dict[int, float] = {}
 
     def waiting(self) -> list[Job]:
-        """Return a list with the next trial, if any. The study chooses it as late as possible, to
-        use earlier results.
+        """Return a list with the next trial, or an empty list. The study chooses the values of a
+        trial as late as possible, so that it can use the results of earlier trials.
         """
         if self._next is None and not self._scheduler.is_full and not self._has_failed_too_often():
             self._next = self._ask()
@@ -185,25 +199,28 @@ class Search(Runner):
         super().ended(job)
 
     def outcome(self, job: Job) -> str:
-        """Return the number of an ended trial, and its value or its status."""
+        """Return the number of an ended trial with its objective, or with its status if it has no
+        objective.
+        """
         if job.status != "done":
             return f"trial {job.id}  {job.status}"
         return f"trial {job.id}  {self.config.objective} {self._values[job.id]:.4f}"
 
     def _ask(self) -> Job | None:
-        """Choose the next trial that can run here, save its config and return its job; None if no
-        trial is left.
+        """Let the study choose the next trial that can run on this machine, save its config and
+        return its job. Return None if no trial is left.
         """
         while self._to_come:
             job = self._to_come.pop(0)
             trial = ask(self.study, self.config.search, self.space, job.id, self.max_jobs)
             self._trials[job.id] = trial
-            # A trial that an earlier process started keeps its config.
+            # Keep the config of a trial that an earlier process of this search has started.
             if not (job.overrides and (self.jobs.folder / job.folder / "config.yaml").exists()):
                 self._freeze(job, trial)
             if job.status == "waiting":
                 return job
-            # This trial cannot run here, or is done already.
+            # Record a trial that cannot run on this machine or that is done already, and choose the
+            # next one.
             self.ended(job)
         return None
 
@@ -219,12 +236,13 @@ class Search(Runner):
             )
             job.overrides, job.folder = point.overrides, point.subdir
             freeze_job(self.jobs.folder, job, point)
-        except ValueError as error:  # each value is possible, but not their combination
+        # Every value is possible alone, but the values of this trial contradict each other.
+        except ValueError as error:
             job.status, job.reason = "skipped", hide(str(error))
 
     def _tell(self, job: Job, trial: optuna.Trial) -> None:
-        """Record in the study how a trial ended, unless it was interrupted: such a trial continues
-        later.
+        """Report to the study how a trial ended. An interrupted trial is not reported, because it
+        continues later.
         """
         from optuna.trial import TrialState
 
@@ -245,8 +263,8 @@ class Search(Runner):
             )
 
     def _has_failed_too_often(self) -> bool:
-        """Return True if so many trials have failed that the search should not start more; print
-        this once.
+        """Return True if more trials have failed than search.max_failure_rate allows. Then no
+        further trial starts, and a message is printed once.
         """
         limit = self.config.search.max_failure_rate
         if self.failed <= limit * self.n_trials:
@@ -258,14 +276,14 @@ class Search(Runner):
         return True
 
     def write_page(self) -> Path:
-        """Write search.html and return its path."""
+        """Write search.html into the folder of the search and return its path."""
         from timm_parallel.lab.search.page import write_search_page
 
         return write_search_page(self.jobs, self.study, self.config)
 
     def _close(self) -> int:
-        """Write search.html, print the summary, and return the exit code: 0 if any trial has a
-        value.
+        """Write search.html and print the summary of the search. Return the exit code, which is 0
+        if the search has finished and a trial has a value.
         """
         print(f"search       {self.jobs.counts()}")
         has_value = any(job.status == "done" for job in self.jobs.jobs)

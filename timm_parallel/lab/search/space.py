@@ -1,8 +1,8 @@
-"""Search space: keys with values in Hydra's sweep syntax, and the config of a trial with given
-values.
+"""Search space of a hyper-parameter search: keys with values in Hydra's sweep syntax. This module
+also builds the config of a trial from given values.
 
-Groups (`model=tiny,resnet18`) cannot be searched: later trials would read conf/, which may have
-been edited since.
+A config group such as `model=tiny,resnet18` cannot be searched. Later trials would have to read
+conf/ again, which may have been edited since.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ from timm_parallel.machine.files import write_text
 if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution
 
-FROZEN = "search.yaml"  # in the sweep folder
-MAX_CORNERS = 32  # combinations of ends to try before a search is refused
+# File with the base config of all trials, in the sweep folder.
+FROZEN = "search.yaml"
+# Number of combinations of extreme values that are tried before a search is rejected.
+MAX_CORNERS = 32
 SWEPT = "interval(a,b), range(a,b) or choice(a,b)"
 TAGS = ("log", "int", "float")
 NOT_SEARCHED = (
@@ -45,17 +47,23 @@ NOT_SEARCHED = (
 
 @dataclass(frozen=True)
 class Dimension:
-    """A searched key and its values: options, as texts in Hydra's syntax, or numbers from `low` to
-    `high` inclusive.
+    """One searched key and its possible values: either options, as texts in Hydra's syntax, or
+    numbers from `low` to `high` inclusive.
     """
 
-    name: str  # dotted
-    key: str  # as in an override: with + or ++ if the config does not have it yet
-    text: str  # as written
+    # The searched key, such as `optim.lr`.
+    name: str
+    # The searched key as written in an override, with + or ++ if the config does not have the key
+    # yet.
+    key: str
+    # The values of the key, as the user wrote them.
+    text: str
     options: tuple[str, ...] = ()
     low: float = 0
     high: float = 0
-    step: float | None = None  # None: continuous
+    # Distance between two neighboring values of the key, or None if every number in the range is
+    # allowed.
+    step: float | None = None
     log: bool = False
 
     def override(self, value: float | str) -> str:
@@ -72,8 +80,10 @@ class Dimension:
 
 
 def read_space(command: Command) -> list[Dimension]:
-    """Read the search space from config and overrides. An override with a single value removes its
-    key.
+    """Read the search space from search.params and the overrides. An override with a single value
+    removes its key from the space.
+
+    Raises ValueError for a key that is unknown or cannot be searched.
     """
     from hydra.core.object_type import ObjectType
     from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -91,18 +101,20 @@ def read_space(command: Command) -> list[Dimension]:
         written = f"{name}={dimension.text}"
         if command.loader.get_group_options(name, ObjectType.CONFIG):
             raise ValueError(
-                f"{written}: {name} is a group; search {name}.<key>, or sweep over it without "
-                "search=…"
+                f"{written}: {name} is a config group, which cannot be searched; search a key "
+                f"{name}.<key>, or sweep over {name} without search=…"
             )
         if name.split(".")[0] in NOT_SEARCHED:
-            raise ValueError(f"{written}: {name} cannot be searched; set a single value")
+            raise ValueError(f"{written}: {name} cannot be searched; give it a single value")
         if not is_known(name):
             raise ValueError(f"{written}: unknown key {name}{key_hint(name)}")
     return list(space.values())
 
 
 def parse_space(params: dict[str, Any]) -> list[Dimension]:
-    """Parse `search.params`, key -> text in Hydra's sweep syntax, into Dimensions."""
+    """Parse the entries of `search.params`, key -> values in Hydra's sweep syntax, into a list of
+    Dimensions. Raises ValueError for an entry that is not valid.
+    """
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
@@ -117,14 +129,17 @@ def parse_space(params: dict[str, Any]) -> list[Dimension]:
             ) from error
         if not override.is_sweep_override():
             raise ValueError(
-                f"{written}: expected {SWEPT}; to set a single value, set {key} itself"
+                f"{written}: expected several values as {SWEPT}; for a single value, use "
+                f"{key}={text} without search.params"
             )
         space.append(_dimension(override))
     return space
 
 
 def _dimension(override: Any) -> Dimension:
-    """Convert a parsed sweep override to a Dimension."""
+    """Convert an override in Hydra's sweep syntax to a Dimension. Raises ValueError if its values
+    are not valid for a search.
+    """
     name, sweep = override.key_or_group, override.value()
     written = str(override.input_line)
     key, _, text = written.partition("=")
@@ -132,7 +147,8 @@ def _dimension(override: Any) -> Dimension:
     if override.is_interval_sweep():
         if unknown := tags.difference(TAGS):
             raise ValueError(
-                f"{written}: unknown tag {', '.join(sorted(unknown))}; allowed: {', '.join(TAGS)}"
+                f"{written}: unknown tag {', '.join(sorted(unknown))}; use one of these: "
+                f"{', '.join(TAGS)}"
             )
         low, high = (
             (int(sweep.start), int(sweep.end)) if "int" in tags else (sweep.start, sweep.end)
@@ -145,45 +161,56 @@ def _dimension(override: Any) -> Dimension:
             name, key, text, (), low, high, 1 if isinstance(low, int) else None, "log" in tags
         )
     if tags:
-        raise ValueError(f"{written}: tag({', '.join(sorted(tags))}) requires interval(a,b)")
+        raise ValueError(
+            f"{written}: tag({', '.join(sorted(tags))}) is only for interval(a,b); use an "
+            "interval, or leave the tag out"
+        )
     if override.is_range_sweep():
         numbers = sorted(sweep.range()) if sweep.step else []
         if not numbers:
             raise ValueError(
-                f"{written}: this range is empty; expected range(start,stop) with start < stop"
+                f"{written}: the range has no values; expected range(start,stop) with start < stop"
             )
         return Dimension(name, key, text, (), numbers[0], numbers[-1], abs(sweep.step))
     if not override.is_choice_sweep():
-        raise ValueError(f"{written}: expected {SWEPT}")
+        raise ValueError(f"{written}: expected several values as {SWEPT}")
     return Dimension(name, key, text, tuple(dict.fromkeys(override.sweep_string_iterator())))
 
 
 def check_space(config: Config, base: DictConfig, space: list[Dimension]) -> list[Config]:
-    """Raise ValueError if a search is invalid or cannot run here. Return a config per combination
-    of searched data keys.
+    """Raise ValueError if the settings of a search are not valid, or if no trial can run on this
+    machine.
+
+    Return one config per combination of the extreme values of searched data keys, so that the
+    caller can check their data.
     """
     settings, metric = config.search, config.objective
     direction = natural_direction(metric)
     if settings.direction not in (None, direction):
         raise ValueError(
-            f"search.direction={settings.direction}: {metric} requires search.direction={direction}"
+            f"search.direction={settings.direction}: the search would look for the worst {metric}; "
+            f"use search.direction={direction}"
         )
     if settings.pruner != "none" and not metric.startswith("val/"):
-        reason = f"{metric} is known only at the end of a trial; use search.pruner=none"
-        raise ValueError(f"search.pruner={settings.pruner}: {reason}")
+        raise ValueError(
+            f"search.pruner={settings.pruner}: cannot stop trials early by {metric}, which is "
+            "known only at the end of a trial; use search.pruner=none"
+        )
     if config.sweep.dry_run:
         raise ValueError(
-            "sweep.dry_run=true: a search chooses each trial while it runs; leave it out"
+            "sweep.dry_run=true: cannot list the trials of a search, because their values are "
+            "chosen while the search runs; leave sweep.dry_run out"
         )
     if config.sweep.repeats != 1:
         raise ValueError(
-            f"sweep.repeats={config.sweep.repeats}: a search does not repeat its trials; leave it "
-            "out"
+            f"sweep.repeats={config.sweep.repeats}: a search does not repeat its trials; leave "
+            "sweep.repeats out"
         )
     if not space:
         example = "'optim.lr=tag(log,interval(1e-4,1e-1))'"
         raise ValueError(
-            f"search.params: no key to search; give a key several values, for example {example}"
+            "search.params: the search has no key to search; give a key several values, for "
+            f"example {example}"
         )
     ends: list[list[str]] = []
     for dimension in space:
@@ -204,7 +231,9 @@ def check_space(config: Config, base: DictConfig, space: list[Dimension]) -> lis
         if not reason:
             break
     else:
-        raise ValueError(f"no trial of this search can run here, for example: {reason}")
+        raise ValueError(
+            f"no trial of this search can run on this machine; reason of one trial: {reason}"
+        )
     data_ends = [
         values
         for dimension, values in zip(space, ends, strict=True)
@@ -214,13 +243,16 @@ def check_space(config: Config, base: DictConfig, space: list[Dimension]) -> lis
 
 
 def _is_fractional(dimension: Dimension) -> bool:
-    """Return True if the dimension has fractions between its ends, but its key holds an integer."""
+    """Return True if a searched key holds an integer, but its range contains fractions."""
     types = {key: entry.type.split(" | ") for key, _, entry in leaves(Config())}
     return isinstance(dimension.low, float) and "int" in types.get(dimension.name, ())
 
 
 def _corners(ends: list[list[str]]) -> list[list[str]]:
-    """Return combinations of the dimensions' lowest and highest values, at most MAX_CORNERS."""
+    """Return combinations of the extreme values of all searched keys, at most MAX_CORNERS of them.
+
+    `ends`: for each key, the overrides with its lowest and highest value, or with each option.
+    """
     return [list(corner) for corner in itertools.islice(itertools.product(*ends), MAX_CORNERS)]
 
 
@@ -229,7 +261,7 @@ def natural_direction(metric: str) -> str:
 
 
 def trial_point(base: DictConfig, overrides: list[str], number: int) -> Point:
-    """Return the configuration of trial `number`: a copy of the search's base config, changed by
+    """Build the configuration of trial `number`: a copy of the base config of a search, changed by
     `overrides`.
     """
     from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -249,13 +281,14 @@ def trial_point(base: DictConfig, overrides: list[str], number: int) -> Point:
 
 
 def freeze_search(folder: Path, base: DictConfig, space: list[Dimension], **settings: Any) -> None:
-    """Write search.yaml: the base config of all trials, the search space, and the final settings of
-    the search.
+    """Write search.yaml, which contains the base config of all trials, the search space, and the
+    settings of the search.
     """
     tree = copy.deepcopy(base)
     with read_write(tree), open_dict(tree):
         tree.search.params = {dimension.key: dimension.text for dimension in space}
-        # All trials have the same objective, also if checkpoint.metric is searched.
+        # Fix the metric that is optimized, so that all trials have the same one even if
+        # checkpoint.metric is searched.
         tree.optimized_metric = to_config(tree).objective
         tree.search.update(settings)
         tree.hydra.overrides.task = _of_a_trial(task_overrides(tree))
@@ -267,8 +300,8 @@ def freeze_search(folder: Path, base: DictConfig, space: list[Dimension], **sett
 
 
 def read_search(folder: Path) -> tuple[Config, DictConfig, list[Dimension]]:
-    """Read search.yaml of a search. Return its settings, the base config of all trials, and the
-    search space.
+    """Read search.yaml in the folder of a search. Return its settings, the base config of all
+    trials, and the search space.
     """
     tree = read_frozen(folder / FROZEN)
     config = to_config(tree)
@@ -276,30 +309,30 @@ def read_search(folder: Path) -> tuple[Config, DictConfig, list[Dimension]]:
 
 
 def read_frozen(path: Path) -> DictConfig:
-    """Read a saved config with its `hydra` block. Raises ValueError if the file is missing or
-    damaged.
+    """Read a saved config that contains the `hydra` keys. Raises ValueError if the file is missing
+    or damaged.
     """
     try:
         tree = read_saved(path)
         assert isinstance(tree, DictConfig)
     except (OSError, AssertionError, YAMLError):
         raise ValueError(
-            f"{path}: missing or damaged; restore the file, or start again in a new folder"
+            f"{path}: the file is missing or damaged; restore it, or start again in a new folder"
         ) from None
     OmegaConf.set_struct(tree, True)
     return tree
 
 
 def _of_a_trial(overrides: list[str]) -> list[str]:
-    """Return the overrides without those of search and sweep, so that a trial's command runs
-    without -m.
+    """Return the overrides of a search without those of `search` and `sweep`, so that the command
+    of a trial runs without -m.
     """
     kept = [
         item
         for item in overrides
         if not item.lstrip("+").startswith(("search=", "search.", "sweep."))
     ]
-    # Without search=… on the command line, another override, such as experiment=…, has chosen the
-    # search.
+    # If the command line does not contain search=…, an experiment file has switched the search on.
+    # Then switch it off in the command of a trial.
     by_command = any(item.lstrip("+").startswith("search=") for item in overrides)
     return kept if by_command else [*kept, "search.sampler=null"]

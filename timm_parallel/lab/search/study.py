@@ -1,5 +1,5 @@
-"""Calls of Optuna in a search: open the study, choose the next trial, report a running trial's
-values.
+"""Calls of Optuna in a hyper-parameter search: open the study, choose the values of the next trial,
+and report the metrics of running trials.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from timm_parallel.lab.search.space import Dimension
 from timm_parallel.machine.secrets import hide
 from timm_parallel.record.result import read_metrics
 
-if TYPE_CHECKING:  # slow to import
+# Optuna is slow to import, so that it is only imported for type checks here.
+if TYPE_CHECKING:
     import optuna
 
 
 def open_study(folder: Path, config: Config, is_new: bool) -> optuna.Study:
-    """Create the study of a new search, or load that of a resumed one. Raises ValueError if that is
-    not possible.
+    """Create the Optuna study of a new search, or load the study of a resumed one. Raises
+    ValueError if the database cannot be opened or has another study of this name.
     """
     import optuna
 
@@ -38,17 +39,17 @@ def open_study(folder: Path, config: Config, is_new: bool) -> optuna.Study:
         direction = optuna.study.StudyDirection[str(settings.direction).upper()]
         return optuna.create_study(study_name=name, storage=url, pruner=pruner, direction=direction)
     except optuna.exceptions.DuplicatedStudyError:
-        reason = (
-            "search.storage has such a study; choose another name, or continue it with "
-            "sweep.resume=<sweep folder>"
-        )
-        raise ValueError(f"search.study_name={name}: {reason}") from None
-    except Exception as error:  # of any database driver; the URL may contain a password
-        reason = (
-            f"cannot open study {name} ({type(error).__name__}); check the URL, and that its "
-            "database runs"
-        )
-        raise ValueError(f"search.storage: {reason}") from error
+        raise ValueError(
+            f"search.study_name={name}: the database of search.storage already has a study of this "
+            "name; choose another name, or continue that study with sweep.resume=<sweep folder>"
+        ) from None
+    # Catch every exception, because each database driver has its own. Do not show the URL, because
+    # it may contain a password.
+    except Exception as error:
+        raise ValueError(
+            f"search.storage: cannot open study {name} ({type(error).__name__}); check the URL, "
+            "and that its database runs"
+        ) from error
 
 
 def ask(
@@ -58,8 +59,10 @@ def ask(
     number: int,
     max_jobs: int | None,
 ) -> optuna.Trial:
-    """Return trial `number` with a value for each searched key: a new trial, or one that a stopped
-    search has begun.
+    """Return trial `number` of a study, with a value for each searched key. If a stopped search has
+    begun this trial, return that trial with the values that it has.
+
+    Raises ValueError if the study has trials of another search.
     """
     from optuna.trial import Trial
 
@@ -71,10 +74,13 @@ def ask(
         else study.ask()
     )
     if trial.number != number:
-        fix = "the study has trials of another search; choose another name"
-        raise ValueError(f"search.study_name={study.study_name}: {fix}")
+        raise ValueError(
+            f"search.study_name={study.study_name}: the study of this name contains trials of "
+            "another search; choose another name"
+        )
     for dimension in space:
-        trial._suggest(dimension.name, dimension.distribution())  # a begun trial keeps its values
+        # A trial that a stopped search has begun keeps its values.
+        trial._suggest(dimension.name, dimension.distribution())
     return trial
 
 
@@ -83,27 +89,28 @@ def _sampler(
 ) -> optuna.samplers.BaseSampler:
     from optuna import samplers
 
-    # The number of the trial is a part of the seed, so that the same values are drawn after a
-    # resume.
+    # Add the number of the trial to the seed, so that a resumed search draws the same values.
     assert settings.seed is not None
     seed = (settings.seed + number) % 2**32
     if settings.sampler == "random":
         return samplers.RandomSampler(seed)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # constant_liar is experimental since version 2.8
-        # Running trials count as bad ones, else concurrent trials would try nearly the same values.
+        # Hide Optuna's warning that the option constant_liar is experimental.
+        warnings.simplefilter("ignore")
+        # With constant_liar, running trials count as bad ones. Concurrent trials would otherwise
+        # try nearly the same values.
         return samplers.TPESampler(seed=seed, constant_liar=max_jobs != 1)
 
 
 class Follower:
-    """Reports a running trial's logged metrics to the study; each call returns the reason to prune
-    it, or "".
+    """Callable that reports the logged metrics of a running trial to the Optuna study. Each call
+    returns the reason to stop the trial early, or an empty text.
     """
 
     def __init__(self, trial: optuna.Trial, path: Path, metric: str) -> None:
         self.trial, self.path, self.metric = trial, path, metric
-        # A resumed trial is not pruned before its next evaluation, because a trial whose ranks
-        # never start writes no result.
+        # Ignore the values that a resumed trial logged before. If it were pruned before its ranks
+        # have started, it would write no result.
         self._size = self._file_size()
         self._reported = 0
 
@@ -111,8 +118,8 @@ class Follower:
         return self.path.stat().st_size if self.path.exists() else -1
 
     def __call__(self) -> str:
-        """Report new values to the study. Return the reason to prune the trial,
-        or an empty text.
+        """Report the new values of a running trial to the study. Return the reason to stop the
+        trial early, or an empty text.
         """
         size = self._file_size()
         if size == self._size:
@@ -123,12 +130,14 @@ class Follower:
             for line in read_metrics(self.path)
             if line.get(self.metric) is not None
         ]
-        # Trials are compared at their n-th evaluation, because the steps of their evaluations may
-        # differ.
+        # Optuna compares trials at equal steps. Report the number of the evaluation as the step,
+        # because trials may evaluate after different numbers of training steps.
         for number, value in enumerate(values[self._reported :], start=self._reported + 1):
             self._reported = number
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # a resumed trial reports its first values again
+                # Hide Optuna's warning about a step that was reported before, because a resumed
+                # trial reports its first values again.
+                warnings.simplefilter("ignore")
                 self.trial.report(value, step=number)
             if self.trial.should_prune():
                 return (

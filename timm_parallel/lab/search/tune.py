@@ -1,8 +1,8 @@
 """Tuning (`sweep.tune`): find the settings that train one configuration fastest on this machine.
 
-First each setting runs alone, with few repeats: the screening. Then a sweep measures the best
-setting and combinations again, and the report uses this sweep only, because the screening's figures
-of the settings that it chose are too good.
+The first part, the screening, measures each setting alone with few repeats. Then a sweep measures
+the best settings and their combinations again. The report uses only this sweep, because chance
+helped to choose settings in the screening and made their figures too good.
 """
 
 from __future__ import annotations
@@ -27,40 +27,46 @@ from timm_parallel.machine import hardware
 from timm_parallel.machine.files import claim_folder, write_text
 from timm_parallel.record.jobs import FAILED, UNFINISHED, Jobs, read_jobs
 
-FROZEN = "tune.yaml"  # the current settings, in the sweep folder
-SCREENING = "screening"  # folder of the screening, in the sweep folder
+# File with the current settings, in the sweep folder.
+FROZEN = "tune.yaml"
+# Folder of the screening, the first part of a tuning, in the sweep folder.
+SCREENING = "screening"
 SCREENING_BLOCKS = 3
 
 
 def start_tuning(command: Command, points: list[Point]) -> int:
-    """Screen the settings of `sweep.tune`, measure the best ones again, and write the report.
-    Return the exit code.
+    """Start a tuning: measure each setting of `sweep.tune` alone, measure the best ones again, and
+    write the report. Return the exit code.
+
+    Raises ValueError if other keys contradict a measurement of speed on this machine.
     """
     settings, config = command.config.sweep, points[0].config
     if len(points) > 1:
         raise ValueError(
-            "sweep.tune: tunes one configuration, but the command sweeps over several; set one "
-            "value per key"
+            "sweep.tune: expects one configuration, but the command line gives several values for "
+            "a key; give a single value for each key"
         )
     if config.cluster.scheduler != "local":
         raise ValueError(
-            "sweep.tune: measures this machine; run it with cluster=local on the node that will "
-            "train"
+            f"cluster={config.cluster.scheduler}: sweep.tune measures the machine on which it "
+            "runs; use cluster=local on the node that will train"
         )
     if command.config.search.sampler is not None:
         raise ValueError(
-            "sweep.tune: tries a list of settings, and search=… searches values; use one of the two"
+            "sweep.tune: cannot be combined with a hyper-parameter search; leave out sweep.tune or "
+            "search=…"
         )
     if settings.jobs != 1:
         raise ValueError(
-            f"sweep.jobs={settings.jobs}: sweep.tune times its jobs, so each runs alone; use "
-            "sweep.jobs=1"
+            f"sweep.jobs={settings.jobs}: sweep.tune measures the speed of its jobs, so they must "
+            "run one at a time; use sweep.jobs=1"
         )
     if settings.repeats == 1:
-        raise ValueError("sweep.repeats=1: sweep.tune needs 2 or more; use sweep.repeats=5")
+        raise ValueError("sweep.repeats=1: sweep.tune needs 2 repeats or more; use sweep.repeats=5")
     if config.train.max_steps is None or config.train.evaluate_every != 0:
         raise ValueError(
-            "sweep.tune: measures short runs; set train.max_steps, and train.evaluate_every=0"
+            "sweep.tune: measures the speed of short runs without evaluation; set train.max_steps, "
+            "and train.evaluate_every=0"
         )
     if points[0].reason:
         raise ValueError(points[0].reason)
@@ -79,14 +85,15 @@ def start_tuning(command: Command, points: list[Point]) -> int:
     try:
         write_text(folder / FROZEN, OmegaConf.to_yaml(points[0].tree))
         jobs = freeze_jobs(claim_folder(folder / SCREENING), alone, screening)
-    except BaseException:  # also Ctrl-C
+    # Remove the folder after a Ctrl-C too, because such a tuning could not be resumed.
+    except BaseException:
         shutil.rmtree(folder)
         raise
     return _run(folder, jobs)
 
 
 def is_tuning(folder: Path) -> bool:
-    """Return True if a command with `sweep.tune` created this sweep folder."""
+    """Return True if a sweep folder was created by a command with `sweep.tune`."""
     return (folder / FROZEN).is_file()
 
 
@@ -125,8 +132,8 @@ def _run(folder: Path, screening: Jobs) -> int:
 
 
 def _freeze_finalists(folder: Path, screening: Jobs) -> Jobs:
-    """Write the configs of the current settings, and of the best settings and combinations of the
-    screening.
+    """Choose the best settings and combinations of a tuning's first part. Write their configs and
+    that of the current settings, and return the jobs that measure them again.
     """
     tree = read_frozen(folder / FROZEN)
     current = trial_point(tree, [], 0)
@@ -134,14 +141,14 @@ def _freeze_finalists(folder: Path, screening: Jobs) -> Jobs:
     points = [
         trial_point(tree, list(overrides), number) for number, overrides in enumerate(chosen, 1)
     ]
-    # Settings that can run alone may contradict each other.
+    # Leave out combinations of settings that contradict each other and therefore cannot run.
     points = [current, *(point for point in points if not point.reason)]
     return freeze_jobs(folder, points, current.config.sweep)
 
 
 def _settings_alone(current: Point) -> list[Point]:
-    """Return the current configuration, and a copy with each setting of `sweep.tune` that changes
-    something here.
+    """Return the current configuration, and a copy with each setting of `sweep.tune` that differs
+    from the current configuration on this machine.
     """
     points = [current]
     for number, text in enumerate(current.config.sweep.tune, 1):
@@ -153,15 +160,15 @@ def _settings_alone(current: Point) -> list[Point]:
             points.append(point)
     if all(point.reason for point in points[1:]):
         raise ValueError(
-            f"sweep.tune={current.config.sweep.tune}: none of these differs from the current "
-            "settings here"
+            f"sweep.tune={current.config.sweep.tune}: every setting of this list either equals the "
+            "current settings or cannot run on this machine; give other settings"
         )
     return points
 
 
 def _fits(point: Point) -> bool:
-    """Return False if a configuration on CPU has more threads than cores, because it is never
-    faster.
+    """Return False if a configuration on CPU uses more threads than the machine has cores, because
+    such a configuration is never faster.
     """
     assert isinstance(point.config, ResolvedConfig)
     parallel = point.config.parallel
@@ -172,11 +179,11 @@ def _fits(point: Point) -> bool:
 
 
 def _finalists(screening: Jobs, current: Point) -> list[tuple[str, ...]]:
-    """Return the overrides of the best settings and combinations of a screening, which are to be
-    measured again.
+    """Return the overrides of the settings and combinations that a tuning measures again: those
+    that were fastest in the screening, its first part.
     """
     from timm_parallel.lab.analysis.tuning import finalists
-    from timm_parallel.lab.report.collect import collect  # slow to import
+    from timm_parallel.lab.report.collect import collect
 
     speeds: dict[tuple[str, ...], dict[int, float]] = defaultdict(dict)
     for run in collect([screening.folder]):
@@ -184,7 +191,7 @@ def _finalists(screening: Jobs, current: Point) -> list[tuple[str, ...]]:
         if run.comparable and speed is not None:
             speeds[run.overrides[len(current.overrides) :]][run.block] = speed
     of_current = speeds.pop((), {})
-    # The median, because one disturbed run should not decide.
+    # Use the median over the repeats, because one disturbed run should not decide.
     gains = {
         setting: median(
             of_setting[block] / of_current[block] for block in of_setting.keys() & of_current.keys()
@@ -193,9 +200,8 @@ def _finalists(screening: Jobs, current: Point) -> list[tuple[str, ...]]:
         if of_setting.keys() & of_current.keys()
     }
     if not gains:
-        reason = (
-            "no repeat has finished both a setting and the current settings, so nothing can "
-            "be compared"
+        raise ValueError(
+            f"{screening.folder}: no setting has finished in the same repeat as the current "
+            "settings, so nothing can be compared; see the logs/ folders of its jobs"
         )
-        raise ValueError(f"{screening.folder}: {reason}; see the logs/ folders of its jobs")
     return finalists(gains, current.config.sweep.smallest_difference)

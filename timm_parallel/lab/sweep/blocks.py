@@ -1,8 +1,8 @@
-"""Repeats of a sweep. Each repeat (block) runs every configuration once, in a random order and with
-another seed.
+"""Repeats of a sweep. Each repeat, called block in the code, runs every configuration once, in
+random order and with another seed.
 
-Drift of the machine then favors no configuration, and accuracies are paired (Fisher 1935, The
-Design of Experiments).
+Changes of the machine's speed over time then favor no configuration, and accuracies can be compared
+in pairs of equal seeds (Fisher 1935, The Design of Experiments).
 """
 
 from __future__ import annotations
@@ -19,14 +19,17 @@ from timm_parallel.record.jobs import Job, Jobs, new_jobs
 
 
 def check_blocks(points: list[Point], settings: SweepConfig) -> None:
-    """Raise ValueError if a repeated sweep also varies the seed, or if no configuration matches
-    sweep.baseline.
+    """Raise ValueError if a sweep with repeats also varies the seed, or if sweep.baseline matches
+    no configuration.
     """
     if settings.repeats != 1 and len({point.config.seed for point in points}) > 1:
-        fix = "repeats differ in their seeds, but the sweep also varies seed; drop one of the two"
-        raise ValueError(f"sweep.repeats={settings.repeats}: {fix}")
+        raise ValueError(
+            f"sweep.repeats={settings.repeats}: each repeat gets its own seed, but the sweep also "
+            "varies seed; leave sweep.repeats out, or give seed a single value"
+        )
     if settings.baseline is not None:
-        from timm_parallel.lab.analysis.settings import check_baseline  # slow to import
+        # Import this module only if sweep.baseline is set, because the import is slow.
+        from timm_parallel.lab.analysis.settings import check_baseline
 
         configs = [{key: value for key, value, _ in leaves(point.config)} for point in points]
         check_baseline(settings.baseline, [point.overrides for point in points], configs)
@@ -35,8 +38,10 @@ def check_blocks(points: list[Point], settings: SweepConfig) -> None:
 def freeze_jobs(
     folder: Path, points: list[Point], settings: SweepConfig, order_seed: int | None = None
 ) -> Jobs:
-    """Write jobs.json and each configuration, so that later edits do not change queued jobs. Tests
-    set `order_seed`.
+    """Write jobs.json of a new sweep, and the config of each configuration. Jobs start from these
+    configs, so later edits of conf/ do not change waiting jobs.
+
+    `order_seed`: seed of the random order, which tests set.
     """
     repeated = settings.repeats != 1
     shuffled = repeated if settings.shuffle is None else settings.shuffle
@@ -59,7 +64,9 @@ def freeze_jobs(
 
 
 def append_block(jobs: Jobs) -> None:
-    """Append jobs that repeat all configurations once more, except failed and skipped ones."""
+    """Append jobs that run every configuration once more, except the configurations that have
+    failed or were skipped.
+    """
     block, repeated = jobs.num_blocks, []
     for first in jobs.jobs:
         if first.block == 0 and first.status in ("waiting", "done"):
@@ -73,8 +80,8 @@ def append_block(jobs: Jobs) -> None:
 
 
 def append_shuffled(jobs: Jobs, more: list[Job], block: int) -> None:
-    """Append `more` jobs as repeat number `block`; if the sweep is shuffled, in the random order of
-    this repeat.
+    """Append the jobs `more` as one repeat of a sweep. Jobs of a shuffled sweep are put into random
+    order first.
     """
     if jobs.order_seed is not None:
         random.Random(f"{jobs.order_seed} {block}").shuffle(more)

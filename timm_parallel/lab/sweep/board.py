@@ -1,4 +1,6 @@
-"""Print the progress of a sweep: a line per ended job, and a progress bar in a terminal."""
+"""Show the progress of a sweep: a line for each job that has ended, and a progress bar if the
+output is a terminal.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,8 @@ COLUMNS = (TextColumn("{task.description}", markup=False), BarColumn(), MofNComp
 
 
 class PipeSafeConsole(Console):
-    """Console that ignores a closed pipe: at Ctrl-C `| tee` exits first, but the jobs must still be
-    recorded.
+    """Console that ignores a closed pipe. Ctrl-C in `train.py … | tee log` ends tee first, but the
+    sweep must still record its jobs.
     """
 
     def on_broken_pipe(self) -> None:
@@ -28,12 +30,15 @@ class PipeSafeConsole(Console):
 
 
 class Board:
-    """Console output of a running sweep: a line per ended job, and a progress bar in a terminal."""
+    """Console output of a running sweep: a line for each job that has ended, and a progress bar in
+    a terminal.
+    """
 
     def __init__(self, jobs: Jobs) -> None:
         self._jobs = jobs
         self._console = PipeSafeConsole(soft_wrap=True, markup=False, emoji=False, highlight=False)
-        # Without rich's refresh thread, because jobs are forked from this process.
+        # Switch off the refresh thread of rich, because this process forks jobs, and threads do not
+        # survive a fork.
         hide_bar = not self._console.is_terminal
         self._bar = Progress(
             *COLUMNS, console=self._console, auto_refresh=False, transient=True, disable=hide_bar
@@ -41,7 +46,8 @@ class Board:
         self._task = self._bar.add_task("")
         self._updated = 0.0
         self._began = time.monotonic()
-        self._ended = 0  # jobs that have ended since this process started
+        # Number of jobs that have ended since this process started.
+        self._ended = 0
 
     @contextmanager
     def shown(self) -> Iterator[None]:
@@ -51,7 +57,9 @@ class Board:
             yield
 
     def update(self, now: bool = False) -> None:
-        """Redraw the progress bar, at most a few times a second unless `now`."""
+        """Redraw the progress bar. Without `now`, do nothing if it was drawn less than a quarter of
+        a second ago.
+        """
         if now or time.monotonic() - self._updated > UPDATE_SECONDS:
             self._updated = time.monotonic()
             description = ", ".join(filter(None, (self._jobs.counts(), self._time_left())))
@@ -65,8 +73,8 @@ class Board:
         self._console.print(line)
 
     def ended(self, job: Job, outcome: str = "") -> None:
-        """Print how a job ended: `1/4 done  18.7 s  seed=1`. `outcome`: text instead of the count
-        and the status.
+        """Print how a job ended, for example `1/4 done 18.7 s seed=1`. `outcome`: text that
+        replaces the count and the status.
         """
         self._ended += 1
         total = str(len(self._jobs.jobs))
@@ -79,8 +87,8 @@ class Board:
         return sum(job.status not in UNFINISHED for job in self._jobs.jobs)
 
     def _time_left(self) -> str:
-        """Estimate the time left from the jobs that this process has finished; empty before the
-        first.
+        """Estimate the time until the sweep ends, from the jobs that this process has finished.
+        Return an empty text before the first job has finished.
         """
         left = sum(job.status in ("waiting", "running") for job in self._jobs.jobs)
         seconds = (time.monotonic() - self._began) * left / max(1, self._ended)
@@ -89,8 +97,8 @@ class Board:
 
 @contextmanager
 def counted(doing: str, total: int) -> Iterator[Callable[[], None]]:
-    """Show the progress of a slow loop on stderr. Yields a function to call after each of `total`
-    items.
+    """Show the progress of a slow loop on stderr. The context manager yields a function that the
+    loop must call after each of `total` items. `doing`: word for the loop, such as `composing`.
     """
     console = PipeSafeConsole(
         stderr=True, soft_wrap=True, markup=False, emoji=False, highlight=False

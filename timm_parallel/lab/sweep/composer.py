@@ -1,8 +1,8 @@
-"""Compose the configurations of a sweep quickly: Hydra composes each choice of config groups once,
-copies get the values.
+"""Compose the configurations of a sweep fast. Hydra composes each combination of config files once.
+Copies of the result then get the values of the other overrides.
 
-Hydra alone takes a tenth of a second for each configuration, because it builds the list of defaults
-every time.
+Hydra alone needs a tenth of a second per configuration, because it reads the list of defaults again
+each time.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from timm_parallel.keys import Config, leaves
 
 @dataclass
 class _Base:
-    """Config composed without overrides of values, pickled: unpickling takes half the time of
-    `copy.deepcopy`.
+    """Config that Hydra composed from config files, without overrides of single values. It is
+    stored as pickled bytes, because unpickling takes half the time of `copy.deepcopy`.
     """
 
     tree: bytes
-    merged: (
-        bytes | None
-    )  # into the schema; None if that needs the values, or the main config leaves the schema out
+    # The same config merged into the schema. None if the merge needs the overrides of single
+    # values, or if the main config does not use the schema.
+    merged: bytes | None
 
 
 class Composer:
-    """Composer of a sweep's configurations with the same results and errors as Hydra, from a few
-    cached configs.
+    """Composer of the configurations of a sweep. Results and errors are those of Hydra, but most of
+    the work is done once and cached.
     """
 
     def __init__(self, command: Command) -> None:
@@ -42,10 +42,11 @@ class Composer:
         self._bases: dict[tuple[str, ...], _Base] = {}
 
     def compose(self, overrides: list[str]) -> tuple[DictConfig, DictConfig | None]:
-        """Return the config that Hydra composes from `overrides`, and the same config merged into
-        the schema.
+        """Compose the config for a list of overrides. Return (the config as Hydra composes it, the
+        same config merged into the schema).
 
-        The second is None if the caller has to merge the first, for example after `~key`.
+        The merged config is None if it cannot be built from a cached config, for example after the
+        override `~key`. The caller then has to merge the first config.
         """
         from hydra._internal.config_loader_impl import ConfigLoaderImpl, get_overrides_dirname
         from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -56,7 +57,8 @@ class Composer:
             [str(override.input_line) for override in parsed if override not in values]
         )
         tree: DictConfig = pickle.loads(base.tree)
-        # The second half of Hydra's own load_configuration.
+        # Do the second half of Hydra's function load_configuration: apply the overrides of single
+        # values.
         ConfigLoaderImpl._apply_overrides_to_config(values, tree)
         job, own = (
             tree.hydra.job,
@@ -74,15 +76,15 @@ class Composer:
         return tree, merged
 
     def _selects_files(self, override: Any) -> bool:
-        """Return True if Hydra may load other files for this override, which sets a config group or
-        a `hydra` key.
+        """Return True if an override may change the config files that Hydra loads. Such overrides
+        set a config group or a key of `hydra`.
         """
         is_group = self._command.loader.repository.group_exists(override.key_or_group)
         return override.is_hydra_override() or (is_group and not isinstance(override.value(), dict))
 
     def _base(self, overrides: list[str]) -> _Base:
-        """Compose the config for overrides of config groups (`model=tiny`). Cached, because many
-        configurations share one.
+        """Compose the config for overrides of config groups, such as `model=tiny`. The result is
+        cached, because many configurations of a sweep use the same files.
         """
         if tuple(overrides) not in self._bases:
             tree = self._command.loader.load_sweep_config(self._command.tree, overrides)
@@ -99,10 +101,10 @@ def _merged(tree: DictConfig) -> bytes | None:
 
 
 def _sets_a_value(override: Any) -> bool:
-    """Return True if this override gives the same config before and after the merge into the
-    schema.
+    """Return True if an override gives the same config whether it is applied before or after the
+    merge into the schema.
     """
-    # The merge gives a deleted or missing value the default of the schema.
+    # The merge gives a deleted key, or a key with the value `???`, the default of the schema.
     if override.is_delete() or "???" in str(override.value()):
         return False
     key, (single, free) = override.key_or_group, _keys()
@@ -111,8 +113,8 @@ def _sets_a_value(override: Any) -> bool:
 
 @cache
 def _keys() -> tuple[frozenset[str], tuple[str, ...]]:
-    """Return the dotted keys of the schema, and the prefixes of keys with free names, such as
-    `model.kwargs.`.
+    """Return (dotted keys of the schema, prefixes of its free dictionaries). A prefix is for
+    example `model.kwargs.`.
     """
     keys = {key: value for key, value, _ in leaves(Config())}
     return frozenset(keys), tuple(

@@ -1,4 +1,6 @@
-"""Table of a dry run: the number of runs, and the values that vary between the configurations."""
+"""Print the table of a dry run: the number of runs of a sweep, and the values that differ between
+its configurations.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,9 @@ HEADINGS = ("overrides", "global batch", "per device", "lr", "steps", "can run h
 def show_points(
     points: list[Point], settings: SweepConfig, training_size: Callable[[DataConfig], int | None]
 ) -> None:
-    """Print a row per configuration with the values that vary. `training_size`: training images,
-    None if unknown.
+    """Print a table with a row per configuration of a sweep and a column per value that differs.
+
+    `training_size`: function that returns the number of training images, or None if it is unknown.
     """
     sizes: dict[str, int | None] = {}
     rows = []
@@ -25,7 +28,8 @@ def show_points(
         if not point.reason and (key := repr(point.config.data)) not in sizes:
             sizes[key] = training_size(point.config.data)
         rows.append((name, *_derived(point, sizes.get(repr(point.config.data)))))
-    # A configuration that cannot run here has no derived values.
+    # Ignore empty cells, because a configuration that cannot run on this machine has no resolved
+    # values.
     values = [{row[column] for row in rows} - {""} for column in range(len(HEADINGS))]
     varying = [0, *(column for column in range(1, 5) if len(values[column]) > 1)]
     if any(point.reason for point in points):
@@ -46,7 +50,9 @@ def show_points(
 
 
 def count_runs(points: list[Point], settings: SweepConfig) -> str:
-    """Format the number of runs in all repeats, without jobs that cannot run here."""
+    """Format the number of runs of all repeats of a sweep. Configurations that cannot run on this
+    machine do not count.
+    """
     can_run = sum(not point.reason for point in points)
     if settings.repeats == 1 or not can_run:
         return f"{can_run} runs"
@@ -56,13 +62,14 @@ def count_runs(points: list[Point], settings: SweepConfig) -> str:
 
 
 def _derived(point: Point, size: int | None) -> tuple[str, ...]:
-    """Return the table cells of a configuration except its overrides. `size`: training images, None
-    if unknown.
+    """Return the cells of a configuration in the table of a dry run, without its overrides. `size`:
+    number of training images, or None if it is unknown.
     """
     if point.reason:
         return "", "", "", "", f"skipped: {point.reason}"
     config = point.config
-    assert isinstance(config, ResolvedConfig)  # always, if it can run here
+    # A configuration that can run on this machine is always resolved.
+    assert isinstance(config, ResolvedConfig)
     batch, steps = config.global_batch, "?"
     if size is not None:
         total = config.train.epochs * (size // batch // config.train.accumulate)

@@ -14,21 +14,24 @@ MOST_ROWS = 20
 
 
 def show_headline(folder: Path) -> None:
-    """Print the table and the first sentence of report.json in `folder`, and the command that the
+    """Print the table and the headline result of report.json in `folder`, and the command that the
     report recommends.
     """
-    from timm_parallel.lab.report.records import FORMAT  # slow to import
+    # Import this module only at the end of a sweep, because the import is slow.
+    from timm_parallel.lab.report.records import FORMAT
 
     report = read_json(folder / "report.json", FORMAT, "was a report written here?")
     console = show_table(report["table"])
-    # Without a finished job there is no lead; an inconclusive lead has no command.
+    # A report without a finished job has no headline result. An inconclusive one has no command.
     lead = report["lead"] or {"sentence": "", "command": ""}
     for line in filter(None, (lead["sentence"], lead["command"])):
         console.print(line, soft_wrap=True)
 
 
 def show_table(rows: Sequence[Mapping[str, str]]) -> Console:
-    """Print the first rows of a table. Return the console."""
+    """Print the first rows of a table, and how many rows are left out. Return the console, for
+    further output.
+    """
     console = Console(
         width=None if Console().is_terminal else 200, markup=False, emoji=False, highlight=False
     )

@@ -1,5 +1,5 @@
-"""Compose and check all configurations of a sweep before its first job, so that YAML edits do not
-change queued jobs.
+"""Compose and check all configurations of a sweep before its first job starts, so that later edits
+of YAML files do not change waiting jobs.
 """
 
 from __future__ import annotations
@@ -34,20 +34,30 @@ from timm_parallel.record.jobs import Job
 
 @dataclass
 class Point:
-    """Configuration of a sweep. One job runs it in each repeat of the sweep."""
+    """One configuration of a sweep. Each repeat of the sweep runs it in one job."""
 
     overrides: list[str]
-    subdir: str  # below the sweep folder
-    tree: DictConfig  # as composed, with `hydra`
-    config: Config  # resolved, unless it cannot run here
-    reason: str = ""  # why it cannot run here; empty if it can
-    code: str = ""  # of the reason, if it has one
-    notices: list[str] = field(default_factory=list)  # choices of `auto` that may surprise
+    # Run folder of the configuration's job, relative to the sweep folder.
+    subdir: str
+    # The config as Hydra composed it, with the `hydra` keys.
+    tree: DictConfig
+    # The typed config. Its `auto` values are replaced, unless the configuration cannot run on this
+    # machine.
+    config: Config
+    # The reason why the configuration cannot run on this machine. Empty if it can.
+    reason: str = ""
+    # Identifier of the reason why the configuration cannot run, for programs. Empty if it has none.
+    code: str = ""
+    # Notes on values that `auto` chose and that may surprise the user.
+    notices: list[str] = field(default_factory=list)
 
 
 def expand(arguments: Any) -> tuple[Command, list[Point]]:
-    """Return a sweep's command without swept keys, and its configurations; for a search, only the
-    base of all trials.
+    """Compose the config of a sweep and all of its configurations from parsed command-line
+    arguments. A search has a single configuration, on which all trials are based.
+
+    Raises ValueError if a configuration cannot be composed, if a range is empty, or if the jobs use
+    several clusters.
     """
     from hydra.errors import HydraException
 
@@ -65,13 +75,13 @@ def expand(arguments: Any) -> tuple[Command, list[Point]]:
     if not points:
         given = " ".join(task_overrides(command.tree))
         raise ValueError(
-            f"{given}: a swept range is empty; expected range(start,stop) with start < stop"
+            f"{given}: a swept range has no values; expected range(start,stop) with start < stop"
         )
     schedulers = {point.config.cluster.scheduler for point in points}
     if "kubernetes" in schedulers or len(schedulers) > 1:
         raise ValueError(
-            "cluster=kubernetes: a sweep runs locally or as a Slurm job array; submit runs one by "
-            "one"
+            "cluster: the jobs of a sweep run all on this machine or all as one Slurm job array, "
+            "and never on Kubernetes; give one value, cluster=local or cluster=slurm"
         )
     if schedulers == {"local"}:
         _share_threads([point.config for point in points])
@@ -81,8 +91,8 @@ def expand(arguments: Any) -> tuple[Command, list[Point]]:
 
 
 def check_jobs_data(configs: Sequence[Config], check_data: Callable[[Config], None]) -> None:
-    """Call `check_data` once per distinct data and task of jobs on this machine. Cluster jobs check
-    when they start.
+    """Check the data of all jobs that run on this machine, and call `check_data` only once for jobs
+    with equal data. Jobs on a cluster check their data when they start.
     """
     local = [config for config in configs if config.cluster.scheduler == "local"]
     for config in {repr(config.data_check_reads): config for config in local}.values():
@@ -90,8 +100,8 @@ def check_jobs_data(configs: Sequence[Config], check_data: Callable[[Config], No
 
 
 def settle(point: Point) -> None:
-    """Replace `auto` values in the config for this machine, or record in `point.reason` why the
-    config cannot run here.
+    """Replace the `auto` values of a configuration by those for this machine. If the configuration
+    cannot run on this machine, record the reason in `point.reason` instead.
     """
     try:
         check_combination(point.config)
@@ -104,8 +114,8 @@ def settle(point: Point) -> None:
 def make_point(
     tree: DictConfig, overrides: list[str], number: int, merged: DictConfig | None = None
 ) -> Point:
-    """Return configuration `number` of a sweep from its composed tree. `merged`: the tree merged
-    into the schema, if known.
+    """Build configuration `number` of a sweep from its composed config `tree`. `merged`: the same
+    config merged into the schema, if it is known.
     """
     with read_write(tree.hydra), open_dict(tree.hydra):
         tree.hydra.job.num, tree.hydra.job.id = number, str(number)
@@ -113,14 +123,14 @@ def make_point(
     if Path(subdir).is_absolute() or ".." in Path(subdir).parts:
         raise ValueError(f"hydra.sweep.subdir={subdir}: expected a path below the sweep folder")
     config = to_config(tree, merged)
-    # A job does not search, so its config.yaml runs without -m.
+    # Reset the keys of the search, so that the config.yaml of a job runs without -m.
     config.search = SearchConfig()
     return Point(overrides, subdir, tree, config)
 
 
 def names_of(points: list[Point]) -> list[str]:
-    """Return a name for each configuration: its overrides, without those that all configurations
-    have.
+    """Return a name for each configuration of a sweep: its overrides, without those that all
+    configurations have in common.
     """
     common = set.intersection(*(set(point.overrides) for point in points))
     names = [
@@ -134,8 +144,8 @@ def names_of(points: list[Point]) -> list[str]:
 
 
 def freeze_job(folder: Path, job: Job, point: Point) -> None:
-    """Write a job's config below the sweep's `folder` and create its run folder, unless the job
-    cannot run here.
+    """Write the config of a job below the sweep folder `folder`, and create its run folder. A job
+    that cannot run on this machine is only marked as skipped.
     """
     if point.reason:
         job.status, job.reason, job.code = "skipped", point.reason, point.code
@@ -143,31 +153,36 @@ def freeze_job(folder: Path, job: Job, point: Point) -> None:
     claim_job_folder(folder, job)
     target = config_folder(folder, job)
     save_hydra_files(point.tree, target)
-    # Afterwards, because it keeps references such as `${oc.env:TOKEN}` unresolved as in `.hydra/`.
+    # Save config.yaml after the files in `.hydra/`, because it keeps references such as
+    # `${oc.env:TOKEN}` unresolved as those files do.
     save_config(point.config, target)
 
 
 def task_overrides(tree: DictConfig) -> list[str]:
-    """Return the command-line overrides in a composed tree as written, with unresolved `${…}`."""
+    """Return the overrides of the command line in a composed config, as the user wrote them.
+    References such as `${…}` are not resolved.
+    """
     overrides: Any = OmegaConf.to_container(tree.hydra.overrides.task)
     return [str(override) for override in overrides]
 
 
 def keys_that_may_change(command: Command, folder: Path, *keys: str) -> set[str]:
-    """Return the keys that a resumed sweep's command line sets. Raises ValueError for a key that is
-    not in `keys`.
+    """Return the keys that the command line of a resumed sweep sets. Raises ValueError for a key
+    other than sweep.resume and those in `keys`, because a resumed sweep keeps its settings.
     """
     keys_set = {override.lstrip("+").partition("=")[0] for override in task_overrides(command.tree)}
     if changed := sorted(keys_set.difference(("sweep.resume", *keys))):
         raise ValueError(
-            f"{changed[0]}: a resumed sweep keeps its settings (sweep.resume={folder}); leave it "
-            "out"
+            f"{changed[0]}: the sweep that sweep.resume={folder} continues keeps its settings; "
+            f"leave {changed[0]} out"
         )
     return keys_set
 
 
 def _product(command: Command) -> list[list[str]]:
-    """Return the overrides of each configuration: all combinations of the values of swept keys."""
+    """Return the overrides of each configuration of a sweep. The configurations are all
+    combinations of the values of the swept keys.
+    """
     from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
@@ -177,7 +192,7 @@ def _product(command: Command) -> list[list[str]]:
     overrides = OverridesParser.create(config_loader=command.loader).parse_overrides(
         [*swept, *task_overrides(command.tree)]
     )
-    # The swept keys of a search are its space.
+    # The swept keys of a search are its search space, so its base configuration has none of them.
     if command.config.search.sampler is not None:
         return [
             [str(override.input_line) for override in overrides if not override.is_sweep_override()]
@@ -189,8 +204,8 @@ def _product(command: Command) -> list[list[str]]:
 
 
 def _check_listed(override: Any) -> None:
-    """Raise ValueError if a swept key has an interval, which only a search can use, or the same
-    value twice.
+    """Raise ValueError if an override of a swept key lists a value twice, or is an interval, which
+    only a search can use.
     """
     if not override.is_sweep_override():
         return
@@ -202,19 +217,20 @@ def _check_listed(override: Any) -> None:
     for value, count in Counter(override.sweep_string_iterator()).items():
         if count > 1:
             raise ValueError(
-                f"{text}: has {key}={value} twice; to repeat jobs with other seeds use "
+                f"{text}: contains {key}={value} twice; to repeat each job with other seeds, use "
                 "sweep.repeats=N"
             )
 
 
 def _share_threads(configs: list[Config]) -> None:
-    """Give all configs on CPU the same threads_per_device, because different numbers would bias
-    their comparison.
+    """Give all configurations on CPU the same value of threads_per_device. Different values would
+    bias the comparison of their speeds.
     """
     on_cpu: list[Config] = []
     devices = 1
     for config in configs:
-        with suppress(ValueError):  # cannot run here
+        # Ignore a config that cannot run on this machine.
+        with suppress(ValueError):
             resolved = resolve(config).parallel
             if resolved.accelerator == "cpu":
                 on_cpu.append(config)

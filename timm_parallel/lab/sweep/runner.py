@@ -1,5 +1,5 @@
-"""Run the jobs of a sweep or search, one at a time or concurrently, each in its own processes on
-its own devices.
+"""Run the jobs of a sweep or search, one at a time or concurrently. Each job has its own processes
+and devices.
 """
 
 from __future__ import annotations
@@ -29,22 +29,26 @@ from timm_parallel.machine.signals import Stopped, signal_handlers
 from timm_parallel.record.jobs import Job, Jobs, now
 
 POLL_SECONDS = 0.02
-SLURM_POLL_SECONDS = 0.25  # longer, because a poll reads from a network file system
-MIN_JOB_BYTES = 256 * 2**20  # of a process that has imported torch and timm and holds a tiny model
+# Slurm jobs are polled less often, because each poll reads from a network file system.
+SLURM_POLL_SECONDS = 0.25
+# Memory of a process that has imported torch and timm and holds a tiny model.
+MIN_JOB_BYTES = 256 * 2**20
 
 
 class Runner(ABC):
-    """Runner of the waiting jobs of a sweep, or of the trials of a search. A stop signal ends the
-    running ones.
+    """Base class that runs the waiting jobs of a sweep, or the trials of a search. After a stop
+    signal, the running jobs save a checkpoint and exit, and no new job starts.
     """
 
-    # Modules that `_close` needs and that take a second to import: imported while the first job
-    # imports torch.
+    # Modules that the end of a sweep needs and that take a second to import. They are imported
+    # early, while the first job imports torch.
     needed_at_end: Sequence[str]
 
     def __init__(self, jobs: Jobs, max_jobs: int | None, slurm: SlurmQueue | None = None) -> None:
-        """Find the devices. `max_jobs`: concurrent jobs; None: as many as devices allow. `slurm`:
-        queue of jobs on Slurm.
+        """Find the devices of this machine, or use the given queue of Slurm jobs.
+
+        `max_jobs`: largest number of concurrent jobs, or None if only the devices limit it.
+        `slurm`: queue of Slurm jobs, or None to run jobs on this machine.
         """
         self.jobs, self.max_jobs, self.slurm = jobs, max_jobs, slurm
         self.stopped_by: int | None = None
@@ -56,20 +60,25 @@ class Runner(ABC):
         self._scheduler = DeviceScheduler(devices, max_jobs)
         self._running: dict[int, LocalJob] = {}
         self._board = Board(jobs)
-        self._free_bytes = hardware.available_memory()  # while no job runs
-        self._alone: set[int] = set()  # jobs that ran out of memory next to others
+        # Free memory of the machine while no job of the sweep runs.
+        self._free_bytes = hardware.available_memory()
+        # Ids of jobs that ran out of memory while other jobs ran. They run again alone.
+        self._alone: set[int] = set()
         self._server = WarmServer()
         self._is_closing = False
-        self._may_start = True  # something has changed since the last try
+        # True if a job has ended since the last attempt to start one.
+        self._may_start = True
 
     @abstractmethod
     def waiting(self) -> list[Job]:
-        """Return the jobs, with saved configs, that may start now. `run` ends when no job waits or
-        runs.
+        """Return the jobs that may start now. Their configs are saved already. The runner ends when
+        no job waits or runs.
         """
 
     def config_of(self, job: Job) -> ResolvedConfig:
-        """Return the saved config of a job, except for the seed of a repeat."""
+        """Read the saved config of a job. All repeats share it, so its seed is that of the first
+        repeat.
+        """
         return frozen_config(config_folder(self.jobs.folder, job))
 
     def need(self, job: Job) -> Requirement:
@@ -77,42 +86,44 @@ class Runner(ABC):
         return need_of(self.config_of(job))
 
     def local_job(self, job: Job) -> LocalJob:
-        """Write the run folder of a job that starts on this machine, and return the job."""
+        """Write the run folder of a job that is about to start on this machine, and return an
+        object that controls its process.
+        """
         folder = write_job_folder(self.jobs.folder, job)
         server = self._server if self._server.takes(self.config_of(job)) else None
         return LocalJob(job, folder, self.watch(job), server)
 
     def watch(self, job: Job) -> Watch | None:
-        """Return the function that decides whether to prune (stop early) the starting job; None:
-        never prune.
+        """Return a function that decides whether to stop a starting job early, or None to let it
+        run to its end.
         """
         return None
 
     def ended(self, job: Job) -> None:
-        """Record in jobs.json and on the screen that a job has ended."""
+        """Write jobs.json and print a line after a job has ended."""
         self.jobs.write()
         self._board.ended(job, self.outcome(job))
 
     def outcome(self, job: Job) -> str:
-        """Return what the line of an ended job shows first. Empty: the number of ended jobs and the
-        status.
+        """Return the first words of the line about an ended job. If the text is empty, the line
+        starts with the number of ended jobs and the status.
         """
         return ""
 
     @abstractmethod
     def _close(self) -> int:
-        """Write the report on all jobs, print the summary, and return the exit code."""
+        """Write the report on all jobs and print the summary. Return the exit code."""
 
     def run(self) -> int:
-        """Run jobs until none waits, or a signal has ended the running ones.
-        Return the exit code.
+        """Run jobs until no job waits, or until a stop signal has ended the running ones. Then
+        write the report. Return the exit code.
         """
         with signal_handlers(self._stop):
             with lock_folder(self.jobs.folder), self._board.shown():
                 try:
                     self._run()
                 finally:
-                    # After an exception, jobs may still run.
+                    # Stop the jobs that still run if the loop ended with an exception.
                     for running in self._running.values():
                         running.send(signal.SIGTERM)
                     for running in self._running.values():
@@ -131,7 +142,7 @@ class Runner(ABC):
             why := why_alone(self._scheduler, {self._need(job) for job in self.waiting()})
         ):
             self._board.say(why)
-        # On a single core, an import would slow the job down.
+        # Import nothing early on a single core, because an import would slow the job down.
         early = list(self.needed_at_end) if hardware.cores() > 1 else []
         while True:
             while self.stopped_by is None and self._may_start:
@@ -162,14 +173,15 @@ class Runner(ABC):
             starting = SlurmJob(job, folder, self.watch(job), self.slurm)
         self._running[job.id] = starting
         job.status, job.started = "running", now()
-        # Slurm gives each job its own devices.
+        # Count concurrent jobs only on this machine, because Slurm gives each job its own devices.
         if self.slurm is None:
             for running in self._running.values():
                 running.job.neighbours = max(running.job.neighbours, len(self._running) - 1)
-        # Before the start, so that a resumed sweep finds a job that outlives this process.
+        # Write jobs.json before the job starts. A resumed sweep then finds a job that outlives this
+        # process.
         self.jobs.write()
         starting.start(self._need(job), names if self.max_jobs != 1 else [])
-        # The signal may have come while the process was being started.
+        # Send the stop signal again if it arrived while the process of the job was being started.
         if self.stopped_by is not None:
             starting.send(self.stopped_by)
         self._board.update(now=True)
@@ -180,8 +192,8 @@ class Runner(ABC):
         result = ended.conclude(self.stopped_by)
         del self._running[job.id]
         self._scheduler.release(job.id)
-        # A job has its GPU to itself, so running alone would not help if the GPU's memory was too
-        # small.
+        # Do not run a job again if the memory of its GPU was too small. No other job used that GPU,
+        # so running alone would not help.
         on_gpu = (
             result is not None and (result.failure or {}).get("exception") == "OutOfMemoryError"
         )
@@ -202,8 +214,8 @@ class Runner(ABC):
         return replace(need, alone=True) if job.id in self._alone else need
 
     def _has_memory(self) -> bool:
-        """Return True if one more job fits into memory, if it needs as much as the running jobs on
-        average.
+        """Return True if the free memory is enough for one more job that needs as much as the
+        running jobs do on average.
         """
         if self.slurm is not None:
             return True
@@ -212,15 +224,19 @@ class Runner(ABC):
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
         self.stopped_by = self.stopped_by or number
-        # While the report is written, there is no job to wait for.
+        # Stop at once while the report is written, because no job has to save a checkpoint any
+        # more.
         if self._is_closing:
             raise Stopped(number)
         for running in self._running.values():
             running.send(number)
 
     def _say_stopped(self, number: int, folder: Path | None = None, *keys: str) -> int:
-        """Print how to continue after the stop signal `number`. `folder`: of the sweep, if not the
-        folder of the jobs.
+        """Print the command that continues a sweep after the stop signal `number`. Return the exit
+        code.
+
+        `folder`: sweep folder, if it is not the folder of jobs.json. `keys`: further overrides of
+        the command.
         """
         again = shlex.join(
             ["python", "train.py", "-m", f"sweep.resume={folder or self.jobs.folder}", *keys]

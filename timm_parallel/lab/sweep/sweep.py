@@ -1,5 +1,5 @@
-"""Run a sweep: save the config of every job, run the jobs and their repeats,
-and write the report.
+"""Run a sweep: save the config of every job, run the jobs with their repeats, and write the
+report.
 """
 
 from __future__ import annotations
@@ -25,35 +25,37 @@ from timm_parallel.record.jobs import FAILED, UNFINISHED, Job, Jobs, read_jobs
 
 
 def start_sweep(command: Command, points: list[Point]) -> int:
-    """Save the configs of all jobs of a new sweep, then run the jobs. Return the exit code."""
+    """Start a new sweep: save the configs of all jobs, then run the jobs. Return the exit code."""
     settings, cluster = command.config.sweep, command.config.cluster
     configs = [point.config for point in points if not point.reason]
     if not configs:
         raise ValueError(
-            f"no job of this sweep can run here; reason of the first job: {points[0].reason}"
+            f"no job of this sweep can run on this machine; reason of the first job: "
+            f"{points[0].reason}"
         )
     check_blocks(points, settings)
     if cluster.scheduler != "local" and any(
         config.cluster != configs[0].cluster for config in configs
     ):
         raise ValueError(
-            "cluster: Slurm gives all jobs of a sweep equal resources; do not sweep over cluster "
-            "keys"
+            "cluster: all jobs of a sweep on Slurm get equal resources; give each cluster.… key a "
+            "single value"
         )
     max_jobs = jobs_at_a_time("sweep.jobs", settings.jobs, command.config)
     check_scheduler(cluster)
     folder = claim_folder(Path(str(command.tree.hydra.sweep.dir)))
     try:
         jobs = freeze_jobs(folder, points, settings)
-    except BaseException:  # also Ctrl-C: without jobs.json, the sweep could not be resumed
+    # Remove the folder after a Ctrl-C too, because a sweep without jobs.json cannot be resumed.
+    except BaseException:
         shutil.rmtree(folder)
         raise
     return _run(jobs, max_jobs, configs[0], is_new=True)
 
 
 def resume_sweep(folder: Path, command: Command, check_data: Callable[[Config], None]) -> int:
-    """Run the missing and failed jobs of the sweep in `folder` with their saved configs. Return the
-    exit code.
+    """Continue the sweep in `folder`: run its missing and failed jobs with their saved configs.
+    Return the exit code.
     """
     keys = keys_that_may_change(command, folder, "sweep.jobs")
     jobs = read_jobs(folder)
@@ -67,8 +69,8 @@ def resume_sweep(folder: Path, command: Command, check_data: Callable[[Config], 
 
 
 def reset_unfinished(jobs: Jobs) -> list[Config]:
-    """Make the missing and failed jobs of a stopped sweep wait again, also those without a folder.
-    Return their configs.
+    """Reset the jobs of a stopped sweep that are missing or failed, or whose folder was deleted, so
+    that they run again. Return their configs.
     """
     configs: list[Config] = []
     for job in jobs.jobs:
@@ -91,17 +93,22 @@ def _run(jobs: Jobs, max_jobs: int | None, config: Config, is_new: bool) -> int:
 
 
 class Sweep(Runner):
-    """Runner of the waiting jobs of a sweep. A failed job does not end the sweep; a stop signal
-    does.
+    """Runner of the waiting jobs of a sweep. The sweep continues after a failed job and ends after
+    a stop signal.
     """
 
     def __init__(
         self, jobs: Jobs, max_jobs: int | None = 1, slurm: SlurmQueue | None = None
     ) -> None:
-        """Find the devices. `max_jobs`: concurrent jobs; None: as many as devices allow."""
+        """Prepare the waiting jobs of a sweep, without starting one.
+
+        `max_jobs`: largest number of concurrent jobs, or None if only the devices limit it.
+        `slurm`: queue of Slurm jobs, or None to run jobs on this machine.
+        """
         super().__init__(jobs, max_jobs, slurm)
         config = self.config_of(next(job for job in jobs.jobs if job.status != "skipped"))
-        # An import would slow down the start of a timed job.
+        # Import nothing early for a sweep that measures speed, because an import would slow down
+        # the start of a job.
         self.needed_at_end = (
             () if config.sweep.timed else ("timm_parallel.lab.report.report", "matplotlib.figure")
         )

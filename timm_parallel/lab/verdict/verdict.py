@@ -1,5 +1,5 @@
-"""Verdict on a change of the code: a sweep whose only setting is the code, base or head. The
-train.py of each version composes and starts its jobs; result.json is the interface.
+"""Verdict on a change of the code: a sweep that compares two versions of the code, base and head.
+Each version runs its own train.py, and only result.json connects the two.
 """
 
 from __future__ import annotations
@@ -45,13 +45,18 @@ from timm_parallel.machine.files import claim_folder, finite, read_json, write_j
 from timm_parallel.machine.lock import lock_folder
 from timm_parallel.record.jobs import UNFINISHED, VERDICT, Job, Jobs, new_jobs, now, read_jobs
 
-EXIT_CODES = {BETTER: 0, REFUSED: 2, NO_DIFFERENCE: 3, WORSE: 4}  # else 1: no verdict
-# Keys that decide what the metric means.
+# Exit code for each verdict. Any other outcome, such as a failed job, has exit code 1.
+EXIT_CODES = {BETTER: 0, REFUSED: 2, NO_DIFFERENCE: 3, WORSE: 4}
+# Config keys that define the metric. They must be equal in both versions of the code.
 MEANING = ("checkpoint.metric", "train.task")
 REQUIREMENTS = ("requirements.txt", "requirements.lock", "pyproject.toml")
-COPIES = "code"  # folder of the versions in the sweep folder
-LEDGER, LEDGER_FORMAT = "verdicts.json", 1  # in the output folder: the verdicts on each base
-LOCK_SECONDS = 10.0  # for another verdict that starts at the same time
+# Folder with the copies of both versions of the code, in the sweep folder.
+COPIES = "code"
+# Name and format version of the file in the output folder that lists all verdicts on each base
+# commit.
+LEDGER, LEDGER_FORMAT = "verdicts.json", 1
+# Longest time to wait for another verdict that starts at the same time and locks the same file.
+LOCK_SECONDS = 10.0
 
 Values = dict[str, Any]
 
@@ -59,10 +64,12 @@ Values = dict[str, Any]
 def start_verdict(
     overrides: list[str], base: str, head: str | None, on: str, is_new: bool
 ) -> tuple[int, Values]:
-    """Copy both versions and run their jobs. Return the exit code and the contents of --json.
+    """Copy both versions of the code, train each with the same seeds, and decide which is better.
+    Return (exit code, the dictionary that `--json` prints).
 
-    `head`: a commit; None: the working tree. `on`: the measure that decides. `is_new`: start a new
-    ledger.
+    `overrides`: overrides of train.py. `base`: commit before the change. `head`: commit after the
+    change, or None for the working tree. `on`: the measure that decides, metric or speed. `is_new`:
+    True to restart the count of verdicts on this base at 1.
     """
     command = compose_command(parse_command_line(overrides))
     commits = find_commit(BASE, base), head and find_commit(HEAD, head)
@@ -77,30 +84,37 @@ def start_verdict(
         record = Record(*names, number, on, overrides, notes)
         write_json(folder / VERDICT, dataclasses.asdict(record))
         jobs = _new_jobs(folder, overrides, command)
-    except BaseException:  # also Ctrl-C: without jobs.json, the verdict could not be resumed
+    # Remove the folder after a Ctrl-C too, because a verdict without jobs.json cannot be resumed.
+    except BaseException:
         shutil.rmtree(folder)
         raise
     return VerdictRun(jobs, record, command).conclude()
 
 
 def resume_verdict(overrides: list[str]) -> tuple[int, Values]:
-    """Run the missing and failed jobs of the verdict in the folder `sweep.resume`, as
-    `start_verdict` does. Raises ValueError without that key.
+    """Run the missing and failed jobs of an earlier verdict, in the folder that the key
+    `sweep.resume` names. Return (exit code, the dictionary that `--json` prints). Raises ValueError
+    if the key is not set.
     """
     command = compose_command(parse_command_line(["-m", *overrides]))
     if command.config.sweep.resume is None:
-        raise ValueError("base: required; give a commit, such as base=main")
+        raise ValueError(
+            "base: required; give the commit to compare the code with, such as base=main"
+        )
     return continue_verdict(Path(command.config.sweep.resume), command)
 
 
 def continue_verdict(folder: Path, command: Command) -> tuple[int, Values]:
-    """Run the missing and failed jobs of the verdict in `folder`, as `start_verdict` does."""
+    """Run the missing and failed jobs of the verdict in `folder`, then decide which version is
+    better. Return (exit code, the dictionary that `--json` prints).
+    """
     keys_that_may_change(command, folder)
     record, jobs = read_record(folder), read_jobs(folder)
     assert record is not None
     for job in jobs.jobs:
         sync_from_result(job, folder / job.folder)
-        # A run that diverged or ran out of memory counts as finished: its result is known.
+        # Do not repeat a run that diverged or ran out of memory, because its version of the code
+        # caused that.
         if job.status in (*UNFINISHED, "failed") or not (folder / job.folder).is_dir():
             job.reset()
     jobs.status = "running"
@@ -109,10 +123,15 @@ def continue_verdict(folder: Path, command: Command) -> tuple[int, Values]:
 
 
 def _check_sweep(command: Command) -> None:
-    """Raise ValueError for settings of the sweep that no verdict can have."""
+    """Raise ValueError if a verdict cannot have the given settings of a sweep: too few repeats, a
+    cluster, or too many concurrent jobs.
+    """
     repeats, scheduler = command.config.sweep.repeats, command.config.cluster.scheduler
     if repeats < 2:
-        raise ValueError(f"sweep.repeats={repeats}: expected 2 seeds or more; use sweep.repeats=5")
+        raise ValueError(
+            f"sweep.repeats={repeats}: a verdict needs runs with 2 seeds or more; use "
+            "sweep.repeats=5"
+        )
     if scheduler != "local":
         raise ValueError(f"cluster={scheduler}: a verdict runs on one machine; use cluster=local")
     jobs_at_a_time("sweep.jobs", command.config.sweep.jobs, command.config)
@@ -123,9 +142,11 @@ def _versions(folder: Path) -> list[Version]:
 
 
 def _copy(folder: Path, base: str, head: str | None) -> list[str]:
-    """Copy the files of both versions. Return sentences on what a reader must know of them."""
+    """Copy the files of both versions of the code. Return notes for the report, for example that
+    the requirements of the versions differ.
+    """
     old, new = _versions(folder)
-    # The working tree first, because the sweep folder may be in it.
+    # Copy the working tree first, because it may contain the sweep folder.
     left_out = copy_working_tree(new.folder) if head is None else copy_commit(head, new.folder)
     left_out = sorted({*left_out, *copy_commit(base, old.folder)})
     notes = [
@@ -146,26 +167,31 @@ def _name(given: str | None, commit: str | None) -> str:
 
 
 def _check(folder: Path, overrides: list[str]) -> None:
-    """Raise ValueError if a version refuses the command line, or if their metrics differ."""
+    """Raise ValueError if train.py of a version rejects the overrides, or if the versions measure
+    different metrics.
+    """
     base, head = _versions(folder)
     old, new = flat(base.compose(overrides)), flat(head.compose(overrides))
     for key in MEANING:
         if old.get(key) != new.get(key):
             raise ValueError(
-                f"{key}: {old.get(key)} in base, {new.get(key)} in head; a verdict needs one "
-                f"metric: give {key} on the command line"
+                f"{key}: {old.get(key)} in base, {new.get(key)} in head; a verdict needs the same "
+                f"metric in both, so set {key} on the command line"
             )
     name = old["checkpoint.metric"]
     metric = metric_of(name)
     if base.code_of(metric) != head.code_of(metric):
         raise ValueError(
-            f"checkpoint.metric={name}: its code differs between base and head, so it may mean "
-            "another thing; commit the change of the metric, and use that commit as base"
+            f"checkpoint.metric={name}: the code of this metric differs between base and head, so "
+            "its values cannot be compared; commit the change of the metric, and use that commit "
+            "as base"
         )
 
 
 def _next_number(outputs: Path, commit: str, sweep: Path, is_new: bool) -> int:
-    """Enter a verdict into the ledger of its base. Return its number; 1 if `is_new`."""
+    """Enter a new verdict into the file that counts the verdicts on each base commit. Return the
+    number of the verdict, which is 1 if `is_new` restarts the count.
+    """
     outputs.mkdir(parents=True, exist_ok=True)
     path = outputs / LEDGER
     with lock_folder(outputs, LOCK_SECONDS):
@@ -179,7 +205,9 @@ def _next_number(outputs: Path, commit: str, sweep: Path, is_new: bool) -> int:
 
 
 def _new_jobs(folder: Path, overrides: list[str], command: Command) -> Jobs:
-    """Write jobs.json: in each block both versions with one seed, in random order."""
+    """Write jobs.json of a verdict: in each repeat, both versions of the code with the same seed,
+    in random order.
+    """
     jobs = new_jobs(folder)
     jobs.order_seed = secrets.randbits(32)
     for block in range(command.config.sweep.repeats):
@@ -201,13 +229,14 @@ def _new_jobs(folder: Path, overrides: list[str], command: Command) -> Jobs:
 
 
 class VersionJob(LocalJob):
-    """Job that the train.py of a version runs."""
+    """Job of a verdict, which runs the train.py of one version of the code."""
 
     def __init__(self, job: Job, folder: Path, version: Version) -> None:
         super().__init__(job, folder.resolve(), None)
         self._version = version
         self._resumes = any((folder / "checkpoints").glob("*.pt"))
-        # train.py starts a run in a new folder only.
+        # Remove the folder of a job without a checkpoint, because train.py starts a run only in a
+        # new folder.
         if not self._resumes:
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -232,21 +261,26 @@ class VersionJob(LocalJob):
 
 
 class VerdictRun(Runner):
-    """Runner of the jobs of both versions. Ends early if these cannot be compared."""
+    """Runner of the jobs of a verdict. No further job starts if the two versions turn out not to be
+    comparable.
+    """
 
     needed_at_end = ()
 
     def __init__(self, jobs: Jobs, record: Record, command: Command) -> None:
         config = command.config
         super().__init__(jobs, jobs_at_a_time("sweep.jobs", config.sweep.jobs, config))
-        # Equal devices for both versions.
+        # Give the jobs of both versions of the code equal devices, so that their speeds can be
+        # compared.
         self._record, self._need_of_each = record, need_of(resolve(config))
         self._versions = {version.name: version for version in _versions(jobs.folder)}
         self._refused = ""
         self._values: Values = {}
 
     def conclude(self) -> tuple[int, Values]:
-        """Run the jobs. Return the exit code and the contents of --json."""
+        """Run the jobs of both versions, write the report and print the verdict. Return (exit code,
+        the dictionary that `--json` prints).
+        """
         return self.run(), self._values
 
     def waiting(self) -> list[Job]:

@@ -1,5 +1,5 @@
-"""Versions of the code: a plain folder with the files of a commit, or of the working tree. `.git`
-is only read.
+"""Versions of the code for a verdict: a version is a plain folder with the files of a commit or of
+the working tree. The repository itself does not change.
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ from timm_parallel.lab import code_copy
 from timm_parallel.metric import Metric
 from timm_parallel.project import root
 
-LARGEST = 10 * 2**20  # bytes of a file; larger ones are no code, and are left out
-LOCAL = "conf/local"  # settings of this machine, which git ignores
+# Largest file in bytes that is copied. A larger file is hardly code.
+LARGEST = 10 * 2**20
+# Folder with the settings of this machine, which git ignores.
+LOCAL = "conf/local"
 
 
 @dataclass(frozen=True)
 class Version:
-    """Copy of the code whose train.py is started, with its own library."""
+    """Copy of one version of the code, with its own train.py and its own timm_parallel."""
 
     name: str
     folder: Path
@@ -36,15 +38,15 @@ class Version:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Environment variables for commands of this version. Its runs find no repository, so they
-        neither record the commit of the working tree nor write to its index.
+        """Environment variables for commands of this version of the code. With them, a run finds no
+        git repository, so it does not record the commit of the working tree by mistake.
         """
         path = os.pathsep.join(filter(None, [str(self.folder), os.environ.get("PYTHONPATH")]))
         return {**os.environ, **code_copy.no_repository(self.folder), "PYTHONPATH": path}
 
     def compose(self, overrides: list[str]) -> dict[str, Any]:
-        """Return the config that this version composes. Raises ValueError with its message if it
-        refuses.
+        """Compose the config with the train.py of this version of the code and return it. Raises
+        ValueError with the message of train.py if it rejects the overrides.
         """
         command = [*self.train, "--cfg", "job", "--resolve", *overrides]
         done = subprocess.run(
@@ -52,18 +54,20 @@ class Version:
         )
         if done.returncode != 0:
             reason = done.stderr.strip().rpartition("\n")[2]
-            raise ValueError(f"{self.name} refuses the command line: {reason}")
+            raise ValueError(f"train.py of {self.name} rejects the command line: {reason}")
         config: dict[str, Any] = yaml.safe_load(done.stdout)
         return config
 
     def read(self, name: str) -> bytes:
-        """Return the contents of a file; empty if this version does not have it."""
+        """Read the contents of a file of this version of the code. Return empty bytes if the
+        version does not have the file.
+        """
         path = self.folder / name
         return path.read_bytes() if path.is_file() else b""
 
     def code_of(self, metric: Metric) -> list[str]:
-        """Return the code of a metric: its functions and declarations, without layout and
-        comments.
+        """Return the source code that defines a metric in this version: its functions and its
+        `Metric(…)` calls, without formatting and comments.
         """
         functions = [value for value in vars(metric).values() if hasattr(value, "__name__")]
         used = {function.__name__ for function in functions}
@@ -77,7 +81,9 @@ class Version:
 
 
 def _is_of_metric(node: ast.AST, used: set[str]) -> bool:
-    """Return True for a function in `used`, and for a `Metric(…)` of these functions only."""
+    """Return True if a node of a syntax tree belongs to a metric: it defines a function in `used`,
+    or is a call of `Metric(…)` that uses only these functions.
+    """
     if isinstance(node, ast.FunctionDef):
         return node.name in used
     if not (isinstance(node, ast.Call) and ast.unparse(node.func) == Metric.__name__):
@@ -86,20 +92,24 @@ def _is_of_metric(node: ast.AST, used: set[str]) -> bool:
 
 
 def find_commit(option: str, name: str) -> str:
-    """Return the full name of a commit. Raises ValueError if there is none."""
+    """Return the full hash of a commit. Raises ValueError if the repository has no commit of that
+    name.
+
+    `option`: command-line option that named the commit, for the error message.
+    """
     try:
         return (
             git("rev-parse", "--verify", "--end-of-options", f"{name}^{{commit}}").decode().strip()
         )
     except ValueError as error:
         raise ValueError(
-            f"{option}={name}: expected a commit of this repository ({error})"
+            f"{option}={name}: expected a commit, branch or tag of this repository ({error})"
         ) from None
 
 
 def copy_commit(commit: str, folder: Path) -> list[str]:
-    """Write the files of a commit, and the local settings, to a new folder. Return the names of the
-    files left out.
+    """Write the files of a commit, and this machine's settings in conf/local, to a new folder.
+    Return the names of files that are left out because they are too large.
     """
     left_out = code_copy.copy_commit(root(), commit, folder, LARGEST)
     _copy_local_settings(folder)
@@ -107,13 +117,14 @@ def copy_commit(commit: str, folder: Path) -> list[str]:
 
 
 def copy_working_tree(folder: Path) -> list[str]:
-    """Write the tracked, changed and untracked files to a new folder. Return the names of the
-    files left out.
+    """Write the files of the working tree, also changed and untracked ones, to a new folder. Return
+    the names of the files that are left out.
     """
     left_out = []
     for name in names("--cached", "--others"):
         path = root() / name
-        # A link to data stays a link. Other repositories, such as submodules, are folders here.
+        # A symbolic link to data is copied as a link. Other git repositories, such as submodules,
+        # are listed as folders and are left out.
         if path.is_symlink() or (path.is_file() and path.stat().st_size <= LARGEST):
             _copy(name, folder)
         elif path.exists():
@@ -133,11 +144,15 @@ def _copy(name: str, folder: Path) -> None:
 
 
 def names(*options: str) -> list[str]:
-    """List files of the working tree below the project, as `git ls-files` does."""
+    """Return the names of the files of the working tree that `git ls-files` lists with these
+    options.
+    """
     output = os.fsdecode(git("ls-files", "-z", "--exclude-standard", *options))
     return [name for name in output.split("\0") if name]
 
 
 def git(*arguments: str) -> bytes:
-    """Run git in the project and return its output. Raises ValueError with git's message."""
+    """Run a git command in the project's repository and return its output. Raises ValueError with
+    git's message if the command fails.
+    """
     return code_copy.git(root(), *arguments)

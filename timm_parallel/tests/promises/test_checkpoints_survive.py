@@ -1,5 +1,5 @@
-"""A checkpoint is written completely or not at all, and verified when read. The newest valid one is
-loaded.
+"""Tests that a checkpoint is written completely or not at all, and that damage is detected on
+reading. A run loads the newest valid checkpoint.
 """
 
 from __future__ import annotations
@@ -25,11 +25,13 @@ from timm_parallel.state import checkpoint
 from timm_parallel.testing.commands import Train
 from timm_parallel.testing.ranks import warm_processes
 
-SIZE = 40_000  # numbers per tensor: a save takes a few milliseconds
+# Number of elements per tensor. A save then takes a few milliseconds, so that a kill can interrupt
+# it.
+SIZE = 40_000
 
 
 def contents(step: int) -> dict[str, Any]:
-    """Return checkpoint contents in which every number equals the step."""
+    """Build the contents of a checkpoint in which every number equals the step."""
     return {
         "model": {f"layer{index}.weight": torch.full((SIZE,), float(step)) for index in range(4)},
         "optimizer": {"state": {}},
@@ -40,7 +42,9 @@ def contents(step: int) -> dict[str, Any]:
 
 
 def step_in(path: Path) -> int:
-    """Return the step of a checkpoint, and check that all numbers in the file equal the step."""
+    """Read a checkpoint file and return its step. Check that all numbers in the file equal the
+    step.
+    """
     loaded = checkpoint.load(path)
     step = int(loaded["progress"]["step"])
     assert all(bool((tensor == step).all()) for tensor in loaded["model"].values())
@@ -56,7 +60,7 @@ def _save_forever(folder: Path, first: int) -> None:
 @pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.processes
-def test_last_checkpoint_loads_and_its_step_never_decreases_when_saves_are_killed_20_times(
+def test_last_checkpoint_loads_and_step_never_decreases_when_20_saves_are_killed(
     tmp_path: Path,
 ) -> None:
     context = warm_processes()
@@ -65,7 +69,7 @@ def test_last_checkpoint_loads_and_its_step_never_decreases_when_saves_are_kille
         process = context.Process(target=_save_forever, args=(tmp_path, reached + 1))
         process.start()
         until = time.monotonic() + 300
-        # Wait for one whole save at least.
+        # Kill the process only after it has completed at least one save.
         while not (tmp_path / f"step_{reached + 2}.pt").exists() and time.monotonic() < until:
             time.sleep(0.002)
         time.sleep(draw.uniform(0, 0.15))
@@ -95,11 +99,11 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(where=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7), sidecars=st.booleans())
-def test_checkpoint_with_a_flipped_bit_is_refused_by_the_checksum_of_its_json_sidecar(
+def test_checkpoint_with_a_flipped_bit_is_refused_by_the_checksum_in_the_json_sidecar(
     good: Path, tmp_path: Path, where: float, bit: int, sidecars: bool
 ) -> None:
-    """A flipped bit is refused. Without a sidecar, the file may load with equal numbers if the byte
-    has no meaning.
+    """Without the JSON sidecar there is no checksum. The file may then load if the flipped bit is
+    in padding, but all numbers must be correct.
     """
     data = bytearray((good / "last.pt").read_bytes())
     data[int(where * len(data))] ^= 1 << bit
@@ -111,7 +115,8 @@ def test_checkpoint_with_a_flipped_bit_is_refused_by_the_checksum_of_its_json_si
         with pytest.raises(ValueError, match="checksum"):
             checkpoint.load(folder / "last.pt")
         return
-    with contextlib.suppress(ValueError):  # refused
+    # Loading may raise ValueError, which is the correct refusal of a damaged file.
+    with contextlib.suppress(ValueError):
         assert step_in(folder / "last.pt") == 3
 
 
@@ -143,11 +148,11 @@ def test_load_newest_checkpoint_skips_and_logs_damaged_files(
     assert step_in(folder / "best.pt") == 1
 
 
-def test_checkpoint_save_removes_files_with_later_steps_of_an_abandoned_attempt(
+def test_checkpoint_save_deletes_checkpoints_of_later_steps_from_an_abandoned_attempt(
     tmp_path: Path,
 ) -> None:
-    """A run that resumed from step 2, because step 9 was damaged, keeps its new checkpoints and
-    deletes step 9.
+    """A run continued from step 2, because the checkpoint of step 9 was damaged. The next save
+    keeps the new checkpoints and deletes step 9.
     """
     for step in (1, 2, 9):
         checkpoint.save(tmp_path, contents(step), step, keep=3, is_best=False)
@@ -159,9 +164,8 @@ def test_checkpoint_save_removes_files_with_later_steps_of_an_abandoned_attempt(
 
 def _save_with_little_room(folder: Path, answers: Any) -> None:
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(
-        resource.RLIMIT_FSIZE, (SIZE, SIZE)
-    )  # bytes a file may have: the second write fails
+    # Limit the size of a file in bytes so that writing the second checkpoint fails.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (SIZE, SIZE))
     try:
         checkpoint.save(folder, contents(8), 8, keep=1, is_best=True)
         answers.put("saved")
@@ -188,7 +192,7 @@ def test_checkpoint_save_keeps_earlier_files_when_a_file_size_limit_stops_the_wr
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """Mount a file system of 3 MiB, which needs root."""
+    """Mount a file system of 3 MiB and return its folder. Mounting needs root."""
     place = tmp_path / "disk"
     place.mkdir()
     made = subprocess.run(
@@ -233,7 +237,7 @@ def test_full_disk_ends_the_run_with_exit_code_1_and_keeps_the_last_checkpoint(
         defaults=False,
         folder=done.folder,
     )
-    # Free some space, as the message says.
+    # Delete files to free disk space, as the error message of the full disk suggests.
     shutil.rmtree(done.folder / "tensorboard")
     for old in sorted((done.folder / "checkpoints").glob("step_*"))[:-2]:
         old.unlink()

@@ -1,5 +1,5 @@
-"""A damaged image ends the run with an error that names it, or is skipped and counted equally by
-every strategy.
+"""Tests of damaged images. Depending on data.on_error, the run ends with an error that names the
+file, or every strategy skips and counts the same images.
 """
 
 from __future__ import annotations
@@ -28,9 +28,11 @@ from timm_parallel.testing.ranks import in_ranks
 
 
 def image_folder(root: Path, damaged: bool) -> tuple[Path, Path]:
-    """Write 24 training and 10 validation images of two classes, and return (root, a damaged file).
+    """Write 24 training and 10 validation images of two classes. Return the root folder and the
+    path of one image.
 
-    With `damaged`, four training and two validation images are damaged.
+    If `damaged` is true, four training images and two validation images are truncated, among them
+    the returned one.
     """
     draw = np.random.default_rng(0)
     for split, count in (("train", 12), ("val", 5)):
@@ -65,7 +67,8 @@ SETTINGS = (
 
 def train(ranks: Ranks, store: Any, root: str, folder: str, overrides: tuple[str, ...]) -> None:
     torch.set_num_threads(1)
-    multiprocessing.set_start_method("fork", force=True)  # as in a rank, for its loader workers
+    # Fork loader workers, as a rank of train.py does.
+    multiprocessing.set_start_method("fork", force=True)
     run = Trainer(resolved(*SETTINGS, f"data.root={root}", *overrides), Path(folder), ranks, store)
     run.train()
     run.run.close()
@@ -74,7 +77,7 @@ def train(ranks: Ranks, store: Any, root: str, folder: str, overrides: tuple[str
 @pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.processes
-def test_on_error_skip_counts_unreadable_images_equally_under_single_dp_and_ddp(
+def test_data_on_error_skip_counts_unreadable_images_equally_under_single_dp_and_ddp(
     tmp_path: Path,
 ) -> None:
     root, _ = image_folder(tmp_path / "images", damaged=True)
@@ -128,8 +131,10 @@ def test_unreadable_image_is_replaced_in_training_and_dropped_in_evaluation(tmp_
     assert len(labels) == 0 and unreadable == [4, 5]
 
 
-def test_on_error_skip_reads_an_image_in_the_next_epoch_when_it_became_readable() -> None:
-    """An image may be unreadable for a moment, for example while a network disk is unavailable."""
+def test_data_on_error_skip_tries_a_skipped_image_again_in_the_next_epoch() -> None:
+    """An image may be unreadable for a short time, for example while a network disk is
+    unavailable.
+    """
 
     class Split:
         is_available = False
@@ -153,7 +158,7 @@ def test_on_error_skip_reads_an_image_in_the_next_epoch_when_it_became_readable(
         assert loader.unreadable == unreadable
 
 
-def test_on_error_skip_raises_after_100_unreadable_images_in_a_row() -> None:
+def test_data_on_error_skip_raises_after_100_unreadable_images_in_a_row() -> None:
     class Split:
         def __len__(self) -> int:
             return 1000
@@ -165,7 +170,7 @@ def test_on_error_skip_raises_after_100_unreadable_images_in_a_row() -> None:
         BatchFetcher(Split(), Targets(), None, 0, "skip", 1000).read(IndexBatch(0, np.array([7])))
 
 
-def test_on_error_skip_does_not_catch_exceptions_other_than_unreadable_image() -> None:
+def test_data_on_error_skip_does_not_catch_errors_other_than_unreadable_images() -> None:
     class Split:
         def __len__(self) -> int:
             return 3
@@ -180,8 +185,10 @@ def test_on_error_skip_does_not_catch_exceptions_other_than_unreadable_image() -
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.nightly
-def test_run_fails_and_names_a_damaged_image_when_on_error_is_raise(train: Train) -> None:
-    """A loader worker reads the file in this test; in test_ends.py the rank itself reads it."""
+def test_run_fails_and_names_a_damaged_image_when_data_on_error_is_raise(train: Train) -> None:
+    """In this test a loader worker reads the damaged file. In test_ends.py the rank itself reads
+    such a file.
+    """
     root, _ = image_folder(train.base / "images", damaged=True)
     overrides = (
         "parallel=ddp",

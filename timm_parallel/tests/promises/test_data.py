@@ -1,4 +1,6 @@
-"""Images in all common formats are decoded correctly, or an error names the file."""
+"""Tests that images in all common formats are decoded correctly, and that a decoding error names
+the file.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ RED, GREEN, GREY = (250, 10, 10), (10, 250, 10), (128, 128, 128)
 
 
 def halves(mode: str = "RGB") -> Image.Image:
-    """Return an image of 32 × 16 pixels: red on the left, green on the right."""
+    """Build an image of 32 × 16 pixels whose left half is red and whose right half is green."""
     image = Image.new("RGB", (32, 16), RED)
     image.paste(GREEN, (16, 0, 32, 16))
     return image.convert(mode)
@@ -36,8 +38,8 @@ def encoded(image: Image.Image, kind: str, **options: Any) -> bytes:
 
 
 def turned() -> bytes:
-    """Return an image with an EXIF rotation tag. Displayed upright,
-    the image is red above green.
+    """Build an image with an EXIF rotation tag. If a program applies the tag, the image is red
+    above green.
     """
     exif = Image.Exif()
     exif[0x0112] = 6
@@ -57,9 +59,9 @@ def floats() -> bytes:
     return encoded(Image.fromarray(np.full((16, 32), 0.5, dtype=np.float32)), "TIFF")
 
 
-GOOD: dict[
-    str, tuple[Callable[[], bytes], tuple[int, int, int]]
-] = {  # name -> bytes, color of its left side
+# Dictionary from file name to a function that returns the bytes of an image, and the expected color
+# of its left side.
+GOOD: dict[str, tuple[Callable[[], bytes], tuple[int, int, int]]] = {
     "rgb.jpg": (lambda: encoded(halves(), "JPEG", quality=95), RED),
     "rgb.png": (lambda: encoded(halves(), "PNG"), RED),
     "palette.png": (lambda: encoded(halves("P"), "PNG"), RED),
@@ -108,7 +110,7 @@ def test_decode_returns_expected_rgb_colors_for_each_image_format(
 
 
 @pytest.mark.parametrize("name", ["turned.jpg", "turned_named_wrongly.png"])
-def test_decode_rotates_an_image_by_its_exif_tag(tmp_path: Path, name: str) -> None:
+def test_decode_rotates_an_image_according_to_the_exif_tag(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(turned())
     image = decode(tmp_path / name)
     assert image.shape == (3, 32, 16)
@@ -120,8 +122,8 @@ def test_decode_rotates_an_image_by_its_exif_tag(tmp_path: Path, name: str) -> N
 
 
 def scanned(kind: str) -> bytes:
-    """Return a JPEG with the detail of a photograph,
-    of a kind that a decoder may treat separately.
+    """Build a JPEG with fine detail, like a photograph. `kind` selects a variant that a decoder may
+    treat separately: progressive, gray, CMYK, or one of the EXIF rotations.
     """
     draw = np.random.default_rng(0)
     pixels = draw.integers(0, 256, (12, 17, 3), dtype=np.uint8)
@@ -139,8 +141,8 @@ def scanned(kind: str) -> bytes:
     "kind", ["baseline", "progressive", "gray", *(f"exif_{number}" for number in range(1, 9))]
 )
 def test_jpeg_decoder_returns_the_same_pixels_as_pil(kind: str, mode: str) -> None:
-    """Metrics of a run must not depend on the decoder. For one channel, both decoders return the
-    luma of the JPEG.
+    """The metrics of a run must not depend on the decoder. For grayscale output, both decoders
+    return the luma channel of the JPEG.
     """
     data = scanned(kind)
     with Image.open(io.BytesIO(data)) as opened:
@@ -152,7 +154,9 @@ def test_jpeg_decoder_returns_the_same_pixels_as_pil(kind: str, mode: str) -> No
 def test_jpeg_is_decoded_by_pil_when_torchcodec_cannot_be_loaded(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The torchcodec wheel needs CUDA libraries, which a CPU build of torch does not install."""
+    """The torchcodec package needs CUDA libraries, which are missing in an installation of torch
+    for CPUs.
+    """
     data = scanned("exif_6")
     expected = decode(data, "exif_6")
     monkeypatch.setitem(sys.modules, "torchcodec.decoders", None)
@@ -166,7 +170,7 @@ def test_jpeg_is_decoded_by_pil_when_torchcodec_cannot_be_loaded(
 
 
 def test_decoded_cmyk_jpeg_differs_from_pil_by_at_most_2() -> None:
-    """PIL and the JPEG decoder round differently when they convert CMYK to RGB."""
+    """PIL and the JPEG decoder round pixel values differently when they convert CMYK to RGB."""
     data = scanned("cmyk")
     with Image.open(io.BytesIO(data)) as opened:
         difference = decode(data, "cmyk").int() - from_pil(opened).int()
@@ -174,8 +178,8 @@ def test_decoded_cmyk_jpeg_differs_from_pil_by_at_most_2() -> None:
 
 
 def test_jpeg_with_zeroed_bytes_is_decoded_to_full_size_without_an_error() -> None:
-    """Zeros in the scan data are a warning in libjpeg, and no error.
-    PIL accepts such a file too.
+    """libjpeg reports zeros in the compressed data only as a warning. PIL also accepts
+    such a file.
     """
     data = bytearray(scanned("baseline"))
     middle = len(data) // 2
@@ -202,7 +206,7 @@ def test_decode_refuses_a_named_pipe_with_an_image_suffix(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("name", ["grey.png", "grey.jpg", "rgb.png", "sixteen.png"])
 def test_decode_to_one_channel_keeps_exact_gray_values(tmp_path: Path, name: str) -> None:
-    """A conversion to RGB and back would change 128 to 127."""
+    """A conversion of gray to RGB and back would change the value 128 to 127."""
     (tmp_path / name).write_bytes(GOOD[name][0]())
     with Image.open(tmp_path / name) as opened:
         expected = 128 if name != "rgb.png" else np.asarray(opened.convert("L"))[8, 3]

@@ -1,5 +1,5 @@
-"""A run that fails, is signaled or is killed ends promptly, names the cause, and leaves nothing
-running.
+"""Tests that a run which fails, receives a signal or is killed ends promptly, names the cause, and
+leaves no process running.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ ENDLESS = ("train.epochs=10000", "train.evaluate_every=0", "train.log_every=5")
 
 
 def folder_with_a_corrupt_image_for_rank_1(root: Path) -> Path:
-    """Create 16 training images, damage the first image that rank 1 of 2 reads, and return its
-    path.
+    """Write 16 training images. Damage the image that rank 1 of 2 reads first, and return the path
+    of this image.
     """
     for split, count in (("train", 8), ("val", 2)):
         for name in ("cat", "dog"):
@@ -73,8 +73,8 @@ def test_exception_on_one_rank_ends_the_ddp_run_and_error_names_rank_and_log(tra
     assert str(corrupt) in log and "Traceback (most recent call last)" in log
 
 
-# SIGTERM under single is in test_ownership.py, SIGUSR1 under ddp in test_resume.py; SIGINT under
-# ddp is below.
+# Other combinations of signal and strategy are tested in test_ownership.py (SIGTERM, single) and
+# test_resume.py (SIGUSR1, ddp). A test below sends SIGINT to ddp.
 STOPS = [
     pytest.param("dp", signal.SIGHUP, 0, id="SIGHUP-dp"),
     pytest.param("ddp", signal.SIGINT, 1, id="SIGINT-ddp-with-a-loader-worker"),
@@ -122,7 +122,7 @@ def test_sigint_to_the_process_group_stops_a_ddp_run(train: Train) -> None:
 
 
 @pytest.mark.slow
-def test_sigint_stops_a_ddp_run_while_its_ranks_are_starting(train: Train) -> None:
+def test_sigint_stops_a_ddp_run_while_ranks_are_starting(train: Train) -> None:
     running = train.start(*TWO, *ENDLESS)
     running.wait_for(lambda: len(running.workers()) == 2)
     done = running.signal(signal.SIGINT)
@@ -168,10 +168,12 @@ def test_ranks_and_loader_workers_end_when_train_py_is_killed(train: Train, stra
 )
 @pytest.mark.slow(seconds=7)
 @pytest.mark.sample(2)
-def test_run_ends_with_exit_code_1_when_its_folder_is_moved_or_deleted(
+def test_run_ends_with_exit_code_1_when_the_run_folder_is_moved_or_deleted(
     train: Train, strategy: str, command: str
 ) -> None:
-    """Training on would be for nothing, because no file of the run can be found any more."""
+    """Further training would be useless, because the checkpoints and records of the run could not
+    be found any more.
+    """
     devices = 1 if strategy == "single" else 2
     running = train.start(f"parallel={strategy}", f"parallel.devices={devices}", *ENDLESS)
     running.wait_for_steps()
@@ -202,9 +204,9 @@ def _drift(ranks: Ranks, store: torch.distributed.Store, where: str, folder: str
     if where == "start":
         spoil()
     else:
-        ordinary: Callable[[], None] = (
-            run.end_epoch
-        )  # the best weights, for the test split, come from rank 0
+        # Change the weights only after the epoch has ended, because end_epoch of the last epoch
+        # loads the best weights from rank 0 on all ranks.
+        ordinary: Callable[[], None] = run.end_epoch
 
         def then_spoil() -> None:
             ordinary()
@@ -221,7 +223,7 @@ def _drift(ranks: Ranks, store: torch.distributed.Store, where: str, folder: str
 @pytest.mark.nightly
 @pytest.mark.parametrize("where", ["start", "end"])
 @pytest.mark.slow(seconds=3)
-def test_ddp_ranks_raise_when_their_parameters_differ_at_start_or_end_of_training(
+def test_ddp_ranks_raise_when_parameters_differ_between_ranks_at_start_or_end_of_training(
     tmp_path: Path, where: str
 ) -> None:
     assert all(
@@ -234,7 +236,9 @@ def test_ddp_ranks_raise_when_their_parameters_differ_at_start_or_end_of_trainin
 @pytest.mark.parametrize("strategy", ["single", "ddp"])
 @pytest.mark.sample(2)
 def test_run_continues_without_errors_when_stdout_is_closed(train: Train, strategy: str) -> None:
-    """`python train.py … | head -n 2`: the config alone has more lines than that."""
+    """`python train.py | head -n 2` closes stdout after two lines, and the printed config alone has
+    more lines.
+    """
     folder = train.base / "run"
     overrides = tiny(f"hydra.run.dir={folder}", f"parallel={strategy}", "print_config=true")
     command = shlex.join([sys.executable, "train.py", *overrides])
@@ -250,8 +254,8 @@ def test_run_continues_without_errors_when_stdout_is_closed(train: Train, strate
 
 @pytest.mark.parametrize("write", ["print('x' * 100)", "rich.print('x')", "logging.error('x')"])
 def test_write_to_closed_stdout_does_not_raise(write: str) -> None:
-    """No write after the reader has exited raises, neither the first nor a later one. Output of C++
-    code is dropped.
+    """After the reader of the pipe has exited, neither the first write nor later writes raise.
+    Output of C++ code is dropped too.
     """
     code = (
         "import logging, os, rich, sys\n"

@@ -1,8 +1,9 @@
-"""A rank that stops cooperating ends the job promptly with an error that names the rank, and no
+"""Tests that a failing or stalled rank ends the run promptly. The error names the rank, and no
 process remains.
 
-COMMANDS is a table of launch form x strategy x world size x fault. WARM lists faults that differ
-only inside the ranks. The faults happen inside real ranks (see `faulty/`).
+COMMANDS lists the combinations of launcher, strategy, world size and fault that are tested in new
+processes. WARM lists combinations that are tested in forked ranks. The faults are injected into
+real ranks by faulty/sitecustomize.py.
 """
 
 from __future__ import annotations
@@ -26,21 +27,27 @@ from timm_parallel.testing.ranks import warm_ranks
 
 pytestmark = pytest.mark.processes
 FAULTY = Path(__file__).parent / "faulty"
-PROMPT = 15.0  # seconds from the fault, or from the watchdog's alarm if it needs one
+# Longest allowed time in seconds between a fault and the end of the run. If only the watchdog
+# detects the fault, the time starts with the alarm of the watchdog.
+PROMPT = 15.0
 WITH_RANKS = ("ddp", "fsdp")
-SILENCE = 3  # parallel.timeout of these runs, seconds
+# Value of parallel.timeout in all runs, in seconds.
+SILENCE = 3
 
 
 @dataclass(frozen=True)
 class Fault:
     kind: str
-    message: str  # `{rank}` is the rank with the fault
+    # Expected part of the error message, in which {rank} stands for the rank with the fault.
+    message: str
     phase: str = "the forward pass"
     status: str = "failed"
     rank: str = "1"
     step: int = 7
     needs_watchdog: bool = False
-    named: bool = True  # also under torchrun, where our code sees no exit codes
+    # False if the error names the rank only when train.py starts the ranks. Under torchrun, the
+    # exit codes of the ranks are not visible to this project.
+    named: bool = True
 
 
 STALLED = "rank {rank} made no progress for 3 s, last seen in {phase} of step {step}"
@@ -66,7 +73,8 @@ FAULTS = {
     "stopped": Fault("stop", "rank {rank} does not answer", needs_watchdog=True),
     "all_stall": Fault("stall", "other ranks stopped there too", rank="*", needs_watchdog=True),
 }
-# Faults that the launcher sees: an exit code, a signal, a rank that does not end.
+# Faults that the launcher sees as an exit code, a signal or a rank that does not end. They are
+# tested with a real launcher.
 COMMANDS = [
     ("python", "dp", 2, "raises"),
     *(
@@ -82,7 +90,8 @@ COMMANDS = [
     ("python", "ddp", 1, "leaves_with_0"),
     *(("python", "single", 1, name) for name in ("killed", "leaves_with_0", "stalls")),
 ]
-# Faults that differ only inside the ranks.
+# Faults that look equal to every launcher, because only the code inside the rank differs. They are
+# tested in forked ranks, which is faster.
 WARM = [
     *(
         ("ddp", 2, name)
@@ -101,20 +110,22 @@ WARM = [
     ("dp", 2, "stalls"),
     ("single", 1, "no_memory"),
 ]
-QUICK = {
-    ("ddp", 2, "stalls_reading")
-}  # test_ends.py tests a rank that raises, and a command that a signal ends
+# Combinations of strategy, number of ranks and fault that are not marked as slow. One is enough,
+# because test_ends.py has quick tests of other failures.
+QUICK = {("ddp", 2, "stalls_reading")}
 
 
 @dataclass
 class FaultyRun:
-    """Output of a run that was ended by a fault."""
+    """Exit code, output and run folder of a run that a fault has ended."""
 
     code: int
     stderr: str
     folder: Path
-    fault: Fault  # as it must be reported
-    seconds: float  # from the fault to the end
+    # The injected fault, which the error message must report.
+    fault: Fault
+    # Seconds between the fault and the end of the run.
+    seconds: float
 
     @property
     def result(self) -> Result:
@@ -122,7 +133,9 @@ class FaultyRun:
 
 
 def fitted(fault: Fault, strategy: str, devices: int) -> Fault:
-    """Return the fault with its rank limited to the world size."""
+    """Return a copy of the fault whose rank exists in a run of the given strategy and number of
+    devices.
+    """
     processes = devices if strategy in WITH_RANKS else 1
     return replace(
         fault, rank="*" if fault.rank == "*" else str(min(int(fault.rank), processes - 1))
@@ -130,7 +143,7 @@ def fitted(fault: Fault, strategy: str, devices: int) -> Fault:
 
 
 def fault_environment(fault: Fault, mark: Path) -> dict[str, str]:
-    """Return environment variables that cause the fault (see `faulty/`)."""
+    """Build the environment variables that let faulty/sitecustomize.py inject the fault."""
     where = f"{fault.kind}:{fault.rank}:{fault.step}:{fault.phase}"
     return {
         "FAULT": where,
@@ -225,12 +238,13 @@ def test_error_names_rank_phase_and_step_of_a_crash_or_stall_inside_a_rank(
     ("form", "strategy"), [("python", "ddp"), ("python", "fsdp"), ("torchrun", "ddp")]
 )
 @pytest.mark.sample(3)
-def test_run_restarts_from_its_newest_checkpoint_when_a_rank_is_killed(
+def test_run_restarts_from_the_newest_checkpoint_when_a_rank_is_killed(
     train: Train, form: str, strategy: str
 ) -> None:
     restarts = ("parallel.max_restarts=1",) if form == "python" else ()
     if form == "torchrun":
-        train.environment["PET_MAX_RESTARTS"] = "1"  # as --max-restarts
+        # torchrun reads PET_MAX_RESTARTS as its option --max-restarts.
+        train.environment["PET_MAX_RESTARTS"] = "1"
     run = run_with(
         train, FAULTS["killed"], form, strategy, 2, "checkpoint.every_steps=2", *restarts
     )
@@ -246,7 +260,8 @@ def test_run_restarts_from_its_newest_checkpoint_when_a_rank_is_killed(
 @pytest.mark.nightly
 def test_error_of_the_last_attempt_is_reported_when_no_restarts_remain(train: Train) -> None:
     fault = Fault("raise", "", step=7)
-    train.environment["FAULT_AGAIN"] = "12"  # the second attempt gets to step 12
+    # Inject the fault again in the second attempt, at step 12.
+    train.environment["FAULT_AGAIN"] = "12"
     run = run_with(
         train, fault, "python", "ddp", 1, "checkpoint.every_steps=2", "parallel.max_restarts=1"
     )

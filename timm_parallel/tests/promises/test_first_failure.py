@@ -1,5 +1,5 @@
-"""Messages show the first cause of a failure, not errors that it caused on other ranks or in a
-wait.
+"""Tests that an error message shows the first cause of a failure. Later errors of other ranks, or
+of a process that waits for a failed rank, must not replace it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ def recorded(error: Exception, folder: Path, config: Any = None) -> dict[str, An
         )
 
 
-def test_file_name_containing_gloo_is_not_reported_as_lost_connection(tmp_path: Path) -> None:
+def test_error_about_a_path_that_contains_gloo_is_not_reported_as_a_lost_connection(
+    tmp_path: Path,
+) -> None:
     for error in (
         FileNotFoundError("/data/igloo/1.png"),
         RuntimeError("/data/igloo/1.png: an odd image"),
@@ -107,10 +109,10 @@ OF_ALLOCATOR = (
         (MemoryError(), "cpu"),
     ],
 )
-def test_out_of_memory_record_names_the_device_that_is_full(
+def test_failure_record_of_an_out_of_memory_error_names_the_full_device(
     error: Exception, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The current device is that of the strategy, which has read parallel.device_ids."""
+    """The device is the one that the strategy has chosen according to parallel.device_ids."""
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 5)
     config = resolved("parallel=single")
@@ -121,11 +123,11 @@ def test_out_of_memory_record_names_the_device_that_is_full(
 
 
 @pytest.mark.parametrize("failing", ["init_process_group", "barrier"])
-def test_backend_that_cannot_connect_is_not_reported_as_an_exit_of_another_rank(
+def test_connection_failure_of_nccl_is_not_reported_as_the_exit_of_another_rank(
     failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """NCCL connects in its first collective. A rank that was killed meanwhile is still the first
-    failure.
+    """NCCL connects in the first collective. If another rank was killed before, its death is the
+    first failure.
     """
 
     def fail(*given: Any, **named: Any) -> None:
@@ -147,22 +149,22 @@ def test_backend_that_cannot_connect_is_not_reported_as_an_exit_of_another_rank(
     assert first_failure(tmp_path, RankExits(exit_codes={0: 1, 1: -signal.SIGKILL}))["rank"] == 1
 
 
-def test_config_refusal_by_rank_0_does_not_raise_when_another_rank_never_answers(
+def test_rank_0_that_refuses_a_config_does_not_raise_when_another_rank_never_responds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from torch.distributed import HashStore
 
     monkeypatch.setattr(torchrun, "open_store", lambda ranks: HashStore())
     monkeypatch.setattr(nodes, "REFUSAL_SECONDS", 0.05)
-    # Raises nothing: the caller prints the refusal.
+    # refuse_followers must not raise an error, because the caller prints the refusal of the config.
     torchrun.refuse_followers(Ranks(0, 2, 0, 2), "seed=x: expected an integer")
 
 
-def test_node_records_the_store_error_when_another_node_never_connects(
+def test_result_holds_the_torch_store_error_when_another_node_never_connects(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The inventory of the other node is missing, so the error of the store is the only known
-    cause.
+    """The other node sends no information about itself, so the error of the torch store is the only
+    known cause.
     """
     from torch.distributed import DistStoreError
 
@@ -200,7 +202,7 @@ os._exit(1)
 
 
 @pytest.mark.processes
-def test_reason_of_the_only_rank_is_printed_and_recorded_when_the_disk_takes_no_failure_record(
+def test_failure_reason_is_printed_and_recorded_when_the_failure_record_cannot_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = resolved("parallel=single")
@@ -214,7 +216,7 @@ def test_reason_of_the_only_rank_is_printed_and_recorded_when_the_disk_takes_no_
     assert capsys.readouterr().err.splitlines()[0] == "Failed: the disk is full"
 
 
-def test_reason_is_printed_when_the_disk_takes_no_result_either(
+def test_failure_reason_is_printed_when_result_json_cannot_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def full(folder: Path, result: object) -> None:
@@ -228,7 +230,7 @@ def test_reason_is_printed_when_the_disk_takes_no_result_either(
     assert "step_24.pt: could not be written" in capsys.readouterr().err.splitlines()[0]
 
 
-def test_published_failure_is_read_from_the_store_and_not_replaced_by_an_exit_code(
+def test_failure_reason_in_the_torch_store_is_not_replaced_by_an_exit_code(
     tmp_path: Path,
 ) -> None:
     from torch.distributed import HashStore
@@ -260,7 +262,7 @@ time.sleep(600)
 
 @pytest.mark.processes
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_child_process_gets_sigkill_when_it_ignores_sigterm_or_sigint(
+def test_child_process_that_ignores_sigterm_or_sigint_is_ended_by_sigkill(
     monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
     monkeypatch.setattr(supervisor, "GRACE_SECONDS", 0.5)
@@ -270,8 +272,10 @@ def test_child_process_gets_sigkill_when_it_ignores_sigterm_or_sigint(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
-def test_signal_that_is_ignored_at_the_start_stays_ignored(number: signal.Signals) -> None:
-    """`nohup` ignores SIGHUP, and a script ignores SIGINT in what it starts with `&`."""
+def test_signal_that_is_ignored_when_a_command_starts_stays_ignored(number: signal.Signals) -> None:
+    """`nohup` starts a command with SIGHUP ignored. A script starts a background command with
+    SIGINT ignored.
+    """
     received: list[int] = []
     previous = signal.signal(number, signal.SIG_IGN)
     try:
@@ -286,11 +290,11 @@ def test_signal_that_is_ignored_at_the_start_stays_ignored(number: signal.Signal
 
 
 @pytest.mark.processes
-def test_child_process_gets_one_kill_timer_when_two_signals_arrive_together(
+def test_two_simultaneous_signals_start_only_one_kill_timer_for_a_child_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """`timeout` signals the process and its group. The second signal arrives while the kill timer
-    of the first starts.
+    """The program `timeout` sends a signal to the process and also to its process group. The second
+    signal may arrive while the handler of the first signal starts the kill timer.
     """
     starts = []
 
@@ -312,10 +316,12 @@ def test_child_process_gets_one_kill_timer_when_two_signals_arrive_together(
     )
 
 
-def test_watchdog_exits_its_process_after_a_node_loss_when_the_disk_is_full(
+def test_watchdog_ends_the_rank_after_a_node_loss_when_the_disk_is_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The watchdog cannot write its failure record, and must not wait for the lost node."""
+    """The watchdog cannot write its failure record to a full disk. It must end the rank without
+    waiting for the lost node.
+    """
 
     class Full:
         def write(self, text: str) -> None:
@@ -337,9 +343,11 @@ def test_watchdog_exits_its_process_after_a_node_loss_when_the_disk_is_full(
         dog._end(100.0)
 
 
-def test_heartbeats_are_read_without_error_while_another_thread_adds_nodes(tmp_path: Path) -> None:
-    """The watchdog reads a dict that the heartbeat thread changes. An exception would end the
-    watchdog silently.
+def test_watchdog_reads_heartbeats_without_error_while_another_thread_adds_nodes(
+    tmp_path: Path,
+) -> None:
+    """The watchdog reads a dictionary that the heartbeat thread changes. An exception would end the
+    watchdog thread without a message.
     """
     heartbeats = Heartbeats(Ranks(0, 2, 0, 1, node=0, nodes=2), None, tmp_path)
 
@@ -375,7 +383,7 @@ def test_heartbeats_are_read_without_error_while_another_thread_adds_nodes(tmp_p
 
 
 @pytest.mark.parametrize(("status", "code"), [("done", 0), (None, 130)])
-def test_result_status_stays_done_when_a_signal_arrives_after_completion(
+def test_result_status_stays_done_when_a_signal_arrives_after_the_run_completed(
     tmp_path: Path, status: str | None, code: int
 ) -> None:
     config = resolved("parallel=single")
@@ -386,7 +394,7 @@ def test_result_status_stays_done_when_a_signal_arrives_after_completion(
 
 
 @pytest.mark.parametrize(("checkpoint", "hint"), [(True, "resume="), (False, "same command")])
-def test_stopped_run_suggests_resume_only_when_it_has_a_checkpoint(
+def test_stopped_run_suggests_resume_only_when_a_checkpoint_exists(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], checkpoint: bool, hint: str
 ) -> None:
     if checkpoint:

@@ -1,5 +1,5 @@
-"""No config, checkpoint, image or folder can make this project run code. A hostile input writes a
-mark file if run.
+"""Tests that no config, checkpoint, image or folder can make this project run foreign code. The
+hostile files of these tests would create a marker file if their code ran.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from timm_parallel.testing.configs import conf, parse
 
 @pytest.fixture
 def evil(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Create a package that writes a mark file when it is imported or called. The test fails if the
-    file exists.
+    """Write a Python package that creates a marker file when the package is imported or called.
+    Yield the path of the marker file. The test fails if the file exists at its end.
     """
     mark = tmp_path / "mark"
     package = tmp_path / "library" / "evil_package"
@@ -120,7 +120,8 @@ def test_hydra_searchpath_with_a_package_is_refused_without_importing_the_packag
         "hydra.output_subdir=../elsewhere",
         "hydra.output_subdir=/tmp/elsewhere",
         "++hydra.job_logging.handlers.x={class:logging.FileHandler,filename:/tmp/evil.log}",
-        "hydra.job.name=../evil",  # Hydra's default logging names a file by it
+        # Hydra's default logging uses the job name as a file name.
+        "hydra.job.name=../evil",
         "hydra.job.name=${tags[0]} tags=[../evil]",
         "+model.kwargs.checkpoint_path=/tmp/evil.pt",
         "+model.kwargs.pretrained_cfg={file:/tmp/evil.pt}",
@@ -128,9 +129,11 @@ def test_hydra_searchpath_with_a_package_is_refused_without_importing_the_packag
         "+model.kwargs.cache_dir=/tmp/evil",
         "model.name=hf-hub:evil/model",
         "model.name=local-dir:/tmp/evil",
-        "model.name=timm_parallel.machine.process.kill_on_parent_exit",  # a function
-        "model.name=src.models.build.nn",  # a module
-        "data.name=timm_parallel.launch.supervisor.contextmanager",  # from another library
+        # model.name and data.name must not name a function, a module, or an object that a module of
+        # the library has imported from another package.
+        "model.name=timm_parallel.machine.process.kill_on_parent_exit",
+        "model.name=src.models.build.nn",
+        "data.name=timm_parallel.launch.supervisor.contextmanager",
         "search.storage=evil://host/db",
         "search.storage=postgresql+evil://host/db",
     ],
@@ -150,7 +153,8 @@ SETTABLE = [
     "job.chdir=false",
     "verbose=[a]",
 ]
-# With their default values: the keys themselves are refused.
+# Settings of Hydra that must be refused. Each has its default value, so that only the key can be
+# the reason for the refusal.
 FIXED = [
     *(
         "hydra_logging.version=1",
@@ -194,7 +198,7 @@ def test_hydra_override_is_refused_when_its_key_is_not_on_the_allowlist(
         assert given in line and "run, sweep, sweeper.params, job.name" in line
 
 
-def test_hydra_override_is_accepted_when_its_key_is_on_the_allowlist() -> None:
+def test_hydra_override_is_accepted_when_the_key_is_on_the_allowlist() -> None:
     for plus in ("", "++"):
         compose_command(parse(*(f"{plus}hydra.{word}" for word in SETTABLE)))
 
@@ -222,7 +226,7 @@ def test_hydra_section_of_a_config_file_is_refused_when_a_key_is_not_on_the_allo
     assert "hydra." in refuse("--config-dir", str(folder), "experiment=odd")
 
 
-def test_hydra_section_of_a_config_file_is_accepted_when_its_keys_are_on_the_allowlist(
+def test_hydra_section_of_a_config_file_is_accepted_when_all_keys_are_on_the_allowlist(
     tmp_path: Path,
 ) -> None:
     text = (
@@ -262,7 +266,7 @@ def test_class_path_in_config_is_refused_when_it_is_not_a_model_or_dataset() -> 
 
 
 class Payload:
-    """Object that writes the mark file when it is unpickled."""
+    """Object that creates the marker file when it is unpickled."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = str(mark)
@@ -315,7 +319,9 @@ POSTSCRIPT = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 32 32\n%%EndComments\
 
 @pytest.fixture
 def ghostscript(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Put a program `gs` into PATH. The test fails if it was started."""
+    """Put a fake program `gs` first on PATH, and yield the file that it would create. The test
+    fails if the program was started.
+    """
     mark, program = tmp_path / "started", tmp_path / "bin" / "gs"
     program.parent.mkdir()
     program.write_text(f"#!/bin/sh\ntouch {mark}\n")
@@ -326,7 +332,7 @@ def ghostscript(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pat
     assert not mark.exists(), "Ghostscript was started"
 
 
-def test_image_formats_are_those_of_the_file_names_that_are_read() -> None:
+def test_decoder_accepts_exactly_the_image_formats_of_the_accepted_file_suffixes() -> None:
     Image.init()
     assert {Image.registered_extensions()[suffix] for suffix in IMAGE_SUFFIXES} == set(
         IMAGE_FORMATS
@@ -336,7 +342,9 @@ def test_image_formats_are_those_of_the_file_names_that_are_read() -> None:
 def test_postscript_named_like_an_image_is_unreadable_and_starts_no_program(
     tmp_path: Path, ghostscript: Path
 ) -> None:
-    """In training, prediction and check_data, from an image folder and from torchvision's."""
+    """PIL would start Ghostscript to read PostScript. The test covers training, prediction and
+    check_data with both image folder datasets.
+    """
     for name in ("a", "b"):
         (tmp_path / "train" / name).mkdir(parents=True)
         Image.new("RGB", (32, 32)).save(tmp_path / "train" / name / "0.png")
@@ -365,10 +373,12 @@ def test_postscript_named_like_an_image_is_unreadable_and_starts_no_program(
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_any_error_of_a_decoder_makes_the_image_unreadable(
+def test_any_decoder_exception_is_reported_as_an_unreadable_image(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    """So data.on_error decides, and check_data lists the image."""
+    """UnreadableImageError lets data.on_error decide about the image in training, and lets
+    check_data list it.
+    """
 
     def fail(image: Any) -> None:
         raise error
@@ -391,8 +401,8 @@ def test_any_error_of_a_decoder_makes_the_image_unreadable(
 
 @pytest.mark.processes
 def test_ranks_do_not_import_files_from_the_current_folder(tmp_path: Path) -> None:
-    """`python -m` searches the current folder first, and a shared data folder may contain a foreign
-    json.py.
+    """`python -m` searches modules in the current folder first. A shared data folder may contain a
+    file json.py of another user.
     """
     for name in ("json", "torch", "logging"):
         (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'mark')!r}, 'w')\n")
@@ -405,12 +415,14 @@ def test_ranks_do_not_import_files_from_the_current_folder(tmp_path: Path) -> No
     assert not (tmp_path / "mark").exists()
 
 
-# Unpickle data of other ranks.
+# Pattern of the torch.distributed functions that unpickle data from other ranks.
 OBJECTS = r"(all_gather|gather|broadcast|scatter|send|recv)_object(_list)?"
 
 
 def unsafe_calls(source: str) -> list[str]:
-    """Return the calls in a file that may execute code in the data that they read."""
+    """Return the calls and imports in a source file that may run code contained in the data that
+    they read.
+    """
     modules = ("pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib")
     calls = (
         "eval",
@@ -476,8 +488,8 @@ SOURCES = sorted(
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_source_file_has_no_pickle_eval_or_shell_calls(path: Path) -> None:
-    # The composer pickles trees that it has composed itself, in memory, because a copy by pickle is
-    # fast.
+    # Allow pickle in the composer of sweeps. It pickles only config trees that it has composed
+    # itself and keeps in memory, because this is a fast way to copy them.
     expected = (
         ["pickle"] if path == ROOT / "timm_parallel" / "lab" / "sweep" / "composer.py" else []
     )

@@ -1,5 +1,5 @@
-"""An accepted config runs: a sample of the valid combinations trains for two steps and is
-evaluated.
+"""Tests that every accepted config trains. Randomly drawn valid combinations of settings train for
+two steps and are evaluated.
 """
 
 from __future__ import annotations
@@ -81,7 +81,9 @@ SPREADS = (
 
 
 def combinations(count: int, world_size: int) -> list[tuple[str, ...]]:
-    """Draw combinations with a fixed seed."""
+    """Draw `count` random combinations of settings for a number of ranks. The seed is fixed, so
+    that every test run draws the same combinations.
+    """
     draw = random.Random(count * 10 + world_size)
     spreads = [
         spread for spread in SPREADS if spread[0].endswith(("ddp", "fsdp")) == (world_size > 1)
@@ -95,7 +97,9 @@ def combinations(count: int, world_size: int) -> list[tuple[str, ...]]:
 
 
 def two_steps(ranks: Ranks, store: Any, base: str, cases: dict[str, ResolvedConfig]) -> list[str]:
-    """Return the error of each case, or an empty string if the case ran."""
+    """Train each config for two steps on all ranks. Return one error message per config, which is
+    empty if the config trained.
+    """
     from torch.distributed import PrefixStore
 
     torch.set_num_threads(1)
@@ -109,7 +113,9 @@ def two_steps(ranks: Ranks, store: Any, base: str, cases: dict[str, ResolvedConf
         except Exception as error:
             errors.append(f"{words}: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
             if ranks.world_size > 1:
-                break  # the other rank still waits in a collective
+                # Stop after the first error. The other rank waits in a collective and cannot start
+                # the next config.
+                break
     return errors
 
 

@@ -1,4 +1,6 @@
-"""A failed rank writes its records and exits with its code without waiting for other ranks."""
+"""Tests that a failed rank writes its records and exits with its exit code without waiting for
+other ranks.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,8 @@ from timm_parallel.testing.commands import ROOT
 from timm_parallel.testing.configs import plain, read_lines, resolved, train_loader_of
 from timm_parallel.testing.ranks import warm_processes
 
-# A failed rank: a process group that reports BACKEND, and a destructor that waits for BLOCKS
-# seconds.
+# Script of a failed rank. BACKEND is the backend that the process group reports. BLOCKS is the time
+# in seconds that a destructor waits. CODE is the exit code.
 FAILED = """
 import atexit, os, threading
 import torch.distributed as dist
@@ -70,7 +72,8 @@ def test_exit_process_skips_destructors_when_a_rank_failed_or_was_stopped() -> N
     )
 
 
-# A thread that is always inside torch's store. An exit handler prints the threads that still run.
+# Script in which one thread always waits in the torch store. An exit handler prints the names of
+# the threads that still run.
 IN_THE_STORE = """
 import atexit, threading, time
 atexit.register(lambda: print(*sorted(thread.name for thread in threading.enumerate())))
@@ -97,8 +100,8 @@ raise RuntimeError("the accident of this test")
 def test_exception_in_main_thread_ends_the_thread_that_waits_in_the_torch_store(
     tmp_path: Path,
 ) -> None:
-    """A thread left in the store would make train.py, evaluate.py or scripts/predict.py abort at
-    interpreter shutdown.
+    """If a thread still waited in the torch store at interpreter shutdown, train.py, evaluate.py
+    and scripts/predict.py would abort.
     """
     script = tmp_path / "script.py"
     script.write_text(IN_THE_STORE)
@@ -112,7 +115,7 @@ def test_exception_in_main_thread_ends_the_thread_that_waits_in_the_torch_store(
     assert done.stdout == "MainThread\n"
 
 
-def test_exit_process_raises_system_exit_without_a_torch_process_group() -> None:
+def test_exit_process_raises_system_exit_when_no_torch_process_group_exists() -> None:
     for code in (0, 1):
         with pytest.raises(SystemExit) as error:
             exit_process(code)
@@ -121,7 +124,8 @@ def test_exit_process_raises_system_exit_without_a_torch_process_group() -> None
 
 def _kill_worker_and_exit(temporary: Path) -> None:
     tempfile.tempdir = str(temporary)
-    # As in a rank, which is no child of a multiprocessing process, and has no folder yet.
+    # Make this process look like a rank of train.py, which multiprocessing has not started and
+    # which has no temporary folder of multiprocessing yet.
     multiprocessing.set_start_method("fork", force=True)
     multiprocessing.process._parent_process = None  # type: ignore[attr-defined]
     multiprocessing.current_process()._config.pop("tempdir", None)  # type: ignore[attr-defined]
@@ -144,8 +148,9 @@ def _kill_worker_and_exit(temporary: Path) -> None:
 
 
 @pytest.mark.processes
-def test_killed_loader_worker_and_immediate_exit_leave_no_temporary_folder() -> None:
-    # Not tmp_path: the path of a socket has at most 107 characters.
+def test_rank_that_exits_after_a_loader_worker_was_killed_leaves_no_temporary_folder() -> None:
+    # Use a folder with a short path instead of tmp_path, because the path of a socket has at most
+    # 107 characters.
     with tempfile.TemporaryDirectory() as folder:
         process = warm_processes().Process(
             target=_kill_worker_and_exit, args=(Path(folder),), daemon=False
@@ -158,7 +163,7 @@ def test_killed_loader_worker_and_immediate_exit_leave_no_temporary_folder() -> 
 
 
 @pytest.mark.processes
-def test_error_names_the_killed_loader_worker_when_its_connection_breaks_first(
+def test_error_names_the_killed_loader_worker_instead_of_the_broken_connection(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     split = InMemory(
@@ -184,11 +189,11 @@ def test_error_names_the_killed_loader_worker_when_its_connection_breaks_first(
     loader.close()
 
 
-def test_failed_run_closes_its_metrics_recorder_and_keeps_logged_steps(
+def test_failed_run_closes_the_metrics_recorder_and_keeps_logged_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An immediate exit of the process would lose the events queued in TensorBoard's
-    writer thread.
+    """If the process exited without closing the recorder, TensorBoard's writer thread would lose
+    its queued events.
     """
     config = resolved(
         "parallel=single", "parallel.accelerator=cpu", "train.log_every=1", "train.epochs=1"

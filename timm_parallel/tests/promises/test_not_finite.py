@@ -1,5 +1,5 @@
-"""A non-finite loss on one rank stops all ranks at the same step, and non-finite weights are never
-saved.
+"""Tests that a non-finite loss on one rank stops all ranks at the same step, and that non-finite
+weights are never saved.
 """
 
 from __future__ import annotations
@@ -34,12 +34,13 @@ SETTINGS = (
 
 
 class Poison(nn.Module):
-    """Classifier head that outputs NaN in some training steps of one rank."""
+    """Classifier head that outputs NaN in given training steps. Tests use it on one rank."""
 
     def __init__(self, head: nn.Module, steps: set[int]) -> None:
         super().__init__()
         self.head, self.steps, self.count = head, steps, 0
-        self.register_buffer("average", torch.zeros(1))  # like BatchNorm's
+        # This buffer becomes NaN together with the outputs, as the running mean of BatchNorm would.
+        self.register_buffer("average", torch.zeros(1))
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
         outputs = self.head(features)
@@ -95,7 +96,7 @@ def test_non_finite_loss_stops_all_ranks_and_error_names_step_rank_and_images(
 
 @pytest.mark.processes
 def test_non_finite_weights_are_not_saved_when_loss_is_finite(tmp_path: Path) -> None:
-    """The update overflows, although the loss of the step is finite."""
+    """The optimizer step overflows, although the loss of the same step is finite."""
     overrides = ("optim=sgd", "optim.lr=1e38", "optim.momentum=0", "train.log_every=1")
     ended = in_ranks(train, 1, str(tmp_path), overrides, set(), 0)
     assert "not finite" in ended[0]["message"] or "the loss is" in ended[0]["message"]
@@ -106,16 +107,16 @@ def test_non_finite_weights_are_not_saved_when_loss_is_finite(tmp_path: Path) ->
 @pytest.mark.processes
 @pytest.mark.slow(seconds=4)
 def test_fp16_overflow_does_not_stop_the_run(tmp_path: Path) -> None:
-    """The gradient scaler halves its scale until gradients are finite. Skipped steps do not count
-    as non-finite.
+    """The gradient scaler halves its scale until the gradients are finite. The skipped steps do not
+    count as non-finite steps.
     """
     ended = in_ranks(train, 1, str(tmp_path), ("train.precision=fp16",), set(), 0)
     assert ended[0]["message"] == ""
 
 
 class OverflowingHead(nn.Module):
-    """Classifier head whose weights get one infinite gradient row in one training batch: under
-    fsdp, only one shard has it.
+    """Classifier head whose weight gradient has one infinite row in one training batch. Under fsdp,
+    only one rank holds this row.
     """
 
     def __init__(self, head: nn.Module, batch: int | None) -> None:
@@ -126,7 +127,8 @@ class OverflowingHead(nn.Module):
         outputs: torch.Tensor = self.head(features)
         self.count += self.training
         if self.training and self.count == self.batch:
-            # Detached, so that the weights before the head have finite gradients.
+            # Detach the features, so that only the gradients of the head are infinite, and not
+            # those of earlier layers.
             again = self.head(features.detach())
             again.register_hook(
                 lambda gradient: gradient.index_fill(1, torch.tensor([0]), math.inf)
@@ -138,15 +140,16 @@ class OverflowingHead(nn.Module):
 def steps_with_overflow_on_rank_1(
     ranks: Ranks, store: Any, folder: str, overrides: tuple[str, ...]
 ) -> list[tuple[float, bool]]:
-    """Train four steps with an overflow in the second. Return per step the loss scale and whether
-    the weights have changed.
+    """Train four fp16 steps on all ranks. In the second step, a gradient on rank 1 overflows.
+    Return (loss scale, whether the weights have changed) for each step.
     """
     config = resolved(
         *SETTINGS, *overrides, "train.precision=fp16", "train.max_steps=4", "train.epochs=9"
     )
     training = Trainer(config, Path(folder), ranks, store)
     state, steps = training.state, []
-    # Low enough that no other step overflows.
+    # Start with a low loss scale, so that gradients overflow only in the step that the test
+    # chooses.
     state.scaler = scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     bad_batch = config.train.accumulate + 1 if ranks.rank == 1 else None
     state.model.head = OverflowingHead(state.model.head, bad_batch)  # type: ignore[arg-type]
@@ -172,7 +175,8 @@ def steps_with_overflow_on_rank_1(
     "overrides",
     [
         ("parallel=ddp",),
-        # The overflow is in a batch whose gradients are not synchronized.
+        # The overflow happens in the first of two accumulated batches. Its gradients are not
+        # synchronized between ranks.
         pytest.param(("parallel=ddp", "train.accumulate=2"), marks=pytest.mark.slow(seconds=5)),
         ("parallel=fsdp", "optim.clip_grad=1"),
         pytest.param(("parallel=fsdp", "train.accumulate=2"), marks=pytest.mark.slow(seconds=5)),
@@ -181,7 +185,7 @@ def steps_with_overflow_on_rank_1(
 )
 @pytest.mark.slow(seconds=10)
 @pytest.mark.sample(4)
-def test_all_ranks_skip_the_same_fp16_step_when_gradients_of_one_overflow(
+def test_all_ranks_skip_the_same_fp16_step_when_gradients_of_one_rank_overflow(
     tmp_path: Path, overrides: tuple[str, ...]
 ) -> None:
     words = (*overrides, "parallel.devices=3", "data.batch_size=6")

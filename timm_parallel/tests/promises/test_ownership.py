@@ -1,5 +1,5 @@
-"""A folder in use is refused with the process and host of its owner; a dead owner does not block
-it.
+"""Tests of the lock of a run folder. The refusal of a second process names the process ID and host
+of the owner. A dead owner does not block the folder.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def _hold(folder: Path, answers: Any) -> None:
 
 
 def _try(folder: Path, answers: Any) -> None:
-    """Answer with the seconds at which this process got and released the lock,
-    or with the error.
+    """Try to lock the folder. Put the times in seconds at which this process got and released the
+    lock into the queue, or the error message.
     """
     try:
         with lock_folder(folder):
@@ -62,7 +62,7 @@ def test_folder_lock_error_names_the_owner_and_lock_is_released_when_the_owner_d
 
 
 @pytest.mark.processes
-def test_folder_lock_is_held_by_one_process_at_a_time_when_8_processes_request_it(
+def test_folder_lock_is_held_by_one_process_at_a_time_when_8_processes_request_the_lock(
     tmp_path: Path,
 ) -> None:
     context = multiprocessing.get_context("fork")
@@ -82,12 +82,17 @@ def test_folder_lock_is_held_by_one_process_at_a_time_when_8_processes_request_i
     ), "two processes held the lock at the same time"
 
 
-def test_folder_lock_is_granted_while_another_thread_queries_it_briefly(tmp_path: Path) -> None:
-    """resume=auto queries the folders of all runs of a task while other jobs lock their folders."""
+def test_folder_lock_is_granted_while_another_thread_briefly_queries_the_lock(
+    tmp_path: Path,
+) -> None:
+    """With resume=auto, train.py queries the locks of all runs of a task while other jobs lock
+    their run folders.
+    """
     asked, leave = threading.Event(), threading.Timer(0.05, lambda: None)
 
     def ask() -> None:
-        with lock_folder(tmp_path):  # as is_locked does, briefly
+        # Lock the folder for a short time, as the query is_locked does.
+        with lock_folder(tmp_path):
             asked.set()
             leave.start()
             leave.join()
@@ -101,8 +106,8 @@ def test_folder_lock_is_granted_while_another_thread_queries_it_briefly(tmp_path
 
 
 def test_folder_lock_is_refused_when_the_folder_is_not_writable(tmp_path: Path) -> None:
-    """Root may write everywhere, so a folder at the path of the lock file simulates missing
-    permission.
+    """Tests may run as root, who can write everywhere. A folder at the path of the lock file also
+    makes writing the lock file fail.
     """
     (tmp_path / ".lock").mkdir()
     with pytest.raises(ValueError, match="cannot be written to"), lock_folder(tmp_path):

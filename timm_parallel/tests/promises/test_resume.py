@@ -1,5 +1,5 @@
-"""A run stopped at any step and resumed equals an uninterrupted run; on different devices, samples
-and losses agree.
+"""Tests that a run that is stopped at any step and resumed equals an uninterrupted run. On
+different devices, samples and losses are equal.
 """
 
 from __future__ import annotations
@@ -30,12 +30,15 @@ from timm_parallel.testing.configs import resolved, without_times
 from timm_parallel.testing.ranks import in_ranks, run_warm
 
 pytestmark = pytest.mark.processes
-EPOCH, STEPS = 6, 18  # steps
+# Optimizer steps of one epoch and of the whole run.
+EPOCH, STEPS = 6, 18
 SETTINGS = (
     "print_config=false",
-    "model=tiny",  # LayerNorm
+    # The model `tiny` uses LayerNorm, whose results do not depend on the number of ranks.
+    "model=tiny",
     "data.batch_size=24",
-    "data.limit_train=150",  # the tail of 6 is dropped
+    # 150 images are 6 batches of 24. The remaining 6 images are dropped.
+    "data.limit_train=150",
     "train.epochs=3",
     "train.log_every=4",
     "checkpoint.keep=50",
@@ -57,12 +60,13 @@ STOPS = (1, 3, EPOCH, EPOCH + 1, 11, STEPS - 1)
 
 
 class StopsAt(nn.Module):
-    """Classifier head that requests a stop in the forward pass of one step, like a signal."""
+    """Layer that requests a stop of the run in the forward pass of one step, as a signal would."""
 
     def __init__(self, head: nn.Module, training: Trainer, step: int) -> None:
         super().__init__()
         self.head, self.step = head, step
-        self.__dict__["trained"] = training  # not a submodule
+        # Write the trainer into `__dict__`, so that nn.Module does not register it as a submodule.
+        self.__dict__["trained"] = training
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
         if self.training and self.trained.parts.progress.step + 1 == self.step:
@@ -72,8 +76,8 @@ class StopsAt(nn.Module):
 
 @cache
 def config_of(overrides: tuple[str, ...]) -> ResolvedConfig:
-    """Compose each config once outside the ranks,
-    because composing takes as long as the training.
+    """Build the resolved config for some overrides. The result is cached, because composing a
+    config takes as long as the training.
     """
     return resolved(*SETTINGS, *overrides)
 
@@ -81,11 +85,12 @@ def config_of(overrides: tuple[str, ...]) -> ResolvedConfig:
 def train(
     ranks: Ranks, store: Any, folder: str, config: ResolvedConfig, stop_at: int | None
 ) -> list[tuple[int, int]]:
-    """Train from the checkpoint in `folder` to the end or to step `stop_at`, and return the (epoch,
-    index) pairs read.
+    """Continue from the newest checkpoint in `folder`, and train to the end or to step `stop_at`.
+    Return the (epoch, image index) pairs that this rank has read.
     """
     torch.set_num_threads(1)
-    multiprocessing.set_start_method("fork", force=True)  # as in a rank, for its loader workers
+    # Fork loader workers, as a rank of train.py does.
+    multiprocessing.set_start_method("fork", force=True)
     training = Trainer(config, Path(folder), ranks, store)
     training.resume()
     model, reader, read = training.state.model, training.parts.train_loader.fetcher, []
@@ -100,9 +105,13 @@ def train(
         read.extend((request.epoch, index) for index in request.indices.tolist())
         return fetch(reader, request)
 
-    if training.config.data.workers != 2:  # a spy cannot be pickled for loader workers
+    # With two loader workers, do not record the images that are read, because a local function
+    # cannot be pickled for the workers.
+    if training.config.data.workers != 2:
         reader.read = spy  # type: ignore[method-assign]
-    training.run.show_images = lambda: None  # type: ignore[method-assign]  # it would read the first batch once more
+    # Do not log example images. This would read the first batch once more and change the record of
+    # images that are read.
+    training.run.show_images = lambda: None  # type: ignore[method-assign]
     try:
         training.train()
         assert stop_at is None, "the run did not stop"
@@ -119,7 +128,9 @@ def curves(folder: Path) -> list[dict[str, Any]]:
 
 
 def training_of(contents: dict[str, Any]) -> dict[str, Any]:
-    """Return the contents of a checkpoint without its record of attempts and commands."""
+    """Return the contents of a checkpoint except the record of attempts and commands, which differs
+    between an uninterrupted and a resumed run.
+    """
     return {
         key: value
         for key, value in contents.items()
@@ -144,8 +155,8 @@ def assert_equal_trees(one: Any, other: Any, where: str = "") -> None:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Return `(world_size, overrides) -> folder` of an uninterrupted run. Each such run is trained
-    once.
+    """Return a function that maps (world size, overrides) to the run folder of an uninterrupted
+    run. The function trains each of these runs only once.
     """
     made: dict[tuple[int, tuple[str, ...]], Path] = {}
 
@@ -176,7 +187,8 @@ def slow(*row: Any) -> Any:
     ("world_size", "workers", "stop_at"),
     [
         (2, 0, 3),
-        slow(1, 0, STEPS),  # before the last epoch is evaluated
+        # Stop after the last step, before the evaluation of the last epoch.
+        slow(1, 0, STEPS),
         *(slow(1, 0, step) for step in STOPS),
         *(slow(2, 0, step) for step in STOPS if step != 3),
         *(slow(1, 2, step) for step in (3, EPOCH)),
@@ -207,7 +219,9 @@ def test_resumed_fsdp_run_has_weights_and_curves_of_an_uninterrupted_run(
 def test_resumed_run_with_dist_bn_reduce_has_weights_and_curves_of_an_uninterrupted_run(
     undisturbed: Any, tmp_path: Path, stop_at: int
 ) -> None:
-    """The run stops before statistics are averaged, while they differ between the ranks."""
+    """The run stops while BatchNorm statistics still differ between ranks, because they are
+    averaged only at the end of an epoch.
+    """
     overrides = (
         "model=resnet18",
         "model.name=resnet10t",
@@ -226,8 +240,8 @@ def assert_resume_changes_nothing(
     stop_at: int,
     strategy: str = "",
 ) -> None:
-    """Check that a run stopped at a step and resumed writes the same outputs as an uninterrupted
-    run.
+    """Train a run that stops at step `stop_at`, and resume it. Check that its checkpoint, metrics
+    and curves equal those of an uninterrupted run.
     """
     overrides = (*more, *spread(world_size, strategy))
     whole = undisturbed(world_size, overrides)
@@ -272,7 +286,7 @@ def assert_resume_changes_nothing(
     ],
     ids=lambda overrides: "x".join(text.split("=")[1] for text in overrides),
 )
-def test_resume_under_another_strategy_reads_each_sample_once_and_keeps_losses(
+def test_resume_under_another_strategy_reads_each_sample_once_and_gives_equal_losses(
     undisturbed: Any, tmp_path: Path, before: tuple[str, ...], after: tuple[str, ...]
 ) -> None:
     def processes(overrides: tuple[str, ...]) -> int:
@@ -299,8 +313,8 @@ def test_resume_under_another_strategy_reads_each_sample_once_and_keeps_losses(
 def test_resume_command_printed_by_a_stopped_run_continues_training_bit_for_bit(
     train: Train,
 ) -> None:
-    """Two ranks with one loader worker each get a signal, and the printed command is run without
-    changes.
+    """The run has two ranks with one loader worker each. All of them receive the signal. The test
+    then runs the printed command without changes.
     """
     overrides = (
         "parallel=ddp",
@@ -335,7 +349,9 @@ def test_resume_command_printed_by_a_stopped_run_continues_training_bit_for_bit(
 def train_with_growing_scale(
     ranks: Ranks, store: Any, folder: str, config: ResolvedConfig, stop_at: int | None
 ) -> None:
-    """Train with a scaler that starts low and doubles its scale after 4 good steps, not 2,000."""
+    """Train on all ranks with a gradient scaler that starts at a low scale and doubles it after 4
+    good steps. The default of torch is 2,000 steps.
+    """
     torch.amp.GradScaler = partial(GradScaler, init_scale=8.0, growth_interval=4)  # type: ignore[misc, assignment]
     train(ranks, store, folder, config, stop_at)
 
@@ -343,9 +359,11 @@ def train_with_growing_scale(
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.slow(seconds=4)
 @pytest.mark.sample(2)
-def test_resumed_fp16_run_continues_with_its_loss_scale(tmp_path: Path, world_size: int) -> None:
-    """The stop is between two changes of the scale, so that both the scale and its count of good
-    steps matter.
+def test_resumed_fp16_run_continues_with_the_saved_loss_scale(
+    tmp_path: Path, world_size: int
+) -> None:
+    """The run stops between two changes of the loss scale. So both the scale and its count of good
+    steps must be restored.
     """
     config = config_of((*spread(world_size), "train.precision=fp16", "train.epochs=2"))
     last = {}
@@ -380,7 +398,9 @@ def test_resume_with_larger_max_steps_continues_bit_for_bit_in_mid_epoch(
 @pytest.mark.slow
 @pytest.mark.nightly
 def test_resume_reports_throughput_of_the_few_remaining_steps_of_a_long_run(tmp_path: Path) -> None:
-    """The remaining steps of a long run use the shorter warm-up of a short run."""
+    """The warm-up that is excluded from the throughput depends on the number of remaining steps,
+    not of all steps.
+    """
     overrides = (*spread(1), "train.epochs=8")
     in_ranks(train, 1, str(tmp_path), config_of(overrides), 41)
     in_ranks(train, 1, str(tmp_path), config_of(overrides), None)
@@ -389,7 +409,7 @@ def test_resume_reports_throughput_of_the_few_remaining_steps_of_a_long_run(tmp_
 
 
 @pytest.mark.slow(seconds=2)
-def test_resume_from_the_final_checkpoint_writes_the_train_metrics_of_the_run(
+def test_resume_from_the_final_checkpoint_writes_train_metrics_of_the_original_run(
     undisturbed: Any, tmp_path: Path
 ) -> None:
     overrides = (*spread(1), *RANDOM, "data.workers=0")

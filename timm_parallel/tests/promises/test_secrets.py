@@ -1,5 +1,5 @@
-"""Protection of secrets: references are not resolved in files, and values are masked in files and
-on the console.
+"""Tests that secrets stay out of files and console output. References to environment variables are
+saved unresolved, and literal values are refused or masked.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def secret(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def files_with_secret(folder: Path) -> list[str]:
-    """Return the files below `folder` that contain the secret in any notation or have it in their
-    name.
+    """Return the paths below `folder` whose name or contents include the secret, also in quoted or
+    shortened form.
     """
     forms = {
         form.encode()
@@ -69,23 +69,26 @@ def files_with_secret(folder: Path) -> list[str]:
         ("+model.kwargs={token:s3cretvalue}", "model.kwargs.token"),
         ("+model.kwargs.a={b:[{api_key:s3cretvalue}]}", "model.kwargs.a.b.api_key"),
         ("++optim.kwargs.password='s3cretvalue'", "optim.kwargs.password"),
-        ("+modle.kwargs.token=s3cretvalue(", "modle.kwargs.token"),  # Hydra's errors would quote it
+        # An error message of Hydra would quote this invalid override with the secret.
+        ("+modle.kwargs.token=s3cretvalue(", "modle.kwargs.token"),
         ("+modle={token:s3cretvalue}", "modle"),
         ("search.storage=postgresql://me:s3cretvalue@host/db", "search.storage: "),
         ("-m +model.kwargs.token=s3cretvalue,s3cret2", "model.kwargs.token"),
         ("-m search=optuna +model.kwargs.token=choice(s3cretvalue,s3cret2)", "model.kwargs.token"),
         ("+model.kwargs.token=${oc.env:HF_TOKEN,s3cretvalue}", "model.kwargs.token"),
         ("+model.kwargs.token=${oc.env:MISSING_TOKEN}", "MISSING_TOKEN"),
-        ("task_name=${oc.env:HF_TOKEN}", "task_name"),  # a folder name cannot be masked
+        # The task name becomes a folder name, in which a secret cannot be masked.
+        ("task_name=${oc.env:HF_TOKEN}", "task_name"),
         ("hydra.run.dir=x/${oc.env:HF_TOKEN}", "x/${oc.env:HF_TOKEN}"),
         (
             "-m hydra.sweep.dir=x/${oc.env:HF_TOKEN} parallel=single seed=1,2",
             "x/${oc.env:HF_TOKEN}",
         ),
+        # Hydra would write the values of these variables into .hydra/hydra.yaml.
         (
             "hydra.job.env_copy=[HF_TOKEN]",
             "hydra.job.env_",
-        ),  # Hydra would write it into .hydra/hydra.yaml
+        ),
         ("+hydra.job.env_set.MY_TOKEN=s3cretvalue", "hydra.job.env_set.MY_TOKEN"),
     ],
 )
@@ -117,7 +120,9 @@ def test_value_of_a_secret_environment_variable_is_saved_and_printed_as_a_refere
 
 
 def save_by_command(folder: Path, *words: str) -> ResolvedConfig:
-    """Write the files that train.py writes before it starts ranks: .hydra/ and config.yaml."""
+    """Write the files that train.py writes before it starts ranks, which are .hydra/ and
+    config.yaml. Return the resolved config.
+    """
     command = compose_command(parse("parallel=single", *words))
     config = resolve(command.config)
     folder.mkdir()
@@ -129,8 +134,8 @@ def save_by_command(folder: Path, *words: str) -> ResolvedConfig:
 def test_environment_reference_stays_unresolved_in_saved_yaml_and_resolves_on_load(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The name of the variable does not matter,
-    because a reference keeps its value out of files.
+    """A reference keeps the value of an environment variable out of files. This also holds if the
+    name of the variable does not look like a secret.
     """
     for name in ("HARMLESS_NAME", "SHORT_TOKEN"):
         monkeypatch.setenv(name, "s3cret")
@@ -143,9 +148,9 @@ def test_environment_reference_stays_unresolved_in_saved_yaml_and_resolves_on_lo
     )
     config = save_by_command(tmp_path / "run", *words)
     assert (config.model.kwargs["token"], config.data.root) == ("s3cret", "/x/s3cret")
-    for again in range(
-        2
-    ):  # run_job saves the config that it has read, also on a node without .hydra
+    # Save the config a second time without .hydra/, as run_job does on another node with the config
+    # that it has read.
+    for again in range(2):
         assert not any("s3cret" in path.read_text() for path in (tmp_path / "run").rglob("*.yaml"))
         assert load_config(tmp_path / "run") == config
         if again == 0:
@@ -157,7 +162,8 @@ def test_environment_reference_stays_unresolved_in_saved_yaml_and_resolves_on_lo
         "/x/of another machine",
         "of another machine",
     )
-    there.data.root = "/elsewhere"  # a changed value is not the value of the reference
+    # A value that was changed after loading must be saved instead of the reference.
+    there.data.root = "/elsewhere"
     save_config(there, tmp_path / "run")
     assert load_config(tmp_path / "run").data.root == "/elsewhere"
     monkeypatch.delenv("SHORT_TOKEN")
@@ -240,7 +246,9 @@ def test_literal_secret_is_refused_in_a_saved_run_config(refuse: Refuse, tmp_pat
         "MY_KEY",
     ],
 )
-def test_environment_variable_is_secret_when_its_name_looks_secret(name: str) -> None:
+def test_environment_variable_is_treated_as_secret_when_the_name_looks_like_a_secret(
+    name: str,
+) -> None:
     assert is_secret_variable(name, "12345678")
     assert not is_secret_variable(name, "1234567"), "short values occur in ordinary words"
     assert not is_secret_variable(name, str(ROOT)), (
@@ -248,7 +256,7 @@ def test_environment_variable_is_secret_when_its_name_looks_secret(name: str) ->
     )
 
 
-def test_variables_and_keys_that_only_resemble_secret_names_are_not_secret() -> None:
+def test_variables_and_keys_that_only_resemble_secret_names_are_not_treated_as_secret() -> None:
     for name in (
         "PWD",
         "OLDPWD",
@@ -277,7 +285,7 @@ def test_variables_and_keys_that_only_resemble_secret_names_are_not_secret() -> 
         assert not is_secret_key(key), key
 
 
-def test_secret_is_hidden_in_quoted_and_url_encoded_text_json_files_and_tracebacks(
+def test_secret_is_masked_in_quoted_text_url_encoded_text_json_files_and_tracebacks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from urllib.parse import quote_plus
@@ -331,9 +339,9 @@ def test_saved_code_diff_masks_a_value_whose_name_looks_like_a_secret(
 def test_saved_config_with_secret_references_loads_with_the_resolved_secrets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(
-        "LONG_PASSWORD", "it's: a phrase that YAML quotes, " * 4
-    )  # and breaks into lines
+    # This value contains characters that YAML quotes, and is so long that YAML breaks it into
+    # several lines.
+    monkeypatch.setenv("LONG_PASSWORD", "it's: a phrase that YAML quotes, " * 4)
     words = (
         "model=tiny",
         f"tags=['{REFERENCE}','a{REFERENCE}b']",
@@ -388,7 +396,9 @@ def test_cfg_job_with_resolve_prints_secrets_as_references() -> None:
 @pytest.mark.processes
 @pytest.mark.slow(seconds=10)
 def test_files_and_console_of_a_run_do_not_contain_secrets(train: Train) -> None:
-    """The config on the console, saved files, TensorBoard, records and tracebacks of a failure."""
+    """The test covers the config on the console, saved files, TensorBoard logs, and the records and
+    tracebacks of a failure.
+    """
     variables = {"HF_TOKEN": SECRET, "HARMLESS_NAME": "plain"}
     words = (
         "parallel=single",

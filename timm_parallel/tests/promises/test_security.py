@@ -1,5 +1,5 @@
-"""Protection of a run against other users and the network. Each row of docs/security.md names its
-tests.
+"""Tests that protect a run against other users and the network. The table of docs/security.md names
+a test for each of its rows.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def test_yaml_file_whose_aliases_expand_to_millions_of_values_is_refused(
 ESCAPES = "\x1b[2J\x9b31m\u202e\x07"
 
 
-def test_control_characters_of_file_and_class_names_are_escaped_where_they_are_printed(
+def test_control_characters_of_file_and_class_names_are_escaped_in_printed_output(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     name = f"red{ESCAPES}.png"
@@ -127,7 +127,9 @@ def test_torchinductor_cache_moves_from_tmp_to_home_but_other_folders_are_kept(
 
 
 def listening(process: psutil.Process) -> set[str]:
-    """Return the addresses on which the process or its descendants listen."""
+    """Return the IP addresses on which a process or one of its descendants listens for
+    connections.
+    """
     return {
         connection.laddr.ip
         for one in [process, *process.children(recursive=True)]
@@ -149,7 +151,8 @@ def test_ranks_on_one_machine_listen_only_on_loopback(train: Train) -> None:
     assert running.signal(2).returncode == 130
 
 
-# A script that runs as two ranks: rank 0 records where they listen, and rank 1 exits with code 2.
+# Script that start_as_ranks runs on two ranks. Rank 0 writes the addresses on which the launcher
+# and the ranks listen to a file. Rank 1 exits with code 2.
 STARTED = """
 import os, sys
 from pathlib import Path
@@ -182,8 +185,8 @@ sys.exit(start_as_ranks(ResolvedParallel(strategy="ddp", devices=2), sys.argv[1]
 def test_start_as_ranks_listens_on_loopback_and_returns_the_exit_code_of_a_failed_rank(
     train: Train, tmp_path: Path
 ) -> None:
-    """evaluate.py and scripts/predict.py start ranks this way. Files in the current folder are not
-    imported.
+    """evaluate.py and scripts/predict.py start ranks with start_as_ranks. The ranks must not import
+    files from the current folder.
     """
     (tmp_path / "started.py").write_text(STARTED)
     (tmp_path / "start.py").write_text(START)

@@ -1,5 +1,5 @@
-"""A launcher ends all its processes: children, grandchildren outside its group, and those that
-ignore SIGTERM.
+"""Tests that a launcher ends all processes that it has started. These include grandchildren outside
+its process group, and processes that ignore SIGTERM.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ DEAF = (
     "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', "
     "flush=True); time.sleep(600)"
 )
-# A child that starts a deaf grandchild in a new session, prints its pid, and exits: the grandchild
-# becomes an orphan.
+# Script that starts a child process in a new session, prints its process ID and exits. The child
+# ignores SIGTERM and becomes an orphan.
 PARENT = f"""
 import subprocess, sys
 child = subprocess.Popen([sys.executable, "-c", {DEAF!r}], start_new_session=True, stdout=subprocess.PIPE)
@@ -47,7 +47,8 @@ def _launch(answers: Any) -> None:
     spared.wait()
 
 
-# A launcher that starts a rank and exits before the rank has asked the kernel to be killed with it.
+# Script of a launcher that starts a rank and exits at once. At this time the rank has not yet asked
+# the kernel for a signal at the death of its parent.
 LAUNCHER = """
 import os, subprocess, sys
 environment = {**os.environ, "RUN_LAUNCHER": str(os.getpid())}
@@ -65,7 +66,7 @@ time.sleep(600)
 
 @pytest.mark.processes
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux signals the death of a parent")
-def test_rank_dies_when_its_launcher_dies_during_startup() -> None:
+def test_rank_ends_when_the_launcher_dies_during_startup() -> None:
     command = [sys.executable, "-c", LAUNCHER, RANK]
     done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=True
@@ -83,14 +84,14 @@ def test_rank_dies_when_its_launcher_dies_during_startup() -> None:
             rank.kill()
 
 
-def test_environment_of_ranks_contains_the_pid_of_their_launcher() -> None:
+def test_environment_of_ranks_contains_the_pid_of_the_launcher() -> None:
     assert supervisor._environment(resolved("parallel=single").parallel)["RUN_LAUNCHER"] == str(
         os.getpid()
     )
 
 
 @pytest.mark.processes
-def test_terminate_descendants_ends_orphans_but_not_children_started_before_it() -> None:
+def test_terminate_descendants_ends_orphans_but_no_children_started_before_the_with_block() -> None:
     context = multiprocessing.get_context("fork")
     answers = context.Queue()
     launcher = context.Process(target=_launch, args=(answers,))

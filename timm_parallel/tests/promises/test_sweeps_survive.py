@@ -1,5 +1,5 @@
-"""Results of a sweep or search survive a stop, a kill, a rejected submission and a resume on
-another machine.
+"""Tests that the results of a sweep or search survive a stop, a kill and a rejected submission to
+Slurm. They also survive a resume on another machine.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from timm_parallel.record.jobs import Job, Jobs, read_jobs
 from timm_parallel.record.result import Result, read_result, write_result
 from timm_parallel.testing.configs import parse, tiny
 
-# A fake job: counts its starts, writes a done result with an objective of 0.5, and runs for
-# JOB_STAYS seconds.
+# Script of a fake sweep job. It counts its starts in a file, writes result.json with status done
+# and objective 0.5, and then sleeps for JOB_STAYS seconds.
 JOB = """
 import json, os, pathlib, sys, time
 folder = pathlib.Path(sys.argv[1])
@@ -63,7 +63,7 @@ def frozen(folder: Path, *overrides: str) -> Jobs:
 
 
 def starts(folder: Path) -> list[int]:
-    """Return how often each of three jobs was started."""
+    """Return how often each of the three fake jobs was started."""
     return [
         len(path.read_text()) if (path := folder / job / "starts").exists() else 0 for job in "012"
     ]
@@ -75,11 +75,11 @@ def statuses(folder: Path) -> list[str]:
 
 @pytest.mark.processes
 @pytest.mark.slow(seconds=3)
-def test_sweep_job_with_done_result_does_not_run_again_when_killed_sweep_is_resumed(
+def test_finished_sweep_job_does_not_run_again_when_a_killed_sweep_is_resumed(
     tmp_path: Path,
 ) -> None:
-    """The checkpoint of a done job is at the last step, so a second run would have no measured
-    steps.
+    """The checkpoint of a finished job is at the last step. A second run would train no steps and
+    overwrite the measured speed.
     """
     jobs = frozen(tmp_path, "seed=1,2,3")
     for job in jobs.jobs[:2]:
@@ -98,7 +98,7 @@ def test_sweep_job_with_done_result_does_not_run_again_when_killed_sweep_is_resu
 
 @pytest.mark.slow(seconds=2)
 @pytest.mark.processes
-def test_sweep_job_status_is_done_when_sigint_arrives_after_its_result(
+def test_sweep_job_status_is_done_when_sigint_arrives_after_the_job_wrote_a_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("JOB_STAYS", "60")
@@ -117,7 +117,7 @@ def test_sweep_job_status_is_done_when_sigint_arrives_after_its_result(
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 @pytest.mark.slow(seconds=5)
 @pytest.mark.sample(3)
-def test_signal_while_a_sweep_writes_its_report_prints_how_to_continue(
+def test_sweep_prints_the_resume_override_when_a_signal_arrives_during_the_report(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -154,7 +154,7 @@ def test_sweep_exits_1_with_status_interrupted_when_a_job_was_interrupted(
     ("number", "part"), [(signal.SIGKILL, "lack of memory"), (signal.SIGSEGV, "SIGSEGV")]
 )
 @pytest.mark.slow(seconds=5)
-def test_reason_of_a_sweep_job_that_was_killed_names_the_signal(
+def test_failure_reason_of_a_killed_sweep_job_names_the_signal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, part: str
 ) -> None:
     command = [sys.executable, "-c", f"import os; os.kill(os.getpid(), {int(number)})"]
@@ -167,10 +167,12 @@ def test_reason_of_a_sweep_job_that_was_killed_names_the_signal(
 
 @pytest.mark.slow(seconds=1)
 @pytest.mark.parametrize(("is_lost", "status"), [(True, "done"), (False, "failed")])
-def test_done_job_stays_done_when_it_is_killed_with_its_fork_server(
+def test_finished_sweep_job_stays_done_when_the_fork_server_and_the_job_are_killed(
     tmp_path: Path, is_lost: bool, status: str
 ) -> None:
-    """A job that exits with an error by itself, after its result was written, has failed."""
+    """The job counts as failed, however, if the fork server still runs and the job exits with an
+    error after writing its result.
+    """
     [job] = frozen(tmp_path, "seed=1").jobs
     server = WarmServer()
     running = child.LocalJob(job, tmp_path / "0", None, server)
@@ -184,10 +186,12 @@ def test_done_job_stays_done_when_it_is_killed_with_its_fork_server(
 
 @pytest.mark.processes
 @pytest.mark.slow(seconds=6)
-def test_gpu_jobs_of_a_sweep_are_started_instead_of_skipped_when_gpus_are_missing(
+def test_sweep_starts_gpu_jobs_and_lets_them_fail_when_gpus_have_disappeared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A resume on a machine with GPUs runs failed jobs again, but would not run skipped jobs."""
+    """A failed job runs again when the sweep is resumed on a machine with GPUs. A skipped job would
+    not run again.
+    """
     monkeypatch.setattr(
         hardware, "visible_cuda_devices", lambda: (CudaDevice(0, "a GPU", 2**34, "GPU-0"),)
     )
@@ -220,7 +224,7 @@ def page(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.processes
-def test_search_keeps_job_statuses_and_study_db_when_writing_its_report_page_fails(
+def test_search_keeps_job_statuses_and_study_db_when_the_report_cannot_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(jobs: Jobs, study: object, config: object) -> None:
@@ -305,12 +309,13 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.slow
-def test_resumed_sweep_keeps_its_folders_when_slurm_rejects_the_submission(
+def test_resumed_sweep_keeps_all_run_folders_when_slurm_rejects_the_submission(
     tmp_path: Path, cluster: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "sweep"
     assert on_slurm(folder) == 0
-    for job in "012":  # the time limit was reached
+    # Make all jobs look interrupted by the time limit of Slurm.
+    for job in "012":
         write_result(folder / job, Result("interrupted"))
         (folder / job / "checkpoints").mkdir()
         (folder / job / "checkpoints" / "last.pt").touch()
@@ -320,12 +325,13 @@ def test_resumed_sweep_keeps_its_folders_when_slurm_rejects_the_submission(
     assert len(list(folder.glob("?/checkpoints/last.pt"))) == 3
     new = tmp_path / "new"
     with pytest.raises(ValueError, match="the controller is away"):
-        on_slurm(new, "parallel.devices=1,2")  # two devices are skipped
+        # The jobs with two devices are skipped, because parallel=single uses one device.
+        on_slurm(new, "parallel.devices=1,2")
     assert not new.exists()
 
 
 @pytest.mark.slow(seconds=2)
-def test_slurm_array_task_is_listed_as_failed_when_it_exits_without_a_result(
+def test_slurm_array_task_that_exits_without_a_result_is_listed_as_failed(
     tmp_path: Path, cluster: None
 ) -> None:
     folder = tmp_path / "sweep"
@@ -344,10 +350,12 @@ def test_slurm_array_task_is_listed_as_failed_when_it_exits_without_a_result(
 
 
 @pytest.mark.slow(seconds=2)
-def test_sweep_resume_is_refused_while_its_slurm_array_is_in_the_queue(
+def test_sweep_resume_is_refused_while_the_slurm_array_of_the_sweep_is_in_the_queue(
     tmp_path: Path, cluster: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """This also holds if the command was killed before it saved the ID of the array."""
+    """The resume is refused even if the earlier command was killed before it could save the ID of
+    the array.
+    """
     folder = tmp_path / "sweep"
     on_slurm(folder)
     for job in "012":
@@ -393,7 +401,7 @@ def test_sweep_prints_a_line_per_ended_job_and_a_progress_bar_only_in_terminals(
     capsys: pytest.CaptureFixture[str],
     is_terminal: bool,
 ) -> None:
-    """Names are printed unchanged, although rich reads brackets as markup."""
+    """The names of the jobs contain brackets, which rich must not read as markup."""
     monkeypatch.setenv("TTY_COMPATIBLE", str(int(is_terminal)))
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("COLUMNS", "100")
@@ -412,14 +420,16 @@ def test_sweep_prints_a_line_per_ended_job_and_a_progress_bar_only_in_terminals(
     assert all(
         line.endswith(f"{n}/3 done  2.0 s  {names[n - 1]}") for n, line in enumerate(lines, 1)
     )
-    # The estimate of the time left is in the bar only.
+    # Only the progress bar shows an estimate of the time left.
     assert (" s left" in shown) == is_terminal
 
 
 def test_sweep_display_does_not_raise_when_the_reader_of_stdout_has_exited(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With `| tee log`, Ctrl-C ends tee immediately, but the sweep must still record its jobs."""
+    """In `python train.py -m | tee log`, Ctrl-C ends tee at once. The sweep must still record the
+    states of its jobs.
+    """
     reading, writing = os.pipe()
     os.close(reading)
     with os.fdopen(writing, "w") as output:

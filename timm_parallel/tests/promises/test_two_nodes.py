@@ -1,5 +1,5 @@
-"""Two nodes that share only a link: network namespaces of this machine with separate names, hosts
-files and disks.
+"""Tests of runs on two nodes that share only a network link. A node is a network namespace of this
+machine with a separate host name, hosts file and disk.
 """
 
 from __future__ import annotations
@@ -31,8 +31,11 @@ from timm_parallel.testing.configs import read_lines, tiny
 from timm_parallel.testing.ranks import run_warm
 
 NAMES = ("nodea", "nodeb")
-ADDRESSES = ("10.77.0.1", "10.77.0.2")  # test_slurm_page.py replaces the first
-PROMPT = 15.0  # seconds from a fault to the end of everything
+# Addresses of the two nodes. test_slurm_page.py replaces the first address in the commands of
+# docs/slurm.md.
+ADDRESSES = ("10.77.0.1", "10.77.0.2")
+# Longest allowed time in seconds between a fault and the end of all processes.
+PROMPT = 15.0
 LONG = (
     "train.epochs=60",
     "train.evaluate_every=0",
@@ -44,7 +47,9 @@ LONG = (
 def can_make_namespaces() -> bool:
     if os.geteuid() != 0 or shutil.which("ip") is None:
         return False
-    name = f"probe-{os.getpid()}"  # concurrent test processes probe at the same time
+    # Use the process ID in the name of the namespace, because several test workers may run this
+    # check at the same time.
+    name = f"probe-{os.getpid()}"
     created = (
         subprocess.run(["ip", "netns", "add", name], capture_output=True, check=False).returncode
         == 0
@@ -70,8 +75,8 @@ def ip(*arguments: str) -> str:
 
 @dataclass
 class Nodes:
-    """Two namespaces with a link between them. Commands see `disk`, a different folder on each
-    node.
+    """Two network namespaces that are connected by a link. Commands on each node find a separate
+    folder at the path `disk`.
     """
 
     base: Path
@@ -113,7 +118,9 @@ class Nodes:
         return [int(pid) for pid in ip("netns", "pids", name).split()]
 
     def gone_after(self, since: float) -> float:
-        """Wait until no process runs on either node, and return the seconds since `since`."""
+        """Wait until no process runs on either node. Return the seconds that have passed since the
+        time `since`.
+        """
         while any(self.pids(name) for name in self.names):
             assert time.monotonic() - since < 60, [self.output(index) for index in range(2)]
             time.sleep(0.1)
@@ -126,11 +133,12 @@ class Nodes:
         environment: dict[str, str] | None = None,
         mounts: dict[str, Path] | None = None,
     ) -> subprocess.Popen[str]:
-        """Start a command on one node. `mounts`: folders mounted below /mnt for the command, by
-        default the node's disk.
+        """Start a command on one node and return its process. `mounts` maps paths below /mnt to the
+        folders that the command finds there, by default only the disk of the node.
         """
         name = self.names[index]
-        etc = Path("/etc/netns") / name  # ip mounts what lies here over /etc
+        # `ip netns exec` mounts the files in this folder over /etc for commands in the namespace.
+        etc = Path("/etc/netns") / name
         etc.mkdir(parents=True, exist_ok=True)
         (etc / "hosts").write_text(f"127.0.0.1 localhost\n{self.hosts}")
         places = mounts or {self.disk: self.base / name}
@@ -162,8 +170,9 @@ class Nodes:
         mounts: dict[str, Path] | None = None,
         environment: dict[str, str] | None = None,
     ) -> list[subprocess.Popen[str]]:
-        """Run the documented command on each node. The second node also gets the overrides
-        `second`, torchrun `options` and the additional `mounts`.
+        """Start the torchrun command of docs/slurm.md on each node and return both processes.
+        `second` are overrides, `options` are torchrun options and `mounts` are folders that only
+        the second node gets.
         """
         shown = [
             TORCHRUN.replace("--node-rank 0", f"--node-rank {index}").split()[1:]
@@ -179,8 +188,8 @@ class Nodes:
         ]
 
     def ended(self, started: list[subprocess.Popen[str]]) -> list[int]:
-        """Wait until no process is left on either node and return the exit codes of both
-        commands.
+        """Wait until both commands have ended and no process runs on either node. Return the exit
+        codes of the commands.
         """
         codes = [process.wait(timeout=300) for process in started]
         self.gone_after(time.monotonic())
@@ -223,7 +232,9 @@ def numbers(folder: Path) -> tuple[Any, ...]:
 
 
 def alone(folder: Path, *overrides: str) -> tuple[Any, ...]:
-    """Return the logged metrics of the same run on one machine."""
+    """Train the same run with two ranks on one machine. Return the hash of its weights and its
+    logged losses.
+    """
     return numbers(run_warm(folder, "parallel=ddp", "parallel.devices=2", *overrides))
 
 
@@ -246,8 +257,8 @@ def test_run_on_two_nodes_without_shared_disk_matches_one_machine(
 
 
 def is_refused_on_both(nodes: Nodes, started: list[subprocess.Popen[str]], *parts: str) -> None:
-    """Check that each node prints the difference in one line with both host names before the first
-    step.
+    """Check that each node prints the difference in one line, which contains both host names, and
+    that no step was trained.
     """
     assert nodes.ended(started) == [1, 1], "expected the exit code of torchrun"
     for index in range(2):
@@ -260,7 +271,9 @@ def is_refused_on_both(nodes: Nodes, started: list[subprocess.Popen[str]], *part
 
 
 @pytest.mark.nightly
-def test_nodes_refuse_to_train_when_their_code_differs(nodes: Nodes, tmp_path: Path) -> None:
+def test_nodes_refuse_to_train_when_code_differs_between_nodes(
+    nodes: Nodes, tmp_path: Path
+) -> None:
     other = shutil.copytree(ROOT / "src" / "train", tmp_path / "other")
     with open(other / "loop.py", "a") as file:
         file.write("# another version\n")
@@ -270,12 +283,14 @@ def test_nodes_refuse_to_train_when_their_code_differs(nodes: Nodes, tmp_path: P
 
 
 @pytest.mark.nightly
-def test_nodes_refuse_to_train_when_their_arguments_differ(nodes: Nodes) -> None:
+def test_nodes_refuse_to_train_when_command_line_arguments_differ_between_nodes(
+    nodes: Nodes,
+) -> None:
     is_refused_on_both(nodes, nodes.torchrun(second=("nonsense.key=3",)), "nonsense.key=3")
 
 
 def images_of(root: Path, names: tuple[str, ...], count: int) -> Path:
-    """Create `count` small images per class and split below `root`."""
+    """Write `count` small images for each class into each split, and return the root folder."""
     for split, name, index in itertools.product(("train", "val"), names, range(count)):
         path = root / split / name / f"{index:03}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -293,7 +308,7 @@ def images_of(root: Path, names: tuple[str, ...], count: int) -> Path:
     ids=["classes", "images"],
 )
 @pytest.mark.nightly
-def test_nodes_refuse_to_train_when_their_data_differs(
+def test_nodes_refuse_to_train_when_data_differs_between_nodes(
     nodes: Nodes, names: tuple[str, ...], count: int, parts: tuple[str, ...]
 ) -> None:
     images_of(nodes.base / nodes.names[0] / "data", ("c0", "c1"), 16)
@@ -310,7 +325,7 @@ def test_nodes_refuse_to_train_when_their_data_differs(
 
 
 @pytest.mark.nightly
-def test_stall_of_a_rank_on_node_1_ends_both_nodes_and_is_recorded_on_node_0(
+def test_stall_of_a_rank_on_node_1_ends_the_run_on_both_nodes_and_is_recorded_on_node_0(
     nodes: Nodes, tmp_path: Path
 ) -> None:
     fault = replace(FAULTS["stalls"], step=9)
@@ -352,8 +367,8 @@ esac
 
 @pytest.mark.nightly
 def test_srun_tasks_connect_over_the_network_link(nodes: Nodes, tmp_path: Path) -> None:
-    """Without MASTER_ADDR, tasks ask Slurm for the first node. gloo on loopback could not reach the
-    other node.
+    """Without MASTER_ADDR, each task asks Slurm for the address of the first node. If gloo used
+    loopback, it could not reach the other node.
     """
     scontrol = tmp_path / "bin" / "scontrol"
     scontrol.parent.mkdir()
@@ -382,8 +397,8 @@ def test_srun_tasks_connect_over_the_network_link(nodes: Nodes, tmp_path: Path) 
 
 
 def lose(nodes: Nodes, started: list[subprocess.Popen[str]], fault: str) -> float:
-    """Lose the second node during training and return the seconds until the run ended on every
-    reachable node.
+    """Make the second node fail during training. `fault` is `cut off`, `dead` or `stopped`. Return
+    the seconds until the run has ended on all nodes that can still be reached.
     """
     lost = nodes.pids(nodes.names[1])
     since = time.monotonic()
@@ -414,10 +429,10 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, ...]:
     [("cut off",), pytest.param(("cut off", "dead", "stopped"), marks=pytest.mark.nightly)],
     ids=" ".join,
 )
-def test_error_names_the_lost_node_and_the_same_torchrun_command_resumes_the_run(
+def test_error_names_the_lost_node_and_the_same_torchrun_commands_resume_the_run(
     nodes: Nodes, undisturbed: tuple[Any, ...], faults: tuple[str, ...]
 ) -> None:
-    """One run loses its second node, also several times in different ways."""
+    """One run loses its second node, in the nightly tests three times in different ways."""
     overrides = (*LONG, "resume=auto_or_new")
     for fault in faults:
         before = lines_in(nodes)
@@ -444,7 +459,9 @@ def test_error_names_the_lost_node_and_the_same_torchrun_command_resumes_the_run
 
 
 class Job:
-    """Simulates a Kubernetes Job: one pod per index, which is replaced when it fails."""
+    """Simulation of a Kubernetes Job that runs one pod per index, and starts a new pod when one
+    fails.
+    """
 
     def __init__(self, nodes: Nodes, manifest: Path) -> None:
         self.nodes = nodes
@@ -478,7 +495,7 @@ class Job:
         )
 
     def run(self) -> None:
-        """Replace failed pods until all have succeeded."""
+        """Start a new pod for each failed pod until all pods have succeeded."""
         until = time.monotonic() + 300
         while any(pod.poll() != 0 for pod in self.pods.values()):
             assert time.monotonic() < until, self.nodes.output(0) + self.nodes.output(1)
@@ -494,7 +511,7 @@ class Job:
 def test_kubernetes_job_resumes_when_a_pod_is_killed_or_drained(
     nodes: Nodes, train: Train, undisturbed: tuple[Any, ...]
 ) -> None:
-    overrides = KUBERNETES.split()[2:]  # after `python train.py`
+    overrides = KUBERNETES.split()[2:]
     written = train(*overrides, *LONG, folder=train.base / "submitted")
     assert written.returncode == 0 and "kubectl apply" in written.stdout, written.output
     job = Job(nodes, written.folder / "job.yaml")
@@ -510,13 +527,17 @@ def test_kubernetes_job_resumes_when_a_pod_is_killed_or_drained(
     for pid in nodes.pids(nodes.names[1]):
         os.kill(pid, signal.SIGKILL)
     wait_for(lambda: job.pods[1].poll() is not None, nodes)
-    job.start(1)  # at once, while the first pod still runs with the lost pod
+    # Start the replacement of the killed pod at once, while the other pod still waits for the
+    # killed one.
+    job.start(1)
     assert job.pods[0].wait(timeout=PROMPT) not in (0, 2), nodes.output(0)
     before = steps()
     job.start(0)
     wait_for(lambda: steps() > before + 2, nodes)
     since = time.monotonic()
-    job.pods[0].terminate()  # a drained node: TERM, and KILL after the grace period
+    # Send SIGTERM, as Kubernetes does to the pods of a drained node. SIGKILL would follow after the
+    # grace period.
+    job.pods[0].terminate()
     assert job.pods[0].wait(timeout=PROMPT) == 143
     assert read_result(folder).status == "interrupted"
     print(f"drained: saved and gone after {time.monotonic() - since:.1f} s")

@@ -1,5 +1,5 @@
-"""The watchdog names the rank that stopped first instead of ranks that wait for it, and ignores
-debugged processes.
+"""Tests of the watchdog. It names the rank that stopped first, not the ranks that wait for this
+rank. It ignores the time that a process spends in a debugger.
 """
 
 from __future__ import annotations
@@ -66,13 +66,14 @@ def test_watchdog_blames_the_rank_furthest_behind_when_all_ranks_respond(
     )
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow])  # for a busy machine
+# On a busy machine, Hypothesis may be too slow to generate examples in its time limit.
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.lists(st.tuples(PLACES, st.booleans()), min_size=2, max_size=8).filter(
         lambda ranks: {True, False} == {r[1] for r in ranks}
     )
 )
-def test_watchdog_blames_an_unresponsive_rank_even_when_others_are_further_behind(
+def test_watchdog_blames_an_unresponsive_rank_even_when_other_ranks_are_further_behind(
     ranks: list[tuple[tuple[int, int], bool]],
 ) -> None:
     places, answers = [place for place, _ in ranks], [answer for _, answer in ranks]
@@ -85,7 +86,7 @@ def test_watchdog_blames_an_unresponsive_rank_even_when_others_are_further_behin
     assert answers[recorder]
 
 
-def test_watchdog_blames_the_rank_in_the_forward_pass_when_others_are_in_backward() -> None:
+def test_watchdog_blames_the_rank_in_the_forward_pass_when_other_ranks_are_in_backward() -> None:
     now = heartbeats([(7, BACKWARD), (7, FORWARD), (7, BACKWARD)], [2, 2, 2])
     failed, _, reason = judge(heartbeats([(7, BACKWARD)] * 3, [1, 1, 1]), now, 120)
     assert failed.rank == 1
@@ -107,7 +108,7 @@ def test_watchdog_reason_names_node_and_host_when_there_are_several_nodes() -> N
 def test_watchdog_detects_that_the_main_thread_is_inside_pdb(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The main thread is in a frame of pdb.py while another thread checks."""
+    """The main thread executes code of a file pdb.py while another thread looks for a debugger."""
     seen: list[bool] = []
     look = threading.Thread(target=lambda: seen.append(watchdog._is_in_debugger()))
     code = compile(
@@ -125,8 +126,8 @@ def test_watchdog_detects_that_the_main_thread_is_inside_pdb(
 def test_watchdog_ignores_time_while_the_process_was_suspended(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """After Ctrl-Z or `scontrol suspend`, the clock jumps between two ticks. This is not a stall of
-    the main thread.
+    """After a suspension by Ctrl-Z or `scontrol suspend`, the clock has jumped between two ticks of
+    the watchdog. The watchdog must not take this jump for a stall.
     """
     dog = object.__new__(watchdog.Watchdog)
     clock = [0.0]
@@ -154,7 +155,7 @@ def test_watchdog_ignores_time_while_the_process_was_suspended(
 
 
 class Board:
-    """Fake store shared by all heartbeat threads of a test."""
+    """Fake torch store that all heartbeat threads of a test share."""
 
     def __init__(self) -> None:
         self.values: dict[str, str] = {}
@@ -211,15 +212,17 @@ def test_node_without_heartbeats_is_reported_lost_only_after_the_time_limit(
     assert NODE_SILENT < clock[0] - silent_since < 10
 
 
-def test_node_without_heartbeats_has_a_longer_time_limit_before_its_first_step(
+def test_node_without_heartbeats_has_a_longer_time_limit_before_the_first_step(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Importing libraries from a slow disk blocks every thread of a rank."""
+    """Before the first step, a rank imports libraries. On a slow disk this blocks all its threads,
+    so that heartbeats stop.
+    """
     clock = [0.0]
     monkeypatch.setattr(liveness, "step", 0)
-    monkeypatch.setattr(
-        liveness, "steps_done", 0
-    )  # a step done by this rank would be a step of all ranks
+    # Pretend that this rank has trained no step, because a step of one rank would be a step of all
+    # ranks.
+    monkeypatch.setattr(liveness, "steps_done", 0)
     first, _ = two_nodes(tmp_path, clock, monkeypatch)
     exchange(first)
     for clock[0], lost in ((30, False), (START_SILENT + 1, True)):
@@ -239,7 +242,7 @@ def test_node_1_reports_node_0_lost_when_the_torch_store_does_not_respond(
     assert second.silent_node() is None, "the delay is explained by the suspension of this process"
 
 
-def test_node_0_reports_no_lost_node_when_its_own_heartbeat_was_delayed(
+def test_node_0_reports_no_lost_node_when_heartbeats_of_node_0_were_delayed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     clock = [0.0]
@@ -248,11 +251,11 @@ def test_node_0_reports_no_lost_node_when_its_own_heartbeat_was_delayed(
     assert first.silent_node() is None
 
 
-def test_heartbeats_mark_the_run_failed_when_disk_is_too_full_for_the_failure_record(
+def test_heartbeat_thread_marks_the_run_failed_when_the_failure_record_cannot_be_written(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The error ends the heartbeat thread. Other nodes would mistake its silence for the death of
-    node 0.
+    """The error ends the heartbeat thread of node 0. Without the mark, other nodes would think that
+    node 0 is dead.
     """
 
     def full(folder: Path, record: dict[str, object]) -> None:
@@ -268,9 +271,11 @@ def test_heartbeats_mark_the_run_failed_when_disk_is_too_full_for_the_failure_re
     assert second.failed and second.peer_has_left()
 
 
-def test_heartbeats_close_waits_until_the_thread_has_left_the_torch_store(tmp_path: Path) -> None:
-    """A thread inside a store call at interpreter shutdown aborts the process, and a completed run
-    would be lost.
+def test_closing_heartbeats_waits_until_the_heartbeat_thread_has_left_the_torch_store(
+    tmp_path: Path,
+) -> None:
+    """A thread that is inside a store call at interpreter shutdown aborts the process. A completed
+    run would then count as failed.
     """
     inside, leave = threading.Event(), threading.Event()
 
@@ -302,12 +307,14 @@ def test_first_failure_is_chosen_by_order_of_arrival_instead_of_clock_time(tmp_p
 
 
 def _fail_far_away(ranks: Ranks, store: Store, folder: str) -> list[str]:
-    """Let rank 1 fail on another node with a separate folder, and return the failure records in
-    this rank's folder.
+    """Let rank 1 fail on a second node that does not share a disk with the first. All ranks must
+    call this function. Return the texts of the failure records in the folder of this rank's node.
     """
+    # Use a TCPStore, as a run does. The file of a FileStore would be deleted together with the
+    # first clone of the store.
     from torch.distributed import (
         TCPStore,
-    )  # as in a run; a store in a file is removed with its first clone
+    )
 
     place = dataclasses.replace(ranks, node=ranks.rank, nodes=2, local_rank=0, local_world_size=1)
     own = Path(folder) / f"node_{ranks.rank}"
@@ -342,11 +349,11 @@ def test_failure_record_of_a_rank_reaches_another_node_through_the_torch_store(
 
 
 @pytest.mark.parametrize(("exception", "limit"), [("NodeLost", 3.0), ("RuntimeError", LEAVE + 3.0)])
-def test_all_ranks_of_a_node_end_within_seconds_after_one_has_found_that_a_node_is_lost(
+def test_all_ranks_of_a_node_end_within_seconds_after_one_rank_detects_a_lost_node(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exception: str, limit: float
 ) -> None:
-    """Only the first rank of a node watches the other nodes. Its peers wait in a collective for the
-    lost node.
+    """Only the first rank of a node watches the other nodes. The other ranks of the node wait in a
+    collective for the lost node.
     """
     clock, ended = [0.0], []
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
@@ -372,8 +379,9 @@ def test_all_ranks_of_a_node_end_within_seconds_after_one_has_found_that_a_node_
     publish_failure(board, {"rank": 0, "exception": exception})  # type: ignore[arg-type]
     dog._watch()
     assert ended and ended[0] <= limit
-    # Two ticks until the first rank knows, the store's patience, two ticks of its peers, and the
-    # launcher's patience.
+    # Check that a lost node ends the run within 15 seconds. The terms are two ticks until the first
+    # rank detects the loss, the time limits of the store, two ticks until the other ranks notice,
+    # and the time limit of the launcher.
     assert 2 * TICK + NODE_SILENT + PUBLISH + 2 * TICK + 2.0 <= 15
 
 
@@ -392,7 +400,9 @@ def _replace(folder: Path) -> None:
 
 
 def _delete_in_part(folder: Path) -> None:
-    """As `rm -rf` leaves it if a rank writes at the same moment."""
+    """Delete only config.yaml. `rm -rf` leaves such a folder if a rank writes a file at the same
+    time.
+    """
     (folder / "config.yaml").unlink()
 
 
@@ -434,7 +444,7 @@ def test_watchdog_ends_a_process_whose_run_folder_is_deleted_moved_or_replaced(
 @pytest.mark.parametrize(
     ("number", "is_gone"), [(errno.ENOENT, True), (errno.EIO, False), (errno.ESTALE, False)]
 )
-def test_run_folder_on_a_file_system_with_errors_does_not_count_as_gone(
+def test_run_folder_does_not_count_as_deleted_when_the_file_system_reports_errors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, is_gone: bool
 ) -> None:
     def fail(path: Path) -> None:
@@ -445,12 +455,13 @@ def test_run_folder_on_a_file_system_with_errors_does_not_count_as_gone(
         assert folder.is_gone() == is_gone
 
 
-LIMIT = 2  # seconds without progress
+# Value of parallel.timeout, the longest allowed time without progress, in seconds.
+LIMIT = 2
 
 
 def _run_own_loop(folder: Path, step_for: float) -> None:
-    """Run a rank whose training loop does not call StepHooks: step an optimizer for `step_for`
-    seconds, then idle.
+    """Run a rank whose training loop does not report its steps to the library. The loop steps an
+    optimizer for `step_for` seconds and then sleeps.
     """
     import torch
 
@@ -474,11 +485,11 @@ def _run_own_loop(folder: Path, step_for: float) -> None:
 @pytest.mark.nightly
 @pytest.mark.processes
 @pytest.mark.slow(seconds=4)
-def test_watchdog_ends_a_custom_training_loop_only_when_its_optimizer_stops_stepping(
+def test_watchdog_ends_a_custom_training_loop_only_when_the_optimizer_stops_stepping(
     tmp_path: Path,
 ) -> None:
-    """Two runs execute at the same time: one steps for twice the limit, the other stops after its
-    first steps.
+    """Two runs execute at the same time. One steps its optimizer for twice the time limit, and the
+    other stops after the first steps.
     """
     started = {}
     for name, step_for in (("stepping", 2.0 * LIMIT), ("idle", 0.2)):

@@ -1,4 +1,6 @@
-"""Fit a line: a project that is not this template, for tests of the library."""
+"""Entry script of a small project that fits a line. Tests use this project to check that the
+library works without this template.
+"""
 
 from small.app import app
 

@@ -1,8 +1,8 @@
-"""Cause a fault in the rank that FAULT names. Every Python process with this folder on PYTHONPATH
-imports this file.
+"""Injection of a fault into a rank. Python imports this file at startup in every process that has
+its folder on PYTHONPATH.
 
-FAULT is `<kind>:<rank>:<step>:<phase>`, with rank `*` for all ranks. The time of the fault is
-written to FAULT_MARK.
+The environment variable FAULT is `<kind>:<rank>:<step>:<phase>`, where the rank `*` selects all
+ranks. The time of the fault is written to the file that FAULT_MARK names.
 """
 
 import os
@@ -11,7 +11,8 @@ import signal
 import time
 from pathlib import Path
 
-# Python imports only the first file of this name on its path: run the next one, too.
+# Run the next sitecustomize.py on PYTHONPATH, because Python imports only the first file of this
+# name.
 here = Path(__file__).resolve()
 following = [
     Path(folder, here.name) for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep)
@@ -37,7 +38,8 @@ def accident() -> None:
     if kind == "device_assert":
         import torch
 
-        # An index beyond the end: a kernel fails, and the next wait for the device raises.
+        # Use an index beyond the end of the tensor. The kernel fails asynchronously, and the next
+        # synchronization with the device raises the error.
         torch.zeros(1, device="cuda")[torch.tensor([7], device="cuda")].sum().item()
     if kind == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -58,7 +60,8 @@ def at(now: int) -> None:
     beat(now)
     mine = rank in ("*", os.environ.get("RANK", "0"))
     again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    due = os.environ.get("FAULT_AGAIN") if again else step  # a restarted run has none, unless told
+    # After a restart, inject a fault only at the step in FAULT_AGAIN, if this variable is set.
+    due = os.environ.get("FAULT_AGAIN") if again else step
     if mine and str(life.liveness.step) == due and life.PHASES[now] == phase:
         accident()
 

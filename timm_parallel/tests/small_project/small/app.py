@@ -1,4 +1,6 @@
-"""The small project, as the library sees it."""
+"""App object of a small project, which tests use to check that the library works without this
+template. A real project describes itself to the library in the same way.
+"""
 
 from __future__ import annotations
 
@@ -13,21 +15,21 @@ from timm_parallel.metric import Metric
 
 @dataclass
 class LineConfig(keys.DataConfig):
-    """The data: points on a line."""
+    """Config section data of the small project, whose samples are points on a line."""
 
     slope: float = key(3.0, gt=0, help="Slope of the line.")
 
 
 @dataclass
 class Config(keys.Config):
-    """Keys of the small project."""
+    """All config keys of the small project."""
 
     data: LineConfig = field(default_factory=LineConfig)
 
 
 @dataclass
 class ResolvedConfig(Config, keys.ResolvedConfig):
-    """Resolved keys of the small project."""
+    """All config keys of the small project after values such as `auto` have been replaced."""
 
     parallel: keys.ResolvedParallel = field(default_factory=keys.ResolvedParallel)
     train: keys.ResolvedTrain = field(default_factory=keys.ResolvedTrain)

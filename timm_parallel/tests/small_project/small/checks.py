@@ -1,4 +1,6 @@
-"""Checks of the data, which need no torch."""
+"""Checks of the config and data of the small project. They run before the ranks start and must not
+import torch.
+"""
 
 from __future__ import annotations
 
@@ -9,22 +11,24 @@ IMAGES = 64
 
 
 def check_data(config: Any) -> None:
-    """Refuse data that do not exist."""
+    """Raise an error if data.name is not `line`, the only dataset of the small project."""
     if config.data.name != "line":
         raise ValueError(f"data.name={config.data.name}: expected line")
 
 
 def check_batch(config: Any) -> None:
-    """Refuse a batch that is larger than the data."""
+    """Raise an error if the batch is larger than the dataset."""
     if config.global_batch > IMAGES:
         raise ValueError(f"data.batch_size={config.global_batch}: expected at most {IMAGES}")
 
 
 def training_size(data: Any) -> int:
-    """Return the number of points."""
+    """Return the number of training samples."""
     return IMAGES
 
 
 def rules(config: Any) -> Iterator[str]:
-    """Yield nothing: the keys of this project do not depend on each other."""
+    """Yield no error messages, because no key of the small project restricts the value of another
+    key.
+    """
     yield from ()

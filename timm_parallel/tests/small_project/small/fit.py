@@ -1,4 +1,4 @@
-"""One run of the small project."""
+"""Training function of the small project."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from timm_parallel.record.result import Result, write_result
 
 
 def fit(config: Any, folder: Path, ranks: Ranks, store: Any) -> None:
-    """Fit the line with gradient descent, and write result.json on rank 0."""
+    """Fit a linear model to points on a line with gradient descent. Rank 0 writes result.json. All
+    ranks must call this function.
+    """
     torch.manual_seed(config.seed)
     strategy = import_name(current().strategies[config.parallel.strategy])(
         config.parallel, ranks, store
@@ -34,7 +36,8 @@ def fit(config: Any, folder: Path, ranks: Ranks, store: Any) -> None:
         optimizer.step()
     mean = strategy.group.sum(loss.detach()[None]).item() / ranks.world_size
     if ranks.is_first:
-        # A metric of a search is in result.val.
+        # Write the loss into the field val, because a hyper-parameter search reads its metric from
+        # this field.
         result = Result(
             status="done",
             strategy=config.parallel.strategy,

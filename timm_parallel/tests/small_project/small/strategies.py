@@ -1,4 +1,6 @@
-"""Two strategies of the small project."""
+"""Strategies of the small project for one device, and for several devices with
+DistributedDataParallel.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from timm_parallel.parallel.strategy import Strategy
 
 
 class One(Strategy):
-    """One device."""
+    """Strategy that trains on one device in one process."""
 
     has_one_device = True
 
@@ -22,7 +24,7 @@ class One(Strategy):
 
 
 class Each(Strategy):
-    """A rank per device."""
+    """Strategy that trains with one rank per device and averages gradients over the ranks."""
 
     process_per_device = True
 
