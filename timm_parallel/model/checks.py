@@ -11,7 +11,7 @@ import shutil
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlparse
 from urllib.request import getproxies
 
@@ -87,9 +87,7 @@ def compile_model(model: nn.Module, mode: bool | str, device: torch.device) -> n
             f"model.compile={yaml_text(mode)}: needs a C compiler on a GPU, for Triton "
             f"({' or '.join(compilers)}); install gcc and libc6-dev, or set it to false"
         )
-    compiled: Any = torch.compile(model, mode=None if mode is True else mode)
-    assert isinstance(compiled, nn.Module)
-    return compiled
+    return cast(nn.Module, torch.compile(model, mode=None if mode is True else mode))
 
 
 def run_on_black_image(

@@ -19,7 +19,7 @@ import zipfile
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -229,8 +229,7 @@ def _on_cpu(contents: dict[str, Any]) -> dict[str, Any]:
             copies[memory] = tensor.cpu()
         return copies[memory]
 
-    moved: dict[str, Any] = tree_map_only(Tensor, copy, contents)
-    return moved
+    return cast(dict[str, Any], tree_map_only(Tensor, copy, contents))
 
 
 def _summary(contents: dict[str, Any]) -> dict[str, Any]:
