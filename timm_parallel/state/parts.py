@@ -182,7 +182,7 @@ class RunParts:
 
     @cached_property
     def listing(self) -> str:
-        """Return the fingerprint of the training images."""
+        """Return a hash of the names and labels of the training images."""
         return split_fingerprint(self.dataset.train)
 
 
