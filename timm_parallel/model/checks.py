@@ -78,14 +78,14 @@ def compile_model(model: nn.Module, mode: bool | str, device: torch.device) -> n
         except RuntimeError as error:
             raise ValueError(
                 f"model.compile={yaml_text(mode)}: needs a C++ compiler on a CPU ({error}); "
-                "install g++, or set it to false"
+                "install g++, or set model.compile=false"
             ) from None
     # Search for a C compiler in the same way as Triton does.
     compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
     if device.type == "cuda" and not any(shutil.which(compiler) for compiler in compilers):
         raise ValueError(
             f"model.compile={yaml_text(mode)}: needs a C compiler on a GPU, for Triton "
-            f"({' or '.join(compilers)}); install gcc and libc6-dev, or set it to false"
+            f"({' or '.join(compilers)}); install gcc and libc6-dev, or set model.compile=false"
         )
     return cast(nn.Module, torch.compile(model, mode=None if mode is True else mode))
 
