@@ -53,9 +53,9 @@ FULL_DEVICE = re.compile(r"GPU (\d+) has a total capacity|in replica \d+ on devi
 
 @dataclass
 class RankExits:
-    """How the ranks of this node ended. `exit_codes` is a dictionary from rank to exit code,
-    without ranks that exited with 0. A negative code is the number of the signal that killed the
-    rank.
+    """Record of how the ranks of this node ended. `exit_codes` is a dictionary from rank to exit
+    code, without ranks that exited with 0. A negative code is the number of the signal that killed
+    the rank.
     """
 
     # Signal that stopped this launcher or all of its ranks; None if there was none.
@@ -72,8 +72,8 @@ class RankExits:
 
 
 def record_of(rank: int | None, folder: Path, reason: str, **changes: Any) -> dict[str, Any]:
-    """Build the failure record of a rank on this host, with default values except for `reason` and
-    `changes`.
+    """Build the failure record of a rank on this host. `reason`: the text for the user. `changes`:
+    values of further fields, in place of their defaults.
     """
     return {
         "rank": rank,
@@ -84,7 +84,7 @@ def record_of(rank: int | None, folder: Path, reason: str, **changes: Any) -> di
         "reason": reason,
         "exception": "",
         "traceback": None,
-        # False if the reason is enough on the console. The log file still has the traceback.
+        # False if the console shows only the reason. The log file has the traceback in any case.
         "shows_traceback": True,
         "log": None if rank is None else str(log_file(folder, rank)),
         "is_echo": False,
@@ -144,7 +144,7 @@ def failure_record(
 
 def write_failure(folder: Path, record: dict[str, Any]) -> None:
     """Write a failure record as a file into the logs of a run. A full disk is ignored, because the
-    launcher also receives the record in another way.
+    launcher also receives the record through memory or the key-value store.
     """
     path = failure_file(folder, record["rank"])
     with suppress(OSError):
@@ -164,8 +164,8 @@ def report_descriptor() -> int | None:
 
 
 def report_failure(record: dict[str, Any]) -> None:
-    """Send a failure record to the launcher of a run with one rank. Ranks that have a store publish
-    the record there.
+    """Send a failure record to the launcher of a run with one rank. If a run has several ranks,
+    they publish the record in their key-value store instead.
     """
     descriptor = report_descriptor()
     if descriptor is not None:

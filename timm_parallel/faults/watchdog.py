@@ -65,12 +65,12 @@ class Watchdog:
         log: TextIO,
         before_exit: Callable[[], object] | None = None,
     ) -> None:
-        """`store`: the store of the run, None if there is one rank. `log`: file for dumps of the
-        thread stacks. `before_exit`: function to call before the process ends.
+        """`store`: the key-value store of the run; None if the run has one rank. `log`: file for
+        dumps of the thread stacks. `before_exit`: function to call before the process ends.
         """
         self.config, self.folder, self.ranks, self.log = config, folder, ranks, log
         self.before_exit = before_exit or (lambda: None)
-        # Clone the store, because each thread needs its own client.
+        # Clone the client of the key-value store, because each thread needs its own client.
         self.store = None if store is None else store.clone()
         self.heartbeats = Heartbeats(ranks, None if store is None else store.clone(), folder)
         self._over = threading.Event()
@@ -169,12 +169,12 @@ class Watchdog:
         """Write the stacks of all threads to the log, record the stuck rank, and exit. The other
         ranks do the same. `silent`: seconds without progress.
         """
-        # Exit by a timer if the store does not respond.
+        # Exit by a timer if the key-value store does not respond.
         killer = threading.Timer(COMPARE + 2 * WRITE, _exit)
         killer.daemon = True
         killer.start()
-        # Exit in `finally`, because the code above fails if the store has closed or the disk is
-        # full.
+        # Exit in `finally`, because the code above fails if the key-value store has closed or the
+        # disk is full.
         try:
             self._log_stacks(f"no progress for {silent:.0f} s while {self.heartbeats.mine()}")
             self._name_the_failed()
@@ -204,7 +204,8 @@ class Watchdog:
             if self.store is not None:
                 self.store.set("watchdog/recorded", "")
         elif self.store is not None:
-            # The rank that records the failure may be late, or its exit may have closed the store.
+            # The rank that records the failure may be late, or its exit may have closed the
+            # key-value store.
             with suppress(RuntimeError):
                 self.store.wait(["watchdog/recorded"], timedelta(seconds=WRITE))
                 fetch_failures(self.store, self.folder, self.ranks.world_size)
@@ -226,8 +227,8 @@ class Watchdog:
             record["traceback"] = "".join(
                 ["Stack of the main thread (most recent call last):\n", *stack]
             )
-        # Do not use the store if the failed rank is on node 0 and this rank is not, because the
-        # store is on node 0.
+        # Do not use the key-value store if the failed rank is on node 0 and this rank is not,
+        # because the store is on node 0.
         has_store = failed.node != 0 or self.ranks.node == 0
         if self.store is not None and self.ranks.nodes > 1 and has_store:
             publish_failure(self.store, record)
@@ -242,7 +243,7 @@ def judge(
     rank, rank that records the failure, reason).
 
     `before`, `after`: heartbeats of all ranks, some seconds apart. `limit`: seconds without
-    progress, for the reason.
+    progress, which the reason states.
     """
     pairs = list(zip(before, after, strict=True))
     ticking = [new for old, new in pairs if new.ticks > old.ticks]

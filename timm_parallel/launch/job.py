@@ -144,7 +144,7 @@ def conclude(
 
 def record_interruption(config: ResolvedConfig, folder: Path, number: signal.Signals) -> None:
     """Write result.json for a run that signal `number` stopped before its first rank started. An
-    existing result.json stays, because the run had then ended.
+    existing result.json is kept, because it shows that the run has ended.
     """
     if not (folder / "result.json").exists():
         record_end(config, folder, "interrupted", f"stopped by {number.name}")
@@ -153,8 +153,9 @@ def record_interruption(config: ResolvedConfig, folder: Path, number: signal.Sig
 def _try_to_record(
     config: ResolvedConfig, folder: Path, ended: RankExits, console: TextIO, *outcome: Any
 ) -> None:
-    """Write result.json, unless the run folder was deleted or moved. A failed write prints a line.
-    `outcome`: status, reason and failure record for `record_end`.
+    """Write result.json, unless the run folder was deleted or moved. If the file cannot be written,
+    print a line. `outcome`: status, reason and failure record of the run, which are the last
+    arguments of `record_end`.
     """
     if ended.folder_problem:
         _remove_leftovers(folder)
@@ -192,8 +193,8 @@ def record_end(
     reason: str,
     failure: dict[str, Any] | None = None,
 ) -> None:
-    """Write result.json with status and reason for a run that was stopped or failed. No rank has
-    written result.json in that case.
+    """Write result.json for a run that was stopped or failed, with its status and the reason. A
+    rank writes result.json only for a run that has ended normally.
     """
     parallel, segments = config.parallel, read_segments(folder)
     result = Result(

@@ -169,7 +169,7 @@ def run_agent(
         from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     rendezvous_handler_registry.register(BACKEND, from_parameters)
-    # For a run on one node, the store takes any free port, even if MASTER_PORT is set.
+    # For a run on one node, the key-value store takes any free port, even if MASTER_PORT is set.
     rendezvous = rendezvous or Rendezvous(NodeAddress(), parallel.start_timeout)
     nodes = rendezvous.endpoint.nodes
     # Silence the agent's error messages, because launch/job.py prints the failure.
@@ -210,8 +210,8 @@ def run_agent(
 def _failures_of_last_attempt(
     rendezvous: Rendezvous, parallel: ResolvedParallel
 ) -> list[dict[str, Any]]:
-    """Read the failure records of the last attempt that has any, from the store of a run on one
-    machine.
+    """Read failure records from the key-value store of a run on one machine. Return those of the
+    last attempt that has any.
     """
     for attempt in range(parallel.max_restarts, -1, -1):
         store = ranks_store(rendezvous.store, attempt)
