@@ -127,8 +127,9 @@ def _device(library: Any, index: int) -> CudaDevice:
 
 
 def _if_shown(reason: str) -> str | None:
-    """Return `reason` if this machine has NVIDIA devices that CUDA_VISIBLE_DEVICES does not hide on
-    purpose, otherwise None. A missing device is a problem only in the first case.
+    """Return `reason`, the message why torch can use no NVIDIA device. Return None if the machine
+    has no such device, or if the user hides all devices with CUDA_VISIBLE_DEVICES, because nothing
+    is then wrong.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if not nvidia_device_files() or (visible is not None and visible.strip() in HIDING):

@@ -37,8 +37,8 @@ LAUNCHER = "RUN_LAUNCHER"
 
 def kill_on_parent_exit(parent: int | None = None) -> None:
     """Ask the kernel to kill this process when its parent dies, e.g. after `kill -9` of a launcher.
-    `parent`: process id of the parent; by default that of the launcher or of the parent at this
-    moment.
+    `parent`: process id of the parent. None: use the id in the variable that the launcher sets, or
+    else the current parent.
     """
     if sys.platform != "linux":
         return
