@@ -181,7 +181,8 @@ def store_schema() -> None:
 
 def to_config(tree: DictConfig, merged: DictConfig | None = None) -> Config:
     """Convert a composed config, whose `${…}` are not yet resolved, to a Config object, and check
-    each value. Raises ValueError for an invalid value, and for a secret that is written out.
+    each value. Raises ValueError for an invalid value, and for a secret that is given as plain
+    text.
 
     `merged`: the config after merge_into_schema, from a caller that has also checked the types in
     the `hydra` section. None: this function does the merge and the check.
@@ -355,7 +356,8 @@ def _references_in(path: Path, config: Config) -> Iterator[tuple[str, Any]]:
 
 def _store_over(saved: Any) -> str:
     """Store the saved config of a run in Hydra's config store, so that Hydra uses it in place of
-    conf/train.yaml. Overrides may still choose options of groups. Return the name in the store.
+    conf/train.yaml. Overrides may still choose options of config groups. Return the name in the
+    store.
     """
     from hydra.core.config_store import ConfigStore
 

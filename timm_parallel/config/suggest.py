@@ -282,7 +282,8 @@ def _without_equals(word: str, words: list[str]) -> str:
 
 def _expected(key: str) -> str:
     """Describe the values that a config key accepts: its choices or type, and its default. For a
-    section of keys, name its first key. The text is empty for an unknown key.
+    section of keys, the text names the first key of the section. The text is empty for an unknown
+    key.
     """
     below = [
         (known, value, entry)

@@ -141,8 +141,9 @@ class BatchFetcher:
         """Apply the batch augmentations and normalize the images, on the device that holds the
         batch.
 
-        `draws`: random numbers for the augmentations. `normalize`: the function that normalizes
-        images between the augmentation of uint8 images and the one of normalized images.
+        `draws`: random numbers for the augmentations. `normalize`: the function that normalizes the
+        images. It is called after the augmentation of uint8 images, and before that of normalized
+        images.
         """
         if self.on_pixels is not None:
             images, targets = self.on_pixels(images, targets, draws[0])
@@ -372,9 +373,9 @@ class EvalLoader(Loader):
     ) -> None:
         """Build the loader of a split for evaluation.
 
-        `batch_size`: the global batch size. `transform`: preparation of each image; None reads data
-        in memory by whole batches. `on_error`: raise ends the run at an unreadable image; skip
-        leaves the image out.
+        `batch_size`: the global batch size. `transform`: preparation of each image. With None,
+        images in memory are read by whole batches. `on_error`: raise ends the run at an unreadable
+        image; skip leaves the image out.
         """
         fetcher = BatchFetcher(split, targets, transform, seed, on_error)
         sampler = EvalSampler(len(split), batch_size, group.rank, group.world_size)

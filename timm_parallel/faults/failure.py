@@ -156,8 +156,9 @@ def write_failure(folder: Path, record: dict[str, Any]) -> None:
 
 @cache
 def report_descriptor() -> int | None:
-    """Return the file descriptor in the variable REPORT; None if the variable is not set. The
-    variable is removed, so that programs that this rank starts do not inherit it.
+    """Return the file descriptor to which this rank writes its failure record, from the environment
+    variable REPORT; None if the variable is not set. The variable is removed, so that programs that
+    this rank starts do not inherit it.
     """
     given = os.environ.pop(REPORT, None)
     return None if given is None else int(given)
@@ -199,8 +200,8 @@ def first_failure(folder: Path, ended: RankExits) -> dict[str, Any]:
     records = [*_records(folder), *ended.records]
     attempt = max((record["attempt"] for record in records), default=0)
     records = [record for record in records if record["attempt"] == attempt]
-    # Sort by the number that the store gave each record, because the clocks of two hosts differ.
-    # Lost connections come last, because they follow from another failure.
+    # Sort by the number that the key-value store gave each record, because the clocks of two hosts
+    # differ. Lost connections come last, because they follow from another failure.
     records.sort(
         key=lambda record: (record["is_echo"], record.get("order", math.inf), record["time"])
     )

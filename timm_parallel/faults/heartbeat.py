@@ -88,9 +88,10 @@ class Heartbeats:
     # True if this rank has failed and is about to exit.
     is_leaving: bool = False
     answered_at: float = field(default_factory=time.monotonic)
-    # Node -> newest heartbeat of its first rank, and the time when its `ticks` last changed.
+    # Node -> newest heartbeat of its first rank, and the time when its counter of heartbeats
+    # (`ticks`) last changed.
     _nodes: dict[int, tuple[Heartbeat, float]] = field(default_factory=dict)
-    # Rank -> its newest `ticks`, and the time when they last changed.
+    # Rank -> its number of heartbeats (`ticks`), and the time when this number last changed.
     _ticks: dict[int, tuple[int, float]] = field(default_factory=dict)
     _over: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
@@ -275,7 +276,8 @@ def publish_failure(store: Store, record: dict[str, Any]) -> None:
                 if record.get("exception") == NODE_LOST:
                     client.set("lost", "")
 
-    # Use a thread, because a call to a store behind a broken network connection does not return.
+    # Use a thread, because a call to a key-value store behind a broken network connection does not
+    # return.
     thread = threading.Thread(target=publish, daemon=True)
     thread.start()
     thread.join(timeout=PUBLISH)
@@ -300,7 +302,8 @@ def published_failures(store: Store, world_size: int) -> list[dict[str, Any]]:
         with suppress(RuntimeError):
             records.extend(record for _, record in _published(store.clone(), world_size))
 
-    # Use a thread, because a call to a store behind a broken network connection may not return.
+    # Use a thread, because a call to a key-value store behind a broken network connection may not
+    # return.
     thread = threading.Thread(target=read, daemon=True)
     thread.start()
     thread.join(timeout=PUBLISH)

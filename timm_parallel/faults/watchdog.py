@@ -46,7 +46,8 @@ COMPARE = 3.0
 WRITE = 10.0
 # Time for this rank to exit by itself after a rank of another node has failed.
 LEAVE = 5.0
-# Time between two checks of the run folder. The folder must be missing twice.
+# Time between two checks of the run folder. The run ends if the folder is missing in two checks in
+# a row.
 FOLDER = 1.0
 DEBUGGERS = ("pdb.py", "bdb.py", "pydevd.py", "debugpy")
 

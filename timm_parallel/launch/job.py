@@ -70,10 +70,11 @@ def run_job(config: ResolvedConfig, folder: Path, start_rank: StartRank = start_
 def repeat_until_it_fits(
     config: ResolvedConfig, folder: Path, ended: RankExits
 ) -> tuple[ResolvedConfig, RankExits]:
-    """Start all ranks again with half the batch size while they run out of memory, if
-    train.accumulate=auto. Return config and exits of the last attempt.
+    """If train.accumulate=auto, start all ranks again with half the batch size, as long as they run
+    out of memory and the batch can be halved. Return the config of the last attempt, and how its
+    ranks ended.
 
-    `ended`: exits of the ranks in the first attempt.
+    `ended`: how the ranks of the first attempt ended.
     """
     while (half := _after_out_of_memory(config, folder, ended)) is not None:
         config = half
@@ -121,7 +122,7 @@ def conclude(
     """Write into result.json why a run stopped or failed, and print the reason. Return the exit
     code.
 
-    `ended`: exits of the ranks. `console`: stream to print to, stderr by default.
+    `ended`: how the ranks ended. `console`: stream to print to, stderr by default.
     """
     console = console or sys.stderr
     # Ignore a signal that arrived while the ranks of a finished run were exiting.

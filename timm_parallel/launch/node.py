@@ -150,7 +150,7 @@ def run_node_zero(config: ResolvedConfig, folder: Path, address: NodeAddress) ->
     try:
         ended = run_ranks(config, folder, rendezvous)
         config, ended = repeat_until_it_fits(config, folder, ended)
-    # The signal arrived before the first rank started.
+    # A stop signal arrived before the first rank started, so there are no exits of ranks.
     except Stopped as stop:
         ended = failure.RankExits(signal=stop.number)
     if rendezvous is not None and ended.exit_codes and ended.signal is None:

@@ -126,7 +126,7 @@ def refuse_others(store: Store, count: int, reason: str) -> None:
     processes have read the reason, at most REFUSAL_SECONDS.
     """
     store.set(CONFIG, json.dumps({"refused": reason}))
-    # Ignore a timeout. A process that is late finds no store and exits.
+    # Ignore a timeout. A process that is late finds no key-value store and exits.
     with suppress(RuntimeError):
         store.wait(
             [f"left/{index}" for index in range(1, count)], timedelta(seconds=REFUSAL_SECONDS)

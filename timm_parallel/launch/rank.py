@@ -51,8 +51,8 @@ STUCK_SECONDS = 8.0
 
 
 def main(folder: Path, run: RankMain) -> int:
-    """Train one rank with the config in a run folder. Environment variables name the rank. Return
-    the exit code. `run`: function that trains one rank.
+    """Train one rank with the config in a run folder. Environment variables hold the number of the
+    rank. Return the exit code. `run`: function that trains one rank.
     """
     ranks = ranks_from_environment(os.environ) or Ranks()
     config = load_config(folder)

@@ -155,8 +155,8 @@ def ranks_store(store: Store, attempt: int) -> PrefixStore:
     """
     from torch.distributed import PrefixStore
 
-    # Use new keys for each attempt, because after a restart the agent's store still has the
-    # addresses of ranks that have exited.
+    # Use new keys for each attempt, because after a restart the agent's key-value store still has
+    # the addresses of ranks that have exited.
     return PrefixStore(f"attempt_{attempt}", store)
 
 

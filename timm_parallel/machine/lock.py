@@ -100,7 +100,7 @@ def owner_of(folder: Path) -> str:
     """Describe the process that holds the lock of a folder, by pid, host and Slurm job. Return
     `another process` if the lock file does not say this.
     """
-    # The file may be missing, because the other process deletes it when it releases the lock.
+    # The file may be missing, because the other process deletes the file when it releases the lock.
     with suppress(OSError):
         return (folder / NAME).read_text(errors="replace").strip() or "another process"
     return "another process"

@@ -147,7 +147,7 @@ def _refuse_mpirun(environment: Mapping[str, str]) -> None:
 
 def _ranks_of_srun(environment: Mapping[str, str]) -> Ranks | None:
     """Read the identity of a rank that `srun --ntasks=N python train.py …` started. Return None if
-    srun did not start this process, or started no other one.
+    srun did not start this process, or if it is the only process of srun.
     """
     if "SLURM_STEP_ID" not in environment or environment.get("SLURM_STEP_NUM_TASKS", "1") == "1":
         return None
