@@ -50,7 +50,7 @@ class Command:
     # The composed config before its `${…}` are resolved, with the `hydra` section.
     tree: DictConfig
     run_dir: Path
-    # Hydra's config loader.
+    # Object with which Hydra has loaded the config.
     loader: Any
 
 
@@ -184,8 +184,8 @@ def to_config(tree: DictConfig, merged: DictConfig | None = None) -> Config:
     each value. Raises ValueError for an invalid value, and for a secret that is given as plain
     text.
 
-    `merged`: the config after merge_into_schema, from a caller that has also checked the types in
-    the `hydra` section. None: this function does the merge and the check.
+    `merged`: the config merged into the schema, from a caller that has done so and has checked the
+    types in the `hydra` section. None: this function does both.
     """
     for key, value in plain_values(OmegaConf.to_container(_task_of(tree))):
         # Reject a secret, because ranks read the config from a file of the run folder. A plain
@@ -207,7 +207,8 @@ def typed_and_checked(tree: DictConfig, merged: DictConfig | None = None) -> Con
     """Convert a composed config to a Config object and check each value. Raises ValueError for an
     invalid value.
 
-    `merged`: the config after merge_into_schema; None: this function does the merge.
+    `merged`: the config merged into the schema, if the caller has done so; None: this function does
+    it.
     """
     try:
         config = OmegaConf.to_object(merge_into_schema(tree) if merged is None else merged)

@@ -11,8 +11,8 @@ from timm_parallel.machine import hardware
 
 def device_counts(_root_: Any) -> str:
     """Resolve `${device_counts:}` to a list of device counts to compare, e.g. `1,2,4,6`. The last
-    count is the largest one that this machine has and that divides the batch, at most 8 on a CPU.
-    Before it come all smaller powers of two.
+    count is the largest number of devices of this machine that divides the batch, at most 8 on a
+    CPU. Before it come all smaller powers of two.
     """
     batch = OmegaConf.select(_root_, "data.batch_size")
     largest = max(

@@ -122,7 +122,7 @@ def option_problems(key: str, options: type[Any], given: dict[str, Any]) -> Iter
 
 def own_class_problems(key: str, name: str) -> Iterator[str]:
     """Yield an error message if a class of the project does not exist. `key`: the config key that
-    names it. `name`: its dotted name.
+    names the class. `name`: dotted name of the class.
     """
     if find_class(name) is None:
         yield (

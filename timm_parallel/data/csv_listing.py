@@ -157,8 +157,8 @@ def read_rows(path: Path, several: bool, columns: Sequence[str] = ()) -> list[Ro
     """Read the rows of the CSV file from its columns `file`, `label`, `split`, `fold` and `group`.
 
     The last three columns are optional. Paths in `file` are relative to the folder of the CSV file.
-    `several`: whether an image may have several labels, or none. `columns`: columns of numbers to
-    read instead of the column `label`.
+    `several`: True if an image may have any number of labels, also none. `columns`: columns of
+    numbers to read instead of the column `label`.
     """
     try:
         with open(path, newline="", encoding="utf-8-sig") as lines:

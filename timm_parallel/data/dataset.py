@@ -107,9 +107,9 @@ class InMemory:
     def of(split: Split, size: tuple[int, ...] | None = None) -> InMemory | None:
         """Return the images and labels that a split holds in memory, or None if it reads files.
 
-        The split may be an InMemory itself, or have one as its attribute `rows`. `size`: height and
-        width that the model needs. If the images in `rows` have another size, return None, because
-        the split then resizes each image when it is read.
+        The split may itself be an InMemory object, or have one as its attribute `rows`. `size`:
+        height and width that the model needs. If the images in `rows` have another size, return
+        None, because the split then resizes each image when it is read.
         """
         rows = getattr(split, "rows", split)
         if not isinstance(rows, InMemory):

@@ -327,7 +327,7 @@ class Loader:
 def one_ahead(batches: Iterator[tuple[Tensor, ...]]) -> Iterator[tuple[Tensor, ...]]:
     """Yield batches, and read the next batch in a thread while the caller uses the current one.
 
-    This saves time, because copying images in memory to a batch releases Python's global
+    This saves time, because copying images from memory into a batch releases Python's global
     interpreter lock. The caller can launch GPU kernels meanwhile.
     """
     with ThreadPoolExecutor(1, "reader") as reader:

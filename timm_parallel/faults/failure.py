@@ -193,7 +193,7 @@ def first_failure(folder: Path, ended: RankExits) -> dict[str, Any]:
     """Return the failure record of the rank that failed first in the latest attempt. If that rank
     wrote no record, build one from its exit code.
 
-    `ended`: exits of the ranks of this node.
+    `ended`: how the ranks of this node ended.
     """
     if ended.folder_problem:
         return record_of(None, folder, ended.folder_problem, exception=GONE)
@@ -210,12 +210,13 @@ def first_failure(folder: Path, ended: RankExits) -> dict[str, Any]:
         return records[0]
     codes = dict.fromkeys(range(ended.world_size), 0) | ended.exit_codes
     recorded = {record["rank"] for record in records}
-    # Otherwise choose a rank that a signal killed (negative code), or a rank that exited without a
-    # record, even with code 0. The other ranks then recorded only lost connections.
+    # Without such an exception, choose a rank that a signal killed (negative code), or a rank that
+    # exited without a record, even with code 0. The other ranks then recorded only lost
+    # connections.
     for rank, code in sorted(codes.items(), key=lambda item: item[1]):
         if rank not in recorded and code not in ENDED_BY_AGENT:
             return failure_of_exit_code(folder, rank, code, ended.oom_kills)
-    # Otherwise choose the earliest lost connection.
+    # If there is no other failure, choose the earliest lost connection.
     return records[0] if records else record_of(None, folder, "the ranks ended without a result")
 
 
@@ -287,7 +288,7 @@ def _full_device(error: Exception, text: str, accelerator: str) -> str | None:
         return f"cuda:{named[1] or named[2]}"
     import torch
 
-    # The current device is that of this rank, because the strategy has set it.
+    # torch's current device is that of this rank, because the strategy has set it.
     return f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_initialized() else accelerator
 
 

@@ -242,7 +242,7 @@ class Heartbeats:
             for node in set(range(ranks.nodes)) - {ranks.node}:
                 self._read_node(node, store)
         if store.check(["failed"]):
-            # Set the flag before the records are written, because writing fails on a full disk.
+            # Set `failed` before the records are written, because writing fails on a full disk.
             self.failed = True
             if ranks.is_first_of_node:
                 fetch_failures(store, self.folder, ranks.world_size)

@@ -106,7 +106,7 @@ class StopCoordinator:
 
     def _agree(self, store: Store) -> None:
         store.set("stop/signal", str(self.signal))
-        # Repeat if the main thread has started the next step meanwhile.
+        # Repeat the assignment if the main thread has started the next step meanwhile.
         while self._hold != self._step:
             self._hold = self._step
         store.set(f"stop/{self._rank}", str(self._hold))

@@ -37,12 +37,12 @@ from timm_parallel.machine.ranks import Ranks
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-# The constants below are in seconds. This one is the delay of a check after which the whole process
-# counts as suspended (Ctrl-Z, scontrol suspend). The main thread is then not stuck.
+# The constants below are in seconds. If a check comes this late, the whole process was suspended
+# (Ctrl-Z, scontrol suspend), and the main thread is not stuck.
 SUSPENDED = 10.0
 # Time for the other ranks to publish their progress.
 COMPARE = 3.0
-# Time for the rank that records the failure.
+# Time to wait until the rank that records the failure has written its record.
 WRITE = 10.0
 # Time for this rank to exit by itself after a rank of another node has failed.
 LEAVE = 5.0
@@ -262,8 +262,8 @@ def judge(
             f"seen in {silent[0]}"
         )
         return silent[0], min(heartbeat.rank for heartbeat in ticking), reason
-    # Otherwise the rank with the least progress has failed, because the others wait for it in a
-    # collective.
+    # If the heartbeats of all ranks change, or of none, the rank with the least progress has
+    # failed, because the others wait for it in a collective.
     failed = min(after, key=lambda heartbeat: (heartbeat.position, heartbeat.rank))
     reason = f"{name(failed)} made no progress for {limit} s, last seen in {failed}"
     if len(after) > 1:

@@ -150,7 +150,7 @@ def run_node_zero(config: ResolvedConfig, folder: Path, address: NodeAddress) ->
     try:
         ended = run_ranks(config, folder, rendezvous)
         config, ended = repeat_until_it_fits(config, folder, ended)
-    # A stop signal arrived before the first rank started, so there are no exits of ranks.
+    # A stop signal arrived before the first rank started, so no rank has an exit code.
     except Stopped as stop:
         ended = failure.RankExits(signal=stop.number)
     if rendezvous is not None and ended.exit_codes and ended.signal is None:
@@ -243,6 +243,6 @@ def _checkpoints(folder: Path) -> set[str]:
 
 
 if __name__ == "__main__":
-    # Read config.yaml from the run folder, unless the command line has a second folder.
+    # Read config.yaml from the run folder, unless the command line names a second folder.
     find_app(sys.argv[1])
     sys.exit(main(Path(sys.argv[2]), Path(sys.argv[-1])))

@@ -116,8 +116,8 @@ def keep_compiled_code_private() -> None:
     """Move the cache of torch.compile from /tmp to the home folder. In /tmp another user could
     place code in the cache.
     """
-    # Replace the variable also if it has torch's default, because the agent may have set the
-    # default for this rank.
+    # Replace TORCHINDUCTOR_CACHE_DIR also if it has torch's default, because the agent may have set
+    # the default for this rank.
     if Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", "torchinductor_")).name.startswith(
         "torchinductor_"
     ):

@@ -102,8 +102,8 @@ def _host_store(endpoint: NodeAddress) -> TCPStore:
 
 def _join(endpoint: NodeAddress, timeout: float) -> TCPStore:
     """Connect to the key-value store of node 0 and return the client. Raises ValueError after
-    `timeout` seconds. A store that this node has joined before belongs to an earlier run, so the
-    function tries again.
+    `timeout` seconds. If this node has joined the store before, the store belongs to an earlier
+    run. The function then tries to connect again.
     """
     from torch.distributed import TCPStore
 

@@ -89,10 +89,9 @@ def compose_run(arguments: Any, remembered: Path | None = None) -> Command:
 
 
 def keep_accumulate(config: ResolvedConfig, asked: Config, folder: Path) -> ResolvedConfig:
-    """Build the config for continuing the run in `folder`, if the user gives train.accumulate=auto.
-    Batch size and train.accumulate are then those that `auto` has found in that run. Return
-    `config` unchanged if the run has another number of images per optimizer step, or without
-    `auto`.
+    """Build the config for continuing the run in `folder` with train.accumulate=auto. It keeps the
+    batch size and train.accumulate that `auto` has found in that run. Return `config` unchanged if
+    train.accumulate is not auto, or if the run has another number of images per optimizer step.
 
     `asked`: the config in which `auto` is not replaced.
     """
@@ -109,8 +108,8 @@ def keep_accumulate(config: ResolvedConfig, asked: Config, folder: Path) -> Reso
 
 
 def folder_to_resume(config: ResolvedConfig, asked: Config) -> Path | None:
-    """Return the run folder that `resume` names. With auto, find the newest unfinished run with
-    this task_name and exactly this config. None means a new run.
+    """Return the run folder that `resume` names. With auto, find the newest unfinished run that has
+    the task_name of the config and exactly the same config. None means a new run.
 
     `asked`: the config in which `auto` is not replaced.
     """
@@ -275,7 +274,7 @@ def _saved_settings(folder: Path, overrides: list[str]) -> dict[str, Any]:
         strategy = tree.parallel.get("strategy")
     except (OSError, YAMLError, KeyError, TypeError, AttributeError):
         # The folder may be that of a task (outputs/<task>) or of a day, which contains run folders.
-        # Name the newest of them in the message.
+        # Name the newest run in the message.
         checkpoints = [
             path
             for runs in ("*", "*/*", "*/*/*")

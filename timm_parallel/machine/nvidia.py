@@ -204,7 +204,7 @@ class Gpu:
 
     def joules(self) -> float:
         """Return the energy in joules that the GPU has used since the driver was loaded. NaN if it
-        is unknown, as before Volta and for a MIG slice.
+        is unknown, as for GPUs older than Volta and for MIG slices.
         """
         millijoules = self._handle and _ask_nvml(
             "nvmlDeviceGetTotalEnergyConsumption", self._handle
