@@ -226,7 +226,7 @@ class TrackerConfig:
 
 @dataclass
 class PathsConfig:
-    """Config key of the folder in which runs and sweeps are stored."""
+    """Folder in which runs and sweeps are stored."""
 
     output_dir: str = key("outputs", help="Folder for runs and sweeps.")
 
