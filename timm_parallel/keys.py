@@ -669,8 +669,8 @@ class Config:
     @property
     def objective(self) -> str:
         """Name of the metric that a search optimizes. It is optimized_metric if that key is set,
-        otherwise the best value of checkpoint.metric, e.g. val/acc_best for val/acc.
-        checkpoint.metric=val/acc_ema gives val/acc_best too, which is then the accuracy of the
+        otherwise the best value of checkpoint.metric, e.g. val/loss_best for val/loss.
+        checkpoint.metric=val/loss_ema gives val/loss_best too, which is then the loss of the
         averaged weights.
         """
         return self.optimized_metric or f"{self.checkpoint.metric.removesuffix('_ema')}_best"
