@@ -18,7 +18,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 RECORD = ".template.json"
-# Folders in which the template's files replace those of the fork, without a merge.
+# Folders that an update replaces by those of the template, without merging changes of the fork.
 LIBRARY = ("timm_parallel",)
 MAKE_FORK = "scripts/maintain/fork.py"
 
@@ -242,8 +242,8 @@ def commit_fork(scratch: Path, commit: str, record: dict[str, Any], *parents: st
 
 
 def settle(scratch: Path, head: str, keep: Sequence[str]) -> list[str]:
-    """Resolve conflicts: delete files that the fork deleted, and keep the fork's version of the
-    paths in KEEP. Return the paths of the other conflicts.
+    """Resolve merge conflicts: delete files that the fork deleted, and keep the fork's version of
+    the paths that the user listed in KEEP. Return the paths of the other conflicts.
     """
     # git lists up to three stages of a file: 1 is the old template, 2 the fork, 3 the newer
     # template.

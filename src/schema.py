@@ -615,8 +615,8 @@ class TrainConfig(timm_parallel.TrainConfig):
             yield from self.profile_problems(self.max_steps)
 
     def profile_problems(self, steps: int) -> Iterator[str]:
-        """Yield an error message if the run ends before it has steps to time. Profiled steps are
-        not timed.
+        """Yield an error message if the run is too short to time a step after the warm-up and the
+        profiled steps.
         """
         if self.untimed_steps is not None and steps <= self.untimed_steps:
             yield (

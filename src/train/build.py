@@ -54,11 +54,12 @@ class DataAndModel:
 
     dataset: ImageDataset
     task: Task[ResolvedConfig]
-    # On the device and not wrapped, with random weights or those of timm.
+    # The model on the device of this rank, before a strategy wraps it. Its weights are random or
+    # those of timm.
     model: nn.Module
     preprocessing: Preprocessing
     prefetcher: DevicePrefetcher
-    # Dictionary from split to loader.
+    # Evaluation loaders, as a dictionary from the name of a split to its loader.
     eval_loaders: dict[str, EvalLoader]
 
 
@@ -66,8 +67,8 @@ def build_data_and_model(
     config: ResolvedConfig, strategy: Strategy, trained_names: list[str] | None = None
 ) -> DataAndModel:
     """Build the dataset, task, model and evaluation loaders that training and evaluate.py need. All
-    ranks must call this function. `trained_names`: names of the outputs in the run that evaluate.py
-    evaluates.
+    ranks must call this function. `trained_names`: class names from the checkpoint that evaluate.py
+    evaluates; None in training.
     """
     set_matmul_precision(config.train.precision)
     # Let one rank of a node download weights and data first; the other ranks then read them from

@@ -25,7 +25,8 @@ def flop_counter() -> FlopCounterMode:
         return int(sdpa_flop_count(query, key, value))
 
     def backward(_gradient: Shape, *shapes: Any, **__: Any) -> int:
-        # Count attention as if it had no fused kernel, which computes scores twice.
+        # In the backward pass, a fused attention kernel computes the scores again. Do not count
+        # this second computation.
         return 2 * forward(*shapes)
 
     attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -44,7 +45,8 @@ def count_flops(model: nn.Module, images: Shape) -> int | None:
     cannot count the FLOPs.
     """
     tensors = [*model.parameters(), *model.buffers()]
-    # deepcopy takes these tensors without storage from its memo, instead of copying the real ones.
+    # Give these tensors without storage to deepcopy in its memo. deepcopy then uses them instead of
+    # copies of the real tensors.
     memo = {
         id(tensor): tensor.detach().to("meta").requires_grad_(tensor.requires_grad)
         for tensor in tensors

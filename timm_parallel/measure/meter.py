@@ -39,7 +39,7 @@ class Meter:
         """Configure the timer.
 
         `images_per_step`: images per optimizer step over all devices. `steps`: number of steps that
-        will run. `clock`: event of a GPU, recorded after every step; None on a CPU.
+        will run. `clock`: GPU event that is recorded after every step; None on a CPU.
         `start_measuring`: function to call when the timed window starts. `untimed`: number of first
         steps that are not timed; None: choose it from `steps`. `energy`: energy counters of the
         GPUs.
@@ -106,7 +106,8 @@ class Meter:
     def end_fetch(self) -> None:
         """Add the time for which the device waited for a batch.
 
-        If the device finished its work while the batch was read, half of the reading time is added.
+        If the device finished its work while the batch was read, half of the reading time is added,
+        because the exact moment is unknown.
         """
         if self._was_idle:
             self._wait += time.perf_counter() - self._fetch_from

@@ -44,9 +44,8 @@ def build_hooks(
 ) -> StepHooks:
     """Build the hooks that time the steps of a training run, and profile some steps if requested.
 
-    `total_steps`: steps of the run. `untimed`: number of first steps that are not timed.
-    `recorded`: number of steps to profile, which are among the steps that are not timed; None: no
-    profile.
+    `total_steps`: steps of the run. `untimed`: number of steps at the start of the run that are not
+    timed. `recorded`: number of these untimed steps to profile; None: no profile.
     """
     meter = Meter(
         config.global_batch * config.train.accumulate,

@@ -55,8 +55,8 @@ def load_weights(
 def _read_foreign(path: Path, own_names: list[str]) -> dict[str, Any]:
     """Read a state dict from a file of timm, Lightning or a PyTorch tutorial.
 
-    `own_names`: names of the model's tensors, which show if a prefix of Lightning belongs to the
-    model itself.
+    Lightning puts a prefix such as `model.` before the names, which is removed. `own_names`: names
+    of the model's tensors; a prefix with which one of them starts is kept.
     """
     state = load_state_dict(str(path), use_ema=True, weights_only=True)
     if isinstance(state.get("model_state_dict"), dict):

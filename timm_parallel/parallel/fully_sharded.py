@@ -137,8 +137,8 @@ class FullySharded(Distributed):
 
 
 class StepOfShards(nn.Module):
-    """Training step whose loss has sharded parameters. Called without a batch, it only gathers
-    them.
+    """Training step whose loss has sharded parameters. A call without a batch gathers these
+    parameters without training.
     """
 
     def __init__(self, step: nn.Module) -> None:

@@ -111,8 +111,8 @@ class TorchProcessGroup(ProcessGroup):
                 store=dist.PrefixStore("process_group", store),
                 rank=ranks.rank,
                 world_size=ranks.world_size,
-                # Wait longer than the watchdog does, because the watchdog names the rank that
-                # failed.
+                # Use a longer timeout than the watchdog. The watchdog then ends the run first, and
+                # names the rank that failed.
                 timeout=timedelta(seconds=max(config.start_timeout, config.timeout) + 60),
                 device_id=device if config.backend == "nccl" else None,
             )
@@ -218,7 +218,8 @@ class BufferSync:
         return self._group.rows(torch.cat(buffers).float())
 
     def restore_own(self, model: nn.Module, by_rank: Tensor | None) -> None:
-        """Restore the buffers of this rank from the gathered buffers of all ranks.
+        """Restore the buffers of this rank, such as BatchNorm statistics, from those of all ranks
+        in a checkpoint.
 
         Does nothing if the number of ranks differs from that of the saved run.
         """

@@ -56,7 +56,8 @@ def watch_openmp_oversubscription(threads: int) -> OversubscriptionWatcher | Non
 class OversubscriptionWatcher(threading.Thread):
     """Thread that starts idle OpenMP teams while this process waits for cores.
 
-    The additional threads make libgomp let its threads sleep at barriers instead of spinning.
+    libgomp lets waiting threads sleep instead of spin if the process has more threads than the
+    machine has cores. The idle teams raise the number of threads above this limit.
     """
 
     def __init__(

@@ -1,4 +1,6 @@
-"""Check parameters before fsdp shards them, and tell the watchdog when a rank waits for them."""
+"""Check parameters before fsdp shards them, and tell the watchdog when a rank waits for parameters
+of other ranks.
+"""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class SplitEvaluation:
 
     # Values of the metrics by name. Names of the averaged weights end with `_ema`.
     numbers: dict[str, float | None]
-    # Further entries of the split in result.json.
+    # Further values of the split for result.json, such as the accuracy of each class.
     details: dict[str, Any]
     # Evaluations of the raw weights under the key `<split>`, and of the averaged weights under
     # `<split>_ema`.
@@ -104,10 +104,11 @@ def _to_double(values: Tensor) -> Tensor:
 
 
 def _zeros(used: Mapping[str, Metric], scores: Tensor, targets: Tensor) -> dict[Any, Tensor]:
-    """Return a dictionary from metric function to a tensor of zeros in the shape of its sums.
+    """Return a dictionary from each function that computes the sums of a metric to zeros in the
+    shape of these sums.
 
-    A rank that evaluates no image adds these zeros. `scores`, `targets`: those of one sample, from
-    which the shapes are computed.
+    A rank that evaluates no image adds these zeros to the sums of the other ranks. `scores`,
+    `targets`: those of one sample, from which the shapes are computed.
     """
     functions = dict.fromkeys(metric.sums for metric in used.values() if metric.sums is not None)
     losses = _to_double(scores.new_zeros(1))

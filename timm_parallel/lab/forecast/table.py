@@ -66,8 +66,9 @@ def read_measured(run: RunRecord) -> Measured | None:
 
 
 def setting_of(run: RunRecord) -> str:
-    """Return the overrides of a run that describe its setting, or the name of the model if there
-    are none. Overrides of parallel, batch, seed and sweep are left out.
+    """Return the overrides of a run that describe its setting, joined to a text. Overrides of the
+    strategy, devices, batch and seed are dropped. If no other override remains, return the name of
+    the model.
     """
     covered = (
         "parallel=",
