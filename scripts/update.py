@@ -139,11 +139,11 @@ def fetch(root: Path, source: str) -> str:
 
 
 def find_base(root: Path, source: str, recorded: str, newest: str) -> str:
-    """Return the commit of the template from which the fork started. Without the recorded commit,
-    it is the newest commit with equal files.
+    """Return the commit of the template from which the fork started. Commits are compared by their
+    files, not by their hashes.
 
     On GitHub, "Use this template" starts a repository with a new commit, which the template does
-    not have. Its files are equal to those of a commit of the template.
+    not have. The files of this commit are equal to those of a commit of the template.
     """
     commits: dict[str, str] = {}
     for line in git(root, "log", "--format=%H %T", newest).splitlines():

@@ -279,8 +279,8 @@ UNEVEN = ("data=synthetic", "data.kwargs.num_samples=392")
 
 
 def equal_to_single(*ways: tuple[str, tuple[str, ...]], tolerance: float = 2e-3) -> Check:
-    """Return a check that strategies have the same losses and evaluation results as single. The
-    tolerance is absolute.
+    """Return a check that runs single and the given strategies, and compares their losses and
+    evaluation results. A difference of more than `tolerance` (absolute) is wrong.
     """
 
     def run(seconds: float) -> list[Row]:

@@ -110,7 +110,7 @@ class Verdict:
 
 def judge(sweep: Sweep) -> Verdict:
     """Build the headline result and the comparisons of a simulated sweep with the functions that
-    write reports. Return where they agree with the true values, and where they do not.
+    write reports. Return how they differ from the true values.
     """
     [group] = with_contrasts(setting_groups(sweep.records()))
     lead = recommend(group)

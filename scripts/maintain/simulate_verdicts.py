@@ -65,15 +65,15 @@ def run_records(draw: np.random.Generator, seeds: int, difference: float = 0) ->
 
 
 def words(draw: np.random.Generator, seeds: int, number: int, difference: float = 0) -> list[str]:
-    """Simulate a verdict. Return its word (better, worse or no difference shown), then the word of
-    each row of its table.
+    """Simulate a verdict. Return its conclusion (better, worse or no difference shown), followed by
+    the conclusion of each row of its table.
     """
     verdict = judge(run_records(draw, seeds, difference), Record(BASE, HEAD, number))
     return [verdict.word, *(row.get("verdict", "") for row in verdict.rows)]
 
 
 def is_false(said: list[str]) -> bool:
-    """Return True if a verdict on equal code calls anything better or worse."""
+    """Return True if a verdict on equal code says better or worse anywhere, which is then false."""
     return bool({BETTER, WORSE} & {*said})
 
 

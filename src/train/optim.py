@@ -108,8 +108,9 @@ def _add_groups(
 
 
 def _scale(optimizer: torch.optim.Optimizer, chosen: list[nn.Parameter], scale: float) -> None:
-    """Multiply the learning rate of the given parameters by a factor. Each of them gets into a
-    parameter group whose entry `lr_scale` has this factor, which timm's schedule applies.
+    """Multiply the learning rate of the given parameters by a factor. These parameters are moved to
+    parameter groups of their own. timm's schedule multiplies the learning rate of a group by its
+    entry `lr_scale`.
     """
     head = {id(parameter) for parameter in chosen}
     groups = []

@@ -127,8 +127,8 @@ def run_on_black_image(
 def check_sharded_model(
     model: nn.Module, input_size: tuple[int, int, int], group: ProcessGroup
 ) -> None:
-    """Run a model that fsdp has sharded on one black image, as a test of its evaluation. A model
-    that is not sharded is not run.
+    """Run the forward pass of a sharded model on one black image, to test that fsdp can evaluate
+    the model. A model that is not sharded is not run.
 
     All ranks must call this function. Raises ValueError on all ranks if the model uses a parameter
     outside of the forward pass of the module that holds it, because fsdp gathers the parameter only

@@ -66,8 +66,8 @@ class OversubscriptionWatcher(threading.Thread):
         scheduled: Callable[[], tuple[float, float]] = scheduled_seconds,
         look_seconds: float = LOOK_SECONDS,
     ) -> None:
-        """Configure the watcher. `threads`: number of threads per OpenMP team, as given to
-        torch.set_num_threads.
+        """Configure the thread, without starting it. `threads`: number of threads per OpenMP team,
+        as given to torch.set_num_threads.
         """
         super().__init__(name="crowding", daemon=True)
         # The smallest number of idle teams with which all teams together have more threads than the

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class HasParameters(Protocol):
-    """Interface of an object whose parameters a training step uses, such as the model or a whole
+    """Interface of an object that lists its parameters by name, such as a model, a loss or a
     training step.
     """
 
@@ -129,7 +129,8 @@ class Strategy:
         return nullcontext()
 
     def after_step(self, step: int) -> None:
-        """Change the weights after an optimizer step, before model.ema averages them.
+        """Hook for strategies that change the weights after an optimizer step, before model.ema
+        averages them. By default, the hook does nothing.
 
         `step`: number of the step, counted from 1.
         """

@@ -104,8 +104,8 @@ def _to_double(values: Tensor) -> Tensor:
 
 
 def _zeros(used: Mapping[str, Metric], scores: Tensor, targets: Tensor) -> dict[Any, Tensor]:
-    """Return a dictionary from each function that computes the sums of a metric to zeros in the
-    shape of these sums.
+    """Build a dictionary of zero tensors, in the shapes of the sums of the metrics. Its keys are
+    the functions that compute these sums.
 
     A rank that evaluates no image adds these zeros to the sums of the other ranks. `scores`,
     `targets`: those of one sample, from which the shapes are computed.

@@ -49,11 +49,11 @@ class Progress:
     evaluated_at: int | None = None
 
     def schedule_step(self, steps_per_epoch: int) -> int:
-        """Return the step for which to read the learning-rate schedule.
+        """Return the step number with which to update the learning-rate schedule.
 
-        This is not always the step of the run, because earlier epochs may have had other numbers of
-        steps, for example with another batch size. Here each earlier epoch counts as
-        `steps_per_epoch` steps, so that the learning rate fits the epoch.
+        Each earlier epoch counts as `steps_per_epoch` steps, even if it had another number of steps
+        before a resume. The learning rate therefore depends only on the position in the training,
+        in epochs.
         """
         return self.epoch * steps_per_epoch + self.step_in_epoch
 

@@ -145,8 +145,8 @@ def _no_child(*arguments: object, **options: object) -> None:
 
 @pytest.fixture(scope="module")
 def train_shared(tmp_path_factory: pytest.TempPathFactory, caches: Path) -> Iterator[Train]:
-    """Yield a starter of train.py, as the fixture `train` does. The started runs are kept for all
-    tests of a module.
+    """Yield an object that starts train.py, like that of the fixture `train`. The runs of this
+    object are kept until the last test of a module has ended.
     """
     starter = Train(tmp_path_factory.mktemp("shared"), caches)
     yield starter

@@ -46,8 +46,8 @@ def probe(module: str) -> dict[str, Any]:
 
 
 def try_strategy(strategy: str, devices: int) -> str:
-    """Train and evaluate a tiny model with train.py for two steps. Return the last line of the
-    error, or an empty text if the strategy works on this machine.
+    """Train and evaluate a tiny model for two steps with the given strategy. Return an empty text
+    if this works on this machine, else the last line of the error.
     """
     with tempfile.TemporaryDirectory(prefix="doctor_") as folder:
         arguments = [

@@ -71,8 +71,8 @@ def jobs_at_a_time(key: str, jobs: int | str, config: Config) -> int | None:
 
 
 def why_alone(scheduler: DeviceScheduler, needs: set[Requirement]) -> str:
-    """Return the reason why this machine can run only one of these jobs at a time. The text is
-    empty if two of the jobs fit on the machine.
+    """Return the reason why this machine can run only one job of a sweep or search at a time. The
+    text is empty if two jobs fit on the machine. `needs`: the devices that different jobs need.
     """
     if not needs or any(scheduler.concurrent_jobs(need) > 1 for need in needs):
         return ""

@@ -38,8 +38,8 @@ def config_folder(folder: Path, job: Job) -> Path:
 
 @cache
 def frozen_config(folder: Path) -> ResolvedConfig:
-    """Read the config that was saved in a folder before the first job of the sweep started. Each
-    folder is read once.
+    """Read the config that was saved in a folder before the first job of the sweep started. The
+    result is cached.
     """
     return load_config(folder)
 

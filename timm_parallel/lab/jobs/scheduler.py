@@ -47,9 +47,9 @@ class DeviceScheduler:
         """Choose the job that starts next, and assign devices to it. Return (number of the job,
         names of its devices), or None if no job can start before a running job ends.
 
-        `waiting`: (number, requirement) of each waiting job, in order. `has_memory`: function that
-        returns True if the free memory is enough for one more job. It is called only while other
-        jobs run.
+        `waiting`: (number, requirement) of each waiting job, in the order of the sweep.
+        `has_memory`: function that returns True if the free memory is enough for one more job. It
+        is called only while other jobs run.
         """
         if len(self.held) == self.max_jobs:
             return None
