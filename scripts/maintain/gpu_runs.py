@@ -274,7 +274,7 @@ def fsdp_on_one(seconds: float) -> list[Row]:
     return equal_to_single(("fsdp on 1", ("parallel=fsdp", "parallel.devices=1")))(seconds)
 
 
-# With 49 validation images, no number of ranks evaluates the same number of images each.
+# Use 49 validation images, so that 2, 4 or 8 ranks evaluate different numbers of images.
 UNEVEN = ("data=synthetic", "data.kwargs.num_samples=392")
 
 

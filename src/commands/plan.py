@@ -39,7 +39,7 @@ class Sizes(ImageDataset):
     def __init__(self, num_images: int, num_classes: int, in_chans: int) -> None:
         self.target_names = [f"class_{index}" for index in range(num_classes)]
         self.in_chans = in_chans
-        # A range suffices, because a plan reads only the length of the training split.
+        # Store only a range of numbers, because a plan reads only the length of the training split.
         self.train = cast(Any, range(num_images))
 
 

@@ -59,8 +59,8 @@ class Preprocessing:
     std: tuple[float, ...]
     # Side of the center crop divided by the side of the resized image.
     crop_pct: float
-    # center: resize the shorter side; squash: resize both sides; border: resize the longer side,
-    # and pad the rest with `mean`.
+    # Crop mode. center: resize the shorter side; squash: resize both sides; border: resize the
+    # longer side, and pad the rest with `mean`.
     crop_mode: str
     # Interpolation with which images are resized: bilinear or bicubic.
     interpolation: str

@@ -71,7 +71,7 @@ def build_data_and_model(
     evaluates; None in training.
     """
     set_matmul_precision(config.train.precision)
-    # Let one rank of a node download weights and data first; the other ranks then read them from
+    # Let one rank of each node download weights and data first. The other ranks then read them from
     # the cache.
     may_download = config.model.pretrained or config.data.is_from_timm
     with strategy.group.one_of_node_first() if may_download else nullcontext():
@@ -180,7 +180,8 @@ def _build_train_loader(
 ) -> TrainLoader:
     split, augment, task = built.dataset.train, config.data.augment, built.task
     rows = InMemory.of(split, size)
-    # Augment whole batches if the task can; else each image has a transform.
+    # Augment whole batches on the device if the task can. Otherwise, each image is augmented by a
+    # transform.
     on_pixels = task.batch_augmentation(rows, size)
     transform = None
     if on_pixels is None:

@@ -132,6 +132,6 @@ def _step_optimizer(state: TrainState) -> None:
         state.scaler.update()
     else:
         state.optimizer.step()
-    # Set gradients to None instead of 0: the next backward pass then writes them, which is faster
-    # than adding.
+    # Set gradients to None instead of 0. The next backward pass then writes the gradients, which is
+    # faster than adding to zeros.
     state.optimizer.zero_grad(set_to_none=True)

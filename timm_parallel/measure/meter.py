@@ -54,8 +54,8 @@ class Meter:
         self._steps_seen = self._open_steps = 0
         # `_mark` is the time at which the current interval started.
         self._mark = self._fetch_from = self._paused_at = time.perf_counter()
-        # Seconds of the current interval in which the device waited for data, and seconds between
-        # steps.
+        # Two parts of the current interval in seconds: waiting of the device for data, and time
+        # between steps.
         self._wait = self._between = 0.0
         self._was_idle = self._is_between = True
         self.steps_timed, self.seconds_timed, self.data_seconds, self.other_seconds = (

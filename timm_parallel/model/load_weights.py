@@ -105,7 +105,7 @@ def _adapted(tensors: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
         try:
             tensors[f"{stem}.weight"] = adapt_input_conv(in_chans, weight, base_chans=file_in_chans)
         except NotImplementedError:
-            # If timm cannot adapt this tensor, keep its shape, so that fill_model reports that it
-            # does not fit.
+            # timm cannot adapt this tensor. Keep its shape, so that fill_model later reports that
+            # the tensor does not fit.
             continue
     return tensors

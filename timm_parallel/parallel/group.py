@@ -24,7 +24,7 @@ from timm_parallel.machine.ranks import Ranks
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-# Rank 0 sends the state of a checkpoint in pieces of this size.
+# Number of bytes per broadcast with which rank 0 sends the state of a checkpoint.
 PIECE_BYTES = 64 * 2**20
 
 
@@ -122,8 +122,8 @@ class TorchProcessGroup(ProcessGroup):
             raise ConnectError(f"{type(error).__name__}: {error}") from error
         # NCCL can only send tensors that are on the GPU.
         self._at = device if config.backend == "nccl" else torch.device("cpu")
-        # Use a second client of the store, because a client that waits blocks all other users of
-        # this client.
+        # Use a second client of the key-value store, because a waiting call blocks all other calls
+        # of its client.
         self.stop = StopCoordinator(
             ranks.rank, ranks.world_size, dist.PrefixStore("stopping", store.clone())
         )

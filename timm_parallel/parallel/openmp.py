@@ -27,11 +27,11 @@ from timm_parallel.machine import hardware
 from timm_parallel.machine.usage import scheduled_seconds
 
 LOOK_SECONDS = 1.0
-# Seconds per second that the threads of this process wait for a core. Above the first value the
-# cores are crowded, below the second they are free.
+# Limits of the time, in seconds per second, for which the threads of this process wait for a core.
+# Above the first limit the cores are crowded, and below the second one they are free.
 CROWDED, CALM = 0.5, 0.3
-# Consecutive crowded measurements before the threads sleep, and consecutive free ones before they
-# spin again.
+# Number of consecutive measurements of crowded cores before the threads sleep, and of free cores
+# before they spin again.
 CROWDED_LOOKS, CALM_LOOKS = 2, 3
 USER_SETTINGS = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 

@@ -25,7 +25,8 @@ from timm_parallel.task import Evaluation, Task
 class SplitEvaluation:
     """Evaluation of the raw and of the averaged weights on one split."""
 
-    # Values of the metrics by name. Names of the averaged weights end with `_ema`.
+    # Dictionary from the name of a metric to its value. Values of the averaged weights have names
+    # that end with `_ema`.
     numbers: dict[str, float | None]
     # Further values of the split for result.json, such as the accuracy of each class.
     details: dict[str, Any]

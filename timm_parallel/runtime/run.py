@@ -179,7 +179,8 @@ class Run:
         due = config.every_steps is not None and progress.step % config.every_steps == 0
         if not due and config.every_minutes is not None:
             seconds = time.monotonic() - self.saved_at
-            # All ranks follow the clock of rank 0, so that they save at the same step.
+            # All ranks use the decision of rank 0, because their clocks differ and they must save
+            # at the same step.
             due = self.group.gather(seconds > 60 * config.every_minutes)[0]
         if due and progress.step_in_epoch < self.parts.steps_per_epoch:
             self.save()
