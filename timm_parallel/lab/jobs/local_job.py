@@ -27,8 +27,10 @@ Watch = Callable[[], str]
 
 
 def sync_from_result(job: Job, folder: Path) -> None:
-    """Copy status, reason and duration from the result.json of a run to its job in jobs.json, if
-    jobs.json says that the job has not ended. A sweep that was killed could not record how its jobs
+    """Copy status, reason and duration of a job from its result.json to jobs.json. Jobs that
+    jobs.json already lists as ended are not changed.
+
+    A resumed sweep calls this function, because a killed sweep could not record how its last jobs
     ended.
     """
     try:
@@ -179,8 +181,9 @@ class LocalJob:
         return False
 
     def conclude(self, stopped_by: int | None) -> Result | None:
-        """Record in the job how it ended, and return its result, or None if it wrote none.
-        `stopped_by`: number of the signal that stopped the sweep, or None.
+        """Record in `self.job` with which status and reason the job ended. Return the job's result,
+        or None if the job wrote no result.json. `stopped_by`: number of the signal that stopped the
+        sweep, or None.
         """
         job = self.job
         job.ended, job.seconds = now(), time.monotonic() - self._began

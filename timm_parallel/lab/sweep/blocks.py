@@ -80,8 +80,8 @@ def append_block(jobs: Jobs) -> None:
 
 
 def append_shuffled(jobs: Jobs, more: list[Job], block: int) -> None:
-    """Append the jobs `more` as one repeat of a sweep. Jobs of a shuffled sweep are put into random
-    order first.
+    """Append the jobs `more` as one repeat of a sweep. They are put into random order first, unless
+    the sweep runs its jobs in the order as written.
     """
     if jobs.order_seed is not None:
         random.Random(f"{jobs.order_seed} {block}").shuffle(more)
