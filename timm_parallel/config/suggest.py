@@ -328,7 +328,7 @@ def is_lower_better(objective: str) -> bool:
 
 def is_proportion(objective: str) -> bool:
     """Return True if the values of the metric are from 0 to 1. `objective`: a value of
-    optimized_metric, e.g. val/acc_best.
+    optimized_metric, i.e. the name of the metric.
     """
     return metric_of(objective).is_proportion
 
