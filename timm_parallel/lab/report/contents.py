@@ -50,8 +50,8 @@ class Report:
             if left:
                 state = "runs" if sweep.status == "running" else "was stopped"
                 notes.append(
-                    f"The sweep {state}: {left} of {len(sweep.jobs)} jobs have not ended, so this "
-                    "may change."
+                    f"The sweep {state}: {left} of {len(sweep.jobs)} jobs have not ended, so the "
+                    "results may change."
                 )
         edited = [run.name for run in self.runs if run.is_edited]
         if edited:
