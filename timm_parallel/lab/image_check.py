@@ -65,8 +65,8 @@ class Report:
     measures: dict[str, dict[str, Any]]
     # Class -> split -> number of images. The rarest class comes first.
     classes: dict[str, dict[str, int]]
-    # Kind of problem -> list of cases. A case is an unreadable image, several equal images, or, for
-    # a group of images that is in several splits, one image of each split.
+    # Kind of problem -> list of cases. A case is an unreadable image or several equal images. If a
+    # group of images is in several splits, the case has one image of each split.
     problems: dict[str, list[list[CheckedImage]]]
     # Class -> images that the HTML page shows.
     samples: dict[str, list[CheckedImage]]

@@ -39,9 +39,9 @@ def reproduce_run(run: Path, steps: int) -> int:
     """Repeat the first `steps` steps of a run and compare the losses, metrics and weights with the
     recorded ones. The repetition is in `<run>/reproduced`, the result in `<run>/certificate.json`.
 
-    Return the exit code: 0 if all values are equal bit for bit, 3 if not, else that of train.py,
-    which rejects a machine with too few devices. Raises ValueError if the run did not record its
-    code or settings completely.
+    Return the exit code: 0 if all values are equal bit for bit, 3 if not. If the repetition fails,
+    return the exit code of train.py. Raises ValueError if the run did not record its code or
+    settings completely.
     """
     recorded, environment, end = _recorded(run, steps), read_environment(run), _end(run)
     config = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))

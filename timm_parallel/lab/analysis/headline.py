@@ -349,7 +349,7 @@ def _expected(group: SettingGroup, chosen: Setting) -> Recommendation:
     differences = [score - baseline[block] for block, score in scores.items() if block in baseline]
     interval = group.interval(chosen)
     if interval is not None and chosen.mean is not None:
-        # Widen the confidence interval of the mean, so that it also contains the values that are
+        # Widen the confidence interval of the mean. It then also contains the values that are
         # likely after the correction for choosing the best setting.
         low, high = (end - (chosen.mean - value) for end in interval)
         interval = min(low, interval[0]), max(high, interval[1])

@@ -41,8 +41,8 @@ def forecast_sweep(folder: Path, **options: Any) -> dict[str, Answer]:
 
 
 def read_measured(run: RunRecord) -> Measured | None:
-    """Return the step time and sizes of a run. Return None for a run of dp or fsdp, and for a run
-    that is unfinished, has no measured speed, or ran next to other jobs.
+    """Return the step time and sizes of a run. Return None for a run of dp or fsdp. Return None
+    also for a run that is unfinished, has no measured speed, or ran next to other jobs.
     """
     speed, batch, sent = (
         run.measure("images_per_sec"),

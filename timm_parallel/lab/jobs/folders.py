@@ -48,8 +48,8 @@ def write_job_folder(folder: Path, job: Job) -> Path:
     """Write the config of a job that is about to start into its run folder, with the seed of the
     job. Return the run folder.
 
-    A job with a checkpoint keeps the config that it has, if that config contains the number of
-    batches per step that train.accumulate=auto chose.
+    With train.accumulate=auto, a job that has a checkpoint keeps its config, because it contains
+    the number of batches per step that was chosen.
     """
     run_folder, source = folder / job.folder, config_folder(folder, job)
     has_checkpoint = any((run_folder / "checkpoints").glob("*.pt"))

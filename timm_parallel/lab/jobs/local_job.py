@@ -27,9 +27,8 @@ Watch = Callable[[], str]
 
 
 def sync_from_result(job: Job, folder: Path) -> None:
-    """Copy status, reason and duration from the result.json of a run to its job in jobs.json, if
-    jobs.json says that the job has not ended. A sweep that was killed could not record how its jobs
-    ended.
+    """Copy status, reason and duration from the result.json of a run to its unfinished job in
+    jobs.json. A sweep that was killed could not record how its jobs ended.
     """
     try:
         result = read_result(folder)
@@ -104,8 +103,8 @@ class LocalJob:
                 # Start the job in its own session, so that Ctrl-C signals only the sweep. The sweep
                 # then sends the signal to the job once.
                 start_new_session=True,
-                # Set the limits in the new process before any code of the job runs, because the
-                # sweep may be killed before that code could set them.
+                # Set the limits in the new process before any code of the job runs. The sweep may
+                # be killed before that code could set them.
                 preexec_fn=partial(limit_job, os.getpid(), self._cores),
             )
 
