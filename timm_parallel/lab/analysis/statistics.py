@@ -38,7 +38,7 @@ INCONCLUSIVE, NOT_MEASURABLE = "inconclusive", "not measurable"
 SMALLEST_DIFFERENCE = 0.03
 # Chance that any verdict of a report is wrong.
 LEVEL = 0.05
-# Share of sweeps that show a difference which is called detectable.
+# A difference is called detectable if this share of sweeps would show it.
 POWER = 0.8
 # Largest number of repeats that a report recommends.
 MOST_BLOCKS = 1000
