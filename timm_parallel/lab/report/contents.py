@@ -84,5 +84,6 @@ class Report:
         """Table of a verdict on a change of the code, with a row per measure. None on any other
         page.
         """
-        texts = ("measure", "verdict")
-        return tables.Table(self.verdict.rows, text_columns=texts) if self.verdict else None
+        if self.verdict is None:
+            return None
+        return tables.Table(self.verdict.rows, text_columns=("measure", "verdict"))
