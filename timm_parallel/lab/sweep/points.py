@@ -80,8 +80,8 @@ def expand(arguments: Any) -> tuple[Command, list[Point]]:
     schedulers = {point.config.cluster.scheduler for point in points}
     if "kubernetes" in schedulers or len(schedulers) > 1:
         raise ValueError(
-            "cluster: the jobs of a sweep run all on this machine or all as one Slurm job array, "
-            "and never on Kubernetes; give one value, cluster=local or cluster=slurm"
+            f"cluster={','.join(sorted(schedulers))}: all jobs of a sweep must run on this machine "
+            "or in one Slurm job array; give a single value, cluster=local or cluster=slurm"
         )
     if schedulers == {"local"}:
         _share_threads([point.config for point in points])
