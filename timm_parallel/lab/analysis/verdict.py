@@ -40,7 +40,7 @@ from timm_parallel.lab.analysis.wording import (
     with_range,
 )
 from timm_parallel.machine.text import plural
-from timm_parallel.record.jobs import UNFINISHED
+from timm_parallel.record.jobs import UNFINISHED, Job
 
 # Name and values of the only setting in which the jobs of a verdict differ: the version of the
 # code.
@@ -158,7 +158,7 @@ def pairs(runs: Iterable[RunRecord]) -> list[tuple[RunRecord, RunRecord]]:
     return [(ended[BASE, block], ended[HEAD, block]) for block in blocks]
 
 
-def code_of(run: RunRecord) -> str:
+def code_of(run: RunRecord | Job) -> str:
     """Return the version of the code that a run belongs to: base or head."""
     return parse_overrides(run.overrides)[CODE]
 
