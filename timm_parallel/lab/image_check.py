@@ -286,8 +286,9 @@ def write_page(report: Report, dataset: ImageDataset, page: Path) -> None:
         picture.save(jpeg, "JPEG")
         return base64.b64encode(jpeg.getvalue()).decode()
 
-    loader = jinja2.FileSystemLoader(Path(__file__).parent)
-    environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True)
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True
+    )
     template = environment.get_template("image_check.html.j2")
     text = template.render(report=report, describe=describe, thumbnail=thumbnail)
     write_text(page, text.encode(errors="replace").decode())

@@ -78,8 +78,11 @@ def command(run: RunRecord) -> str:
     if run.is_benchmark:
         # Reset the number of epochs too, because a run that measured speed stopped before it
         # reached them.
-        full = {"train.max_steps": "null", "train.epochs": TrainConfig.epochs}
-        full["train.evaluate_every"] = TrainConfig.evaluate_every
+        full = {
+            "train.max_steps": "null",
+            "train.epochs": TrainConfig.epochs,
+            "train.evaluate_every": TrainConfig.evaluate_every,
+        }
     arguments = ["--config-path", str(run.folder), "--config-name", "config"]
     if run.overrides:
         given = {override.lstrip("+~").partition("=")[0]: override for override in run.overrides}

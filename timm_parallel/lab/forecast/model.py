@@ -249,10 +249,13 @@ def with_link(
     """
     if bandwidth is None and latency is None:
         return model
-    across = Link(
-        model.link.latency if latency is None else latency, bandwidth or model.link.bandwidth
+    return replace(
+        model,
+        across=Link(
+            model.link.latency if latency is None else latency, bandwidth or model.link.bandwidth
+        ),
+        devices_per_node=int(devices_per_node or 1),
     )
-    return replace(model, across=across, devices_per_node=int(devices_per_node or 1))
 
 
 def leave_one_out(runs: Sequence[Measured]) -> tuple[float | None, list[Model]]:

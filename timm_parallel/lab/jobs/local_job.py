@@ -153,11 +153,10 @@ class LocalJob:
         if not self.folder.is_dir():
             return "failed", f"{self.folder}: this run folder was deleted or moved"
         if self.exit_code() == -signal.SIGKILL:
-            reason = (
-                "the job was killed by SIGKILL, usually for lack of memory; use a smaller "
-                "batch or fewer workers"
+            return "failed", (
+                "the job was killed by SIGKILL, usually for lack of memory; use a smaller batch or "
+                "fewer workers, or sweep.jobs=1"
             )
-            return "failed", f"{reason}, or sweep.jobs=1"
         if self.exit_code() < 0:
             return "failed", f"the job was killed by {signal.Signals(-self.exit_code()).name}"
         return "failed", f"exit code {self.exit_code()}, and {error}"
