@@ -214,12 +214,12 @@ class SettingGroup(Question[Setting]):
         """Return the baseline and the settings with the best means, `count` settings in all, in the
         order of the sweep.
         """
-        worst = -math.inf
+
         ranked = sorted(
             self.members,
             key=lambda s: (
                 s is self.baseline,
-                worst if s.mean is None else self.scale.sign * s.mean,
+                -math.inf if s.mean is None else self.scale.sign * s.mean,
             ),
             reverse=True,
         )
@@ -260,11 +260,16 @@ def setting_groups(runs: Iterable[RunRecord]) -> list[SettingGroup]:
         settings = _settings(of_group, keys)
         if any(setting.values for setting in settings):
             baseline, note = _baseline(settings)
-            scale = _scale(names[0], settings)
-            group = SettingGroup(
-                title, baseline, note, members=settings, metric=names[0], scale=scale
+            groups.append(
+                SettingGroup(
+                    title,
+                    baseline,
+                    note,
+                    members=settings,
+                    metric=names[0],
+                    scale=_scale(names[0], settings),
+                )
             )
-            groups.append(group)
     return sorted(groups, key=lambda group: -len(group.rows()))
 
 

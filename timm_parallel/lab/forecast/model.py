@@ -29,8 +29,8 @@ MOST_HIDDEN = 2 / 3
 # Seconds per message that are assumed if too few numbers of devices were measured to fit the
 # latency. The value is typical of TCP within a rack.
 LATENCY = 20e-6
-# A forecast is called unreliable if the model, fitted without one measured number of devices,
-# misses the speed on that number by more than this relative error.
+# Largest relative error of a reliable forecast. The error is that of the speed on a measured number
+# of devices, forecast from the other numbers.
 UNRELIABLE = 0.15
 # The model is said not to describe a sweep if it misses a measured speed by more than this relative
 # error.
@@ -251,10 +251,13 @@ def with_link(
     """
     if bandwidth is None and latency is None:
         return model
-    across = Link(
-        model.link.latency if latency is None else latency, bandwidth or model.link.bandwidth
+    return replace(
+        model,
+        across=Link(
+            model.link.latency if latency is None else latency, bandwidth or model.link.bandwidth
+        ),
+        devices_per_node=int(devices_per_node or 1),
     )
-    return replace(model, across=across, devices_per_node=int(devices_per_node or 1))
 
 
 def leave_one_out(runs: Sequence[Measured]) -> tuple[float | None, list[Model]]:

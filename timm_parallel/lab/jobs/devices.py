@@ -35,7 +35,8 @@ def share_of(need: Requirement, names: Sequence[str]) -> tuple[dict[str, str], l
     """Return (environment variables, core numbers) that limit a job to the devices `names`. Both
     are empty if `names` is empty, so that the job may use every device.
     """
-    # Set the variable only for a non-empty list, because an empty value would hide every GPU.
+    # Set CUDA_VISIBLE_DEVICES only to a non-empty list, because an empty value would hide every
+    # GPU.
     variables = {"CUDA_VISIBLE_DEVICES": ",".join(names)} if need.kind == "cuda" and names else {}
     return variables, [int(name) for name in names] if need.kind == "cpu" else []
 

@@ -106,8 +106,8 @@ class LocalJob:
                 # Start the job in its own session, so that Ctrl-C signals only the sweep. The sweep
                 # then sends the signal to the job once.
                 start_new_session=True,
-                # Set the limits in the new process before any code of the job runs, because the
-                # sweep may be killed before that code could set them.
+                # Set the limits in the new process before any code of the job runs. The sweep may
+                # be killed before that code could set them.
                 preexec_fn=partial(limit_job, os.getpid(), self._cores),
             )
 
@@ -156,11 +156,10 @@ class LocalJob:
         if not self.folder.is_dir():
             return "failed", f"{self.folder}: this run folder was deleted or moved"
         if self.exit_code() == -signal.SIGKILL:
-            reason = (
-                "the job was killed by SIGKILL, usually for lack of memory; use a smaller "
-                "batch or fewer workers"
+            return "failed", (
+                "the job was killed by SIGKILL, usually for lack of memory; use a smaller batch or "
+                "fewer workers, or sweep.jobs=1"
             )
-            return "failed", f"{reason}, or sweep.jobs=1"
         if self.exit_code() < 0:
             return "failed", f"the job was killed by {signal.Signals(-self.exit_code()).name}"
         return "failed", f"exit code {self.exit_code()}, and {error}"

@@ -1,8 +1,8 @@
 """Repeats of a sweep. Each repeat, called block in the code, runs every configuration once, in
 random order and with another seed.
 
-Changes of the machine's speed over time then favor no configuration, and accuracies can be compared
-in pairs of equal seeds (Fisher 1935, The Design of Experiments).
+If the machine becomes slower or faster over time, this order favors no configuration. With equal
+seeds, accuracies can be compared in pairs (Fisher 1935, The Design of Experiments).
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Compose and check all configurations of a sweep before its first job starts, so that later edits
-of YAML files do not change waiting jobs.
+"""Compose and check all configurations of a sweep before its first job starts. Later edits of YAML
+files then do not change waiting jobs.
 """
 
 from __future__ import annotations
