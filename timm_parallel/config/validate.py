@@ -201,10 +201,8 @@ def _task_problems(config: Config) -> Iterator[str]:
     task = Task.find(name)
     yield from option_problems("train.task_kwargs", task.Options, train.task_kwargs)
     if not is_own_class(train.loss) and train.loss not in task.losses:
-        yield (
-            f"train.loss={train.loss}: not a loss of train.task={name}"
-            f"{hint(train.loss, task.losses)}; the task has {', '.join(task.losses)}"
-        )
+        known = hint(train.loss, task.losses)
+        yield f"train.loss={train.loss}: not a loss of the task {name}{known}"
     for key, metric in config.metrics_read.items():
         base = metric.removeprefix("val/").removesuffix("_best").removesuffix("_ema")
         if metric.startswith("val/") and base not in task.metrics:
