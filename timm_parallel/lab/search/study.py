@@ -37,7 +37,10 @@ def open_study(folder: Path, config: Config, is_new: bool) -> optuna.Study:
         if not is_new:
             return optuna.load_study(study_name=name, storage=url, pruner=pruner)
         return optuna.create_study(
-            study_name=name, storage=url, pruner=pruner, direction=settings.direction
+            study_name=name,
+            storage=url,
+            pruner=pruner,
+            direction=optuna.study.StudyDirection[str(settings.direction).upper()],
         )
     except optuna.exceptions.DuplicatedStudyError:
         raise ValueError(
