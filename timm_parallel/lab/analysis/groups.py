@@ -63,7 +63,7 @@ class MeasuredPoint(Configuration):
     @cached_property
     def metrics(self) -> dict[str, Summary]:
         """Median and range of the headline metric (`checkpoint.metric`) over the repeats, as a
-        dictionary from the metric's name.
+        dictionary from the name of the metric to the values.
         """
         return summarize_columns({run.metric: run.metric_value} for run in self.runs)
 

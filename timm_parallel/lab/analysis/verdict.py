@@ -82,7 +82,9 @@ class Record:
         return LEVEL / (self.number * (self.number + 1))
 
     def level_of(self, measure: str) -> float:
-        """Return the chance that the statement of this verdict on a measure is false."""
+        """Return the chance that the statement of this verdict on one measure, metric or speed, is
+        false.
+        """
         return self.level * (DECIDING_SHARE if measure == self.on else 1 - DECIDING_SHARE)
 
 
@@ -278,7 +280,9 @@ def _rows(
     contrasts: Mapping[str, Contrast],
     groups: Sequence[SettingGroup],
 ) -> list[dict[str, str]]:
-    """Return the rows of a verdict's table: metric, images/s and memory of base and head."""
+    """Return the rows of the table of a verdict on a code change: metric, images/s and memory of
+    base and head.
+    """
     of = [[r for r in runs if r.comparable and code_of(r) == code] for code in (BASE, HEAD)]
     speeds = [summarize(run.measure("images_per_sec") for run in of_code) for of_code in of]
     peaks = [summarize(max(run.peak_bytes, default=None) for run in of_code) for of_code in of]
@@ -300,8 +304,8 @@ def _rows(
 def _row(
     name: str, texts: Sequence[str], contrast: Contrast | None = None, level: float = LEVEL
 ) -> dict[str, str]:
-    """Return one row of a verdict's table. Without a comparison, it has only the values of base and
-    head.
+    """Return one row of the table of a verdict on a code change. Without a comparison, it has only
+    the values of base and head.
     """
     row = {"measure": name, BASE: texts[0], HEAD: texts[1], "difference": effect_text(contrast)}
     if contrast is None:

@@ -241,8 +241,8 @@ class Search(Runner):
             job.status, job.reason = "skipped", hide(str(error))
 
     def _tell(self, job: Job, trial: optuna.Trial) -> None:
-        """Report to the study how a trial ended. An interrupted trial is not reported, because it
-        continues later.
+        """Report to Optuna's study how a trial ended. An interrupted trial is not reported, because
+        it continues later.
         """
         from optuna.trial import TrialState
 

@@ -168,8 +168,8 @@ def _name(given: str | None, commit: str | None) -> str:
 
 
 def _check(folder: Path, overrides: list[str]) -> None:
-    """Raise ValueError if train.py of a version rejects the overrides, or if the versions measure
-    different metrics.
+    """Raise ValueError if the train.py of a code version rejects the overrides, or if the two
+    versions measure different metrics.
     """
     base, head = _versions(folder)
     old, new = flat(base.compose(overrides)), flat(head.compose(overrides))
@@ -206,8 +206,8 @@ def _next_number(outputs: Path, commit: str, sweep: Path, is_new: bool) -> int:
 
 
 def _new_jobs(folder: Path, overrides: list[str], command: Command) -> Jobs:
-    """Write jobs.json of a verdict: in each repeat, both versions of the code with the same seed,
-    in random order.
+    """Write jobs.json of a verdict on a code change: in each repeat, both versions of the code with
+    the same seed, in random order.
     """
     jobs = new_jobs(folder)
     jobs.order_seed = secrets.randbits(32)
