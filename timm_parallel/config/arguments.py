@@ -78,11 +78,8 @@ class CommandLine(argparse.ArgumentParser):
         not allowed. `or_auto`: also accept the text `auto`.
         """
         bound = f"> {above:g}" if above >= least else f">= {least:g}"
-        expected = (
-            ("an integer " if kind is int else "a number ")
-            + bound
-            + (" or auto" if or_auto else "")
-        )
+        number = "an integer" if kind is int else "a number"
+        auto = " or auto" if or_auto else ""
 
         def read(text: str) -> float | str:
             if or_auto and text == "auto":
@@ -92,7 +89,7 @@ class CommandLine(argparse.ArgumentParser):
             except ValueError:
                 value = math.nan
             if not (least <= value < math.inf and value > above):
-                raise argparse.ArgumentTypeError(f"{text!r}: expected {expected}")
+                raise argparse.ArgumentTypeError(f"{text!r}: expected {number} {bound}{auto}")
             return value
 
         return read

@@ -183,11 +183,11 @@ def _parse(
     for entry in reader:
         file, label, split, fold, group = ((entry.get(column) or "").strip() for column in COLUMNS)
         if not file or not (label or several or columns):
-            reason = (
-                f"line {reader.line_num} has no value in the column {'label' if file else 'file'}"
-            )
+            column = "label" if file else "file"
             fix = "; add a label, or use a train.task for any number of labels" if file else ""
-            raise ValueError(f"data.root={path}: {reason}{fix}")
+            raise ValueError(
+                f"data.root={path}: line {reader.line_num} has no value in the column {column}{fix}"
+            )
         if columns:
             labels = [(entry.get(column) or "").strip() for column in columns]
             for column, text in zip(columns, labels, strict=True):
@@ -291,7 +291,9 @@ def _list(
         counts = (
             f"{plural(len(names), 'label')} in {plural(sum(map(len, divided.values())), 'line')}"
         )
-        raise ValueError(f"data.root={path}: {counts}; expected two different labels or more")
+        raise ValueError(
+            f"data.root={path}: has only {counts}; expected two different labels or more"
+        )
     number_of = {name: number for number, name in enumerate(names)}
 
     def encode(row: Row) -> int | tuple[float, ...]:

@@ -30,34 +30,30 @@ def check_confirmation(config: Config, base: DictConfig, space: list[Dimension])
     with the config of the default settings, so that its data can be checked. The list is empty if
     search.confirm is not set.
     """
-    settings, train, written = (
-        config.search,
-        config.train,
-        f"search.confirm={config.search.confirm}",
-    )
+    settings, train = config.search, config.train
     if settings.confirm is None:
         return []
     if any(dimension.name == "seed" for dimension in space):
         raise ValueError(
-            f"{written}: trains the best trial with new seeds, but seed is searched; leave out "
-            "search.confirm, or give seed a single value"
+            f"search.confirm={settings.confirm}: trains the best trial with new seeds, but the "
+            "search varies seed; leave out search.confirm, or give seed a single value"
         )
     if config.sweep.baseline is not None:
         raise ValueError(
-            f"{written}: compares the best trial with the default settings, so there is no other "
-            "baseline; leave sweep.baseline out"
+            f"search.confirm={settings.confirm}: compares the best trial with the default "
+            "settings, so another baseline is not possible; leave sweep.baseline out"
         )
     is_timed = config.sweep.timed or train.evaluate_every == 0
     if config.objective == "images_per_sec" or (is_timed and train.max_steps is not None):
         raise ValueError(
-            f"{written}: compares accuracy or loss, but this search measures speed; leave "
-            "search.confirm out"
+            f"search.confirm={settings.confirm}: compares accuracy or loss, but this search "
+            "measures speed; leave search.confirm out"
         )
     default = trial_point(base, [], 0)
     if default.reason:
         raise ValueError(
-            f"{written}: also trains the default settings, which cannot run on this machine: "
-            f"{default.reason}"
+            f"search.confirm={settings.confirm}: also trains the default settings, which cannot "
+            f"run on this machine: {default.reason}"
         )
     return [default.config]
 
