@@ -110,7 +110,7 @@ def test_rsqrt_schedule_without_warmup_is_refused_unless_the_time_scale_is_given
 
 
 @pytest.mark.parametrize(("opt", "waits"), [("adamw", False), ("sgd", False), ("lamb", True)])
-def test_only_optimizers_without_a_fused_kernel_wait_for_the_gradient_scaler(
+def test_waits_for_scaler_is_true_only_for_optimizers_without_a_fused_kernel(
     opt: str, waits: bool
 ) -> None:
     optimizer = build_optimizer(resolved(f"optim.opt={opt}").optim, 1e-3, nn.Linear(2, 2))

@@ -316,7 +316,9 @@ def test_from_timm_error_names_invalid_config_value_or_file(
     assert "args.yaml" in capsys.readouterr().err
 
 
-def test_from_timm_script_writes_default_values_only_when_a_config_option_changes_them() -> None:
+def test_from_timm_script_omits_default_values_unless_a_config_group_option_changes_the_value() -> (
+    None
+):
     options, settings = changes(converted())
     assert options == ["data=folder", "parallel=ddp"]
     assert "data.augment.vflip" not in settings and settings["data.augment.color_jitter"] == 0.4

@@ -101,7 +101,7 @@ def test_prefetcher_normalizes_images_in_contiguous_and_channels_last_format(
     assert received.is_contiguous(memory_format=expected)
 
 
-def test_loader_yields_each_batch_before_loading_the_next_and_keeps_no_reference(
+def test_loader_yields_a_batch_before_loading_the_next_and_does_not_keep_the_batch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """If the loader first waited for the next batch, a training step would start late although its

@@ -158,7 +158,7 @@ def test_threads_per_device_auto_uses_the_node_with_fewest_cores() -> None:
     assert config.parallel.threads_per_device == 3
 
 
-def test_srun_tasks_on_one_node_pool_their_cores_and_need_one_gpu_per_rank() -> None:
+def test_srun_tasks_share_the_cores_of_their_node_and_need_one_gpu_per_rank() -> None:
     config = resolved("parallel=ddp", "parallel.devices=2")
     asked = resolved("parallel=ddp", "parallel.devices=2").parallel
     asked.threads_per_device, config.parallel.accelerator, config.parallel.backend = (
