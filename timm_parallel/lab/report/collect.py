@@ -137,9 +137,9 @@ def read_curve(folder: Path, metric: str) -> dict[int, float]:
 
 
 def _seed(job: Job) -> int | None:
-    """Return the seed of a job. If the overrides of the job set a seed that contradicts jobs.json,
-    return the seed of the overrides. The seed of a repeat is the first seed plus the number of the
-    repeat.
+    """Return the seed with which a job was started. This is the seed in jobs.json, unless the
+    overrides of the job set a different one. A repeat may differ from its override by the number of
+    the repeat, because the sweep adds that number to the seed.
     """
     given = parse_overrides(job.overrides).get("seed", "")
     if given.isdigit() and job.seed not in (int(given), int(given) + (job.block or 0)):

@@ -64,10 +64,10 @@ def confirm_best(
     """Train the best trial of a search and the default settings with new seeds, and write a report.
     Return the exit code.
 
-    `number`: number of the best trial. `overrides`: its values of the searched keys. `num_seeds`:
-    runs of each. `max_jobs`: largest number of concurrent jobs. The jobs are in `confirm_<number>`
-    below the search's folder, so a search that later finds another best trial confirms that one
-    too.
+    `number`: number of the best trial. `overrides`: values of the searched keys in the best trial.
+    `num_seeds`: runs per configuration. `max_jobs`: largest number of concurrent jobs. The jobs are
+    in the folder `confirm_<number>` of the search. A search that later finds another best trial
+    therefore confirms that trial too.
     """
     config, base, _ = read_search(trials.folder)
     points = _points(base, overrides, first_seed=config.seed + 1)

@@ -326,8 +326,8 @@ def read_frozen(path: Path) -> DictConfig:
 
 
 def _of_a_trial(overrides: list[str]) -> list[str]:
-    """Return the overrides of a search without those of `search` and `sweep`, so that the command
-    of a trial runs without -m.
+    """Convert the overrides of a search to those of a single trial: remove the keys of `search` and
+    `sweep`, so that the command of the trial runs without -m.
     """
     kept = [
         item
