@@ -77,7 +77,7 @@ def test_apex_and_bitsandbytes_optimizers_are_refused_when_there_is_no_cuda(opt:
 
 
 @pytest.mark.parametrize("opt", sorted({"momentum", "sgdp", "lars", "rmsprop", *NESTEROV}))
-def test_momentum_0_is_refused_exactly_for_optimizers_that_reject_it(opt: str) -> None:
+def test_momentum_0_is_refused_only_for_optimizers_that_reject_momentum_0(opt: str) -> None:
     config = OptimConfig(opt=opt, momentum=0)
     early = list(config.problems(Config()))
     assert [line.partition(":")[0] for line in early] == (

@@ -268,7 +268,7 @@ def test_segmentation_class_weights_have_mean_1_and_move_with_the_loss(loss: str
     assert criterion.to("meta").class_weight.device.type == "meta"
 
 
-def test_segmentation_losses_with_deterministic_algorithms_equal_those_without() -> None:
+def test_segmentation_losses_are_equal_with_and_without_deterministic_algorithms() -> None:
     _, masks = truth()
     scores = torch.randn(11, 4, 6, 5, generator=torch.Generator().manual_seed(2))
     weights = torch.tensor([1.0, 2.0, 0.5, 0.5])

@@ -67,9 +67,7 @@ def test_from_timm_yaml_lists_every_argument_of_timm_train_py_once_with_the_defa
     assert all(reason for _, reason in TABLE["without_meaning"].values())
 
 
-def test_defaults_of_newer_timm_arguments_equal_those_of_the_timm_functions_that_take_them() -> (
-    None
-):
+def test_defaults_of_newer_timm_arguments_equal_the_defaults_of_the_timm_functions() -> None:
     taken = {
         **inspect.signature(create_classification_loss).parameters,
         **{

@@ -349,9 +349,9 @@ def _check_combinations(rows: list[Row], path: Path) -> None:
         common = [part for part in _parts(label) if counts[part] > 1]
         if CsvDataset.separator in label and common:
             raise ValueError(
-                f"data.root={path}: line {line_of[label]}: {label} would be one class, but other "
-                f"lines have {common[0]} too; if an image may have several labels, choose a "
-                "train.task for several labels"
+                f"data.root={path}: line {line_of[label]}: the label {label} would be one class, "
+                f"but its part {common[0]} also occurs in another label; if an image may have "
+                "several labels, choose a train.task for several labels"
             )
 
 

@@ -179,7 +179,7 @@ def test_loader_workers_do_not_pin_memory() -> None:
         assert loader.fetcher.pin_memory == (workers == 0)
 
 
-def test_workers_auto_is_0_for_data_in_memory_unless_a_gpu_run_transforms_each_image(
+def test_workers_auto_is_0_for_data_in_memory_except_in_gpu_runs_that_transform_each_image(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(hardware, "cores", lambda: 8)

@@ -275,7 +275,7 @@ def test_report_uses_and_notes_another_baseline_when_sweep_baseline_has_no_finis
     )
 
 
-def test_sweep_baseline_is_refused_when_no_job_of_the_sweep_has_this_setting() -> None:
+def test_sweep_baseline_is_refused_when_no_job_of_the_sweep_has_the_baseline_setting() -> None:
     given = [["model=tiny", "optim.lr=0.001"], ["model=tiny", "optim.lr=0.003"]]
     configs = [{"optim.lr": 0.001}, {"optim.lr": 0.003}]
     check_baseline("optim.lr=3e-3, model=tiny", given, configs)

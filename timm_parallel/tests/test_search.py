@@ -212,7 +212,7 @@ def test_resumed_search_trial_is_not_pruned_before_its_next_evaluation(tmp_path:
 @pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.processes
-def test_search_records_a_failed_trial_and_does_not_run_it_again_when_resumed(
+def test_search_records_a_failed_trial_and_does_not_run_the_trial_again_when_resumed(
     tmp_path: Path,
 ) -> None:
     folder = tmp_path / "search"

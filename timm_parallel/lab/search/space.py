@@ -105,7 +105,9 @@ def read_space(command: Command) -> list[Dimension]:
                 f"{name}.<key>, or sweep over {name} without search=…"
             )
         if name.split(".")[0] in NOT_SEARCHED:
-            raise ValueError(f"{written}: {name} cannot be searched; give it a single value")
+            raise ValueError(
+                f"{written}: a search cannot vary the key {name}; give it a single value"
+            )
         if not is_known(name):
             raise ValueError(f"{written}: unknown key {name}{key_hint(name)}")
     return list(space.values())
