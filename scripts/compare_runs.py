@@ -1,10 +1,10 @@
 """Compare the training of two runs: `python scripts/compare_runs.py <run> <run> [--tolerance
 1e-3]`.
 
-The script compares the curves in metrics.jsonl of both runs, except time and memory. Exit code: 0
-if the curves agree within the tolerance, which is relative to the larger value; 1 if they differ,
-and the output names the first step of each difference; 2 if the runs cannot be compared, because
-their length, data or batch differ.
+The script compares the curves in metrics.jsonl of both runs, except time and memory. The tolerance
+is relative to the larger value. For curves that differ, the script prints the first step of the
+difference. Exit code: 0 if the curves agree within the tolerance, 1 if they differ, 2 if length,
+data or batch of the runs differ.
 """
 
 from __future__ import annotations

@@ -302,15 +302,14 @@ def experiment(
     lines = [
         "# @package _global_",
         f"# {args.model} as timm's train.py trained it; scripts/from_timm.py read {source}.",
-    ]
-    lines += [f"# {line}" for line in args.differences]
-    lines.append(f"#   torchrun --nproc-per-node N train.py experiment={name} data.root=<folder>")
-    lines.append(
+        *(f"# {line}" for line in args.differences),
+        f"#   torchrun --nproc-per-node N train.py experiment={name} data.root=<folder>",
         "# N: the number of GPUs of timm's run, because the learning rate and "
-        "data.batch_size_per_device are for them."
-    )
-    lines.append("# Expected: what timm's run reached.")
-    lines += ["defaults:", *(f"  - override /{option.replace('=', ': ')}" for option in options)]
+        "data.batch_size_per_device are for them.",
+        "# Expected: what timm's run reached.",
+        "defaults:",
+        *(f"  - override /{option.replace('=', ': ')}" for option in options),
+    ]
     open_groups: list[str] = []
     for key, value in settings.items():
         *groups, leaf = key.split(".")

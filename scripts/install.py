@@ -8,9 +8,9 @@ with another hash, and a package that the lock does not list. The script refuses
 not fit requirements.txt.
 
 uv takes a third of pip's time for the same versions. Like pip, it compiles the packages when it
-installs them. Otherwise, if PYTHONDONTWRITEBYTECODE is set, as in many container images, every
-process would compile torch and timm again, which takes longer than importing them. uv does not read
-the settings of pip (a mirror in pip.conf, PIP_INDEX_URL), so this script passes them to uv.
+installs them. Many container images set PYTHONDONTWRITEBYTECODE. There, every process would
+otherwise compile torch and timm again, which takes longer than importing them. uv does not read the
+settings of pip (a mirror in pip.conf, PIP_INDEX_URL), so this script passes them to uv.
 """
 
 from __future__ import annotations

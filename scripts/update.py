@@ -263,8 +263,8 @@ def settle(scratch: Path, head: str, keep: Sequence[str]) -> list[str]:
 
 
 def refuse_to_overwrite_ignored_files(root: Path, head: str, result: str) -> None:
-    """Raise ValueError if the update would overwrite a file that git ignores in the fork, because
-    the newer template adds a file of this name.
+    """Raise ValueError if the update would overwrite a file that git ignores in the fork. This
+    happens if the newer template adds a file of the same name.
     """
     added = paths(
         git(root, "diff", "--name-only", "--no-renames", "--diff-filter=A", "-z", head, result)

@@ -62,8 +62,8 @@ def _case(training: str, spread: str) -> Any:
     marks = [] if spread.startswith("dp") else [pytest.mark.processes]
     if spread not in QUICK or training != "sgd":
         marks.append(pytest.mark.slow(seconds=2))
-    # At every commit, run the trainings with sgd under all strategies on two devices, and the
-    # others under ddp.
+    # Run these trainings at every commit: those with sgd under all strategies on two devices, and
+    # all others under ddp.
     others = ("ddp2", "fsdp2") if training == "clip_grad" else ("ddp2",)
     if spread not in (QUICK if training == "sgd" else others):
         marks.append(pytest.mark.nightly)

@@ -41,7 +41,8 @@ HERE_WITHOUT = (
         "fusedsgd",
     ),
 )
-# kron is left out, because compiling it takes 20 s. kronc and kronw are the same class.
+# Optimizers of the quick tests. kron is not one of them, because its compilation takes 20 s.
+# kronc and kronw are the same class as kron, so they are not tested.
 QUICK_OPTIMIZERS = ("adamw", "sgd", "momentum", "lamb", "lion", "muon")
 
 

@@ -4,9 +4,9 @@ starts new processes. The programs alternate, and the result is the median ratio
     python scripts/maintain/bench.py              # all measurements: make bench
     python scripts/maintain/bench.py --only tiny  # measurements whose name contains this, no table
 
-The script prints a table, and writes it with all measurements to outputs/bench/<time>/bench.json. A
-missed target counts as "within the spread" if it lies in the middle half of the rounds, because the
-machine is then not precise enough to decide.
+The script prints a table, and writes it with all measurements to outputs/bench/<time>/bench.json.
+If the middle half of the rounds contains a missed target, the row says "within the spread", because
+the machine is then not precise enough to decide.
 """
 
 from __future__ import annotations
@@ -130,24 +130,22 @@ def rows() -> list[Row]:
     ]
     for workers in (1, 2):
         ours = f"JPEG ours x{workers}"
-        table.append(
+        table += [
             Row(
                 f"JPEG, {workers} workers: images/s over timm's loader",
                 rate,
                 ours,
                 f"JPEG timm x{workers}",
                 1.4,
-            )
-        )
-        table.append(
+            ),
             Row(
                 f"JPEG, {workers} workers: images/s over a core's",
                 rate,
                 ours,
                 f"JPEG core x{workers}",
                 0.9,
-            )
-        )
+            ),
+        ]
     return [
         *table,
         Row(

@@ -135,7 +135,7 @@ def measure(folder: Path, rounds: int) -> list[dict[str, float]]:
     from timm_parallel.machine.process import keep_freed_memory
 
     torch.set_num_threads(1)
-    # Set the memory allocator as a run on a CPU does, so that both have the same speed.
+    # Set the memory allocator as a run on a CPU does, so that loading is as fast as in a run.
     keep_freed_memory()
     epochs = {"core": core(folder)}
     for workers in (1, 2):

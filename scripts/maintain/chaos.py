@@ -303,14 +303,15 @@ def summarize(
         f"{len(chaos.faults)} faults, {runs} runs, {len(complaints)} complaints; seed "
         f"{arguments.seed}; {chaos.base}"
     )
-    record = {
-        "seed": arguments.seed,
-        "minutes": arguments.minutes,
-        "runs": runs,
-        "complaints": complaints,
-    }
     write_json(
-        chaos.base / "faults.json", {**record, "faults": [asdict(fault) for fault in chaos.faults]}
+        chaos.base / "faults.json",
+        {
+            "seed": arguments.seed,
+            "minutes": arguments.minutes,
+            "runs": runs,
+            "complaints": complaints,
+            "faults": [asdict(fault) for fault in chaos.faults],
+        },
     )
     for complaint in complaints:
         print(complaint, file=sys.stderr)

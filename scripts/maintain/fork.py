@@ -107,9 +107,8 @@ def fork(root: Path, name: str, holder: str, drop_demo: bool) -> None:
     holder = holder or _git(root, "config", "user.name") or name
     for path in NAMED:
         _edit(root / path, re.escape(OLD_NAME), name)
-    _edit(root / "README.md", r"\A# .*", f"# {name}")
-    if (root / "README.zh-CN.md").exists():
-        _edit(root / "README.zh-CN.md", r"\A# .*", f"# {name}")
+    for readme in root.glob("README*.md"):
+        _edit(readme, r"\A# .*", f"# {name}")
     _edit(root / "LICENSE", r"(Copyright \(c\) \d+) .*", rf"\1 {holder}")
     _edit(root / "conf" / "train.yaml", r"(?m)^task_name: .*$", f"task_name: {name}")
     _drop(root, OF_THE_TEMPLATE, COMMANDS)

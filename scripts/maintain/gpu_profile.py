@@ -33,8 +33,8 @@ WARM_UP, STEPS = 5, 20
 
 
 def busy_and_idle(intervals: Iterable[tuple[float, float]]) -> tuple[float, float, float]:
-    """Return a tuple for a list of time intervals: the total time that they cover, the total time
-    of the gaps between them, and the longest gap.
+    """Return three times for a list of time intervals: the time that they cover, the time in the
+    gaps between them, and the longest gap.
     """
     busy = idle = longest = 0.0
     end: float | None = None
@@ -80,7 +80,7 @@ def measure(accelerator: str, *overrides: str) -> dict[str, float]:
             pass
     seconds = time.perf_counter() - began
     on = [e for e in profile.events() if (e.device_type == DeviceType.CUDA) == cuda]
-    # Leave out annotations, because that of the optimizer spans all its kernels and the gaps
+    # Leave out annotations. The annotation of the optimizer spans its kernels and also the gaps
     # between them.
     events = [e for e in on if not e.is_user_annotation]
     kernels = [e for e in events if not cuda or not e.name.startswith("Mem")]

@@ -168,7 +168,8 @@ def tests(*names: str) -> Check:
     """
 
     def run(seconds: float) -> list[Row]:
-        # Load only the plugin pytest_timeout, because other installed plugins may not work here.
+        # Load the plugin pytest_timeout, because PYTEST_DISABLE_PLUGIN_AUTOLOAD turns off all
+        # installed plugins.
         plain = ["-p", "no:cacheprovider", "-p", "pytest_timeout"]
         done = python(["-m", "pytest", "-m", "gpu", "-vv", "--tb=short", *plain, *names], seconds)
         rows = [Row(test, verdict, verdict != "passed") for test, verdict in outcomes(done.output)]

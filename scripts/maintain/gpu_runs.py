@@ -131,25 +131,21 @@ def other_devices(seconds: float) -> list[Row]:
         rows.append(same("export.py: exit code", exported.code, 0))
         on_cpu = ("parallel.accelerator=cpu", f"train.max_steps={STEPS + 2}")
         resumed = python(["train.py", f"resume={folder}", *on_cpu], clock.left, WITHOUT_GPU)
-        rows.append(same("resumed on the CPU: exit code", resumed.code, 0))
-        rows.append(same("resumed on the CPU: steps", run.result["steps"], STEPS + 2))
+        rows += [
+            same("resumed on the CPU: exit code", resumed.code, 0),
+            same("resumed on the CPU: steps", run.result["steps"], STEPS + 2),
+        ]
         on_cuda = ("parallel.accelerator=cuda", f"train.max_steps={STEPS + 4}")
         resumed = python(["train.py", f"resume={folder}", *on_cuda], clock.left)
-        rows.append(same("resumed on CUDA: exit code", resumed.code, 0))
         result = run.result
-        rows.append(same("resumed on CUDA: device", result["accelerator"], "cuda"))
-        measured = result["memory"][0]
-        rows.append(
-            Row("NVML: utilization", f"{measured['utilisation']}", measured["utilisation"] is None)
-        )
-        rows.append(Row("NVML: energy of the run, kWh", f"{result['energy'].get('kwh')}"))
-        rows.append(
-            Row(
-                "NVML: clocks",
-                f"{result['guard'].get('clocks')}",
-                not result["guard"].get("clocks"),
-            )
-        )
+        utilization, clocks = result["memory"][0]["utilisation"], result["guard"].get("clocks")
+        rows += [
+            same("resumed on CUDA: exit code", resumed.code, 0),
+            same("resumed on CUDA: device", result["accelerator"], "cuda"),
+            Row("NVML: utilization", f"{utilization}", utilization is None),
+            Row("NVML: energy of the run, kWh", f"{result['energy'].get('kwh')}"),
+            Row("NVML: clocks", f"{clocks}", not clocks),
+        ]
     return rows
 
 
@@ -272,7 +268,7 @@ def fsdp_on_one(seconds: float) -> list[Row]:
     return equal_to_single(("fsdp on 1", ("parallel=fsdp", "parallel.devices=1")))(seconds)
 
 
-# With 49 validation images, no number of ranks evaluates the same number of images each.
+# Use 49 validation images, so that ranks evaluate different numbers of images.
 UNEVEN = ("data=synthetic", "data.kwargs.num_samples=392")
 
 
@@ -295,29 +291,21 @@ def equal_to_single(*ways: tuple[str, tuple[str, ...]], tolerance: float = 2e-3)
                     rows.append(Row(f"{name}: exit code", f"{other.code}", True))
                     continue
                 apart = max(abs(a - b) for a, b in zip(losses, expected, strict=True))
-                rows.append(
+                val, val_of_single = other.result["val"], one.result["val"]
+                rows += [
                     Row(
                         f"{name}: largest difference of a loss from single's",
                         f"{apart:.1e}",
                         apart > tolerance,
-                    )
-                )
-                value = other.result["val"]["loss"]
-                rows.append(
+                    ),
                     near(
                         f"{name}: val/loss and single's",
-                        value,
-                        one.result["val"]["loss"],
+                        val["loss"],
+                        val_of_single["loss"],
                         tolerance,
-                    )
-                )
-                rows.append(
-                    same(
-                        f"{name}: images evaluated",
-                        other.result["val"]["samples"],
-                        one.result["val"]["samples"],
-                    )
-                )
+                    ),
+                    same(f"{name}: images evaluated", val["samples"], val_of_single["samples"]),
+                ]
         return rows
 
     return run
@@ -391,11 +379,12 @@ def all_strategies(seconds: float) -> list[Row]:
     check HSDP too.
     """
     two = ("parallel.devices=2",)
-    ways: list[tuple[str, tuple[str, ...]]]
-    ways = [(f"{name} on 2", (f"parallel={name}", *two)) for name in ("dp", "ddp", "fsdp")]
-    ways += [
-        (f"{name} on devices 1, 0", (f"parallel={name}", *two, "parallel.device_ids=[1,0]"))
-        for name in ("dp", "ddp")
+    ways: list[tuple[str, tuple[str, ...]]] = [
+        *((f"{name} on 2", (f"parallel={name}", *two)) for name in ("dp", "ddp", "fsdp")),
+        *(
+            (f"{name} on devices 1, 0", (f"parallel={name}", *two, "parallel.device_ids=[1,0]"))
+            for name in ("dp", "ddp")
+        ),
     ]
     count = len(hardware.visible_cuda_devices())
     if count >= 3:

@@ -233,9 +233,7 @@ def binomial(
     truth[-1] += winner * error
     logit = np.log(truth / (1 - truth))[:, None] + draw.standard_normal(seeds) * spread
     values = draw.binomial(images, 1 / (1 + np.exp(-logit)), (count, seeds)) / images
-    if spread:
-        return Sweep(values[:, None, :], None, error, {}, samples=images)
-    return Sweep(values[:, None, :], truth, error, {}, samples=images)
+    return Sweep(values[:, None, :], None if spread else truth, error, {}, samples=images)
 
 
 def rounded(
@@ -396,24 +394,23 @@ def _textbook_rows() -> dict[str, Make]:
         table[f"10x5 binomial n=1000 p=.99, one better {advantage} SE"] = partial(
             binomial, count=10, seeds=5, images=1000, accuracy=0.99, winner=advantage
         )
-    table["2x2 equal"] = partial(blocks_of_seeds, advantages=[0, 0], seeds=2)
-    table["10x5 slope"] = partial(
-        blocks_of_seeds, advantages=[place / 2 for place in range(10)], seeds=5
-    )
-    table["10x5 eight at +3 SE, last +4 SE"] = partial(
-        blocks_of_seeds, advantages=[0, *[3.0] * 8, 4], seeds=5
-    )
-    table["10x5 baseline better by 3 SE"] = partial(
-        blocks_of_seeds, advantages=_one(10, 0, 3), seeds=5
-    )
-    table["10x5 baseline better by 6 SE"] = partial(
-        blocks_of_seeds, advantages=_one(10, 0, 6), seeds=5
-    )
-    table["5x5 baseline worse by 8 SE"] = partial(
-        blocks_of_seeds, advantages=_one(5, 0, -8), seeds=5
-    )
-    table["40x5 equal"] = partial(blocks_of_seeds, advantages=[0] * 40, seeds=5)
-    return table
+    return table | {
+        "2x2 equal": partial(blocks_of_seeds, advantages=[0, 0], seeds=2),
+        "10x5 slope": partial(
+            blocks_of_seeds, advantages=[place / 2 for place in range(10)], seeds=5
+        ),
+        "10x5 eight at +3 SE, last +4 SE": partial(
+            blocks_of_seeds, advantages=[0, *[3.0] * 8, 4], seeds=5
+        ),
+        "10x5 baseline better by 3 SE": partial(
+            blocks_of_seeds, advantages=_one(10, 0, 3), seeds=5
+        ),
+        "10x5 baseline better by 6 SE": partial(
+            blocks_of_seeds, advantages=_one(10, 0, 6), seeds=5
+        ),
+        "5x5 baseline worse by 8 SE": partial(blocks_of_seeds, advantages=_one(5, 0, -8), seeds=5),
+        "40x5 equal": partial(blocks_of_seeds, advantages=[0] * 40, seeds=5),
+    }
 
 
 def _noise_rows() -> dict[str, Make]:
@@ -424,22 +421,23 @@ def _noise_rows() -> dict[str, Make]:
         table[f"10x5 one setting sd x{factor}"] = partial(
             unlike_noise, spread=_noisy(10, {4: factor})
         )
-    table["10x5 3 settings sd x5"] = partial(unlike_noise, spread=_noisy(10, {4: 5, 5: 5, 6: 5}))
-    table["10x5 sd 1:3 alternating"] = partial(unlike_noise, spread=[1, 3] * 5)
-    table["10x5 sd 3:1 alternating"] = partial(unlike_noise, spread=[3, 1] * 5)
     quiet = _noisy(10, dict.fromkeys(range(5), 0.01) | {5: 2})
-    table["10x5 baseline and 4 never learn (sd 1e-4), one sd .02"] = partial(
-        unlike_noise, spread=quiet
-    )
-    table["2x5 sd 1:5"] = partial(unlike_noise, spread=[1, 5])
-    table["4x5 baseline sd x3"] = partial(unlike_noise, spread=[3, 1, 1, 1])
-    table["4x3 one setting sd x5"] = partial(unlike_noise, spread=[1, 5, 1, 1], seeds=3)
-    table["4x3 baseline sd x5"] = partial(unlike_noise, spread=[5, 1, 1, 1], seeds=3)
-    table["3x5 baseline sd x10"] = partial(unlike_noise, spread=[10, 1, 1])
-    table["10x5 +7 SE, another setting sd x20"] = partial(
-        unlike_noise, spread=_noisy(10, {4: 20}), winner=7
-    )
-    return table
+    return table | {
+        "10x5 3 settings sd x5": partial(unlike_noise, spread=_noisy(10, {4: 5, 5: 5, 6: 5})),
+        "10x5 sd 1:3 alternating": partial(unlike_noise, spread=[1, 3] * 5),
+        "10x5 sd 3:1 alternating": partial(unlike_noise, spread=[3, 1] * 5),
+        "10x5 baseline and 4 never learn (sd 1e-4), one sd .02": partial(
+            unlike_noise, spread=quiet
+        ),
+        "2x5 sd 1:5": partial(unlike_noise, spread=[1, 5]),
+        "4x5 baseline sd x3": partial(unlike_noise, spread=[3, 1, 1, 1]),
+        "4x3 one setting sd x5": partial(unlike_noise, spread=[1, 5, 1, 1], seeds=3),
+        "4x3 baseline sd x5": partial(unlike_noise, spread=[5, 1, 1, 1], seeds=3),
+        "3x5 baseline sd x10": partial(unlike_noise, spread=[10, 1, 1]),
+        "10x5 +7 SE, another setting sd x20": partial(
+            unlike_noise, spread=_noisy(10, {4: 20}), winner=7
+        ),
+    }
 
 
 def _lost_rows() -> dict[str, Make]:
@@ -459,11 +457,12 @@ def _lost_rows() -> dict[str, Make]:
         table[f"10x5 equal, worst {worst} of 5 seeds of 5 settings not finite"] = partial(
             lost_runs, worst=worst, status=DIVERGED
         )
-    table["10x5 equal, one setting has 1 seed"] = partial(few_seeds, lost={3: range(1, 5)})
-    table["10x5 equal, baseline has 1 seed"] = partial(few_seeds, lost={0: range(1, 5)})
     apart = {place: range(2) if place % 2 else range(2, 5) for place in range(10)}
-    table["10x5, half of the settings other seeds"] = partial(few_seeds, lost=apart)
-    return table
+    return table | {
+        "10x5 equal, one setting has 1 seed": partial(few_seeds, lost={3: range(1, 5)}),
+        "10x5 equal, baseline has 1 seed": partial(few_seeds, lost={0: range(1, 5)}),
+        "10x5, half of the settings other seeds": partial(few_seeds, lost=apart),
+    }
 
 
 def _limit_rows() -> dict[str, Make]:
@@ -507,18 +506,20 @@ def _limit_rows() -> dict[str, Make]:
 
 
 def _outlier_rows() -> dict[str, Make]:
-    table: dict[str, Make] = {}
-    table["10x5 loss equal, 5% of all runs diverged to 2.3"] = partial(losses, rate=0.05)
+    table: dict[str, Make] = {
+        "10x5 loss equal, 5% of all runs diverged to 2.3": partial(losses, rate=0.05)
+    }
     for name, setting in (("another setting", 4), ("the winner", 8), ("the baseline", 0)):
         table[f"10x5 loss +5 SE, one seed of {name} diverged"] = partial(
             losses, winner=5, diverged=[setting]
         )
-    table["10x5 loss .24 against .30, one seed of another diverged"] = partial(
-        losses, winner=9, diverged=[4]
-    )
-    table["10x5 equal, t noise with 3 degrees of freedom"] = heavy_tailed
-    table["10x5 equal, 5% of runs 10 sd off"] = partial(heavy_tailed, rate=0.05)
-    return table
+    return table | {
+        "10x5 loss .24 against .30, one seed of another diverged": partial(
+            losses, winner=9, diverged=[4]
+        ),
+        "10x5 equal, t noise with 3 degrees of freedom": heavy_tailed,
+        "10x5 equal, 5% of runs 10 sd off": partial(heavy_tailed, rate=0.05),
+    }
 
 
 def _fold_rows() -> dict[str, Make]:

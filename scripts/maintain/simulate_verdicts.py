@@ -2,9 +2,9 @@
 scripts/maintain/simulate_verdicts.py [verdicts] [families] [processes]`.
 
 The script passes invented run records to the function that decides
-(timm_parallel/lab/analysis/verdict.py). It prints Markdown tables: how often equal code is called
-better or worse, how often one of 20 successive verdicts on one base is false, and the power.
-Defaults are 1000 verdicts, 500 families (series of 20 verdicts) and 2 processes.
+(timm_parallel/lab/analysis/verdict.py). The first Markdown table shows how often equal code is
+called better or worse, by one verdict and by 20 successive verdicts on one base. The second table
+shows the power. Defaults are 1000 verdicts, 500 families (series of 20 verdicts) and 2 processes.
 """
 
 from __future__ import annotations

@@ -55,6 +55,10 @@ def add_sample(target: Path, sweep: Path | None) -> None:
     if sweep is None:
         write_sample(target / "sample_report")
         (target / "sample_report.md").write_text(SAMPLE, encoding="utf-8")
+        report = target / "sample_report" / "report.html"
+        text = report.read_text(encoding="utf-8")
+        assert "<body>" in text
+        report.write_text(text.replace("<body>", f"<body>\n{NOTICE}"), encoding="utf-8")
     else:
         shutil.copytree(
             sweep,
@@ -67,11 +71,6 @@ def add_sample(target: Path, sweep: Path | None) -> None:
     # Remove Markdown files of the report, because the site would show each as a page.
     for page in (target / "sample_report").rglob("*.md"):
         page.unlink()
-    if sweep is None:
-        report = target / "sample_report" / "report.html"
-        text = report.read_text(encoding="utf-8")
-        assert "<body>" in text
-        report.write_text(text.replace("<body>", f"<body>\n{NOTICE}"), encoding="utf-8")
 
 
 def build(target: Path, sweep: Path | None = None, extra: str = "") -> int:

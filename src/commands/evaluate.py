@@ -51,9 +51,9 @@ def evaluate_config(
 
     `folder`: the run folder; None: evaluate the weights that config.model gives. `which`: the
     checkpoint of the run, as best, last or a file; None: the checkpoint that result.json names.
-    `weights`: model, or ema (averaged); None: evaluate both. `predictions`: the CSV file to write,
-    with a line per image; if both sets are evaluated, the predictions are those of the set that
-    checkpoint.metric names.
+    `weights`: model (raw) or ema (averaged); None: evaluate both. `predictions`: the CSV file to
+    write, with a line per image. If both sets of weights are evaluated, it has the predictions of
+    the set that checkpoint.metric names.
     """
     with ExitStack() as on_close:
         strategy = app.build_strategy(config.parallel, ranks, store, config.train.deterministic)
@@ -95,12 +95,11 @@ def evaluate_config(
                 if contents
                 else {"model": config.model.name}
             )
-            world_size = strategy.measured_world_size()
             yield (
                 name,
                 {
                     **source,
-                    "world_size": world_size,
+                    "world_size": strategy.measured_world_size(),
                     **evaluation.numbers,
                     **task.details(evaluation),
                 },
@@ -155,7 +154,7 @@ def _prepare_as_trained(config: ResolvedConfig, preprocessing: dict[str, Any]) -
 
 def _check_head(config: ResolvedConfig, model: nn.Module, classes: int) -> None:
     """Raise ValueError if the model's weights were trained for another number of classes than the
-    data has. timm would replace the last layer by a random one without an error.
+    data has. Without this check, timm would silently replace the last layer by a random one.
     """
     trained_outputs = getattr(model, "pretrained_cfg", {}).get("num_classes")
     if trained_outputs != classes:

@@ -19,9 +19,8 @@ from torch import nn
 from src.commands.load import Trained
 from timm_parallel import write_json
 
-# An exported program may run other kernels than the model. If their outputs differ by at most this
-# number, the difference counts as rounding. It is relative to the largest score, or absolute if all
-# scores are below 1.
+# Largest difference between the outputs of the exported program and those of the model that counts
+# as rounding. It is relative to the largest score, or absolute if all scores are below 1.
 ROUNDING = 1e-4
 # Batch sizes with which an exported program is compared with the model. One size is not enough,
 # because a program may work only with the batch size of its trace.

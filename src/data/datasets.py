@@ -71,8 +71,8 @@ class Digits(MadeInMemory):
 
 
 class Synthetic(MadeInMemory):
-    """Random images and labels in memory. Loading them costs almost no time, so a run measures the
-    speed of training.
+    """Random images and labels in memory. Loading them costs almost no time, which helps to measure
+    the speed of training alone.
     """
 
     def __init__(

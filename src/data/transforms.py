@@ -122,7 +122,7 @@ def train_transform(
 
 
 class CropAndFlip:
-    """Padded random crops and flips of whole batches on the device. They are bit-equal to those of
+    """Padded random crops and flips of whole batches. They are bit-equal to those of
     `train_transform`, which augments one image at a time, if an image has the same seed.
     """
 

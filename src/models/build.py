@@ -43,8 +43,8 @@ def build_model(
             "it at null"
         )
     arguments: dict[str, Any] = {"num_classes": config.num_classes or outputs, "in_chans": in_chans}
-    # If a command sets model.name, the other keys of the file conf/model/<option>.yaml stay, so
-    # model.kwargs may be meant for another model.
+    # model.kwargs may be meant for another model: model.name on the command line replaces only this
+    # key of conf/model/<option>.yaml.
     fix = "; give the model.name that they are for, or remove them" if config.kwargs else ""
     receiver = f"model.name={config.name}"
     if config.is_own:

@@ -28,8 +28,8 @@ def cross_entropy(config: ResolvedConfig, class_weight: Tensor | None = None) ->
     """Build softmax cross entropy with label smoothing (`train.smoothing`) and class weights.
 
     With class weights, the weighted sum is divided by the number of images. torch divides by the
-    sum of the weights instead, with which the mean over ranks would differ from the loss of the
-    whole batch.
+    sum of the weights instead. Then the mean over ranks would differ from the loss of the whole
+    batch.
     """
     from timm.loss import create_classification_loss
     from torch import nn

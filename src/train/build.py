@@ -54,7 +54,8 @@ class DataAndModel:
 
     dataset: ImageDataset
     task: Task[ResolvedConfig]
-    # On the device and not wrapped, with random weights or those of timm.
+    # The model is on the device, and a strategy has not wrapped it. Its weights are random, or
+    # pretrained weights of timm.
     model: nn.Module
     preprocessing: Preprocessing
     prefetcher: DevicePrefetcher

@@ -61,7 +61,7 @@ def run_steps(run: RunParts, batches: Iterator[Batch]) -> Iterator[StepReport]:
         grad_norm = _clip_gradients(state, optim, strategy, needed=steps.is_sync_step)
         _step_optimizer(state)
         strategy.after_step(step)
-        # Read the learning rate here, because the schedule below sets that of the next step.
+        # Read the learning rate before the schedule below sets the rate of the next step.
         lr = (
             max(float(group["lr"]) for group in state.optimizer.param_groups)
             if steps.is_sync_step

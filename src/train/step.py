@@ -35,7 +35,9 @@ class TrainStep(nn.Module):
 
     @property
     def bare_model(self) -> nn.Module:
-        """The model without the Autocast wrapper. A strategy has not yet wrapped it."""
+        """The model without the Autocast wrapper. Read it before a strategy replaces the attribute
+        `model` by its own wrapper.
+        """
         return self.model.model if isinstance(self.model, Autocast) else self.model
 
     @property

@@ -89,7 +89,10 @@ class ImageDataset:
         """
         if trained != self.target_names:
             difference = class_difference(trained, self.target_names)
-            raise ValueError(f"data: the classes are not those of the run {run} ({difference})")
+            raise ValueError(
+                f"data: the classes are not those of the run {run} ({difference}); use data with "
+                "the same classes"
+            )
 
 
 class InMemory:

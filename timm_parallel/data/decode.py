@@ -91,7 +91,8 @@ def _read(path: Path) -> bytes:
         # Reject pipes and devices, because reading them may block forever.
         if not path.is_file() and path.exists():
             raise UnreadableImageError(
-                f"{path}: not a regular file; remove it from the image folder"
+                f"{path}: not a regular file, but a folder, pipe or device; remove it from the "
+                "images"
             )
         return path.read_bytes()
     except OSError as error:

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from timm_parallel.data.dataset import IMAGE_SUFFIXES, ImageDataset, image_files
 from timm_parallel.data.fractions import Listing, check_splits, split_of
@@ -90,7 +91,7 @@ def _list_folder(data: DataConfig, trained_names: list[str] | None) -> tuple[lis
     root = Path(str(data.root))
     if data.val_fraction is not None:
         names = trained_names or class_folders(root)
-        return names, _divided(root, names, data)
+        return names, divided(_labeled_files(root, names), root, data)
     names = trained_names or class_folders(root / "train")
     listing: Listing = {}
     for split in ("train", "val", "test") if trained_names is None else ("val", "test"):
@@ -102,14 +103,15 @@ def _list_folder(data: DataConfig, trained_names: list[str] | None) -> tuple[lis
     return names, listing
 
 
-def _divided(root: Path, names: list[str], data: DataConfig) -> Listing:
-    """Divide the images of all class folders in `root` by data.val_fraction and
-    data.test_fraction.
+def divided(files: list[tuple[Path, Any]], root: Path, data: DataConfig) -> Listing:
+    """Divide image files below `root` into splits by data.val_fraction and data.test_fraction.
+
+    `files`: pairs of the path of an image and its label, or the path of its mask.
     """
     listing: Listing = {
         split: [] for split in ("train", "val", "test") if split != "test" or data.test_fraction
     }
-    for path, label in _labeled_files(root, names):
+    for path, label in files:
         listing[split_of_file(path, root, data)].append((path, label))
     check_splits(listing, data)
     return listing

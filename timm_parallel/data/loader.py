@@ -374,9 +374,12 @@ class EvalLoader(Loader):
         leaves the image out.
         """
         fetcher = BatchFetcher(split, targets, transform, seed, on_error)
-        sampler = EvalSampler(len(split), batch_size, group.rank, group.world_size)
-        count = num_workers(workers, fetcher, prefetcher.device, group.local_world_size)
-        super().__init__(fetcher, sampler, prefetcher, count)
+        super().__init__(
+            fetcher,
+            EvalSampler(len(split), batch_size, group.rank, group.world_size),
+            prefetcher,
+            num_workers(workers, fetcher, prefetcher.device, group.local_world_size),
+        )
 
 
 class TrainLoader(Loader):
@@ -429,8 +432,12 @@ class TrainLoader(Loader):
             on_pixels=on_pixels,
             on_normalized=on_normalized,
         )
-        count = num_workers(workers, fetcher, prefetcher.device, group.local_world_size)
-        super().__init__(fetcher, sampler, prefetcher, count)
+        super().__init__(
+            fetcher,
+            sampler,
+            prefetcher,
+            num_workers(workers, fetcher, prefetcher.device, group.local_world_size),
+        )
 
     def epoch(self, epoch: int, first_batch: int = 0) -> Iterator[Batch]:
         """Return an iterator over the batches of an epoch, from the batch `first_batch` on.

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from timm_parallel.data.dataset import ImageDataset, Sample, image_files
-from timm_parallel.data.folder import split_of_file
-from timm_parallel.data.fractions import check_splits
+from timm_parallel.data.folder import divided
 from timm_parallel.errors import UnreadableImageError
 from timm_parallel.keys import DataConfig
 from timm_parallel.machine.text import first, plural
@@ -150,17 +149,9 @@ def _class_names(config: DataConfig) -> list[str]:
 
 def _list_masks(config: DataConfig) -> MaskListing:
     root = Path(str(config.root))
-    listing: MaskListing = {}
-    if config.val_fraction is None:
-        for split in SPLITS:
-            if (root / split).is_dir():
-                listing[split] = _pairs(root, root / split)
-        return listing
-    listing = {split: [] for split in SPLITS if split != "test" or config.test_fraction}
-    for path, mask in _pairs(root, root):
-        listing[split_of_file(path, root, config)].append((path, mask))
-    check_splits(listing, config)
-    return listing
+    if config.val_fraction is not None:
+        return divided(_pairs(root, root), root, config)
+    return {split: _pairs(root, root / split) for split in SPLITS if (root / split).is_dir()}
 
 
 def _pairs(root: Path, folder: Path) -> list[tuple[Path, str]]:

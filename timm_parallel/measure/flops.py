@@ -43,11 +43,10 @@ def count_flops(model: nn.Module, images: Shape) -> int | None:
     the count needs no memory for the batch, and draws no random numbers. Returns None if torch
     cannot count the FLOPs.
     """
-    tensors = [*model.parameters(), *model.buffers()]
     # deepcopy takes these tensors without storage from its memo, instead of copying the real ones.
     memo = {
         id(tensor): tensor.detach().to("meta").requires_grad_(tensor.requires_grad)
-        for tensor in tensors
+        for tensor in (*model.parameters(), *model.buffers())
     }
     try:
         with torch.random.fork_rng(devices=[]), torch.device("meta"), flop_counter() as counter:

@@ -11,7 +11,7 @@ import shutil
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlparse
 from urllib.request import getproxies
 
@@ -78,18 +78,16 @@ def compile_model(model: nn.Module, mode: bool | str, device: torch.device) -> n
         except RuntimeError as error:
             raise ValueError(
                 f"model.compile={yaml_text(mode)}: needs a C++ compiler on a CPU ({error}); "
-                "install g++, or set it to false"
+                "install g++, or set model.compile=false"
             ) from None
     # Search for a C compiler in the same way as Triton does.
     compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
     if device.type == "cuda" and not any(shutil.which(compiler) for compiler in compilers):
         raise ValueError(
             f"model.compile={yaml_text(mode)}: needs a C compiler on a GPU, for Triton "
-            f"({' or '.join(compilers)}); install gcc and libc6-dev, or set it to false"
+            f"({' or '.join(compilers)}); install gcc and libc6-dev, or set model.compile=false"
         )
-    compiled: Any = torch.compile(model, mode=None if mode is True else mode)
-    assert isinstance(compiled, nn.Module)
-    return compiled
+    return cast(nn.Module, torch.compile(model, mode=None if mode is True else mode))
 
 
 def run_on_black_image(

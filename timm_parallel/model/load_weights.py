@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -102,10 +103,8 @@ def _adapted(tensors: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
         # space-to-depth layer may multiply the channels before the first convolution.
         in_chans = traits.get("in_chans", convolution.in_channels)
         file_in_chans = weight.shape[1] * convolution.groups * in_chans // convolution.in_channels
-        try:
+        # If timm cannot adapt this tensor, keep its shape, so that fill_model reports that it does
+        # not fit.
+        with suppress(NotImplementedError):
             tensors[f"{stem}.weight"] = adapt_input_conv(in_chans, weight, base_chans=file_in_chans)
-        except NotImplementedError:
-            # If timm cannot adapt this tensor, keep its shape, so that fill_model reports that it
-            # does not fit.
-            continue
     return tensors

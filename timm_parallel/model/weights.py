@@ -52,9 +52,10 @@ def read_weights(path: Path, read_foreign: Callable[[Path], dict[str, Any]]) -> 
             and isinstance(contents.get("format"), int)
         ):
             return _of_checkpoint(path, contents)
-        state = read_foreign(path)
         tensors = {
-            str(name): tensor for name, tensor in state.items() if isinstance(tensor, Tensor)
+            str(name): tensor
+            for name, tensor in read_foreign(path).items()
+            if isinstance(tensor, Tensor)
         }
     except FileNotFoundError:
         raise ValueError(f"model.weights={path}: no such file") from None

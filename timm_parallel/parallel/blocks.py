@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from timm.models import group_parameters
@@ -30,8 +30,9 @@ def blocks_of(model: Any) -> list[nn.Module]:
         return list(model.shard_blocks())
     group_of = groups_of(model)
     uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
-    candidates = _blocks_in(model, "", group_of)
-    blocks = [block for block in candidates if not _shares_parameters(block, uses)]
+    blocks = [
+        block for block in _blocks_in(model, "", group_of) if not _shares_parameters(block, uses)
+    ]
     if not group_of:
         return blocks
     # Leave out stems, whose class occurs once. A stem may return a view to which the model adds a
@@ -88,10 +89,8 @@ def groups_of(model: Any, coarse: bool = False) -> dict[str, int]:
     """
     if not hasattr(model, "group_matcher"):
         return {}
-    numbers: dict[str, int] = group_parameters(
-        model, model.group_matcher(coarse=coarse), reverse=True
-    )
-    return numbers
+    matcher = model.group_matcher(coarse=coarse)
+    return cast(dict[str, int], group_parameters(model, matcher, reverse=True))
 
 
 def vector_layers(model: nn.Module) -> list[nn.Module]:

@@ -33,8 +33,7 @@ def build_strategy(
         use_deterministic_algorithms()
     from timm_parallel.parallel.strategy import Strategy
 
-    known = current().strategies
-    strategy = import_class("parallel.strategy", config.strategy, Strategy, known)
+    strategy = import_class("parallel.strategy", config.strategy, Strategy, current().strategies)
     return strategy(config, ranks, store)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
@@ -15,5 +15,4 @@ class Single(Strategy):
     has_one_device = True
 
     def wrap(self, step: Any) -> nn.Module:
-        module: nn.Module = step
-        return module
+        return cast(nn.Module, step)

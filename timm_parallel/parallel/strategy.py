@@ -127,9 +127,9 @@ class Strategy:
         return nullcontext()
 
     def after_step(self, step: int) -> None:
-        """Change the weights after an optimizer step, before model.ema averages them.
+        """Change the weights, if the strategy needs to, after an optimizer step.
 
-        `step`: number of the step, counted from 1.
+        model.ema averages the weights afterwards. `step`: number of the step, counted from 1.
         """
 
     def state_dict(self) -> dict[str, Any]:

@@ -79,11 +79,10 @@ class Telemetry:
     def _local_memory(self) -> list[dict[str, Any]]:
         kind = self._devices[0].type
         if kind == "cuda":
-            peak_of = torch.cuda.max_memory_allocated
             return [
                 {
                     "device": str(device),
-                    "peak_bytes": peak_of(device),
+                    "peak_bytes": torch.cuda.max_memory_allocated(device),
                     "utilisation": gpu.utilisation(),
                 }
                 for device, gpu in zip(self._devices, self._gpus, strict=True)

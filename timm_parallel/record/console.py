@@ -30,10 +30,10 @@ class Console:
             BarColumn(),
             MofNCompleteColumn(),
             TimeRemainingColumn(),
+            TextColumn("{task.fields[numbers]}"),
         )
-        numbers = TextColumn("{task.fields[numbers]}")
         shown = enabled and rich.is_terminal
-        self._bar = Progress(*columns, numbers, console=rich, transient=True, disable=not shown)
+        self._bar = Progress(*columns, console=rich, transient=True, disable=not shown)
         self._task = self._bar.add_task(
             "steps", total=total_steps, completed=first_step, numbers=""
         )

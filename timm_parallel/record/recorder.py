@@ -45,9 +45,9 @@ class Recorder:
         self._started, self._timeout = time.time(), config.parallel.timeout
         if enabled:
             self._metrics = MetricsLog(folder / "metrics.jsonl", resume_step)
-            classes = config.tracker.classes()
             self._trackers = [
-                Channel(name, path, config, folder, resume_step) for name, path in classes.items()
+                Channel(name, path, config, folder, resume_step)
+                for name, path in config.tracker.classes().items()
             ]
 
     def numbers(self, step: int, epoch: float, values: Numbers) -> None:

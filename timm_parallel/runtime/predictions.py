@@ -26,8 +26,9 @@ def write_predictions(
     `form`: console, csv or json.
     """
     if form == "json":
-        unreadable = task.unreadable
-        rows = [{"path": path, **(values or unreadable)} for path, values in predictions.items()]
+        rows = [
+            {"path": path, **(values or task.unreadable)} for path, values in predictions.items()
+        ]
         text = json.dumps(rows, indent=1) + "\n"
     elif form == "csv":
         text = _as_csv(predictions, task)

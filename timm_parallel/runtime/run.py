@@ -148,8 +148,7 @@ class Run:
             best: Numbers = {f"{name}_best": value for name, value in progress.best_values.items()}
             numbers = numbers | best
         of_weights = {split: raw} | ({} if averaged is None else {f"{split}_ema": averaged})
-        details = parts.task.details(raw)
-        self.evaluations[split] = SplitEvaluation(numbers, details, of_weights)
+        self.evaluations[split] = SplitEvaluation(numbers, parts.task.details(raw), of_weights)
         values = {f"{split}/{name}": value for name, value in numbers.items()}
         self._recorder.numbers(progress.step, parts.epochs_done, values)
         return is_best
@@ -164,8 +163,7 @@ class Run:
         number = progress.epoch + 1
         val = self.evaluations["val"].numbers if is_evaluated else {}
         progress.end_epoch(is_whole=progress.step_in_epoch == parts.steps_per_epoch)
-        memory = self.strategy.telemetry.memory()
-        self._recorder.memory(progress.step, parts.epochs_done, memory)
+        self._recorder.memory(progress.step, parts.epochs_done, self.strategy.telemetry.memory())
         self._recorder.epoch(number, self.config.train.epochs, progress.epoch_means, val)
 
     def save_if_due(self) -> None:
@@ -238,13 +236,11 @@ class Run:
         )
         for evaluation in self.evaluations.values():
             for name, of_weights in evaluation.of_weights.items():
-                draw = partial(self.parts.task.draw, of_weights)
-                self._recorder.draw(result.steps, name, draw)
+                self._recorder.draw(result.steps, name, partial(self.parts.task.draw, of_weights))
         views = self._recorder.end(result)
         if self.group.is_first:
             write_result(self.folder, result)
-            lines = describe_segments(self.segments)
-            show_end(self.config, self.folder, result, lines, views)
+            show_end(self.config, self.folder, result, describe_segments(self.segments), views)
         self._recorder.close()
         self.group.barrier()
         self.strategy.close()

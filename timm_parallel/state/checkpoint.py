@@ -19,7 +19,7 @@ import zipfile
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -109,7 +109,9 @@ def load(path: Path) -> dict[str, Any]:
     Raises ValueError if the file does not exist or is damaged.
     """
     if not path.exists():
-        raise ValueError(f"{path}: no such checkpoint")
+        raise ValueError(
+            f"{path}: no such checkpoint; give a file from the checkpoints/ folder of a run"
+        )
     try:
         _verify(path)
         contents = torch.load(path, map_location="cpu", weights_only=True)
@@ -152,7 +154,7 @@ def _verify(path: Path) -> None:
             known.add(json.loads(sidecar.read_text(encoding="utf-8"))["sha256"])
     if known:
         if _checksum(path) not in known:
-            raise ValueError("the file does not match the checksum in its .json file")
+            raise ValueError("the checkpoint does not match the checksum in its .json file")
         return
     # Verify the checksums of the archive, because torch.load does not notice a flipped bit in a
     # tensor.
@@ -229,8 +231,7 @@ def _on_cpu(contents: dict[str, Any]) -> dict[str, Any]:
             copies[memory] = tensor.cpu()
         return copies[memory]
 
-    moved: dict[str, Any] = tree_map_only(Tensor, copy, contents)
-    return moved
+    return cast(dict[str, Any], tree_map_only(Tensor, copy, contents))
 
 
 def _summary(contents: dict[str, Any]) -> dict[str, Any]:

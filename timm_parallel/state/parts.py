@@ -95,8 +95,7 @@ class TrainState:
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield all parameters of the training step, starting with those of the model."""
-        yield from self.model.parameters()
-        yield from self.own_parameters.values()
+        return (parameter for _, parameter in self.named_parameters())
 
 
 @dataclass(frozen=True)
@@ -149,8 +148,9 @@ class RunParts:
             step: Any = state.train_step
             size = parts["preprocessing"].input_size
             check_sharded_model(strategy.for_evaluation(step.model), size, strategy.group)
-        batches = train_loader.sampler.batches_per_epoch
-        steps_per_epoch, total_steps = config.train.count_steps(batches)
+        steps_per_epoch, total_steps = config.train.count_steps(
+            train_loader.sampler.batches_per_epoch
+        )
         communication = strategy.communication(state.wrapped)
         hooks = build_hooks(config, strategy, communication, total_steps, *profiled)
         return cls(
@@ -182,7 +182,7 @@ class RunParts:
 
     @cached_property
     def listing(self) -> str:
-        """Return the fingerprint of the training images."""
+        """Return a hash of the names and labels of the training images."""
         return split_fingerprint(self.dataset.train)
 
 

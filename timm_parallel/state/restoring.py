@@ -83,10 +83,9 @@ def _check_data(parts: RunParts, contents: dict[str, Any]) -> list[str]:
     remedy = "start a new run with model.weights=<folder>/checkpoints/last.pt"
     # Checkpoints of older versions store data.balance only in their config.
     before = {"balance": contents["config"].get("data.balance", 0.0), **contents["trained_on"]}
-    now = data_of_a_step(parts)
     differences = [
         f"{name}: {before.get(name)} -> {value}"
-        for name, value in now.items()
+        for name, value in data_of_a_step(parts).items()
         if before.get(name) != value
     ]
     if differences and step:

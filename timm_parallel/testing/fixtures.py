@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import os
 import signal
 import subprocess
@@ -117,6 +118,8 @@ def refuse(
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(hardware, "visible_cuda_devices", lambda: ())
     monkeypatch.setattr(subprocess, "Popen", _no_child)
+    # On a slow machine, a line about progress would come before the error.
+    monkeypatch.setattr("timm_parallel.lab.sweep.board.SILENT_SECONDS", math.inf)
 
     def run(*arguments: str) -> str:
         monkeypatch.setattr(sys, "argv", ["train.py", *arguments])

@@ -99,7 +99,7 @@ def test_sweep_resume_submits_slurm_array_of_unfinished_jobs_only(
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        (("cluster.cpus=1,2",), "^cluster: "),
+        (("cluster.cpus=1,2",), "^cluster=slurm: "),
         (("search=optuna",), "cluster.submit=false"),
         (("sweep.timed=true", "sweep.jobs=2", "seed=1,2"), "sweep.jobs=2: sweep.timed=true"),
     ],

@@ -253,7 +253,7 @@ def test_csv_dataset_error_names_the_invalid_column_line_value_or_file(
         (("data=csv", "data.root=x", "data.fold=1", "data.val_fraction=0.2"), "data.fold=1"),
         (
             ("data=csv", "data.root=x", "data.fold=1", "data.test_fraction=0.1"),
-            "data.test_fraction=0.1: data.fold=1",
+            "data.test_fraction=0.1: conflicts with data.fold=1",
         ),
         (
             ("data=folder", "data.root=x", "data.val_fraction=0.2", "data.group_pattern='('"),

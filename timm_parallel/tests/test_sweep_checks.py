@@ -5,7 +5,6 @@ of a resumed sweep.
 from __future__ import annotations
 
 import json
-import math
 import os
 import shutil
 import signal
@@ -37,12 +36,6 @@ SMALL = (
     "parallel=single",
     "parallel.threads_per_device=1",
 )
-
-
-@pytest.fixture(autouse=True)
-def without_progress(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Print no progress on a slow machine, because these tests expect a single line."""
-    monkeypatch.setattr("timm_parallel.lab.sweep.board.SILENT_SECONDS", math.inf)
 
 
 # The next tests check that invalid command lines are refused.

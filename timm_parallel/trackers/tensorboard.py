@@ -23,8 +23,9 @@ class TensorBoard(Tracker):
         from torch.utils.tensorboard import SummaryWriter
 
         super().__init__(config, folder, resume_step)
-        purge_step = resume_step + 1 if resume_step else None
-        self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=purge_step)
+        self._writer = SummaryWriter(
+            str(folder / "tensorboard"), purge_step=resume_step + 1 if resume_step else None
+        )
         self.view = f"tensorboard --logdir {shlex.quote(str(folder))}"
 
     def numbers(self, step: int, epoch: float, time: float, values: dict[str, float]) -> None:

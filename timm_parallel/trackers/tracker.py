@@ -33,17 +33,18 @@ END_SECONDS = 8.0
 
 
 class Tracker:
-    """Base class of trackers, which run on rank 0. A subclass overrides the methods that its tool
-    needs.
+    """Base class of trackers, each of which shows the run in a tracking tool such as TensorBoard.
 
-    All methods except `__init__` may block or raise errors.
+    A subclass overrides the methods that its tool needs. All methods except `__init__` may block or
+    raise errors. Only rank 0 has trackers.
     """
 
-    # Command or URL that shows the run in the tool. It is printed when the run ends.
+    # Command or URL that shows the run in the tracking tool. It is printed when the run ends.
     view = ""
 
     def __init__(self, config: ResolvedConfig, folder: Path, resume_step: int) -> None:
-        """Import the tool, so that a missing package is noticed before the first step.
+        """Import the package of the tracking tool, so that a missing package is noticed before the
+        first step.
 
         The connection is opened later, in `start`. `resume_step`: last step of the checkpoint from
         which the run continues; 0 for a new run.
@@ -53,35 +54,37 @@ class Tracker:
         self.name = f"{folder.parent.name} {folder.name}"
 
     def start(self) -> None:
-        """Open the run in the tool. A resumed run must continue the same run, whose id `run_id`
-        returns.
+        """Open the run in the tracking tool.
+
+        A resumed run must continue the same run, whose id `run_id` returns.
         """
 
     def numbers(self, step: int, epoch: float, time: float, values: dict[str, float]) -> None:
-        """Write the finite numbers of a step.
+        """Write the finite numbers of a step to the tracking tool.
 
         `values`: dictionary from name, such as `train/loss`, to number. `time`: Unix time in
         seconds.
         """
 
     def image(self, name: str, step: int, pixels: np.ndarray) -> None:
-        """Write an RGB image, a uint8 array [height, width, 3]."""
+        """Write an RGB image, a uint8 array [height, width, 3], to the tracking tool."""
 
     def flush(self) -> None:
-        """Send the numbers and images that were collected since the last flush.
+        """Send the numbers and images that were collected since the last flush to the tracking
+        tool.
 
         Override this method if the tool is faster with several values per call.
         """
 
     def end(self, status: str, summary: dict[str, float]) -> None:
-        """End the run in the tool.
+        """Mark the run as ended in the tracking tool.
 
         `status`: done, failed or interrupted. `summary`: dictionary from name to number, with the
         speed and the seconds of the run.
         """
 
     def run_id(self, create: Callable[[], str]) -> str:
-        """Return the id of the run in the tool, which a file in the run folder stores.
+        """Return the id of the run in the tracking tool, which a file in the run folder stores.
 
         If there is no such file, `create` is called to create a run in the tool and return its id.
         """

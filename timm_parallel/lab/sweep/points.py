@@ -77,13 +77,16 @@ def expand(arguments: Any) -> tuple[Command, list[Point]]:
         raise ValueError(
             f"{given}: a swept range has no values; expected range(start,stop) with start < stop"
         )
-    schedulers = {point.config.cluster.scheduler for point in points}
-    if "kubernetes" in schedulers or len(schedulers) > 1:
+    clusters = [point.config.cluster for point in points]
+    schedulers = {cluster.scheduler for cluster in clusters}
+    on_cluster = schedulers != {"local"}
+    if "kubernetes" in schedulers or (on_cluster and any(one != clusters[0] for one in clusters)):
         raise ValueError(
-            "cluster: the jobs of a sweep run all on this machine or all as one Slurm job array, "
-            "and never on Kubernetes; give one value, cluster=local or cluster=slurm"
+            f"cluster={','.join(sorted(schedulers))}: the jobs of a sweep run all on this machine, "
+            "or all as one Slurm job array with equal resources; give cluster=local or "
+            "cluster=slurm, and each cluster.… key a single value"
         )
-    if schedulers == {"local"}:
+    if not on_cluster:
         _share_threads([point.config for point in points])
     for point in points:
         settle(point)

@@ -34,13 +34,6 @@ def start_sweep(command: Command, points: list[Point]) -> int:
             f"{points[0].reason}"
         )
     check_blocks(points, settings)
-    if cluster.scheduler != "local" and any(
-        config.cluster != configs[0].cluster for config in configs
-    ):
-        raise ValueError(
-            "cluster: all jobs of a sweep on Slurm get equal resources; give each cluster.… key a "
-            "single value"
-        )
     max_jobs = jobs_at_a_time("sweep.jobs", settings.jobs, command.config)
     check_scheduler(cluster)
     folder = claim_folder(Path(str(command.tree.hydra.sweep.dir)))
