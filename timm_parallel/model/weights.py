@@ -76,7 +76,8 @@ def read_weights(path: Path, read_foreign: Callable[[Path], dict[str, Any]]) -> 
         ) from None
     if not tensors:
         raise ValueError(
-            f"model.weights={path}: contains no tensors with names; give a state dict or a checkpoint"
+            f"model.weights={path}: contains no tensors with names; give a state dict or a "
+            "checkpoint"
         )
     return WeightsFile(path, tensors)
 
