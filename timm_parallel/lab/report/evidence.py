@@ -135,8 +135,8 @@ class Evidence:
         failed: Sequence[RunRecord] = (),
         figures: str = "",
     ) -> ClaimResult:
-        """Check a statement on each run of `strategy`, and return the verdict: supported unless it
-        is false for a run.
+        """Check a statement on each run of `strategy`, and return the verdict. The statement is
+        supported unless it is false for a run.
 
         `is_true`: function that checks the statement on a run. It returns None if the run did not
         record what is needed. `failed`: runs whose failure contradicts the statement.
