@@ -40,8 +40,8 @@ def main(argv: list[str]) -> int:
 
     config = app.compose(*arguments.overrides)
     is_csv, target = config.data.name == "csv", Task.find(config.train.task).target
-    # Skip this check for a CSV: check_images reports its missing files, and groups in two splits,
-    # together with the other problems.
+    # For a CSV file, skip app.check_data, which raises an error for a missing file or a group in
+    # two splits. check_images reports these problems together with all others.
     if not is_csv:
         app.call(app.check_data, config)
     dataset = app.build_dataset(config)

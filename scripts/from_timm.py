@@ -31,13 +31,14 @@ TABLE: dict[str, dict[str, Any]] = yaml.safe_load(
 )
 # Dictionary from the name of an argument in older versions of timm's train.py to its name today.
 RENAMED = {"jsd": "jsd_loss", "native_amp": "amp", "apex_amp": "amp"}
-# Parts of TABLE whose rows contain timm's default, and the key here or the reason why none exists.
+# Parts of TABLE that list timm's default of an argument, and the key of this project or the reason
+# why there is none.
 PARTS = ("same", "without_meaning", "missing")
 # Override for composing a config, because a config without a data folder is refused.
 ROOT = "data.root=."
 CYCLIC = ("cosine", "tanh", "poly")
 METRICS = {"top1": "val/acc", "top5": "val/acc5", "loss": "val/loss"}
-# Dictionary from dotted key to value.
+# Settings of an experiment: dictionary from dotted key, such as `optim.lr`, to value.
 Settings = dict[str, Any]
 
 

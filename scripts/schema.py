@@ -29,8 +29,8 @@ from src.app import app
 from src.schema import Config
 
 TYPES = {str: "string", int: "integer", float: "number", bool: "boolean"}
-# Value that YAML may give instead of a value of the right type: ${other.key}, or ??? if the command
-# line must set the key.
+# Text that YAML may give in place of a value: a reference such as ${other.key}, or ??? if the
+# command line must set the key.
 REFERENCE = {"type": "string", "pattern": r"^(\$\{.+\}|\?\?\?)$"}
 # Dictionary from the name of a bound of a key to its name in JSON Schema and its sign in the
 # tables.
@@ -102,7 +102,9 @@ def _default(field: Any) -> Any:
 
 
 def _bounds(field: Any) -> list[tuple[str, float]]:
-    """Return the bounds of a config key as pairs of name and number, for example ('ge', 0)."""
+    """Return the bounds of a config key as pairs of name and number. For example, ('ge', 0) means
+    that the value must be 0 or more.
+    """
     return [(name, field.metadata[name]) for name in BOUNDS if field.metadata.get(name) is not None]
 
 
@@ -159,9 +161,8 @@ def _first_sentence(text: str) -> str:
 
 
 def _below_mark(path: str, tables: list[str]) -> str:
-    """Replace the tables of a page, which are below a comment (MARK), by new ones. Return the text
-    of the page, or an empty text if the project does not have the page or the page has no such
-    comment.
+    """Build the text of a page with new tables below the comment MARK. The text is empty if the
+    project does not have the page, or if the page has no such comment.
     """
     file = app.root / path
     text = file.read_text(encoding="utf-8") if file.is_file() else ""

@@ -18,7 +18,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 RECORD = ".template.json"
-# Folders in which the template's files replace those of the fork, without a merge.
+# Folders that an update replaces by those of the template, without merging changes of the fork.
 LIBRARY = ("timm_parallel",)
 MAKE_FORK = "scripts/maintain/fork.py"
 
@@ -139,11 +139,11 @@ def fetch(root: Path, source: str) -> str:
 
 
 def find_base(root: Path, source: str, recorded: str, newest: str) -> str:
-    """Return the commit of the template from which the fork started. Without the recorded commit,
-    it is the newest commit with equal files.
+    """Return the commit of the template from which the fork started. Commits are compared by their
+    files, not by their hashes.
 
     On GitHub, "Use this template" starts a repository with a new commit, which the template does
-    not have. Its files are equal to those of a commit of the template.
+    not have. The files of this commit are equal to those of a commit of the template.
     """
     commits: dict[str, str] = {}
     for line in git(root, "log", "--format=%H %T", newest).splitlines():
@@ -242,8 +242,8 @@ def commit_fork(scratch: Path, commit: str, record: dict[str, Any], *parents: st
 
 
 def settle(scratch: Path, head: str, keep: Sequence[str]) -> list[str]:
-    """Resolve conflicts: delete files that the fork deleted, and keep the fork's version of the
-    paths in KEEP. Return the paths of the other conflicts.
+    """Resolve merge conflicts: delete files that the fork deleted, and keep the fork's version of
+    the paths that the user listed in KEEP. Return the paths of the other conflicts.
     """
     # git lists up to three stages of a file: 1 is the old template, 2 the fork, 3 the newer
     # template.

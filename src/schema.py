@@ -157,8 +157,8 @@ class ModelConfig(timm_parallel.ModelConfig):
             )
         if self.weights is None and not self.weights_strict:
             yield "model.weights_strict=false: has no effect without model.weights=<file>"
-        # Do not check the file here if Slurm starts the run: the file may exist only on the nodes
-        # of the cluster.
+        # Do not check the file if Slurm starts the run, because the file may exist only on the
+        # nodes of the cluster.
         here = whole.cluster.scheduler == "local"
         if self.weights is not None and here and not Path(self.weights).is_file():
             yield f"model.weights={self.weights}: no such file"
@@ -615,8 +615,8 @@ class TrainConfig(timm_parallel.TrainConfig):
             yield from self.profile_problems(self.max_steps)
 
     def profile_problems(self, steps: int) -> Iterator[str]:
-        """Yield an error message if the run ends before it has steps to time. Profiled steps are
-        not timed.
+        """Yield an error message if the run is too short to time a step after the warm-up and the
+        profiled steps.
         """
         if self.untimed_steps is not None and steps <= self.untimed_steps:
             yield (

@@ -106,7 +106,8 @@ class App(Project[C, R]):
         config = self.config()
         config.parallel.strategy, config.parallel.devices = strategy, devices
         config.data.batch_size, config.data.batch_size_per_device = None, batch_size_per_device
-        # Choose a metric that every task has, because the check rejects an unknown metric.
+        # Select checkpoints by val/loss, which every task has. The check would reject a default
+        # metric that the task does not have.
         config.checkpoint.metric = "val/loss"
         self.check(config)
         return self.resolve_for_ranks(config).parallel

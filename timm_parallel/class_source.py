@@ -97,7 +97,8 @@ def class_attributes(name: str) -> dict[str, Any]:
     module, tree, node = found
     imported = _imports(tree)
     attributes: dict[str, Any] = {}
-    # Apply the first base class last, because Python looks there first.
+    # Python takes an attribute from the first base class that has it. So the first base class is
+    # applied last, and its values replace those of the others.
     for base in reversed(node.bases):
         first, dot, rest = ast.unparse(base).partition(".")
         dotted = imported.get(first, f"{module}.{first}") + dot + rest
@@ -108,8 +109,8 @@ def class_attributes(name: str) -> dict[str, Any]:
             continue
         targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
         for target in targets:
-            # Remove the inherited value first, because the new value is omitted if it is not a
-            # literal.
+            # The class overrides the inherited value, so remove that value. The new value is stored
+            # only if it is a literal.
             attributes.pop(ast.unparse(target), None)
             with suppress(ValueError):
                 attributes[ast.unparse(target)] = ast.literal_eval(statement.value)

@@ -13,7 +13,6 @@ import os
 import re
 import signal
 import sys
-from functools import partial
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -188,10 +187,12 @@ def _run(app: App[Any, Any], arguments: Any, ranks: Ranks | None) -> int:
                 check_resumable(config, folder)
             if config.print_config:
                 print_config(command.config, config)
-            job = partial(run_job, config, folder)
             if ranks is not None:
-                job = partial(run_rank_zero, app.train, config, folder, ranks)
-            code = run_in_hydra(command, folder, job)
+                code = run_in_hydra(
+                    command, folder, lambda: run_rank_zero(app.train, config, folder, ranks)
+                )
+            else:
+                code = run_in_hydra(command, folder, lambda: run_job(config, folder))
             if is_resumed and code == 2:
                 restore_records(folder, records)
     except KeyboardInterrupt as interrupt:

@@ -17,8 +17,8 @@ BATCH_NOT_DIVISIBLE = "batch_not_divisible"
 
 
 class Problem(str):
-    """Error message with an error code. Checks yield this class when other code, or a reader of
-    jobs.json, must recognize the error.
+    """Error message with an error code. Checks yield objects of this class when other code, or a
+    reader of jobs.json, must recognize the error.
     """
 
     code: str

@@ -270,13 +270,13 @@ class ModelConfig:
             )
 
     def for_evaluation(self) -> None:
-        """Reset the model keys that only training uses. Called on the config of an evaluation. The
-        base class has no such key.
+        """Reset the model keys that only training uses. Called on the config of an evaluation. This
+        base class resets nothing, because it has no such key.
         """
 
     def problems_without_cuda(self) -> Iterator[str]:
         """Yield an error message for each model key that requires CUDA. Called for a run on another
-        device. The base class has no such key.
+        device. This base class yields nothing, because it has no such key.
         """
         yield from ()
 
@@ -335,8 +335,8 @@ class DataConfig:
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """Config keys with their values that decide the order of training images, besides the seed
-        and the batch size.
+        """Dictionary of settings that affect the order of training images, such as the number of
+        augmented copies. Seed and batch size affect the order too, but are not included.
         """
         return {}
 
@@ -597,8 +597,8 @@ class TrainConfig:
 
 @dataclass
 class CheckpointConfig:
-    """Checkpoint files of a run: last.pt, best.pt and step_N.pt in `checkpoints/` of the run
-    folder.
+    """Config keys for the checkpoint files of a run: last.pt, best.pt and step_N.pt in
+    `checkpoints/` of the run folder.
     """
 
     every_steps: int | None = key(
@@ -668,9 +668,10 @@ class Config:
 
     @property
     def objective(self) -> str:
-        """Name of the metric that a search optimizes: optimized_metric, or the best value of
-        checkpoint.metric. With checkpoint.metric=val/acc_ema the name is val/acc_best, which then
-        holds the accuracy of the averaged weights.
+        """Name of the metric that a search optimizes. It is optimized_metric if that key is set,
+        otherwise the best value of checkpoint.metric, e.g. val/loss_best for val/loss.
+        checkpoint.metric=val/loss_ema gives val/loss_best too, which is then the loss of the
+        averaged weights.
         """
         return self.optimized_metric or f"{self.checkpoint.metric.removesuffix('_ema')}_best"
 

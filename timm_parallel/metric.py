@@ -40,7 +40,8 @@ class Metric:
 
     @property
     def shown_as(self) -> tuple[bool, bool]:
-        """Pair of booleans: lower values are better, values are proportions. Reports and searches
-        look up this pair by the metric's name.
+        """Pair (lower_is_better, is_proportion). The first is True if the metric must be minimized,
+        the second if its values are from 0 to 1. Reports and searches look up this pair by the
+        metric's name.
         """
         return self.lower_is_better, self.is_proportion

@@ -51,7 +51,7 @@ class Project(Generic[C, R]):
     metrics: Mapping[str, Metric]
     # Modules to import in the server process that forks the jobs of a sweep.
     preload: tuple[str, ...]
-    # Overrides of a run of a few seconds, with which doctor tries a strategy.
+    # Overrides for a run of a few seconds, with which `make doctor` tests each strategy.
     trial: tuple[str, ...]
     # Names in a config -> dotted names of classes. If the dictionary is empty, the check of a
     # config accepts any name.
@@ -154,8 +154,9 @@ def as_resolved(config: Config) -> ResolvedConfig:
 
 
 def code_files() -> dict[str, Path]:
-    """Find the Python files that a run may use, tests excluded. Return a dictionary from the file's
-    path, relative to the project or to the library's parent folder, to its full path.
+    """Find the Python files that a run may use, tests excluded. Return a dictionary from relative
+    path to full path. A relative path starts at the project folder, or at the folder that contains
+    the library.
     """
     project, library = root(), Path(__file__).parent
     own = [project / "train.py", *sorted((project / current().package).rglob("*.py"))]

@@ -41,7 +41,7 @@ class Loss:
     # Function that maps scores [B, …] and targets [B, …] to the loss of each sample [B], for
     # evaluation.
     of_samples: Callable[[Tensor, Tensor], Tensor]
-    # The entries of OPTIONS that this loss supports.
+    # Training options (entries of OPTIONS) that this loss supports.
     reads: tuple[str, ...] = ()
 
 
@@ -83,12 +83,12 @@ class Evaluation:
 
 
 class Targets:
-    """Builds a batch of targets from the targets of its samples. This class stacks numbers, or
-    tensors of equal shape.
+    """Builds the targets of a batch from the targets of single samples. This class stacks numbers,
+    or tensors of equal shape.
     """
 
     def collate(self, targets: Sequence[Any]) -> Tensor:
-        """Build the targets of a batch [B, …] from the targets of its samples."""
+        """Build the targets of a batch [B, …] from the targets of single samples."""
         import torch
 
         if isinstance(targets[0], torch.Tensor):
@@ -115,13 +115,13 @@ class Task(Targets, Generic[C]):
     # a name that the project invents. The class of a dataset lists its types in `targets`. `none`
     # accepts any dataset and ignores its targets.
     target: ClassVar[str] = "label"
-    # What a run calls the names of the model outputs when it prints them, e.g. `classes`.
+    # Word for the model outputs in the console lines of a run, e.g. `classes`.
     names_are: ClassVar[str] = "classes"
     # Name in train.loss -> loss. If train.loss is a class of the project, the first of these losses
     # computes the evaluation loss.
     losses: ClassVar[Mapping[str, Loss]]
     metrics: ClassVar[Mapping[str, Metric]]
-    # The entries of OPTIONS that this task supports.
+    # Training options (entries of OPTIONS) that this task supports.
     applies: ClassVar[tuple[str, ...]] = ()
     # Name of the task in transformers (problem_type), which export.py format=hub writes into its
     # files. None if transformers needs none.
@@ -166,8 +166,8 @@ class Task(Targets, Generic[C]):
 
     @classmethod
     def options_of_loss(cls, name: str) -> tuple[str, ...]:
-        """Return the entries of OPTIONS that a loss supports. The loss is given by its name or by
-        the dotted name of a class of the project.
+        """Return the training options (entries of OPTIONS) that a loss supports. The loss is given
+        by its name or by the dotted name of a class of the project.
         """
         if name in cls.losses:
             return cls.losses[name].reads
@@ -265,7 +265,7 @@ class Task(Targets, Generic[C]):
 
     def blank(self, count: int, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
         """Build scores and targets of zeros for `count` samples whose images have height and width
-        `size`. A rank without samples, and the memory plan, need tensors of the right shape.
+        `size`. They are needed by a rank without samples, and to estimate memory without data.
         """
         raise NotImplementedError
 
@@ -310,7 +310,9 @@ class Task(Targets, Generic[C]):
             )
 
     def details(self, evaluation: Evaluation) -> dict[str, Any]:
-        """Return entries of an evaluation for result.json, besides the metrics."""
+        """Return further results of an evaluation for result.json, such as the number of samples or
+        the accuracy of each class. Metrics are not included.
+        """
         return {"samples": evaluation.samples}
 
     def draw(self, evaluation: Evaluation) -> dict[str, Any]:

@@ -43,15 +43,15 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass
 class Row:
-    """A benchmark target. Its value is a measurement of our program divided by that of another
-    program, or the difference of the two, or our measurement alone.
+    """A benchmark target: a figure of our program, alone or compared with that of another program
+    as a ratio or a difference.
     """
 
     name: str
     figure: str
     ours: str
     other: str | None
-    # The value to reach; None: the row is only for comparison.
+    # Value that the program must reach. None: the row only shows a comparison.
     target: float | None
     less_is_better: bool = False
     difference: bool = False
@@ -200,8 +200,8 @@ def main() -> int:
 def measure_all(
     wanted: dict[str, Measure], parts: dict[str, list[Figures]], number: int, of: int
 ) -> Round:
-    """Run all measurements of one round in turn. Return them, together with the results of this
-    round from programs that measure all rounds at once.
+    """Run all measurements of one round one after the other, and return their figures. `parts`:
+    figures of programs that have measured all rounds at once; those of this round are added.
     """
     began = time.perf_counter()
     due = [name for name in wanted if number % 3 == 0 or not name.startswith(SELDOM)]

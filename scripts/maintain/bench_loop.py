@@ -65,8 +65,8 @@ def model_and_optimizer(
 
 
 class Gather:
-    """Copies the rows of a batch to a device, through pinned memory that is used again. So no copy
-    waits until the system allocates and pins memory.
+    """Copies the rows of a batch to a device through pinned memory. The pinned memory is used again
+    for later batches, because allocating it for every copy would take time.
     """
 
     def __init__(self, size: int, cuda: bool, depth: int = 3) -> None:

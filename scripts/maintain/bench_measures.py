@@ -43,7 +43,7 @@ class Training:
     log_every: int
     batch_size: int = 32
     image_size: int = 32
-    # Train on a GPU with bf16 and channels_last.
+    # True: train on a GPU, with bf16 and channels_last. False: train on a CPU.
     on_gpu: bool = False
     compile: bool = False
     # Number of seconds after which a command is ended.
@@ -153,7 +153,7 @@ def call(command: list[str], limit: float = 300) -> str:
         text=True,
         check=False,
         timeout=limit,
-    )  # fmt: skip
+    )
     if done.returncode:
         raise RuntimeError(
             f"{' '.join(command)}: exited with code {done.returncode}, expected 0; the output ends "

@@ -82,8 +82,8 @@ class Chaos:
         return time.monotonic() < self.deadline or len(self.faults) < self.at_least
 
     def start(self, folder: Path, epochs: int, room: int | None = None) -> Life:
-        """Start a run, or resume it if it has a checkpoint. `room`: largest size of a file in
-        bytes, which simulates a full disk; None: no limit.
+        """Start a run, or resume it if it has a checkpoint. `room`: limit of the size of a file in
+        bytes, to simulate a full disk; None: no limit.
         """
         overrides = [f"resume={folder}"]
         if not any((folder / "checkpoints").glob("*.pt")):
@@ -159,8 +159,8 @@ class Chaos:
         )
 
     def damage(self, folder: Path) -> None:
-        """Damage the newest checkpoint in some rounds, so that the next resume must use an older
-        one.
+        """Damage the newest checkpoint with a probability of 30 %, so that the next resume must use
+        an older one.
         """
         checkpoints = sorted(
             (folder / "checkpoints").glob("step_*.pt"), key=lambda path: path.stat().st_mtime

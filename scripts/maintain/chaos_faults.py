@@ -42,8 +42,8 @@ class Life:
         return ranks
 
     def ranks_in_training(self) -> int:
-        """Wait until the run trains, and return its number of ranks. The number shows that faults
-        will hit ranks.
+        """Wait until the run trains, and return its number of ranks. A number above 0 shows that
+        faults will hit processes that train.
         """
         while self.process.poll() is None and not (self.folder / "metrics.jsonl").exists():
             time.sleep(0.02)
@@ -72,7 +72,7 @@ def _signal(
 def _kill_one(which: str, number: int) -> Callable[[random.Random, Life], tuple[int, ...]]:
     def kill(draw: random.Random, life: Life) -> tuple[int, ...]:
         processes = [life.process] if which == "launcher" else getattr(life, which)()
-        # The list is empty if the run is about to end.
+        # The list of processes is empty if the run is about to end.
         if processes:
             draw.choice(processes).send_signal(number)
         return (-9,) if which == "launcher" else (1, 0)

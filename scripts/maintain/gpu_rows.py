@@ -43,11 +43,11 @@ class Part:
     name: str
     seconds: float
     run: Check
-    # True: run only with FULL=1.
+    # True if the check runs only with `make gpu-check FULL=1`.
     needs_full: bool = False
     # Least number of devices that the check needs.
     devices: int = 1
-    # False: skip the check on simulated devices, which cannot show its result.
+    # False if the check is skipped on simulated devices, which cannot show its result.
     simulated: bool = True
 
 
@@ -190,14 +190,16 @@ def outcomes(output: str) -> list[tuple[str, str]]:
 
 
 def same(what: str, value: Any, expected: Any) -> Row:
-    """Build a row of the report that is wrong unless a value equals the expected one."""
+    """Build a row of the report that shows a value. The row is marked as wrong if the value differs
+    from the expected one.
+    """
     figure = str(value) if value == expected else f"{value}, expected {expected}"
     return Row(what, figure, value != expected)
 
 
 def near(what: str, value: float | None, expected: float | None, tolerance: float) -> Row:
-    """Build a row of the report that is wrong unless a value is close to the expected one. The
-    tolerance is absolute.
+    """Build a row of the report that shows a value. The row is marked as wrong if the value differs
+    from the expected one by more than an absolute tolerance.
     """
     if value is None or expected is None:
         return Row(what, f"{value}, expected {expected}", True)

@@ -234,7 +234,9 @@ def fault(kind: str, expected: str, *overrides: str, rank: int = 0, limit: float
 
 
 def processes_on_devices() -> int:
-    """Return the number of rank processes that NVML still lists on the devices."""
+    """Return the number of rank processes that still use a GPU, according to NVML. After a run has
+    ended, the number must be 0.
+    """
     import pynvml
 
     pynvml.nvmlInit()
@@ -273,8 +275,8 @@ UNEVEN = ("data=synthetic", "data.kwargs.num_samples=392")
 
 
 def equal_to_single(*ways: tuple[str, tuple[str, ...]], tolerance: float = 2e-3) -> Check:
-    """Return a check that strategies have the same losses and evaluation results as single. The
-    tolerance is absolute.
+    """Return a check that runs single and the given strategies, and compares their losses and
+    evaluation results. A difference of more than `tolerance` (absolute) is wrong.
     """
 
     def run(seconds: float) -> list[Row]:
@@ -371,7 +373,7 @@ def compiled(seconds: float) -> list[Row]:
     return rows
 
 
-# The checks below need two or more GPUs.
+# The checks of several devices follow. They need two or more GPUs.
 
 
 def all_strategies(seconds: float) -> list[Row]:
@@ -397,8 +399,8 @@ def all_strategies(seconds: float) -> list[Row]:
 
 
 def class_weights_under_dp(seconds: float) -> list[Row]:
-    """Check that dp trains with class weights, with the loss on the output device and with the loss
-    in the replicas.
+    """Check that dp trains with class weights. One run computes the loss on the output device, and
+    the other one in each replica.
     """
     clock, rows = Clock(seconds), []
     weighted = ("parallel=dp", "parallel.devices=2", "train.class_weights=auto", *SHORT)

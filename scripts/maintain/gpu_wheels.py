@@ -51,8 +51,8 @@ LEFT_OUT = re.compile(
 
 
 def closure(wanted: Iterable[str]) -> list[str]:
-    """Return the names of the given packages and of all their requirements, if they are installed
-    here and not part of an environment with torch.
+    """Return the names of the given packages and of all packages that they require. Packages that
+    are not installed here, or that every installation of torch has, are left out.
     """
     names: dict[str, None] = {}
     pending = list(wanted)

@@ -21,7 +21,7 @@ SPEEDS = {
     **{("dp", devices): speed for devices, speed in ((2, 1500.0), (4, 1900.0), (8, 1800.0))},
     **{("ddp", devices): speed for devices, speed in ((2, 1930.0), (4, 3700.0), (8, 6900.0))},
 }
-# Invented speeds of the five repeats, and of the runs within a repeat, relative to 1.
+# Invented factors of the speed of each of the five repeats, and of the runs within a repeat.
 BLOCKS = (1.0, 0.99, 1.01, 0.985, 1.005)
 NOISE = (0.0, 0.008, -0.006, 0.004, -0.01, 0.006, -0.003)
 

@@ -35,7 +35,7 @@ LOSS, LOSS_NOISE, DIVERGED_LOSS = 0.3, 0.05, 2.3
 
 @dataclass(frozen=True)
 class Sweep:
-    """A simulated sweep: the value of each setting, fold and seed, and the true values of the
+    """Simulated results of a sweep, for each setting, fold and seed, and the true values of the
     settings.
     """
 
@@ -46,7 +46,8 @@ class Sweep:
     truth: Array | None
     # Standard error of the mean of a setting with ordinary noise.
     error: float
-    # Dictionary from the index of a run in `values` to its status, for runs without a result.
+    # Status of the runs without a result: dictionary from the index of a run in `values` to its
+    # status.
     status: Mapping[tuple[int, ...], str]
     metric: str = "val/acc"
     # Number of images that a run evaluates.
@@ -102,13 +103,14 @@ class Verdict:
     covered: float
     # 1 if the interval of the stated value contains the true one, else 0; NaN without an interval.
     value_covered: float
-    # Mean of all values if the truth is only known as the mean over many sweeps, else 0.
+    # Mean of all values of the sweep. It is computed only if the true value is estimated by the
+    # mean over many sweeps, else it is 0.
     level: float
 
 
 def judge(sweep: Sweep) -> Verdict:
-    """Write the headline result and the comparisons of a simulated sweep with the functions of the
-    report, and compare them with the truth.
+    """Build the headline result and the comparisons of a simulated sweep with the functions that
+    write reports. Return how they differ from the true values.
     """
     [group] = with_contrasts(setting_groups(sweep.records()))
     lead = recommend(group)
@@ -193,8 +195,8 @@ def lost_runs(
     status: str = FAILED,
     shared: float = SEED_NOISE,
 ) -> Sweep:
-    """Simulate a sweep of equally good settings in which runs have no result. They are a random
-    share of the runs, or the worst seeds of settings 0, 2, 4, 6 and 8.
+    """Simulate a sweep of equally good settings in which some runs have no result. These runs are
+    chosen at random, or they are the worst seeds of settings 0, 2, 4, 6 and 8.
     """
     sweep = blocks_of_seeds(draw, [0] * 10, 5, shared=shared)
     lost = {place for place in np.ndindex(sweep.values.shape) if draw.random() < share}

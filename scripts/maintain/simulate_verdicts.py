@@ -65,21 +65,21 @@ def run_records(draw: np.random.Generator, seeds: int, difference: float = 0) ->
 
 
 def words(draw: np.random.Generator, seeds: int, number: int, difference: float = 0) -> list[str]:
-    """Simulate a verdict. Return its word (better, worse or no difference shown), then the word of
-    each row of its table.
+    """Simulate a verdict. Return its conclusion (better, worse or no difference shown), followed by
+    the conclusion of each row of its table.
     """
     verdict = judge(run_records(draw, seeds, difference), Record(BASE, HEAD, number))
     return [verdict.word, *(row.get("verdict", "") for row in verdict.rows)]
 
 
 def is_false(said: list[str]) -> bool:
-    """Return True if a verdict on equal code calls anything better or worse."""
+    """Return True if a verdict on equal code says better or worse anywhere, which is then false."""
     return bool({BETTER, WORSE} & {*said})
 
 
 def count_equal(verdicts: int, seeds: int) -> tuple[int, int]:
-    """Simulate first verdicts on equal code. Return how many are better or worse, and how many
-    tables state any difference.
+    """Simulate verdicts on equal code, each the first on its base. Return (number of verdicts that
+    say better or worse, number of verdicts with a difference in any row of the table).
     """
     draw = np.random.default_rng([39, seeds])
     said = [words(draw, seeds, 1) for _ in range(verdicts)]
@@ -98,8 +98,9 @@ def count_false_families(families: int, seeds: int) -> int:
 
 
 def power(verdicts: int, case: tuple[int, int, int]) -> float:
-    """Return the share of verdicts that call a truly better head better. `case`: position of the
-    verdict in its series, number of seeds, and true difference.
+    """Return the power of a verdict: the share of simulated verdicts that say better if the head is
+    truly better. `case`: position of the verdict in its series, number of seeds, and true
+    difference.
     """
     number, seeds, difference = case
     draw = np.random.default_rng([41, *case])
@@ -109,8 +110,8 @@ def power(verdicts: int, case: tuple[int, int, int]) -> float:
 
 
 def most_false(count: int) -> float:
-    """Return the largest share of false verdicts that chance explains: LEVEL plus two standard
-    errors for a number of verdicts.
+    """Return the largest share of false verdicts that chance explains: the nominal error rate LEVEL
+    plus two standard errors. `count`: number of verdicts.
     """
     return LEVEL + 2 * math.sqrt(LEVEL * (1 - LEVEL) / count)
 

@@ -111,8 +111,8 @@ def evaluate_config(
 def _load_weights(
     config: ResolvedConfig, folder: Path | None, contents: dict[str, Any], built: DataAndModel
 ) -> str:
-    """Load the weights of the file model.weights, and return a line about them for the log. Without
-    such a file, check that the weights of the run or of timm are for the classes of the data.
+    """Load the weights of the file model.weights, and return a line about them for the log. If
+    model.weights is not set, only check that the model was trained for the classes of the data.
     """
     dataset, model = built.dataset, built.model
     if config.model.weights is not None:

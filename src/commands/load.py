@@ -21,7 +21,7 @@ from timm_parallel import SavedRun, Task, as_size
 class Trained:
     """A trained model with the config, task and preprocessing of its run."""
 
-    # In evaluation mode.
+    # The trained model, in evaluation mode.
     model: nn.Module
     config: ResolvedConfig
     preprocessing: Preprocessing

@@ -25,8 +25,8 @@ from src.train.step import AUTOCAST, Autocast, TrainStep
 from timm_parallel import ImageDataset, Task, as_size, freeze
 from timm_parallel.lab import Plan, measure_step
 
-# With fewer images per device, BatchNorm's noisy statistics raise the error (Wu and He 2018,
-# arXiv:1803.08494, figure 1).
+# Number of images per device below which BatchNorm's noisy statistics raise the error of a model
+# (Wu and He 2018, arXiv:1803.08494, figure 1).
 SMALL_FOR_BATCHNORM = 16
 ONE_IMAGE = "BatchNorm needs two images per device; use a larger data.batch_size or fewer devices"
 
@@ -39,7 +39,7 @@ class Sizes(ImageDataset):
     def __init__(self, num_images: int, num_classes: int, in_chans: int) -> None:
         self.target_names = [f"class_{index}" for index in range(num_classes)]
         self.in_chans = in_chans
-        # A range suffices, because a plan reads only the length of the training split.
+        # Store only a range of numbers, because a plan reads only the length of the training split.
         self.train = cast(Any, range(num_images))
 
 

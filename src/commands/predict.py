@@ -31,11 +31,12 @@ class PredictionRequest:
     """Arguments of `predict`: the images, the trained model and options."""
 
     run: Path
-    # A file or a folder.
+    # The images to predict: a folder of images, or one image file.
     images: Path
-    # best, last or a file; None: the checkpoint that result.json names.
+    # Checkpoint to load: best, last or the path of a file. None: the one that result.json names.
     checkpoint: str | None
-    # model (raw) or ema (averaged); None: the set that checkpoint.metric names.
+    # Set of weights to load: model (raw) or ema (averaged). None: the set that checkpoint.metric
+    # names.
     weights: str | None
     topk: int
     # Number of images that a rank predicts at once.

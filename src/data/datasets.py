@@ -20,8 +20,8 @@ class MadeInMemory(ImageDataset):
 
     @classmethod
     def check(cls, config: DataConfig, evaluated: str | None = None, target: str = "label") -> None:
-        """Raise ValueError if data.root is set, because a dataset that is made in memory does not
-        read it.
+        """Raise ValueError if data.root is set, because a dataset that is made in memory reads no
+        folder.
         """
         if config.root is not None:
             raise ValueError(

@@ -26,7 +26,7 @@ from src.schema import AugmentConfig
 from timm_parallel import InMemory, posterize_to_black
 
 Transform = Callable[[Tensor], Tensor]
-# Height and width in pixels.
+# Height and width of an image in pixels.
 Size = tuple[int, int]
 # Side of the kernel of the Gaussian blur, in pixels, as in timm.
 BLUR = 23
@@ -52,17 +52,17 @@ class Preprocessing:
     these names.
     """
 
-    # Channels, height and width.
+    # Channels, height and width of an evaluation image.
     input_size: tuple[int, int, int]
     # Mean and standard deviation of each channel, for images in 0..1.
     mean: tuple[float, ...]
     std: tuple[float, ...]
-    # Side of the crop divided by the side of the resized image.
+    # Side of the center crop divided by the side of the resized image.
     crop_pct: float
-    # center: resize the shorter side; squash: resize both sides; border: resize the longer side,
-    # and pad the rest with `mean`.
+    # Crop mode. center: resize the shorter side; squash: resize both sides; border: resize the
+    # longer side, and pad the rest with `mean`.
     crop_mode: str
-    # bilinear or bicubic.
+    # Interpolation with which images are resized: bilinear or bicubic.
     interpolation: str
 
 
@@ -186,8 +186,9 @@ def batch_step(config: AugmentConfig, in_memory: InMemory | None, size: Size) ->
 
 
 def _keep_ratio_crop(config: AugmentConfig, size: Size) -> list[Any]:
-    """Build the steps of timm's train_crop_mode rkrc (center crop) or rkrr (random crop). They zoom
-    half of the images, and stretch half of the images, at random.
+    """Build the steps of timm's train_crop_mode rkrc (center crop) or rkrr (random crop). Each
+    image is zoomed with a probability of one half, and independently stretched with a probability
+    of one half.
     """
     resize = ResizeKeepRatio(
         size,

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 
 class CifarResNet18(nn.Module):
-    """timm's ResNet-18 with another stem, that of the CIFAR networks (He et al. 2015,
-    arXiv:1512.03385, section 4.2).
+    """timm's ResNet-18 with the stem of the networks for CIFAR (He et al. 2015, arXiv:1512.03385,
+    section 4.2).
 
     The stem is one 3x3 convolution without stride or pooling, so the first block gets 32x32 images
     in full resolution.

@@ -65,7 +65,8 @@ class Segmenter(nn.Module):
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         backbone: Any = self.backbone
-        # For a ViT, timm returns a wrapper that lacks this method; its attribute `model` has it.
+        # For a ViT, timm returns a wrapper without set_grad_checkpointing. The attribute `model` of
+        # this wrapper has the method.
         getattr(backbone, "model", backbone).set_grad_checkpointing(enable)
 
     def forward(self, images: Tensor) -> Tensor:

@@ -234,7 +234,8 @@ class Classification(ImageTask):
 
         def build(config: ResolvedConfig, **given: Any) -> Criterion:
             if "smoothing" in reads:
-                # Mixup and cutmix smooth the targets themselves.
+                # Use no label smoothing with mixup or cutmix, because these already smooth the
+                # targets.
                 mixes = config.data.augment.mixes
                 given.setdefault("smoothing", 0.0 if mixes else config.train.smoothing)
             criterion: Criterion = loss_class(**given)

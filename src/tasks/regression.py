@@ -35,8 +35,8 @@ def huber_errors(outputs: Tensor, targets: Tensor, delta: float = 1.0) -> Tensor
 
 
 def mean_of(errors: Callable[..., Tensor]) -> Callable[..., Criterion]:
-    """Return a function that builds a loss: the mean over the images of a batch of the errors that
-    the given function computes.
+    """Build losses from a function that computes an error for each image. Return a function that
+    builds the loss of a config: the mean of these errors over a batch.
     """
 
     def build(config: ResolvedConfig, **options: float) -> Criterion:

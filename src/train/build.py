@@ -54,12 +54,12 @@ class DataAndModel:
 
     dataset: ImageDataset
     task: Task[ResolvedConfig]
-    # The model is on the device, and a strategy has not wrapped it. Its weights are random, or
-    # pretrained weights of timm.
+    # The model on the device of this rank, before a strategy wraps it. Its weights are random or
+    # those of timm.
     model: nn.Module
     preprocessing: Preprocessing
     prefetcher: DevicePrefetcher
-    # Dictionary from split to loader.
+    # Evaluation loaders, as a dictionary from the name of a split to its loader.
     eval_loaders: dict[str, EvalLoader]
 
 
@@ -67,11 +67,11 @@ def build_data_and_model(
     config: ResolvedConfig, strategy: Strategy, trained_names: list[str] | None = None
 ) -> DataAndModel:
     """Build the dataset, task, model and evaluation loaders that training and evaluate.py need. All
-    ranks must call this function. `trained_names`: names of the outputs in the run that evaluate.py
-    evaluates.
+    ranks must call this function. `trained_names`: class names from the checkpoint that evaluate.py
+    evaluates; None in training.
     """
     set_matmul_precision(config.train.precision)
-    # Let one rank of a node download weights and data first; the other ranks then read them from
+    # Let one rank of each node download weights and data first. The other ranks then read them from
     # the cache.
     may_download = config.model.pretrained or config.data.is_from_timm
     with strategy.group.one_of_node_first() if may_download else nullcontext():
@@ -180,7 +180,8 @@ def _build_train_loader(
 ) -> TrainLoader:
     split, augment, task = built.dataset.train, config.data.augment, built.task
     rows = InMemory.of(split, size)
-    # Augment whole batches if the task can; else each image has a transform.
+    # Augment whole batches on the device if the task can. Otherwise, each image is augmented by a
+    # transform.
     on_pixels = task.batch_augmentation(rows, size)
     transform = None
     if on_pixels is None:

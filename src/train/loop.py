@@ -20,7 +20,7 @@ from src.schema import OptimConfig
 from src.train.optim import clip_adaptively
 from timm_parallel import EpochSteps, RunParts, Strategy, TrainState
 
-# Images and targets.
+# Images and targets of one batch.
 Batch = tuple[Tensor, Tensor]
 
 
@@ -76,7 +76,8 @@ def run_steps(run: RunParts, batches: Iterator[Batch]) -> Iterator[StepReport]:
         state.schedule.step_update(state.progress.schedule_step(run.steps_per_epoch))
         if means is not None:
             yield StepReport(means, lr, None if grad_norm is None else grad_norm.item())
-            # The caller evaluates between two steps, and evaluation turns training mode off.
+            # Turn training mode on again, because the caller may have evaluated the model after the
+            # report.
             state.wrapped.train()
 
 
@@ -131,6 +132,6 @@ def _step_optimizer(state: TrainState) -> None:
         state.scaler.update()
     else:
         state.optimizer.step()
-    # Set gradients to None instead of 0: the next backward pass then writes them, which is faster
-    # than adding.
+    # Set gradients to None instead of 0. The next backward pass then writes the gradients, which is
+    # faster than adding to zeros.
     state.optimizer.zero_grad(set_to_none=True)

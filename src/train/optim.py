@@ -108,8 +108,9 @@ def _add_groups(
 
 
 def _scale(optimizer: torch.optim.Optimizer, chosen: list[nn.Parameter], scale: float) -> None:
-    """Multiply the learning rate of the given parameters by a factor. They are moved to parameter
-    groups of their own, whose `lr_scale` timm's schedule reads.
+    """Multiply the learning rate of the given parameters by a factor. These parameters are moved to
+    parameter groups of their own. timm's schedule multiplies the learning rate of a group by its
+    entry `lr_scale`.
     """
     head = {id(parameter) for parameter in chosen}
     groups = []
@@ -127,8 +128,8 @@ def _scale(optimizer: torch.optim.Optimizer, chosen: list[nn.Parameter], scale: 
 
 def clip_adaptively(parameters: Iterable[Tensor], factor: float, eps: float = 1e-3) -> None:
     """Clip gradients adaptively, with the same result as timm's adaptive_clip_grad. This function
-    needs a third of the kernel launches, because only the norms of units need a kernel for each
-    tensor.
+    launches a third as many kernels. Only the norms of rows of weights are computed tensor by
+    tensor, and all other operations run for all tensors at once.
     """
     trained = [parameter for parameter in parameters if parameter.grad is not None]
     gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
@@ -145,8 +146,9 @@ def clip_adaptively(parameters: Iterable[Tensor], factor: float, eps: float = 1e
 
 
 def waits_for_scaler(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True if, with fp16, the optimizer makes the host wait for the device in every step.
-    The GradScaler then must know on the host if a gradient overflowed.
+    """Return True if, with fp16, the optimizer makes the CPU wait for the GPU in every step.
+    Without a fused kernel that skips overflowed gradients, the GradScaler must read on the CPU if a
+    gradient overflowed.
     """
     return not getattr(optimizer, "_step_supports_amp_scaling", False)
 

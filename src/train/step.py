@@ -22,7 +22,7 @@ class TrainStep(nn.Module):
     """Computes the loss of a batch and its metrics, which are logged as `train/<name>`.
 
     With DataParallel, the attribute `model` may be a wrapper that spreads the model over devices.
-    Its outputs may be on another device than the targets.
+    The outputs of such a wrapper may be on another device than the targets.
     """
 
     def __init__(self, model: nn.Module, criterion: Criterion, task: Task[Any]) -> None:
@@ -35,8 +35,8 @@ class TrainStep(nn.Module):
 
     @property
     def bare_model(self) -> nn.Module:
-        """The model without the Autocast wrapper. Read it before a strategy replaces the attribute
-        `model` by its own wrapper.
+        """The model without the Autocast wrapper, for a training step that no strategy has wrapped
+        yet.
         """
         return self.model.model if isinstance(self.model, Autocast) else self.model
 

@@ -49,7 +49,8 @@ def address_of_pod(index: int) -> NodeAddress:
     """
     nodes, address = int(os.environ["CLUSTER_NODES"]), os.environ["CLUSTER_ADDRESS"]
     if index == 0:
-        # Pod 0 reads its own address from /etc/hosts of the pod.
+        # On pod 0, look up the host name of the pod, which Kubernetes writes into /etc/hosts of
+        # each pod.
         address = socket.gethostbyname(socket.gethostname())
     return NodeAddress(index, nodes, address, PORT) if nodes > 1 else NodeAddress()
 

@@ -32,8 +32,8 @@ PATIENCE_SECONDS = 60.0
 # States of a Slurm job that has ended.
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY"}
 ENDED |= {"DEADLINE", "PREEMPTED", "BOOT_FAIL"}
-# Range of ports for the store on node 0. It ends below 32768, where the ports begin that Linux
-# gives to outgoing connections.
+# Range of ports for the key-value store on node 0. It ends below 32768, where the ports begin that
+# Linux gives to outgoing connections.
 FIRST_PORT, PORTS = 20000, 12000
 
 
@@ -207,9 +207,9 @@ def _local_lines() -> tuple[list[str], str]:
 
 
 def address_of_step(node: int, nodes: int) -> NodeAddress:
-    """Return the address of the store for node `node` of a Slurm step with `nodes` nodes. The store
-    is on the first node of the step, whose address Slurm knows. Raises ValueError if other nodes
-    cannot reach that address.
+    """Return the address of the key-value store for node `node` of a Slurm step with `nodes` nodes.
+    The store of the ranks is on the first node of the step, whose address Slurm knows. Raises
+    ValueError if other nodes cannot reach that address.
     """
     names = _output("scontrol", "show", "hostnames", os.environ["SLURM_STEP_NODELIST"]).split()
     address = _facts("node", names[0])[0].get("NodeAddr", names[0])
@@ -230,8 +230,8 @@ def address_of_step(node: int, nodes: int) -> NodeAddress:
 
 
 def wait_for(job: str) -> int:
-    """Wait until a Slurm job has ended, through every requeue. Return the exit code of the job. For
-    a job array, return the highest exit code of its tasks.
+    """Wait until a Slurm job has ended, also if Slurm queues it again meanwhile. Return the exit
+    code of the job. For a job array, return the highest exit code of its tasks.
     """
     # Keep the exit codes of ended tasks, because scontrol soon omits these tasks.
     codes: dict[str, int] = {}

@@ -34,10 +34,10 @@ def check_aliases(path: Path) -> None:
 
 
 def _expanded(node: Any, counts: dict[int, float]) -> float:
-    """Count the values below a YAML node if each alias is replaced by the value of its anchor. The
-    count is infinite for a node that contains itself.
+    """Count the values that a YAML node contains after each alias is replaced by the value of its
+    anchor. The count is infinite for a node that contains itself.
 
-    `counts`: counts of the nodes that were visited before, by id.
+    `counts`: counts of the nodes that were visited before, by id(node).
     """
     if id(node) not in counts:
         # Mark the node as infinite while its children are counted, so that a node that contains

@@ -98,7 +98,9 @@ class CommandLine(argparse.ArgumentParser):
 
     @staticmethod
     def counts(text: str) -> list[int]:
-        """Parse a text of comma-separated integers >= 1, as an argparse type."""
+        """Parse comma-separated integers >= 1, e.g. `1,2,4`. Scripts use this function as an
+        argparse type.
+        """
         return [CommandLine.number(int, least=1)(part) for part in text.split(",")]
 
 

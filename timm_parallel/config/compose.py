@@ -50,15 +50,16 @@ class Command:
     # The composed config before its `${…}` are resolved, with the `hydra` section.
     tree: DictConfig
     run_dir: Path
-    # Hydra's config loader.
+    # Object with which Hydra has loaded the config.
     loader: Any
 
 
 def compose_command(arguments: Any, saved: Any = None) -> Command:
     """Compose and check the config for a command line that Hydra's parser has parsed.
 
-    `arguments`: the argparse namespace of the parser. `saved`: the config of the run to resume, if
-    any. It then replaces conf/train.yaml, and the overrides change it.
+    `arguments`: the argparse namespace of the parser. `saved`: saved config of the run to resume;
+    None for a new run. A saved config is used in place of conf/train.yaml, and overrides still
+    change its values.
     """
     from hydra.core.global_hydra import GlobalHydra
     from hydra.core.hydra_config import HydraConfig
@@ -117,7 +118,7 @@ def compose_command(arguments: Any, saved: Any = None) -> Command:
 
 def plain_config() -> Config:
     """Compose the config of `python train.py` without arguments. If a value without default is
-    missing, such as data.root, return the defaults of src/schema.py.
+    missing, such as data.root, return the defaults of src/schema.py instead.
     """
     try:
         return compose_command(parse_command_line([])).config
@@ -180,10 +181,11 @@ def store_schema() -> None:
 
 def to_config(tree: DictConfig, merged: DictConfig | None = None) -> Config:
     """Convert a composed config, whose `${…}` are not yet resolved, to a Config object, and check
-    each value. Raises ValueError for an invalid value, and for a secret that is written out.
+    each value. Raises ValueError for an invalid value, and for a secret that is given as plain
+    text.
 
-    `merged`: the result of `merge_into_schema(tree)`, from a caller that has also checked the types
-    in the `hydra` section. If it is None, this function merges and checks.
+    `merged`: the config merged into the schema, from a caller that has done so and has checked the
+    types in the `hydra` section. None: this function does both.
     """
     for key, value in plain_values(OmegaConf.to_container(_task_of(tree))):
         # Reject a secret, because ranks read the config from a file of the run folder. A plain
@@ -205,7 +207,8 @@ def typed_and_checked(tree: DictConfig, merged: DictConfig | None = None) -> Con
     """Convert a composed config to a Config object and check each value. Raises ValueError for an
     invalid value.
 
-    `merged`: the result of `merge_into_schema(tree)`, if the caller has it.
+    `merged`: the config merged into the schema, if the caller has done so; None: this function does
+    it.
     """
     try:
         config = OmegaConf.to_object(merge_into_schema(tree) if merged is None else merged)
@@ -222,8 +225,8 @@ def typed_and_checked(tree: DictConfig, merged: DictConfig | None = None) -> Con
 
 
 def merge_into_schema(tree: DictConfig) -> DictConfig:
-    """Merge a composed config into the schema, which adds types and defaults. The `hydra` section
-    is left out.
+    """Merge a composed config into the schema, which adds types and defaults. The result has no
+    `hydra` section.
     """
     merged = OmegaConf.merge(_schema(), _task_of(tree))
     assert isinstance(merged, DictConfig)
@@ -233,7 +236,7 @@ def merge_into_schema(tree: DictConfig) -> DictConfig:
 @cache
 def _schema() -> DictConfig:
     """Build the config schema of the project as an OmegaConf tree. The result is cached, because
-    building it takes a quarter of the time of composing.
+    building it takes a quarter of the time that composing a config takes.
     """
     return OmegaConf.structured(current().config)
 
@@ -246,8 +249,8 @@ def save_config(config: Config, folder: Path, parts: Sequence[str] = ()) -> None
     """
     hydra: Any = OmegaConf.to_container(OmegaConf.load(root() / "conf" / "hydra" / "default.yaml"))
     resolved = OmegaConf.structured(config)
-    # Write `${oc.env:NAME}` again where the config has the value of a secret. On a machine without
-    # .hydra/, an earlier config.yaml has these references.
+    # The resolved config has values in place of references such as `${oc.env:NAME}`. Write the
+    # references again, as they are in an earlier config.yaml or in .hydra/config.yaml.
     for path in (folder / "config.yaml", folder / ".hydra" / "config.yaml"):
         for key, reference in _references_in(path, config):
             OmegaConf.update(resolved, key, reference, merge=False)
@@ -267,8 +270,8 @@ def save_config(config: Config, folder: Path, parts: Sequence[str] = ()) -> None
 
 
 def read_saved(path: Path) -> DictConfig | ListConfig:
-    """Read a saved config. Settings of sweep.repeats=auto are removed, because only older versions
-    had this value.
+    """Read a saved config. Older versions of the library allowed sweep.repeats=auto. From such a
+    config, remove that value and the keys that belonged to it.
     """
     check_aliases(path)
     tree = OmegaConf.load(path)
@@ -276,7 +279,8 @@ def read_saved(path: Path) -> DictConfig | ListConfig:
     if isinstance(sweep, DictConfig):
         sweep.pop("precision", None)
         sweep.pop("max_repeats", None)
-        # The value does not matter, because jobs.json lists all jobs of a sweep with repeats=auto.
+        # Any number of repeats is fine here, because jobs.json of such a sweep already lists all
+        # jobs.
         if sweep.get("repeats") == "auto":
             sweep.repeats = 1
     return tree
@@ -335,7 +339,8 @@ def _task_of(tree: Any) -> DictConfig:
 
 def _references_in(path: Path, config: Config) -> Iterator[tuple[str, Any]]:
     """Yield (dotted key, text with the reference) for each key of a config file that holds a
-    `${oc.env:…}` reference. Keys whose value in `config` differs from the file are left out.
+    `${oc.env:…}` reference. Skip a key if `config` now has another value than the reference stands
+    for.
     """
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
     if "${oc.env:" not in text:
@@ -352,7 +357,8 @@ def _references_in(path: Path, config: Config) -> Iterator[tuple[str, Any]]:
 
 def _store_over(saved: Any) -> str:
     """Store the saved config of a run in Hydra's config store, so that Hydra uses it in place of
-    conf/train.yaml. Overrides may still choose options of groups. Return the name in the store.
+    conf/train.yaml. Overrides may still choose options of config groups. Return the name in the
+    store.
     """
     from hydra.core.config_store import ConfigStore
 

@@ -25,8 +25,8 @@ from timm_parallel.keys import (
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.project import current
 
-# Config keys that evaluate.py accepts together with run=<folder>, and those that it accepts
-# without.
+# Config keys that evaluate.py accepts with run=<folder>, and config keys that it accepts without
+# run.
 KEYS_WITH_RUN = ("data", "parallel", "train.precision", "train.task_kwargs", "paths")
 KEYS_WITHOUT_RUN = (*KEYS_WITH_RUN, "model", "experiment", "seed")
 OPTIONS = ("run", "split", "checkpoint", "weights", "predictions")

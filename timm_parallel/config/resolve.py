@@ -207,7 +207,8 @@ def _resolve_parallel(config: Config, cuda: int, world_size: int | None) -> None
 def _missing_here(config: Config, cuda: int, local: int) -> Iterator[str]:
     parallel = config.parallel
     for name in TRACKERS.keys() & config.tracker.classes():
-        # Check for a real package, because find_spec also accepts a plain folder of this name.
+        # Require the source file of the package, because find_spec also accepts a plain folder with
+        # the name of the tracker.
         if getattr(importlib.util.find_spec(name), "origin", None) is None:
             yield (
                 f"tracker={name}: the package {name} is not installed; pip install -r "

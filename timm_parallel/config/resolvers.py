@@ -10,9 +10,9 @@ from timm_parallel.machine import hardware
 
 
 def device_counts(_root_: Any) -> str:
-    """Resolve `${device_counts:}` to a list of device counts to compare, e.g. `1,2,4,6`. The list
-    has the powers of two and the largest device count that divides the batch. On a CPU the largest
-    count is at most 8.
+    """Resolve `${device_counts:}` to a list of device counts to compare, e.g. `1,2,4,6`. The last
+    count is the largest number of devices of this machine that divides the batch, at most 8 on a
+    CPU. Before it come all smaller powers of two.
     """
     batch = OmegaConf.select(_root_, "data.batch_size")
     largest = max(
@@ -29,8 +29,9 @@ def by_device(on_cpu: Any, on_gpu: Any) -> Any:
 
 
 def count_that_divides(present: int, batch: int | None, pairs: bool = False) -> int:
-    """Return the largest number of devices up to `present` that divides the batch. Return `present`
-    if no batch is given, or if no number fits.
+    """Return the largest number of devices that divides the batch. `present`: number of devices of
+    this machine, which is the upper limit. Return `present` if no batch is given, or if no number
+    fits.
 
     `pairs`: True if the batch of each device must also be even.
     """

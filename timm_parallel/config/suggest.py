@@ -106,9 +106,9 @@ def _keys_and_sections() -> tuple[list[str], list[str]]:
 
 
 def _meant(key: str, value: Any, table: dict[str, str]) -> list[str]:
-    """Find the config keys that a user most likely meant by an unknown key. Similar keys of the
-    same section come first. If there is none, return keys that a table lists for this name of
-    another program, and keys of other sections with the same last part.
+    """Find the config keys that a user most likely meant by an unknown key. Return similar keys of
+    the same section, if there are any. Otherwise return the keys that replace a name of another
+    program (`table`), and the keys of other sections with the same last part.
 
     `value`: the value that the user gave to the key. `table`: names of other programs -> keys here.
     """
@@ -127,12 +127,13 @@ def _meant(key: str, value: Any, table: dict[str, str]) -> list[str]:
 
 
 def _entry(key: str, value: Any, table: dict[str, str]) -> str:
-    """Look up an unknown key in a table of other_names.yaml. The longest end of the key that the
-    table contains wins, so `trainer.max_epochs` is found as `max_epochs`. Return an empty text if
-    nothing is found.
+    """Look up an unknown key in a table of other_names.yaml, which maps key names of other programs
+    to the keys of this project. If the table does not have the whole key, sections are removed from
+    the left, so `trainer.max_epochs` is found as `max_epochs`. Return an empty text if nothing is
+    found.
 
-    `value`: the value that the user gave to the key. An entry for key and value together comes
-    first.
+    `value`: the value that the user gave to the key. An entry for this key with this value is
+    preferred to an entry for the key alone.
     """
     parts = key.lower().replace("-", "_").split(".")
     ends = [".".join(parts[start:]) for start in range(len(parts))]
@@ -281,7 +282,8 @@ def _without_equals(word: str, words: list[str]) -> str:
 
 def _expected(key: str) -> str:
     """Describe the values that a config key accepts: its choices or type, and its default. For a
-    section of keys, name its first key. The text is empty for an unknown key.
+    section of keys, the text names the first key of the section. The text is empty for an unknown
+    key.
     """
     below = [
         (known, value, entry)
@@ -326,7 +328,7 @@ def is_lower_better(objective: str) -> bool:
 
 def is_proportion(objective: str) -> bool:
     """Return True if the values of the metric are from 0 to 1. `objective`: a value of
-    optimized_metric, e.g. val/acc.
+    optimized_metric, i.e. the name of the metric.
     """
     return metric_of(objective).is_proportion
 

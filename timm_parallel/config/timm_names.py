@@ -41,7 +41,7 @@ def _timm_models_text() -> str:
 @cache
 def timm_optimizers() -> frozenset[str]:
     text = (_timm() / "optim" / "_optim_factory.py").read_text(encoding="utf-8")
-    # Add two names that timm accepts but does not list in this file.
+    # Add two optimizer names that timm accepts but does not list in _optim_factory.py.
     return frozenset(re.findall(r"\bname='(\w+)'", text)) | {"nesterov", "nesterovw"}
 
 

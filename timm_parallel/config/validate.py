@@ -32,8 +32,8 @@ DATABASE = r"(sqlite|postgresql|mysql)(\+(pysqlite|psycopg2?|pymysql|mysqldb))?:
 
 
 def refuse(*problems: Iterator[str]) -> None:
-    """Raise RefusedError with the first message that the given rules yield. The error keeps the
-    code of the message. Return if no rule yields a message.
+    """Raise RefusedError with the first message that the given rules yield, and with the error code
+    of this message. Do nothing if no rule yields a message.
     """
     line = next(itertools.chain(*problems), None)
     if line is not None:
@@ -73,8 +73,8 @@ def _bounds(config: Config) -> Iterator[str]:
 
 
 def _out_of_bounds(value: Any, bounds: Any) -> Iterator[str]:
-    """Yield the expected values if a value breaks a rule in the metadata of its config key, e.g.
-    `expected >= 1`.
+    """Compare a value with the bounds and choices in the metadata of its config key. Yield a
+    description of the allowed values, e.g. `expected >= 1`, if the value is not allowed.
     """
     for number in value if isinstance(value, list) else [value]:
         if isinstance(number, float) and not math.isfinite(number):
@@ -122,7 +122,7 @@ def option_problems(key: str, options: type[Any], given: dict[str, Any]) -> Iter
 
 def own_class_problems(key: str, name: str) -> Iterator[str]:
     """Yield an error message if a class of the project does not exist. `key`: the config key that
-    names it. `name`: its dotted name.
+    names the class. `name`: dotted name of the class.
     """
     if find_class(name) is None:
         yield (
@@ -132,8 +132,8 @@ def own_class_problems(key: str, name: str) -> Iterator[str]:
 
 
 def _names(config: Config) -> Iterator[str]:
-    """Yield an error message for each name in a config that neither the project nor timm has:
-    model, optimizer, dataset, task and loss.
+    """Yield an error message for each name of a model, optimizer, dataset, task or loss that
+    neither the project nor timm has.
     """
     yield from timm_rules.weights_problems(config.model.kwargs)
     chosen = {
@@ -201,10 +201,8 @@ def _task_problems(config: Config) -> Iterator[str]:
     task = Task.find(name)
     yield from option_problems("train.task_kwargs", task.Options, train.task_kwargs)
     if not is_own_class(train.loss) and train.loss not in task.losses:
-        yield (
-            f"train.loss={train.loss}: not a loss of train.task={name}"
-            f"{hint(train.loss, task.losses)}; the task has {', '.join(task.losses)}"
-        )
+        known = hint(train.loss, task.losses)
+        yield f"train.loss={train.loss}: not a loss of the task {name}{known}"
     for key, metric in config.metrics_read.items():
         base = metric.removeprefix("val/").removesuffix("_best").removesuffix("_ema")
         if metric.startswith("val/") and base not in task.metrics:

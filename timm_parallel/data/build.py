@@ -67,8 +67,8 @@ def check_batch(config: ResolvedConfig) -> None:
 def training_size(data: DataConfig, enough: int | None = None) -> int | None:
     """Count the training images without reading them.
 
-    Returns None for datasets of timm and for a dataset class of the user, which only count when
-    they are built. `enough`: the count may stop when it reaches this number.
+    Returns None for datasets of timm and for a dataset class of the user, whose sizes are unknown
+    until the dataset is built. `enough`: the count may stop when it reaches this number.
     """
     dataset_class = built_in(data.name)
     size = None if dataset_class is None else dataset_class.size(data, enough)

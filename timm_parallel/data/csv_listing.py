@@ -83,9 +83,9 @@ class CsvDataset(ImageDataset):
     def check(cls, config: DataConfig, evaluated: str | None = None, target: str = "label") -> None:
         """Raise ValueError if the CSV file of the dataset cannot be used.
 
-        One image of each label must exist as a file. More is checked for training (`evaluated` is
-        None). No cell may hold several labels. No file or group may be in two splits. Each label of
-        val or test must also be in train.
+        One image of each label must exist as a file. For training (`evaluated` is None) there are
+        more conditions. In a single-label task, no cell may hold several labels. No file or group
+        may be in two splits. Each label of val or test must also be in train.
         """
         path, several, columns = csv_file(config), target == "labels", _columns(config, target)
         rows = read_rows(path, several, columns)
@@ -157,8 +157,8 @@ def read_rows(path: Path, several: bool, columns: Sequence[str] = ()) -> list[Ro
     """Read the rows of the CSV file from its columns `file`, `label`, `split`, `fold` and `group`.
 
     The last three columns are optional. Paths in `file` are relative to the folder of the CSV file.
-    `several`: whether an image may have several labels, or none. `columns`: columns of numbers to
-    read instead of the column `label`.
+    `several`: True if an image may have any number of labels, also none. `columns`: columns of
+    numbers to read instead of the column `label`.
     """
     try:
         with open(path, newline="", encoding="utf-8-sig") as lines:
@@ -227,7 +227,7 @@ def _parts(label: str) -> list[str]:
 
 
 def path_key(file: str, folder: str) -> str:
-    """Return the path of an image in the form whose hash selects its split.
+    """Return a normalized path of an image, whose hash decides in which split the image is.
 
     All spellings of a path give the same text, on any machine. The text is relative to `folder`,
     the folder of the CSV file, if the image is below that folder. Else it is the normalized path.
@@ -240,7 +240,7 @@ def path_key(file: str, folder: str) -> str:
 def _divide(rows: Sequence[Row], path: Path, data: DataConfig) -> dict[str, list[Row]]:
     """Divide the rows of the CSV file into train, val and test.
 
-    The column `split`, data.fold or data.val_fraction decides.
+    The column `split`, data.fold or data.val_fraction decides in which split a row is.
     """
     divided: dict[str, list[Row]] = {split: [] for split in SPLITS}
     for row in rows:
@@ -280,9 +280,9 @@ def _list(
 ) -> tuple[list[str], Listing]:
     """Return the class names, and the image files of each split with their labels.
 
-    `classes`: class names of the trained run to evaluate, or None. `several`: whether an image may
-    have several labels. If so, its target is a tuple with one number per class: 1 if the image has
-    the class, else 0. If not, its target is the index of its class.
+    `classes`: class names of the trained run to evaluate, or None. `several`: True if an image may
+    have several labels. The target of an image is then a tuple with one number per class: 1 if the
+    image has the class, else 0. Otherwise the target is the index of the class.
     """
     names = classes or sorted(
         {label for of_split in divided.values() for row in of_split for label in row.labels}
@@ -322,8 +322,8 @@ def _list_numbers(divided: dict[str, list[Row]]) -> Listing:
 
 
 def _complete(listing: Listing, path: Path, data: DataConfig, is_trained: bool) -> None:
-    """Remove the test split if it is empty, and raise ValueError if data for training lack a val
-    split.
+    """Remove the test split if it is empty. Raise ValueError if the data are for training and have
+    no val split.
     """
     if not listing["test"] and not data.test_fraction:
         del listing["test"]
@@ -360,8 +360,8 @@ def _in_two_splits(
 ) -> dict[str, list[Row]]:
     """Find the files or groups that are in more than one split.
 
-    `name_of` returns the file or group of a row. The result is a dictionary from each such name to
-    one row per split that contains it.
+    `name_of` returns the file or group of a row. The result is a dictionary from such a file or
+    group to one row of each split that contains it.
     """
     by_name: dict[str, dict[str, Row]] = {}
     for split, rows in divided.items():

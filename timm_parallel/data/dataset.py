@@ -98,8 +98,8 @@ class ImageDataset:
 class InMemory:
     """A split whose images and labels are tensors in memory.
 
-    A loader reads a whole batch by indexing these tensors. Worker processes would only slow this
-    down.
+    A loader reads a whole batch by indexing these tensors. Worker processes would only make the
+    loader slower.
     """
 
     def __init__(self, images: Tensor, labels: Tensor) -> None:
@@ -110,9 +110,9 @@ class InMemory:
     def of(split: Split, size: tuple[int, ...] | None = None) -> InMemory | None:
         """Return the images and labels that a split holds in memory, or None if it reads files.
 
-        A split holds them if it is an InMemory, or has one as its attribute `rows`. `size`: height
-        and width that the model needs. If the images of `rows` have another size, the result is
-        None, because each of them must be resized.
+        The split may itself be an InMemory object, or have one as its attribute `rows`. `size`:
+        height and width that the model needs. If the images in `rows` have another size, return
+        None, because the split then resizes each image when it is read.
         """
         rows = getattr(split, "rows", split)
         if not isinstance(rows, InMemory):
@@ -173,8 +173,8 @@ def class_difference(trained: list[str], data: list[str]) -> str:
 def train_labels(split: Split, chosen: Tensor | None) -> Tensor | None:
     """Return the labels of the images of a split as a tensor [N] or [N, classes].
 
-    `chosen`: indices of the images to return the labels of; None: all. Returns None if the split
-    has no list of labels.
+    `chosen`: indices of the images whose labels are returned; None: all images. Returns None if the
+    split has no list of labels.
     """
     import torch
 

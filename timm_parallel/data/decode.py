@@ -29,8 +29,8 @@ def decode(file: bytes | str | Path, name: str = "", mode: str = "RGB") -> Tenso
 
     In mode L the result is a gray image [1, H, W]. The image is rotated as its EXIF data say.
     Transparency is ignored, as in torchvision's ImageFolder. Raises UnreadableImageError for a file
-    that is not a complete image. `name`: how the error message calls an image that is given as
-    bytes.
+    that is not a complete image. `name`: name of the image in error messages, if the image is given
+    as bytes.
     """
     if not isinstance(file, bytes):
         # Do not build a new Path from a Path, because parsing its parts again takes 10 us.
@@ -182,8 +182,8 @@ class TarSplit:
 
 
 def files_of(listing: Listing) -> tuple[Any, Any, Any]:
-    """Build a split of image files for train, val and test, each None if `listing` does not have
-    it.
+    """Build the splits (train, val, test) from lists of image files. `listing`: dictionary from the
+    name of a split to its files. A split that is not in the dictionary is None.
     """
     splits = {name: Files(files) for name, files in listing.items()}
     return splits.get("train"), splits.get("val"), splits.get("test")

@@ -35,8 +35,8 @@ class Erasing:
         """Draw which pixels of a batch are erased, and the noise that replaces them.
 
         The first tensor in the returned list has the indices of these pixels, int32 [P], counted
-        over all pixels of all images. The second tensor has the noise, float32 [P, C]. It is left
-        out in the mode const, which erases to zeros.
+        over all pixels of all images. The second tensor has the noise, float32 [P, C]. In the mode
+        const, which erases to zeros, the list has no second tensor.
         """
         # Create the generators here and not as attributes, because a torch.Generator cannot be
         # pickled for loader workers that are spawned.

@@ -86,7 +86,8 @@ def class_folders(split: Path) -> list[str]:
 def _list_folder(data: DataConfig, trained_names: list[str] | None) -> tuple[list[str], Listing]:
     """Return the class names, and the image files of each split with their labels.
 
-    `trained_names`: class names of the trained run to evaluate. With them, train is not listed.
+    `trained_names`: class names of the trained run to evaluate. If they are given, the training
+    images are not listed.
     """
     root = Path(str(data.root))
     if data.val_fraction is not None:
@@ -142,7 +143,7 @@ def _group_of(path: str, data: DataConfig) -> str:
     """Return the part of a path that matches data.group_pattern, or the whole path without a
     pattern.
 
-    All images with the same text are put into the same split.
+    Images for which this text is equal are put into the same split.
     """
     if data.group_pattern is None:
         return path
@@ -198,7 +199,7 @@ def _split_folders(root: Path, names: list[str]) -> dict[str, str]:
 
     The result is a dictionary from folder name to train, val or test. A class may have such a name,
     such as `train` among vehicles. So a folder counts as a split only if it contains folders, or if
-    every name in `names` is the name of a split.
+    all folders in `root` (`names`) have names of splits.
     """
     splits = {name: SPLIT_NAMES[name.lower()] for name in names if name.lower() in SPLIT_NAMES}
     if len(splits) == len(names):
@@ -280,7 +281,7 @@ def _check_split(root: Path, folder: Path) -> None:
 def check_known_classes(folder: Path, known: list[str], of: str) -> None:
     """Raise ValueError if `folder` contains a class folder whose name is not in `known`.
 
-    `of`: where the names in `known` come from, for the message.
+    `of`: source of the known names, such as `train/` or `the run`, for the message.
     """
     names = class_folders(folder)
     if unknown := sorted(set(names) - set(known)):

@@ -21,7 +21,8 @@ Member = tuple[int, int, int, str]
 
 
 def split_of(key: str, data: DataConfig) -> str:
-    """Select train, val or test for an image from a hash of `key`, its relative path or its group.
+    """Select train, val or test for an image from a hash of `key`, which is the relative path or
+    the group of the image.
 
     An image keeps its split when other images are added. Each class is divided in about the
     configured fractions. File names from macOS use another Unicode form (NFD) than those of other
@@ -47,7 +48,8 @@ def check_splits(listing: Listing, data: DataConfig) -> None:
 
 
 def batches_per_epoch(images: int, batch_size: int, accumulate: int) -> int:
-    """Return the number of batches per epoch, counting only full batches in full optimizer steps.
+    """Compute the number of global batches per epoch. Images that do not fill a whole optimizer
+    step are not counted.
 
     `batch_size`: the global batch size. `accumulate`: batches per optimizer step. Raises ValueError
     if the images do not fill one optimizer step.

@@ -48,7 +48,7 @@ MAX_IN_A_ROW = 100
 class Draws(Protocol):
     """Interface of an augmentation of whole batches.
 
-    The process that reads a batch also draws the random numbers for its augmentation.
+    The process that reads a batch also draws the random numbers for the augmentation of this batch.
     """
 
     def draw(self, seeds: list[int], shape: torch.Size) -> list[Tensor]:
@@ -74,8 +74,8 @@ class NormalizedStep(Draws, Protocol):
 
 
 class BatchFetcher:
-    """Reads batches of uint8 images and their targets, either in worker processes or in
-    the rank.
+    """Reads batches of uint8 images and their targets, either in worker processes or in the process
+    of the rank.
     """
 
     def __init__(
@@ -92,12 +92,12 @@ class BatchFetcher:
     ) -> None:
         """Configure how batches are read.
 
-        `on_error`: raise ends the run at an unreadable image; skip replaces the image or leaves it
-        out. `substitutes`: number of images that may replace an unreadable image; the next readable
-        one does. So a training batch keeps its size on every rank. 0: leave unreadable images out.
-        `chosen`: indices of the images of the split to read; None: all. `on_pixels`: augmentation
-        of batches of uint8 images, after `transform`. `on_normalized`: augmentation of batches of
-        normalized images.
+        `on_error`: raise ends the run at an unreadable image; skip continues without this image.
+        `substitutes`: 0 to omit an unreadable image from its batch, as in an evaluation. In
+        training it is the number of images. The next readable image then replaces an unreadable
+        one, so that a batch keeps its size on every rank. `chosen`: indices of the images of the
+        split to read; None: all. `on_pixels`: augmentation of batches of uint8 images, after
+        `transform`. `on_normalized`: augmentation of batches of normalized images.
         """
         # Without a task, the targets of a batch are stacked to one tensor, which is the default.
         targets = targets or Targets()
@@ -141,8 +141,9 @@ class BatchFetcher:
         """Apply the batch augmentations and normalize the images, on the device that holds the
         batch.
 
-        `draws`: random numbers for the augmentations. `normalize`: the function that normalizes
-        images between the augmentation of uint8 images and the one of normalized images.
+        `draws`: random numbers for the augmentations. `normalize`: the function that normalizes the
+        images. It is called after the augmentation of uint8 images, and before that of normalized
+        images.
         """
         if self.on_pixels is not None:
             images, targets = self.on_pixels(images, targets, draws[0])
@@ -192,7 +193,9 @@ class BatchFetcher:
         return torch.stack(images), labels, unreadable
 
     def numbers(self, indices: list[int]) -> list[int]:
-        """Convert indices among the images in `chosen` to indices in the whole split."""
+        """Convert positions in `chosen`, the list of images that are used, to indices in the whole
+        split. Without such a list, both are equal.
+        """
         return indices if self.chosen is None else self.chosen[indices].tolist()
 
     def _rows(self, of: Tensor, indices: Tensor) -> Tensor:
@@ -208,8 +211,8 @@ class BatchFetcher:
         """Read a sample and transform it, or handle an unreadable image as data.on_error says.
 
         The next readable image replaces an unreadable one in training. Every rank and worker
-        process chooses the same replacement. In an evaluation the image is left out and the result
-        is None.
+        process chooses the same replacement. In an evaluation, an unreadable image is not replaced
+        and the result is None.
         """
         for offset in range(MAX_IN_A_ROW):
             number = self.numbers([(index + offset) % self.num_images])[0]
@@ -235,7 +238,9 @@ class BatchFetcher:
 
 
 class Loader:
-    """Iterates over the batches of one split that this rank reads, and moves them to its device."""
+    """Iterates over the batches of one split that this rank reads. Each batch is copied to the
+    device of the rank.
+    """
 
     def __init__(
         self,
@@ -283,8 +288,8 @@ class Loader:
         # random generators, so they must not run in a thread.
         if self.fetcher.pin_memory and self.fetcher.gathers:
             batches = one_ahead(batches)
-        # Fetch a batch only after the previous step was launched, so that a late batch does not
-        # delay this step. A GPU copies the batch while it computes the step.
+        # Fetch a batch only after the previous step was launched, so that waiting for this batch
+        # does not delay the previous step. A GPU copies the batch while it computes that step.
         return map(self._to_device, batches)
 
     def _read(self) -> Iterator[tuple[Tensor, ...]]:
@@ -324,7 +329,8 @@ class Loader:
 def one_ahead(batches: Iterator[tuple[Tensor, ...]]) -> Iterator[tuple[Tensor, ...]]:
     """Yield batches, and read the next batch in a thread while the caller uses the current one.
 
-    This is faster because reading from memory releases Python's global interpreter lock.
+    This saves time, because copying images from memory into a batch releases Python's global
+    interpreter lock. The caller can launch GPU kernels meanwhile.
     """
     with ThreadPoolExecutor(1, "reader") as reader:
         upcoming = reader.submit(next, batches, None)
@@ -339,8 +345,8 @@ def num_workers(
     """Return the number of worker processes for the loader of one rank.
 
     With `auto`, this is the number of cores divided by the number of ranks on this machine. Data in
-    memory need no workers. An exception is a GPU run that transforms each image by itself, because
-    its main thread is busy with launching kernels.
+    memory need no workers. An exception is a run on a GPU that transforms each image separately. It
+    uses workers, because its main thread is busy with launching kernels.
     """
     if workers != "auto":
         return int(workers)
@@ -369,9 +375,9 @@ class EvalLoader(Loader):
     ) -> None:
         """Build the loader of a split for evaluation.
 
-        `batch_size`: the global batch size. `transform`: preparation of each image; None reads data
-        in memory by whole batches. `on_error`: raise ends the run at an unreadable image; skip
-        leaves the image out.
+        `batch_size`: the global batch size. `transform`: preparation of each image. With None,
+        images in memory are read by whole batches. `on_error`: raise ends the run at an unreadable
+        image; skip leaves the image out.
         """
         fetcher = BatchFetcher(split, targets, transform, seed, on_error)
         super().__init__(

@@ -78,7 +78,9 @@ class MaskDataset(ImageDataset):
 
 
 class MaskFiles:
-    """A split of image files with masks. Both files are decoded when their index is read."""
+    """A split of image files with masks. The image and its mask are decoded when their index is
+    read.
+    """
 
     def __init__(
         self, root: Path, files: list[tuple[Path, str]], classes: int, ignore_index: int = IGNORED

@@ -31,9 +31,9 @@ class BatchedMixup(Mixup):
         """Mix images [B, C, H, W] in place, each with the image at the mirrored position in the
         batch.
 
-        Returns the weight [B, 1] of each image's own label. `share`: weight of an image in its mix.
-        `use_cutmix`: whether an image is mixed by cutmix instead of mixup. Both have the shape [B],
-        or [B / 2] if the two images of a pair have the same values.
+        Returns the weight [B, 1] of each image's own label in its mixed label. `share` [B]: weight
+        of an image against its partner. `use_cutmix` [B]: True for cutmix, False for mixup. If the
+        two images of a pair have equal values, `share` and `use_cutmix` have the shape [B / 2].
         """
         # The columns per image are: weight of its own pixels, weight of the other image's pixels,
         # weight of its own label, and the cutmix box as top, bottom, left, right.
@@ -58,7 +58,8 @@ class BatchedMixup(Mixup):
         return of_label.view(-1, 1)
 
     def _draw_boxes(self, share: Any, size: tuple[int, ...]) -> NDArray[Any]:
-        """Draw one cutmix box per entry of `share` [N], with the same distribution as timm.
+        """Draw the cutmix boxes of N images from the same distribution as timm. `share` [N]: part
+        of each image that the box should leave unchanged, from 0 to 1.
 
         Returns an array [N, 5]. Its columns are the weight of the image's own label, and the top,
         bottom, left and right edge of the box.

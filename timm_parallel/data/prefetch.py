@@ -59,8 +59,8 @@ class DevicePrefetcher:
         std: tuple[float, ...],
         channels_last: bool,
     ) -> None:
-        """Prepare the copies to `device`. `mean`, `std`: per channel, for pixel values
-        from 0 to 1.
+        """Prepare the copies to `device`. `mean`, `std`: mean and standard deviation of each image
+        channel, for pixel values from 0 to 1.
         """
         self.device = device
         self.mean = torch.tensor(mean, device=device).view(1, -1, 1, 1) * 255

@@ -134,7 +134,8 @@ class TrainSampler(DistributedSampler[Any]):
         """Return the indices of the images that all ranks together read in `count` batches of the
         epoch.
 
-        `first`: index of the first of these batches. A copy of an image counts as this image.
+        `first`: index of the first of these batches. For an augmented copy of an image, the index
+        of the image itself is returned.
         """
         indices = self._order()[first * self.batch_size : (first + count) * self.batch_size]
         return (indices % self.num_images).tolist()  # type: ignore[no-any-return]

@@ -23,7 +23,8 @@ def seed_for(*values: int) -> int:
 def seeds_for(seed: int, epoch: int, indices: NDArray[np.int64], *more: int) -> list[int]:
     """Compute one seed per image index in `indices` [N], from the run's seed and the epoch.
 
-    The result equals seed_for(seed, epoch, index, *more) for each index, but is faster.
+    The result equals seed_for(seed, epoch, index, *more) for each index, but is faster. `more`:
+    further integers, which give an image other seeds for another purpose.
     """
     return list(_mix(seed, epoch, indices.astype("uint64"), *more).tolist())
 

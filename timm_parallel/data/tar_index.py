@@ -3,8 +3,8 @@
 # Two layouts are supported. In the first, the folder of an image names its class (`cat/1.jpg`); in
 # a tar without folders, the name of the tar file is the class. In the second, that of webdataset,
 # an image and its label have the same name (`000123.jpg`, `000123.cls`). The readers of timm are
-# not used. Its reader of tars unpickles a cache file next to the data, which may run code. Its
-# reader of webdataset is a stream without image indices, so a run could not divide the images
+# not used. The tar reader of timm unpickles a cache file next to the data, which may run code. The
+# webdataset reader of timm is a stream without image indices, so a run could not divide the images
 # exactly among ranks, nor continue inside an epoch.
 
 from __future__ import annotations

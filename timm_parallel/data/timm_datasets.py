@@ -92,7 +92,8 @@ class TorchvisionSplit:
 class HubSplit:
     """A split of a Hugging Face dataset, whose files are read by timm and decoded here.
 
-    timm would replace damaged images by other images without a warning.
+    timm does not decode them, because it would replace a damaged image by another image without a
+    warning.
     """
 
     def __init__(self, reader: Any) -> None:

@@ -53,9 +53,9 @@ FULL_DEVICE = re.compile(r"GPU (\d+) has a total capacity|in replica \d+ on devi
 
 @dataclass
 class RankExits:
-    """How the ranks of this node ended. `exit_codes` is a dictionary from rank to exit code,
-    without ranks that exited with 0. A negative code is the number of the signal that killed the
-    rank.
+    """Record of how the ranks of this node ended. `exit_codes` is a dictionary from rank to exit
+    code, without ranks that exited with 0. A negative code is the number of the signal that killed
+    the rank.
     """
 
     # Signal that stopped this launcher or all of its ranks; None if there was none.
@@ -72,8 +72,8 @@ class RankExits:
 
 
 def record_of(rank: int | None, folder: Path, reason: str, **changes: Any) -> dict[str, Any]:
-    """Build the failure record of a rank on this host, with default values except for `reason` and
-    `changes`.
+    """Build the failure record of a rank on this host. `reason`: the text for the user. `changes`:
+    values of further fields, in place of their defaults.
     """
     return {
         "rank": rank,
@@ -84,7 +84,7 @@ def record_of(rank: int | None, folder: Path, reason: str, **changes: Any) -> di
         "reason": reason,
         "exception": "",
         "traceback": None,
-        # False if the reason is enough on the console. The log file still has the traceback.
+        # False if the console shows only the reason. The log file has the traceback in any case.
         "shows_traceback": True,
         "log": None if rank is None else str(log_file(folder, rank)),
         "is_echo": False,
@@ -144,7 +144,7 @@ def failure_record(
 
 def write_failure(folder: Path, record: dict[str, Any]) -> None:
     """Write a failure record as a file into the logs of a run. A full disk is ignored, because the
-    launcher also receives the record in another way.
+    launcher also receives the record through memory or the key-value store.
     """
     path = failure_file(folder, record["rank"])
     with suppress(OSError):
@@ -156,16 +156,17 @@ def write_failure(folder: Path, record: dict[str, Any]) -> None:
 
 @cache
 def report_descriptor() -> int | None:
-    """Return the file descriptor in the variable REPORT; None if the variable is not set. The
-    variable is removed, so that programs that this rank starts do not inherit it.
+    """Return the file descriptor to which this rank writes its failure record, from the environment
+    variable REPORT; None if the variable is not set. The variable is removed, so that programs that
+    this rank starts do not inherit it.
     """
     given = os.environ.pop(REPORT, None)
     return None if given is None else int(given)
 
 
 def report_failure(record: dict[str, Any]) -> None:
-    """Send a failure record to the launcher of a run with one rank. Ranks that have a store publish
-    the record there.
+    """Send a failure record to the launcher of a run with one rank. If a run has several ranks,
+    they publish the record in their key-value store instead.
     """
     descriptor = report_descriptor()
     if descriptor is not None:
@@ -192,15 +193,15 @@ def first_failure(folder: Path, ended: RankExits) -> dict[str, Any]:
     """Return the failure record of the rank that failed first in the latest attempt. If that rank
     wrote no record, build one from its exit code.
 
-    `ended`: exits of the ranks of this node.
+    `ended`: how the ranks of this node ended.
     """
     if ended.folder_problem:
         return record_of(None, folder, ended.folder_problem, exception=GONE)
     records = [*_records(folder), *ended.records]
     attempt = max((record["attempt"] for record in records), default=0)
     records = [record for record in records if record["attempt"] == attempt]
-    # Sort by the number that the store gave each record, because the clocks of two hosts differ.
-    # Lost connections come last, because they follow from another failure.
+    # Sort by the number that the key-value store gave each record, because the clocks of two hosts
+    # differ. Lost connections come last, because they follow from another failure.
     records.sort(
         key=lambda record: (record["is_echo"], record.get("order", math.inf), record["time"])
     )
@@ -209,12 +210,13 @@ def first_failure(folder: Path, ended: RankExits) -> dict[str, Any]:
         return records[0]
     codes = dict.fromkeys(range(ended.world_size), 0) | ended.exit_codes
     recorded = {record["rank"] for record in records}
-    # Otherwise choose a rank that a signal killed (negative code), or a rank that exited without a
-    # record, even with code 0. The other ranks then recorded only lost connections.
+    # Without such an exception, choose a rank that a signal killed (negative code), or a rank that
+    # exited without a record, even with code 0. The other ranks then recorded only lost
+    # connections.
     for rank, code in sorted(codes.items(), key=lambda item: item[1]):
         if rank not in recorded and code not in ENDED_BY_AGENT:
             return failure_of_exit_code(folder, rank, code, ended.oom_kills)
-    # Otherwise choose the earliest lost connection.
+    # If there is no other failure, choose the earliest lost connection.
     return records[0] if records else record_of(None, folder, "the ranks ended without a result")
 
 
@@ -286,7 +288,7 @@ def _full_device(error: Exception, text: str, accelerator: str) -> str | None:
         return f"cuda:{named[1] or named[2]}"
     import torch
 
-    # The current device is that of this rank, because the strategy has set it.
+    # torch's current device is that of this rank, because the strategy has set it.
     return f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_initialized() else accelerator
 
 

@@ -1,5 +1,5 @@
-"""Heartbeats. Once a second, each rank publishes its progress in the store and reads the progress
-of other nodes.
+"""Heartbeats. Once a second, each rank publishes its progress in the run's key-value store and
+reads the progress of other nodes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ START_SILENT = 60.0
 LEFT = 3.0
 # Time to wait for the cause of a lost connection.
 CAUSE = 5.0
-# Time for the store to accept a failure record, and for the heartbeat thread to end.
+# Time for the key-value store to accept a failure record, and for the heartbeat thread to end.
 PUBLISH = 2.0
 
 
@@ -69,11 +69,11 @@ class Heartbeat:
 @dataclass
 class Heartbeats:
     """Thread that publishes this rank's heartbeat and reads those of other nodes. A separate thread
-    is needed, because a call to the store may never return.
+    is needed, because a call to the key-value store may never return.
     """
 
     ranks: Ranks
-    # Client of the store for this thread alone; None if the run has one rank.
+    # Client of the key-value store for this thread alone; None if the run has one rank.
     store: Store | None
     folder: Path
     ticks: int = 0
@@ -83,14 +83,15 @@ class Heartbeats:
     failed: bool = False
     # True if a rank has published that a node is lost, so that waiting for that node is useless.
     lost: bool = False
-    # True if the store has closed, because the launcher of node 0 has ended.
+    # True if the key-value store has closed, because the launcher of node 0 has ended.
     gone: bool = False
     # True if this rank has failed and is about to exit.
     is_leaving: bool = False
     answered_at: float = field(default_factory=time.monotonic)
-    # Node -> newest heartbeat of its first rank, and the time when its `ticks` last changed.
+    # Node -> newest heartbeat of its first rank, and the time when its counter of heartbeats
+    # (`ticks`) last changed.
     _nodes: dict[int, tuple[Heartbeat, float]] = field(default_factory=dict)
-    # Rank -> its newest `ticks`, and the time when they last changed.
+    # Rank -> its number of heartbeats (`ticks`), and the time when this number last changed.
     _ticks: dict[int, tuple[int, float]] = field(default_factory=dict)
     _over: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
@@ -101,8 +102,8 @@ class Heartbeats:
             self._thread.start()
 
     def close(self) -> None:
-        """Stop the heartbeat thread. The process would abort if the thread used the store while the
-        interpreter shuts down.
+        """Stop the heartbeat thread. The process would abort if the thread used the key-value store
+        while the interpreter shuts down.
         """
         self._over.set()
         if self._thread is not None:
@@ -121,7 +122,7 @@ class Heartbeats:
         )
 
     def all(self) -> list[Heartbeat]:
-        """Read the newest heartbeat of each rank from the store, in order of rank. Raises
+        """Read the newest heartbeat of each rank from the key-value store, in order of rank. Raises
         RuntimeError if the store has closed.
         """
         assert self.store is not None
@@ -144,7 +145,8 @@ class Heartbeats:
             for heartbeat in self.all():
                 if self._ticks.get(heartbeat.rank, (-1, now))[0] != heartbeat.ticks:
                     self._ticks[heartbeat.rank] = (heartbeat.ticks, now)
-        # The store has closed, so node 0 has left.
+        # The key-value store has closed, so the launcher of node 0, which hosts the store, has
+        # ended.
         except RuntimeError:
             return True
         return any(now - moved_at > LEFT for _, moved_at in self._ticks.values())
@@ -157,11 +159,12 @@ class Heartbeats:
             return None
         now, nodes = time.monotonic(), dict(self._nodes)
         store_silence = now - self.answered_at
-        # Node 0 counts as silent if the store does not respond, because the store is on node 0.
+        # Node 0 counts as silent if the key-value store does not respond, because the store is on
+        # node 0.
         if self.ranks.node > 0 and (self.gone or store_silence > NODE_SILENT):
             return nodes[0][0] if 0 in nodes else Heartbeat(0, node=0)
-        # Do not judge the other nodes while the store responds late, because their heartbeats then
-        # arrive late too.
+        # Do not count another node as silent while the key-value store responds late, because
+        # heartbeats of all nodes then arrive late.
         if store_silence > NODE_SILENT / 3:
             return None
         for heartbeat, moved_at in nodes.values():
@@ -197,7 +200,8 @@ class Heartbeats:
 
     def record_of(self, other: Heartbeat, reason: str, exception: str) -> dict[str, Any]:
         """Build the failure record of another rank, which cannot write the record itself. `other`:
-        the newest heartbeat of that rank. `exception`: value of the field `exception`.
+        the newest heartbeat of that rank. `exception`: name of the failure, in place of an
+        exception class.
         """
         return record_of(
             other.rank,
@@ -238,7 +242,7 @@ class Heartbeats:
             for node in set(range(ranks.nodes)) - {ranks.node}:
                 self._read_node(node, store)
         if store.check(["failed"]):
-            # Set the flag before the records are written, because writing fails on a full disk.
+            # Set `failed` before the records are written, because writing fails on a full disk.
             self.failed = True
             if ranks.is_first_of_node:
                 fetch_failures(store, self.folder, ranks.world_size)
@@ -254,8 +258,8 @@ class Heartbeats:
 
 
 def publish_failure(store: Store, record: dict[str, Any]) -> None:
-    """Publish a failure record to all nodes through the store. The store numbers the records,
-    because the clocks of hosts differ and times would give the wrong order.
+    """Publish a failure record to all nodes through the key-value store. The store numbers the
+    records in the order of their arrival, because the clocks of two hosts may differ.
     """
 
     def publish() -> None:
@@ -272,15 +276,16 @@ def publish_failure(store: Store, record: dict[str, Any]) -> None:
                 if record.get("exception") == NODE_LOST:
                     client.set("lost", "")
 
-    # Use a thread, because a call to a store behind a broken network connection does not return.
+    # Use a thread, because a call to a key-value store behind a broken network connection does not
+    # return.
     thread = threading.Thread(target=publish, daemon=True)
     thread.start()
     thread.join(timeout=PUBLISH)
 
 
 def fetch_failures(store: Store, folder: Path, world_size: int) -> None:
-    """Write the failure records that ranks of all nodes have published into the run folder of this
-    node. Nodes may have no shared disk.
+    """Copy the failure records of all ranks from the key-value store to the run folder of this
+    node. This is needed because nodes may have no shared disk.
     """
     for rank, record in _published(store, world_size):
         if not failure_file(folder, rank).exists():
@@ -288,8 +293,8 @@ def fetch_failures(store: Store, folder: Path, world_size: int) -> None:
 
 
 def published_failures(store: Store, world_size: int) -> list[dict[str, Any]]:
-    """Read the failure records that ranks of all nodes have published in the store. The list is
-    empty if the store does not respond.
+    """Read the failure records that ranks of all nodes have published in the key-value store. The
+    list is empty if the store does not respond.
     """
     records: list[dict[str, Any]] = []
 
@@ -297,7 +302,8 @@ def published_failures(store: Store, world_size: int) -> list[dict[str, Any]]:
         with suppress(RuntimeError):
             records.extend(record for _, record in _published(store.clone(), world_size))
 
-    # Use a thread, because a call to a store behind a broken network connection may not return.
+    # Use a thread, because a call to a key-value store behind a broken network connection may not
+    # return.
     thread = threading.Thread(target=read, daemon=True)
     thread.start()
     thread.join(timeout=PUBLISH)

@@ -14,8 +14,8 @@ GONE = "FolderGone"
 
 
 class RunFolder:
-    """The run folder as it was when this process started. It is a context manager, because it keeps
-    the folder open.
+    """Run folder of this process, with a method that detects its deletion. It is a context manager,
+    because it keeps the folder open.
     """
 
     def __init__(self, folder: Path) -> None:

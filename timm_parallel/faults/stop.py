@@ -21,9 +21,9 @@ class StopCoordinator:
     from the start of the process.
     """
 
-    # One thread per rank talks to the store, so a step needs no collective. After a signal, each
-    # rank publishes its current step and waits at its end. The largest published step is the last
-    # step of all ranks.
+    # One thread per rank reads and writes the key-value store, so a step needs no collective. After
+    # a signal, each rank publishes its current step and waits at its end. The largest published
+    # step is the last step of all ranks.
     def __init__(self, rank: int = 0, world_size: int = 1, store: Store | None = None) -> None:
         self.signal: int | None = None
         # True after the last step: the latest result of should_stop.
@@ -46,8 +46,8 @@ class StopCoordinator:
             atexit.register(self.close, 1.0)
 
     def close(self, seconds: float = PROMISE_SECONDS) -> None:
-        """Stop the thread of the coordinator. The process would abort if the thread used the store
-        while the interpreter shuts down.
+        """Stop the thread of the coordinator. The process would abort if the thread used the
+        key-value store while the interpreter shuts down.
         """
         if self._thread.is_alive():
             self._leaving = True
@@ -93,7 +93,7 @@ class StopCoordinator:
                 if store.check(["stop/signal"]):
                     self.signal = int(store.get("stop/signal"))
                     break
-            # The store has closed, so the run has ended.
+            # The run has ended, because its key-value store has closed.
             except RuntimeError:
                 return
         if self._leaving:
@@ -106,7 +106,7 @@ class StopCoordinator:
 
     def _agree(self, store: Store) -> None:
         store.set("stop/signal", str(self.signal))
-        # Repeat if the main thread has started the next step meanwhile.
+        # Repeat the assignment if the main thread has started the next step meanwhile.
         while self._hold != self._step:
             self._hold = self._step
         store.set(f"stop/{self._rank}", str(self._hold))

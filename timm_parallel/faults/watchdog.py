@@ -37,16 +37,17 @@ from timm_parallel.machine.ranks import Ranks
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-# The constants below are in seconds. This one is the delay of a check after which the whole process
-# counts as suspended (Ctrl-Z, scontrol suspend). The main thread is then not stuck.
+# The constants below are in seconds. If a check comes this late, the whole process was suspended
+# (Ctrl-Z, scontrol suspend), and the main thread is not stuck.
 SUSPENDED = 10.0
 # Time for the other ranks to publish their progress.
 COMPARE = 3.0
-# Time for the rank that records the failure.
+# Time to wait until the rank that records the failure has written its record.
 WRITE = 10.0
 # Time for this rank to exit by itself after a rank of another node has failed.
 LEAVE = 5.0
-# Time between two checks of the run folder. The folder must be missing twice.
+# Time between two checks of the run folder. The run ends if the folder is missing in two checks in
+# a row.
 FOLDER = 1.0
 DEBUGGERS = ("pdb.py", "bdb.py", "pydevd.py", "debugpy")
 
@@ -65,12 +66,12 @@ class Watchdog:
         log: TextIO,
         before_exit: Callable[[], object] | None = None,
     ) -> None:
-        """`store`: the store of the run, None if there is one rank. `log`: file for dumps of the
-        thread stacks. `before_exit`: function to call before the process ends.
+        """`store`: the key-value store of the run; None if the run has one rank. `log`: file for
+        dumps of the thread stacks. `before_exit`: function to call before the process ends.
         """
         self.config, self.folder, self.ranks, self.log = config, folder, ranks, log
         self.before_exit = before_exit or (lambda: None)
-        # Clone the store, because each thread needs its own client.
+        # Clone the client of the key-value store, because each thread needs its own client.
         self.store = None if store is None else store.clone()
         self.heartbeats = Heartbeats(ranks, None if store is None else store.clone(), folder)
         self._over = threading.Event()
@@ -169,12 +170,12 @@ class Watchdog:
         """Write the stacks of all threads to the log, record the stuck rank, and exit. The other
         ranks do the same. `silent`: seconds without progress.
         """
-        # Exit by a timer if the store does not respond.
+        # Exit by a timer if the key-value store does not respond.
         killer = threading.Timer(COMPARE + 2 * WRITE, _exit)
         killer.daemon = True
         killer.start()
-        # Exit in `finally`, because the code above fails if the store has closed or the disk is
-        # full.
+        # Exit in `finally`, because the code above fails if the key-value store has closed or the
+        # disk is full.
         try:
             self._log_stacks(f"no progress for {silent:.0f} s while {self.heartbeats.mine()}")
             self._name_the_failed()
@@ -204,7 +205,8 @@ class Watchdog:
             if self.store is not None:
                 self.store.set("watchdog/recorded", "")
         elif self.store is not None:
-            # The rank that records the failure may be late, or its exit may have closed the store.
+            # The rank that records the failure may be late, or its exit may have closed the
+            # key-value store.
             with suppress(RuntimeError):
                 self.store.wait(["watchdog/recorded"], timedelta(seconds=WRITE))
                 fetch_failures(self.store, self.folder, self.ranks.world_size)
@@ -226,8 +228,8 @@ class Watchdog:
             record["traceback"] = "".join(
                 ["Stack of the main thread (most recent call last):\n", *stack]
             )
-        # Do not use the store if the failed rank is on node 0 and this rank is not, because the
-        # store is on node 0.
+        # Do not use the key-value store if the failed rank is on node 0 and this rank is not,
+        # because the store is on node 0.
         has_store = failed.node != 0 or self.ranks.node == 0
         if self.store is not None and self.ranks.nodes > 1 and has_store:
             publish_failure(self.store, record)
@@ -242,7 +244,7 @@ def judge(
     rank, rank that records the failure, reason).
 
     `before`, `after`: heartbeats of all ranks, some seconds apart. `limit`: seconds without
-    progress, for the reason.
+    progress, which the reason states.
     """
     pairs = list(zip(before, after, strict=True))
     ticking = [new for old, new in pairs if new.ticks > old.ticks]
@@ -260,8 +262,8 @@ def judge(
             f"seen in {silent[0]}"
         )
         return silent[0], min(heartbeat.rank for heartbeat in ticking), reason
-    # Otherwise the rank with the least progress has failed, because the others wait for it in a
-    # collective.
+    # If the heartbeats of all ranks change, or of none, the rank with the least progress has
+    # failed, because the others wait for it in a collective.
     failed = min(after, key=lambda heartbeat: (heartbeat.position, heartbeat.rank))
     reason = f"{name(failed)} made no progress for {limit} s, last seen in {failed}"
     if len(after) > 1:

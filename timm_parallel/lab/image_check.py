@@ -65,8 +65,8 @@ class Report:
     measures: dict[str, dict[str, Any]]
     # Class -> split -> number of images. The rarest class comes first.
     classes: dict[str, dict[str, int]]
-    # Kind of problem -> list of cases. A case is an unreadable image, several equal images, or, for
-    # a group of images that is in several splits, one image of each split.
+    # Kind of problem -> list of cases. A case is an unreadable image or several equal images. If a
+    # group of images is in several splits, the case has one image of each split.
     problems: dict[str, list[list[CheckedImage]]]
     # Class -> images that the HTML page shows.
     samples: dict[str, list[CheckedImage]]
@@ -287,8 +287,9 @@ def write_page(report: Report, dataset: ImageDataset, page: Path) -> None:
         picture.save(jpeg, "JPEG")
         return base64.b64encode(jpeg.getvalue()).decode()
 
-    loader = jinja2.FileSystemLoader(Path(__file__).parent)
-    environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True)
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True
+    )
     template = environment.get_template("image_check.html.j2")
     text = template.render(report=report, describe=describe, thumbnail=thumbnail)
     write_text(page, text.encode(errors="replace").decode())

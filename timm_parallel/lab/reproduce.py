@@ -155,16 +155,18 @@ def _train(run: Path, folder: Path, more: list[str]) -> int:
     `more`: further overrides.
     """
     code = (folder / "code").resolve()
-    command = [sys.executable, str(code / "train.py")]
-    command += ["--config-path", str(run.resolve()), "--config-name", "config", *more]
-    command += [f"hydra.run.dir='{(folder / 'run').resolve()}'", "resume=null"]
-    # Switch off trackers such as Weights & Biases, because other people see their entries. The
-    # override `tracker.use={}` would change nothing, because Hydra merges it with the saved
-    # dictionary.
-    command += [f"tracker.{name}=null" for name in ("use", "entity", "mode", "uri")]
-    # Start a new run on this machine only, even if the recorded run was a trial or a job on a
-    # cluster.
-    command += ["search.sampler=null", "cluster.scheduler=local", "cluster.nodes=1"]
+    command = [
+        *(sys.executable, str(code / "train.py")),
+        *("--config-path", str(run.resolve()), "--config-name", "config", *more),
+        *(f"hydra.run.dir='{(folder / 'run').resolve()}'", "resume=null"),
+        # Switch off trackers such as Weights & Biases, because other people see their entries. The
+        # override `tracker.use={}` would change nothing, because Hydra merges it with the saved
+        # dictionary.
+        *("tracker.use=null", "tracker.entity=null", "tracker.mode=null", "tracker.uri=null"),
+        # Start a new run on this machine only, even if the recorded run was a trial or a job on a
+        # cluster.
+        *("search.sampler=null", "cluster.scheduler=local", "cluster.nodes=1"),
+    ]
     environment = {**os.environ, **no_repository(code)}
     return subprocess.run(command, cwd=_cwd(run), env=environment, check=False).returncode
 

@@ -70,10 +70,11 @@ def run_job(config: ResolvedConfig, folder: Path, start_rank: StartRank = start_
 def repeat_until_it_fits(
     config: ResolvedConfig, folder: Path, ended: RankExits
 ) -> tuple[ResolvedConfig, RankExits]:
-    """Start all ranks again with half the batch size while they run out of memory, if
-    train.accumulate=auto. Return config and exits of the last attempt.
+    """If train.accumulate=auto, start all ranks again with half the batch size, as long as they run
+    out of memory and the batch can be halved. Return the config of the last attempt, and how its
+    ranks ended.
 
-    `ended`: exits of the ranks in the first attempt.
+    `ended`: how the ranks of the first attempt ended.
     """
     while (half := _after_out_of_memory(config, folder, ended)) is not None:
         config = half
@@ -121,7 +122,7 @@ def conclude(
     """Write into result.json why a run stopped or failed, and print the reason. Return the exit
     code.
 
-    `ended`: exits of the ranks. `console`: stream to print to, stderr by default.
+    `ended`: how the ranks ended. `console`: stream to print to, stderr by default.
     """
     console = console or sys.stderr
     # Ignore a signal that arrived while the ranks of a finished run were exiting.
@@ -144,7 +145,7 @@ def conclude(
 
 def record_interruption(config: ResolvedConfig, folder: Path, number: signal.Signals) -> None:
     """Write result.json for a run that signal `number` stopped before its first rank started. An
-    existing result.json stays, because the run had then ended.
+    existing result.json is kept, because it shows that the run has ended.
     """
     if not (folder / "result.json").exists():
         record_end(config, folder, "interrupted", f"stopped by {number.name}")
@@ -153,8 +154,9 @@ def record_interruption(config: ResolvedConfig, folder: Path, number: signal.Sig
 def _try_to_record(
     config: ResolvedConfig, folder: Path, ended: RankExits, console: TextIO, *outcome: Any
 ) -> None:
-    """Write result.json, unless the run folder was deleted or moved. A failed write prints a line.
-    `outcome`: status, reason and failure record for `record_end`.
+    """Write result.json, unless the run folder was deleted or moved. If the file cannot be written,
+    print a line. `outcome`: status, reason and failure record of the run, which are the last
+    arguments of `record_end`.
     """
     if ended.folder_problem:
         _remove_leftovers(folder)
@@ -192,8 +194,8 @@ def record_end(
     reason: str,
     failure: dict[str, Any] | None = None,
 ) -> None:
-    """Write result.json with status and reason for a run that was stopped or failed. No rank has
-    written result.json in that case.
+    """Write result.json for a run that was stopped or failed, with its status and the reason. A
+    rank writes result.json only for a run that has ended normally.
     """
     parallel, segments = config.parallel, read_segments(folder)
     result = Result(

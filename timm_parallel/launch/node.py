@@ -45,7 +45,8 @@ def main(folder: Path, origin: Path) -> int:
     """Run the ranks of this node in a run folder, as part of a Slurm or Kubernetes job. Return the
     exit code of train.py, or NODE_LOST if the job should be queued again.
 
-    `folder`: the run folder. `origin`: the folder whose config.yaml is run.
+    `folder`: the run folder. `origin`: the folder with the config.yaml to run, which node 0 copies
+    to the run folder.
     """
     try:
         address = find_address()
@@ -112,8 +113,8 @@ def _is_restart() -> bool:
 
 
 def find_address() -> NodeAddress:
-    """Read the number of this node, and the address of the store on node 0, from environment
-    variables of Slurm or of the Kubernetes pod.
+    """Read the number of this node, and the address of the key-value store on node 0, from
+    environment variables of Slurm or of the Kubernetes pod.
     """
     if "JOB_COMPLETION_INDEX" in os.environ:
         return address_of_pod(int(os.environ["JOB_COMPLETION_INDEX"]))
@@ -149,7 +150,7 @@ def run_node_zero(config: ResolvedConfig, folder: Path, address: NodeAddress) ->
     try:
         ended = run_ranks(config, folder, rendezvous)
         config, ended = repeat_until_it_fits(config, folder, ended)
-    # The signal arrived before the first rank started.
+    # A stop signal arrived before the first rank started, so no rank has an exit code.
     except Stopped as stop:
         ended = failure.RankExits(signal=stop.number)
     if rendezvous is not None and ended.exit_codes and ended.signal is None:
@@ -211,8 +212,8 @@ def run_follower_node(origin: Path, address: NodeAddress) -> int:
 
 
 def _meet(address: NodeAddress, seconds: float) -> Rendezvous:
-    """Connect this node to the store, which node 0 creates, and publish the hardware of this node
-    in the store. `seconds`: time to wait for node 0.
+    """Connect this node to the key-value store that node 0 creates. Publish the hardware of this
+    node in the store. `seconds`: time to wait for node 0.
     """
     with imports_without_gc():
         import torch.distributed  # noqa: F401  # Rendezvous needs it
@@ -242,6 +243,6 @@ def _checkpoints(folder: Path) -> set[str]:
 
 
 if __name__ == "__main__":
-    # Read config.yaml from the run folder, unless the command line has a second folder.
+    # Read config.yaml from the run folder, unless the command line names a second folder.
     find_app(sys.argv[1])
     sys.exit(main(Path(sys.argv[2]), Path(sys.argv[-1])))

@@ -25,9 +25,10 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 INVENTORY_POLL_SECONDS = 0.2
-# Key under which the store holds the config.
+# Key under which the key-value store holds the config of the run.
 CONFIG = "config"
-# Seconds for the other processes to read why the run cannot start, before the store closes.
+# Seconds for the other processes to read why the run cannot start, before the key-value store
+# closes.
 REFUSAL_SECONDS = 10.0
 # The other nodes wait for node 0 almost without limit. Node 0 gives up after
 # parallel.start_timeout, a value that the other nodes do not know yet.
@@ -57,7 +58,7 @@ class NodeInventory:
 def publish_inventory(
     store: Store, index: int, node: int, ranks: int = 0, arguments: list[str] | None = None
 ) -> None:
-    """Publish the CPU cores and CUDA devices of this process in the store.
+    """Publish the CPU cores and CUDA devices of this process in the key-value store.
 
     `index`: number of this process. `node`: its node number. `ranks`: ranks on that node, 0 if
     unknown. `arguments`: arguments of the command line. If given, also publish versions and code
@@ -88,7 +89,7 @@ def collect_inventories(
     `who`: `rank` or `node`, the word for a process in the message.
     """
     deadline = time.monotonic() + seconds
-    # Poll the store, because store.wait would block signal handlers.
+    # Poll the key-value store, because its method wait would block signal handlers.
     while missing := [str(index) for index in range(count) if not store.check([f"facts/{index}"])]:
         if time.monotonic() > deadline:
             named = (
@@ -116,17 +117,19 @@ def collect_inventories(
 
 
 def share_config(store: Store, folder: Path) -> None:
-    """Publish the saved config of rank 0, and the path of its run folder, in the store."""
+    """Publish the saved config and the path of the run folder in the key-value store. Rank 0 calls
+    this function.
+    """
     text = (folder / "config.yaml").read_text(encoding="utf-8")
     store.set(CONFIG, json.dumps({"folder": str(folder), "config": text}))
 
 
 def refuse_others(store: Store, count: int, reason: str) -> None:
-    """Publish the reason why the run cannot start. Keep the store open until all other processes
-    have read the reason, at most REFUSAL_SECONDS.
+    """Publish the reason why the run cannot start. Keep the key-value store open until all other
+    processes have read the reason, at most REFUSAL_SECONDS.
     """
     store.set(CONFIG, json.dumps({"refused": reason}))
-    # Ignore a timeout. A process that is late finds no store and exits.
+    # Ignore a timeout. A process that is late finds no key-value store and exits.
     with suppress(RuntimeError):
         store.wait(
             [f"left/{index}" for index in range(1, count)], timedelta(seconds=REFUSAL_SECONDS)

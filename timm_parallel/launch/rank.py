@@ -51,8 +51,8 @@ STUCK_SECONDS = 8.0
 
 
 def main(folder: Path, run: RankMain) -> int:
-    """Train one rank with the config in a run folder. Environment variables name the rank. Return
-    the exit code. `run`: function that trains one rank.
+    """Train one rank with the config in a run folder. Environment variables hold the number of the
+    rank. Return the exit code. `run`: function that trains one rank.
     """
     ranks = ranks_from_environment(os.environ) or Ranks()
     config = load_config(folder)
@@ -116,8 +116,8 @@ def keep_compiled_code_private() -> None:
     """Move the cache of torch.compile from /tmp to the home folder. In /tmp another user could
     place code in the cache.
     """
-    # Replace the variable also if it has torch's default, because the agent may have set the
-    # default for this rank.
+    # Replace TORCHINDUCTOR_CACHE_DIR also if it has torch's default, because the agent may have set
+    # the default for this rank.
     if Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", "torchinductor_")).name.startswith(
         "torchinductor_"
     ):

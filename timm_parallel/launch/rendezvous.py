@@ -21,11 +21,12 @@ if TYPE_CHECKING:
     from torch.distributed import PrefixStore, Store, TCPStore
     from torch.distributed.elastic.rendezvous import RendezvousInfo
 
-# Address of the store for a run on one machine.
+# Address of the key-value store for a run on one machine.
 LOOPBACK = "127.0.0.1"
 # Name under which the rendezvous handler is registered with torch's agent.
 BACKEND = "rendezvous"
-# Time for a rank to wait for the store, because ranks of a cluster may start minutes apart.
+# Time for a rank to wait for the key-value store, because ranks of a cluster may start minutes
+# apart.
 COMPOSE_TIMEOUT = timedelta(seconds=300)
 POLL_SECONDS = 1.0
 
@@ -47,15 +48,16 @@ class Rendezvous:
     use_agent_store = True
 
     def __init__(self, endpoint: NodeAddress, timeout: float) -> None:
-        """Create the store if this is node 0, otherwise connect to it. `endpoint`: this node's
-        number and the address of node 0. `timeout`: seconds to wait for node 0.
+        """Create the key-value store if this is node 0, otherwise connect to the store of node 0.
+        `endpoint`: this node's number and the address of node 0. `timeout`: seconds to wait for
+        node 0.
         """
         self.endpoint = endpoint
         self.store = _host_store(endpoint) if endpoint.node == 0 else _join(endpoint, timeout)
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Return the store, the number of this node and the number of nodes. They are the same
-        after the agent has restarted the ranks.
+        """Return the key-value store, the number of this node and the number of nodes. The values
+        stay the same after the agent has restarted the ranks.
         """
         from torch.distributed import PrefixStore
         from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
@@ -68,7 +70,7 @@ class Rendezvous:
     def get_backend(self) -> str:
         return BACKEND
 
-    # Any constant is a valid run id, because no other run uses this store.
+    # Any constant is a valid run id, because no other run uses this key-value store.
     get_run_id = get_backend
 
     def num_nodes_waiting(self) -> int:
@@ -79,8 +81,8 @@ class Rendezvous:
 
 
 def _host_store(endpoint: NodeAddress) -> TCPStore:
-    """Create the store of a run on node 0. The store listens only on the address in `endpoint`,
-    because any process that connects to the store could act as a rank.
+    """Create the key-value store of a run on node 0. The store listens only on the address in
+    `endpoint`, because any process that connects to the store could act as a rank.
     """
     from torch.distributed import TCPStore
 
@@ -99,9 +101,9 @@ def _host_store(endpoint: NodeAddress) -> TCPStore:
 
 
 def _join(endpoint: NodeAddress, timeout: float) -> TCPStore:
-    """Connect to the store of node 0 and return the client. Raises ValueError after `timeout`
-    seconds. A store that this node has joined before belongs to an earlier run, so the function
-    tries again.
+    """Connect to the key-value store of node 0 and return the client. Raises ValueError after
+    `timeout` seconds. If this node has joined the store before, the store belongs to an earlier
+    run. The function then tries to connect again.
     """
     from torch.distributed import TCPStore
 
@@ -113,7 +115,7 @@ def _join(endpoint: NodeAddress, timeout: float) -> TCPStore:
             store = TCPStore(address, port, is_master=False, timeout=limit)
             if store.add(f"joined/{endpoint.node}", 1) == 1:
                 return store
-        # Try again, because the store may not have started yet, or may just be closing.
+        # Try again, because the key-value store may not have started yet, or may just be closing.
         except (OSError, RuntimeError):
             pass
         time.sleep(POLL_SECONDS)
@@ -125,8 +127,8 @@ def _join(endpoint: NodeAddress, timeout: float) -> TCPStore:
 
 @cache
 def open_store(ranks: Ranks) -> PrefixStore:
-    """Connect this rank to the store of the run. torch's agent hosts the store. If srun started the
-    ranks, there is no agent and rank 0 hosts the store.
+    """Connect this rank to the key-value store of the run. torch's agent hosts the store. If srun
+    started the ranks, there is no agent and rank 0 hosts the store.
     """
     with imports_without_gc():
         from torch.distributed.rendezvous import rendezvous
@@ -148,11 +150,13 @@ def open_store(ranks: Ranks) -> PrefixStore:
 
 
 def ranks_store(store: Store, attempt: int) -> PrefixStore:
-    """Return a view of the run's store that adds the number of the attempt to each key."""
+    """Return a view of the run's key-value store that puts the number of the attempt before each
+    key.
+    """
     from torch.distributed import PrefixStore
 
-    # Use new keys for each attempt, because after a restart the agent's store still has the
-    # addresses of ranks that have exited.
+    # Use new keys for each attempt, because after a restart the agent's key-value store still has
+    # the addresses of ranks that have exited.
     return PrefixStore(f"attempt_{attempt}", store)
 
 

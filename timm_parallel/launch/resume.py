@@ -1,12 +1,12 @@
 """Find and check the run that `resume=<run folder>`, `resume=auto` or `resume=auto_or_new`
 continues.
 
-`resume=auto` continues the newest unfinished run of any task. With task_name on the command line,
-only runs of this task count. With keys that affect the training, only runs of the config's task
-with exactly this config count.
+`resume=auto` continues the newest unfinished run of any task. If the command line has task_name,
+only runs of this task are considered. If it has a key that affects the training, only runs with the
+same task_name and exactly the same config are considered.
 
-`resume=auto_or_new` is for files of cluster jobs. Only runs of the config's task count. If there is
-none, a new run starts.
+`resume=auto_or_new` is for files of cluster jobs. Only runs with the config's task_name are
+considered. If none is unfinished, a new run starts.
 """
 
 from __future__ import annotations
@@ -89,9 +89,9 @@ def compose_run(arguments: Any, remembered: Path | None = None) -> Command:
 
 
 def keep_accumulate(config: ResolvedConfig, asked: Config, folder: Path) -> ResolvedConfig:
-    """Return `config` with the batch size and train.accumulate of the run in `folder`, where
-    train.accumulate=auto had found them. The config stays unchanged if the run has another number
-    of images per optimizer step.
+    """Build the config for continuing the run in `folder` with train.accumulate=auto. It keeps the
+    batch size and train.accumulate that `auto` has found in that run. Return `config` unchanged if
+    train.accumulate is not auto, or if the run has another number of images per optimizer step.
 
     `asked`: the config in which `auto` is not replaced.
     """
@@ -108,8 +108,8 @@ def keep_accumulate(config: ResolvedConfig, asked: Config, folder: Path) -> Reso
 
 
 def folder_to_resume(config: ResolvedConfig, asked: Config) -> Path | None:
-    """Return the run folder that `resume` names. With auto, find the newest unfinished run with
-    this task_name and exactly this config. None means a new run.
+    """Return the run folder that `resume` names. With auto, find the newest unfinished run that has
+    the task_name of the config and exactly the same config. None means a new run.
 
     `asked`: the config in which `auto` is not replaced.
     """
@@ -210,7 +210,7 @@ def _has_training_keys(arguments: Any) -> bool:
 
 def _unfinished(config: Config, task: str | None = None) -> Iterator[Path]:
     """Yield the folders of unfinished runs, the newest first. Runs that are in use or queued are
-    left out, and so are jobs of a sweep.
+    skipped, and so are jobs of a sweep.
 
     `task`: the task_name of the runs, `*` for all. The default is the task_name of the config.
     """
@@ -242,11 +242,11 @@ def _show_choice(resume: str, folder: Path) -> None:
 def _refuse_or_start(
     config: Config, problem: str, nearest: tuple[Path, tuple[str, Any, Any]] | None
 ) -> None:
-    """Report that no unfinished run matches, and how the most similar one differs. resume=auto
-    raises ValueError. resume=auto_or_new prints the line and starts a new run.
+    """Report that no unfinished run matches, and how the most similar run differs from the config.
+    resume=auto raises ValueError. resume=auto_or_new prints the line and starts a new run.
 
-    `problem`: the text for the message. `nearest`: the most similar run, as (folder, (key, its
-    value, value in the config)).
+    `problem`: the text for the message. `nearest`: the most similar run, as (folder, (key, value in
+    the run, value in the config)).
     """
     if nearest is None and (other := next(_unfinished(config, "*"), None)) is not None:
         nearest = other, ("task_name", load_config(other).task_name, config.task_name)
@@ -274,7 +274,7 @@ def _saved_settings(folder: Path, overrides: list[str]) -> dict[str, Any]:
         strategy = tree.parallel.get("strategy")
     except (OSError, YAMLError, KeyError, TypeError, AttributeError):
         # The folder may be that of a task (outputs/<task>) or of a day, which contains run folders.
-        # Name the newest of them in the message.
+        # Name the newest run in the message.
         checkpoints = [
             path
             for runs in ("*", "*/*", "*/*/*")

@@ -135,7 +135,7 @@ def _run_child(
         # Set no time limit after Ctrl-C at a terminal, because the user may be in a debugger.
         is_interactive = number == signal.SIGINT and os.isatty(0)
         if not is_interactive and not has_limit:
-            # Set the flag before the timer starts, because a second signal may arrive meanwhile.
+            # Set `has_limit` before the timer starts, because a second signal may arrive meanwhile.
             has_limit = True
             killer.start()
         child.send_signal(number)
@@ -169,13 +169,13 @@ def run_agent(
         from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     rendezvous_handler_registry.register(BACKEND, from_parameters)
-    # For a run on one node, the store takes any free port, even if MASTER_PORT is set.
+    # For a run on one node, the key-value store takes any free port, even if MASTER_PORT is set.
     rendezvous = rendezvous or Rendezvous(NodeAddress(), parallel.start_timeout)
     nodes = rendezvous.endpoint.nodes
     # Silence the agent's error messages, because launch/job.py prints the failure.
     for name in ("agent.server.api", "multiprocessing.api"):
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
-    # Set the number of restarts, because the default of torch is 3.
+    # Set the number of restarts of the ranks, because torch would by default restart them 3 times.
     launch = LaunchConfig(
         min_nodes=nodes,
         max_nodes=nodes,
@@ -188,7 +188,8 @@ def run_agent(
         signals_to_handle=",".join(number.name for number in heeded_signals()),
     )
     ended = RankExits(world_size=launch.nproc_per_node if nodes == 1 else 0)
-    # Set the variables in this process, because the agent passes its own environment to the ranks.
+    # Set the environment variables of the ranks in this process, because the agent passes its own
+    # environment to the ranks.
     os.environ.update(_environment(parallel) | listen_towards(rendezvous.endpoint.address))
     # Restore the signal handlers afterwards, because the agent does not.
     with signal_handlers(None):
@@ -210,8 +211,8 @@ def run_agent(
 def _failures_of_last_attempt(
     rendezvous: Rendezvous, parallel: ResolvedParallel
 ) -> list[dict[str, Any]]:
-    """Read the failure records of the last attempt that has any, from the store of a run on one
-    machine.
+    """Read failure records from the key-value store of a run on one machine. Return those of the
+    last attempt that has any.
     """
     for attempt in range(parallel.max_restarts, -1, -1):
         store = ranks_store(rendezvous.store, attempt)

@@ -33,14 +33,15 @@ from timm_parallel.machine.ranks import Ranks, host_name, ranks_from_environment
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-# Key under which the store holds the path of the run folder, for ranks that torchrun restarts.
+# Key under which the key-value store holds the path of the run folder, for ranks that torchrun
+# restarts.
 FOLDER = "run_folder"
 
 
 def negotiate(config: ResolvedConfig, asked: ParallelConfig, ranks: Ranks) -> None:
-    """Wait on rank 0 for the hardware descriptions of all ranks. Set nodes and threads of a
-    resolved config to values that fit them. Raises ValueError if they cannot run the config.
-    `asked`: the `parallel` keys as the user gave them.
+    """Wait on rank 0 for the hardware descriptions of all ranks. Set the numbers of nodes and
+    threads in a resolved config to values that fit all ranks. Raises ValueError if the hardware
+    cannot run the config. `asked`: the `parallel` keys as the user gave them.
     """
     _refuse_elastic_nodes()
     store = open_store(ranks)
@@ -82,7 +83,8 @@ def _run_and_report(
     place = RunFolder(folder)
 
     def failed() -> RankExits:
-        # Read the store on node 0 only, because other nodes may have lost the connection to it.
+        # Read the key-value store on node 0 only, because other nodes may have lost the connection
+        # to it.
         records = published_failures(store, ranks.world_size) if ranks.node == 0 else []
         return RankExits(folder_problem=place.problem if place.is_gone() else "", records=records)
 
@@ -155,7 +157,7 @@ def remembered_folder(ranks: Ranks | None) -> Path | None:
 def _refuse_elastic_nodes() -> None:
     """Raise ValueError for a variable number of nodes, as in `torchrun --nnodes 1:2`. torchrun does
     not count the restarts of such a run, so a restarted rank would read keys of an earlier attempt
-    from the store.
+    from the key-value store.
     """
     command = ""
     if "TORCHELASTIC_RUN_ID" in os.environ:

@@ -1,5 +1,5 @@
-"""Files of runs: atomic writes, which a crash leaves either old or new, reads of JSON files, and
-creation of run folders.
+"""Functions that write files atomically, read JSON files and create run folders. After a crash, a
+file has either its old or its new content.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def write_whole(path: Path, write: Callable[[Path], object], writer: str = "") -
 
 def _write_characters(path: Path, text: str) -> None:
     def write(temporary: Path) -> None:
-        # Mode x does not follow an existing link.
+        # Mode x fails if a link with this name exists, and so never writes to the target of a link.
         with open(temporary, "x", encoding="utf-8") as file:
             file.write(text)
 

@@ -97,10 +97,10 @@ def _sign(descriptor: int) -> None:
 
 
 def owner_of(folder: Path) -> str:
-    """Describe the process that holds the lock of a folder, by pid, host and Slurm job; `another
-    process` if it is unknown.
+    """Describe the process that holds the lock of a folder, by pid, host and Slurm job. Return
+    `another process` if the lock file does not say this.
     """
-    # The process may just be deleting the lock file.
+    # The file may be missing, because the other process deletes the file when it releases the lock.
     with suppress(OSError):
         return (folder / NAME).read_text(errors="replace").strip() or "another process"
     return "another process"

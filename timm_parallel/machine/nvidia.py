@@ -127,8 +127,9 @@ def _device(library: Any, index: int) -> CudaDevice:
 
 
 def _if_shown(reason: str) -> str | None:
-    """Return `reason` if this machine has NVIDIA devices that CUDA_VISIBLE_DEVICES does not hide on
-    purpose, otherwise None. A missing device is a problem only in the first case.
+    """Return `reason`, the message why torch can use no NVIDIA device. Return None if the machine
+    has no such device, or if the user hides all devices with CUDA_VISIBLE_DEVICES, because nothing
+    is then wrong.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if not nvidia_device_files() or (visible is not None and visible.strip() in HIDING):
@@ -203,7 +204,7 @@ class Gpu:
 
     def joules(self) -> float:
         """Return the energy in joules that the GPU has used since the driver was loaded. NaN if it
-        is unknown, as before Volta and for a MIG slice.
+        is unknown, as for GPUs older than Volta and for MIG slices.
         """
         millijoules = self._handle and _ask_nvml(
             "nvmlDeviceGetTotalEnergyConsumption", self._handle

@@ -37,17 +37,18 @@ LAUNCHER = "RUN_LAUNCHER"
 
 def kill_on_parent_exit(parent: int | None = None) -> None:
     """Ask the kernel to kill this process when its parent dies, e.g. after `kill -9` of a launcher.
-    `parent`: process id of the parent; by default that of the launcher or of the parent at this
-    moment.
+    `parent`: process id of the parent. None: use the id in the variable that the launcher sets, or
+    else the current parent.
     """
     if sys.platform != "linux":
         return
-    # Number of this option in linux/prctl.h.
+    # Value of this constant in linux/prctl.h.
     PR_SET_PDEATHSIG = 1
-    # Remove the variable, because processes that a rank starts have another parent.
+    # Remove the variable with the id of the launcher, because processes that a rank starts have
+    # another parent.
     parent = parent or int(os.environ.pop(LAUNCHER, os.getppid()))
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    # The parent died before the call above, so the kernel will not kill this process.
+    # The parent died before the call of prctl, so the kernel will not kill this process.
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
 

@@ -52,10 +52,10 @@ def host_name() -> str:
 
 
 def first_difference(described: list[tuple[str, dict[str, str]]]) -> str:
-    """Describe the first value that differs between entries, for a message. Return an empty text if
-    all are equal.
+    """Compare the values of all nodes or ranks with those of the first. Describe the first
+    difference in a message. Return an empty text if all values are equal.
 
-    `described`: (name of a node, dictionary of values) per node. Each is compared with the first.
+    `described`: (name, dictionary of values) of each node or rank.
     """
     for name, values in described[1:]:
         first_name, first = described[0]
@@ -81,13 +81,13 @@ def machine_id() -> str:
 
 @dataclass(frozen=True)
 class NodeAddress:
-    """Number of this node, number of nodes, and address and port of the store on node 0."""
+    """Number of this node, number of nodes, and address of the key-value store on node 0."""
 
     node: int = 0
     nodes: int = 1
     # IP address of node 0.
     address: str = "127.0.0.1"
-    # Port of the store on node 0. 0 means any free port, for a run on one node.
+    # Port of the key-value store on node 0. 0 means any free port, for a run on one node.
     port: int = 0
 
 
@@ -148,7 +148,7 @@ def _refuse_mpirun(environment: Mapping[str, str]) -> None:
 
 def _ranks_of_srun(environment: Mapping[str, str]) -> Ranks | None:
     """Read the identity of a rank that `srun --ntasks=N python train.py …` started. Return None if
-    srun did not start this process, or started no other one.
+    srun did not start this process, or if it is the only process of srun.
     """
     if "SLURM_STEP_ID" not in environment or environment.get("SLURM_STEP_NUM_TASKS", "1") == "1":
         return None

@@ -97,7 +97,7 @@ def hide_in(tree: Any, key: str = "") -> Any:
     """Copy nested dicts and lists without secrets. In the copy, values of secret environment
     variables are `${oc.env:NAME}`, and values of secret keys are `***`.
 
-    `key`: the key whose value `tree` is.
+    `key`: the key under which `tree` is stored; it decides if a plain value is secret.
     """
     if isinstance(tree, dict):
         return {hide_in(name): hide_in(value, str(name)) for name, value in tree.items()}
@@ -134,8 +134,8 @@ class HidingFormatter(logging.Formatter):
 
 @lru_cache(maxsize=1)
 def _secrets_of(environment: tuple[tuple[str, str], ...]) -> list[tuple[str, str]]:
-    """Find the secret environment variables. Return (name, value) pairs, also with the value
-    escaped and URL-quoted. The longest value comes first.
+    """Find the secret environment variables. Return (name, value) pairs. Further pairs have the
+    value as it looks when it is escaped or URL-quoted. The longest value comes first.
     """
     secrets = {}
     for name, value in environment:

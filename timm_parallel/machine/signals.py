@@ -94,8 +94,8 @@ def heeded_signals() -> list[signal.Signals]:
 @contextmanager
 def signal_handlers(handler: object) -> Iterator[None]:
     """Install a handler for the stop signals during the `with` block, then restore the previous
-    handlers. Ignored signals stay ignored. With None, no handler is installed, and handlers that
-    the block installs are undone.
+    handlers. Ignored signals stay ignored. `handler`: None if the code in the block installs
+    handlers itself. Only the previous handlers are then restored.
     """
     previous = {number: signal.getsignal(number) for number in heeded_signals()}
     try:

@@ -1,5 +1,5 @@
 """Processor time of this process and of the machine, and energy of GPUs, summed over the measured
-parts of a run.
+periods of a run.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from timm_parallel.machine.nvidia import Gpu
 
 @dataclass
 class Usage:
-    """Processor seconds between calls of `begin` and `end`, summed over all pairs of calls. A value
-    is 0 if the kernel does not report it.
+    """Processor seconds of this process and of the machine, summed over all periods from `begin` to
+    `end`. A value is 0 if the kernel does not report it.
     """
 
     wall: float = 0.0
@@ -49,8 +49,8 @@ class Usage:
 
 
 class Energy:
-    """Energy of GPUs in joules, since this object was built, and between calls of `begin` and
-    `end`.
+    """Energy meter of GPUs, in joules. It measures two values per GPU: the energy since this object
+    was built, and the sum over all periods from `begin` to `end`.
 
     The counter of a GPU includes other programs that use the GPU. An unknown energy is NaN, and so
     is a sum that includes it.
@@ -67,8 +67,9 @@ class Energy:
         self._window += self._read() - self._at
 
     def by_gpu(self) -> dict[str, list[float]]:
-        """Return a dictionary from the UUID of each GPU to its energy in joules: [between `begin`
-        and `end`, since this object was built].
+        """Return a dictionary from the UUID of each GPU to two energies in joules. The first is the
+        sum over all periods from `begin` to `end`. The second is the energy since this object was
+        built.
         """
         values = np.stack([self._window, self._read() - self._at_start], axis=1).tolist()
         return {str(gpu.uuid): joules for gpu, joules in zip(self._gpus, values, strict=True)}
@@ -86,7 +87,7 @@ def _now() -> Usage:
     total = sum(machine) - guests
     own = 0.0
     for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
-        # Skip processes that end meanwhile.
+        # Skip a process that has ended since the processes were listed.
         with suppress(psutil.Error):
             user, system = process.cpu_times()[:2]
             own += user + system

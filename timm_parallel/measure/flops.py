@@ -25,7 +25,8 @@ def flop_counter() -> FlopCounterMode:
         return int(sdpa_flop_count(query, key, value))
 
     def backward(_gradient: Shape, *shapes: Any, **__: Any) -> int:
-        # Count attention as if it had no fused kernel, which computes scores twice.
+        # In the backward pass, a fused attention kernel computes the scores again. Do not count
+        # this second computation.
         return 2 * forward(*shapes)
 
     attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu

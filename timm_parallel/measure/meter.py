@@ -39,7 +39,7 @@ class Meter:
         """Configure the timer.
 
         `images_per_step`: images per optimizer step over all devices. `steps`: number of steps that
-        will run. `clock`: event of a GPU, recorded after every step; None on a CPU.
+        will run. `clock`: GPU event that is recorded after every step; None on a CPU.
         `start_measuring`: function to call when the timed window starts. `untimed`: number of first
         steps that are not timed; None: choose it from `steps`. `energy`: energy counters of the
         GPUs.
@@ -54,8 +54,8 @@ class Meter:
         self._steps_seen = self._open_steps = 0
         # `_mark` is the time at which the current interval started.
         self._mark = self._fetch_from = self._paused_at = time.perf_counter()
-        # Seconds of the current interval in which the device waited for data, and seconds between
-        # steps.
+        # Two parts of the current interval in seconds: waiting of the device for data, and time
+        # between steps.
         self._wait = self._between = 0.0
         self._was_idle = self._is_between = True
         self.steps_timed, self.seconds_timed, self.data_seconds, self.other_seconds = (
@@ -106,7 +106,8 @@ class Meter:
     def end_fetch(self) -> None:
         """Add the time for which the device waited for a batch.
 
-        If the device finished its work while the batch was read, half of the reading time is added.
+        If the device finished its work while the batch was read, half of the reading time is added,
+        because the exact moment is unknown.
         """
         if self._was_idle:
             self._wait += time.perf_counter() - self._fetch_from

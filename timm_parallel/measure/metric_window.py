@@ -15,7 +15,7 @@ from timm_parallel.parallel.group import ProcessGroup
 
 
 class MetricWindow:
-    """Sums of the loss and metrics of each step since the last logged step.
+    """Loss and metrics of each training step since the last logged step, summed over images.
 
     The sums stay on the device, and only `fetch` waits for them.
     """

@@ -18,7 +18,8 @@ from timm_parallel.measure.meter import Meter
 class StepHooks:
     """Functions that the training loop calls at each phase of a step, such as reading or backward.
 
-    To be fast, each does only a few assignments and reads the clock.
+    These functions run in every step. To be fast, each only reads the clock and assigns a few
+    values.
     """
 
     def __init__(self, meter: Meter, stop: StopCoordinator) -> None:

@@ -25,11 +25,11 @@ from timm_parallel.measure.step_hooks import StepHooks
 from timm_parallel.parallel.communication import Communication
 from timm_parallel.parallel.strategy import Strategy
 
-# Names of the phases of a step in the profile.
+# Names of the phases of a training step in the profile.
 PARTS = {READING: "data", FORWARD: "forward", BACKWARD: "backward"}
-# Names of ranges in the trace start with this text.
+# Each named range in the profiler's trace starts with this text.
 RANGE = "step: "
-# The profile is written to this folder of the run folder.
+# Name of the folder, below the run folder, to which the profile is written.
 FOLDER = "profile"
 OPERATIONS_IN_TABLE = 50
 
@@ -44,9 +44,8 @@ def build_hooks(
 ) -> StepHooks:
     """Build the hooks that time the steps of a training run, and profile some steps if requested.
 
-    `total_steps`: steps of the run. `untimed`: number of first steps that are not timed.
-    `recorded`: number of steps to profile, which are among the steps that are not timed; None: no
-    profile.
+    `total_steps`: steps of the run. `untimed`: number of steps at the start of the run that are not
+    timed. `recorded`: number of these untimed steps to profile; None: no profile.
     """
     meter = Meter(
         config.global_batch * config.train.accumulate,
@@ -102,7 +101,8 @@ class ProfiledStepHooks(StepHooks):
         # the trace too.
         if self._steps == self._untimed:
             self._profiler.stop()
-        # Call the method of the base class last, because it may start the timed window.
+        # Call the method of the base class last, because it may start the timed window. The
+        # profiler must have stopped by then.
         return super().end_step()
 
     def profile(self, folder: Path) -> dict[str, Any] | None:

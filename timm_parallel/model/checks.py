@@ -107,7 +107,7 @@ def run_on_black_image(
     try:
         with torch.no_grad():
             outputs = model.eval()(image)
-    # Do not report an out-of-memory error as a wrong image size. It is a RuntimeError too.
+    # Do not report an out-of-memory error as a wrong image size, although it is a RuntimeError too.
     except torch.OutOfMemoryError:
         raise
     except (AssertionError, RuntimeError, ValueError) as error:
@@ -125,10 +125,12 @@ def run_on_black_image(
 def check_sharded_model(
     model: nn.Module, input_size: tuple[int, int, int], group: ProcessGroup
 ) -> None:
-    """Run a sharded model on one black image, in the same way as an evaluation under fsdp runs it.
+    """Run the forward pass of a sharded model on one black image, to test that fsdp can evaluate
+    the model. A model that is not sharded is not run.
 
     All ranks must call this function. Raises ValueError on all ranks if the model uses a parameter
-    outside of the module that gathers it. A model that is not sharded is not run.
+    outside of the forward pass of the module that holds it, because fsdp gathers the parameter only
+    there.
     """
     if not isinstance(model, Lockstep):
         return

@@ -17,8 +17,8 @@ def build_ema(model: nn.Module, decay: float, warmup: bool, foreach: bool = True
 
 
 class Average(ModelEmaV3):
-    """timm's ModelEmaV3, made faster: the tensors to average are listed once instead of in every
-    step.
+    """timm's ModelEmaV3 with a faster update. The lists of tensors to average are built once
+    instead of in every step.
     """
 
     def apply_update_(self, model: nn.Module, decay: float) -> None:

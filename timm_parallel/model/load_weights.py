@@ -56,8 +56,8 @@ def load_weights(
 def _read_foreign(path: Path, own_names: list[str]) -> dict[str, Any]:
     """Read a state dict from a file of timm, Lightning or a PyTorch tutorial.
 
-    `own_names`: names of the model's tensors, which show if a prefix of Lightning belongs to the
-    model itself.
+    Prefixes that Lightning puts before names, such as `model.`, are removed. `own_names`: names of
+    the tensors in our model. If one of these names starts with the prefix, the prefix is kept.
     """
     state = load_state_dict(str(path), use_ema=True, weights_only=True)
     if isinstance(state.get("model_state_dict"), dict):

@@ -21,7 +21,7 @@ from timm_parallel.machine.text import first
 class WeightsFile:
     """Contents of a weights file: tensors by name.
 
-    The other fields keep their defaults unless the file is a checkpoint of this project.
+    The class names and the image size are known only for a checkpoint of this project.
     """
 
     path: Path
@@ -199,8 +199,8 @@ def fill_model(
 
 
 def _problem(name: str, file: WeightsFile, own: dict[str, Tensor]) -> str:
-    """Describe why the file has no value for the model tensor `name`. The text is empty if it has
-    one.
+    """Describe why a weights file has no suitable value for the model tensor `name`. Returns an
+    empty text if the file has one.
     """
     if name not in file.tensors:
         return f"{name} is not in the file"

@@ -70,9 +70,9 @@ def _shares_parameters(block: nn.Module, uses: Counter[int]) -> bool:
 def gathered_bytes(model: nn.Module, dtype: torch.dtype | None, reshard: bool | None) -> int:
     """Compute how many bytes of whole parameters fsdp holds at most at the same time.
 
-    These are the parameters outside of blocks and those of two blocks, because the next block is
-    gathered while one computes. `dtype`: type in which parameters are gathered; None: their own
-    type. `reshard`: value of parallel.reshard_after_forward.
+    These are the parameters outside of all blocks, and those of the two largest blocks, because
+    fsdp gathers the next block while the current one computes. `dtype`: type in which parameters
+    are gathered; None: their own type. `reshard`: value of parallel.reshard_after_forward.
     """
     sizes = {p: p.numel() * (dtype or p.dtype).itemsize for p in model.parameters()}
     blocks = sorted(

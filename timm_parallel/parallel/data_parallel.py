@@ -65,7 +65,7 @@ class DataParallelStrategy(Strategy):
     def for_evaluation(self, model: nn.Module) -> nn.Module:
         """Replicate the model for evaluation, and gather its outputs on the device of the labels.
 
-        The key `output_device` applies to training only.
+        The key parallel.output_device is ignored here, because it applies only to training.
         """
         return self._spread(model, self.device)
 

@@ -101,8 +101,8 @@ class DdpCommunication(Communication):
         return span / samples + buffers / steps, max(0.0, span - hidden) / samples + buffers / steps
 
     def _sums(self) -> torch.Tensor:
-        """Return five sums since the start of the run, which can be subtracted to get those of a
-        window.
+        """Return five sums since the start of the run. The caller subtracts older sums to get those
+        of a time window.
 
         They are: steps, timed steps, seconds of all-reduces in timed steps, the part of these
         seconds that overlaps with computing, and seconds of buffer broadcasts.

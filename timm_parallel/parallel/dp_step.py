@@ -41,8 +41,8 @@ class StepInReplicas(nn.Module):
     def __init__(self, spread: nn.Module, replicas: int) -> None:
         super().__init__()
         self.spread, self.replicas = spread, replicas
-        # Weights of the replicas for each batch size. They are cached, because creating them waits
-        # for the device.
+        # Weights with which the losses of the replicas are averaged, as a dictionary from batch
+        # size to tensor. They are cached, because creating a tensor waits for the device.
         self._weights: dict[int, Tensor] = {}
 
     def forward(self, images: Tensor, targets: Tensor) -> tuple[Tensor, Metrics]:

@@ -40,7 +40,8 @@ class FullySharded(Distributed):
 
     @cached_property
     def mesh(self) -> DeviceMesh:
-        """Build the device mesh of the ranks: [replicas, shards], or [shards] for one replica.
+        """Build the device mesh of the ranks, with the dimensions [replicas, shards]. A mesh with
+        one replica has only the dimension [shards].
 
         All ranks must call this function.
         """
@@ -88,8 +89,8 @@ class FullySharded(Distributed):
         return root
 
     def lay_out(self, module: nn.Module) -> None:
-        # FSDP2 shards rows of contiguous tensors. So model.channels_last changes only the images
-        # and not the parameters.
+        # FSDP2 shards rows of contiguous tensors, so parameters cannot have the layout
+        # channels_last. With model.channels_last, only the images have this layout.
         for parameter in module.parameters():
             parameter.data = parameter.data.contiguous()
         # Do not convert inputs, because autocast chooses the type for each operation.
@@ -137,8 +138,8 @@ class FullySharded(Distributed):
 
 
 class StepOfShards(nn.Module):
-    """Training step whose loss has sharded parameters. Called without a batch, it only gathers
-    them.
+    """Training step whose loss has sharded parameters. A call without a batch gathers these
+    parameters without training.
     """
 
     def __init__(self, step: nn.Module) -> None:

@@ -24,7 +24,7 @@ from timm_parallel.machine.ranks import Ranks
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-# Rank 0 sends the state of a checkpoint in pieces of this size.
+# Number of bytes per broadcast with which rank 0 sends the state of a checkpoint.
 PIECE_BYTES = 64 * 2**20
 
 
@@ -111,8 +111,8 @@ class TorchProcessGroup(ProcessGroup):
                 store=dist.PrefixStore("process_group", store),
                 rank=ranks.rank,
                 world_size=ranks.world_size,
-                # Wait longer than the watchdog does, because the watchdog names the rank that
-                # failed.
+                # Use a longer timeout than the watchdog. The watchdog then ends the run first, and
+                # names the rank that failed.
                 timeout=timedelta(seconds=max(config.start_timeout, config.timeout) + 60),
                 device_id=device if config.backend == "nccl" else None,
             )
@@ -124,8 +124,8 @@ class TorchProcessGroup(ProcessGroup):
             ) from error
         # NCCL can only send tensors that are on the GPU.
         self._at = device if config.backend == "nccl" else torch.device("cpu")
-        # Use a second client of the store, because a client that waits blocks all other users of
-        # this client.
+        # Use a second client of the key-value store, because a waiting call blocks all other calls
+        # of its client.
         self.stop = StopCoordinator(
             ranks.rank, ranks.world_size, dist.PrefixStore("stopping", store.clone())
         )
@@ -220,7 +220,8 @@ class BufferSync:
         return self._group.rows(torch.cat(buffers).float())
 
     def restore_own(self, model: nn.Module, by_rank: Tensor | None) -> None:
-        """Restore the buffers of this rank from the gathered buffers of all ranks.
+        """Restore the buffers of this rank, such as BatchNorm statistics, from those of all ranks
+        in a checkpoint.
 
         Does nothing if the number of ranks differs from that of the saved run.
         """

@@ -27,11 +27,11 @@ from timm_parallel.machine import hardware
 from timm_parallel.machine.usage import scheduled_seconds
 
 LOOK_SECONDS = 1.0
-# Seconds per second that the threads of this process wait for a core. Above the first value the
-# cores are crowded, below the second they are free.
+# Limits of the time, in seconds per second, for which the threads of this process wait for a core.
+# Above the first limit the cores are crowded, and below the second one they are free.
 CROWDED, CALM = 0.5, 0.3
-# Consecutive crowded measurements before the threads sleep, and consecutive free ones before they
-# spin again.
+# Number of consecutive measurements of crowded cores before the threads sleep, and of free cores
+# before they spin again.
 CROWDED_LOOKS, CALM_LOOKS = 2, 3
 USER_SETTINGS = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 
@@ -56,7 +56,8 @@ def watch_openmp_oversubscription(threads: int) -> OversubscriptionWatcher | Non
 class OversubscriptionWatcher(threading.Thread):
     """Thread that starts idle OpenMP teams while this process waits for cores.
 
-    The additional threads make libgomp let its threads sleep at barriers instead of spinning.
+    libgomp lets waiting threads sleep instead of spin if the process has more threads than the
+    machine has cores. The idle teams raise the number of threads above this limit.
     """
 
     def __init__(
@@ -65,8 +66,8 @@ class OversubscriptionWatcher(threading.Thread):
         scheduled: Callable[[], tuple[float, float]] = scheduled_seconds,
         look_seconds: float = LOOK_SECONDS,
     ) -> None:
-        """Configure the watcher. `threads`: number of threads per OpenMP team, as given to
-        torch.set_num_threads.
+        """Configure the thread, without starting it. `threads`: number of threads per OpenMP team,
+        as given to torch.set_num_threads.
         """
         super().__init__(name="crowding", daemon=True)
         # The smallest number of idle teams with which all teams together have more threads than the

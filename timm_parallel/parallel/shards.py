@@ -1,4 +1,6 @@
-"""Check parameters before fsdp shards them, and tell the watchdog when a rank waits for them."""
+"""Check parameters before fsdp shards them, and tell the watchdog when a rank waits for parameters
+of other ranks.
+"""
 
 from __future__ import annotations
 
@@ -38,6 +40,7 @@ def announce_waiting(module: nn.Module) -> None:
         if liveness.phase == GATHERING:
             liveness.at(FORWARD)
 
-    # Register one hook that runs before FSDP2 gathers the weights, and one that runs afterwards.
+    # Register two hooks: `wait` runs before FSDP2 gathers the weights, and `compute` runs
+    # afterwards.
     module.register_forward_pre_hook(wait, prepend=True)
     module.register_forward_pre_hook(compute)

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 
 
 class HasParameters(Protocol):
-    """Interface of an object with the parameters of the whole training step, such as a model."""
+    """Interface of an object that lists its parameters by name, such as a model, a loss or a
+    training step.
+    """
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
 
@@ -127,9 +129,10 @@ class Strategy:
         return nullcontext()
 
     def after_step(self, step: int) -> None:
-        """Change the weights, if the strategy needs to, after an optimizer step.
+        """Hook for strategies that change the weights after an optimizer step, before model.ema
+        averages them. By default, the hook does nothing.
 
-        model.ema averages the weights afterwards. `step`: number of the step, counted from 1.
+        `step`: number of the step, counted from 1.
         """
 
     def state_dict(self) -> dict[str, Any]:
@@ -162,7 +165,7 @@ class Strategy:
     def part(self, tensor: Tensor, like: Tensor) -> Tensor:
         """Return this rank's part of a whole tensor, sharded like the tensor `like`.
 
-        This is the inverse of `whole`.
+        This is the inverse of the method `whole`.
         """
         return tensor
 
@@ -171,8 +174,8 @@ class Strategy:
         return [batch_size // self.group.world_size] * self.group.world_size
 
     def count_replicas(self) -> int:
-        """Run the forward pass on each device of this process, and return the number of replicas
-        that ran.
+        """Return the number of model replicas with which this process trains. A strategy with
+        several replicas per process runs a forward pass to count them.
         """
         return 1
 

@@ -15,7 +15,9 @@ from timm_parallel.parallel.group import ProcessGroup
 
 
 class Telemetry:
-    """Measurements of the devices that this process drives, gathered from all ranks."""
+    """Measurements of the GPUs or CPUs of a run. Each rank measures the devices that its process
+    drives, and methods gather the values from all ranks.
+    """
 
     def __init__(self, devices: list[torch.device], group: ProcessGroup) -> None:
         self._devices, self._group = devices, group
@@ -27,8 +29,8 @@ class Telemetry:
 
     @property
     def device_model(self) -> str:
-        """Return the model name of this process's device. Two different models may round
-        differently.
+        """Return the product name of this process's device, such as `NVIDIA H100`. Devices of two
+        different products may round differently.
         """
         device = self._devices[0]
         return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_model()

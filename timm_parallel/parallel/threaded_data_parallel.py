@@ -45,8 +45,8 @@ class ThreadedDataParallel(nn.DataParallel):  # type: ignore[type-arg]
     def replicate(self, module: nn.Module, device_ids: Sequence[Any]) -> list[Any]:
         """Copy the module once per replica.
 
-        Gradients flow from the copied parameters to the original ones. The first copy shares the
-        buffers of the original module.
+        The backward pass adds the gradients of all copies to the original parameters. The first
+        copy shares the buffers of the original module.
         """
         # The first replica shares its buffers with the original, as on GPUs, so that its BatchNorm
         # statistics persist.

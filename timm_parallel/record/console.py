@@ -69,9 +69,9 @@ class Console:
 def print_config(asked: Config, resolved: ResolvedConfig) -> None:
     """Print the resolved config as a tree, with secrets masked.
 
-    With print_config=true, only the differences from a plain `python train.py`, the strategy and
-    the devices are printed. `asked`: the config before `auto` was resolved, so that values that the
-    user did not set are left out.
+    With print_config=true, the tree has only the strategy, the devices, and the values that differ
+    from those of a plain `python train.py`. `asked`: the config before `auto` was replaced, which
+    shows what the user has set.
     """
     if resolved.print_config == "full":
         tree, shown, defaults = Tree("config"), asdict(resolved), {}

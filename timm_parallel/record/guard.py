@@ -9,8 +9,9 @@ from typing import Any
 
 from timm_parallel.machine import hardware
 
-# Limits beyond which a measurement counts as disturbed: processors that other programs use, share
-# of time that a hypervisor takes, share of time that threads get, relative change of the speed.
+# Limits beyond which a speed measurement counts as disturbed. In this order: processors that other
+# programs use, share of time that a hypervisor takes, share of time that threads get, and relative
+# change of the speed.
 OTHERS, STEAL, STARVED, DRIFT = 0.25, 0.05, 0.8, 0.1
 # The two halves of a run are compared only if it has at least so many timed steps.
 FEWEST_STEPS = 20

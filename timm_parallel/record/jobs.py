@@ -128,8 +128,8 @@ def read_jobs(folder: Path) -> Jobs:
 
 
 def _report_without_jobs(folder: Path) -> str:
-    """Format the command that reports on the finished jobs of a sweep whose jobs.json cannot be
-    read.
+    """Format the command that writes a report on the ended jobs of a sweep. An error message about
+    an unreadable jobs.json shows this command.
 
     The text is empty if no job has finished.
     """

@@ -41,7 +41,7 @@ class Result:
     world_size: int | None = None
     processes: int | None = None
     nodes: int = 1
-    # One host name per node, starting with node 0.
+    # Host names of the nodes, starting with node 0.
     hosts: list[str] = field(default_factory=list)
     backend: str | None = None
     # Tags that the user gave to the run.

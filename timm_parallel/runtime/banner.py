@@ -66,7 +66,7 @@ def _own_parameters(parts: RunParts) -> str:
 def _names(names: list[str]) -> str:
     """Format the number of outputs and the names of the first ones.
 
-    The names show a user if the folders of images were read in another way than intended.
+    These names help a user to notice that the image folders were not read as intended.
     """
     return f"{len(names)}: {shorten(', '.join(names), 80, placeholder=' …')}"
 
@@ -92,7 +92,7 @@ def _batch(parts: RunParts) -> str:
 def show_end(
     config: ResolvedConfig, folder: Path, result: Result, segments: list[str], views: list[str]
 ) -> None:
-    """Log the results of a finished run: folder, metrics, speed, target loss and profile.
+    """Log the results of a finished run, such as its folder, metrics and speed.
 
     `segments`: lines that describe the segments of the run. `views`: commands or URLs that show the
     curves of the run.

@@ -25,9 +25,10 @@ from timm_parallel.task import Evaluation, Task
 class SplitEvaluation:
     """Evaluation of the raw and of the averaged weights on one split."""
 
-    # Values of the metrics by name. Names of the averaged weights end with `_ema`.
+    # Dictionary from the name of a metric to its value. Values of the averaged weights have names
+    # that end with `_ema`.
     numbers: dict[str, float | None]
-    # Further entries of the split in result.json.
+    # Further values of the split for result.json, such as the accuracy of each class.
     details: dict[str, Any]
     # Evaluations of the raw weights under the key `<split>`, and of the averaged weights under
     # `<split>_ema`.
@@ -104,10 +105,11 @@ def _to_double(values: Tensor) -> Tensor:
 
 
 def _zeros(used: Mapping[str, Metric], scores: Tensor, targets: Tensor) -> dict[Any, Tensor]:
-    """Return a dictionary from metric function to a tensor of zeros in the shape of its sums.
+    """Build a dictionary of zero tensors, in the shapes of the sums of the metrics. Its keys are
+    the functions that compute these sums.
 
-    A rank that evaluates no image adds these zeros. `scores`, `targets`: those of one sample, from
-    which the shapes are computed.
+    A rank that evaluates no image adds these zeros to the sums of the other ranks. `scores`,
+    `targets`: those of one sample, from which the shapes are computed.
     """
     functions = dict.fromkeys(metric.sums for metric in used.values() if metric.sums is not None)
     losses = _to_double(scores.new_zeros(1))

@@ -111,8 +111,8 @@ def relative_drift(model: HasParameters, strategy: Strategy) -> float:
 def parameters_hash(model: HasParameters, strategy: Strategy) -> tuple[str, bool]:
     """Compute the hash of all parameters, and compare it between the ranks.
 
-    Returns the hash on rank 0, and True if all ranks have the same hash. All ranks must call this
-    function.
+    Returns the hash of rank 0 on every rank, and True if the hashes of all ranks are equal. All
+    ranks must call this function.
     """
     digest = hashlib.sha256()
     for parameter in model.parameters():

@@ -1,4 +1,5 @@
-"""One training run on one rank: resume, logging of numbers and images, checkpoints, and results.
+"""Files and logs of a training run on one rank. The module resumes the run, logs numbers and
+images, saves checkpoints and writes the results.
 
 All ranks must call each method, because most of them communicate. Only rank 0 writes files.
 """
@@ -169,14 +170,15 @@ class Run:
     def save_if_due(self) -> None:
         """Save a checkpoint if checkpoint.every_steps or checkpoint.every_minutes asks for one now.
 
-        The end of an epoch is left out, because a checkpoint is always saved there. All ranks must
-        call this function.
+        Does nothing after the last step of an epoch, because a checkpoint is always saved there.
+        All ranks must call this function.
         """
         config, progress = self.config.checkpoint, self.parts.progress
         due = config.every_steps is not None and progress.step % config.every_steps == 0
         if not due and config.every_minutes is not None:
             seconds = time.monotonic() - self.saved_at
-            # All ranks follow the clock of rank 0, so that they save at the same step.
+            # All ranks use the decision of rank 0, because their clocks differ and they must save
+            # at the same step.
             due = self.group.gather(seconds > 60 * config.every_minutes)[0]
         if due and progress.step_in_epoch < self.parts.steps_per_epoch:
             self.save()

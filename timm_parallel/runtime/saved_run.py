@@ -17,7 +17,9 @@ from timm_parallel.state.restoring import load_model_state
 
 @dataclass(frozen=True)
 class SavedRun:
-    """A run folder, whose files are read when a property is used for the first time."""
+    """The records of a run, such as its results, metrics and checkpoints. Each file of the run
+    folder is read when the property for it is used for the first time.
+    """
 
     folder: Path
 

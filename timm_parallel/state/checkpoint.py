@@ -89,10 +89,10 @@ def save(
 def _best(folder: Path, newest: dict[str, Any], top: int) -> set[int]:
     """Return the steps of the `top` best checkpoints by checkpoint.metric.
 
-    The checkpoint that is being saved, whose summary is `newest`, is compared with the files
-    best_step_N.pt. Files of later steps are left out, because these steps will be trained again.
-    Files scored by another metric and damaged files are left out too. Of equal scores, the earliest
-    step is best.
+    The candidates are the files best_step_N.pt and the checkpoint that is being saved, whose step
+    and score are in `newest`. Files of later steps are ignored, because a resumed run trains these
+    steps again. Damaged files and files with scores of another metric are ignored too. If scores
+    are equal, the earlier step is better.
     """
     scores = {} if newest["score"] is None else {newest["step"]: newest["score"]}
     for step, path in _steps(folder, "best_step_").items():

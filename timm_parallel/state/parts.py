@@ -100,9 +100,10 @@ class TrainState:
 
 @dataclass(frozen=True)
 class RunParts:
-    """The objects of a training run on one rank, as they were built from the config.
+    """The objects of a training run on one rank, such as config, dataset, task, loaders and
+    training state.
 
-    Training changes only what `state`, `hooks`, `communication` and `mixing` refer to.
+    Training changes only the objects `state`, `hooks`, `communication` and `mixing`.
     """
 
     config: ResolvedConfig
@@ -136,12 +137,13 @@ class RunParts:
         profiled: tuple[int | None, int | None] = (None, None),
         **parts: Any,
     ) -> RunParts:
-        """Build the parts of a run, with the objects that time its steps and its communication.
+        """Build the object that holds the parts of a run, and the objects that time its steps and
+        its communication.
 
-        `profiled`: number of first steps that are not timed, and how many of these steps are
-        profiled. `parts`: the other fields of the new object. Raises ValueError if a trainable
-        parameter is missing from the optimizer, or if a sharded model cannot be evaluated. All
-        ranks must call this function.
+        `profiled`: (number of steps at the start that are not timed, number of these steps to
+        profile), or (None, None). `parts`: the fields that have no argument here, such as the
+        dataset and the task. Raises ValueError if a trainable parameter is missing from the
+        optimizer, or if a sharded model cannot be evaluated. All ranks must call this function.
         """
         check_is_complete(state.optimizer, state)
         if strategy.shards:
@@ -187,7 +189,7 @@ class RunParts:
 
 
 def data_of_a_step(parts: RunParts) -> dict[str, Any]:
-    """Return all settings that determine which images a step reads, as a dictionary.
+    """Return all settings that determine which images each training step reads, as a dictionary.
 
     The number of devices is not among them.
     """

@@ -38,8 +38,7 @@ class Progress:
     ended_at: int = 0
     # Best value of checkpoint.metric so far. A loss is negated, so higher is always better.
     best: float | None = None
-    # Name of the metric that the best value measures, such as acc_ema. None before the first
-    # evaluation.
+    # Name of the metric that `best` measures, such as acc_ema. None before the first evaluation.
     best_metric: str | None = None
     # Dictionary from the name of each metric to its best value so far.
     best_values: dict[str, float] = field(default_factory=dict)
@@ -50,17 +49,19 @@ class Progress:
     evaluated_at: int | None = None
 
     def schedule_step(self, steps_per_epoch: int) -> int:
-        """Return the step for which to read the learning-rate schedule.
+        """Return the step number with which to update the learning-rate schedule.
 
-        The step is computed as if all earlier epochs had `steps_per_epoch` steps.
+        Each earlier epoch counts as `steps_per_epoch` steps, even if it had another number of steps
+        before a resume. The learning rate therefore depends only on the position in the training,
+        in epochs.
         """
         return self.epoch * steps_per_epoch + self.step_in_epoch
 
     def last_step(self, train: TrainConfig, steps_per_epoch: int) -> int:
         """Return the step at which the run ends.
 
-        It is counted from the current step, because earlier epochs may have had other numbers of
-        steps.
+        The remaining steps are added to the current step, because earlier epochs may have had other
+        numbers of steps.
         """
         left = (train.epochs - self.epoch) * steps_per_epoch - self.step_in_epoch
         return min(self.step + left, train.max_steps or sys.maxsize)

@@ -239,10 +239,10 @@ def restore_optimizer(
 
 
 def _part(value: Any, parameter: Tensor, strategy: Strategy) -> Any:
-    """Return this rank's part of a tensor in the optimizer state if the parameter is sharded like
-    it.
+    """Return this rank's part of a tensor in the optimizer state. Tensors with the shape of the
+    parameter, such as momentum, are sharded in the same way as the parameter.
 
-    A value that does not have the shape of the parameter is returned unchanged.
+    Any other value, such as a step counter, is returned unchanged.
     """
     is_like = isinstance(value, Tensor) and value.shape == parameter.shape
     return strategy.part(value, parameter) if is_like else value

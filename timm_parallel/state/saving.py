@@ -1,6 +1,7 @@
 """Build the contents of a checkpoint.
 
-They are the training state, as unsharded tensors and plain values, and what a resume compares.
+The contents are the training state, as unsharded tensors and plain values, and the config and the
+data fingerprint of the run. A resume compares the last two with those of the new run.
 """
 
 from __future__ import annotations

@@ -44,8 +44,8 @@ sys.dont_write_bytecode = False
 # number of workers.
 @pytest.hookimpl(optionalhook=True, tryfirst=True)
 def pytest_xdist_auto_num_workers() -> int | None:
-    """Return the number of test workers for `-n logical`, which is one more than the number of CPU
-    cores. Tests also wait for processes and watchdogs, so that cores would be idle otherwise.
+    """Return the number of test workers for `-n logical`: one more than the number of CPU cores.
+    While some tests only wait for processes, the additional worker uses their core.
     """
     return None if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ else hardware.cores() + 1
 
@@ -56,8 +56,9 @@ gc.disable()
 
 
 def pytest_collection_finish() -> None:
-    """Exclude all objects created by imports from garbage collection, and enable the collector
-    again.
+    """Exclude all objects that exist after test collection from garbage collection, and turn the
+    collector on again. Most of these objects live until the end, so searching them would waste
+    time.
     """
     gc.freeze()
     gc.enable()
@@ -147,8 +148,8 @@ def _no_child(*arguments: object, **options: object) -> None:
 
 @pytest.fixture(scope="module")
 def train_shared(tmp_path_factory: pytest.TempPathFactory, caches: Path) -> Iterator[Train]:
-    """Yield a starter of train.py, as the fixture `train` does. The started runs are kept for all
-    tests of a module.
+    """Yield an object that starts train.py, like that of the fixture `train`. The runs of this
+    object are kept until the last test of a module has ended.
     """
     starter = Train(tmp_path_factory.mktemp("shared"), caches)
     yield starter

@@ -156,7 +156,7 @@ def warm_ranks(
     The run folder must already contain the saved config. If a rank fails, the other ranks are
     ended, as the agent does. `environment` holds additional environment variables. `first` is a
     Python file that each rank executes before training. The output of all ranks goes to
-    `console.txt` in the run folder. `start_rank` is ignored.
+    `console.txt` in the run folder. `start_rank`, an argument of `run_ranks`, is ignored.
     """
     from torch.distributed import TCPStore
 

@@ -39,7 +39,7 @@ class Mlflow(Tracker):
         uri = config.tracker.uri or os.environ.get("MLFLOW_TRACKING_URI") or local
         # Folder for images if the database is local. A server has its own folder.
         self._images = (output / "mlflow_images").as_uri() if uri == local else None
-        # This creates the database if it is local. A server is contacted only in `start`.
+        # Creating the client also creates a local database. A server is contacted only in `start`.
         self._mlflow, self._client = mlflow, mlflow.MlflowClient(tracking_uri=uri)
         self._metrics: list[Any] = []
         self.view = (

@@ -96,7 +96,7 @@ class Tracker:
 
     @property
     def sweep(self) -> str | None:
-        """Return the name, date and time of the sweep or search to which the run belongs.
+        """Return the name of the sweep or search to which the run belongs, with date and time.
 
         Returns None for a single run.
         """

@@ -78,8 +78,11 @@ def command(run: RunRecord) -> str:
     if run.is_benchmark:
         # Reset the number of epochs too, because a run that measured speed stopped before it
         # reached them.
-        full = {"train.max_steps": "null", "train.epochs": TrainConfig.epochs}
-        full["train.evaluate_every"] = TrainConfig.evaluate_every
+        full = {
+            "train.max_steps": "null",
+            "train.epochs": TrainConfig.epochs,
+            "train.evaluate_every": TrainConfig.evaluate_every,
+        }
     arguments = ["--config-path", str(run.folder), "--config-name", "config"]
     if run.overrides:
         given = {override.lstrip("+~").partition("=")[0]: override for override in run.overrides}
@@ -349,7 +352,7 @@ def _expected(group: SettingGroup, chosen: Setting) -> Recommendation:
     differences = [score - baseline[block] for block, score in scores.items() if block in baseline]
     interval = group.interval(chosen)
     if interval is not None and chosen.mean is not None:
-        # Widen the confidence interval of the mean, so that it also contains the values that are
+        # Widen the confidence interval of the mean. It then also contains the values that are
         # likely after the correction for choosing the best setting.
         low, high = (end - (chosen.mean - value) for end in interval)
         interval = min(low, interval[0]), max(high, interval[1])

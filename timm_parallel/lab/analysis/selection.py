@@ -69,8 +69,9 @@ def best(rows: Iterable[Row], scale: Scale) -> str | None:
 
 
 def corrected_values(rows: Iterable[Row], scale: Scale) -> dict[object, float]:
-    """For each repeat, choose the best configuration from all other repeats, and return its value
-    in this repeat, as a dictionary from repeat to value. It is empty with a single repeat.
+    """For each repeat, choose the configuration that is best in all other repeats, and take its
+    value in this repeat. Return a dictionary from repeat to value, which is empty for a single
+    repeat.
 
     The mean of these values estimates the value of the best configuration in new runs. The mean
     over the repeats that made the choice would be too good, because chance helped (Stone, 1974).

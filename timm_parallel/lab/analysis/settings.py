@@ -215,12 +215,12 @@ class SettingGroup(Question[Setting]):
         """Return `count` settings in the order of the sweep: the baseline, and those with the best
         means.
         """
-        worst = -math.inf
+
         ranked = sorted(
             self.members,
             key=lambda s: (
                 s is self.baseline,
-                worst if s.mean is None else self.scale.sign * s.mean,
+                -math.inf if s.mean is None else self.scale.sign * s.mean,
             ),
             reverse=True,
         )
@@ -261,11 +261,16 @@ def setting_groups(runs: Iterable[RunRecord]) -> list[SettingGroup]:
         settings = _settings(of_group, keys)
         if any(setting.values for setting in settings):
             baseline, note = _baseline(settings)
-            scale = _scale(names[0], settings)
-            group = SettingGroup(
-                title, baseline, note, members=settings, metric=names[0], scale=scale
+            groups.append(
+                SettingGroup(
+                    title,
+                    baseline,
+                    note,
+                    members=settings,
+                    metric=names[0],
+                    scale=_scale(names[0], settings),
+                )
             )
-            groups.append(group)
     return sorted(groups, key=lambda group: -len(group.rows()))
 
 

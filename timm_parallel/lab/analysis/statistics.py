@@ -10,8 +10,9 @@ wrong at `level`.
 The noise is either equal for all configurations, or each has its own. A variance from few repeats
 is itself noisy. So the own variances are moderated: each is drawn toward their common value, and
 more so if they differ little from each other (Smyth, 2004). A configuration that is noisier than
-the others is drawn less, as in the robust form of that method (Phipson et al., 2016), because too
-small a variance would make a verdict wrong. With two configurations this is the paired t test.
+the others is drawn less, because too small a variance would make a verdict wrong. This is the
+robust form of that method (Phipson et al., 2016). With two configurations, the result is the paired
+t test.
 """
 
 from __future__ import annotations
@@ -37,14 +38,15 @@ INCONCLUSIVE, NOT_MEASURABLE = "inconclusive", "not measurable"
 SMALLEST_DIFFERENCE = 0.03
 # Chance that any verdict of a report is wrong.
 LEVEL = 0.05
-# Share of sweeps that show a difference which is called detectable.
+# A difference is called detectable if this share of sweeps would show it.
 POWER = 0.8
 # Largest number of repeats that a report recommends.
 MOST_BLOCKS = 1000
-# A configuration counts as noisier than the others if chance alone would make it so in less than
-# (SUSPECT[0] + SUSPECT[1] / configurations) / degrees of freedom of the cases. The values come from
-# a simulation, see docs/dev/report_method.md. With larger values, a report finds fewer differences
-# where noise is equal. With smaller ones, it states false differences where noise is not equal.
+# Limits for calling a configuration noisier than the others. It is called so if chance alone has a
+# probability below (SUSPECT[0] + SUSPECT[1] / configurations) / degrees of freedom. The values come
+# from a simulation, see docs/dev/report_method.md. With larger values, a report finds fewer
+# differences where noise is equal. With smaller ones, it states false differences where noise is
+# not equal.
 SUSPECT = (0.25, 3.5)
 # How often the measurements are weighted again by the estimated noise. More rounds change little.
 ROUNDS = 2

@@ -40,7 +40,7 @@ from timm_parallel.lab.analysis.wording import (
     with_range,
 )
 from timm_parallel.machine.text import plural
-from timm_parallel.record.jobs import UNFINISHED
+from timm_parallel.record.jobs import UNFINISHED, Job
 
 # Name and values of the only setting in which the jobs of a verdict differ: the version of the
 # code.
@@ -110,8 +110,15 @@ def judge(
     relative difference below which a difference does not matter.
     """
     groups = with_contrasts(setting_groups(runs), smallest, {"": record.level_of(METRIC)})
+    # Disturbed runs count too. Both versions use equally many devices, so that other load slows
+    # both alike.
     timed = [
-        (code_of(run), run.block, run.measure("images_per_sec") or 0.0) for run in _timed(runs)
+        (code_of(run), run.block, speed)
+        for run in runs
+        if run.comparable
+        and (speed := run.measure("images_per_sec"))
+        and not run.neighbours
+        and not run.is_simulated
     ]
     [contrast] = decide(estimate(timed, [(HEAD, BASE)]), smallest, record.level_of(SPEED))
     contrasts = {SPEED: contrast}
@@ -130,8 +137,14 @@ def judge(
             f"images/s is that of a busy machine: {flagged} of {len(runs)} runs had other load, "
             "which widens its interval."
         )
-    rows = _rows(runs, record, contrasts, groups)
-    return Verdict(word, sentence, tuple(notes), rows, contrasts, groups)
+    return Verdict(
+        word,
+        sentence,
+        tuple(notes),
+        rows=_rows(runs, record, contrasts, groups),
+        contrasts=contrasts,
+        groups=groups,
+    )
 
 
 def refusal(runs: Iterable[RunRecord]) -> str:
@@ -158,7 +171,7 @@ def pairs(runs: Iterable[RunRecord]) -> list[tuple[RunRecord, RunRecord]]:
     return [(ended[BASE, block], ended[HEAD, block]) for block in blocks]
 
 
-def code_of(run: RunRecord) -> str:
+def code_of(run: RunRecord | Job) -> str:
     """Return the version of the code that a run belongs to: base or head."""
     return parse_overrides(run.overrides)[CODE]
 
@@ -259,20 +272,6 @@ def _share(record: Record) -> str:
         f"the {percent(LEVEL)} for all verdicts on it, {percent(DECIDING_SHARE)} of that for "
         f"{record.on}."
     )
-
-
-def _timed(runs: Sequence[RunRecord]) -> list[RunRecord]:
-    """Return the runs whose images/s can be compared. Disturbed runs are included: both versions
-    use equally many devices, so that other load slows both alike.
-    """
-    return [
-        run
-        for run in runs
-        if run.comparable
-        and run.measure("images_per_sec")
-        and not run.neighbours
-        and not run.is_simulated
-    ]
 
 
 def _rows(

@@ -46,8 +46,8 @@ def probe(module: str) -> dict[str, Any]:
 
 
 def try_strategy(strategy: str, devices: int) -> str:
-    """Train and evaluate a tiny model with train.py for two steps. Return the last line of the
-    error, or an empty text if the strategy works on this machine.
+    """Train and evaluate a tiny model for two steps with the given strategy. Return an empty text
+    if this works on this machine, else the last line of the error.
     """
     with tempfile.TemporaryDirectory(prefix="doctor_") as folder:
         arguments = [
@@ -112,7 +112,9 @@ class MachineReport:
 
 @dataclass
 class Finding:
-    """Result of one check of this machine. Without `remedy`, nothing has to be fixed."""
+    """Result of one check of this machine. `remedy` says how to fix a problem, and is None if there
+    is none.
+    """
 
     name: str
     text: str
@@ -150,7 +152,7 @@ def examine(as_json: bool) -> int:
 
 
 def as_text(facts: MachineReport, findings: list[Finding]) -> str:
-    """Format the findings about this machine, one per line. Add the fixes in their order and, if
+    """Format the findings about this machine, one per line. Append the numbered fixes and, if
     training can start, a train.py command.
     """
     width = max(len(finding.name) for finding in findings)

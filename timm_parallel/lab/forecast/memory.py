@@ -44,7 +44,7 @@ def measure_step(
     )
     parts = (parallel.shard_size or parallel.devices) if parallel.shards else 1
     has_buckets = parallel.has_buckets and not parallel.gradient_as_bucket_view
-    reshard = parallel.reshard_after_forward
+
     memory = Bytes(
         weights=_size(weights) // parts,
         gradients=_size(gradients) // parts,
@@ -53,7 +53,7 @@ def measure_step(
         activations=activations,
         batch=_size(batch),
         buckets=_size(gradients) if has_buckets else 0,
-        gathered=gathered_bytes(model, dtype, reshard) if parts > 1 else 0,
+        gathered=gathered_bytes(model, dtype, parallel.reshard_after_forward) if parts > 1 else 0,
     )
     return flops, memory
 

@@ -1,5 +1,5 @@
-"""Model of the time of a training step. It is fitted to the numbers of devices that a sweep
-measured, and forecasts the speed on more devices.
+"""Model of the time of a training step. The model is fitted to runs of a sweep on a few numbers of
+devices, and forecasts the speed on more devices.
 
 A step on n devices, each with b images, all-reduces S bytes of gradients:
 
@@ -7,8 +7,9 @@ A step on n devices, each with b images, all-reduces S bytes of gradients:
     reduce    A = 2 (n - 1) alpha + 2 (n - 1) / n  S / beta  (latency alpha, bandwidth beta)
     step      t = max(C + max(0, A - h C), b / data rate)
 
-A is 0 for n = 1. The backward pass hides h C of it. The loader of a device delivers at most its
-data rate.
+c0 is the fixed computing time of a step, and c1 the computing time per image. A is 0 for n = 1. Up
+to h C seconds of the all-reduce run at the same time as the backward pass. The loader of a device
+delivers at most `data rate` images per second.
 
 Sources: Thakur, Rabenseifner, Gropp 2005 (doi:10.1177/1094342005051521) and Patarasuk, Yuan 2009
 (doi:10.1016/j.jpdc.2008.09.002) for the cost of the ring all-reduce, which is optimal in bandwidth;
@@ -28,8 +29,8 @@ MOST_HIDDEN = 2 / 3
 # Seconds per message that are assumed if too few numbers of devices were measured to fit the
 # latency. The value is typical of TCP within a rack.
 LATENCY = 20e-6
-# A forecast is called unreliable if the model, fitted without one measured number of devices,
-# misses the speed on that number by more than this relative error.
+# Largest relative error of a reliable forecast. The error is that of the speed on a measured number
+# of devices, forecast from the other numbers.
 UNRELIABLE = 0.15
 # The model is said not to describe a sweep if it misses a measured speed by more than this relative
 # error.
@@ -42,8 +43,9 @@ COUNTS = tuple(2**power for power in range(1, 11))
 
 @dataclass(frozen=True)
 class Measured:
-    """Mean step time and sizes of one run. `ring`: seconds of the all-reduce per step, whether
-    hidden behind the backward pass or not, or None if they were not recorded.
+    """Mean step time of one run, with its number of devices, images per step and bytes of
+    gradients. `ring`: seconds of the all-reduce per step, including the part that runs during the
+    backward pass; None if they were not recorded.
     """
 
     devices: int
@@ -70,8 +72,8 @@ class Link:
 
 @dataclass(frozen=True)
 class Model:
-    """Fitted model of the step time. With `across`, all messages between nodes use that link
-    instead of `link`, because the user asked for another network.
+    """Fitted model of the step time. `link`: the measured network. `across`: another network
+    between the nodes, for which the user asked; None: all messages use `link`.
     """
 
     # Computing seconds per step that do not depend on the batch, c0 in the formulas.
@@ -140,13 +142,12 @@ class Answer:
 def forecast(
     runs: Sequence[Measured], counts: Sequence[int] = COUNTS, **what_if: float | None
 ) -> Answer:
-    """Fit the model to measured runs and forecast the speed on `counts` devices. `what_if`:
-    bandwidth (bytes/s), latency (s) and devices_per_node of another network, each of which may be
-    None.
+    """Fit the model of the step time to measured runs, and forecast the speed for each number of
+    devices in `counts`. `what_if`: bandwidth (bytes/s), latency (s) and devices_per_node of another
+    network. Each of them may be None.
 
-    Strong scaling uses the global batch of the largest measured number of devices. Weak scaling
-    uses the batch per device of the smallest one. `runs` must contain two or more numbers of
-    devices.
+    Strong scaling uses the global batch of the run on the most devices. Weak scaling uses the batch
+    per device of the run on the fewest devices. `runs` must contain two or more numbers of devices.
     """
     assert len({run.devices for run in runs}) > 1
     fitted = fit(runs)
@@ -157,8 +158,8 @@ def forecast(
     variants = [with_link(variant, **what_if) for variant in (fitted, *fits)]
 
     def row(devices: int, per_device: float, alone: float) -> Forecast:
-        """Forecast the speed on one number of devices. The efficiency is relative to one device
-        with a batch of `alone` images.
+        """Forecast the speed on one number of devices. The efficiency compares it with the speed of
+        one device with a batch of `alone` images.
         """
         speed = model.speed(devices, per_device)
         low = high = None
@@ -199,9 +200,10 @@ def fit(runs: Sequence[Measured]) -> Model:
     """Fit the model of the step time by least squares on logarithms. The measurements are the step
     times and, if recorded, the all-reduce times.
 
-    The unknowns are chosen in this order: c1, beta, h if all-reduce times were recorded, c0 if the
-    batches per device differ, alpha. There are never more unknowns than equations. Each number of
-    devices gives one equation per kind of time.
+    The unknowns are c1 and beta, then h if all-reduce times were recorded. c0 is added if the
+    batches per device differ, and alpha last. Both are added only if there are enough equations.
+    Each number of devices gives one equation for the step time, and one for the all-reduce time if
+    it was recorded.
     """
     from scipy.optimize import least_squares
 
@@ -244,24 +246,26 @@ def with_link(
     latency: float | None = None,
     devices_per_node: float | None = None,
 ) -> Model:
-    """Return the model with another link between nodes of `devices_per_node` devices, by default 1.
-    A bandwidth or latency of None stays that of the measured link.
+    """Return a copy of a fitted model that forecasts with another network between nodes. A
+    bandwidth or latency of None keeps the measured value. `devices_per_node`: 1 by default.
     """
     if bandwidth is None and latency is None:
         return model
-    across = Link(
-        model.link.latency if latency is None else latency, bandwidth or model.link.bandwidth
+    return replace(
+        model,
+        across=Link(
+            model.link.latency if latency is None else latency, bandwidth or model.link.bandwidth
+        ),
+        devices_per_node=int(devices_per_node or 1),
     )
-    return replace(model, across=across, devices_per_node=int(devices_per_node or 1))
 
 
 def leave_one_out(runs: Sequence[Measured]) -> tuple[float | None, list[Model]]:
-    """Fit the model without one measured number of devices, and compare its forecast for that
-    number with the measured speed. Do so for each number in turn. Return the largest relative error
-    and all fits.
+    """Test the model by forecasting a number of devices that was left out of the fit. Do so for
+    each measured number except the smallest, without which computing and communication cannot be
+    told apart. Return the largest relative error of these forecasts, and all fits.
 
-    The smallest number is never left out, because it separates computing from communication. The
-    error is None if only two numbers were measured.
+    The error is None if only two numbers of devices were measured.
     """
     _, *larger = sorted({run.devices for run in runs})
     if len(larger) < 2:
@@ -280,8 +284,8 @@ def leave_one_out(runs: Sequence[Measured]) -> tuple[float | None, list[Model]]:
 
 
 def largest_residual(model: Model, runs: Sequence[Measured]) -> float:
-    """Return the largest relative error of the model's speed on a measured number of devices and
-    batch.
+    """Return the largest relative error of the fitted speed. For each measured number of devices
+    and batch, the fitted speed is compared with the median measured speed.
     """
     speeds: dict[tuple[int, float], list[float]] = {}
     for run in runs:
@@ -312,8 +316,8 @@ def _verdict(error: float | None, residual: float, is_what_if: bool) -> str:
 
 
 def notes_on(model: Model, runs: Sequence[Measured]) -> list[str]:
-    """Return sentences that name fitted costs that are zero or at their limit, and the number of
-    disturbed runs.
+    """Return reasons to doubt a fitted model, as sentences. Examples are a fitted cost that is zero
+    or at its limit, and runs that other load disturbed.
     """
     devices, images = max(run.devices for run in runs), max(run.per_device for run in runs)
     step = model.seconds(devices, images)

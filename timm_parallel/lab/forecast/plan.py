@@ -25,7 +25,7 @@ COLUMNS = (
 @dataclass
 class Bytes:
     """Memory in bytes of the tensors on one device at the end of the forward pass, when it is
-    highest. Under dp, the values are those of device 0, which holds most.
+    highest. Under dp, the values are those of device 0, which needs the most memory.
 
     `buckets`: ddp's copies of the gradients. `gathered`: whole parameters that fsdp holds in
     addition to its shards.

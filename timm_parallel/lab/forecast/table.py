@@ -41,8 +41,9 @@ def forecast_sweep(folder: Path, **options: Any) -> dict[str, Answer]:
 
 
 def read_measured(run: RunRecord) -> Measured | None:
-    """Return the step time and sizes of a run. Return None for a run of dp or fsdp, and for a run
-    that is unfinished, has no measured speed, or ran next to other jobs.
+    """Return the step time, images per step and bytes of gradients of a run. Return None for a run
+    of dp or fsdp, and for a run that is unfinished, has no measured speed, or ran next to other
+    jobs.
     """
     speed, batch, sent = (
         run.measure("images_per_sec"),
@@ -66,8 +67,9 @@ def read_measured(run: RunRecord) -> Measured | None:
 
 
 def setting_of(run: RunRecord) -> str:
-    """Return the overrides of a run that describe its setting, or the name of the model if there
-    are none. Overrides of parallel, batch, seed and sweep are left out.
+    """Return the overrides of a run that describe its setting, joined to a text. Overrides of the
+    strategy, devices, batch and seed are dropped. If no other override remains, return the name of
+    the model.
     """
     covered = (
         "parallel=",

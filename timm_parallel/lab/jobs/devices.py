@@ -35,7 +35,8 @@ def share_of(need: Requirement, names: Sequence[str]) -> tuple[dict[str, str], l
     """Return (environment variables, core numbers) that limit a job to the devices `names`. Both
     are empty if `names` is empty, so that the job may use every device.
     """
-    # Set the variable only for a non-empty list, because an empty value would hide every GPU.
+    # Set CUDA_VISIBLE_DEVICES only to a non-empty list, because an empty value would hide every
+    # GPU.
     variables = {"CUDA_VISIBLE_DEVICES": ",".join(names)} if need.kind == "cuda" and names else {}
     return variables, [int(name) for name in names] if need.kind == "cpu" else []
 
@@ -45,8 +46,8 @@ def jobs_at_a_time(key: str, jobs: int | str, config: Config) -> int | None:
     number of devices limits it.
 
     `key`: sweep.jobs or search.n_jobs. `jobs`: value of that key. Raises ValueError if speed is
-    measured, because concurrent jobs would disturb each other, and for trials on a cluster without
-    a number.
+    measured, because concurrent jobs would disturb each other. Also raises ValueError for
+    search.n_jobs=auto on a cluster, because this machine cannot count the devices there.
     """
     if jobs == 1:
         return 1
@@ -71,8 +72,8 @@ def jobs_at_a_time(key: str, jobs: int | str, config: Config) -> int | None:
 
 
 def why_alone(scheduler: DeviceScheduler, needs: set[Requirement]) -> str:
-    """Return the reason why no two jobs with these requirements can run at the same time on this
-    machine. The text is empty if some can.
+    """Return the reason why this machine can run only one job of a sweep or search at a time. The
+    text is empty if two jobs fit on the machine. `needs`: the devices that different jobs need.
     """
     if not needs or any(scheduler.concurrent_jobs(need) > 1 for need in needs):
         return ""

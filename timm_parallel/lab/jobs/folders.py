@@ -1,7 +1,7 @@
-"""Write the run folders of jobs of a sweep or search from saved configs.
+"""Write the run folders of the jobs of a sweep or search.
 
-The config of each configuration is saved once, in `<sweep>/configs/<number>`, before the first job
-starts. The jobs of a configuration differ only in their seeds.
+Before the first job starts, the config of each configuration is saved once, in
+`<sweep>/configs/<number>`. A job starts from a copy of this config with its own seed.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def config_folder(folder: Path, job: Job) -> Path:
 
 @cache
 def frozen_config(folder: Path) -> ResolvedConfig:
-    """Read the config that was saved in a folder before the first job of the sweep started. Each
-    folder is read once.
+    """Read the config that was saved in a folder before the first job of the sweep started. The
+    result is cached.
     """
     return load_config(folder)
 
@@ -48,8 +48,8 @@ def write_job_folder(folder: Path, job: Job) -> Path:
     """Write the config of a job that is about to start into its run folder, with the seed of the
     job. Return the run folder.
 
-    A job with a checkpoint keeps the config that it has, if that config contains the number of
-    batches per step that train.accumulate=auto chose.
+    The config of a resumed job is not overwritten if it stores the value that train.accumulate=auto
+    chose in the first attempt.
     """
     run_folder, source = folder / job.folder, config_folder(folder, job)
     has_checkpoint = any((run_folder / "checkpoints").glob("*.pt"))

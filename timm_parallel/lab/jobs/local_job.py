@@ -27,8 +27,10 @@ Watch = Callable[[], str]
 
 
 def sync_from_result(job: Job, folder: Path) -> None:
-    """Copy status, reason and duration from the result.json of a run to its job in jobs.json, if
-    jobs.json says that the job has not ended. A sweep that was killed could not record how its jobs
+    """Copy status, reason and duration of a job from its result.json to jobs.json. Jobs that
+    jobs.json already lists as ended are not changed.
+
+    A resumed sweep calls this function, because a killed sweep could not record how its last jobs
     ended.
     """
     try:
@@ -104,8 +106,8 @@ class LocalJob:
                 # Start the job in its own session, so that Ctrl-C signals only the sweep. The sweep
                 # then sends the signal to the job once.
                 start_new_session=True,
-                # Set the limits in the new process before any code of the job runs, because the
-                # sweep may be killed before that code could set them.
+                # Set the limits in the new process before any code of the job runs. The sweep may
+                # be killed before that code could set them.
                 preexec_fn=partial(limit_job, os.getpid(), self._cores),
             )
 
@@ -154,11 +156,10 @@ class LocalJob:
         if not self.folder.is_dir():
             return "failed", f"{self.folder}: this run folder was deleted or moved"
         if self.exit_code() == -signal.SIGKILL:
-            reason = (
-                "the job was killed by SIGKILL, usually for lack of memory; use a smaller "
-                "batch or fewer workers"
+            return "failed", (
+                "the job was killed by SIGKILL, usually for lack of memory; use a smaller batch or "
+                "fewer workers, or sweep.jobs=1"
             )
-            return "failed", f"{reason}, or sweep.jobs=1"
         if self.exit_code() < 0:
             return "failed", f"the job was killed by {signal.Signals(-self.exit_code()).name}"
         return "failed", f"exit code {self.exit_code()}, and {error}"
@@ -179,8 +180,9 @@ class LocalJob:
         return False
 
     def conclude(self, stopped_by: int | None) -> Result | None:
-        """Record in the job how it ended, and return its result, or None if it wrote none.
-        `stopped_by`: number of the signal that stopped the sweep, or None.
+        """Record in `self.job` with which status and reason the job ended. Return the job's result,
+        or None if the job wrote no result.json. `stopped_by`: number of the signal that stopped the
+        sweep, or None.
         """
         job = self.job
         job.ended, job.seconds = now(), time.monotonic() - self._began

@@ -1,9 +1,8 @@
 """Scheduler that assigns the devices of a machine to the jobs of a sweep. The scheduler uses no
 processes and no clock, so that tests can simulate sweeps.
 
-Jobs that need many devices start first, and small jobs use the devices that are left. If a job does
-not fit, no smaller job on the same type of device starts before it. Small jobs could otherwise
-delay it forever.
+Jobs that need more devices start first. If too few devices are free for a job, smaller jobs on the
+same type of device wait too. Otherwise small jobs could delay a large one forever.
 """
 
 from __future__ import annotations
@@ -48,9 +47,9 @@ class DeviceScheduler:
         """Choose the job that starts next, and assign devices to it. Return (number of the job,
         names of its devices), or None if no job can start before a running job ends.
 
-        `waiting`: (number, requirement) of each waiting job, in order. `has_memory`: function that
-        returns True if the free memory is enough for one more job. It is called only while other
-        jobs run.
+        `waiting`: (number, requirement) of each waiting job, in the order of the sweep.
+        `has_memory`: function that returns True if the free memory is enough for one more job. It
+        is called only while other jobs run.
         """
         if len(self.held) == self.max_jobs:
             return None
@@ -84,7 +83,9 @@ class DeviceScheduler:
         return none_free or len(self.held) == self.max_jobs
 
     def concurrent_jobs(self, need: Requirement) -> int:
-        """Return the number of jobs that can run at the same time if every job needs `need`."""
+        """Return the number of jobs that can run at the same time if every job needs the devices
+        `need`.
+        """
         fit = 1 if need.alone else len(self.devices[need.kind]) // self._count(need)
         return fit if self.max_jobs is None else min(fit, self.max_jobs)
 

@@ -204,8 +204,9 @@ class ForkedJob:
 
 
 def _files_and_variables() -> dict[str, str]:
-    """Return what a process reads only at its start: the environment variables that libraries read
-    when they are loaded, and the modification times of the project's code files.
+    """Return the environment variables that libraries read when they are loaded, and the
+    modification times of the project's code files. A running fork server does not notice a change
+    of either, so the next job must then start as a new process.
     """
     variables = {name: value for name, value in os.environ.items() if name.startswith(READ_AT_LOAD)}
     return variables | {name: str(path.stat().st_mtime_ns) for name, path in code_files().items()}

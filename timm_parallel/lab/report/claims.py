@@ -85,15 +85,16 @@ def ddp_is_close_to_linear(e: Evidence) -> ClaimResult:
             efficiencies.append(
                 f"{figure(c.group.efficiency(c.a) or 0)} for {c.label}, {c.group.kind} scaling"
             )
-    rule = (
-        f"close to linear is an efficiency of {CLOSE_TO_LINEAR} or more; here "
-        f"{join_short(efficiencies)}"
+    return evaluate_claim(
+        results,
+        "the images/s of single",
+        rule=f"close to linear is an efficiency of {CLOSE_TO_LINEAR} or more; here "
+        f"{join_short(efficiencies)}",
+        otherwise=missing(
+            "ddp and single with the same threads per device",
+            "parallel=single,ddp parallel.devices=1,2",
+        ),
     )
-    otherwise = missing(
-        "ddp and single with the same threads per device",
-        "parallel=single,ddp parallel.devices=1,2",
-    )
-    return evaluate_claim(results, "the images/s of single", rule, otherwise)
 
 
 def dp_fills_device_0(e: Evidence) -> ClaimResult:
@@ -101,8 +102,12 @@ def dp_fills_device_0(e: Evidence) -> ClaimResult:
         peaks = run.peak_bytes
         return peaks[0] >= FULLER * max(peaks[1:]) if len(peaks) > 1 else None
 
-    statement = f"device 0 above all others by {percent(FULLER - 1)} or more"
-    return e.in_every_run("dp", statement, is_fullest, figures=_peaks(e, "dp"))
+    return e.in_every_run(
+        "dp",
+        f"device 0 above all others by {percent(FULLER - 1)} or more",
+        is_fullest,
+        figures=_peaks(e, "dp"),
+    )
 
 
 def ddp_holds_full_replicas(e: Evidence) -> ClaimResult:
@@ -112,8 +117,12 @@ def ddp_holds_full_replicas(e: Evidence) -> ClaimResult:
             return None
         return bool(equal) and run.imbalance <= EVEN
 
-    statement = f"equal parameters on all ranks, and the largest peak at most {EVEN} of the mean"
-    return e.in_every_run("ddp", statement, is_even, figures=_peaks(e, "ddp"))
+    return e.in_every_run(
+        "ddp",
+        f"equal parameters on all ranks, and the largest peak at most {EVEN} of the mean",
+        is_even,
+        figures=_peaks(e, "ddp"),
+    )
 
 
 def _peaks(e: Evidence, strategy: str) -> str:
@@ -132,9 +141,11 @@ def _gib(point: MeasuredPoint) -> str:
 
 
 def ddp_uses_the_cores(e: Evidence) -> ClaimResult:
-    rule = "it must use more processor time and be faster, because waiting in a loop counts as use"
     used = evaluate_claim(
-        e.comparisons("cpu_seconds", "ddp", "dp"), "the CPU seconds per second of dp", rule
+        e.comparisons("cpu_seconds", "ddp", "dp"),
+        "the CPU seconds per second of dp",
+        rule="it must use more processor time and be faster, because waiting in a loop counts as "
+        "use",
     )
     faster = ddp_is_faster(e).verdict
     if used.verdict == SUPPORTED and faster != SUPPORTED:
@@ -158,11 +169,15 @@ def lock_hurts_small_layers(e: Evidence) -> ClaimResult:
             references.append(
                 f"{figure(shallow.contrast.ratio or 0)} × at depth {_depth(shallow.group)}"
             )
-    rule = f"compared with {join_short(references)}; the two intervals must not overlap"
-    otherwise = missing(
-        "dp on a model of many small layers and on one of few large ones", "experiment=small_layers"
+    return evaluate_claim(
+        results,
+        "the images/s of single",
+        rule=f"compared with {join_short(references)}; the two intervals must not overlap",
+        otherwise=missing(
+            "dp on a model of many small layers and on one of few large ones",
+            "experiment=small_layers",
+        ),
     )
-    return evaluate_claim(results, "the images/s of single", rule, otherwise)
 
 
 def _depth(group: Group) -> int:
@@ -201,32 +216,33 @@ def replicas_stay_equal(e: Evidence) -> ClaimResult:
     """
     name = ReplicasDifferError.__name__
     failed = [run for run in e.runs if run.strategy == "ddp" and run.status == "failed"]
-    drifted = [run for run in failed if run.result.get("failure.exception") == name]
-    statement = "equal hashes of all parameters over the ranks, at the start and at the end"
     return e.in_every_run(
-        "ddp", statement, lambda run: run.result.get("proof.hashes_equal"), failed=drifted
+        "ddp",
+        "equal hashes of all parameters over the ranks, at the start and at the end",
+        lambda run: run.result.get("proof.hashes_equal"),
+        failed=[run for run in failed if run.result.get("failure.exception") == name],
     )
 
 
 def dp_starts_sooner(e: Evidence) -> ClaimResult:
-    rule = (
-        "here both are one key, parallel=…, so the measure is the time from the command to the "
-        "first step"
-    )
     return evaluate_claim(
-        e.comparisons("first_step_seconds", "ddp", "dp"), "the time of dp to the first step", rule
+        e.comparisons("first_step_seconds", "ddp", "dp"),
+        "the time of dp to the first step",
+        rule="here both are one key, parallel=…, so the measure is the time from the command to "
+        "the first step",
     )
 
 
 def devices_idle_under_dp(e: Evidence) -> ClaimResult:
-    rule = (
-        "utilization of the idlest device, minus ddp's share of waiting in a step, which NVML "
-        "counts as use"
+    return evaluate_claim(
+        e.comparisons("busy", "ddp", "dp"),
+        "as busy as dp",
+        rule="utilization of the idlest device, minus ddp's share of waiting in a step, which NVML "
+        "counts as use",
+        otherwise=missing(
+            "dp and ddp on the same devices with their utilization and the parts of ddp's step"
+        ),
     )
-    otherwise = missing(
-        "dp and ddp on the same devices with their utilization and the parts of ddp's step"
-    )
-    return evaluate_claim(e.comparisons("busy", "ddp", "dp"), "as busy as dp", rule, otherwise)
 
 
 def fsdp_needs_less_memory(e: Evidence) -> ClaimResult:

@@ -50,8 +50,8 @@ class Report:
             if left:
                 state = "runs" if sweep.status == "running" else "was stopped"
                 notes.append(
-                    f"The sweep {state}: {left} of {len(sweep.jobs)} jobs have not ended, so this "
-                    "may change."
+                    f"The sweep {state}: {left} of {len(sweep.jobs)} jobs have not ended, so the "
+                    "results may change."
                 )
         edited = [run.name for run in self.runs if run.is_edited]
         if edited:
@@ -84,5 +84,6 @@ class Report:
         """Table of a verdict on a change of the code, with a row per measure. None on any other
         page.
         """
-        texts = ("measure", "verdict")
-        return tables.Table(self.verdict.rows, text_columns=texts) if self.verdict else None
+        if self.verdict is None:
+            return None
+        return tables.Table(self.verdict.rows, text_columns=("measure", "verdict"))

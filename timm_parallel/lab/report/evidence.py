@@ -76,12 +76,11 @@ class Evidence:
         """Return True if all `strategies` have a result on 2 devices or more. A skipped job does
         not count.
         """
-        ran = {
+        return {
             run.strategy
             for run in self.runs
             if run.result and run.status != "skipped" and run.devices > 1
-        }
-        return ran.issuperset(strategies)
+        }.issuperset(strategies)
 
     def finished(self, strategy: str) -> list[RunRecord]:
         """Return the runs of a strategy on 2 devices or more that have finished and can be
@@ -94,10 +93,10 @@ class Evidence:
         ]
 
     def points(self, strategy: str) -> list[tuple[Group, MeasuredPoint]]:
-        points = [(group, point) for group in self.groups for point in group.members]
         return [
             (group, point)
-            for group, point in points
+            for group in self.groups
+            for point in group.members
             if point.strategy == strategy and point.devices > 1
         ]
 
@@ -146,8 +145,10 @@ class Evidence:
         )
         known = {run: answer for run, answer in answers.items() if answer is not None}
         if not known:
-            needed = f"{strategy} on 2 or more devices with these records"
-            return missing(needed, f"parallel={strategy} parallel.devices=2")
+            return missing(
+                f"{strategy} on 2 or more devices with these records",
+                f"parallel={strategy} parallel.devices=2",
+            )
         false_in = [run.name for run, answer in known.items() if not answer]
         count = f"{statement}: {len(known) - len(false_in)} of {len(known)} runs"
         figure = "; ".join(filter(None, (figures, count)))

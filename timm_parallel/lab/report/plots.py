@@ -288,8 +288,7 @@ def _paint_ratios(axes: Axes, frame: pd.DataFrame) -> None:
     left, right = axes.get_xlim()
     left, right = max(left, min(frame["ratio"].min(), 1) / 4), min(right, end)
     axes.set_xlim(left, right)
-    ticks = [tick for tick in RATIO_TICKS if left <= tick <= right]
-    _set_ticks(axes, ticks)
+    _set_ticks(axes, [tick for tick in RATIO_TICKS if left <= tick <= right])
     axes.set_xlabel("ratio of images/s")
 
 

@@ -170,10 +170,9 @@ def _plain_settings(group: SettingGroup) -> dict[str, Any]:
         }
         for setting in group.members
     ]
-    names = _pick(group, "metric", "unit_of_repeats", "blocks", "keys", "note")
     return {
         **_place(group),
-        **names,
+        **_pick(group, "metric", "unit_of_repeats", "blocks", "keys", "note"),
         "scale": group.scale.name,
         "baseline": group.baseline.label,
         "settings": settings,

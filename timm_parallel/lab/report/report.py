@@ -121,10 +121,13 @@ def _render(kind: str, report: Report, drawn: Drawn, out: Path) -> str:
     )
     environment.filters["markdown"] = _markdown
     environment.globals.update(
-        tables=tables, href=href, page_href=page_href, report=report, plots=drawn
-    )
-    environment.globals.update(
-        groups=report.groups[:MOST_GROUPS_SHOWN], smallest=percent(report.smallest_difference)
+        tables=tables,
+        href=href,
+        page_href=page_href,
+        report=report,
+        plots=drawn,
+        groups=report.groups[:MOST_GROUPS_SHOWN],
+        smallest=percent(report.smallest_difference),
     )
     return environment.get_template(f"report.{kind}.j2").render()
 

@@ -102,9 +102,13 @@ def _points_table(group: Group) -> Table:
             title = f"{name} (lower is better)" if is_lower_better(name) else name
             row[title] = _summary(point.metrics.get(name))
         rows.append(row | {memory: _peaks(point, factor)})
-    caption = f"{group.scaling.capitalize()}: medians (smallest–largest) of the repeats"
-    runs = [point.runs for point in group.members]
-    return Table(_without_empty(rows, ["images/s"]), caption, _notes(group), ["point"], runs)
+    return Table(
+        _without_empty(rows, ["images/s"]),
+        caption=f"{group.scaling.capitalize()}: medians (smallest–largest) of the repeats",
+        notes=_notes(group),
+        text_columns=["point"],
+        runs=[point.runs for point in group.members],
+    )
 
 
 def _point_row(group: Group, point: MeasuredPoint) -> dict[str, str]:
@@ -138,7 +142,6 @@ def _settings_table(group: SettingGroup) -> Table:
     the sweep.
     """
     shown = group.best(MOST_SETTINGS)
-    rows = _without_empty([_setting_row(group, setting) for setting in shown], group.keys)
     notes = [group.note] if group.note else []
     if any(setting.lost for setting in group.members):
         notes.append(
@@ -153,10 +156,13 @@ def _settings_table(group: SettingGroup) -> Table:
             f"{group.unit_of_repeats}s that both settings have, so it is not exactly the "
             "difference of two means of this table."
         )
-    notes += _rest(len(group.members) - len(shown), "{} more settings, in report.json.")
-    caption = f"{group.metric} by setting: mean over the {group.unit_of_repeats}s"
-    text = [*group.keys, "setting", VERDICT]
-    return Table(rows, caption, notes, text, [setting.runs for setting in shown])
+    return Table(
+        _without_empty([_setting_row(group, setting) for setting in shown], group.keys),
+        caption=f"{group.metric} by setting: mean over the {group.unit_of_repeats}s",
+        notes=notes + _rest(len(group.members) - len(shown), "{} more settings, in report.json."),
+        text_columns=[*group.keys, "setting", VERDICT],
+        runs=[setting.runs for setting in shown],
+    )
 
 
 def _differs_from_means(group: SettingGroup, contrast: Contrast) -> bool:
@@ -174,10 +180,8 @@ def _setting_row(group: SettingGroup, setting: Setting) -> dict[str, str]:
     lower = ", lower is better" if group.scale.lower_is_better else ""
     peak = max((peak.median for peak in setting.peak_bytes), default=None)
     detectable = contrast.detectable if contrast else None
-    deviation = DASH
-    if setting.deviation is not None:
-        to_text = points if group.scale.is_proportion else figure
-        deviation = to_text(setting.deviation)
+    to_text = points if group.scale.is_proportion else figure
+    deviation = DASH if setting.deviation is None else to_text(setting.deviation)
     return {
         **(setting.settings or {"setting": setting.label}),
         f"{group.unit_of_repeats}s": str(len(setting.values)),
@@ -242,8 +246,12 @@ def disturbed_table(group: Group) -> Table:
         {"disturbed run": r.name, "point": p.label, "why": "; ".join(r.flags)}
         for r, p in flagged[:MOST_NAMED]
     ]
-    notes = _rest(len(flagged) - MOST_NAMED, "{} more disturbed runs, in report.csv.")
-    return Table(rows, "Disturbed runs, which are kept", notes, ["disturbed run", "point", "why"])
+    return Table(
+        rows,
+        caption="Disturbed runs, which are kept",
+        notes=_rest(len(flagged) - MOST_NAMED, "{} more disturbed runs, in report.csv."),
+        text_columns=["disturbed run", "point", "why"],
+    )
 
 
 def settings_tables(runs: Sequence[RunRecord]) -> list[Table]:
@@ -283,9 +291,12 @@ def unfinished_table(runs: Sequence[RunRecord]) -> Table:
         }
         for run in shown
     ]
-    notes = _rest(len(unfinished) - len(shown), "and {} more, in report.csv")
-    folders = [[run] if run.folder.is_dir() else [] for run in shown]
-    return Table(rows, "", notes, ["point", "overrides", "status", "reason"], folders)
+    return Table(
+        rows,
+        notes=_rest(len(unfinished) - len(shown), "and {} more, in report.csv"),
+        text_columns=["point", "overrides", "status", "reason"],
+        runs=[[run] if run.folder.is_dir() else [] for run in shown],
+    )
 
 
 def _notes(group: Group) -> list[str]:

@@ -56,13 +56,17 @@ def write_search_page(jobs: Jobs, study: optuna.Study, config: Config) -> Path:
         )
         lead += f"</p>\n<p>{_confirmation(jobs.folder, job, int(table[metric].count()))}"
     path = jobs.folder / "search.html"
-    style = (Path(__file__).parents[1] / "report" / "page.css").read_text(encoding="utf-8")
-    figures = "\n".join(draw_study(study, metric))
+
     html = table.to_html(
         index=False, na_rep="", float_format="{:.4g}".format, border=0, classes="figures"
     )
     page = PAGE.format(
-        metric=metric, style=style, counts=jobs.counts(), lead=lead, figures=figures, table=html
+        metric=metric,
+        style=(Path(__file__).parents[1] / "report" / "page.css").read_text(encoding="utf-8"),
+        counts=jobs.counts(),
+        lead=lead,
+        figures="\n".join(draw_study(study, metric)),
+        table=html,
     )
     write_text(path, page)
     return path

@@ -153,8 +153,8 @@ class Search(Runner):
         self.n_trials = n_trials
         # Number of trials that have failed since this process started.
         self.failed = 0
-        # Take results from the study that jobs.json does not have, because a search may be killed
-        # after it wrote the one and before it wrote the other.
+        # Take results from the study that jobs.json does not have. They exist if the search was
+        # killed after it had written to the study and before it wrote jobs.json.
         attributes = {
             trial.number: trial.user_attrs
             for trial in self.study.get_trials()

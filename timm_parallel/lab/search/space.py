@@ -209,10 +209,9 @@ def check_space(config: Config, base: DictConfig, space: list[Dimension]) -> lis
             "sweep.repeats out"
         )
     if not space:
-        example = "'optim.lr=tag(log,interval(1e-4,1e-1))'"
         raise ValueError(
             "search.params: the search has no key to search; give a key several values, for "
-            f"example {example}"
+            "example 'optim.lr=tag(log,interval(1e-4,1e-1))'"
         )
     ends: list[list[str]] = []
     for dimension in space:
@@ -296,11 +295,11 @@ def freeze_search(folder: Path, base: DictConfig, space: list[Dimension], **sett
         tree.optimized_metric = to_config(tree).objective
         tree.search.update(settings)
         tree.hydra.overrides.task = _of_a_trial(task_overrides(tree))
-    header = (
+    write_text(
+        folder / FROZEN,
         "# The search as composed at its start: settings, space, and the base config of all "
-        "trials.\n"
+        f"trials.\n{OmegaConf.to_yaml(tree)}",
     )
-    write_text(folder / FROZEN, header + OmegaConf.to_yaml(tree))
 
 
 def read_search(folder: Path) -> tuple[Config, DictConfig, list[Dimension]]:

@@ -36,8 +36,12 @@ def open_study(folder: Path, config: Config, is_new: bool) -> optuna.Study:
     try:
         if not is_new:
             return optuna.load_study(study_name=name, storage=url, pruner=pruner)
-        direction = optuna.study.StudyDirection[str(settings.direction).upper()]
-        return optuna.create_study(study_name=name, storage=url, pruner=pruner, direction=direction)
+        return optuna.create_study(
+            study_name=name,
+            storage=url,
+            pruner=pruner,
+            direction=optuna.study.StudyDirection[str(settings.direction).upper()],
+        )
     except optuna.exceptions.DuplicatedStudyError:
         raise ValueError(
             f"search.study_name={name}: the database of search.storage already has a study of this "

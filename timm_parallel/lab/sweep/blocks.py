@@ -1,8 +1,8 @@
 """Repeats of a sweep. Each repeat, called block in the code, runs every configuration once, in
 random order and with another seed.
 
-Changes of the machine's speed over time then favor no configuration, and accuracies can be compared
-in pairs of equal seeds (Fisher 1935, The Design of Experiments).
+If the machine becomes slower or faster over time, this order favors no configuration. With equal
+seeds, accuracies can be compared in pairs (Fisher 1935, The Design of Experiments).
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ def append_block(jobs: Jobs) -> None:
 
 
 def append_shuffled(jobs: Jobs, more: list[Job], block: int) -> None:
-    """Append the jobs `more` as one repeat of a sweep. Jobs of a shuffled sweep are put into random
-    order first.
+    """Append the jobs `more` as one repeat of a sweep. They are put into random order first, unless
+    the sweep runs its jobs in the order as written.
     """
     if jobs.order_seed is not None:
         random.Random(f"{jobs.order_seed} {block}").shuffle(more)

@@ -73,8 +73,8 @@ class Board:
         self._console.print(line)
 
     def ended(self, job: Job, outcome: str = "") -> None:
-        """Print how a job ended, for example `1/4 done 18.7 s seed=1`. `outcome`: text that
-        replaces the count and the status.
+        """Print how a job ended, for example `1/4 done 18.7 s seed=1`. `outcome`: text to print
+        instead of `1/4 done`.
         """
         self._ended += 1
         total = str(len(self._jobs.jobs))

@@ -62,8 +62,9 @@ def count_runs(points: list[Point], settings: SweepConfig) -> str:
 
 
 def _derived(point: Point, size: int | None) -> tuple[str, ...]:
-    """Return the cells of a configuration in the table of a dry run, without its overrides. `size`:
-    number of training images, or None if it is unknown.
+    """Compute the last cells of a configuration's row in the table of a dry run: batch sizes,
+    learning rate, steps, and if it can run. `size`: number of training images, or None if it is
+    unknown.
     """
     if point.reason:
         return "", "", "", "", f"skipped: {point.reason}"

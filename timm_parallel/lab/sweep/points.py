@@ -1,5 +1,5 @@
-"""Compose and check all configurations of a sweep before its first job starts, so that later edits
-of YAML files do not change waiting jobs.
+"""Compose and check all configurations of a sweep before its first job starts. Later edits of YAML
+files then do not change waiting jobs.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ def check_jobs_data(configs: Sequence[Config], check_data: Callable[[Config], No
 
 
 def settle(point: Point) -> None:
-    """Replace the `auto` values of a configuration by those for this machine. If the configuration
-    cannot run on this machine, record the reason in `point.reason` instead.
+    """Replace the `auto` values in the config of `point` by values for this machine. If this
+    machine cannot run the configuration, store the reason in `point.reason` instead.
     """
     try:
         check_combination(point.config)

@@ -45,10 +45,9 @@ class Runner(ABC):
     needed_at_end: Sequence[str]
 
     def __init__(self, jobs: Jobs, max_jobs: int | None, slurm: SlurmQueue | None = None) -> None:
-        """Find the devices of this machine, or use the given queue of Slurm jobs.
-
-        `max_jobs`: largest number of concurrent jobs, or None if only the devices limit it.
-        `slurm`: queue of Slurm jobs, or None to run jobs on this machine.
+        """Prepare to run jobs on the devices of this machine or in Slurm's queue. `max_jobs`:
+        largest number of concurrent jobs, or None if only the devices limit it. `slurm`: queue of
+        Slurm jobs, or None to run jobs on this machine.
         """
         self.jobs, self.max_jobs, self.slurm = jobs, max_jobs, slurm
         self.stopped_by: int | None = None
@@ -76,8 +75,8 @@ class Runner(ABC):
         """
 
     def config_of(self, job: Job) -> ResolvedConfig:
-        """Read the saved config of a job. All repeats share it, so its seed is that of the first
-        repeat.
+        """Read the config that was saved for the configuration of a job. Its seed is that of the
+        first repeat, not that of this job.
         """
         return frozen_config(config_folder(self.jobs.folder, job))
 
@@ -105,7 +104,7 @@ class Runner(ABC):
         self._board.ended(job, self.outcome(job))
 
     def outcome(self, job: Job) -> str:
-        """Return the first words of the line about an ended job. If the text is empty, the line
+        """Return the text that starts the line about an ended job. With an empty text, the line
         starts with the number of ended jobs and the status.
         """
         return ""
@@ -214,8 +213,8 @@ class Runner(ABC):
         return replace(need, alone=True) if job.id in self._alone else need
 
     def _has_memory(self) -> bool:
-        """Return True if the free memory is enough for one more job that needs as much as the
-        running jobs do on average.
+        """Return True if there is enough free memory to start another job. The other job is
+        expected to need as much as the running jobs do on average.
         """
         if self.slurm is not None:
             return True
@@ -232,8 +231,8 @@ class Runner(ABC):
             running.send(number)
 
     def _say_stopped(self, number: int, folder: Path | None = None, *keys: str) -> int:
-        """Print the command that continues a sweep after the stop signal `number`. Return the exit
-        code.
+        """Print the command that continues a stopped sweep, and return the exit code. `number`:
+        number of the stop signal.
 
         `folder`: sweep folder, if it is not the folder of jobs.json. `keys`: further overrides of
         the command.

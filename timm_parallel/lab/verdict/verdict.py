@@ -23,6 +23,7 @@ from timm_parallel.lab.analysis.verdict import (
     REFUSED,
     WORSE,
     Record,
+    code_of,
     refusal,
 )
 from timm_parallel.lab.jobs.devices import jobs_at_a_time, need_of
@@ -291,13 +292,13 @@ class VerdictRun(Runner):
         return self._need_of_each
 
     def local_job(self, job: Job) -> LocalJob:
-        return VersionJob(job, self.jobs.folder / job.folder, self._versions[_code_of(job)])
+        return VersionJob(job, self.jobs.folder / job.folder, self._versions[code_of(job)])
 
     def ended(self, job: Job) -> None:
         super().ended(job)
         if not self._refused:
             reason = refusal(collect([self.jobs.folder]))
-            self._refused = f"{_code_of(job)}: {job.reason}" if job.code == REFUSED else reason
+            self._refused = f"{code_of(job)}: {job.reason}" if job.code == REFUSED else reason
 
     def _close(self) -> int:
         folder = self.jobs.folder
@@ -326,7 +327,3 @@ class VerdictRun(Runner):
             }
         )
         return code if self.stopped_by is None else self._say_stopped(self.stopped_by)
-
-
-def _code_of(job: Job) -> str:
-    return job.overrides[0].removeprefix(f"{CODE}=")

@@ -98,9 +98,8 @@ def find_commit(option: str, name: str) -> str:
     `option`: command-line option that named the commit, for the error message.
     """
     try:
-        return (
-            git("rev-parse", "--verify", "--end-of-options", f"{name}^{{commit}}").decode().strip()
-        )
+        options = ("--verify", "--end-of-options", f"{name}^{{commit}}")
+        return code_copy.git(root(), "rev-parse", *options).decode().strip()
     except ValueError as error:
         raise ValueError(
             f"{option}={name}: expected a commit, branch or tag of this repository ({error})"
@@ -147,12 +146,5 @@ def names(*options: str) -> list[str]:
     """List files of the working tree with `git ls-files`. `options`: options of that command, such
     as `--others` for untracked files.
     """
-    output = os.fsdecode(git("ls-files", "-z", "--exclude-standard", *options))
+    output = os.fsdecode(code_copy.git(root(), "ls-files", "-z", "--exclude-standard", *options))
     return [name for name in output.split("\0") if name]
-
-
-def git(*arguments: str) -> bytes:
-    """Run a git command in the project's repository and return its output. Raises ValueError with
-    git's message if the command fails.
-    """
-    return code_copy.git(root(), *arguments)
