@@ -106,7 +106,7 @@ def test_head_outputs_beyond_dataset_classes_are_never_predicted() -> None:
 
 
 @pytest.mark.parametrize(("outputs", "notices"), [(13, 1), (10, 0)])
-def test_log_states_both_numbers_when_a_model_has_more_outputs_than_classes(
+def test_log_states_numbers_of_outputs_and_classes_when_a_model_has_more_outputs(
     caplog: pytest.LogCaptureFixture, outputs: int, notices: int
 ) -> None:
     """train.py and evaluate.py both build data and model with this function."""

@@ -207,7 +207,7 @@ def test_parameters_of_a_loss_are_trained_with_weight_decay_for_matrices_only(
     }
 
 
-def test_head_lr_scale_applies_to_the_parameters_of_a_loss_and_layer_decay_does_not() -> None:
+def test_parameters_of_a_loss_are_scaled_by_head_lr_scale_but_not_by_layer_decay() -> None:
     state = built("optim.head_lr_scale=10", "optim.layer_decay=0.5", "optim.lr=1e-3").state
     scale_of = {
         id(p): group["lr_scale"] for group in state.optimizer.param_groups for p in group["params"]

@@ -78,7 +78,7 @@ def test_apex_and_bitsandbytes_optimizers_are_refused_when_there_is_no_cuda(opt:
 
 
 @pytest.mark.parametrize("opt", sorted({"momentum", "sgdp", "lars", "rmsprop", *NESTEROV}))
-def test_momentum_0_is_refused_exactly_for_optimizers_that_reject_it(opt: str) -> None:
+def test_momentum_0_is_refused_only_for_optimizers_that_reject_momentum_0(opt: str) -> None:
     config = OptimConfig(opt=opt, momentum=0)
     early = list(config.problems(Config()))
     assert [line.partition(":")[0] for line in early] == (
@@ -111,7 +111,7 @@ def test_rsqrt_schedule_without_warmup_is_refused_unless_the_time_scale_is_given
 
 
 @pytest.mark.parametrize(("opt", "waits"), [("adamw", False), ("sgd", False), ("lamb", True)])
-def test_only_optimizers_without_a_fused_kernel_wait_for_the_gradient_scaler(
+def test_waits_for_scaler_is_true_only_for_optimizers_without_a_fused_kernel(
     opt: str, waits: bool
 ) -> None:
     optimizer = build_optimizer(resolved(f"optim.opt={opt}").optim, 1e-3, nn.Linear(2, 2))

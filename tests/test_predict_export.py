@@ -534,7 +534,7 @@ def test_hub_export_of_custom_model_or_unfinished_run_is_refused_and_writes_noth
 
 @pytest.mark.slow(seconds=2)
 @pytest.mark.processes
-def test_export_uses_ema_weights_when_checkpoint_metric_is_computed_with_them(
+def test_export_uses_ema_weights_when_checkpoint_metric_is_computed_with_ema_weights(
     tmp_path: Path,
 ) -> None:
     overrides = (

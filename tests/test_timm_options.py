@@ -256,7 +256,7 @@ def outcomes(request: pytest.FixtureRequest) -> Callable[[str], dict[str, Outcom
 )
 @pytest.mark.slow(seconds=1)
 @pytest.mark.sample(12)
-def test_timm_option_has_finite_losses_under_single_and_equal_ones_under_dp_and_ddp(
+def test_losses_with_each_timm_option_are_finite_and_equal_under_single_dp_and_ddp(
     outcomes: Callable[[str], dict[str, Outcome]], option: str, strategy: str
 ) -> None:
     actual = outcomes(strategy)[option]
@@ -274,7 +274,7 @@ def test_timm_option_has_finite_losses_under_single_and_equal_ones_under_dp_and_
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.nightly
-def test_timm_options_change_training_losses_except_four_listed_options(
+def test_every_timm_option_except_four_listed_options_changes_the_training_losses(
     outcomes: Callable[[str], dict[str, Outcome]],
 ) -> None:
     """Only the options named here may leave the losses of three steps unchanged."""

@@ -129,7 +129,7 @@ def _parse(command_line: list[str]) -> Any:
             if not is_abbreviation and (suggestion := key_hint(name.lstrip("-").replace("-", "_"))):
                 message = f"{word}: no such option; keys have no dashes in front{suggestion}"
                 break
-        raise ValueError(f"{message}; see python train.py --help")
+        raise ValueError(f"{message}; python train.py --help lists the valid arguments")
 
     parser = get_args_parser()
     # Raise an error with a one-line message, where argparse would print its usage and exit.

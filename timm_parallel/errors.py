@@ -89,9 +89,6 @@ def refuse_wrong_arguments(
             raise
         # If the key is empty, the wrong argument comes from another key of the same config group,
         # so name the group only.
-        given = (
-            f"{key}={values}: {receiver} does not accept them"
-            if values
-            else f"{key.partition('.')[0]}: {receiver} does not accept its settings"
-        )
-        raise ValueError(f"{given} ({error}){fix}") from None
+        given = f"{key}={values}" if values else key.partition(".")[0]
+        what = "them" if values else "its settings"
+        raise ValueError(f"{given}: {receiver} does not accept {what} ({error}){fix}") from None

@@ -184,5 +184,7 @@ def find_app(name: str) -> Project[Any, Any]:
     module, _, attribute = name.partition(":")
     app = getattr(import_module(module), attribute, None)
     if not isinstance(app, Project):
-        raise ValueError(f"{name}: no App; expected <module>:<attribute>, e.g. src.app:app")
+        raise ValueError(
+            f"{name}: this is not an App; expected <module>:<attribute>, e.g. src.app:app"
+        )
     return app

@@ -220,8 +220,8 @@ class Task(Targets, Generic[C]):
         shape = tuple(getattr(outputs, "shape", ()))
         if len(shape) != 2 or shape[1] < self.num_outputs:
             raise ValueError(
-                f"model.name: expected {self.num_outputs} or more outputs per image, [1, "
-                f"{self.num_outputs}], got {list(shape) or type(outputs).__name__}"
+                f"model.name: expected {self.num_outputs} or more outputs per image, shape "
+                f"[1, {self.num_outputs}], got {list(shape) or type(outputs).__name__}"
             )
 
     def build_criterion(self, targets: Tensor | None) -> Criterion:

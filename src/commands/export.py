@@ -187,6 +187,6 @@ def check_same(trained: Trained, loaded: Any, path: Path) -> None:
         difference = float((expected - loaded(images)).abs().max())
         if not difference <= ROUNDING * max(1.0, float(expected.abs().max())):
             raise RuntimeError(
-                f"{path}: the outputs differ from the checkpoint's (by {difference:.2g}), so the "
-                "export is wrong; use another format"
+                f"{path}: the exported model's outputs differ from the checkpoint's by "
+                f"{difference:.2g}; use another format"
             )

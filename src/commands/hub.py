@@ -40,7 +40,7 @@ def export_hub(trained: Trained, folder: Path) -> list[str]:
     if trained.task.problem_type is None and not _activation(trained.task):
         raise ValueError(
             f"format=hub: train.task={trained.config.train.task}: expected a task that "
-            "transformers has; use another format"
+            "the transformers library supports; use another format"
         )
     export_safetensors(trained, folder)
     _complete_config(trained, folder / "config.json")

@@ -208,13 +208,14 @@ class Segmentation(Task[ResolvedConfig]):
             )
         if mode == "slide" and data.image_size is None:
             raise ValueError(
-                "data.image_size=null: expected the size of the sliding windows of "
-                "train.task_kwargs.evaluation=slide, in pixels"
+                "data.image_size=null: train.task_kwargs.evaluation=slide needs the size of its "
+                "sliding windows; set data.image_size to a number of pixels"
             )
         if stride is not None and (mode != "slide" or stride > min(self.window)):
             raise ValueError(
-                f"train.task_kwargs.stride={stride}: expected train.task_kwargs.evaluation=slide, "
-                "and at most the shorter side of data.image_size; lower it or leave it out"
+                f"train.task_kwargs.stride={stride}: a stride needs train.task_kwargs.evaluation="
+                "slide, and may not exceed the shorter side of data.image_size; lower the stride, "
+                "or leave it out"
             )
 
     def check_targets(self, targets: Tensor) -> None:

@@ -639,7 +639,7 @@ def follow_runs(copy: Path, jobs: dict[str, list[str]], images: Path) -> list[di
 @pytest.mark.nightly
 @pytest.mark.slow(seconds=20)
 @pytest.mark.processes
-def test_custom_tasks_can_predict_resume_and_plan_and_refuse_a_missing_teacher(
+def test_custom_task_can_be_resumed_planned_and_used_to_predict(
     scratch: Path, teacher: Path, npz: Path, tmp_path: Path
 ) -> None:
     jobs = {}

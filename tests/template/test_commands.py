@@ -72,7 +72,7 @@ ELSEWHERE = {
     r"make docs$": "test_documentation_site_builds_and_the_build_fails_on_a_broken_link",
     r"python scripts/maintain/simulate_sweeps\.py": "test_report_rarely_states_a_false_difference_for_simulated_sweeps",
     r"python scripts/maintain/simulate_verdicts\.py": "test_verdict_rarely_calls_equal_code_better_or_worse",
-    r"(make verdict|python scripts/verdict\.py)": "test_script_compares_working_tree_with_base",
+    r"(make verdict|python scripts/verdict\.py)": "test_verdict_script_compares_the_working_tree_with_the_base_commit",
     r"make size$": "test_count_statements_counts_nested_statements_but_no_docstrings",
     r"python scripts/export\.py .*format=onnx": "test_onnx_export_matches_checkpoint_outputs_at_batch_sizes_1_and_7",
     r"python scripts/reproduce\.py ": "test_repeated_run_has_equal_losses_and_weights",

@@ -67,9 +67,7 @@ def test_from_timm_yaml_lists_every_argument_of_timm_train_py_once_with_the_defa
     assert all(reason for _, reason in TABLE["without_meaning"].values())
 
 
-def test_defaults_of_newer_timm_arguments_equal_those_of_the_timm_functions_that_take_them() -> (
-    None
-):
+def test_defaults_of_newer_timm_arguments_equal_the_defaults_of_the_timm_functions() -> None:
     taken = {
         **inspect.signature(create_classification_loss).parameters,
         **{
@@ -316,7 +314,9 @@ def test_from_timm_error_names_invalid_config_value_or_file(
     assert "args.yaml" in capsys.readouterr().err
 
 
-def test_from_timm_script_writes_default_values_only_when_a_config_option_changes_them() -> None:
+def test_from_timm_script_omits_default_values_unless_a_config_group_option_changes_the_value() -> (
+    None
+):
     options, settings = changes(converted())
     assert options == ["data=folder", "parallel=ddp"]
     assert "data.augment.vflip" not in settings and settings["data.augment.color_jitter"] == 0.4

@@ -101,7 +101,7 @@ def test_make_gpu_check_adds_checks_when_there_are_several_gpus_or_full_is_1() -
     assert len({part.name for part in PARTS}) == len(PARTS)
 
 
-def test_make_gpu_check_report_lists_wrong_figures_and_rows_for_the_benchmarks_page() -> None:
+def test_make_gpu_check_report_lists_failed_checks_and_has_rows_for_the_benchmarks_page() -> None:
     done = {
         "speed: a": [Row("a: images/s", "12")],
         "faults": [Row("exit | code", "2, expected 0", True)],

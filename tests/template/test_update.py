@@ -236,7 +236,7 @@ def test_make_update_starts_from_the_template_commit_of_the_previous_update(
 
 
 @pytest.mark.slow(seconds=2)
-def test_make_update_names_conflicting_files_and_changes_nothing_unless_keep_lists_them(
+def test_make_update_names_conflicting_files_and_changes_nothing_unless_keep_lists_the_files(
     template: Path, mine: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (mine / "image.png").write_bytes(b"\0mine")

@@ -281,9 +281,13 @@ def _output(*command: str) -> str:
             command, capture_output=True, text=True, check=False, timeout=PATIENCE_SECONDS
         )
     except subprocess.TimeoutExpired:
-        raise ValueError(f"{command[0]}: no answer for {PATIENCE_SECONDS:.0f} s") from None
+        raise ValueError(
+            f"{command[0]}: Slurm did not answer within {PATIENCE_SECONDS:.0f} s; try again later"
+        ) from None
     if done.returncode != 0:
-        raise ValueError(f"{shlex.join(command)}: {' '.join((done.stderr or done.stdout).split())}")
+        raise ValueError(
+            f"{shlex.join(command)}: failed: {' '.join((done.stderr or done.stdout).split())}"
+        )
     return done.stdout
 
 

@@ -28,7 +28,7 @@ def check_aliases(path: Path) -> None:
         return
     if count > MOST_VALUES:
         raise ValueError(
-            f"{path}: its aliases expand to more than {MOST_VALUES:,} values; write the file "
+            f"{path}: its YAML aliases expand to more than {MOST_VALUES:,} values; write the file "
             "without aliases"
         )
 

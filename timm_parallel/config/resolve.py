@@ -191,12 +191,13 @@ def _resolve_parallel(config: Config, cuda: int, world_size: int | None) -> None
     if world_size is not None and parallel.has_ranks:
         if parallel.devices not in ("auto", world_size):
             raise ValueError(
-                f"parallel.devices={parallel.devices}: {started}; use parallel.devices=auto"
+                f"parallel.devices={parallel.devices}: differs from the number of ranks, because "
+                f"{started}; use parallel.devices=auto"
             )
         parallel.devices = world_size
     elif world_size is not None and world_size > 1:
         raise ValueError(
-            f"parallel={strategy}: {started}, but this strategy runs in one process; use "
+            f"parallel={strategy}: this strategy runs in one process, but {started}; use "
             "parallel=ddp, or start with python"
         )
     elif parallel.devices == "auto":

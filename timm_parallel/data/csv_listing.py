@@ -183,11 +183,11 @@ def _parse(
     for entry in reader:
         file, label, split, fold, group = ((entry.get(column) or "").strip() for column in COLUMNS)
         if not file or not (label or several or columns):
-            reason = (
-                f"line {reader.line_num} has no value in the column {'label' if file else 'file'}"
-            )
+            column = "label" if file else "file"
             fix = "; add a label, or use a train.task for any number of labels" if file else ""
-            raise ValueError(f"data.root={path}: {reason}{fix}")
+            raise ValueError(
+                f"data.root={path}: line {reader.line_num} has no value in the column {column}{fix}"
+            )
         if columns:
             labels = [(entry.get(column) or "").strip() for column in columns]
             for column, text in zip(columns, labels, strict=True):
@@ -291,7 +291,9 @@ def _list(
         counts = (
             f"{plural(len(names), 'label')} in {plural(sum(map(len, divided.values())), 'line')}"
         )
-        raise ValueError(f"data.root={path}: {counts}; expected two different labels or more")
+        raise ValueError(
+            f"data.root={path}: has only {counts}; expected two different labels or more"
+        )
     number_of = {name: number for number, name in enumerate(names)}
 
     def encode(row: Row) -> int | tuple[float, ...]:
@@ -347,9 +349,9 @@ def _check_combinations(rows: list[Row], path: Path) -> None:
         common = [part for part in _parts(label) if counts[part] > 1]
         if CsvDataset.separator in label and common:
             raise ValueError(
-                f"data.root={path}: line {line_of[label]}: {label} would be one class, but other "
-                f"lines have {common[0]} too; if an image may have several labels, choose a "
-                "train.task for several labels"
+                f"data.root={path}: line {line_of[label]}: the label {label} would be one class, "
+                f"but its part {common[0]} also occurs in another label; if an image may have "
+                "several labels, choose a train.task for several labels"
             )
 
 

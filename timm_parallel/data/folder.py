@@ -246,7 +246,7 @@ def _check_class_folders(root: Path, is_trained: bool) -> None:
     if len(names) < 2:
         classes = plural(len(names), "class folder")
         raise ValueError(
-            f"data.root={root}: {classes}; expected two or more: {root}/<class>/<image>"
+            f"data.root={root}: has {classes}; expected two or more: {root}/<class>/<image>"
         )
     _check_split(root, root)
 
@@ -287,5 +287,5 @@ def check_known_classes(folder: Path, known: list[str], of: str) -> None:
     if unknown := sorted(set(names) - set(known)):
         raise ValueError(
             f"data.root={folder.parent}: {of} does not have {len(unknown)} of the {len(names)} "
-            f"classes of {folder}: {first(unknown)}; it has {first(known)}"
+            f"classes in the folder {folder}: {first(unknown)}; it has {first(known)}"
         )

@@ -42,8 +42,8 @@ def check_splits(listing: Listing, data: DataConfig) -> None:
             key = "test_fraction" if split == "test" else "val_fraction"
             images = plural(sum(map(len, listing.values())), "image")
             raise ValueError(
-                f"data.{key}={getattr(data, key)}: leaves none of {images} for {split}; choose "
-                "another value"
+                f"data.{key}={getattr(data, key)}: the {split} split would get none of {images}; "
+                "choose another value"
             )
 
 

@@ -220,7 +220,9 @@ class BatchFetcher:
                 image, label = self.split[number]
             except UnreadableImageError as error:
                 if self.on_error == "raise":
-                    raise UnreadableImageError(f"{error}, or set data.on_error=skip") from None
+                    raise UnreadableImageError(
+                        f"{error}, or set data.on_error=skip, which skips unreadable images"
+                    ) from None
                 unreadable.append(number)
                 if not self.substitutes:
                     return None
@@ -230,8 +232,8 @@ class BatchFetcher:
                 image, label = self.transform(image, label)
             return image, label
         raise ValueError(
-            f"data.on_error=skip: {MAX_IN_A_ROW} consecutive images cannot be read, up to the "
-            f"image with the index {number}; check the files"
+            f"data.on_error=skip: {MAX_IN_A_ROW} consecutive images cannot be read; the last of "
+            f"them has the index {number}; check the files"
         )
 
 

@@ -171,8 +171,8 @@ def _pairs(root: Path, folder: Path) -> list[tuple[Path, str]]:
     for of_one, of_other, other in ((image_of, mask_of, masks), (mask_of, image_of, images)):
         if missing := [str(path) for stem, path in of_one.items() if stem not in of_other]:
             raise ValueError(
-                f"data.root={root}: {plural(len(missing), 'file')} without one of the same name in "
-                f"{other}: {first(missing)}; add a file for each"
+                f"data.root={root}: for {plural(len(missing), 'file')} ({first(missing)}), the "
+                f"folder {other} has no file of the same name; add the missing files"
             )
     return [(path, str(mask_of[stem].relative_to(root))) for stem, path in image_of.items()]
 

@@ -74,9 +74,9 @@ def _check_overlap(root: Path, names: list[str], tars: list[list[Path]]) -> None
     for name, paths in zip(names[1:], tars[1:], strict=True):
         if name != names[0] and (both := sorted({*paths} & {*tars[0]})):
             raise ValueError(
-                f"data.root={root}: {both[0].name} matches the splits {names[0]} and {name}; give "
-                f"the names of their tar files in data.kwargs.train_split and "
-                f"data.kwargs.val_split, several files as * or {{0000..0146}}"
+                f"data.root={root}: the tar file {both[0].name} matches the splits {names[0]} and "
+                f"{name}; set data.kwargs.train_split and data.kwargs.val_split to the names of "
+                f"their tar files, or to patterns such as train-{{0000..0146}}.tar"
             )
 
 
@@ -94,8 +94,8 @@ def find_tars(root: Path, split: str) -> list[Path]:
         ]
         if missing := [path for path in matches if not path.is_file()]:
             raise ValueError(
-                f"data.root={root}: {missing[0].name} of {split} is not there; add the file, or "
-                "change the pattern"
+                f"data.root={root}: has no tar file {missing[0].name}, which the pattern {split} "
+                "names; add the file, or change the pattern"
             )
         return matches
     for name in SYNONYMS.get(split, (split,)):

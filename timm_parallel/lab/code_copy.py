@@ -56,5 +56,5 @@ def git(folder: Path, *arguments: str, **variables: str) -> bytes:
         ["git", *options, *arguments], env=environment, capture_output=True, check=False
     )
     if done.returncode != 0:
-        raise ValueError(f"git {arguments[0]}: {os.fsdecode(done.stderr).strip()}")
+        raise ValueError(f"git {arguments[0]} failed: {os.fsdecode(done.stderr).strip()}")
     return done.stdout

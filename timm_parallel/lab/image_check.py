@@ -77,8 +77,9 @@ class Report:
 
     @property
     def listed_problems(self) -> dict[str, list[list[CheckedImage]]]:
-        """Return the problems with each set of images under one kind only, the first. For example,
-        equal images in two splits that also have different labels are listed as a leak only.
+        """Return the problems, so that each set of images appears only once, under the first kind
+        of problem that it has. For example, equal images in two splits that also have different
+        labels are listed as a leak only.
         """
         seen: set[tuple[tuple[str, int], ...]] = set()
         listed: dict[str, list[list[CheckedImage]]] = {}

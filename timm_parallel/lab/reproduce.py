@@ -37,11 +37,12 @@ OF_RESULT = ("accelerator", "devices", "threads_per_device", "accumulate", "para
 
 def reproduce_run(run: Path, steps: int) -> int:
     """Repeat the first `steps` steps of a run and compare the losses, metrics and weights with the
-    recorded ones. The repetition is in `<run>/reproduced`, the result in `<run>/certificate.json`.
+    recorded ones. The new run is written to `<run>/reproduced`, and the comparison to
+    `<run>/certificate.json`.
 
-    Return the exit code: 0 if all values are equal bit for bit, 3 if not. If the repetition fails,
-    return the exit code of train.py. Raises ValueError if the run did not record its code or
-    settings completely.
+    Return exit code 0 if all values are equal bit for bit, and 3 if not. If train.py fails, for
+    example because this machine has too few devices, return its exit code. Raises ValueError if the
+    run did not record its code or settings completely.
     """
     recorded, environment, end = _recorded(run, steps), read_environment(run), _end(run)
     config = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))

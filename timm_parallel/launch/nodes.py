@@ -109,7 +109,10 @@ def collect_inventories(
         (f"node {each.node} ({each.host})", each.software) for each in inventories if each.software
     ]
     if difference := first_difference(compared):
-        raise ValueError(f"{difference}; give all nodes the same command line, libraries and code")
+        raise ValueError(
+            f"the nodes differ: {difference}; give all nodes the same command line, libraries and "
+            "code"
+        )
     return inventories
 
 

@@ -107,7 +107,8 @@ def ranks_from_environment(environment: Mapping[str, str]) -> Ranks | None:
     missing = [name for name in NEEDED if name not in environment]
     if missing:
         raise ValueError(
-            f"{present[0]}={environment[present[0]]}: set without {', '.join(missing)}; {fix}"
+            f"{present[0]}={environment[present[0]]}: is set, but {', '.join(missing)} is missing; "
+            f"{fix}"
         )
     for name in names:
         if not environment[name].isdecimal():

@@ -36,7 +36,7 @@ class MetricWindow:
             now, before = (", ".join(each[1:]) or "none" for each in (names, self._names))
             raise ValueError(
                 "the training step must return the same metrics in every call; it returned "
-                f"{now}, but {before} in the calls before"
+                f"{now}, but {before} in earlier calls"
             )
         self._names = names
         values = [loss.detach(), *metrics.values()]

@@ -145,8 +145,8 @@ def check_sharded_model(
     if any(group.gather(reason)):
         raise ValueError(
             "parallel=fsdp: the model uses a parameter outside of the forward pass of the module "
-            f"that holds it ({reason}); add a method shard_blocks() to the model that returns the "
-            "modules to shard by themselves ([] for none), or use parallel=ddp"
+            f"that holds it ({reason}); use parallel=ddp, or add a method shard_blocks() to the "
+            "model, which returns the modules that are sharded separately ([] for none)"
         )
     model.finish()
     model.train(was_training)

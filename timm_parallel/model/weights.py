@@ -63,11 +63,9 @@ def read_weights(path: Path, read_foreign: Callable[[Path], dict[str, Any]]) -> 
     # does not hold weights.
     except Exception as error:
         if _has_python_objects(path):
-            problem = (
-                "contains Python objects besides tensors and plain values, so it is not loaded"
-            )
             raise ValueError(
-                f"model.weights={path}: {problem}; save model.state_dict() instead"
+                f"model.weights={path}: contains Python objects besides tensors and plain values, "
+                "so it is not loaded; save model.state_dict() instead"
             ) from None
         reason = " ".join(str(error)[:200].split())
         if path.suffix != ".safetensors" and not zipfile.is_zipfile(path):
@@ -78,7 +76,8 @@ def read_weights(path: Path, read_foreign: Callable[[Path], dict[str, Any]]) -> 
         ) from None
     if not tensors:
         raise ValueError(
-            f"model.weights={path}: contains no tensors by name; give a state dict or a checkpoint"
+            f"model.weights={path}: contains no tensors with names; give a state dict or a "
+            "checkpoint"
         )
     return WeightsFile(path, tensors)
 

@@ -119,7 +119,9 @@ class TorchProcessGroup(ProcessGroup):
             # Run a first collective now, because NCCL opens its connections only then.
             self.barrier()
         except RuntimeError as error:
-            raise ConnectError(f"{type(error).__name__}: {error}") from error
+            raise ConnectError(
+                f"torch.distributed reports {type(error).__name__}: {error}"
+            ) from error
         # NCCL can only send tensors that are on the GPU.
         self._at = device if config.backend == "nccl" else torch.device("cpu")
         # Use a second client of the key-value store, because a waiting call blocks all other calls

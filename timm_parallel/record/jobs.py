@@ -102,9 +102,11 @@ def read_jobs(folder: Path) -> Jobs:
     """Read jobs.json of a sweep folder. Raises ValueError if the file is missing or damaged."""
     path = folder / "jobs.json"
     try:
-        values = read_json(path, FORMAT, "is this a sweep folder?")
+        values = read_json(path, FORMAT, "a sweep writes this file when it starts")
     except ValueError as error:
-        raise ValueError(f"{error}{_report_without_jobs(folder)}") from None
+        raise ValueError(
+            f"{error}; expected a sweep folder with its jobs.json{_report_without_jobs(folder)}"
+        ) from None
     known = {entry.name for entry in dataclasses.fields(Job)}
     try:
         # Drop jobs that belong to no repeat. In older sweeps, the first and the last job ran the

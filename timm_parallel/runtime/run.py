@@ -86,7 +86,7 @@ class Run:
                 yield
             except NotFiniteError as error:
                 raise NotFiniteError(
-                    f"{error}; {self.describe_step(error.step)}", error.step
+                    f"training stops: {error}; {self.describe_step(error.step)}", error.step
                 ) from None
 
     def train_batches(self) -> Iterator[Batch]:

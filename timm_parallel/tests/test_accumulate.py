@@ -123,7 +123,9 @@ def test_resumed_sweep_job_keeps_the_number_of_batches_that_accumulate_auto_foun
     assert load_config(write_job_folder(tmp_path, job)).train.accumulate == 2
 
 
-def test_evaluation_on_ranks_ignores_accumulate_auto_of_an_experiment_file(tmp_path: Path) -> None:
+def test_evaluation_under_torchrun_ignores_accumulate_auto_of_an_experiment_file(
+    tmp_path: Path,
+) -> None:
     overrides = ["experiment=finetune", f"data.root={tmp_path}", "parallel=ddp"]
     config = evaluation_config(None, overrides, Ranks(0, 2, 0, 2))
     assert (config.train.accumulate, config.parallel.devices) == (1, 2)

@@ -162,18 +162,16 @@ SHARED: list[Composer] = []
 @example(["model=tiny", "optim.lr=0.5", "+optim.kwargs.eps=1e-6", "tags=[a,b]", "seed=7"])
 @example(["model=vit_tiny", "~optim.lr", "+optim.kwargs.eps=1e-6"])
 @example(["optim={lr: 0.25}", "optim.lr=0.5"])
-def is_composed_as_by_hydra(overrides: list[str]) -> None:
+@settings(max_examples=8, deadline=None, derandomize=True)
+@pytest.mark.slow(seconds=4)
+def test_sweep_composer_matches_full_hydra_composition_for_random_overrides(
+    overrides: list[str],
+) -> None:
     """Check that the Composer and Hydra give equal results. All examples share one Composer, so
     that the check fails if one composition affects the next.
     """
     SHARED[:] = SHARED or [Composer(command())]
     assert composed(overrides, command(), SHARED[0]) == composed(overrides, command(), None)
-
-
-@pytest.mark.parametrize("examples", [8, pytest.param(30, marks=pytest.mark.nightly)])
-@pytest.mark.slow(seconds=4)
-def test_sweep_composer_matches_full_hydra_composition_for_random_overrides(examples: int) -> None:
-    settings(max_examples=examples, deadline=None, derandomize=True)(is_composed_as_by_hydra)()
 
 
 @pytest.mark.nightly

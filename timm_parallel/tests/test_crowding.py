@@ -34,7 +34,7 @@ def idle_teams() -> int:
     return sum(thread.name.startswith("idle team") for thread in threading.enumerate())
 
 
-def test_openmp_watcher_creates_idle_thread_teams_while_threads_wait_for_a_core(
+def test_openmp_watcher_adds_idle_openmp_threads_when_training_threads_wait_for_a_cpu_core(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(hardware, "cores", lambda: 8)

@@ -40,7 +40,7 @@ from timm_parallel.testing.configs import resolved
         (("parallel=ddp", "parallel.backend=mpi"), ("parallel.backend=mpi", "without MPI")),
     ],
 )
-def test_mpi_backend_and_compile_with_small_ddp_buckets_are_refused_before_a_run_folder_exists(
+def test_run_is_refused_for_mpi_backend_or_for_compile_with_small_ddp_buckets(
     words: tuple[str, ...], named: tuple[str, ...], tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=r"mpi|bucket_cap") as refusal:
@@ -239,7 +239,7 @@ def test_explicit_device_settings_are_not_adjusted_to_batch_size(
         (None, 6, "1,2,4,6"),
     ],
 )
-def test_device_counts_of_a_scaling_sweep_end_with_the_count_chosen_by_auto(
+def test_scaling_sweep_has_the_device_count_of_auto_as_its_largest_device_count(
     batch: int | None, count: int, counts: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine_of(monkeypatch, count)
@@ -446,7 +446,7 @@ int cuDeviceGetUuid_v2(char *uuid, int device) { memset(uuid, device, 16); retur
 @pytest.mark.skipif(
     shutil.which("cc") is None or sys.platform != "linux", reason="needs a C compiler"
 )
-def test_cuda_driver_calls_match_the_c_signatures_of_a_compiled_library(
+def test_cuda_driver_calls_work_with_a_library_that_has_the_signatures_of_cuda_h(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """ctypes does not check calls against the signatures in cuda.h. The test therefore calls a C

@@ -13,7 +13,7 @@ from torch import nn
 from timm_parallel.model.ema import build_ema
 
 
-def test_ema_weights_equal_those_of_timm_without_a_state_dict_call_per_step(
+def test_ema_weights_equal_those_of_timm_and_no_step_calls_state_dict(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     torch.manual_seed(0)

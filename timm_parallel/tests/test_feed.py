@@ -101,7 +101,7 @@ def test_prefetcher_normalizes_images_in_contiguous_and_channels_last_format(
     assert received.is_contiguous(memory_format=expected)
 
 
-def test_loader_yields_each_batch_before_loading_the_next_and_keeps_no_reference(
+def test_loader_yields_a_batch_before_loading_the_next_and_does_not_keep_the_batch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """If the loader first waited for the next batch, a training step would start late although its
@@ -179,7 +179,7 @@ def test_loader_workers_do_not_pin_memory() -> None:
         assert loader.fetcher.pin_memory == (workers == 0)
 
 
-def test_workers_auto_is_0_for_data_in_memory_unless_a_gpu_run_transforms_each_image(
+def test_workers_auto_is_0_for_data_in_memory_except_in_gpu_runs_that_transform_each_image(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(hardware, "cores", lambda: 8)

@@ -208,7 +208,7 @@ def test_fine_tuning_keeps_loaded_head_when_weights_file_does_not_list_classes(
 
 
 @pytest.mark.parametrize(("metric", "kind"), [("val/acc", "model"), ("val/loss_ema", "ema")])
-def test_fine_tuning_loads_ema_weights_only_when_checkpoint_metric_evaluates_the_ema(
+def test_fine_tuning_loads_ema_weights_only_when_checkpoint_metric_is_computed_with_ema(
     trained: Path, data: Path, tmp_path: Path, metric: str, kind: str
 ) -> None:
     saved = contents(best(trained))

@@ -89,7 +89,7 @@ def test_forecast_interval_from_noisy_measurements_contains_true_speed() -> None
     assert held >= 2
 
 
-def test_forecast_omits_the_error_estimate_for_two_device_counts_and_refuses_one_count() -> None:
+def test_forecast_from_two_device_counts_has_no_error_estimate() -> None:
     answer = forecast(strong(1, 2))
     assert answer.error is None
     assert answer.residual < 0.01
@@ -97,7 +97,7 @@ def test_forecast_omits_the_error_estimate_for_two_device_counts_and_refuses_one
     assert answer.strong[1].low is None, "an interval of width zero would claim certainty"
 
 
-def test_forecast_notes_name_fitted_costs_at_a_bound_and_count_disturbed_runs() -> None:
+def test_forecast_notes_name_costs_fitted_as_zero_and_count_disturbed_runs() -> None:
     assert notes_on(TRUE, strong(1, 2, 4, 8)) == []
     # Measurements in which a step takes the same time for any batch size, and the all-reduce takes
     # no time.
@@ -163,7 +163,7 @@ def test_forecast_prints_numbers_without_exponents_and_counts_disturbed_runs(
     assert "1 of 3 runs" in "\n".join(as_text(forecast_sweep(folder)))
 
 
-def test_forecast_error_is_below_5_percent_when_exact_measurements_vary_batch_size() -> None:
+def test_forecast_error_is_below_5_percent_for_noise_free_runs_with_different_batch_sizes() -> None:
     """The measurements come from one scaling model without noise, for several values of
     data.batch_size. The fitted model must describe all of them.
     """

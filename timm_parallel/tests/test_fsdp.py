@@ -120,7 +120,7 @@ def test_fsdp_shards_the_blocks_of_a_timm_model_inside_a_custom_module() -> None
     assert len(blocks_of(Wrapped())) == 3
 
 
-def test_fsdp_vector_layers_of_a_vit_are_all_layer_norm_and_layer_scale_modules() -> None:
+def test_vector_layers_returns_the_layer_norm_and_layer_scale_modules_of_a_vit() -> None:
     model = timm.create_model("vit_tiny_patch16_224", depth=2, init_values=0.1)
     assert {type(layer).__name__ for layer in vector_layers(model)} == {"LayerNorm", "LayerScale"}
 

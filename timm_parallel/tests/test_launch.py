@@ -92,7 +92,7 @@ def check_equal(done: Finished, other: Finished) -> None:
 
 
 @pytest.mark.slow(seconds=10)
-def test_torchrun_with_two_ranks_writes_each_record_once_with_equal_parameter_hashes(
+def test_run_of_two_torchrun_ranks_writes_each_record_once_and_has_equal_parameters(
     by_torchrun: Finished,
 ) -> None:
     check(by_torchrun)

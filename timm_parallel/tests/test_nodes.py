@@ -158,7 +158,7 @@ def test_threads_per_device_auto_uses_the_node_with_fewest_cores() -> None:
     assert config.parallel.threads_per_device == 3
 
 
-def test_srun_tasks_on_one_node_pool_their_cores_and_need_one_gpu_per_rank() -> None:
+def test_srun_tasks_share_the_cores_of_their_node_and_need_one_gpu_per_rank() -> None:
     config = resolved("parallel=ddp", "parallel.devices=2")
     asked = resolved("parallel=ddp", "parallel.devices=2").parallel
     asked.threads_per_device, config.parallel.accelerator, config.parallel.backend = (
@@ -565,7 +565,7 @@ def test_slurm_job_is_refused_when_another_job_has_locked_the_run_folder(
     ("restarts", "saved", "code"),
     [("0", "", 138), ("1", "", 1), ("1", "step_4.pt", 138), ("1", "step_2.pt", 1)],
 )
-def test_restarted_slurm_job_fails_at_its_time_limit_when_it_saved_no_new_checkpoint(
+def test_restarted_slurm_job_fails_at_the_time_limit_when_no_new_checkpoint_was_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restarts: str, saved: str, code: int
 ) -> None:
     """The first attempt of a job is only interrupted, because the time limit may come before the

@@ -65,7 +65,7 @@ def flowers(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @given(st.sets(st.text(min_size=1), max_size=30), st.floats(0.01, 0.6), st.floats(0.01, 0.3))
-def test_images_of_the_val_split_stay_in_it_when_val_fraction_grows(
+def test_images_stay_in_the_val_split_when_val_fraction_grows(
     names: set[str], fraction: float, more: float
 ) -> None:
     data = DataConfig(name="folder", val_fraction=fraction)
@@ -272,7 +272,7 @@ def test_split_keys_of_data_are_refused_when_they_conflict_or_have_no_effect(
 @pytest.mark.parametrize(
     "lines", [["a.png,salt; pepper,train", "b.png,sugar,val", "c.png,sugar,train"]]
 )
-def test_csv_label_with_a_semicolon_is_one_class_when_no_part_is_a_label(
+def test_csv_label_with_a_semicolon_is_one_class_unless_a_part_is_in_another_label(
     tmp_path: Path, lines: list[str]
 ) -> None:
     path = tmp_path / "labels.csv"

@@ -66,7 +66,7 @@ def test_patched_hydra_repository_checks_a_config_file_before_parsing_the_file(
     assert checked == [tmp_path / "broken.yaml"]
 
 
-def test_model_created_with_the_timm_patch_keeps_the_filter_function_for_weight_files() -> None:
+def test_create_model_with_filter_stores_the_checkpoint_filter_of_timm_in_the_model() -> None:
     load = _builder.load_pretrained
     model = create_model_with_filter("test_vit", {"num_classes": 3})
     assert callable(model.checkpoint_filter)

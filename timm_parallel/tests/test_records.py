@@ -133,7 +133,7 @@ def test_refused_resume_restores_the_code_diff_that_the_run_had_before(
     )
 
 
-def test_code_diff_says_that_it_is_incomplete_when_git_fails(tmp_path: Path) -> None:
+def test_code_diff_contains_a_note_on_missing_changes_when_git_fails(tmp_path: Path) -> None:
     write_code_diff(tmp_path, True, tmp_path / "nowhere")
     assert (tmp_path / CODE_DIFF).read_text().startswith("cut: ")
 

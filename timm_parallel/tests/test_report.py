@@ -476,7 +476,7 @@ def test_report_on_one_cpu_run_without_step_times_has_no_plot(tmp_path: Path) ->
         ({"train": {"max_steps": 40}, "sweep": {"timed": True}}, False),
     ],
 )
-def test_report_shows_val_acc_except_for_benchmark_runs_that_were_timed_or_not_evaluated(
+def test_report_shows_no_val_acc_for_runs_that_only_measured_speed(
     tmp_path: Path, config: dict[str, Any], is_shown: bool
 ) -> None:
     sweep = full_sweep(tmp_path / "s", {})

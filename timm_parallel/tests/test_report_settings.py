@@ -275,7 +275,7 @@ def test_report_uses_and_notes_another_baseline_when_sweep_baseline_has_no_finis
     )
 
 
-def test_sweep_baseline_is_refused_when_no_job_of_the_sweep_has_this_setting() -> None:
+def test_sweep_baseline_is_refused_when_no_job_of_the_sweep_has_the_baseline_setting() -> None:
     given = [["model=tiny", "optim.lr=0.001"], ["model=tiny", "optim.lr=0.003"]]
     configs = [{"optim.lr": 0.001}, {"optim.lr": 0.003}]
     check_baseline("optim.lr=3e-3, model=tiny", given, configs)
@@ -340,7 +340,7 @@ def lose(sweep: Sweep, status: str, *jobs: int) -> None:
         path.write_text(json.dumps(json.loads(path.read_text()) | {"status": status}))
 
 
-def test_report_table_has_the_number_of_lost_runs_of_each_setting(tmp_path: Path) -> None:
+def test_report_table_has_the_number_of_failed_runs_of_each_setting(tmp_path: Path) -> None:
     sweep = sweep_over_rates(tmp_path / "s")
     lose(sweep, "failed", 2)
     html, _, plain = read(sweep.write())
@@ -369,7 +369,7 @@ def test_report_never_recommends_a_setting_whose_runs_diverged_or_ran_out_of_mem
     assert any("optim.lr=0.01 (3 of 4 runs" in note for note in plain["lead"]["notes"])
 
 
-def test_report_says_that_the_recommended_setting_lost_a_run_and_widens_its_interval(
+def test_report_widens_the_interval_of_a_recommended_setting_when_one_of_the_runs_failed(
     tmp_path: Path,
 ) -> None:
     """A failed run says nothing about the quality of the setting. The interval must therefore
@@ -667,7 +667,7 @@ def test_sweep_smallest_difference_is_relative_to_the_error_rate_or_to_the_loss(
     assert loss.back(loss.to(2.0) - loss.smallest_shift(loss.to(2.0), 0.03)) == pytest.approx(1.94)
 
 
-def test_accuracy_corrected_for_selection_uses_the_setting_that_won_on_the_other_seeds() -> None:
+def test_accuracy_corrected_for_selection_chooses_each_setting_by_the_other_seeds() -> None:
     rows = [
         ("a", 0, 0.9),
         ("b", 0, 0.5),

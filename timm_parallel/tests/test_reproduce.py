@@ -143,7 +143,7 @@ def test_reproducing_a_run_with_more_gpus_than_this_machine_has_is_refused(
 @pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.nightly
-def test_reproduction_names_the_first_different_loss_and_the_images_newer_than_the_run(
+def test_reproduction_names_the_first_different_loss_and_the_images_changed_after_the_run(
     copy: Path,
 ) -> None:
     change_an_image(copy)

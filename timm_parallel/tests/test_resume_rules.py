@@ -509,7 +509,7 @@ def test_resume_is_refused_when_a_checkpoint_file_is_a_folder(main: Main, name: 
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
-def test_run_is_recorded_as_interrupted_when_a_signal_stops_it_before_its_ranks_start(
+def test_result_status_is_interrupted_when_a_signal_stops_the_run_before_ranks_start(
     main: Main, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
     monkeypatch.setattr(job, "run_job", lambda config, folder: os.kill(os.getpid(), number))

@@ -75,7 +75,7 @@ def test_option_of_dp_ddp_or_fsdp_is_refused_under_another_strategy() -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_class_attributes_read_from_the_source_file_of_a_strategy_equal_those_of_the_class(
+def test_class_attributes_parsed_from_the_source_of_a_strategy_equal_the_real_attributes(
     strategy: str,
 ) -> None:
     names = ("process_per_device", "has_one_device", "shards", "compiles", "has_buckets")

@@ -139,7 +139,7 @@ def test_search_is_refused_when_a_setting_is_invalid(override: str, named: str) 
         (("checkpoint.metric=val/loss", "optimized_metric=val/acc"), "val/acc", "maximize"),
     ],
 )
-def test_search_objective_and_direction_follow_optimized_metric_or_else_checkpoint_metric(
+def test_search_optimizes_optimized_metric_if_set_and_otherwise_checkpoint_metric(
     tmp_path: Path, overrides: tuple[str, ...], objective: str, direction: str
 ) -> None:
     command, points = expand(
@@ -212,7 +212,7 @@ def test_resumed_search_trial_is_not_pruned_before_its_next_evaluation(tmp_path:
 @pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.processes
-def test_search_records_a_failed_trial_and_does_not_run_it_again_when_resumed(
+def test_search_records_a_failed_trial_and_does_not_run_the_trial_again_when_resumed(
     tmp_path: Path,
 ) -> None:
     folder = tmp_path / "search"
@@ -413,7 +413,7 @@ def test_search_html_shows_best_trial_plots_and_trial_table(tmp_path: Path) -> N
 
 @pytest.mark.slow(seconds=2)
 @pytest.mark.parametrize("is_confirmed", [False, True])
-def test_search_html_says_that_the_best_value_is_too_good_and_shows_the_confirmation(
+def test_search_html_calls_the_best_value_too_good_and_links_the_confirmation_report(
     tmp_path: Path, is_confirmed: bool
 ) -> None:
     ends = [("done", 0.5, ""), ("done", 0.9, "")]

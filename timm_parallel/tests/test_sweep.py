@@ -74,7 +74,7 @@ def test_sweep_skips_a_job_with_a_reason_when_devices_do_not_fit_strategy_or_bat
 
 
 @pytest.mark.slow(seconds=1)
-def test_skipped_dp_job_has_a_code_for_a_too_small_batch_or_several_nodes() -> None:
+def test_skipped_dp_job_has_a_reason_code_for_a_too_small_batch_or_several_nodes() -> None:
     small = points(
         "parallel=dp", "parallel.devices=4", "data.batch_size=2,64", "parallel.accelerator=cpu"
     )

@@ -324,7 +324,7 @@ def test_wandb_and_mlflow_are_refused_with_a_pip_command_when_not_installed(
         ("tracker.uri=http://me:pass1234@localhost:5000", "tracker.uri"),
     ],
 )
-def test_tracker_option_is_refused_when_no_selected_tracker_uses_it(
+def test_tracker_option_is_refused_when_no_selected_tracker_uses_the_option(
     refuse: Refuse, override: str, key: str
 ) -> None:
     line = refuse(override)

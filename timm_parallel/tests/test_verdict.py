@@ -335,7 +335,7 @@ def facts(folder: Path, code: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("accuracy", "code", "word"), [(0.8, 0, BETTER), (0.6, 4, WORSE), (0.7, 3, NO_DIFFERENCE)]
 )
-def test_script_compares_working_tree_with_base(
+def test_verdict_script_compares_the_working_tree_with_the_base_commit(
     repository: Path, capsys: pytest.CaptureFixture[str], accuracy: float, code: int, word: str
 ) -> None:
     write_settings(repository, accuracy=accuracy)

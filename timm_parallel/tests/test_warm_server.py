@@ -340,7 +340,7 @@ def test_failure_of_a_forked_rank_reaches_its_launcher_even_when_the_rank_cannot
     assert failure is not None and failure["exception"] == "ValueError"
 
 
-def test_forked_rank_that_was_never_started_ends_together_with_its_launcher(tmp_path: Path) -> None:
+def test_forked_rank_that_got_no_job_ends_when_the_with_block_ends(tmp_path: Path) -> None:
     with fork_server.ForkedRank(tmp_path, lambda *given: None) as forked:
         os.kill(forked.pid, 0)
     with pytest.raises(ProcessLookupError):

@@ -42,8 +42,8 @@ _NOT_OF_A_GROUP = (*NOT_A_SETTING, "parallel.", "model.name", "data.batch_size")
 
 @dataclass(frozen=True)
 class MeasuredPoint(Configuration):
-    """All runs of one strategy on one number of devices and nodes. The runs are repeats of each
-    other.
+    """All runs of one strategy on the same number of devices and nodes. The runs are repeats of
+    each other.
     """
 
     strategy: str
@@ -62,8 +62,8 @@ class MeasuredPoint(Configuration):
 
     @cached_property
     def metrics(self) -> dict[str, Summary]:
-        """Median and range of the headline metric (`checkpoint.metric`) over the repeats, as a
-        dictionary from the name of the metric to the values.
+        """Dictionary from the name of the headline metric (`checkpoint.metric`) to its median and
+        range over the repeats.
         """
         return summarize_columns({run.metric: run.metric_value} for run in self.runs)
 
@@ -104,10 +104,11 @@ class Group(Question[MeasuredPoint]):
 
     def rows(self, measure: str) -> list[Row]:
         """Return (configuration, repeat on one host, value) of each run whose value of `measure`
-        may be compared.
+        can be compared.
 
-        Runs next to concurrent jobs are left out. Runs of dp over CPU threads are left out too,
-        except for the time to the first step.
+        `measure`: name of a measured value, such as `images_per_sec`. Runs that had concurrent jobs
+        are excluded. Runs of dp over CPU threads are excluded too, except for the time to the first
+        step.
         """
         measured: list[Row] = []
         for point in self.members:
@@ -119,8 +120,8 @@ class Group(Question[MeasuredPoint]):
         return measured
 
     def pairs(self, measure: str) -> list[tuple[str, str]]:
-        """Return the pairs of configurations to compare by `measure`: ddp with dp on equally many
-        devices and, for speed, each configuration with single.
+        """Return the pairs of configurations to compare. Every measure compares ddp with dp on
+        equally many devices. The measure speed also compares each configuration with single.
         """
         # Compare no further pairs, because each additional pair would widen all confidence
         # intervals.
@@ -220,7 +221,8 @@ class Group(Question[MeasuredPoint]):
 
 def group_runs(runs: Iterable[RunRecord]) -> list[Group]:
     """Group the finished runs whose speeds can be compared. The largest group comes first, and each
-    group is sorted by strategy and number of devices. The configurations are not compared yet.
+    group is sorted by strategy and number of devices. The result contains no comparisons yet;
+    `with_contrasts` adds them.
     """
     comparable = [run for run in runs if run.comparable]
     settings = [key for key in varied(comparable) if not key.startswith(_NOT_OF_A_GROUP)]

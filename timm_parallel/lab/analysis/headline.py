@@ -116,11 +116,10 @@ def _disturbed(runs: Sequence[RunRecord]) -> str:
 
 
 def recommend(group: Group | SettingGroup) -> Recommendation:
-    """Choose the headline result of a group of configurations.
-
-    Of strategies, this is the simplest that is not relevantly slower than the fastest. Of settings,
-    it is the best that is shown to be better than the baseline. Of a tuning, it is the setting with
-    the fewest changes among the fastest.
+    """Choose the headline result of a group of configurations. Among strategies, it is the simplest
+    one that is not relevantly slower than the fastest. Among settings, it is the best one that is
+    shown to be better than the baseline. In a tuning, it is the setting with the fewest changes
+    among the fastest.
     """
     if isinstance(group, SettingGroup) and not group.is_about_speed:
         return _recommend_better(group)
@@ -250,8 +249,8 @@ def _recommend_better(group: SettingGroup) -> Recommendation:
 
 
 def _shown_best(group: SettingGroup, contrast: Contrast) -> Recommendation:
-    """Recommend the setting that is shown to be better than the baseline, or the baseline itself if
-    it is shown to be best. `contrast`: comparison of a setting with the baseline.
+    """Recommend the setting that is shown to be better than the baseline, or the baseline if it is
+    shown to be the best. `contrast`: comparison of the best other setting with the baseline.
     """
     other, baseline = group.named(contrast.a), group.baseline
     chosen = other if contrast.verdict == SUPPORTED else baseline
@@ -332,8 +331,9 @@ def _only_setting(group: SettingGroup) -> Recommendation:
 
 
 def _expected(group: SettingGroup, chosen: Setting) -> Recommendation:
-    """Estimate value and difference of a setting in new runs, without the bias of choosing the
-    best. In each repeat, the setting that is best in all other repeats is scored.
+    """Estimate which value the chosen setting will have in new runs, and its difference from the
+    baseline, without the bias of choosing the best. The estimate is the mean of one value per
+    repeat: that of the setting which is best in all other repeats.
     """
     # Leave out settings with lost runs, because chance decided which of their runs have a value.
     settings, blocks = group.complete, {block for _, block, _ in group.rows()}
@@ -552,8 +552,9 @@ def _start_seconds(setting: Setting) -> str:
 def _without_changes(
     group: SettingGroup, winner: Setting, shown: Mapping[str, Contrast]
 ) -> list[str]:
-    """Return a list with a sentence on the fastest setting that changes only speed and memory. The
-    list is empty if the recommended setting is such a setting itself, or if there is none.
+    """Return a list with one sentence, which names the fastest of the settings that change only
+    speed and memory. Return an empty list if the recommended setting is one of them, or if there
+    are none.
     """
 
     def only_speed(setting: Setting) -> bool:

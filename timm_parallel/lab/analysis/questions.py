@@ -87,13 +87,15 @@ class Question(Generic[C]):
     scale: Scale = RATIO
 
     def rows(self, measure: str) -> list[Row]:
-        """Return (configuration, repeat, value) of each run whose value of `measure` may be
-        compared.
+        """Return (configuration, repeat, value) of each run whose value can be compared. `measure`:
+        name of the value, such as `images_per_sec`.
         """
         raise NotImplementedError
 
     def pairs(self, measure: str) -> list[tuple[str, str]]:
-        """Return the pairs of configurations that are compared by `measure`."""
+        """Return the pairs of configurations to compare. `measure`: name of the compared value,
+        such as `images_per_sec`.
+        """
         raise NotImplementedError
 
     def is_void(self, contrast: Contrast) -> bool:
@@ -151,8 +153,8 @@ def with_contrasts(
     """Compare pairs of configurations in each group, and return copies of the groups with the
     results: effect, confidence interval and verdict of each pair.
 
-    `levels`: measure -> chance that any verdict on it is wrong. The key "" stands for the measure
-    of the headline result, which is the only measure by default.
+    `levels`: dictionary from measure to the chance that any verdict on this measure is wrong. The
+    key "" stands for the measure of the headline result. By default, only this measure is compared.
     """
     known: list[dict[str, list[Contrast]]] = [{} for _ in questions]
     for measure, level in (levels or {"": LEVEL}).items():

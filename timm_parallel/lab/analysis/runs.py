@@ -358,8 +358,8 @@ class RunRecord:
         return as_number(self.result.get(key))
 
     def entries(self, kind: type, key: str) -> list[Any]:
-        """Return the entries of type `kind` of a list in result.json. `key`: dotted key of the
-        list. The result is empty if the file has no such list.
+        """Return the entries of a list in result.json that have the type `kind`, such as dict.
+        `key`: dotted key of the list. The result is empty if the file has no such list.
         """
         entries = self.result.get(key)
         return (

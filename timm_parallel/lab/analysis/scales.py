@@ -56,11 +56,12 @@ class Scale:
         return next((shift for shift in shifts if math.isfinite(shift)), 0.0)
 
     def smallest_shift(self, level: float, share: float) -> float:
-        """Return the change of the transformed value, as a positive number, that means an
-        improvement by the share `share`.
+        """Return the smallest change of the transformed value that counts as a relevant
+        improvement, as a positive number.
 
-        The share is relative to the value, or to the errors if the measure is an accuracy. With
-        0.03, an accuracy of 0.90 must reach 0.903, which is 3 % fewer errors.
+        `level`: transformed value before the change. `share`: smallest relevant improvement as a
+        fraction of the value, or of the error rate if the measure is an accuracy. With 0.03, an
+        accuracy of 0.90 must reach 0.903, which is 3 % fewer errors.
         """
         if self.is_ratio:
             return math.log1p(share)

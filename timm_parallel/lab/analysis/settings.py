@@ -68,8 +68,8 @@ class Setting(Configuration):
 
     @property
     def is_sound(self) -> bool:
-        """False if the settings themselves ended runs, for example by values that are not finite. A
-        report never recommends such a setting.
+        """True if no run of the setting ran out of memory or had a value that is not finite, and at
+        least one run has a value. A report recommends only such a setting.
         """
         return bool(self.values) and not any(run.lost_by_settings for run in self.lost)
 
@@ -131,14 +131,15 @@ class SettingGroup(Question[Setting]):
         return replace(e, slack=(up, down) if self.scale.lower_is_better else (down, up))
 
     def is_void(self, contrast: Contrast) -> bool:
-        """Return True if the setting that is shown to be better has itself ended some of its runs.
-        The values of its other runs do not tell how it would do in those runs.
+        """Return True if a setting is shown to be better, although some of its runs ran out of
+        memory or diverged. The comparison then gets no verdict, because it only uses the runs that
+        succeeded.
         """
         return contrast.verdict == SUPPORTED and not self.named(contrast.a).is_sound
 
     @cached_property
     def highest(self) -> str:
-        """Label of the setting with the best mean. Settings with lost runs count only if every
+        """Label of the setting with the best mean. A setting with lost runs is chosen only if every
         setting has lost runs.
         """
         estimates = self.estimates(self.metric, self.pairs(self.metric))
@@ -211,8 +212,8 @@ class SettingGroup(Question[Setting]):
         return mean_interval(setting.values.values(), self.scale, self.rounding)
 
     def best(self, count: int) -> list[Setting]:
-        """Return the baseline and the settings with the best means, `count` settings in all, in the
-        order of the sweep.
+        """Return `count` settings in the order of the sweep: the baseline, and those with the best
+        means.
         """
 
         ranked = sorted(
@@ -274,8 +275,8 @@ def setting_groups(runs: Iterable[RunRecord]) -> list[SettingGroup]:
 
 
 def _lost_shift(setting: Setting, end: float, scale: Scale) -> float:
-    """Return how far the mean of a setting would move on the scale if all of its lost runs had the
-    value `end`.
+    """Return by how much the mean of a setting, on the scale, would change if each of its lost runs
+    had reached the value `end`. The caller passes the best or the worst value of the group.
     """
     share = len(setting.lost) / (len(setting.lost) + len(setting.runs)) if setting.lost else 0.0
     shift = (

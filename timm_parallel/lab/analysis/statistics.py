@@ -321,8 +321,11 @@ def _moderated(fit: _Fit, total: int, smallest: float, equal_noise: bool) -> tup
 def _common_variance(
     variances: Array, freedoms: Array, pooled: float, total: int
 ) -> tuple[float, float]:
-    """Return (common value of the variances, its degrees of freedom). Variances are drawn toward
-    this value. The degrees of freedom are `total` if the variances differ only by chance.
+    """Estimate the common value toward which the variances of the configurations are drawn, and its
+    degrees of freedom.
+
+    `pooled`, `total`: pooled variance and its degrees of freedom. They are returned if the
+    variances differ only by chance.
     """
     logs = np.log(variances) - digamma(freedoms / 2) + np.log(freedoms / 2)
     excess = float(logs.var(ddof=1) - polygamma(1, freedoms / 2).mean()) if len(logs) > 1 else 0.0
@@ -346,8 +349,8 @@ def decide(
     and verdicts. The chance that any of the verdicts is wrong is at most `level`.
 
     Holm's rule: compare the smallest of m p-values with level / m, the next with level / (m - 1),
-    and so on, until one fails. Test the rest at the level of that one. Each interval has the level
-    of its test, so that interval and verdict agree.
+    and so on, until a p-value is too large. Test all remaining pairs at the level of that p-value.
+    Each interval has the level of its test, so that interval and verdict agree.
     """
     tested = sorted((e for e in estimates if e.freedom), key=lambda e: e.p)
     levels: dict[int, float] = {}
@@ -436,8 +439,8 @@ def mean_interval(
 
 @dataclass(frozen=True)
 class Summary:
-    """Median, minimum, maximum and number of repeated measurements. They are only shown in tables.
-    Verdicts do not use them.
+    """Median, minimum, maximum and number of repeated measurements, for the tables of a report.
+    Verdicts are computed from the single measurements instead.
     """
 
     median: float

@@ -240,8 +240,10 @@ def _what_would_decide(contrast: Contrast) -> str:
 
 
 def _lost_alone(runs: Sequence[RunRecord], code: str) -> list[RunRecord]:
-    """Return the runs of one version that its code ended, in repeats in which the other version has
-    a value. The code ended a run if it ran out of memory or a value was not finite.
+    """Return the runs of one version that ran out of memory or had a value that is not finite,
+    while the other version finished the same repeat.
+
+    `code`: the version whose runs are returned, base or head.
     """
     ended = {
         run.block for run in runs if run.comparable and not run.is_lost and code_of(run) != code

@@ -78,8 +78,8 @@ def size_text(scale: Scale, size: float) -> str:
 
 
 def points(share: float, limit: float = 0.001) -> str:
-    """Format a share in percent with one decimal place. A share below `limit` gets two significant
-    digits.
+    """Format a fraction as a percentage with one decimal place. If the fraction is below `limit`,
+    show two significant digits.
     """
     return f"{100 * share:.{_decimals(share, limit)}f}"
 
@@ -89,8 +89,8 @@ def _decimals(share: float, limit: float) -> int:
 
 
 def value_text(scale: Scale, value: float | None) -> str:
-    """Format a value of the metric. If it is near 0 or 100 %, the number of errors keeps two
-    significant digits.
+    """Format a value of the metric. A proportion near 0 or 100 % gets enough decimal places to show
+    its distance from 0 or 100 % with two significant digits.
     """
     if value is None:
         return DASH

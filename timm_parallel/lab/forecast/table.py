@@ -34,8 +34,8 @@ def forecast_sweep(folder: Path, **options: Any) -> dict[str, Answer]:
     }
     if not enough:
         raise ValueError(
-            f"{folder}: has no setting with finished runs of single or ddp on two or more numbers "
-            "of devices; sweep over parallel.devices without concurrent jobs"
+            f"{folder}: a forecast needs finished runs of one setting on two or more numbers of "
+            "devices, with single or ddp; sweep over parallel.devices without concurrent jobs"
         )
     return {name: forecast(runs, **options) for name, runs in enough.items()}
 

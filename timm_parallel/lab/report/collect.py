@@ -43,7 +43,7 @@ def collect(folders: list[Path]) -> list[RunRecord]:
                 runs.setdefault(run.folder.resolve(), run)
         except ValueError as error:
             raise ValueError(
-                f"{error}; restore the file, or leave the folder out of the report"
+                f"{error}; restore the file, or leave the folder {folder} out of the report"
             ) from None
     return list(runs.values())
 
@@ -52,7 +52,7 @@ def _read_folder(folder: Path, root: Path) -> list[RunRecord]:
     if (folder / "jobs.json").is_file():
         jobs = read_jobs(folder).jobs
         if not jobs:
-            raise ValueError(f"{folder / 'jobs.json'}: has no jobs, but a sweep has at least one")
+            raise ValueError(f"{folder / 'jobs.json'}: lists no jobs, but a sweep has at least one")
         return [
             _read_run(folder / job.folder, root, job, os.path.relpath(folder, root)) for job in jobs
         ]
@@ -137,9 +137,9 @@ def read_curve(folder: Path, metric: str) -> dict[int, float]:
 
 
 def _seed(job: Job) -> int | None:
-    """Return the seed of a job. If the overrides of the job set a seed that contradicts jobs.json,
-    return the seed of the overrides. The seed of a repeat is the first seed plus the number of the
-    repeat.
+    """Return the seed with which a job was started. This is the seed in jobs.json, unless the
+    overrides of the job set a different one. A repeat may differ from its override by the number of
+    the repeat, because the sweep adds that number to the seed.
     """
     given = parse_overrides(job.overrides).get("seed", "")
     if given.isdigit() and job.seed not in (int(given), int(given) + (job.block or 0)):
@@ -170,9 +170,11 @@ def _read(path: Path, kind: str, parse: Callable[[str], Any]) -> dict[str, Any]:
         tree = parse(path.read_text(encoding="utf-8")) or {} if path.is_file() else {}
     except (OSError, ValueError, yaml.YAMLError) as error:
         first = str(error).splitlines()[0]
-        raise ValueError(f"{path}: cannot be read as {kind} ({first})") from None
+        raise ValueError(f"{path}: the file cannot be read as {kind} ({first})") from None
     if not isinstance(tree, dict):
-        raise ValueError(f"{path}: expected {kind} with keys and values, got {type(tree).__name__}")
+        raise ValueError(
+            f"{path}: expected a {kind} file with keys and values, got {type(tree).__name__}"
+        )
     return flat(tree)
 
 

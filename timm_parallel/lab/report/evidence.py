@@ -101,8 +101,10 @@ class Evidence:
         ]
 
     def comparisons(self, measure: str, strategy: str, other: str) -> list[Comparison]:
-        """Return the comparisons by `measure` of `strategy` on 2 devices or more with the strategy
-        `other`.
+        """Return the comparisons of two strategies by one measured value.
+
+        `measure`: name of the value, such as `images_per_sec`. `strategy`: the compared strategy,
+        on 2 devices or more. `other`: the strategy with which it is compared.
         """
         comparisons = []
         for group in self.groups:
@@ -132,8 +134,8 @@ class Evidence:
         failed: Sequence[RunRecord] = (),
         figures: str = "",
     ) -> ClaimResult:
-        """Check a statement on each run of `strategy`, and return the verdict: supported unless it
-        is false for a run.
+        """Check a statement on each run of `strategy`, and return the verdict. The statement is
+        supported unless it is false for a run.
 
         `is_true`: function that checks the statement on a run. It returns None if the run did not
         record what is needed. `failed`: runs whose failure contradicts the statement.
@@ -167,12 +169,12 @@ def evaluate_claim(
     rule: str = "",
     otherwise: ClaimResult | None = None,
 ) -> ClaimResult:
-    """Combine several comparisons into the verdict on a claim. It is not supported if any
-    comparison is not, else inconclusive if any is, else supported. Without comparisons, return
-    `otherwise`.
+    """Combine several comparisons into the verdict on a claim. The verdict is "not supported" if
+    one of the comparisons has this verdict, else "inconclusive" if one is inconclusive, else
+    "supported".
 
     `unit`: words after each ratio, such as `the images/s of dp`. `rule`: sentence that explains the
-    verdict.
+    verdict. `otherwise`: result if there are no comparisons.
     """
     if not comparisons:
         return otherwise or missing("dp and ddp on the same devices in one repeat")

@@ -77,10 +77,11 @@ def _plot(
     frame: pd.DataFrame,
     data: pd.DataFrame | None = None,
 ) -> Plot:
-    """Draw one plot as SVG with the function `paint(axes, frame)`.
+    """Draw one plot as SVG with the function `paint(axes, frame)`, where `frame` is the table with
+    the values to draw.
 
-    `data`: table for the file next to the plot, or None to use `frame`. If `frame` has a column
-    `label`, the height of the plot is that of its texts.
+    `data`: table for the CSV file next to the plot, by default `frame`. A column `label` in `frame`
+    has the labels of the rows; the plot is then as high as these texts need.
     """
     import matplotlib
     from matplotlib.figure import Figure

@@ -46,7 +46,8 @@ Drawn = dict[Group | SettingGroup, list[plots.Plot]]
 def compare(runs: list[RunRecord], folders: Sequence[Path]) -> Report:
     """Group and compare runs, and return the contents of the report.
 
-    `folders`: folders from which the runs come. In sweep folders, jobs.json is read too.
+    `folders`: sweep folders or run folders from which the runs were read. In a sweep folder,
+    jobs.json and verdict.json are read too.
     """
     # If the sweeps set different values of sweep.smallest_difference, use the largest.
     limits = [run.config.get("sweep.smallest_difference") for run in runs]

@@ -78,8 +78,8 @@ def results_table(group: Group | SettingGroup) -> Table:
 
 
 def _without_empty(rows: Sequence[dict[str, str]], kept: Sequence[str]) -> list[dict[str, str]]:
-    """Remove the columns of a table that have no value in any row. `kept`: columns that stay
-    anyway.
+    """Remove the columns of a table that have no value in any row. `kept`: columns that are not
+    removed even if they are empty.
     """
     filled = {*kept}
     for row in rows:
@@ -331,8 +331,8 @@ def _notes(group: Group) -> list[str]:
 
 
 def _rest(count: int, note: str) -> list[str]:
-    """Return a list with the note on the rows that a table leaves out. The list is empty if it
-    leaves out none.
+    """Return a list with one note, which tells how many rows a table does not show. Return an empty
+    list if the table shows all rows.
     """
     return [note.format(count)] if count > 0 else []
 

@@ -30,34 +30,30 @@ def check_confirmation(config: Config, base: DictConfig, space: list[Dimension])
     with the config of the default settings, so that its data can be checked. The list is empty if
     search.confirm is not set.
     """
-    settings, train, written = (
-        config.search,
-        config.train,
-        f"search.confirm={config.search.confirm}",
-    )
+    settings, train = config.search, config.train
     if settings.confirm is None:
         return []
     if any(dimension.name == "seed" for dimension in space):
         raise ValueError(
-            f"{written}: trains the best trial with new seeds, but seed is searched; leave out "
-            "search.confirm, or give seed a single value"
+            f"search.confirm={settings.confirm}: trains the best trial with new seeds, but the "
+            "search varies seed; leave out search.confirm, or give seed a single value"
         )
     if config.sweep.baseline is not None:
         raise ValueError(
-            f"{written}: compares the best trial with the default settings, so there is no other "
-            "baseline; leave sweep.baseline out"
+            f"search.confirm={settings.confirm}: compares the best trial with the default "
+            "settings, so another baseline is not possible; leave sweep.baseline out"
         )
     is_timed = config.sweep.timed or train.evaluate_every == 0
     if config.objective == "images_per_sec" or (is_timed and train.max_steps is not None):
         raise ValueError(
-            f"{written}: compares accuracy or loss, but this search measures speed; leave "
-            "search.confirm out"
+            f"search.confirm={settings.confirm}: compares accuracy or loss, but this search "
+            "measures speed; leave search.confirm out"
         )
     default = trial_point(base, [], 0)
     if default.reason:
         raise ValueError(
-            f"{written}: also trains the default settings, which cannot run on this machine: "
-            f"{default.reason}"
+            f"search.confirm={settings.confirm}: also trains the default settings, which cannot "
+            f"run on this machine: {default.reason}"
         )
     return [default.config]
 
@@ -68,10 +64,10 @@ def confirm_best(
     """Train the best trial of a search and the default settings with new seeds, and write a report.
     Return the exit code.
 
-    `number`: number of the best trial. `overrides`: its values of the searched keys. `num_seeds`:
-    runs of each. `max_jobs`: largest number of concurrent jobs. The jobs are in `confirm_<number>`
-    below the search's folder, so a search that later finds another best trial confirms that one
-    too.
+    `number`: number of the best trial. `overrides`: values of the searched keys in the best trial.
+    `num_seeds`: runs per configuration. `max_jobs`: largest number of concurrent jobs. The jobs are
+    in the folder `confirm_<number>` of the search. A search that later finds another best trial
+    therefore confirms that trial too.
     """
     config, base, _ = read_search(trials.folder)
     points = _points(base, overrides, first_seed=config.seed + 1)

@@ -2,8 +2,9 @@
 like the jobs of a sweep.
 
 Only the process of the search accesses Optuna's study. The value of a trial is the objective in its
-result.json. Its metrics.jsonl decides about stopping it early. All trials start from search.yaml,
-so later edits of YAML files do not change them. A search and its trials continue after a stop.
+result.json. The metrics in metrics.jsonl decide whether a trial is stopped early. All trials start
+from search.yaml, so later edits of YAML files do not change them. After a stop, the search and its
+trials can be continued.
 """
 
 from __future__ import annotations
@@ -199,8 +200,8 @@ class Search(Runner):
         super().ended(job)
 
     def outcome(self, job: Job) -> str:
-        """Return the number of an ended trial with its objective, or with its status if it has no
-        objective.
+        """Format the line that reports the end of a trial: its number and its objective, or its
+        status if it has no objective.
         """
         if job.status != "done":
             return f"trial {job.id}  {job.status}"

@@ -105,7 +105,9 @@ def read_space(command: Command) -> list[Dimension]:
                 f"{name}.<key>, or sweep over {name} without search=…"
             )
         if name.split(".")[0] in NOT_SEARCHED:
-            raise ValueError(f"{written}: {name} cannot be searched; give it a single value")
+            raise ValueError(
+                f"{written}: a search cannot vary the key {name}; give it a single value"
+            )
         if not is_known(name):
             raise ValueError(f"{written}: unknown key {name}{key_hint(name)}")
     return list(space.values())
@@ -125,12 +127,12 @@ def parse_space(params: dict[str, Any]) -> list[Dimension]:
             override = OverridesParser.create().parse_override(f"{key}={text}")
         except HydraException as error:
             raise ValueError(
-                f"{written}: cannot be parsed: {str(error).splitlines()[0]}"
+                f"{written}: Hydra cannot parse this value: {str(error).splitlines()[0]}"
             ) from error
         if not override.is_sweep_override():
             raise ValueError(
-                f"{written}: expected several values as {SWEPT}; for a single value, use "
-                f"{key}={text} without search.params"
+                f"{written}: a searched key needs several values, given as {SWEPT}; for one value, "
+                f"use {key}={text} without search.params"
             )
         space.append(_dimension(override))
     return space
@@ -155,7 +157,7 @@ def _dimension(override: Any) -> Dimension:
         )
         if not low < high or ("log" in tags and low <= 0):
             raise ValueError(
-                f"{written}: expected interval(a,b) with a < b, and a > 0 with tag(log)"
+                f"{written}: expected interval(a,b) with a < b; with tag(log) also a > 0"
             )
         return Dimension(
             name, key, text, (), low, high, 1 if isinstance(low, int) else None, "log" in tags
@@ -173,7 +175,7 @@ def _dimension(override: Any) -> Dimension:
             )
         return Dimension(name, key, text, (), numbers[0], numbers[-1], abs(sweep.step))
     if not override.is_choice_sweep():
-        raise ValueError(f"{written}: expected several values as {SWEPT}")
+        raise ValueError(f"{written}: a searched key needs several values, given as {SWEPT}")
     return Dimension(name, key, text, tuple(dict.fromkeys(override.sweep_string_iterator())))
 
 
@@ -224,7 +226,9 @@ def check_space(config: Config, base: DictConfig, space: list[Dimension]) -> lis
                 trial_point(base, [override], 0)
         except ValueError as error:
             fix = "; for integers use int(interval(a,b))" if _is_fractional(dimension) else ""
-            raise ValueError(f"{dimension.name}={dimension.text}: {error}{fix}") from error
+            raise ValueError(
+                f"{dimension.name}={dimension.text}: a searched value is not valid: {error}{fix}"
+            ) from error
     for corner in _corners(ends):
         reason = trial_point(base, corner, 0).reason
         if not reason:
@@ -323,8 +327,8 @@ def read_frozen(path: Path) -> DictConfig:
 
 
 def _of_a_trial(overrides: list[str]) -> list[str]:
-    """Return the overrides of a search without those of `search` and `sweep`, so that the command
-    of a trial runs without -m.
+    """Convert the overrides of a search to those of a single trial: remove the keys of `search` and
+    `sweep`, so that the command of the trial runs without -m.
     """
     kept = [
         item

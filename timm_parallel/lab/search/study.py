@@ -63,8 +63,8 @@ def ask(
     number: int,
     max_jobs: int | None,
 ) -> optuna.Trial:
-    """Return trial `number` of a study, with a value for each searched key. If a stopped search has
-    begun this trial, return that trial with the values that it has.
+    """Return trial `number` of a study, with a value for each searched key. If the search was
+    stopped during this trial, the trial keeps the values that it had.
 
     Raises ValueError if the study has trials of another search.
     """

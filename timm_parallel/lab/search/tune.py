@@ -155,7 +155,7 @@ def _settings_alone(current: Point) -> list[Point]:
         try:
             point = trial_point(current.tree, shlex.split(text), number)
         except ValueError as error:
-            raise ValueError(f"sweep.tune: {text}: {error}") from error
+            raise ValueError(f"sweep.tune: {text}: this setting is not valid: {error}") from error
         if point.reason or (_fits(point) and all(point.config != other.config for other in points)):
             points.append(point)
     if all(point.reason for point in points[1:]):

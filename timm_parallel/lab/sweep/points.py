@@ -176,7 +176,7 @@ def keys_that_may_change(command: Command, folder: Path, *keys: str) -> set[str]
     keys_set = {override.lstrip("+").partition("=")[0] for override in task_overrides(command.tree)}
     if changed := sorted(keys_set.difference(("sweep.resume", *keys))):
         raise ValueError(
-            f"{changed[0]}: the sweep that sweep.resume={folder} continues keeps its settings; "
+            f"{changed[0]}: cannot be changed when a sweep is continued (sweep.resume={folder}); "
             f"leave {changed[0]} out"
         )
     return keys_set

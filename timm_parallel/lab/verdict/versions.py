@@ -143,8 +143,8 @@ def _copy(name: str, folder: Path) -> None:
 
 
 def names(*options: str) -> list[str]:
-    """Return the names of the files of the working tree that `git ls-files` lists with these
-    options.
+    """List files of the working tree with `git ls-files`. `options`: options of that command, such
+    as `--others` for untracked files.
     """
     output = os.fsdecode(code_copy.git(root(), "ls-files", "-z", "--exclude-standard", *options))
     return [name for name in output.split("\0") if name]

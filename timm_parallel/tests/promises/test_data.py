@@ -169,7 +169,7 @@ def test_jpeg_is_decoded_by_pil_when_torchcodec_cannot_be_loaded(
     assert sum("torchcodec" in line for line in caplog.messages) == 1
 
 
-def test_decoded_cmyk_jpeg_differs_from_pil_by_at_most_2() -> None:
+def test_pixel_values_of_a_decoded_cmyk_jpeg_differ_from_pil_by_at_most_2() -> None:
     """PIL and the JPEG decoder round pixel values differently when they convert CMYK to RGB."""
     data = scanned("cmyk")
     with Image.open(io.BytesIO(data)) as opened:

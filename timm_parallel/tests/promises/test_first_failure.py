@@ -149,7 +149,7 @@ def test_connection_failure_of_nccl_is_not_reported_as_the_exit_of_another_rank(
     assert first_failure(tmp_path, RankExits(exit_codes={0: 1, 1: -signal.SIGKILL}))["rank"] == 1
 
 
-def test_rank_0_that_refuses_a_config_does_not_raise_when_another_rank_never_responds(
+def test_refuse_followers_does_not_raise_when_another_rank_never_responds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from torch.distributed import HashStore
@@ -160,7 +160,7 @@ def test_rank_0_that_refuses_a_config_does_not_raise_when_another_rank_never_res
     torchrun.refuse_followers(Ranks(0, 2, 0, 2), "seed=x: expected an integer")
 
 
-def test_result_holds_the_torch_store_error_when_another_node_never_connects(
+def test_result_json_has_the_torch_store_error_when_another_node_never_connects(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The other node sends no information about itself, so the error of the torch store is the only

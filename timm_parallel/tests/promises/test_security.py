@@ -112,7 +112,7 @@ def test_yaml_file_with_few_aliases_is_read(tmp_path: Path) -> None:
     assert read_saved(tmp_path / "a.yaml") == {"a": {"x": 1}, "b": {"x": 1}}
 
 
-def test_torchinductor_cache_moves_from_tmp_to_home_but_other_folders_are_kept(
+def test_torchinductor_cache_folder_is_in_home_unless_user_sets_a_folder_outside_tmp(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for given in (None, "/tmp/torchinductor_me"):

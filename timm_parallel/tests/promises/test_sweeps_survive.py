@@ -186,7 +186,7 @@ def test_finished_sweep_job_stays_done_when_the_fork_server_and_the_job_are_kill
 
 @pytest.mark.processes
 @pytest.mark.slow(seconds=6)
-def test_sweep_starts_gpu_jobs_and_lets_them_fail_when_gpus_have_disappeared(
+def test_sweep_starts_every_gpu_job_instead_of_skipping_when_gpus_have_disappeared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A failed job runs again when the sweep is resumed on a machine with GPUs. A skipped job would
