@@ -23,7 +23,7 @@ linux = pytest.mark.skipif(
 )
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 10) -> None:
+def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:
     until = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < until
