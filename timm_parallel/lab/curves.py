@@ -48,7 +48,7 @@ def compare_curves(one: Path, other: Path, tolerance: float) -> list[CurveCompar
         # A run that failed before it loaded its data recorded no fingerprints of the data.
         if key in second and a != second[key]:
             raise ValueError(
-                f"{key}: is {a} in {one}, but {second[key]} in {other}; expected two runs with "
+                f"{key}: {a} in {one}, but {second[key]} in {other}; expected two runs with "
                 "equal data, number of steps and batch size"
             )
     of_one, of_other = curves(one), curves(other)
