@@ -106,7 +106,8 @@ def put_back(root: Path, result: str, head: str) -> None:
     except ValueError as error:
         fix = "git reset --hard discards the update and your edits"
         raise ValueError(
-            f"you edited a file during the tests, so the update is not undone; {fix} ({error})"
+            "the tests failed, but the update cannot be undone, because you edited a file while "
+            f"they ran; {fix} ({error})"
         ) from None
 
 

@@ -399,8 +399,8 @@ def all_strategies(seconds: float) -> list[Row]:
 
 
 def class_weights_under_dp(seconds: float) -> list[Row]:
-    """Check that dp trains with class weights. One run computes the loss on the output device, and
-    the other one in each replica.
+    """Check that two runs of dp with class weights end without an error: one computes the loss on
+    the output device, and one in each replica.
     """
     clock, rows = Clock(seconds), []
     weighted = ("parallel=dp", "parallel.devices=2", "train.class_weights=auto", *SHORT)

@@ -103,7 +103,7 @@ def test_make_test_installs_runtime_and_development_requirements(checkout: Path)
     ]
 
 
-def test_make_train_uses_the_variables_python_venv_and_args_of_the_command_line(
+def test_make_train_uses_make_variables_from_the_command_line(
     checkout: Path,
 ) -> None:
     commands = make(

@@ -48,15 +48,15 @@ class StepHooks:
         """Report that the gradients are complete and the optimizer step starts."""
 
     def end_step(self) -> bool:
-        """Report that all work of a step is queued on the device.
+        """Tell the meter that the training loop has queued all work of a step on the device.
 
-        Returns True if a signal has asked to stop the run after this step.
+        Returns True if the run must stop after this step, because it received a stop signal.
         """
         self.meter.end_step()
         return self.stop.should_stop()
 
     def synchronized(self) -> None:
-        """Report that the device has finished all queued work."""
+        """Tell the meter that the device has finished all queued work."""
         self.meter.synchronized()
 
     def profile(self, folder: Path) -> dict[str, Any] | None:

@@ -78,9 +78,9 @@ class OversubscriptionWatcher(threading.Thread):
         self._closed = threading.Event()
 
     def close(self) -> None:
-        """End the watcher and all idle teams.
+        """End the thread of the watcher and all idle thread teams that it has started.
 
-        Threads that run torch while the interpreter shuts down would abort the process.
+        A thread that still runs torch while the interpreter shuts down would abort the process.
         """
         self._closed.set()
         self.join()

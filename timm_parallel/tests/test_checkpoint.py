@@ -229,7 +229,7 @@ def test_json_sidecar_of_a_checkpoint_holds_step_best_metrics_and_parameter_coun
 # --------------------------------------------------------------------------------------------------
 
 
-def test_checkpoint_save_keeps_the_newest_files_last_pt_and_best_pt(
+def test_checkpoint_save_keeps_last_pt_and_best_pt_and_the_newest_step_files(
     contents: Contents, tmp_path: Path
 ) -> None:
     # Use steps whose numerical and alphabetical orders differ: 9 is before 100, but the text 100 is

@@ -48,7 +48,7 @@ def test_stop_request_stops_a_single_process_after_the_current_step() -> None:
         ("null", None, [None, {"loss": 1.5}, None, {"loss": 3.5}, None, {"loss": 5.5}]),
     ],
 )
-def test_epoch_ends_at_max_steps_at_a_stop_request_or_after_the_last_batch(
+def test_epoch_ends_after_the_last_batch_or_earlier_at_max_steps_or_a_stop_request(
     max_steps: int | str, stop_at: int | None, means: list[dict[str, float] | None]
 ) -> None:
     config = resolved(

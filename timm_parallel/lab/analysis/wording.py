@@ -12,7 +12,7 @@ from timm_parallel.lab.analysis.statistics import INCONCLUSIVE, Contrast, Summar
 from timm_parallel.machine.text import yaml_text
 
 DASH = "—"
-# Largest end of an interval of ratios that is shown as a number.
+# The report prints no number for the upper limit of a ratio that is larger than this.
 MOST_SHOWN = 1000
 
 

@@ -46,8 +46,8 @@ def ddp_is_faster(e: Evidence) -> ClaimResult:
         return result
     growth = set()
     for group in e.groups:
-        # The comparisons are in ascending order of devices. If several use equally many devices,
-        # take the one with the fewest options.
+        # Keep one comparison for each number of devices: the one with the fewest options. They are
+        # in ascending order of devices.
         plain = [
             c.contrast
             for c in comparisons
