@@ -12,9 +12,9 @@ def loader_of(package: str, groups: Mapping[str, Mapping[str, str]]) -> Callable
     """Build the function `__getattr__` of a package, which imports a public name when it is first
     used.
 
-    `package`: name of the package. `groups`: dictionary from title to a dictionary from public name
-    to module below timm_parallel. The built function raises AttributeError for a name that is in no
-    group.
+    `package`: name of the package. `groups`: the public names by title, {title: {public name:
+    module}}, with the module below timm_parallel. The built function raises AttributeError for a
+    name that is in no group.
     """
     modules = {name: module for group in groups.values() for name, module in group.items()}
 

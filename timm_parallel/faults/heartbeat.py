@@ -213,8 +213,8 @@ class Heartbeats:
         )
 
     def forgive(self, seconds: float) -> None:
-        """Add the seconds for which this process was suspended to all recorded times, so that other
-        nodes do not count as silent.
+        """Move the times at which other nodes were last heard forward by the seconds for which this
+        process was suspended, so that the pause does not make these nodes count as silent.
         """
         self.answered_at += seconds
         for node, (heartbeat, moved_at) in dict(self._nodes).items():

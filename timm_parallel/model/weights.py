@@ -146,7 +146,8 @@ def fill_model(
         )
         if for_evaluation:
             raise ValueError(
-                f"model.weights={file.path}: {why_fresh}; evaluate it on data with the same classes"
+                f"model.weights={file.path}: {why_fresh}; evaluate the weights on data with the "
+                "classes that they were trained on"
             )
     elif not for_evaluation:
         why_fresh = first([problems[name] for name in own if name in head and problems[name]], 1)

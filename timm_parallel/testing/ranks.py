@@ -41,9 +41,9 @@ def warm_processes() -> Any:
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["timm_parallel.testing.warm"])
-    # Start the fork server in the project root. Python before 3.13 searches the preloaded module
-    # from the folder in which the server starts, and ignores a missing module. Then the ranks of
-    # all later tests would import torch again.
+    # Start the fork server in the project root. Python before 3.13 looks for the module to preload
+    # in the folder in which the server starts, and ignores a module that it does not find. If
+    # the server started elsewhere, the ranks of all later tests would import torch again.
     with contextlib.chdir(ROOT):
         forkserver.ensure_running()
     return context

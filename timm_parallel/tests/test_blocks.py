@@ -65,7 +65,7 @@ def test_sweep_repeat_runs_every_configuration_once_before_the_next_repeat(
 
 
 @pytest.mark.slow(seconds=3)
-def test_sweep_repeats_run_in_random_orders_that_order_seed_reproduces(
+def test_each_repeat_of_a_sweep_has_a_random_order_that_order_seed_reproduces(
     tmp_path: Path, five: list[Point]
 ) -> None:
     drawn = [frozen(tmp_path / str(number), five) for number in range(2)]

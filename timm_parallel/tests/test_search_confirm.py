@@ -129,7 +129,7 @@ def test_search_confirm_keeps_finished_jobs_and_adds_seeds_when_resumed_with_mor
 
 @pytest.mark.nightly
 @pytest.mark.slow(seconds=4)
-def test_search_confirm_starts_from_the_beginning_when_killed_while_writing_job_configs(
+def test_resumed_search_confirm_starts_over_when_it_was_killed_while_writing_job_configs(
     tmp_path: Path, confirmations: list[Confirmation]
 ) -> None:
     trials = frozen_search(tmp_path / "search")

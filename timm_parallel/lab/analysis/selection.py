@@ -32,8 +32,9 @@ def choose(
     comparison is None if the configuration is the fastest. The other configurations share no repeat
     with the fastest, so that they cannot be compared with it. Return None without rows.
     """
-    # Do not choose the simplest configuration that is not shown to be slower. If one disturbed run
-    # widens all intervals, that rule would choose too simple a configuration.
+    # The rule "take the simplest configuration that is not shown to be slower" is not used here.
+    # One disturbed run widens all intervals, and the rule would then choose too simple a
+    # configuration.
     rows = list(rows)
     measured = {name for name, _, value in rows if value > 0}
     names = [name for name in simplest_first if name in measured]

@@ -12,7 +12,7 @@ from timm_parallel.lab.analysis.statistics import INCONCLUSIVE, Contrast, Summar
 from timm_parallel.machine.text import yaml_text
 
 DASH = "—"
-# The report prints no number for the upper limit of a ratio that is larger than this.
+# If the upper limit of the interval of a ratio is larger than this, the report prints no number.
 MOST_SHOWN = 1000
 
 

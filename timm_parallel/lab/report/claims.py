@@ -46,8 +46,8 @@ def ddp_is_faster(e: Evidence) -> ClaimResult:
         return result
     growth = set()
     for group in e.groups:
-        # Keep one comparison for each number of devices: the one with the fewest options. They are
-        # in ascending order of devices.
+        # For each number of devices, keep only the comparison whose configurations set the fewest
+        # options. `comparisons` are in ascending order of the number of devices.
         plain = [
             c.contrast
             for c in comparisons

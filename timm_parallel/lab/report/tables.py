@@ -1,5 +1,5 @@
-"""Convert groups and runs to tables of texts for HTML and Markdown. The table of settings is also
-available for an article. A missing value is a dash, never 0.
+"""Build the tables of a report, whose cells are strings for HTML and Markdown. The table of
+settings is also written as LaTeX for an article. A missing value is a dash, never 0.
 """
 
 from __future__ import annotations
