@@ -316,6 +316,8 @@ def small(config: ResolvedConfig, folder: Path) -> ResolvedConfig:
         )
     elif data.name == "csv":
         data.root = str(folder / "labels.csv")
+    elif data.name == "segmentation":
+        data.name, data.root, data.kwargs, data.val_fraction = "shapes", None, {}, None
     # Do not load weights: pretrained ones would be downloaded, and the run of a weights file does
     # not exist here.
     config.model.pretrained, config.model.weights = False, None

@@ -321,7 +321,7 @@ def _newer(name: str) -> Any:
             "jobs.json",
             "not of this project",
         ),
-        (_no_jobs, "jobs.json", "has no jobs"),
+        (_no_jobs, "jobs.json", "lists no jobs"),
         (_cut_off, "jobs.json", "damaged"),
         (_half_result, "0/result.json", "cannot be read as JSON"),
         (
