@@ -85,7 +85,7 @@ def test_compare_runs_treats_a_step_that_only_one_run_logged_as_a_difference(
 @pytest.mark.parametrize(
     ("other", "expected"),
     [
-        ({"losses": [2.0]}, "steps: is 2"),
+        ({"losses": [2.0]}, "steps: 2"),
         ({"losses": [2.0, 1.0], "batch_size": 32}, "batch_size"),
         ({"losses": [2.0, 1.0], "data": {"all": "b", "train": "t"}}, r"data \(all\)"),
         ({"losses": [2.0, 1.0], "val": {"samples": 10}}, "val samples"),
