@@ -247,6 +247,7 @@ def test_optimizer_without_a_trainable_parameter_is_refused() -> None:
         check_is_complete(state.optimizer, state)
 
 
+@pytest.mark.slow(seconds=1)
 def test_parameters_hash_of_a_run_covers_the_parameters_of_the_loss(
     trained: Callable[[str], Path],
 ) -> None:

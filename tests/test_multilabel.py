@@ -73,6 +73,7 @@ rows_of_scores = st.integers(2, 40).flatmap(
 )
 
 
+@pytest.mark.slow(seconds=1)
 @settings(max_examples=60, deadline=None)
 @given(rows_of_scores)
 @pytest.mark.filterwarnings("ignore:No positive class")
@@ -161,6 +162,7 @@ def test_multilabel_metrics_of_a_run_match_scikit_learn_on_predictions_csv(
     assert expected == pytest.approx(val[f"f1_macro{suffix}"], abs=1e-6)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow(seconds=5)
 @pytest.mark.processes
 @pytest.mark.parametrize(

@@ -148,7 +148,7 @@ def measured(ranks: Ranks, store: Any, numbers: int) -> dict[str, Any]:
 
 @pytest.mark.slow(seconds=5)
 @pytest.mark.processes
-@pytest.mark.parametrize("numbers", [1, 3])
+@pytest.mark.parametrize("numbers", [pytest.param(1, marks=pytest.mark.nightly), 3])
 def test_regression_metrics_match_scikit_learn_on_1_2_and_3_ranks(numbers: int) -> None:
     alone = measured(Ranks(), None, numbers)
     for world_size in (2, 3):

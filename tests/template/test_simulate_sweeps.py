@@ -14,6 +14,7 @@ from scripts.maintain.simulate_sweeps import UNDECIDABLE, lower_bound, rows, sim
 MOST_FALSE, MOST_FALSELY_NAMED = 0.06, 0.05
 
 
+@pytest.mark.slow(seconds=1)
 @pytest.mark.parametrize(
     ("name", "most"),
     [

@@ -44,10 +44,11 @@ sys.dont_write_bytecode = False
 # number of workers.
 @pytest.hookimpl(optionalhook=True, tryfirst=True)
 def pytest_xdist_auto_num_workers() -> int | None:
-    """Return the number of test workers for `-n logical`: one more than the number of CPU cores.
-    While some tests only wait for processes, the additional worker uses their core.
+    """Return the number of test workers for `-n logical`: the CPU cores that this process may use.
+    xdist would count all cores of the machine, also in a container that may use only a few. More
+    workers than cores are slower: each of them imports torch.
     """
-    return None if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ else hardware.cores() + 1
+    return None if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ else hardware.cores()
 
 
 # Disable garbage collection while pytest imports test modules. The collector would take a quarter

@@ -449,6 +449,7 @@ def test_nan_loss_never_becomes_the_best_value_of_a_run() -> None:
     assert progress.best_values == {"loss": 1.0, "acc": 0.5}
 
 
+@pytest.mark.slow(seconds=1)
 def test_checkpoint_save_leaves_loadable_files_when_any_rename_fails(
     contents: Contents, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -574,6 +575,7 @@ def test_checkpoint_restore_refuses_weights_of_a_different_model() -> None:
     assert "\n" not in str(refusal.value)
 
 
+@pytest.mark.slow(seconds=1)
 @pytest.mark.parametrize(
     ("before", "after"),
     [("optim.sched=constant", "optim.sched=cosine"), ("optim=sgd", "optim=sgd")],

@@ -156,6 +156,7 @@ def test_doctor_reports_the_error_when_a_probe_process_fails() -> None:
     assert "no_such" in probe("timm_parallel.lab.doctor.no_such")["error"]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow(seconds=8)
 @pytest.mark.processes
 def test_doctor_trains_with_single_and_prints_a_training_command(

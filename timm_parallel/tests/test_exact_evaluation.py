@@ -131,6 +131,7 @@ def test_evaluation_gives_same_metrics_on_1_2_and_3_ddp_ranks_as_on_single(
         check_equal(actual, alone)
 
 
+@pytest.mark.slow(seconds=1)
 @pytest.mark.parametrize("devices", [2, 3])
 def test_evaluation_gives_same_metrics_with_threaded_dp_replicas(
     alone: list[dict[str, Any]], devices: int

@@ -168,6 +168,7 @@ def test_fine_tuning_keeps_loaded_head_when_classes_are_the_same(trained: Path, 
     )
 
 
+@pytest.mark.slow(seconds=1)
 def test_fine_tuning_reinitializes_head_when_class_names_differ(
     trained: Path, tmp_path: Path
 ) -> None:

@@ -91,6 +91,7 @@ def test_train_step_keeps_frozen_modules_in_evaluation_mode() -> None:
     assert step.training
 
 
+@pytest.mark.slow(seconds=1)
 def test_head_lr_scale_multiplies_head_learning_rate_at_every_step() -> None:
     config = resolved(
         "optim.head_lr_scale=10", "optim.lr=1e-3", "optim.layer_decay=0.5", "parallel=single"

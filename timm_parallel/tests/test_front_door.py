@@ -105,6 +105,7 @@ def test_cfg_job_shows_all_keys_without_importing_torch(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow(seconds=1)
 @pytest.mark.processes
 def test_bash_completion_installs_and_lists_parallel_strategies(tmp_path: Path) -> None:
     done, _ = run_process("--shell-completion", "install=bash", cwd=tmp_path, spy=False)

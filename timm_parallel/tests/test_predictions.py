@@ -20,6 +20,7 @@ from timm_parallel.runtime.predictions import write_predictions
 from timm_parallel.testing.configs import task_of
 
 
+@pytest.mark.slow(seconds=1)
 def test_predictions_are_written_as_csv_as_json_or_as_lines_on_stdout(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

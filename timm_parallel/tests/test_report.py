@@ -48,6 +48,7 @@ def test_report_shows_median_and_range_of_speed_over_repeats(tmp_path: Path) -> 
     assert [peak["median"] for peak in point["peak_bytes"]] == [4 * GIB, 4 * GIB]
 
 
+@pytest.mark.slow(seconds=1)
 @pytest.mark.usefixtures("plots")
 def test_report_explains_that_dp_on_cpu_uses_threads_and_omits_the_speed_of_dp(
     tmp_path: Path,

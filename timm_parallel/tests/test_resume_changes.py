@@ -280,6 +280,7 @@ def test_resume_with_a_different_optimizer_discards_the_optimizer_state_and_logs
     assert_trains_as(training, reference(config, contents_of(folder), tmp_path))
 
 
+@pytest.mark.slow(seconds=1)
 def test_resume_refuses_amsgrad_when_the_checkpoint_has_no_amsgrad_state(
     stopped: Folders, data: Path
 ) -> None:

@@ -102,6 +102,7 @@ def contents(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.slow(seconds=1)
 def test_resume_continues_in_the_same_run_folder_with_the_saved_config(main: Main) -> None:
     folder = main.start("day/1", "optim.lr=0.25", "train.epochs=3")
     before = load_config(folder)
@@ -114,6 +115,7 @@ def test_resume_continues_in_the_same_run_folder_with_the_saved_config(main: Mai
     assert after == before
 
 
+@pytest.mark.slow(seconds=1)
 def test_last_resume_override_wins_when_a_command_line_has_several(main: Main) -> None:
     """As for any key given twice, the last value wins. The run folder in the first `resume` must
     not be used.
@@ -379,6 +381,7 @@ def test_resume_applies_a_given_config_group_option_on_top_of_the_saved_config(m
     )
 
 
+@pytest.mark.slow(seconds=1)
 def test_resume_ignores_later_edits_of_config_group_files(main: Main, tmp_path: Path) -> None:
     folder = main.start(
         "day/1",
@@ -406,6 +409,7 @@ def test_resume_with_parallel_single_drops_the_options_of_the_previous_dp_or_ddp
     )
 
 
+@pytest.mark.slow(seconds=1)
 def test_resume_auto_continues_a_killed_run_that_has_no_result_json(main: Main) -> None:
     folder = main.start("2026-01-01/09-00-00")
     (folder / "result.json").unlink()
@@ -445,6 +449,7 @@ def test_resume_auto_or_new_starts_a_new_run_when_all_runs_are_done(main: Main) 
     assert main.ran[-1].resolve() != done and contents(done) == before
 
 
+@pytest.mark.slow(seconds=1)
 @pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("settings", "steps", "epochs", "overrides", "reached"),

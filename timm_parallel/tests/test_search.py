@@ -130,6 +130,7 @@ def test_search_is_refused_when_a_setting_is_invalid(override: str, named: str) 
         space_of(*override.split(" "))
 
 
+@pytest.mark.slow(seconds=1)
 @pytest.mark.parametrize(
     ("overrides", "objective", "direction"),
     [

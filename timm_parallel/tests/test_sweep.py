@@ -66,6 +66,7 @@ def points(*overrides: str) -> Any:
     return expand(get_args_parser().parse_args(["-m", *SMALL, *overrides]))[1]
 
 
+@pytest.mark.slow(seconds=1)
 def test_sweep_skips_a_job_with_a_reason_when_devices_do_not_fit_strategy_or_batch() -> None:
     expanded = points("parallel=single,ddp", "parallel.devices=1,3", "data.batch_size=64")
     assert [bool(point.reason) for point in expanded] == [False, True, False, True]
@@ -84,6 +85,7 @@ def test_skipped_dp_job_has_a_reason_code_for_a_too_small_batch_or_several_nodes
     assert [point.code for point in nodes] == [ONE_PROCESS, ""]
 
 
+@pytest.mark.slow(seconds=1)
 @pytest.mark.parametrize(("seconds", "lines"), [(0.0, 0), (0.5, 1), (6.0, 2)])
 def test_sweep_prints_progress_when_composing_the_configs_of_its_jobs_takes_long(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], seconds: float, lines: int

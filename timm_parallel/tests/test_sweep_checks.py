@@ -170,6 +170,7 @@ def start(folder: Path, *words: str, check: Callable[[Config], None] = check_dat
     return read_jobs(folder)
 
 
+@pytest.mark.slow(seconds=1)
 def test_sweep_prints_the_reason_of_a_skipped_job(
     tmp_path: Path,
     no_jobs: list[str],

@@ -459,6 +459,7 @@ def test_verdict_changes_neither_the_working_tree_nor_the_git_repository(
     assert bytes_of(repository) == before
 
 
+@pytest.mark.nightly
 @pytest.mark.slow(seconds=7)
 def test_verdicts_are_numbered_separately_for_each_base_commit(
     repository: Path, capsys: pytest.CaptureFixture[str]
@@ -525,6 +526,7 @@ def test_verdict_is_refused_when_the_code_of_the_metric_has_changed(
     assert run(capsys)[0] == 2
 
 
+@pytest.mark.slow(seconds=1)
 def test_verdict_on_versions_with_different_images_is_refused_after_the_first_repeat(
     repository: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -535,6 +537,7 @@ def test_verdict_on_versions_with_different_images_is_refused_after_the_first_re
     assert sum(job.status == "done" for job in read_jobs(Path(values["sweep"])).jobs) == 2
 
 
+@pytest.mark.slow(seconds=1)
 def test_verdict_ends_with_the_message_of_train_py_when_a_version_refuses_its_job(
     repository: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
