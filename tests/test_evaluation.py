@@ -322,6 +322,7 @@ def test_evaluate_py_refuses_head_with_wrong_number_of_classes() -> None:
         _check_head(Config(), model, 10)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize("strategy", ["ddp", "dp"])

@@ -46,7 +46,7 @@ HERE_WITHOUT = (
 QUICK_OPTIMIZERS = ("adamw", "sgd", "momentum", "lamb", "lion", "muon")
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(9)
 @pytest.mark.parametrize(
     "opt",
     [

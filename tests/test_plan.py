@@ -139,6 +139,7 @@ def test_plan_with_accumulate_auto_does_not_split_the_batch_on_several_devices()
     assert auto[0].reason == ""
 
 
+@pytest.mark.nightly
 @pytest.mark.slow(seconds=6)
 def test_plan_for_fsdp_divides_weight_gradient_optimizer_and_ema_bytes_by_shard_size() -> None:
     overrides = ("model=vit_tiny", "model.ema.decay=0.9", "data.batch_size=16")

@@ -122,6 +122,7 @@ def test_predict_lists_all_classes_when_topk_exceeds_the_number_of_classes(
     assert sum(actual["probabilities"]) == pytest.approx(1, abs=1e-5)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.processes
 def test_predict_py_under_ddp_writes_one_csv_row_per_image(

@@ -162,6 +162,7 @@ def test_regression_r2_is_none_when_all_targets_are_equal() -> None:
     assert Regression.metrics["r2"].from_sums(sums, 3) is None
 
 
+@pytest.mark.nightly
 @pytest.mark.slow(seconds=4)
 @pytest.mark.processes
 def test_regression_run_resumes_bit_identically_in_mid_epoch(colors: Path, tmp_path: Path) -> None:

@@ -401,6 +401,7 @@ def test_evaluation_result_is_equal_when_ranks_have_unequal_numbers_of_windows(
     assert actual["pixel_acc"] == pytest.approx(expected["pixel_acc"], abs=1e-2)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow(seconds=6)
 @pytest.mark.processes
 def test_segmentation_run_resumes_bit_identically_in_mid_epoch(tmp_path: Path) -> None:

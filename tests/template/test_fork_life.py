@@ -1,9 +1,9 @@
 """A fork after `make fork`: it has its own pages and the examples of docs/extend.md, and its own
 checks pass.
 
-At every commit, `make lint test-fast` runs in a fork with all examples together, and every night
-`make lint test`. Every night, each example alone is also checked by `ruff` and the quick tests of
-the files that it changes (QUICK).
+At every commit, `make lint` and the tests of the files of a project run in a fork with all examples
+together. Every night, `make lint test` runs there in full, and each example alone is checked by
+`ruff` and the quick tests of the files that it changes (QUICK).
 """
 
 from __future__ import annotations
@@ -37,6 +37,12 @@ QUICK = {
     "A schedule": ("optim",),
     "LoRA": ("freeze",),
 }
+# Tests that depend on the files, options and classes of a project. The others compare code that no
+# example changes with other programs.
+QUICKEST = " ".join(
+    f"tests/test_{file}.py"
+    for file in ("equivalence", "lock", "multilabel", "options", "plan", "schema_json", "step")
+)
 
 
 def run_in(folder: Path, *command: str, **variables: str) -> str:
@@ -115,7 +121,9 @@ def test_lint_and_quick_tests_of_a_fork_pass_with_one_example_of_docs_extend_md(
 
 @pytest.mark.timeout(1800)
 @pytest.mark.slow(seconds=90)
-@pytest.mark.parametrize("tests", ["test-fast", pytest.param("test", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "tests", [QUICKEST, pytest.param("", marks=pytest.mark.nightly)], ids=["some", "all"]
+)
 def test_make_lint_test_of_a_fork_passes_with_all_examples_of_docs_extend_md(
     fork_at_start: Path, tests: str
 ) -> None:
@@ -128,10 +136,10 @@ def test_make_lint_test_of_a_fork_passes_with_all_examples_of_docs_extend_md(
         word for stamp in ("development", "runtime") for word in ("-o", f"{sys.prefix}/{stamp}")
     ]
     make = ("make", f"VENV={sys.prefix}", *installed)
-    listed = run_in(fork_at_start, *make, tests, "ARGS=--collect-only -n0")
+    listed = run_in(fork_at_start, *make, "test", "ARGS=--collect-only -n0")
     assert "\ntests/test_step.py::" in listed and "\ntimm_parallel/tests/" not in listed
     # Start no workers, because other tests run at the same time.
-    run_in(fork_at_start, *make, "lint", tests, "ARGS=-n0")
+    run_in(fork_at_start, *make, "lint", "test", f"ARGS=-n0 {tests}")
 
 
 @pytest.mark.nightly

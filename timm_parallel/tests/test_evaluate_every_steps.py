@@ -60,6 +60,7 @@ def test_evaluations_within_an_epoch_do_not_change_the_training(tmp_path: Path) 
     assert all(torch.equal(tensor, never[name]) for name, tensor in often.items())
 
 
+@pytest.mark.nightly
 @pytest.mark.slow(seconds=4)
 def test_run_that_stops_between_two_evaluations_resumes_bit_for_bit(tmp_path: Path) -> None:
     words = (*EVERY_TWO, "parallel=single")

@@ -341,6 +341,7 @@ def test_limit_train_selects_same_images_for_any_seed_and_world_size(data: Path)
     assert sorted(halves[0] + halves[1]) == sorted(alone)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow(seconds=2)
 def test_limit_train_error_names_the_unreadable_file(data: Path, tmp_path: Path) -> None:
     root = tmp_path / "damaged"

@@ -104,6 +104,7 @@ def test_search_confirm_trains_only_default_settings_when_the_best_trial_has_equ
     assert [job.name for job in confirmations[0].jobs.jobs] == ["default settings"] * 2
 
 
+@pytest.mark.nightly
 @pytest.mark.slow(seconds=4)
 def test_search_confirm_keeps_finished_jobs_and_adds_seeds_when_resumed_with_more_seeds(
     tmp_path: Path, confirmations: list[Confirmation]

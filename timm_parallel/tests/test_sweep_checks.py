@@ -210,6 +210,7 @@ def test_sweep_checks_each_distinct_data_config_once(tmp_path: Path, no_jobs: li
     assert checked == [64, 128]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow(seconds=2)
 def test_resumed_sweep_ignores_and_overwrites_an_edited_config_in_a_job_folder(
     tmp_path: Path, no_jobs: list[str]
@@ -248,6 +249,7 @@ def test_resumed_sweep_writes_deleted_job_folders_with_their_original_configs(
     assert {name: files_of(folder / name) for name in wanted} == wanted
 
 
+@pytest.mark.nightly
 @pytest.mark.slow(seconds=2)
 def test_sweep_written_by_older_code_resumes_from_the_configs_in_its_job_folders(
     tmp_path: Path, no_jobs: list[str]

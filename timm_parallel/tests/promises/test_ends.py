@@ -232,6 +232,7 @@ def test_ddp_ranks_raise_when_parameters_differ_between_ranks_at_start_or_end_of
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["single", "ddp"])
 @pytest.mark.sample(2)

@@ -135,6 +135,7 @@ def test_folder_lock_warns_when_the_file_system_does_not_support_locks(
     assert not is_locked(tmp_path)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.processes
 def test_resume_is_refused_while_the_run_is_active(train: Train) -> None:

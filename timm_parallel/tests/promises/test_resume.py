@@ -182,7 +182,7 @@ def slow(*row: Any) -> Any:
 
 
 @pytest.mark.slow(seconds=3)
-@pytest.mark.sample(6)
+@pytest.mark.sample(12)
 @pytest.mark.parametrize(
     ("world_size", "workers", "stop_at"),
     [
@@ -267,7 +267,7 @@ def assert_resume_changes_nothing(
         assert steps == sorted(set(steps)), f"{tag} has duplicate steps"
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(16)
 @pytest.mark.parametrize(
     ("before", "after"),
     [
@@ -356,6 +356,7 @@ def train_with_growing_scale(
     train(ranks, store, folder, config, stop_at)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.slow(seconds=4)
 @pytest.mark.sample(2)
