@@ -254,7 +254,7 @@ def test_every_example_in_docs_extend_md_has_a_command_and_a_link_in_the_table()
 
 
 def test_f1_metric_in_docs_extend_md_matches_scikit_learn(scratch: Path) -> None:
-    metrics = module(scratch, "src/tasks/classification.py")
+    metrics = module(scratch, "src/tasks/macro_f1.py")
     truth, answers = (
         torch.randint(0, 6, (200,), generator=torch.Generator().manual_seed(seed))
         for seed in (0, 1)
@@ -262,7 +262,7 @@ def test_f1_metric_in_docs_extend_md_matches_scikit_learn(scratch: Path) -> None
     # The matrix has a seventh class that never occurs.
     confusion = torch.zeros(7, 7, dtype=torch.int64)
     confusion.index_put_((truth, answers), torch.ones_like(truth), accumulate=True)
-    actual = metrics.Classification.metrics["f1"].from_sums(confusion, 200)
+    actual = metrics.MacroF1.metrics["f1"].from_sums(confusion, 200)
     assert actual == pytest.approx(f1_score(truth, answers, average="macro"), abs=1e-12)
 
 
@@ -807,6 +807,7 @@ def test_custom_training_loop_saves_a_checkpoint_at_sigterm_and_ends_at_max_step
 BUSY = (
     "model=patches",
     "train.loss=src.train.poly.PolyLoss",
+    "train.task=src.tasks.macro_f1.MacroF1",
     "checkpoint.metric=val/f1_ema",
     "optimized_metric=val/f1",
     "model.ema.decay=0.5",

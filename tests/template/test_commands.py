@@ -67,7 +67,9 @@ ELSEWHERE = {
         "test_fork_trains_and_sweeps_when_the_library_is_installed_from_a_tag"
     ),
     r"python -m timm_parallel\.rank": "test_sweep_over_strategies_and_devices_trains_equally_on_one_and_two_ranks",
-    r"make update": "test_make_update_replaces_the_library_and_merges_other_files",
+    r"(make update|python scripts/update\.py)": (
+        "test_make_update_replaces_the_library_and_merges_other_files"
+    ),
     r"make gpu-check$": "test_make_gpu_check_prints_one_line_when_no_gpu_is_visible",
     r"make docs$": "test_documentation_site_builds_and_the_build_fails_on_a_broken_link",
     r"python scripts/maintain/simulate_sweeps\.py": "test_report_rarely_states_a_false_difference_for_simulated_sweeps",
