@@ -50,7 +50,7 @@ def cluster_rules(config: Config) -> Iterator[str]:
     if parallel.max_restarts:
         yield (
             f"parallel.max_restarts={parallel.max_restarts}: cluster={cluster.scheduler} "
-            "restarts failed runs; use 0"
+            "restarts a run that lost a node by itself; use 0"
         )
 
 

@@ -95,8 +95,10 @@ def _adapted(tensors: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
             tensors = checkpoint_filter(tensors)
     traits = get_model_traits(model)
     stems = traits.get("first_conv", getattr(model, "pretrained_cfg", {}).get("first_conv"))
+    modules = dict(model.named_modules())
     for stem in (stems,) if isinstance(stems, str) else stems or ():
-        convolution, weight = model.get_submodule(stem), tensors.get(f"{stem}.weight")
+        # A model around a timm model may have the settings of timm, but other names of layers.
+        convolution, weight = modules.get(stem), tensors.get(f"{stem}.weight")
         if not isinstance(convolution, nn.Conv2d) or weight is None or weight.ndim != 4:
             continue
         # Read the number of image channels from timm's traits of the model, because a

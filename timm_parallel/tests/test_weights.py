@@ -373,6 +373,20 @@ def test_weights_load_into_a_model_whose_submodules_are_named_model_and_net(tmp_
     assert is_equal(fresh, state)
 
 
+def test_weights_load_into_a_model_that_has_the_timm_settings_of_its_backbone(
+    tmp_path: Path,
+) -> None:
+    class AroundTimm(Inner):
+        pretrained_cfg = timm.create_model("test_resnet").pretrained_cfg
+
+    assert AroundTimm.pretrained_cfg["first_conv"] not in dict(AroundTimm().named_modules())
+    state = {name: torch.ones_like(tensor) for name, tensor in AroundTimm().state_dict().items()}
+    torch.save(state, tmp_path / "weights.pt")
+    fresh = AroundTimm()
+    load_weights(fresh, tmp_path / "weights.pt", ["a", "b", "c"])
+    assert is_equal(fresh, state)
+
+
 def test_weights_strict_false_refuses_a_file_in_which_only_buffers_match_the_model(
     tmp_path: Path,
 ) -> None:
