@@ -69,6 +69,7 @@ def test_every_timm_optimizer_updates_all_weights_within_two_steps(opt: str) -> 
     )
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("opt", sorted(timm_optimizers().intersection(HERE_WITHOUT)))
 def test_apex_and_bitsandbytes_optimizers_are_refused_when_there_is_no_cuda(opt: str) -> None:
     if torch.cuda.is_available():

@@ -211,6 +211,7 @@ def test_regression_hub_export_names_each_number_and_has_no_probabilities(
     assert not any(word in card for word in ("softmax", "sigmoid", "pipeline_tag"))
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(find_spec("transformers") is None, reason="needs requirements-export.txt")
 @pytest.mark.slow
 @pytest.mark.processes

@@ -396,6 +396,7 @@ def test_bce_loss_matches_timm_with_sum_classes_and_pos_weight() -> None:
     assert torch.equal(criterion(scores, labels), expected)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("words", "key"),
     [

@@ -280,7 +280,7 @@ PLACES = [
 ]
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("command", "named"),
     [

@@ -177,6 +177,7 @@ def batch(size: int, device: torch.device) -> tuple[Tensor, Tensor]:
     )
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("device_ids", [None, [2, 0, 1]], ids=str)
 @pytest.mark.parametrize("output_device", [None, 0, 1])
 @pytest.mark.parametrize("loss_in_replica", [None, True])

@@ -97,6 +97,7 @@ def test_profiled_run_prints_the_times_of_the_step_parts_on_stdout_and_nothing_o
     assert re.search(r"data [\d.]+ \(\d+%\), forward .*, backward .*, optimizer ", done.stdout)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow(seconds=5)
 def test_profiled_run_trains_the_same_weights_as_an_unprofiled_run_bit_for_bit(
     tmp_path: Path,

@@ -257,6 +257,7 @@ def test_resume_is_refused_when_a_new_device_count_changes_the_global_batch(
     assert code == 2 and err.startswith(f"train.py: {half} (was 16)"), "the given key is named"
 
 
+@pytest.mark.nightly
 @pytest.mark.slow(seconds=3)
 def test_resume_auto_continues_the_newest_unfinished_run(main: Main) -> None:
     main.start("2026-01-01/09-00-00")

@@ -247,6 +247,7 @@ def test_sweep_over_strategies_and_devices_records_strategy_and_world_size_of_ea
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.processes
 def test_sweep_runs_the_remaining_jobs_and_exits_1_when_a_job_fails(tmp_path: Path) -> None:

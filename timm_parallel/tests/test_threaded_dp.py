@@ -56,6 +56,7 @@ def strategy(devices: int, loss_in_replica: bool | None = None) -> DataParallelS
     return DataParallelStrategy(config, Ranks())
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("loss_in_replica", [False, True])
 @pytest.mark.parametrize(
     ("batch", "devices"), [(8, 2), (9, 3), (7, 3), (4, 3), (2, 3), (1, 2), (5, 1)]

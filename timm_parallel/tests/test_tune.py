@@ -192,6 +192,7 @@ def tune(*overrides: str) -> int:
     )
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("overrides", "key"),
     [

@@ -594,6 +594,7 @@ def finished(repository: Path) -> dict[Path, int]:
     return {path: path.stat().st_mtime_ns for path in paths}
 
 
+@pytest.mark.nightly
 @pytest.mark.slow(seconds=3)
 def test_train_py_with_sweep_resume_continues_a_verdict(
     repository: Path, capsys: pytest.CaptureFixture[str]

@@ -140,6 +140,7 @@ def test_forked_job_has_a_separate_session_and_cores_and_saves_a_checkpoint_on_s
     assert not processes_of(folder)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow(seconds=5)
 def test_killing_the_warm_server_kills_its_forked_jobs_and_marks_these_jobs_lost(
     tmp_path: Path, server: WarmServer, capfd: pytest.CaptureFixture[str]

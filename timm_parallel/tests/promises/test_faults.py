@@ -193,7 +193,7 @@ def check(run: FaultyRun, strategy: str, devices: int, is_named: bool = True) ->
     assert [path.name for path in run.folder.rglob("*.tmp")] == []
 
 
-@pytest.mark.sample(15)
+@pytest.mark.sample(40)
 @pytest.mark.slow
 @pytest.mark.parametrize(("form", "strategy", "devices", "name"), COMMANDS)
 def test_crash_or_stall_of_a_rank_ends_the_run_promptly_and_error_names_the_rank(

@@ -79,6 +79,7 @@ FILES = [
 ]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("text", "mode"), [*((text, ()) for text in FILES), *((FACTORY, mode) for mode in MODES)]
 )

@@ -113,6 +113,7 @@ def test_sweep_job_status_is_done_when_sigint_arrives_after_the_job_wrote_a_resu
     assert statuses(tmp_path) == ["done", "waiting", "waiting"]
 
 
+@pytest.mark.nightly
 @pytest.mark.processes
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 @pytest.mark.slow(seconds=5)
