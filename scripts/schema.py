@@ -173,8 +173,12 @@ def _below_mark(path: str, tables: list[str]) -> str:
 
 def _table(group: str, group_class: Any) -> str:
     lines = [
-        *(f"### {group or 'Without a group'}", "", _sentence(group_class), ""),
-        *("| key | type | default | allowed | meaning |", "|---|---|---|---|---|"),
+        f"### {group or 'Without a group'}",
+        "",
+        _sentence(group_class),
+        "",
+        "| key | type | default | allowed | meaning |",
+        "|---|---|---|---|---|",
     ]
     for key, value, field in app.declared_keys():
         if key.rpartition(".")[0].partition(".")[0] == group:

@@ -216,7 +216,7 @@ def _sweep(app: App[Any, Any], arguments: Any, ranks: Ranks | None) -> int:
             f"{starter()}"
         )
     if app.multirun is None:
-        raise ValueError("--multirun: this project cannot run sweeps; set `multirun` in src/app.py")
+        raise ValueError("--multirun: this project cannot run sweeps; give its App a `multirun`")
     return int(app.call(app.multirun, arguments))
 
 

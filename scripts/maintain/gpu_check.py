@@ -172,12 +172,10 @@ def report(done: dict[str, list[Row]], device: str, seconds: float) -> str:
         *(f"- {line}" for line in wrong),
     ]
     for name, rows in done.items():
+        text += ["", f"## {name}", "", "| what | figure | |", "|---|---|---|"]
         text += [
-            *("", f"## {name}", "", "| what | figure | |", "|---|---|---|"),
-            *(
-                f"| {cell(row.what)} | {cell(row.figure)} | {'**wrong**' if row.wrong else ''} |"
-                for row in rows
-            ),
+            f"| {cell(row.what)} | {cell(row.figure)} | {'**wrong**' if row.wrong else ''} |"
+            for row in rows
         ]
     measured = [
         row
@@ -186,10 +184,13 @@ def report(done: dict[str, list[Row]], device: str, seconds: float) -> str:
         for row in done[name]
     ]
     text += [
-        *("", "## Rows for docs/dev/benchmarks.md", ""),
-        *(f"| {cell(device)} | figure |", "|---|---|"),
-        *(f"| {cell(row.what)} | {cell(row.figure)} |" for row in measured),
+        "",
+        "## Rows for docs/dev/benchmarks.md",
+        "",
+        f"| {cell(device)} | figure |",
+        "|---|---|",
     ]
+    text += [f"| {cell(row.what)} | {cell(row.figure)} |" for row in measured]
     return "\n".join([*text, ""])
 
 

@@ -77,9 +77,9 @@ class CommandLine(argparse.ArgumentParser):
         `kind`: int or float. `least`: smallest allowed value. `above`: lower bound that is itself
         not allowed. `or_auto`: also accept the text `auto`.
         """
-        is_integer = kind is int
+        number = "an integer" if kind is int else "a number"
         bound = f"> {above:g}" if above >= least else f">= {least:g}"
-        auto = " or auto" if or_auto else ""
+        expected = f"{number} {bound}{' or auto' if or_auto else ''}"
 
         def read(text: str) -> float | str:
             if or_auto and text == "auto":
@@ -89,9 +89,7 @@ class CommandLine(argparse.ArgumentParser):
             except ValueError:
                 value = math.nan
             if not (least <= value < math.inf and value > above):
-                raise argparse.ArgumentTypeError(
-                    f"{text!r}: expected {'an integer' if is_integer else 'a number'} {bound}{auto}"
-                )
+                raise argparse.ArgumentTypeError(f"{text!r}: expected {expected}")
             return value
 
         return read

@@ -23,7 +23,10 @@ from timm_parallel.keys import is_below
 from timm_parallel.project import root
 
 SETTABLE = ("run", "sweep", "sweeper.params", "job.name", "job.chdir", "verbose")
-FIXED = f"below hydra. only these keys can: {', '.join(SETTABLE)}"
+FIXED = (
+    "this key of Hydra cannot be changed; keys that can are "
+    f"{', '.join(f'hydra.{key}' for key in SETTABLE)}"
+)
 # Keys of the `hydra` section that Hydra itself sets while it composes a config.
 FILLED_IN = (
     "mode",
@@ -53,7 +56,7 @@ def check_before_composing(loader: Any, config_name: str, overrides: list[Any]) 
         key, given = override.key_or_group, override.input_line
         if re.match(r"hydra([./]|$)", key):
             if not is_below(re.sub("^hydra[./]?", "", key), SETTABLE):
-                raise ValueError(f"{given}: this key of Hydra cannot be changed; {FIXED}")
+                raise ValueError(f"{given}: {FIXED}")
         elif key in groups:
             options = loader.get_group_options(key)
             if override.is_delete():
@@ -110,7 +113,7 @@ def check_hydra_block(tree: DictConfig) -> None:
     unusual = given - _defaults("+hydra=default")
     if unusual and (changed := unusual - _defaults()):
         key, value = min(changed)
-        raise ValueError(f"hydra.{key}={value}: this key of Hydra cannot be changed; {FIXED}")
+        raise ValueError(f"hydra.{key}={value}: {FIXED}")
     # Check hydra.verbose here, because Hydra would stop at an assertion without a message.
     names = tree.hydra.verbose if OmegaConf.is_list(tree.hydra.verbose) else [tree.hydra.verbose]
     if not isinstance(tree.hydra.verbose, bool) and not all(

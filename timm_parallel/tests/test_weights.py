@@ -365,24 +365,19 @@ class Inner(nn.Module):
         self.model, self.net = nn.Linear(2, 2), nn.Linear(2, 3)
 
 
-def test_weights_load_into_a_model_whose_submodules_are_named_model_and_net(tmp_path: Path) -> None:
-    state = {name: torch.ones_like(tensor) for name, tensor in Inner().state_dict().items()}
-    torch.save(state, tmp_path / "weights.pt")
-    fresh = Inner()
-    load_weights(fresh, tmp_path / "weights.pt", ["a", "b", "c"])
-    assert is_equal(fresh, state)
+class AroundTimm(Inner):
+    """Model with the settings of a timm model, whose first convolution has another name here."""
+
+    pretrained_cfg = timm.create_model("test_resnet").pretrained_cfg
 
 
-def test_weights_load_into_a_model_that_has_the_timm_settings_of_its_backbone(
-    tmp_path: Path,
+@pytest.mark.parametrize("model_class", [Inner, AroundTimm])
+def test_weights_load_into_a_custom_model_with_names_or_settings_of_timm(
+    tmp_path: Path, model_class: type[Inner]
 ) -> None:
-    class AroundTimm(Inner):
-        pretrained_cfg = timm.create_model("test_resnet").pretrained_cfg
-
-    assert AroundTimm.pretrained_cfg["first_conv"] not in dict(AroundTimm().named_modules())
-    state = {name: torch.ones_like(tensor) for name, tensor in AroundTimm().state_dict().items()}
+    fresh = model_class()
+    state = {name: torch.ones_like(tensor) for name, tensor in fresh.state_dict().items()}
     torch.save(state, tmp_path / "weights.pt")
-    fresh = AroundTimm()
     load_weights(fresh, tmp_path / "weights.pt", ["a", "b", "c"])
     assert is_equal(fresh, state)
 

@@ -115,12 +115,9 @@ def judge(
     # Disturbed runs count too. Both versions use equally many devices, so that other load slows
     # both alike.
     timed = [
-        (code_of(run), run.block, speed)
+        (code_of(run), run.block, run.measure("images_per_sec") or 0.0)
         for run in runs
-        if run.comparable
-        and (speed := run.measure("images_per_sec"))
-        and not run.neighbours
-        and not run.is_simulated
+        if _has_speed(run)
     ]
     [contrast] = decide(estimate(timed, [(HEAD, BASE)]), smallest, record.level_of(SPEED))
     contrasts = {SPEED: contrast}
@@ -171,6 +168,14 @@ def pairs(runs: Iterable[RunRecord]) -> list[tuple[RunRecord, RunRecord]]:
     ended = {(code_of(run), run.block): run for run in runs if run.comparable}
     blocks = [block for code, block in ended if code == BASE and (HEAD, block) in ended]
     return [(ended[BASE, block], ended[HEAD, block]) for block in blocks]
+
+
+def _has_speed(run: RunRecord) -> bool:
+    """Return True if a run has finished and its measured speed can be compared: it ran without
+    concurrent jobs of the verdict, and on devices that are not simulated.
+    """
+    is_measured = run.comparable and bool(run.measure("images_per_sec"))
+    return is_measured and not run.neighbours and not run.is_simulated
 
 
 def code_of(run: RunRecord | Job) -> str:
