@@ -6,9 +6,12 @@ PYTEST := $(BIN)/python -m pytest
 # A file stays on one worker, because its tests share trained runs, clusters and pairs of nodes. timm_parallel/testing/fixtures.py sets the
 # order.
 ON_ALL_CORES := -n logical --dist loadfile --no-loadscope-reorder
-# In a fork: leave out the tests of the library while it is that of the template's commit.
-OWN = $(shell test -f .template.json && \
-	grep -q "\"library_hash\": \"$$($(PYTHON) scripts/library_hash.py)\"" .template.json && echo -o testpaths=tests)
+# In a fork, the tests of the library run apart, with the template's project, and not if ARGS chooses among yours.
+FORK := $(wildcard .template.json)
+define run_tests
+$(PYTEST) $(ON_ALL_CORES) $(if $(FORK),-o testpaths=tests) $(1) $(ARGS)
+$(if $(FORK),$(if $(ARGS),,$(BIN)/python scripts/test_library.py $(2) $(ON_ALL_CORES) $(1)))
+endef
 
 .DEFAULT_GOAL := help
 .PHONY: help doctor train compare tune verdict test test-fast test-all test-nightly check lint format lock schema update clean
@@ -32,16 +35,16 @@ verdict: $(VENV)/runtime ## test if the working tree is better than a commit (BA
 	$(BIN)/python scripts/verdict.py base=$(BASE) $(ARGS)
 
 test: $(VENV)/development ## run the tests, without the slow ones (in a fork: those of timm_parallel only if it was changed)
-	$(PYTEST) $(ON_ALL_CORES) $(OWN) -m "not slow and not nightly and not gpu and not slurm" $(ARGS)
+	$(call run_tests,-m "not slow and not nightly and not gpu and not slurm",--if-changed)
 
 test-fast: $(VENV)/development ## run the tests that start no processes (under 90 seconds)
-	$(PYTEST) $(ON_ALL_CORES) $(OWN) -m "not slow and not nightly and not gpu and not slurm and not processes" $(ARGS)
+	$(call run_tests,-m "not slow and not nightly and not gpu and not slurm and not processes",--if-changed)
 
 test-all: $(VENV)/development ## run the slow tests too, as CI does
-	$(PYTEST) $(ON_ALL_CORES) -m "not nightly" $(ARGS)
+	$(call run_tests,-m "not nightly")
 
 test-nightly: $(VENV)/development ## run all tests that can run here, also random and exhaustive ones
-	$(PYTEST) $(ON_ALL_CORES) $(ARGS)
+	$(call run_tests)
 
 lint: $(VENV)/development ## run ruff and mypy
 	$(BIN)/ruff check .

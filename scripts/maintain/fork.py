@@ -3,7 +3,8 @@ Example"] [DROP_DEMO=1]`.
 
 The script writes your name into README, license, config, container and CI. It writes .template.json
 with the template's commit and a hash of the library, so that `make test` tests the library only
-after a change. It removes files that only the template needs: benchmarks and their page, tests with
+after a change. It saves the template's project for these tests (see scripts/test_library.py). It
+removes files that only the template needs: benchmarks and their page, tests with
 random faults, tests of the pages, and this script. DROP_DEMO=1 also removes the recipes. The script
 does not commit: look at `git diff`, then commit.
 """
@@ -22,7 +23,7 @@ from pathlib import Path
 # Python searches the folder of a script for modules, so add the root of the project.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from scripts.library_hash import library_hash
+from scripts.test_library import PROJECT, library_hash, save_project
 
 RECIPES = (
     *(
@@ -128,10 +129,11 @@ def fork(root: Path, name: str, holder: str, drop_demo: bool) -> None:
     # Record the options, because `make update` must turn newer commits of the template into forks
     # in the same way.
     record = {"name": name, "holder": holder, "drop_demo": drop_demo, "template_commit": commit}
+    save_project(root)
     record["library_hash"] = library_hash(root)
     (root / ".template.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-    # Add the new file, because `git commit -a` would not include it.
-    _git(root, "add", ".template.json")
+    # Add the new files, because `git commit -a` would not include them.
+    _git(root, "add", ".template.json", PROJECT)
 
 
 def _drop(root: Path, paths: Sequence[str], named: str) -> None:

@@ -416,7 +416,7 @@ def losses(request: pytest.FixtureRequest, photos: Path) -> dict[str, list[float
             for name, c in distinct.items()
             if world == (c.parallel.devices if c.parallel.has_ranks else 1)
         }
-        actual |= in_ranks(take_steps, world, own)[0]
+        actual |= in_ranks(take_steps, world, own, timeout=1500)[0]
     return refused | {
         command: [actual[str(config)] for config in configs]
         for command, configs in of_command.items()
@@ -428,6 +428,7 @@ FIRST = set(commands_of(ROOT / "README.md"))
 QUICK = [command for command in TRAININGS if command in FIRST and not LARGE.search(command)]
 
 
+@pytest.mark.timeout(3600)
 @pytest.mark.sample(24)
 @pytest.mark.processes
 @pytest.mark.parametrize(

@@ -7,12 +7,13 @@ import re
 import shutil
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
 
-from scripts.library_hash import library_hash
 from scripts.maintain.fork import COMMANDS, OF_THE_TEMPLATE, OLD_NAME, RECIPES, RUN_FOLDER, fork
+from scripts.test_library import library_hash
 from timm_parallel.testing.commands import ROOT
 
 pytestmark = [
@@ -177,30 +178,53 @@ def test_make_fork_removes_demo_experiments_when_drop_demo_is_true(clone: Path) 
 
 
 @pytest.mark.slow(seconds=2)
-def test_make_test_in_a_fork_runs_library_tests_only_when_the_library_has_changed(
+def test_make_test_in_a_fork_runs_the_library_tests_apart_unless_args_are_given(
     clone: Path,
 ) -> None:
-    def command(target: str = "test") -> str:
-        words = ["make", "-n", target, f"PYTHON={sys.executable}"]
-        return subprocess.run(
-            words, cwd=clone, capture_output=True, text=True, timeout=300, check=True
-        ).stdout
+    def commands(*words: str) -> list[str]:
+        make = ["make", "-n", f"PYTHON={sys.executable}", *words]
+        done = subprocess.run(
+            make, cwd=clone, capture_output=True, text=True, timeout=300, check=True
+        )
+        return re.findall(r".* -m pytest .*|.*test_library.*", done.stdout)
 
-    only_own = "-o testpaths=tests"
-    assert only_own not in command()
+    (one,) = commands("test")
+    assert "testpaths" not in one
     fork(clone, "mine", "Ada", drop_demo=False)
-    assert (
-        only_own in command()
-        and only_own in command("test-fast")
-        and only_own not in command("test-all")
-    )
-    (clone / "src" / "models" / "own.py").write_text("# mine\n")
-    assert only_own in command()
-    for changed in ("timm_parallel/own.py", "timm_parallel/tests/test_own.py"):
-        (clone / changed).write_text("# mine\n")
-        assert only_own not in command()
-        git(clone, "add", "-A")
-        git(clone, "commit", "-qm", "the library changed")
-        assert only_own not in command()
-        (clone / changed).unlink()
-        assert only_own in command()
+    for target in ("test", "test-fast", "test-all", "test-nightly"):
+        own, library = commands(target)
+        assert "-o testpaths=tests" in own
+        assert "scripts/test_library.py" in library
+        assert ("--if-changed" in library) == (target in ("test", "test-fast"))
+    (own,) = commands("test", "ARGS=tests/test_step.py")
+    assert "-o testpaths=tests" in own
+
+
+@pytest.mark.processes
+@pytest.mark.slow(seconds=9)
+def test_changed_library_of_a_fork_is_tested_with_the_project_of_the_template(clone: Path) -> None:
+    fork(clone, "mine", "Ada", drop_demo=False)
+    own = "timm_parallel/tests/test_own.py"
+
+    def run_tests(*options: str) -> int:
+        command = [sys.executable, "scripts/test_library.py", *options, "-p", "no:cacheprovider"]
+        return subprocess.run([*command, own], cwd=clone, timeout=300, check=False).returncode
+
+    assert run_tests("--if-changed") == 0
+    # A fork may delete parts of the template's project.
+    shutil.rmtree(clone / "conf" / "model")
+    (clone / "src" / "tasks" / "classification.py").unlink()
+    assert run_tests("--if-changed") == 0
+    test = """
+        from src.app import app
+        from src.tasks.classification import Classification
+        def test_own():
+            assert (app.root / "conf" / "model" / "tiny.yaml").exists()
+    """
+    (clone / own).write_text(textwrap.dedent(test))
+    assert run_tests("--if-changed") == 0
+    git(clone, "add", "-A")
+    git(clone, "commit", "-qm", "the library has changed")
+    (clone / "timm_parallel" / "metric.py").write_text("raise ImportError\n")
+    assert run_tests("--if-changed") != 0
+    assert run_tests() != 0

@@ -288,10 +288,11 @@ def test_warm_server_refuses_to_fork_when_its_process_has_initialized_the_cuda_d
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(os, "listdir", lambda path: ["one thread"])
+    # An earlier test may have asked the driver.
+    monkeypatch.setattr(nvidia, "has_initialized_driver", False)
     _check_is_forkable()
     monkeypatch.setattr(nvidia, "_open_driver", lambda: SimpleNamespace(cuInit=lambda flags: 100))
     monkeypatch.setattr(nvidia, "_driver_error", lambda *given: "no device")
-    monkeypatch.setattr(nvidia, "has_initialized_driver", False)
     nvidia.Driver.ask("13.0")
     with pytest.raises(RuntimeError, match="CUDA"):
         _check_is_forkable()
