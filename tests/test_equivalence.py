@@ -62,9 +62,9 @@ def _case(training: str, spread: str) -> Any:
     marks = [] if spread.startswith("dp") else [pytest.mark.processes]
     if spread not in QUICK or training != "sgd":
         marks.append(pytest.mark.slow(seconds=2))
-    # Run these trainings at every commit: those with sgd under all strategies on two devices, and
-    # all others under ddp.
-    others = ("ddp2", "fsdp2") if training == "clip_grad" else ("ddp2",)
+    # Run these trainings at every commit: those with sgd under all strategies on two devices, with
+    # clipping under fsdp, and all others under ddp.
+    others = ("fsdp2",) if training == "clip_grad" else ("ddp2",)
     if spread not in (QUICK if training == "sgd" else others):
         marks.append(pytest.mark.nightly)
     return pytest.param(training, spread, marks=marks)

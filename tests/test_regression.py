@@ -79,7 +79,9 @@ def losses_of(folder: Path) -> list[float]:
 
 @pytest.mark.slow(seconds=2)
 @pytest.mark.processes
-@pytest.mark.parametrize("parallel", ["dp", "ddp", pytest.param("fsdp", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "parallel", ["ddp", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("dp", "fsdp"))]
+)
 def test_regression_trains_equally_under_every_strategy(
     colors: Path, tmp_path: Path, parallel: str
 ) -> None:

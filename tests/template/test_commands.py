@@ -501,7 +501,7 @@ def check(command: str, capsys: pytest.CaptureFixture[str], **places: Path) -> N
     assert SAYS[name] in output.out or (written and written[0].stat().st_size > 0), output
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("command", scripts_like(ALONE))
 @pytest.mark.slow(seconds=2)
 def test_documented_plan_py_command_prints_memory_per_device(

@@ -283,6 +283,8 @@ def run_as_torchrun(ranks: Ranks, store: Any, code: str, port: int) -> None:
     exec(code, {"__name__": "__main__"})
 
 
+# This test is nightly, because these examples contain no code of this project.
+@pytest.mark.nightly
 @pytest.mark.slow(seconds=6)
 @pytest.mark.processes
 def test_pytorch_examples_of_dp_and_ddp_page_run_in_forked_ranks() -> None:

@@ -46,7 +46,7 @@ def test_report_names_the_best_setting_when_one_seed_of_another_setting_diverged
 @pytest.mark.parametrize(
     "name", [name for name in rows() if not any(part in name for part in UNDECIDABLE)]
 )
-@pytest.mark.sample(36)
+@pytest.mark.sample(72)
 def test_report_error_rate_is_at_most_6_percent_for_every_simulated_kind_of_sweep(
     name: str,
 ) -> None:

@@ -244,6 +244,7 @@ def past_the_interface(root: Path = ROOT) -> list[str]:
     ]
 
 
+@cache
 def measure(root: Path = ROOT) -> dict[str, int]:
     """Return the measured values, as a dictionary with the same keys as LIMITS."""
     library, lab = public_names(root).values()

@@ -344,7 +344,7 @@ def test_fsdp_gathers_matrices_in_16_bits_and_norm_weights_in_32_bits(
         ("model.channels_last=true",),
     ],
 )
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 def test_fsdp_matches_single_with_freeze_grad_checkpointing_or_channels_last(
     tmp_path: Path, overrides: tuple[str, ...]
 ) -> None:

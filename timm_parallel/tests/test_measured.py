@@ -387,7 +387,13 @@ def metered(
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("uuids", "gpus"), [(["GPU-a", "GPU-b"], 2), (["GPU-a", "GPU-a"], 1)])
+@pytest.mark.parametrize(
+    ("uuids", "gpus"),
+    [
+        (["GPU-a", "GPU-a"], 1),
+        pytest.param(["GPU-a", "GPU-b"], 2, marks=pytest.mark.nightly),
+    ],
+)
 @pytest.mark.slow(seconds=2)
 def test_result_energy_is_summed_over_the_distinct_gpus_of_all_ranks(
     tmp_path: Path, uuids: list[str], gpus: int

@@ -437,7 +437,9 @@ def test_report_plot_of_speed_ratios_changes_with_sweep_smallest_difference(tmp_
 
 
 @pytest.mark.usefixtures("plots")
-@pytest.mark.parametrize(("points", "fastest"), [(9, 8), (30, 29)])
+@pytest.mark.parametrize(
+    ("points", "fastest"), [(9, 8), pytest.param(30, 29, marks=pytest.mark.nightly)]
+)
 @pytest.mark.slow(seconds=2)
 def test_every_report_plot_shows_the_fastest_of_many_configurations(
     tmp_path: Path, points: int, fastest: int

@@ -254,7 +254,7 @@ def test_resume_with_a_changed_optim_key_trains_like_a_new_run_from_the_checkpoi
         assert not same or has_no_effect_here, f"{name}: the change has no effect"
 
 
-@pytest.mark.parametrize("opt", ["lamb", "adan"])
+@pytest.mark.parametrize("opt", ["adan", pytest.param("lamb", marks=pytest.mark.nightly)])
 @pytest.mark.slow(seconds=1)
 def test_resume_continues_the_step_counters_in_parameter_groups_of_lamb_and_adan(
     stopped: Folders, data: Path, tmp_path: Path, opt: str

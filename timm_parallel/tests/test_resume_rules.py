@@ -192,7 +192,7 @@ def test_resume_strict_false_allows_a_resume_with_a_changed_model_dataset_or_bat
 
 
 @pytest.mark.slow(seconds=1)
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(
     ("overrides", "key", "value"),
     [
@@ -396,7 +396,11 @@ def test_resume_ignores_later_edits_of_config_group_files(main: Main, tmp_path: 
 
 @pytest.mark.slow(seconds=1)
 @pytest.mark.parametrize(
-    ("strategy", "options"), [("ddp", ("parallel.bucket_cap_mb=1",)), ("dp", ("parallel.dim=0",))]
+    ("strategy", "options"),
+    [
+        ("ddp", ("parallel.bucket_cap_mb=1",)),
+        pytest.param("dp", ("parallel.dim=0",), marks=pytest.mark.nightly),
+    ],
 )
 def test_resume_with_parallel_single_drops_the_options_of_the_previous_dp_or_ddp_strategy(
     main: Main, strategy: str, options: tuple[str, ...]

@@ -413,7 +413,7 @@ def test_search_html_shows_best_trial_plots_and_trial_table(tmp_path: Path) -> N
 
 
 @pytest.mark.slow(seconds=2)
-@pytest.mark.parametrize("is_confirmed", [False, True])
+@pytest.mark.parametrize("is_confirmed", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_search_html_calls_the_best_value_too_good_and_links_the_confirmation_report(
     tmp_path: Path, is_confirmed: bool
 ) -> None:

@@ -333,7 +333,12 @@ def facts(folder: Path, code: str) -> list[dict[str, Any]]:
 
 @pytest.mark.slow(seconds=2)
 @pytest.mark.parametrize(
-    ("accuracy", "code", "word"), [(0.8, 0, BETTER), (0.6, 4, WORSE), (0.7, 3, NO_DIFFERENCE)]
+    ("accuracy", "code", "word"),
+    [
+        (0.6, 4, WORSE),
+        pytest.param(0.8, 0, BETTER, marks=pytest.mark.nightly),
+        pytest.param(0.7, 3, NO_DIFFERENCE, marks=pytest.mark.nightly),
+    ],
 )
 def test_verdict_script_compares_the_working_tree_with_the_base_commit(
     repository: Path, capsys: pytest.CaptureFixture[str], accuracy: float, code: int, word: str

@@ -78,19 +78,15 @@ def test_exception_on_one_rank_ends_the_ddp_run_and_error_names_rank_and_log(tra
 STOPS = [
     pytest.param("dp", signal.SIGHUP, 0, id="SIGHUP-dp"),
     pytest.param("ddp", signal.SIGINT, 1, id="SIGINT-ddp-with-a-loader-worker"),
-    pytest.param("ddp", signal.SIGTERM, 0, id="SIGTERM-ddp", marks=pytest.mark.slow),
-    pytest.param(
-        "fsdp", signal.SIGTERM, 1, id="SIGTERM-fsdp-with-a-loader-worker", marks=pytest.mark.slow
-    ),
-    pytest.param(
-        "single", signal.SIGINT, 1, id="SIGINT-single-with-a-loader-worker", marks=pytest.mark.slow
-    ),
+    pytest.param("ddp", signal.SIGTERM, 0, id="SIGTERM-ddp"),
+    pytest.param("fsdp", signal.SIGTERM, 1, id="SIGTERM-fsdp-with-a-loader-worker"),
+    pytest.param("single", signal.SIGINT, 1, id="SIGINT-single-with-a-loader-worker"),
 ]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("strategy", "number", "workers"), STOPS)
 @pytest.mark.slow(seconds=7)
-@pytest.mark.sample(5)
 def test_signal_to_train_py_stops_all_processes_within_15_seconds(
     train: Train, strategy: str, number: int, workers: int
 ) -> None:
