@@ -98,3 +98,16 @@ def test_train_step_returns_the_bare_model_and_the_dtype_with_and_without_autoca
         step = TrainStep(wrapped, nn.CrossEntropyLoss(), task_of(2))
         assert step.bare_model is model
         assert step.dtype == dtype
+
+
+def test_autocast_converts_every_output_of_a_model_to_float32() -> None:
+    class TwoHeads(nn.Linear):
+        def forward(self, images: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+            scores = super().forward(images)
+            return scores, {"auxiliary": 2 * scores}
+
+    scores, others = Autocast(TwoHeads(3, 2), "cpu", torch.bfloat16)(torch.ones(4, 3))
+    assert scores.dtype == others["auxiliary"].dtype == torch.float32
+    assert torch.equal(2 * scores, others["auxiliary"])
+    # bfloat16 has 8 bits of mantissa.
+    assert torch.equal(scores.bfloat16().float(), scores)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from src.tasks.images import Criterion
 from timm_parallel import Task, frozen_modules
@@ -79,7 +80,9 @@ class Autocast(nn.Module):
         if self.dtype is None:
             return self.model(images)
         with torch.autocast(self.device_type, self.dtype):
-            return self.model(images).float()
+            outputs = self.model(images)
+        # A model may return several tensors in training, for example those of an auxiliary head.
+        return tree_map_only(Tensor, Tensor.float, outputs)
 
 
 def set_matmul_precision(precision: str) -> None:
