@@ -8,13 +8,15 @@ from importlib import import_module
 from typing import Any
 
 
-def loader_of(package: str, groups: Mapping[str, Mapping[str, str]]) -> Callable[[str], Any]:
-    """Build the function `__getattr__` of a package, which imports a public name when it is first
-    used.
+def attach(
+    package: str, groups: Mapping[str, Mapping[str, str]]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """Build `__getattr__`, `__dir__` and `__all__` of a package that imports a public name when it
+    is first used, as `lazy_loader.attach` does (SPEC 1 of Scientific Python).
 
     `package`: name of the package. `groups`: the public names by title, {title: {public name:
-    module}}, with the module below timm_parallel. The built function raises AttributeError for a
-    name that is in no group.
+    module}}, with the module below timm_parallel. `__getattr__` raises AttributeError for a name
+    that is in no group.
     """
     modules = {name: module for group in groups.values() for name, module in group.items()}
 
@@ -25,4 +27,4 @@ def loader_of(package: str, groups: Mapping[str, Mapping[str, str]]) -> Callable
         setattr(sys.modules[package], name, value)
         return value
 
-    return load
+    return load, lambda: sorted(modules), sorted(modules)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from timm_parallel.public_names import loader_of
+from timm_parallel.public_names import attach
 
 if TYPE_CHECKING:
     from timm_parallel.lab.curves import compare_curves as compare_curves
@@ -48,9 +48,4 @@ _GROUPS = {
         "examine": "lab.doctor.examine",
     },
 }
-__all__ = sorted(name for group in _GROUPS.values() for name in group)
-__getattr__ = loader_of(__name__, _GROUPS)
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__, __all__ = attach(__name__, _GROUPS)
