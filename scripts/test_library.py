@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -61,10 +62,15 @@ def main(arguments: Sequence[str], root: Path = ROOT) -> int:
 
 
 def save_project(root: Path) -> None:
-    """Write the files of the template's current commit that the library's tests need to PROJECT, as
-    a zip file.
+    """Write the template's files that the library's tests need to PROJECT, as a zip file.
+
+    Equal files give equal bytes, so an update changes PROJECT only if it changes one of the files.
+    The zip file is not compressed, so git can store the difference from the one before.
     """
-    _git(root, "archive", "--format=zip", f"--output={root / PROJECT}", "HEAD", *FILES)
+    names = _git(root, "ls-files", "-z", "--", *FILES).split("\0")[:-1]
+    with zipfile.ZipFile(root / PROJECT, "w", zipfile.ZIP_STORED) as archive:
+        for name in names:
+            archive.writestr(zipfile.ZipInfo(name), (root / name).read_bytes())
 
 
 def unpack(root: Path, folder: Path) -> None:

@@ -105,6 +105,8 @@ def fork(root: Path, name: str, holder: str, drop_demo: bool) -> None:
             f"NAME={name}: the working tree has uncommitted changes; commit them first (git status)"
         )
     commit = _git(root, "rev-parse", "HEAD")
+    # Save the template's project before its files are edited or removed.
+    save_project(root)
     holder = holder or _git(root, "config", "user.name") or name
     for path in NAMED:
         _edit(root / path, re.escape(OLD_NAME), name)
@@ -129,7 +131,6 @@ def fork(root: Path, name: str, holder: str, drop_demo: bool) -> None:
     # Record the options, because `make update` must turn newer commits of the template into forks
     # in the same way.
     record = {"name": name, "holder": holder, "drop_demo": drop_demo, "template_commit": commit}
-    save_project(root)
     record["library_hash"] = library_hash(root)
     (root / ".template.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     # Add the new files, because `git commit -a` would not include them.

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -406,9 +407,13 @@ def test_make_update_merges_a_newer_template_into_a_fork_of_this_project(
         "README.md": "M",
         "timm_parallel/faults/liveness.py": "M",
         "timm_parallel/machine/newer.py": "A",
+        "timm_parallel/tests/project.zip": "M",
         "train.py": "M",
         "scripts/predict.py": "D",
     }
+    with zipfile.ZipFile(mine / "timm_parallel/tests/project.zip") as project:
+        assert project.read("train.py").endswith(b"# a fix\n")
+        assert "scripts/predict.py" not in project.namelist()
     assert read(mine / "README.md").startswith("# my_project\n") and "The MIT license." in read(
         mine / "README.md"
     )
