@@ -35,7 +35,7 @@ QUICK = {
     "An auxiliary loss": ("step",),
     "A parameter-group rule": ("optim",),
     "A schedule": ("optim",),
-    "LoRA": ("freeze",),
+    "LoRA": ("step",),
 }
 # Tests that depend on the files, options and classes of a project. The others compare code that no
 # example changes with other programs.
