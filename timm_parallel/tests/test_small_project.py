@@ -83,4 +83,4 @@ def test_search_minimizes_the_metric_of_a_project_other_than_the_template(tmp_pa
 def test_library_applies_the_config_rules_of_a_project_other_than_the_template() -> None:
     assert "did you mean data.slope" in start("train.py", "data.slpe=2", code=2)
     assert "data.name=digits" in start("train.py", "data.name=digits", code=2)
-    assert "parallel.strategy=ddp" in start("train.py", "parallel.strategy=ddp", code=2)
+    assert "did you mean each" in start("train.py", "parallel.strategy=eech", code=2)
