@@ -46,3 +46,14 @@ def test_app_adds_the_strategies_of_a_project_to_the_built_in_ones(
         config = ParallelConfig()
         config.choose_strategy(several)
         assert config.strategy in app.strategies
+
+
+def test_compose_uses_the_config_classes_and_files_of_the_current_app(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first: Any = project.current()
+    assert type(first.compose()) is first.config
+    small = build_small_app(monkeypatch)
+    assert type(small.compose()) is small.config
+    monkeypatch.undo()
+    assert type(first.compose()) is first.config
