@@ -57,7 +57,8 @@ class Project(Generic[C, R]):
     # config accepts any name.
     tasks: Mapping[str, str] = field(default_factory=dict)
     datasets: Mapping[str, str] = field(default_factory=dict)
-    strategies: Mapping[str, str] = field(default_factory=STRATEGIES.copy)
+    # Strategies of the project. The built-in ones are added to them.
+    strategies: Mapping[str, str] = field(default_factory=dict)
     # Dotted name of the function that raises ValueError for data that cannot be read. Argument:
     # config.
     check_data: str = "timm_parallel.data.build.check_data"
@@ -73,6 +74,8 @@ class Project(Generic[C, R]):
     def __post_init__(self) -> None:
         global _current
         _current = self
+        # A frozen dataclass can set its own fields only in this way.
+        object.__setattr__(self, "strategies", {**STRATEGIES, **self.strategies})
         use_classes_of(self.package, self.strategies)
 
     @property

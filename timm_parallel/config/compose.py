@@ -168,12 +168,11 @@ def save_hydra_files(tree: DictConfig, folder: Path) -> None:
         write_text(folder / ".hydra" / f"{name}.yaml", OmegaConf.to_yaml(part))
 
 
-@cache
 def store_schema() -> None:
-    """Register the config schema and the resolvers of this project with Hydra, once per process."""
+    """Register the config schema and the resolvers of the current project with Hydra."""
     from hydra.core.config_store import ConfigStore
 
-    ConfigStore.instance().store("schema", node=current().config)
+    ConfigStore.instance().store("schema", node=_schema())
     share_config_store()
     OmegaConf.register_new_resolver("device_counts", device_counts, replace=True)
     OmegaConf.register_new_resolver("by_device", by_device, replace=True)
@@ -233,12 +232,18 @@ def merge_into_schema(tree: DictConfig) -> DictConfig:
     return merged
 
 
-@cache
 def _schema() -> DictConfig:
-    """Build the config schema of the project as an OmegaConf tree. The result is cached, because
-    building it takes a quarter of the time that composing a config takes.
+    """Build the config schema of the current project as an OmegaConf tree."""
+    # mypy does not know that a class is hashable.
+    return _tree_of(current().config)  # type: ignore[arg-type]
+
+
+@cache
+def _tree_of(config_class: type[Config]) -> DictConfig:
+    """Build the OmegaConf tree of a config class. The result is cached, because building it takes a
+    quarter of the time that composing a config takes.
     """
-    return OmegaConf.structured(current().config)
+    return OmegaConf.structured(config_class)
 
 
 def save_config(config: Config, folder: Path, parts: Sequence[str] = ()) -> None:

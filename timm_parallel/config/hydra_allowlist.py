@@ -110,8 +110,9 @@ def check_hydra_block(tree: DictConfig) -> None:
     # Compare with the project's defaults (conf/hydra/default.yaml) first, then with Hydra's own. A
     # config that does not include the project's file, such as config.yaml of a run, has Hydra's own
     # defaults.
-    unusual = given - _defaults("+hydra=default")
-    if unusual and (changed := unusual - _defaults()):
+    conf = str(root() / "conf")
+    unusual = given - _defaults(conf, "+hydra=default")
+    if unusual and (changed := unusual - _defaults(conf)):
         key, value = min(changed)
         raise ValueError(f"hydra.{key}={value}: {FIXED}")
     # Check hydra.verbose here, because Hydra would stop at an assertion without a message.
@@ -140,15 +141,16 @@ def _schema() -> DictConfig:
 
 
 @cache
-def _defaults(*overrides: str) -> set[tuple[str, str]]:
+def _defaults(conf: str, *overrides: str) -> set[tuple[str, str]]:
     """Compose the `hydra` section without a main config, as a set of (dotted key, value). Without
-    overrides it has Hydra's defaults. With `+hydra=default` it has the project's defaults.
+    overrides it has Hydra's defaults. With `+hydra=default` it has the defaults of the project,
+    whose config folder is `conf`.
     """
     from hydra._internal.config_loader_impl import ConfigLoaderImpl
     from hydra._internal.utils import create_automatic_config_search_path
     from hydra.types import RunMode
 
-    search = create_automatic_config_search_path(None, None, str(root() / "conf"))
+    search = create_automatic_config_search_path(None, None, conf)
     return _pairs(ConfigLoaderImpl(search).load_configuration(None, list(overrides), RunMode.RUN))
 
 

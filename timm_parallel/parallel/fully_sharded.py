@@ -52,7 +52,9 @@ class FullySharded(Distributed):
         return init_device_mesh(self.device.type, shape, mesh_dim_names=("replicate", "shard"))
 
     def wrap(self, step: Any) -> nn.Module:
-        self.model, self.dtype = step.bare_model, step.dtype
+        # A step whose model has no wrapper for autocast needs neither attribute.
+        self.model = getattr(step, "bare_model", step.model)
+        self.dtype = getattr(step, "dtype", None)
         # Broadcast the initial weights of rank 0, as DDP does. Otherwise the model would consist of
         # parts with different initial weights.
         for tensor in (*step.parameters(), *step.buffers()):

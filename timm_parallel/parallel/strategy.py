@@ -109,7 +109,8 @@ class Strategy:
         ]
 
     def wrap(self, step: Any) -> nn.Module:
-        """Apply the strategy to a training step, whose attribute `model` maps images to outputs.
+        """Apply the strategy to a training step, whose attribute `model` maps images to outputs. If
+        autocast wraps this model, `bare_model` is the model inside and `dtype` the autocast type.
 
         Returns a module that maps the batch of this process (images, targets) to its mean loss and
         a dictionary of metrics. The optimizer is built afterwards from the parameters of the whole

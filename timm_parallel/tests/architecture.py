@@ -224,18 +224,23 @@ def public_names(root: Path = ROOT) -> dict[str, set[str]]:
 
 
 def past_the_interface(root: Path = ROOT) -> list[str]:
-    """Return a line of text for each use of a name of the library that is not public. Only
-    train.py, evaluate.py, src/ and scripts/ are searched.
+    """Return a line of text for each use of a name of the library that is not public, in train.py,
+    evaluate.py, src/ and scripts/.
     """
+    scripts = sorted((root / "scripts").glob("*.py"))
+    outside = [path for path in source_files(root) if "timm_parallel" not in path.parts]
+    return private_names([*outside, *scripts], root)
+
+
+def private_names(files: list[Path], root: Path = ROOT) -> list[str]:
+    """Return a line of text for each use of a name of the library in `files` that is not public."""
     public = {
         f"{package}.{name}" for package, names in public_names(root).items() for name in names
     }
     allowed = public | set(public_names(root))
-    scripts = sorted((root / "scripts").glob("*.py"))
-    outside = [path for path in source_files(root) if "timm_parallel" not in path.parts]
     return [
         f"{path.relative_to(root)}:{named.line} {named.name}"
-        for path in (*outside, *scripts)
+        for path in files
         for named in names_in(path.read_text(encoding="utf-8"))
         if re.match(r"timm_parallel\b", named.name)
         and named.name not in allowed

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from timm_parallel.tests.architecture import ROOT, long_functions, names_in
+from timm_parallel.tests.architecture import ROOT, long_functions, names_in, private_names
 
 SOURCES = sorted(
     path
@@ -201,6 +201,14 @@ def test_architecture_check_reports_forbidden_imports_and_long_functions(
     file: str, source: str, complaint: str
 ) -> None:
     assert any(complaint in line for line in broken_rules(file, source))
+
+
+def test_small_project_uses_only_public_names_of_the_library_and_nothing_of_src() -> None:
+    files = sorted((ROOT / "timm_parallel/tests/small_project").rglob("*.py"))
+    assert len(files) > 1
+    assert private_names(files) == []
+    names = [named.name for path in files for named in names_in(path.read_text(encoding="utf-8"))]
+    assert [name for name in names if re.match(r"src\b", name)] == []
 
 
 # Terms of the tasks in src/tasks/, which the library must not know.

@@ -163,6 +163,37 @@ def test_each_of_3_fsdp_ranks_holds_a_third_of_weights_gradients_optimizer_and_e
         assert max(sizes[name][0] for sizes in of_ranks) < 0.36 * total, name
 
 
+class PlainStep(nn.Module):
+    """Training step that has the attribute `model`, and nothing else that a strategy may read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Linear(3, 2)
+
+    def forward(self, images: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        return (self.model(images) - targets).square().mean(), {}
+
+
+def gradient_of_a_plain_step(ranks: Any, store: Any) -> tuple[bool, list[float]]:
+    strategy = build_strategy(fsdp(ranks.world_size).parallel, ranks, store)
+    step = PlainStep()
+    loss, _ = strategy.wrap(step)(torch.ones(4, 3), torch.full((4, 2), float(ranks.rank)))
+    loss.backward()
+    gradient = step.model.bias.grad
+    assert gradient is not None
+    whole = strategy.whole(gradient).tolist()
+    strategy.close()
+    return isinstance(gradient, DTensor), whole
+
+
+@pytest.mark.processes
+@pytest.mark.slow(seconds=2)
+def test_fsdp_shards_a_training_step_that_has_only_a_model() -> None:
+    (is_sharded, one), (_, other) = in_ranks(gradient_of_a_plain_step, 2)
+    assert is_sharded
+    assert one == other
+
+
 def contents_of_checkpoint(ranks: Any, store: Any) -> int:
     """Build the contents of a checkpoint, and return the number of their tensor elements on this
     rank. All ranks must call this function.

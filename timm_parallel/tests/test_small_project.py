@@ -1,86 +1,404 @@
 """The library must be able to run a project that is not this template. The folder small_project/
-has another package, with its own config classes, strategies, data and training function.
+has another package, with its own config classes, data, task, model, strategy and training function.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
+from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import optuna
 import pytest
+import torch
+from torch.utils._pytree import tree_flatten
+
+from timm_parallel.machine.ranks import Ranks
+from timm_parallel.machine.signals import Stopped
+from timm_parallel.testing.commands import NOT_HANDED_ON, heed_signals, processes_of
+from timm_parallel.testing.configs import read_lines
+from timm_parallel.testing.ranks import in_ranks
 
 PROJECT = Path(__file__).with_name("small_project")
 LIBRARY = Path(__file__).parents[2]
+FAULTY = Path(__file__).parent / "promises" / "faulty"
+# Steps of a run, and a step in the middle of its second epoch at which no metrics are logged.
+STEPS, MIDDLE = 15, 7
+# Longest allowed time in seconds between a fault and the end of the run.
+PROMPT = 15.0
+# Strategy and number of devices of each run that the fixture `runs` trains, and those of the runs
+# that it also stops and resumes.
+TRAINED = [
+    ("single", 1),
+    ("dp", 2),
+    *((strategy, 2) for strategy in ("ddp", "fsdp", "each")),
+    *((strategy, 3) for strategy in ("ddp", "fsdp")),
+]
+RESUMED = [("single", 1), ("dp", 2), ("ddp", 2), ("fsdp", 2)]
 
 pytestmark = pytest.mark.processes
 
 
-def start(*words: str, code: int = 0) -> str:
-    """Run a Python command in the folder of the small project, and return its output."""
-    environment = {
-        name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")
-    } | {"PYTHONPATH": str(LIBRARY)}
-    done = subprocess.run(
+@dataclass(frozen=True)
+class Job:
+    """A training in forked ranks. With `stop_at`, a signal stops the training after that step."""
+
+    folder: Path
+    strategy: str
+    devices: int
+    stop_at: int | None = None
+
+    @property
+    def processes(self) -> int:
+        return 1 if self.strategy in ("single", "dp") else self.devices
+
+
+def open_command(
+    *words: str, path: tuple[Path, ...] = (LIBRARY,), **variables: str
+) -> subprocess.Popen[str]:
+    """Start a Python command in the folder of the small project. `path`: folders from which it
+    imports. `variables`: more environment variables.
+    """
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in NOT_HANDED_ON and not name.startswith("PYTEST_")
+    }
+    return subprocess.Popen(
         [sys.executable, *words],
         cwd=PROJECT,
-        env=environment,
-        capture_output=True,
+        env=kept | variables | {"PYTHONPATH": os.pathsep.join(map(str, path))},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=300,
-        check=False,
+        preexec_fn=heed_signals,
     )
-    assert done.returncode == code, f"{done.stdout[-3000:]}{done.stderr[-3000:]}"
-    return done.stdout + done.stderr
 
 
-def result_of(folder: Path) -> dict[str, object]:
+def finish(command: subprocess.Popen[str], folder: Path, code: int = 0) -> tuple[str, str]:
+    """Wait until a command ends, and return its output and errors. The command must end within a
+    time limit with the exit code, and leave no process behind that works in `folder`.
+    """
+    try:
+        out, err = command.communicate(timeout=300)
+    except subprocess.TimeoutExpired:
+        # The ranks die with the command.
+        command.kill()
+        raise
+    assert command.returncode == code, f"{out[-3000:]}{err[-3000:]}"
+    until = time.monotonic() + 2
+    while (left := processes_of(folder)) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert left == []
+    return out, err
+
+
+def start(folder: Path, *words: str) -> str:
+    """Run a Python command in the folder of the small project, and return its output. The command
+    must exit with 0.
+    """
+    return finish(open_command(*words), folder)[0]
+
+
+def train_jobs(ranks: Ranks, store: Any, jobs: list[Job]) -> None:
+    """Train jobs one after the other on this rank."""
+    sys.path.insert(0, str(PROJECT))
+    from small import training
+    from small.app import app
+    from torch import distributed
+
+    from timm_parallel import EpochSteps
+
+    class StoppingSteps(EpochSteps):
+        """Steps of an epoch, which a signal stops."""
+
+        def end(self) -> dict[str, float] | None:
+            stop = self.strategy.group.stop
+            if self.progress.step + 1 == job.stop_at:
+                stop.request(signal.SIGTERM)
+                # Wait until all ranks have agreed on their last step, because the steps are so fast
+                # that the run could end before.
+                while not stop.stop_requested():
+                    time.sleep(0.01)
+            return super().end()
+
+    training.EpochSteps = StoppingSteps  # type: ignore[misc]
+    composed = app.compose("parallel.threads_per_device=1")
+    for number, job in enumerate(jobs):
+        composed.parallel.strategy, composed.parallel.devices = job.strategy, job.devices
+        config = app.resolve(composed)
+        own_store = distributed.PrefixStore(str(number), store)
+        job.folder.mkdir(exist_ok=True)
+        try:
+            training.train(
+                config, job.folder, ranks, own_store if config.parallel.has_ranks else None
+            )
+            assert job.stop_at is None, "the run did not stop"
+        except Stopped:
+            if config.parallel.has_ranks:
+                distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Train the runs in TRAINED, and stop and resume those in RESUMED. Return their parent folder.
+
+    The name of a run is `<strategy>_<devices>`, or `<strategy>_<devices>_resumed`.
+    """
+    base = tmp_path_factory.mktemp("runs")
+    jobs = [Job(base / f"{strategy}_{devices}", strategy, devices) for strategy, devices in TRAINED]
+    for strategy, devices in RESUMED:
+        folder = base / f"{strategy}_{devices}_resumed"
+        jobs += [Job(folder, strategy, devices, MIDDLE), Job(folder, strategy, devices)]
+    jobs.sort(key=lambda job: job.processes)
+    for processes, of_size in groupby(jobs, lambda job: job.processes):
+        in_ranks(train_jobs, processes, list(of_size))
+    return base
+
+
+def result_of(folder: Path) -> dict[str, Any]:
     return dict(json.loads((folder / "result.json").read_text(encoding="utf-8")))
 
 
-@pytest.mark.slow(seconds=8)
-@pytest.mark.nightly
-def test_library_trains_a_project_other_than_the_template_with_torchrun(tmp_path: Path) -> None:
-    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
-    start(*torchrun, "train.py", f"hydra.run.dir={tmp_path / 'run'}")
-    assert result_of(tmp_path / "run")["world_size"] == 2
+def contents_of(folder: Path) -> dict[str, Any]:
+    path = folder / "checkpoints" / "last.pt"
+    return dict(torch.load(path, weights_only=True))
 
 
-@pytest.mark.nightly
-@pytest.mark.slow(seconds=8)
-def test_sweep_over_strategies_and_devices_trains_equally_on_one_and_two_ranks(
-    tmp_path: Path,
-) -> None:
-    jobs = ("parallel.strategy=one,each", "parallel.devices=1,2")
-    start("train.py", "-m", *jobs, f"hydra.sweep.dir={tmp_path / 'sweep'}")
-    jobs_file = json.loads((tmp_path / "sweep/jobs.json").read_text(encoding="utf-8"))["jobs"]
-    assert [job["status"] for job in jobs_file] == ["done", "skipped", "done", "done"]
-    assert jobs_file[1]["code"] == "one_device"
-    results = [result_of(tmp_path / "sweep" / number) for number in ("0", "2", "3")]
-    assert [result["world_size"] for result in results] == [1, 1, 2]
-    objectives = [result["objective"] for result in results]
-    assert objectives == pytest.approx([objectives[0]] * 3, rel=1e-5)
-
-
-@pytest.mark.slow(seconds=8)
-@pytest.mark.nightly
-def test_search_minimizes_the_metric_of_a_project_other_than_the_template(tmp_path: Path) -> None:
-    search = ("search=lr", "parallel.strategy=one", f"hydra.sweep.dir={tmp_path / 'search'}")
-    start("train.py", "-m", *search)
-    objectives = [
-        float(str(result_of(tmp_path / "search" / str(n))["objective"])) for n in range(3)
+def curve_of(folder: Path) -> list[tuple[int, str, float]]:
+    """Return (step, metric, value) of all metrics of a run that are not times or sizes."""
+    timed = ("train/images_per_sec", "train/data_wait", "memory/")
+    return [
+        (line["step"], name, value)
+        for line in read_lines(folder / "metrics.jsonl")
+        for name, value in line.items()
+        if "/" in name and not name.startswith(timed)
     ]
-    study = optuna.load_study(
-        study_name=None, storage=f"sqlite:///{tmp_path / 'search' / 'study.db'}"
+
+
+def assert_equally_trained(folders: list[Path]) -> None:
+    """Compare the losses and the final weights of runs with those of the first run."""
+    expected, curve = contents_of(folders[0])["model"], curve_of(folders[0])
+    for folder in folders:
+        assert result_of(folder)["steps"] == STEPS
+        torch.testing.assert_close(contents_of(folder)["model"], expected, rtol=1e-5, atol=1e-6)
+        assert [point[:2] for point in curve_of(folder)] == [point[:2] for point in curve]
+        values = [point[2] for point in curve_of(folder)]
+        assert values == pytest.approx([point[2] for point in curve], rel=1e-5)
+
+
+def assert_equal_bits(folder: Path, expected: Path) -> None:
+    """Compare weights, optimizer state and progress of two runs bit for bit."""
+    one, other = contents_of(folder), contents_of(expected)
+    for part in ("model", "optimizer", "progress", "trained_on"):
+        leaves, structure = tree_flatten(one[part])
+        expected_leaves, expected_structure = tree_flatten(other[part])
+        assert structure == expected_structure
+        for leaf, expected_leaf in zip(leaves, expected_leaves, strict=True):
+            is_tensor = isinstance(leaf, torch.Tensor)
+            assert torch.equal(leaf, expected_leaf) if is_tensor else leaf == expected_leaf
+
+
+# Strategy, world size and number of processes of each job of a sweep over some strategies and the
+# device counts 1 and 2. The job of single on 2 devices is skipped.
+ONE_PROCESS = [("single", 1, 1), ("dp", 1, 1), ("dp", 2, 1)]
+SEVERAL = [(strategy, n, n) for strategy in ("ddp", "fsdp", "each") for n in (1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("strategies", "expected"),
+    [
+        pytest.param("single,dp", ONE_PROCESS, marks=pytest.mark.slow(seconds=8)),
+        pytest.param(
+            "single,dp,ddp,fsdp,each",
+            ONE_PROCESS + SEVERAL,
+            marks=[pytest.mark.slow(seconds=40), pytest.mark.nightly],
+        ),
+    ],
+    ids=("one_process", "all"),
+)
+def test_sweep_over_strategies_and_devices_trains_equally(
+    tmp_path: Path, strategies: str, expected: list[tuple[str, int, int]]
+) -> None:
+    folder = tmp_path / "sweep"
+    jobs = (f"parallel={strategies}", "parallel.devices=1,2", "parallel.threads_per_device=1")
+    start(folder, "train.py", "-m", *jobs, f"hydra.sweep.dir={folder}")
+    records = json.loads((folder / "jobs.json").read_text(encoding="utf-8"))["jobs"]
+    done = ["done"] * (len(expected) - 1)
+    assert [job["status"] for job in records] == ["done", "skipped", *done]
+    assert records[1]["code"] == "one_device"
+    finished = [folder / str(number) for number in range(len(records)) if number != 1]
+    results = [result_of(job) for job in finished]
+    assert [(r["strategy"], r["world_size"], r["processes"]) for r in results] == expected
+    assert_equally_trained(finished)
+
+
+@pytest.mark.slow(seconds=12)
+def test_every_strategy_trains_equally_on_one_two_and_three_devices(runs: Path) -> None:
+    folders = [runs / f"{strategy}_{devices}" for strategy, devices in TRAINED]
+    assert [result_of(folder)["world_size"] for folder in folders] == [n for _, n in TRAINED]
+    assert_equally_trained(folders)
+
+
+@pytest.mark.slow(seconds=1)
+@pytest.mark.parametrize(("strategy", "devices"), RESUMED)
+def test_resumed_run_has_the_bits_of_an_uninterrupted_run(
+    runs: Path, strategy: str, devices: int
+) -> None:
+    whole, resumed = runs / f"{strategy}_{devices}", runs / f"{strategy}_{devices}_resumed"
+    segments = result_of(resumed)["segments"]
+    assert [segment["first_step"] for segment in segments] == [0, MIDDLE]
+    assert_equal_bits(resumed, whole)
+    assert curve_of(resumed) == curve_of(whole)
+
+
+@pytest.mark.slow(seconds=1)
+@pytest.mark.parametrize(("strategy", "devices"), TRAINED)
+def test_evaluation_equals_a_plain_computation_on_all_validation_images(
+    runs: Path, monkeypatch: pytest.MonkeyPatch, strategy: str, devices: int
+) -> None:
+    monkeypatch.syspath_prepend(str(PROJECT))
+    from small.config import DataConfig
+    from small.data import Spots
+    from small.model import Tiny
+
+    model, val = Tiny(outputs=2, width=6), Spots(DataConfig()).val
+    model.load_state_dict(contents_of(runs / f"{strategy}_{devices}")["model"])
+    with torch.no_grad():
+        errors = model((val.images / 255 - 0.1) / 0.2) - val.labels
+    distances = errors.square().sum(1).sqrt()
+    expected = {
+        "loss": errors.double().square().mean().item(),
+        "near": (distances < 1 / 7).double().mean().item(),
+        "median_distance": sorted(distances.tolist())[len(val) // 2],
+        "samples": 23,
+    }
+    val_result = result_of(runs / f"{strategy}_{devices}")["val"]
+    assert {name: val_result[name] for name in expected} == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.slow(seconds=8)
+@pytest.mark.parametrize(
+    ("strategy", "fault", "exception"),
+    [
+        ("ddp", "kill", ""),
+        pytest.param("each", "raise", "RuntimeError", marks=pytest.mark.nightly),
+        pytest.param("fsdp", "kill", "", marks=pytest.mark.nightly),
+    ],
+)
+def test_killed_or_raising_rank_ends_the_run_and_error_names_the_rank(
+    tmp_path: Path, strategy: str, fault: str, exception: str
+) -> None:
+    folder, mark = tmp_path / "run", tmp_path / "mark"
+    command = open_command(
+        *("train.py", f"parallel={strategy}", "parallel.devices=2", f"hydra.run.dir={folder}"),
+        path=(FAULTY, LIBRARY),
+        FAULT=f"{fault}:1:{MIDDLE}:the forward pass",
+        FAULT_MARK=str(mark),
     )
-    assert study.best_value == pytest.approx(min(objectives))
+    _, err = finish(command, folder, code=1)
+    assert time.time() - float(mark.read_text()) < PROMPT
+    assert "Failed: rank 1" in err
+    result = result_of(folder)
+    assert result["status"] == "failed"
+    assert (result["failure"]["rank"], result["failure"]["exception"]) == (1, exception)
 
 
-@pytest.mark.slow(seconds=3)
-def test_library_applies_the_config_rules_of_a_project_other_than_the_template() -> None:
-    assert "did you mean data.slope" in start("train.py", "data.slpe=2", code=2)
-    assert "data.name=digits" in start("train.py", "data.name=digits", code=2)
-    assert "parallel.strategy=ddp" in start("train.py", "parallel.strategy=ddp", code=2)
+@pytest.mark.slow(seconds=8)
+@pytest.mark.parametrize(
+    ("metric", "best_of"),
+    [("loss", min), pytest.param("near", max, marks=pytest.mark.nightly)],
+)
+def test_search_optimizes_the_metric_in_its_own_direction(
+    tmp_path: Path, metric: str, best_of: Any
+) -> None:
+    folder = tmp_path / "search"
+    search = ("search=lr", f"checkpoint.metric=val/{metric}", "parallel=single")
+    start(folder, "train.py", "-m", *search, f"hydra.sweep.dir={folder}")
+    results = [result_of(folder / str(number)) for number in range(3)]
+    objectives = [result["objective"] for result in results]
+    assert objectives == [result["val"][f"{metric}_best"] for result in results]
+    assert len(set(objectives)) > 1
+    study = optuna.load_study(study_name=None, storage=f"sqlite:///{folder / 'study.db'}")
+    assert study.best_value == best_of(objectives)
+
+
+# Command line of a refused run -> part of the message that names the fix.
+REFUSED = {
+    "data.nois=0.1": "did you mean data.noise",
+    "data.noise=2": "data.noise=2.0: expected <= 1",
+    "model.width=wide": "model.width",
+    "data.name=spot": "did you mean spots",
+    "model.name=small.model.Tin": "model.name=small.model.Tin: no such class",
+    "train.task=positon": "did you mean position",
+    "train.loss=mae": "did you mean mse",
+    "checkpoint.metric=val/nea": "did you mean val/near",
+    "parallel=eech": "each",
+    "parallel.strategy=eech": "did you mean each",
+    "parallel=single parallel.devices=2": "choose parallel=ddp",
+    "parallel=each parallel.devices=5": "nearest sizes: 10, 15",
+    "data.batch_size=62": "use 61 or less",
+    "train.precision=bf16": "use train.precision=fp32",
+}
+REFUSE = """
+import contextlib, io, json, sys
+from small.app import app
+from timm_parallel.entry import run_command
+
+ends = []
+for line in json.loads(sys.argv[1]):
+    sys.argv = ["train.py", *line.split()]
+    with contextlib.redirect_stderr(io.StringIO()) as err:
+        ends.append((run_command(app), err.getvalue()))
+print(json.dumps(ends))
+"""
+
+
+def test_command_with_a_wrong_key_value_or_name_is_refused_with_a_fix(tmp_path: Path) -> None:
+    # Run all commands in one process, because importing Hydra takes most of the time.
+    folder = f"hydra.run.dir={tmp_path / 'run'}"
+    lines = [f"{line} {folder}" for line in REFUSED]
+    ends = json.loads(start(tmp_path, "-c", REFUSE, json.dumps(lines)))
+    for (line, fix), (code, message) in zip(REFUSED.items(), ends, strict=True):
+        assert (code, len(message.splitlines())) == (2, 1), f"{line}: {message}"
+        assert fix in message, line
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow(seconds=8)
+@pytest.mark.nightly
+def test_torchrun_trains_as_ranks_that_the_library_starts(runs: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    # With port 0, torchrun chooses a free port.
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d")
+    words = ("train.py", "parallel=ddp", "parallel.threads_per_device=1", f"hydra.run.dir={folder}")
+    start(folder, *torchrun, "--rdzv-endpoint=localhost:0", *words)
+    assert result_of(folder)["world_size"] == 2
+    assert_equal_bits(folder, runs / "ddp_2")
+
+
+@pytest.mark.slow(seconds=25)
+@pytest.mark.nightly
+def test_run_that_sigterm_stops_continues_with_resume(tmp_path: Path) -> None:
+    folder, whole = tmp_path / "run", tmp_path / "whole"
+    words = ("train.py", "parallel=ddp", "parallel.devices=2", "train.epochs=40")
+    command = open_command(*words, f"hydra.run.dir={folder}")
+    metrics = folder / "metrics.jsonl"
+    while not (metrics.exists() and metrics.stat().st_size):
+        assert command.poll() is None
+        time.sleep(0.05)
+    command.send_signal(signal.SIGTERM)
+    finish(command, folder, code=128 + signal.SIGTERM)
+    assert result_of(folder)["status"] == "interrupted"
+    start(folder, "train.py", f"resume={folder}")
+    start(whole, *words, f"hydra.run.dir={whole}")
+    assert result_of(folder)["steps"] == result_of(whole)["steps"] == 200
+    assert_equal_bits(folder, whole)

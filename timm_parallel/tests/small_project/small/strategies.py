@@ -1,6 +1,4 @@
-"""Strategies of the small project for one device, and for several devices with
-DistributedDataParallel.
-"""
+"""Strategy of the small project, next to those of the library."""
 
 from __future__ import annotations
 
@@ -10,17 +8,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from timm_parallel.machine.ranks import Ranks
-from timm_parallel.parallel.strategy import Strategy
-
-
-class One(Strategy):
-    """Strategy that trains on one device in one process."""
-
-    has_one_device = True
-
-    def wrap(self, step: Any) -> nn.Module:
-        return step
+from timm_parallel import Ranks, Strategy
 
 
 class Each(Strategy):
