@@ -285,14 +285,11 @@ def test_evaluation_equals_a_plain_computation_on_all_validation_images(
     assert {name: val_result[name] for name in expected} == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow(seconds=8)
 @pytest.mark.parametrize(
     ("strategy", "fault", "exception"),
-    [
-        ("ddp", "kill", ""),
-        pytest.param("each", "raise", "RuntimeError", marks=pytest.mark.nightly),
-        pytest.param("fsdp", "kill", "", marks=pytest.mark.nightly),
-    ],
+    [("ddp", "kill", ""), ("each", "raise", "RuntimeError"), ("fsdp", "kill", "")],
 )
 def test_killed_or_raising_rank_ends_the_run_and_error_names_the_rank(
     tmp_path: Path, strategy: str, fault: str, exception: str
@@ -312,10 +309,11 @@ def test_killed_or_raising_rank_ends_the_run_and_error_names_the_rank(
     assert (result["failure"]["rank"], result["failure"]["exception"]) == (1, exception)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow(seconds=8)
 @pytest.mark.parametrize(
     ("metric", "best_of"),
-    [("loss", min), pytest.param("near", max, marks=pytest.mark.nightly)],
+    [("loss", min), ("near", max)],
 )
 def test_search_optimizes_the_metric_in_its_own_direction(
     tmp_path: Path, metric: str, best_of: Any

@@ -287,7 +287,7 @@ def test_resumed_search_is_refused_when_no_trial_can_run(
     folder = tmp_path / "search"
     search(folder, "parallel.accelerator=cuda")
     monkeypatch.setattr(hardware, "visible_cuda_devices", lambda: ())
-    with pytest.raises(ValueError, match="parallel.accelerator=cuda"):
+    with pytest.raises(ValueError, match=r"parallel\.accelerator=cuda"):
         main(f"sweep.resume={folder}")
 
 
