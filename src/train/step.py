@@ -80,9 +80,8 @@ class Autocast(nn.Module):
         if self.dtype is None:
             return self.model(images)
         with torch.autocast(self.device_type, self.dtype):
-            outputs = self.model(images)
-        # A model may return several tensors in training, for example those of an auxiliary head.
-        return tree_map_only(Tensor, Tensor.float, outputs)
+            # A model may return several tensors in training, for example of an auxiliary head.
+            return tree_map_only(Tensor, Tensor.float, self.model(images))
 
 
 def set_matmul_precision(precision: str) -> None:
