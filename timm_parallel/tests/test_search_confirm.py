@@ -165,7 +165,7 @@ def test_stopped_search_confirm_prints_a_resume_command_with_the_search_folder(
     [
         (("search.confirm=1",), "search.confirm=1"),
         (("search.confirm=0",), "search.confirm=0"),
-        (("search.confirm=2", "seed=1,2"), "search.confirm=2: .* seed is searched"),
+        (("search.confirm=2", "seed=1,2"), "search.confirm=2: .* varies seed"),
         (
             ("search.confirm=2", "sweep.baseline='optim.lr=0.1'"),
             "search.confirm=2: .* sweep.baseline",
