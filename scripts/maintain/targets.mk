@@ -15,9 +15,9 @@ gpu-check: ## check what needs a CUDA device, in under 9 minutes (BIN=/usr/bin: 
 
 # Not part of CI, which has no simulator. SIMULATOR is the folder of its run.sh.
 SIMULATOR ?= ../shared/simcuda
-# The first files hold the tests marked gpu; the others compare strategies, resume, evaluate, sweep and break on 3 devices.
+# The first files hold the tests marked gpu; the others compare strategies, evaluate, sweep and break on 3 devices.
 ON_GPUS := timm_parallel/tests/test_gpu.py timm_parallel/tests/test_gpu_faults.py timm_parallel/tests/test_speed.py tests/test_timm_augment.py
-ON_THREE := tests/test_equivalence.py timm_parallel/tests/test_fsdp.py timm_parallel/tests/promises/test_resume.py tests/test_evaluation.py \
+ON_THREE := tests/test_equivalence.py timm_parallel/tests/test_fsdp.py tests/test_evaluation.py \
 	timm_parallel/tests/promises/test_faults.py timm_parallel/tests/test_sweep.py timm_parallel/tests/test_side_by_side.py timm_parallel/tests/test_warm_server.py
 test-simulated: $(VENV)/development ## run the tests that simulated GPUs can show (SIM=<build folder of the simulator>)
 	@if ! test -x "$(SIM)/fakegpu-coordinator" -a -f "$(SIMULATOR)/run.sh"; then \
