@@ -66,7 +66,7 @@ ELSEWHERE = {
     r"(git rm -r timm_parallel|pip install --no-deps)": (
         "test_fork_trains_and_sweeps_when_the_library_is_installed_from_a_tag"
     ),
-    r"python -m timm_parallel\.rank": "test_sweep_over_strategies_and_devices_trains_equally_on_one_and_two_ranks",
+    r"python -m timm_parallel\.rank": "test_sweep_over_strategies_and_devices_trains_equally",
     r"(make update|python scripts/update\.py)": (
         "test_make_update_replaces_the_library_and_merges_other_files"
     ),

@@ -11,6 +11,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from test_makefile import make
 
 from scripts.maintain.fork import COMMANDS, OF_THE_TEMPLATE, OLD_NAME, RECIPES, RUN_FOLDER, fork
 from scripts.test_library import library_hash
@@ -182,11 +183,8 @@ def test_make_test_in_a_fork_runs_the_library_tests_apart_unless_args_are_given(
     clone: Path,
 ) -> None:
     def commands(*words: str) -> list[str]:
-        make = ["make", "-n", f"PYTHON={sys.executable}", *words]
-        done = subprocess.run(
-            make, cwd=clone, capture_output=True, text=True, timeout=300, check=True
-        )
-        return re.findall(r".* -m pytest .*|.*test_library.*", done.stdout)
+        output = make("-n", f"PYTHON={sys.executable}", *words, folder=clone)
+        return re.findall(r".* -m pytest .*|.*test_library.*", output)
 
     (one,) = commands("test")
     assert "testpaths" not in one
