@@ -374,9 +374,9 @@ def take_steps(
 
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Images of two classes, in train/ and val/, and in a CSV with folds."""
+    """Images of two classes, in train/ and val/, and in a CSV with folds and numbers."""
     root = tmp_path_factory.mktemp("photos")
-    rows = ["file,label,fold"]
+    rows = ["file,label,fold,age"]
     for number in range(24):
         file = (
             root
@@ -386,7 +386,7 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
         )
         file.parent.mkdir(parents=True, exist_ok=True)
         Image.new("RGB", (40, 40), (number * 10, 0, 200 * (number % 2))).save(file)
-        rows.append(f"{file.relative_to(root)},{file.parent.name},{number % 5}")
+        rows.append(f"{file.relative_to(root)},{file.parent.name},{number % 5},{number}")
     (root / "labels.csv").write_text("\n".join(rows))
     return root
 
