@@ -126,6 +126,7 @@ def test_run_on_non_square_images_can_be_evaluated_exported_and_used_to_predict(
     assert config["pretrained_cfg"]["input_size"] == [3, 48, 64]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow(seconds=2)
 @pytest.mark.processes
 def test_run_on_non_square_images_resumes_bit_identically_in_mid_epoch(

@@ -276,7 +276,7 @@ def test_checkpoint_of_a_loss_with_a_non_finite_parameter_is_not_saved(tmp_path:
     ],
 )
 @pytest.mark.slow(seconds=7)
-@pytest.mark.sample(3)
+@pytest.mark.nightly
 def test_run_with_a_loss_with_parameters_resumes_in_mid_epoch(
     trained: Callable[[str], Path], tmp_path: Path, before: str, after: str
 ) -> None:

@@ -96,7 +96,13 @@ def test_predict_reaches_test_accuracy_of_run_and_lists_unreadable_images(
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("parallel", "world"), [("dp", 1), ("ddp", 2), ("ddp", 3)])
+@pytest.mark.parametrize(
+    ("parallel", "world"),
+    [
+        ("ddp", 2),
+        *(pytest.param(*row, marks=pytest.mark.nightly) for row in (("dp", 1), ("ddp", 3))),
+    ],
+)
 @pytest.mark.slow(seconds=2)
 def test_predictions_of_dp_and_ddp_match_those_of_single(
     finished_run: Finished, digits: Path, parallel: str, world: int
@@ -372,6 +378,7 @@ def test_onnx_export_matches_checkpoint_outputs_at_batch_sizes_1_and_7(
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.slow(seconds=5)
 @needs_onnx
 def test_export_exits_1_when_onnx_and_checkpoint_outputs_differ(

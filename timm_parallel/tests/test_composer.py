@@ -158,6 +158,7 @@ def override_lists(draw: st.DrawFn) -> list[str]:
 SHARED: list[Composer] = []
 
 
+@pytest.mark.nightly
 @given(override_lists())
 @example(["model=tiny", "optim.lr=0.5", "+optim.kwargs.eps=1e-6", "tags=[a,b]", "seed=7"])
 @example(["model=vit_tiny", "~optim.lr", "+optim.kwargs.eps=1e-6"])

@@ -500,7 +500,8 @@ def parse(words: list[str]) -> object:
     return get_args_parser().parse_args(words)
 
 
-@pytest.mark.parametrize("examples", [10, pytest.param(100, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("examples", [10, 100])
+@pytest.mark.nightly
 @pytest.mark.slow(seconds=4)
 def test_random_overrides_resolve_or_are_refused_in_a_message_that_names_a_key(
     examples: int,

@@ -126,7 +126,7 @@ def frozen_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("strategy", ["ddp", "dp"])
-@pytest.mark.sample(2)
+@pytest.mark.nightly
 @pytest.mark.slow(seconds=5)
 def test_frozen_backbone_gives_same_head_under_every_strategy(
     strategy: str, frozen_run: Path, tmp_path: Path

@@ -539,6 +539,7 @@ def test_report_has_identical_contents_when_written_twice(tmp_path: Path) -> Non
     assert read(folder) == read(folder)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.usefixtures("plots")
 def test_report_on_150_different_settings_needs_less_than_12_cpu_seconds_and_2_mb(

@@ -340,6 +340,7 @@ def test_resume_auto_continues_the_newest_unfinished_run_of_any_task_or_of_the_g
     assert load_config(flowers).task_name == "flowers"
 
 
+@pytest.mark.nightly
 @pytest.mark.slow(seconds=4)
 def test_resume_auto_error_suggests_an_unfinished_run_of_another_task(main: Main) -> None:
     main.start("2026-01-02/09-00-00", status="done")
@@ -368,6 +369,7 @@ def test_resume_auto_is_refused_when_no_run_used_the_given_config_group_option(
     assert code == 2 and "with exactly this config" in err
 
 
+@pytest.mark.nightly
 @pytest.mark.slow(seconds=1)
 def test_resume_applies_a_given_config_group_option_on_top_of_the_saved_config(main: Main) -> None:
     folder = main.start("day/1", "optim.clip_grad=0.5", "optim.lr=0.25", "train.epochs=3")
@@ -422,6 +424,7 @@ def test_resume_auto_continues_a_killed_run_that_has_no_result_json(main: Main) 
     assert main.ran[-1].resolve() == folder
 
 
+@pytest.mark.nightly
 @pytest.mark.slow(seconds=1)
 def test_resume_auto_skips_a_run_whose_folder_is_locked_by_a_running_process(main: Main) -> None:
     older = main.start("2026-01-01/09-00-00")

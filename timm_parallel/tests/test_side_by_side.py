@@ -200,6 +200,7 @@ def test_sweep_runs_a_job_that_was_out_of_memory_again_without_concurrent_jobs(
     assert all(again["began"] >= ran(jobs, job)["ended"] for job in (jobs.jobs[0], jobs.jobs[2]))
 
 
+@pytest.mark.nightly
 @pytest.mark.processes
 @pytest.mark.slow(seconds=3)
 def test_sweep_runs_a_job_at_most_twice_when_every_attempt_is_out_of_memory(

@@ -213,15 +213,13 @@ ONE_PROCESS = [("single", 1, 1), ("dp", 1, 1), ("dp", 2, 1)]
 SEVERAL = [(strategy, n, n) for strategy in ("ddp", "fsdp", "each") for n in (1, 2)]
 
 
+@pytest.mark.nightly
+@pytest.mark.slow(seconds=24)
 @pytest.mark.parametrize(
     ("strategies", "expected"),
     [
-        pytest.param("single,dp", ONE_PROCESS, marks=pytest.mark.slow(seconds=8)),
-        pytest.param(
-            "single,dp,ddp,fsdp,each",
-            ONE_PROCESS + SEVERAL,
-            marks=[pytest.mark.slow(seconds=40), pytest.mark.nightly],
-        ),
+        ("single,dp", ONE_PROCESS),
+        ("single,dp,ddp,fsdp,each", ONE_PROCESS + SEVERAL),
     ],
     ids=("one_process", "all"),
 )

@@ -157,6 +157,7 @@ def search(folder: Path, *words: str) -> int:
     return run_multirun(arguments, lambda data: None, lambda data: None)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_search_submits_every_trial_as_a_slurm_job(
     slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -391,6 +391,7 @@ def test_each_version_in_a_verdict_runs_its_own_train_py_and_library(
         assert all(fact["commit"] != 0 for fact in recorded)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow(seconds=2)
 def test_verdict_ignores_the_working_tree_when_head_is_a_commit(
     repository: Path, capsys: pytest.CaptureFixture[str]
@@ -562,6 +563,7 @@ main(["base=main", "sweep.repeats=3"])
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.slow(seconds=4)
 def test_killed_verdict_continues_without_running_finished_jobs_again(
     repository: Path, capsys: pytest.CaptureFixture[str]

@@ -158,6 +158,7 @@ def test_ranks_and_loader_workers_end_when_train_py_is_killed(train: Train, stra
     assert train.left_after(10) == []
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("strategy", "command"),
     [("single", "mv {0} {0}.moved"), pytest.param("ddp", "rm -rf {0}", marks=pytest.mark.slow)],

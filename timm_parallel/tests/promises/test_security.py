@@ -138,6 +138,7 @@ def listening(process: psutil.Process) -> set[str]:
     }
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.processes
 def test_ranks_on_one_machine_listen_only_on_loopback(train: Train) -> None:
