@@ -165,15 +165,8 @@ def saved(run: RunParts) -> dict[str, Any]:
     return saving.snapshot(run.state, run.strategy)
 
 
-@pytest.mark.parametrize(
-    "spread",
-    [
-        pytest.param("ddp", marks=pytest.mark.processes),
-        "dp",
-        "dp_in_replica",
-        pytest.param("fsdp", marks=pytest.mark.processes),
-    ],
-)
+@pytest.mark.parametrize("spread", ["ddp", "dp", "dp_in_replica", "fsdp"])
+@pytest.mark.processes
 @pytest.mark.slow(seconds=7)
 @pytest.mark.sample(4)
 def test_loss_with_parameters_trains_equally_under_every_strategy(
@@ -267,31 +260,23 @@ def test_checkpoint_of_a_loss_with_a_non_finite_parameter_is_not_saved(tmp_path:
     assert not (tmp_path / "checkpoints").exists()
 
 
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        pytest.param("fsdp", "ddp", marks=pytest.mark.processes),
-        ("single", "single"),
-        pytest.param("fsdp", "fsdp", marks=pytest.mark.processes),
-    ],
-)
+@pytest.mark.parametrize(("old", "new"), [("fsdp", "ddp"), ("single", "single"), ("fsdp", "fsdp")])
+@pytest.mark.processes
 @pytest.mark.slow(seconds=7)
 @pytest.mark.nightly
 def test_run_with_a_loss_with_parameters_resumes_in_mid_epoch(
-    trained: Callable[[str], Path], tmp_path: Path, before: str, after: str
+    trained: Callable[[str], Path], tmp_path: Path, old: str, new: str
 ) -> None:
-    folder = train_in(tmp_path / "run", config_of(*SPREADS[before]), stop_at=6)
+    folder = train_in(tmp_path / "run", config_of(*SPREADS[old]), stop_at=6)
     assert contents(folder)["progress"]["step_in_epoch"] == 2
-    train_in(folder, config_of(*SPREADS[after]))
-    expected, actual = contents(trained(after)), contents(folder)
-    assert losses(folder) == pytest.approx(losses(trained(after)), rel=1e-5)
+    train_in(folder, config_of(*SPREADS[new]))
+    expected, actual = contents(trained(new)), contents(folder)
+    assert losses(folder) == pytest.approx(losses(trained(new)), rel=1e-5)
     for part in ("model", "ema", "train_step"):
         for name, tensor in expected[part].items():
-            is_equal = (
-                torch.equal if before == after else partial(torch.allclose, rtol=1e-3, atol=1e-4)
-            )
+            is_equal = torch.equal if old == new else partial(torch.allclose, rtol=1e-3, atol=1e-4)
             assert is_equal(actual[part][name], tensor), name
-    if before == after:
+    if old == new:
         states = expected["optimizer"]["state"], actual["optimizer"]["state"]
         assert all(
             map(

@@ -96,13 +96,8 @@ def test_predict_reaches_test_accuracy_of_run_and_lists_unreadable_images(
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    ("parallel", "world"),
-    [
-        ("ddp", 2),
-        *(pytest.param(*row, marks=pytest.mark.nightly) for row in (("dp", 1), ("ddp", 3))),
-    ],
-)
+@pytest.mark.parametrize(("parallel", "world"), [("ddp", 2), ("ddp", 3), ("dp", 1)])
+@pytest.mark.sample(3)
 @pytest.mark.slow(seconds=2)
 def test_predictions_of_dp_and_ddp_match_those_of_single(
     finished_run: Finished, digits: Path, parallel: str, world: int

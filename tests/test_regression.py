@@ -79,9 +79,8 @@ def losses_of(folder: Path) -> list[float]:
 
 @pytest.mark.slow(seconds=2)
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    "parallel", ["ddp", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("dp", "fsdp"))]
-)
+@pytest.mark.parametrize("parallel", ["ddp", "dp", "fsdp"])
+@pytest.mark.sample(3)
 def test_regression_trains_equally_under_every_strategy(
     colors: Path, tmp_path: Path, parallel: str
 ) -> None:

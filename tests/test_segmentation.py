@@ -147,10 +147,8 @@ def measured(ranks: Ranks, store: Any, mode: str) -> dict[str, Any]:
 
 @pytest.mark.slow(seconds=5)
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    "mode",
-    ["resize", *(pytest.param(mode, marks=pytest.mark.nightly) for mode in ("whole", "slide"))],
-)
+@pytest.mark.parametrize("mode", ["resize", "whole", "slide"])
+@pytest.mark.sample(3)
 def test_segmentation_metrics_match_scikit_learn_on_1_2_and_3_ranks(mode: str) -> None:
     alone = measured(Ranks(), None, mode)
     labels, found = [], []
@@ -283,9 +281,8 @@ def test_segmentation_losses_are_equal_with_and_without_deterministic_algorithms
 
 @pytest.mark.slow(seconds=6)
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    "parallel", ["ddp", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("dp", "fsdp"))]
-)
+@pytest.mark.parametrize("parallel", ["ddp", "dp", "fsdp"])
+@pytest.mark.sample(3)
 def test_segmentation_trains_equally_under_every_strategy(tmp_path: Path, parallel: str) -> None:
     """BatchNorm is frozen, because its statistics depend on the images of a rank."""
     results, losses = [], []
@@ -385,7 +382,7 @@ OF_ROADS = (
 @pytest.mark.nightly
 @pytest.mark.slow(seconds=4)
 @pytest.mark.processes
-@pytest.mark.parametrize("parallel", ["dp", "ddp", pytest.param("fsdp", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("parallel", ["ddp", "dp", "fsdp"])
 def test_evaluation_result_is_equal_when_ranks_have_unequal_numbers_of_windows(
     roads: Path, tmp_path: Path, parallel: str
 ) -> None:

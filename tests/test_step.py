@@ -102,7 +102,7 @@ def test_train_step_returns_the_bare_model_and_the_dtype_with_and_without_autoca
 
 def test_autocast_converts_every_output_of_a_model_to_float32() -> None:
     class TwoHeads(nn.Linear):
-        def forward(self, images: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        def forward(self, images: torch.Tensor) -> Any:
             scores = super().forward(images)
             return scores, {"auxiliary": 2 * scores}
 
