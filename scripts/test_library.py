@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LIBRARY = "timm_parallel"
 PROJECT = f"{LIBRARY}/tests/project.zip"
 RECORD = ".template.json"
-# Paths that the library's tests read or run.
+# Paths that the library's tests read or run, as pathspecs of git.
 FILES = (
     *("src", "conf", "scripts", ":!scripts/maintain", "train.py", "evaluate.py"),
     *(".gitignore", "Makefile", "pyproject.toml", "requirements*.txt", "docs/dp_and_ddp.md"),
@@ -33,7 +33,7 @@ FILES = (
 
 def main(arguments: Sequence[str], root: Path = ROOT) -> int:
     """Run the tests of the library in a fork, and return the exit code of pytest. The code is 0 if
-    the tests need not run, and 2 if the folder is not a fork.
+    the tests need not run, and 2 if the folder is not a fork or PROJECT is missing.
     """
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--if-changed", action="store_true")
@@ -41,13 +41,13 @@ def main(arguments: Sequence[str], root: Path = ROOT) -> int:
     # A fork may install the library as a package and delete the folder.
     if not (root / LIBRARY).exists():
         return 0
-    if not (root / RECORD).exists() or not (root / PROJECT).exists():
-        print(
-            f"test_library: {RECORD} or {PROJECT} does not exist; in the template, run make test; "
-            "in a fork, make update restores both",
-            file=sys.stderr,
-        )
-        return 2
+    for path, fix in (
+        (RECORD, "this is not a fork; run make test"),
+        (PROJECT, "restore it from git, for example from the commit of make fork"),
+    ):
+        if not (root / path).exists():
+            print(f"test_library: {path} does not exist: {fix}", file=sys.stderr)
+            return 2
     recorded = json.loads((root / RECORD).read_text(encoding="utf-8"))["library_hash"]
     if options.if_changed and library_hash(root) == recorded:
         return 0

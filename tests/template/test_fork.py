@@ -204,15 +204,19 @@ def test_changed_library_of_a_fork_is_tested_with_the_project_of_the_template(cl
     fork(clone, "mine", "Ada", drop_demo=False)
     own = "timm_parallel/tests/test_own.py"
 
-    def run_tests(*options: str) -> int:
+    def run_tests(*options: str) -> tuple[int, str]:
         command = [sys.executable, "scripts/test_library.py", *options, "-p", "no:cacheprovider"]
-        return subprocess.run([*command, own], cwd=clone, timeout=300, check=False).returncode
+        command += ["-v", own]
+        done = subprocess.run(
+            command, cwd=clone, capture_output=True, text=True, timeout=300, check=False
+        )
+        return done.returncode, done.stdout
 
-    assert run_tests("--if-changed") == 0
+    assert run_tests("--if-changed") == (0, "")
     # A fork may delete parts of the template's project.
     shutil.rmtree(clone / "conf" / "model")
     (clone / "src" / "tasks" / "classification.py").unlink()
-    assert run_tests("--if-changed") == 0
+    assert run_tests("--if-changed") == (0, "")
     test = """
         from src.app import app
         from src.tasks.classification import Classification
@@ -220,9 +224,11 @@ def test_changed_library_of_a_fork_is_tested_with_the_project_of_the_template(cl
             assert (app.root / "conf" / "model" / "tiny.yaml").exists()
     """
     (clone / own).write_text(textwrap.dedent(test))
-    assert run_tests("--if-changed") == 0
+    code, output = run_tests("--if-changed")
+    assert code == 0 and "1 passed" in output, output
     git(clone, "add", "-A")
     git(clone, "commit", "-qm", "the library has changed")
     (clone / "timm_parallel" / "metric.py").write_text("raise ImportError\n")
-    assert run_tests("--if-changed") != 0
-    assert run_tests() != 0
+    assert run_tests("--if-changed")[0] != 0
+    (clone / "timm_parallel" / "tests" / "project.zip").unlink()
+    assert run_tests() == (2, "")

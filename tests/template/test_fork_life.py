@@ -37,8 +37,7 @@ QUICK = {
     "A schedule": ("optim",),
     "LoRA": ("step",),
 }
-# Tests that depend on the files, options and classes of a project. The others compare code that no
-# example changes with other programs.
+# Tests that depend on the files, keys and training step of a project.
 QUICKEST = " ".join(f"tests/test_{file}.py" for file in ("lock", "schema_json", "step"))
 
 

@@ -500,19 +500,13 @@ def parse(words: list[str]) -> object:
     return get_args_parser().parse_args(words)
 
 
-@pytest.mark.parametrize("examples", [10, 100])
 @pytest.mark.nightly
-@pytest.mark.slow(seconds=4)
+@pytest.mark.slow(seconds=20)
+@given(overrides=COMBINATIONS, cuda=st.integers(0, 2))
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_random_overrides_resolve_or_are_refused_in_a_message_that_names_a_key(
-    examples: int,
+    overrides: list[str], cuda: int
 ) -> None:
-    drawn = given(overrides=COMBINATIONS, cuda=st.integers(0, 2))(is_valid_or_refused)
-    settings(max_examples=examples, deadline=None, suppress_health_check=[HealthCheck.too_slow])(
-        drawn
-    )()
-
-
-def is_valid_or_refused(overrides: list[str], cuda: int) -> None:
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as scratch:
         patch.setattr(hardware, "visible_cuda_devices", lambda: fake_cuda(cuda))
         try:

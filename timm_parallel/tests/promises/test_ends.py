@@ -161,10 +161,9 @@ def test_ranks_and_loader_workers_end_when_train_py_is_killed(train: Train, stra
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     ("strategy", "command"),
-    [("single", "mv {0} {0}.moved"), pytest.param("ddp", "rm -rf {0}", marks=pytest.mark.slow)],
+    [("single", "mv {0} {0}.moved"), ("ddp", "rm -rf {0}")],
 )
 @pytest.mark.slow(seconds=7)
-@pytest.mark.sample(2)
 def test_run_ends_with_exit_code_1_when_the_run_folder_is_moved_or_deleted(
     train: Train, strategy: str, command: str
 ) -> None:
