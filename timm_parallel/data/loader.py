@@ -216,6 +216,8 @@ class BatchFetcher:
         """
         for offset in range(MAX_IN_A_ROW):
             number = self.numbers([(index + offset) % self.num_images])[0]
+            # Seed before reading, because a split may draw random numbers too.
+            seed_draws(self.seed, epoch, index)
             try:
                 image, label = self.split[number]
             except UnreadableImageError as error:
@@ -228,7 +230,6 @@ class BatchFetcher:
                     return None
                 continue
             if self.transform is not None:
-                seed_draws(self.seed, epoch, index)
                 image, label = self.transform(image, label)
             return image, label
         raise ValueError(

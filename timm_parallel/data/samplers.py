@@ -20,10 +20,10 @@ from timm_parallel.data.seeds import seed_for
 
 
 def seed_draws(seed: int, epoch: int, index: int) -> None:
-    """Seed the global generators of torch, random and numpy for the augmentation of one image.
+    """Seed the global generators of torch, random and numpy to read and augment one image.
 
     The seed depends on the run's seed, the epoch and the index of the image. So any rank and any
-    loader worker augments the image in the same way.
+    loader worker draws the same numbers for the image.
     """
     mixed = seed_for(seed, epoch, index)
     torch.default_generator.manual_seed(mixed)

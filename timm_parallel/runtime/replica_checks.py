@@ -7,11 +7,17 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from contextlib import suppress
+from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
-from timm_parallel.data.dataset import ImageDataset, split_fingerprint
-from timm_parallel.errors import ReplicasDifferError
+from timm_parallel.data.dataset import ImageDataset, InMemory, Split, split_fingerprint
+from timm_parallel.data.samplers import seed_draws
+from timm_parallel.errors import ReplicasDifferError, UnreadableImageError
 from timm_parallel.machine.ranks import first_difference, host_name
 from timm_parallel.parallel.group import ProcessGroup
 from timm_parallel.parallel.strategy import HasParameters, Strategy
@@ -24,16 +30,21 @@ MAX_DRIFT = 1e-2
 
 
 def check_same_data(dataset: ImageDataset, group: ProcessGroup) -> None:
-    """Raise ValueError if the classes or files of a rank differ from those of rank 0.
+    """Raise ValueError if the classes or files of a rank differ from those of rank 0, or if a split
+    does not return the same sample when it reads an index twice.
 
-    The message names the host of this rank. All ranks must call this function.
+    The message names the host of the rank that differs. All ranks must call this function.
     """
+    splits = {"train": dataset.train, "val": dataset.val, "test": dataset.test}
+    for name, split in splits.items():
+        if split is not None and len(split) and InMemory.of(split) is None:
+            _check_indexing(name, split)
     # With different data, gradients would be averaged over other images than intended, or ranks
     # would wait for a rank with fewer images.
     if group.world_size == 1:
         return
     facts = {f"class {label}": name for label, name in enumerate(dataset.target_names)}
-    for name, split in (("train", dataset.train), ("val", dataset.val), ("test", dataset.test)):
+    for name, split in splits.items():
         if split is not None:
             facts |= {
                 f"{name} images": str(len(split)),
@@ -41,6 +52,31 @@ def check_same_data(dataset: ImageDataset, group: ProcessGroup) -> None:
             }
     if difference := first_difference(group.gather((f"rank {group.rank} ({host_name()})", facts))):
         raise ValueError(f"data: {difference}; give all nodes the same data")
+
+
+def _check_indexing(name: str, split: Split) -> None:
+    """Raise ValueError if two reads of the first index of a split differ, as in a class that wraps
+    a generator. Its ranks would train on the same samples, and a resumed run would repeat them.
+    """
+    samples = []
+    with torch.random.fork_rng(devices=[]), suppress(UnreadableImageError):
+        for _ in range(2):
+            seed_draws(0, 0, 0)
+            samples.append(tree_leaves(split[0]))
+    if len(samples) == 2 and not (
+        len(samples[0]) == len(samples[1]) and all(map(_is_equal, *samples))
+    ):
+        raise ValueError(
+            f"data: two reads of index 0 of the {name} split differ; a split must return the same "
+            "sample for the same index, and draw from the generators of torch, random or numpy"
+        )
+
+
+def _is_equal(first: Any, second: Any) -> bool:
+    if isinstance(first, Tensor | np.ndarray):
+        # NaN differs from itself, but two NaN are the same sample.
+        return bool(np.array_equal(first, second, equal_nan=np.asarray(first).dtype.kind in "fc"))
+    return bool(first == second or first != first)
 
 
 def check_replicas_at_start(model: HasParameters, strategy: Strategy) -> tuple[int, str]:

@@ -4,6 +4,7 @@ evaluation. The sample and the seed must determine the augmentation.
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.utils.data import DistributedSampler
 from src.data.datasets import Synthetic
 from src.data.transforms import OnImage, train_transform
 from src.schema import AugmentConfig, DataConfig
+from timm_parallel.data.dataset import ImageDataset
 from timm_parallel.data.erasing import Erasing
 from timm_parallel.data.fractions import batches_per_epoch
 from timm_parallel.data.loader import BatchFetcher
@@ -25,6 +27,8 @@ from timm_parallel.data.prefetch import DevicePrefetcher
 from timm_parallel.data.samplers import EvalSampler, IndexBatch, TrainSampler, class_balance
 from timm_parallel.data.seeds import seed_for
 from timm_parallel.machine.ranks import Ranks
+from timm_parallel.parallel.group import ProcessGroup
+from timm_parallel.runtime.replica_checks import check_same_data
 from timm_parallel.task import Targets
 from timm_parallel.testing.configs import plain, task_of, train_loader_of
 from timm_parallel.testing.ranks import in_ranks
@@ -262,6 +266,75 @@ def test_random_erasing_differs_between_copies_of_an_image_but_not_with_the_rank
     assert any(
         index in later and not torch.equal(later[index], image) for index, image in first.items()
     )
+
+
+class Noisy:
+    """Split whose images hold draws of the generators of torch, random and numpy."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        draws = [torch.rand(()).item(), random.random(), np.random.random()]
+        pixels = torch.tensor([255 * draw for draw in draws])
+        return pixels.to(torch.uint8)[:, None, None].expand(3, 4, 4), index
+
+
+def noisy_images(ranks: Ranks, store: Any, world: int, epoch: int, workers: int) -> dict[int, Any]:
+    """Read an epoch of Noisy on `world` ranks. Return a dictionary from index to pixels."""
+    pixels = {}
+    for rank in range(world):
+        fetcher = BatchFetcher(Noisy(), Targets(), None, 7)
+        prefetcher = DevicePrefetcher(torch.device("cpu"), **plain(3), channels_last=False)
+        sampler = TrainSampler(12, 6, rank, world, 7)
+        loader = train_loader_of(fetcher, sampler, prefetcher, workers)
+        for images, indices in loader.epoch(epoch):
+            pixels |= dict(zip(indices.tolist(), images[:, :, 0, 0].tolist(), strict=True))
+    return pixels
+
+
+def test_draws_inside_a_split_depend_on_seed_epoch_and_index_only() -> None:
+    """An own dataset may draw random numbers in __getitem__, for example to choose a frame."""
+    alone = noisy_images(Ranks(), None, 1, 0, 0)
+    assert len({tuple(drawn) for drawn in alone.values()}) == 12
+    assert noisy_images(Ranks(), None, 3, 0, 0) == alone
+    later = noisy_images(Ranks(), None, 1, 1, 0)
+    assert all(later[index] != drawn for index, drawn in alone.items())
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_draws_inside_a_split_are_equal_in_loader_workers() -> None:
+    assert in_ranks(noisy_images, 1, 1, 1, 2) == [noisy_images(Ranks(), None, 1, 1, 0)]
+
+
+def test_an_evaluation_draws_the_same_numbers_inside_a_split_each_time() -> None:
+    sampler, fetcher = EvalSampler(12, 4, 0, 1), BatchFetcher(Noisy(), Targets(), None, 7)
+    first, second = ([fetcher.read(batch)[0] for batch in sampler] for _ in range(2))
+    assert all(torch.equal(*pair) for pair in zip(first, second, strict=True))
+
+
+class Stream(Noisy):
+    """Split that ignores its index, like a class that wraps a generator."""
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        self.position += 1
+        return torch.full((3, 4, 4), self.position, dtype=torch.uint8), 0
+
+
+@pytest.mark.parametrize("name", ["train", "val"])
+def test_data_whose_split_ignores_its_index_is_refused(name: str) -> None:
+    dataset = ImageDataset()
+    dataset.target_names = ["a"]
+    dataset.train = dataset.val = Noisy()
+    group = ProcessGroup(Ranks())
+    check_same_data(dataset, group)
+    setattr(dataset, name, Stream())
+    with pytest.raises(ValueError, match=rf"data: .*{name}"):
+        check_same_data(dataset, group)
 
 
 def test_batch_fetcher_restores_torch_random_state_after_augmentation() -> None:
