@@ -16,11 +16,15 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional
+from torchvision.transforms import v2
 
 import evaluate as entry
 from src.commands.evaluate import evaluate_config
 from src.commands.load import load_trained
 from src.commands.predict import PredictionRequest, predict
+from src.data.transforms import OnImage
+from src.tasks.classification import Classification
+from src.tasks.images import ImageTask
 from src.train.build import build_data_and_model
 from timm_parallel.config.compose import save_config
 from timm_parallel.config.evaluation import evaluation_config
@@ -54,6 +58,29 @@ def test_evaluation_of_a_slurm_run_uses_the_devices_of_this_machine(tmp_path: Pa
         ).parallel.devices
         == 2
     )
+
+
+def test_images_in_memory_are_evaluated_with_the_transform_of_an_own_task(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Resizing and cropping are skipped for such images, but a transform of a task is not."""
+    config = resolved("parallel=single")
+
+    def val_images() -> Tensor:
+        loader = build_data_and_model(config, Single(config.parallel, Ranks())).eval_loaders["val"]
+        return next(iter(loader))[0]
+
+    before, inherited = val_images(), ImageTask.evaluation_transform
+
+    def upside_down(task: Any, preprocessing: Any) -> Any:
+        return OnImage(v2.Compose([inherited(task, preprocessing).transform, _flip]))
+
+    monkeypatch.setattr(Classification, "evaluation_transform", upside_down)
+    assert torch.equal(val_images(), before.flip(2))
+
+
+def _flip(image: Tensor) -> Tensor:
+    return image.flip(1)
 
 
 @pytest.mark.parametrize(

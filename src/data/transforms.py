@@ -203,6 +203,12 @@ def _keep_ratio_crop(config: AugmentConfig, size: Size) -> list[Any]:
     return [resize, crop(list(size), padding_mode="reflect")]
 
 
+class ResizeAndCrop(v2.Compose):
+    """Steps that resize an image, then crop the center. With crop_pct=1, they leave an image of the
+    right size as it is.
+    """
+
+
 def evaluation_transform(preprocessing: Preprocessing) -> Transform:
     """Build timm's evaluation transform, uint8 [C, H, W] -> uint8 [C, height, width]. It resizes
     the image, then crops the center.
@@ -215,11 +221,11 @@ def evaluation_transform(preprocessing: Preprocessing) -> Transform:
         padded = partial(
             _resize_and_pad, size=(height, width), resized=resized, fill=fill, mode=mode
         )
-        return v2.Compose([padded, v2.CenterCrop((height, width))])
+        return ResizeAndCrop([padded, v2.CenterCrop((height, width))])
     resize = v2.Resize(resized, mode)
     if preprocessing.crop_mode != "squash":
         resize = _resize((resized[0], resized[1]), preprocessing.interpolation)
-    return v2.Compose([resize, v2.CenterCrop((height, width))])
+    return ResizeAndCrop([resize, v2.CenterCrop((height, width))])
 
 
 def _resize(size: Size, interpolation: str) -> Any:

@@ -31,14 +31,14 @@ class WithMask:
     random numbers.
     """
 
-    def __init__(self, steps: Callable[..., Any]) -> None:
-        self.steps = steps
+    def __init__(self, transform: Callable[..., Any]) -> None:
+        self.transform = transform
 
     def __call__(self, image: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         import torch
         from torchvision import tv_tensors
 
-        image, mask = self.steps(tv_tensors.Image(image), tv_tensors.Mask(mask))
+        image, mask = self.transform(tv_tensors.Image(image), tv_tensors.Mask(mask))
         return image.as_subclass(torch.Tensor), mask.as_subclass(torch.Tensor)
 
 

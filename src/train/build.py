@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from src.app import app
-from src.data.transforms import Preprocessing
+from src.data.transforms import Preprocessing, ResizeAndCrop
 from src.models.build import build_model
 from src.models.preprocessing import preprocessing_for, train_image_size
 from src.schema import ResolvedConfig
@@ -97,11 +97,12 @@ def build_data_and_model(
     eval_loaders: dict[str, EvalLoader] = {}
     for name, split in (("val", dataset.val), ("test", dataset.test)):
         if split is not None:
-            # Skip the transform if images are in memory in the right size, because resizing and
-            # cropping would not change them.
+            transform = task.evaluation_transform(preprocessing)
+            # Skip resizing and cropping if images are in memory in the right size, because that
+            # would not change them. A task may have another transform, which is never skipped.
             rows = InMemory.of(split, preprocessing.input_size[1:])
             is_ready = rows is split or (rows is not None and preprocessing.crop_pct == 1)
-            is_ready &= task.views == 1
+            is_ready &= isinstance(getattr(transform, "transform", None), ResizeAndCrop)
             eval_loaders[name] = EvalLoader(
                 split,
                 task,
@@ -110,7 +111,7 @@ def build_data_and_model(
                 batch_size=strategy.group.world_size
                 if task.evaluates_one_by_one
                 else config.global_batch,
-                transform=None if is_ready else task.evaluation_transform(preprocessing),
+                transform=None if is_ready else transform,
                 seed=config.seed,
                 workers=config.data.workers,
                 on_error=config.data.on_error,
