@@ -120,7 +120,7 @@ class Task(Targets, Generic[C]):
     # Name in train.loss -> loss. If train.loss is a class of the project, the first of these losses
     # computes the evaluation loss.
     losses: ClassVar[Mapping[str, Loss]]
-    metrics: ClassVar[Mapping[str, Metric]]
+    metrics: Mapping[str, Metric]
     # Training options (entries of OPTIONS) that this task supports.
     applies: ClassVar[tuple[str, ...]] = ()
     # Name of the task in transformers (problem_type), which export.py format=hub writes into its

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 # Number of bins of confidence for the expected calibration error.
 BINS = 15
+# Largest number of classes with a confusion matrix. Its memory grows with the square.
+MOST_IN_MATRIX = 500
 
 
 # Losses. train.class_weights and train.smoothing change the training loss only, so that `val/loss`
@@ -152,6 +154,23 @@ def confusion(scores: Tensor, labels: Tensor, losses: Tensor) -> Tensor:
     return counts.view(classes, classes)
 
 
+def hits_by_class(scores: Tensor, labels: Tensor, losses: Tensor) -> Tensor:
+    """Count the images of each class (first row) and those of them that were predicted correctly
+    (second row). Return int64 [2, classes].
+    """
+    import torch
+
+    counts = torch.zeros(2, scores.shape[1], dtype=torch.int64, device=scores.device)
+    return counts.index_add_(
+        1, labels, torch.stack([torch.ones_like(labels), (scores.argmax(1) == labels).long()])
+    )
+
+
+def share_of_hits(counts: Tensor, samples: int) -> float:
+    """Return the accuracy from the counts of `hits_by_class`."""
+    return float(counts[1].sum().item()) / samples
+
+
 def hits_in_top5(scores: Tensor, labels: Tensor, losses: Tensor) -> Tensor:
     """Count the images whose true class has one of the five highest scores."""
     return (scores.topk(5, 1).indices == labels[:, None]).any(1).sum()
@@ -220,12 +239,18 @@ class Classification(ImageTask):
             has_class_terms=True,
         ),
     }
-    metrics: ClassVar[Mapping[str, Metric]] = {
+    metrics: Mapping[str, Metric] = {
         "loss": LOSS,
         "acc": Metric(confusion, on_diagonal, is_proportion=True),
         "acc5": Metric(hits_in_top5, per_image, is_proportion=True, min_outputs=6),
     }
     loss: ClassLoss
+
+    def __init__(self, config: ResolvedConfig, names: Sequence[str]) -> None:
+        super().__init__(config, names)
+        if len(names) > MOST_IN_MATRIX and "acc" in self.metrics:
+            hits = Metric(hits_by_class, share_of_hits, is_proportion=True)
+            self.metrics = {**self.metrics, "acc": hits}
 
     @classmethod
     def own_loss(cls, loss_class: Any) -> ClassLoss:
@@ -342,8 +367,11 @@ class Classification(ImageTask):
         """Return the numbers of images and of correct predictions, and the accuracy of each class,
         which is None for a class without images.
         """
-        counts = evaluation.sums[confusion]
-        totals, correct = counts.sum(1).tolist(), counts.diag().tolist()
+        matrix = evaluation.sums.get(confusion)
+        if matrix is None:
+            totals, correct = evaluation.sums[hits_by_class].tolist()
+        else:
+            totals, correct = matrix.sum(1).tolist(), matrix.diag().tolist()
         return {
             "correct": sum(correct),
             "samples": evaluation.samples,
@@ -355,8 +383,10 @@ class Classification(ImageTask):
     def draw(self, evaluation: Evaluation) -> dict[str, Any]:
         from timm_parallel import draw_confusion
 
-        counts = evaluation.sums[confusion].cpu().numpy()
-        return {"confusion": draw_confusion(counts, self.names)}
+        matrix = evaluation.sums.get(confusion)
+        if matrix is None or len(self.names) > MOST_IN_MATRIX:
+            return {}
+        return {"confusion": draw_confusion(matrix.cpu().numpy(), self.names)}
 
     def table(self, evaluation: Evaluation) -> dict[str, list[Any]]:
         """Return columns for a table with a row per image: its label, and the five most likely

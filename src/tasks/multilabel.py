@@ -104,7 +104,7 @@ class Multilabel(Classification):
             has_class_terms=True,
         ),
     }
-    metrics: ClassVar[Mapping[str, Metric]] = {
+    metrics: Mapping[str, Metric] = {
         "loss": LOSS,
         "map": Metric(from_rows=mean_average_precision, is_proportion=True),
         "f1_macro": Metric(count_labels, macro_f1, is_proportion=True),

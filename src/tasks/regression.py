@@ -97,7 +97,7 @@ class Regression(ImageTask):
         "l1": Loss(mean_of(absolute_errors), absolute_errors),
         "huber": Loss(mean_of(huber_errors), huber_errors),
     }
-    metrics: ClassVar[Mapping[str, Metric]] = {
+    metrics: Mapping[str, Metric] = {
         "loss": LOSS,
         "mae": Metric(error_sums, mean_absolute_error, lower_is_better=True),
         "rmse": Metric(error_sums, root_mean_squared_error, lower_is_better=True),

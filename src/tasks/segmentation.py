@@ -192,7 +192,7 @@ class Segmentation(Task[ResolvedConfig]):
         "dice": Loss(dice, pixel_losses),
         "ce_dice": Loss(cross_entropy_and_dice, pixel_losses, ("smoothing", "class_weights")),
     }
-    metrics: ClassVar[Mapping[str, Metric]] = {
+    metrics: Mapping[str, Metric] = {
         "loss": LOSS,
         "miou": Metric(confusion, mean_iou, is_proportion=True),
         "pixel_acc": Metric(confusion, pixel_accuracy, is_proportion=True),
