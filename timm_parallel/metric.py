@@ -39,9 +39,17 @@ class Metric:
     min_outputs: int = 0
 
     @property
-    def shown_as(self) -> tuple[bool, bool]:
-        """Pair (lower_is_better, is_proportion). The first is True if the metric must be minimized,
-        the second if its values are from 0 to 1. Reports and searches look up this pair by the
-        metric's name.
+    def shown_as(self) -> dict[str, bool]:
+        """The properties that result.json states for reports: `lower_is_better` and
+        `is_proportion`.
         """
-        return self.lower_is_better, self.is_proportion
+        return {"lower_is_better": self.lower_is_better, "is_proportion": self.is_proportion}
+
+
+# The training loss, which a task may also have as a metric.
+LOSS = Metric(lower_is_better=True)
+
+
+def metric_name(measure: str) -> str:
+    """Return the name of the metric in a measure such as `val/acc_ema` or `test/loss_best`."""
+    return measure.rpartition("/")[2].removesuffix("_best").removesuffix("_ema")

@@ -26,6 +26,7 @@ from timm_parallel.lab.analysis.headline import recommend
 from timm_parallel.lab.analysis.questions import with_contrasts
 from timm_parallel.lab.analysis.runs import RunRecord
 from timm_parallel.lab.analysis.settings import setting_groups
+from timm_parallel.metric import metric_name
 
 Array = np.ndarray
 MISSING, FAILED, DIVERGED = "waiting", "failed", "not_finite"
@@ -68,7 +69,12 @@ class Sweep:
                 "checkpoint.metric": self.metric,
             }
             status = self.status.get(place, "done")
-            result = {self.metric.replace("/", "."): float(value), "val.samples": self.samples}
+            result = {
+                self.metric.replace("/", "."): float(value),
+                f"metrics.{metric_name(self.metric)}.lower_is_better": self.sign < 0,
+                f"metrics.{metric_name(self.metric)}.is_proportion": self.sign > 0,
+                "val.samples": self.samples,
+            }
             runs.append(
                 RunRecord(
                     name=f"{setting}_{fold}_{seed}",

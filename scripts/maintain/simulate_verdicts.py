@@ -46,6 +46,8 @@ def run_records(draw: np.random.Generator, seeds: int, difference: float = 0) ->
         for seed in range(seeds):
             result = {
                 "val.acc": float(accuracy[seed]),
+                "metrics.acc.lower_is_better": False,
+                "metrics.acc.is_proportion": True,
                 "throughput.images_per_sec": float(speed[seed]),
                 "val.samples": 10_000,
                 "devices": 1,

@@ -19,7 +19,7 @@ from timm_parallel.config.timm_names import timm_models, timm_optimizers
 from timm_parallel.keys import leaves
 from timm_parallel.machine.secrets import is_secret_key
 from timm_parallel.machine.text import yaml_text
-from timm_parallel.metric import Metric
+from timm_parallel.metric import LOSS, Metric, metric_name
 from timm_parallel.project import current, root
 
 # Table of key names in other programs, such as timm's train.py, with the names here.
@@ -326,17 +326,12 @@ def is_lower_better(objective: str) -> bool:
     return metric_of(objective).lower_is_better
 
 
-def is_proportion(objective: str) -> bool:
-    """Return True if the values of the metric are from 0 to 1. `objective`: a value of
-    optimized_metric, i.e. the name of the metric.
-    """
-    return metric_of(objective).is_proportion
-
-
 def metric_of(objective: str) -> Metric:
-    """Return the Metric that a value of optimized_metric names. images_per_sec has no Metric, so
-    the result is then a Metric with default values.
+    """Return the Metric of the current code that a value of optimized_metric names. Raises
+    ValueError if the code has none.
     """
-    return current().metrics.get(
-        objective.rpartition("/")[2].removesuffix("_ema").removesuffix("_best"), Metric()
-    )
+    known = {"images_per_sec": Metric(), "loss": LOSS, **current().metrics}
+    name = metric_name(objective)
+    if name not in known:
+        raise ValueError(f"{objective}: unknown metric{hint(name, known)}")
+    return known[name]

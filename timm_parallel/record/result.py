@@ -67,6 +67,9 @@ class Result:
     # Fingerprints of image names and labels, one per split. The key `all` holds the fingerprint of
     # all images together, which does not depend on how they are divided into splits.
     data: dict[str, str] = field(default_factory=dict)
+    # The properties `lower_is_better` and `is_proportion` of each metric, by its name. Reports read
+    # them here, because the code may define the metric differently later.
+    metrics: dict[str, dict[str, bool]] = field(default_factory=dict)
     train: dict[str, Any] = field(default_factory=dict)
     val: dict[str, Any] = field(default_factory=dict)
     test: dict[str, Any] = field(default_factory=dict)

@@ -16,6 +16,7 @@ from timm_parallel.data.dataset import data_fingerprints
 from timm_parallel.machine.process import started_at
 from timm_parallel.machine.ranks import host_name
 from timm_parallel.measure.meter import Meter
+from timm_parallel.metric import LOSS
 from timm_parallel.record.environment import read_environment
 from timm_parallel.record.guard import flags, guard
 from timm_parallel.record.result import Result
@@ -42,6 +43,7 @@ def make_result(
     (world_size, hash_at_start), (digest, drift_flags) = start, end
     started, first_step_at = started_at(), parts.hooks.meter.first_step_at
     has_best = (folder / "checkpoints" / "best.pt").exists()
+    known = {"loss": LOSS, **parts.task.metrics}
     result = Result(
         status="done",
         strategy=strategy.kind,
@@ -66,6 +68,7 @@ def make_result(
         dropped_per_epoch=parts.train_loader.sampler.dropped,
         skipped=_skipped(parts),
         data=data_fingerprints(parts.dataset),
+        metrics={name: metric.shown_as for name, metric in known.items()},
         train=parts.progress.epoch_means,
         val=metrics["val"],
         test=metrics.get("test", {}),

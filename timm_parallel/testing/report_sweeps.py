@@ -165,6 +165,10 @@ def result_of(
         batch_size=batch,
         steps=300,
         epochs=12,
+        metrics={
+            "loss": {"lower_is_better": True, "is_proportion": False},
+            "acc": {"lower_is_better": False, "is_proportion": True},
+        },
         val={"loss": 0.1, "acc": 0.957},
         throughput={"images_per_sec": speed, "step_ms": step_ms, "step_ms_p95": 1.1 * step_ms}
         | {"steps_timed": 250, "seconds_timed": 0.25 * step_ms, "halves": [speed, speed]},

@@ -202,23 +202,52 @@ def test_report_rounds_swept_values_in_labels_only_when_the_labels_stay_distinct
 
 
 @pytest.mark.parametrize(
-    ("metric", "winner"), [("val/loss", "optim.lr=0.003"), ("val/f1_ema", "optim.lr=0.01")]
+    ("metric", "is_lower_better", "winner"),
+    [
+        ("val/loss", True, "optim.lr=0.003"),
+        ("val/angle_error", True, "optim.lr=0.003"),
+        ("val/harmonic_ema", False, "optim.lr=0.01"),
+    ],
 )
-def test_report_recommends_the_setting_with_lower_val_loss_or_higher_val_f1(
-    tmp_path: Path, metric: str, winner: str
+def test_report_reads_in_result_json_if_a_lower_value_of_the_metric_is_better(
+    tmp_path: Path, metric: str, is_lower_better: bool, winner: str
 ) -> None:
-    # Two settings are better than the first setting, the baseline, whether the metric is the loss
-    # or the F1 score.
+    # Two settings are better than the first setting, the baseline, in either direction. Today's
+    # code may not have the metric, because it was renamed since.
     rates = (
         {"0.001": 1.0, "0.003": 0.8, "0.01": 0.9}
-        if metric == "val/loss"
+        if is_lower_better
         else {"0.001": 1.0, "0.003": 1.1, "0.01": 1.3}
     )
-    lead = read(sweep_over_rates(tmp_path / "s", rates, metric=metric).write())[2]["lead"]
-    direction, sign = ("lower", -1) if metric == "val/loss" else ("higher", 1)
+    name = metric.removeprefix("val/").removesuffix("_ema")
+    known = {name: {"lower_is_better": is_lower_better, "is_proportion": False}}
+    sweep = sweep_over_rates(tmp_path / "s", rates, metric=metric, metrics=known)
+    lead = read(sweep.write())[2]["lead"]
+    direction, sign = ("lower", -1) if is_lower_better else ("higher", 1)
     assert lead["point"] == winner and f" {direction} (95 % interval 0." in lead["sentence"]
     assert sign * lead["contrast"]["difference"] > 0
     assert lead["value"] == pytest.approx(rates[winner.partition("=")[2]] + 0.015, abs=0.01)
+
+
+@pytest.mark.parametrize("metrics", [{}, {"acc": {"lower_is_better": False}}, {"acc": 1}])
+def test_report_does_not_compare_settings_by_a_metric_of_unknown_direction(
+    tmp_path: Path, metrics: dict[str, Any]
+) -> None:
+    plain = read(sweep_over_rates(tmp_path / "s", metrics=metrics).write())[2]
+    assert plain["settings"] == []
+    assert "result.json" in " ".join(plain["notes"])
+
+
+def test_report_does_not_compare_settings_whose_code_defines_the_metric_differently(
+    tmp_path: Path,
+) -> None:
+    sweep = sweep_over_rates(tmp_path / "s", {"0.001": 0.7})
+    other = {"acc": {"lower_is_better": True, "is_proportion": True}}
+    for seed in range(4):
+        config = {"optim": {"lr": 0.003}, "checkpoint": {"metric": "val/acc"}, "seed": seed}
+        add(sweep, ["optim.lr=0.003"], config, block=seed, val={"acc": 0.9}, metrics=other)
+    plain = read(sweep.write())[2]
+    assert [len(group["settings"]) for group in plain["settings"]] == [1, 1]
 
 
 def test_report_compares_the_accuracy_of_settings_even_when_runs_were_disturbed(

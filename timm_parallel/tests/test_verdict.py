@@ -43,6 +43,7 @@ from timm_parallel.lab.analysis.verdict import (
 )
 from timm_parallel.lab.multirun import main as multirun
 from timm_parallel.lab.verdict import versions
+from timm_parallel.metric import metric_name
 from timm_parallel.project import root
 from timm_parallel.record.jobs import read_jobs
 
@@ -59,6 +60,8 @@ def record_of(code: str, block: int, value: float | None, **changes: Any) -> Run
     status = changes.pop("status", "done" if value is not None else "not_finite")
     result = {
         name.replace("/", "."): value,
+        f"metrics.{metric_name(name)}.lower_is_better": name.endswith("loss"),
+        f"metrics.{metric_name(name)}.is_proportion": not name.endswith("loss"),
         "throughput.images_per_sec": changes.pop("speed", 1000.0 + 7 * block),
         "devices": 1,
         "val.samples": 10_000,
@@ -278,7 +281,9 @@ config = {"seed": seed, "checkpoint": {"metric": "val/acc"}, "sweep": {"repeats"
 val = {metric: settings["accuracy"] + 0.001 * (seed % 7), "samples": 10000}
 data = {"val": settings.get("images", "digits")}
 facts = {"library": library.NAME, "commit": git.returncode, "cwd": os.getcwd(), "words": sys.argv[1:]}
+kinds = {metric: {"lower_is_better": metric == "loss", "is_proportion": metric != "loss"}}
 result = {"format": 1, "status": "done", "devices": 1, "val": val, "data": data, "tags": [json.dumps(facts)]}
+result["metrics"] = kinds
 (folder / "result.json").write_text(json.dumps(result))
 """  # noqa: E501
 

@@ -13,6 +13,7 @@ from statistics import median
 from typing import Any
 
 from timm_parallel.machine.text import as_number, plural
+from timm_parallel.metric import metric_name
 from timm_parallel.project import current
 from timm_parallel.record.jobs import FAILED
 
@@ -237,6 +238,20 @@ class RunRecord:
         metric = str(self.config.get("checkpoint.metric") or current().config().checkpoint.metric)
         best = f"{metric.removesuffix('_ema')}_best"
         return str(self.config.get("optimized_metric") or best) if self.is_trial else metric
+
+    @cached_property
+    def metric_is(self) -> tuple[bool, bool] | None:
+        """Pair (lower_is_better, is_proportion) of the headline metric. None if result.json does
+        not state it, as in a result of an older version.
+        """
+        if self.is_of_tuning:
+            return False, False
+        of_metric = f"metrics.{metric_name(self.metric)}"
+        lower = self.result.get(f"{of_metric}.lower_is_better")
+        proportion = self.result.get(f"{of_metric}.is_proportion")
+        if isinstance(lower, bool) and isinstance(proportion, bool):
+            return lower, proportion
+        return None
 
     @cached_property
     def is_benchmark(self) -> bool:

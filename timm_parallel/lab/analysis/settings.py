@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import fmean, stdev
 
-from timm_parallel.config.suggest import is_lower_better, is_proportion
 from timm_parallel.lab.analysis.questions import (
     NOT_A_SETTING,
     Configuration,
@@ -239,17 +238,19 @@ def setting_groups(runs: Iterable[RunRecord]) -> list[SettingGroup]:
         if run.config and not run.doubt and (run.is_of_tuning or not run.is_benchmark)
     ]
     with_metric = [run for run in known if run.comparable and run.metric_value is not None]
+    with_metric = [run for run in with_metric if run.metric_is is not None]
     keys = [
         key for key in varied(known) if not key.startswith(NOT_A_SETTING) and key != "data.fold"
     ]
     if not with_metric or not _is_about_settings(known, keys):
         return []
-    members: dict[tuple[str, str, str], list[RunRecord]] = defaultdict(list)
+    # Runs whose code defines the metric differently are not compared either.
+    members: dict[tuple[str, str, str, tuple[bool, bool]], list[RunRecord]] = defaultdict(list)
     for run in with_metric:
-        members[
-            run.metric, f"data {run.data or 'unknown'}", f"code {run.commit or 'unknown'}"
-        ].append(run)
-    differing = [len(set(column)) > 1 for column in zip(*members, strict=True)]
+        assert run.metric_is is not None
+        place = run.metric, f"data {run.data or 'unknown'}", f"code {run.commit or 'unknown'}"
+        members[*place, run.metric_is].append(run)
+    differing = [len(set(column)) > 1 for column in list(zip(*members, strict=True))[:3]]
     for run in (run for run in known if run.is_lost):
         # Count a failed run for the largest group with its code, because a failed run has no
         # fingerprint of its data.
@@ -257,7 +258,9 @@ def setting_groups(runs: Iterable[RunRecord]) -> list[SettingGroup]:
         members[max(alike, key=lambda names: len(members[names]))].append(run)
     groups = []
     for names, of_group in members.items():
-        title = ", ".join(name for name, differs in zip(names, differing, strict=True) if differs)
+        title = ", ".join(
+            name for name, differs in zip(names[:3], differing, strict=True) if differs
+        )
         settings = _settings(of_group, keys)
         if any(setting.values for setting in settings):
             baseline, note = _baseline(settings)
@@ -268,7 +271,7 @@ def setting_groups(runs: Iterable[RunRecord]) -> list[SettingGroup]:
                     note,
                     members=settings,
                     metric=names[0],
-                    scale=_scale(names[0], settings),
+                    scale=_scale(names[0], names[3], settings),
                 )
             )
     return sorted(groups, key=lambda group: -len(group.rows()))
@@ -388,14 +391,15 @@ def _sweep_order(run: RunRecord) -> tuple[str, float, int]:
     return run.sweep, int(number[0]) if number else math.inf, run.position or 0
 
 
-def _scale(metric: str, settings: Sequence[Setting]) -> Scale:
+def _scale(metric: str, metric_is: tuple[bool, bool], settings: Sequence[Setting]) -> Scale:
+    lower_is_better, is_proportion = metric_is
     values = [value for setting in settings for value in setting.values.values()]
     if metric == IMAGES_PER_SECOND:
         return RATIO
-    if is_proportion(metric) and all(0 <= value <= 1 for value in values):
-        return proportion_scale(is_lower_better(metric))
+    if is_proportion and all(0 <= value <= 1 for value in values):
+        return proportion_scale(lower_is_better)
     # Use logarithms for a loss, because its spread grows with its value.
-    return level_scale(is_lower_better(metric) and min(values) > 0, is_lower_better(metric))
+    return level_scale(lower_is_better and min(values) > 0, lower_is_better)
 
 
 def _baseline(settings: Sequence[Setting]) -> tuple[Setting, str]:

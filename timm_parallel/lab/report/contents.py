@@ -59,6 +59,14 @@ class Report:
                 "Not compared, because jobs.json has another seed than config.yaml: "
                 f"{join_short(edited)}."
             )
+        unknown = [
+            run.name for run in self.runs if run.metric_value is not None and run.metric_is is None
+        ]
+        if unknown:
+            notes.append(
+                "Not compared, because result.json does not state if a lower value of the metric "
+                f"is better: {join_short(unknown)}."
+            )
         for sweep in self.sweeps:
             folder = sweep.folder.resolve()
             code = dict.fromkeys(

@@ -10,7 +10,6 @@ from textwrap import shorten
 
 import pandas as pd
 
-from timm_parallel.config.suggest import is_lower_better
 from timm_parallel.lab.analysis.groups import Group, MeasuredPoint
 from timm_parallel.lab.analysis.questions import values
 from timm_parallel.lab.analysis.runs import RunRecord
@@ -99,7 +98,11 @@ def _points_table(group: Group) -> Table:
     for point in group.members:
         row = _point_row(group, point)
         for name in metrics:
-            title = f"{name} (lower is better)" if is_lower_better(name) else name
+            lower = any(
+                run.metric == name and run.metric_is is not None and run.metric_is[0]
+                for run in point.runs
+            )
+            title = f"{name} (lower is better)" if lower else name
             row[title] = _summary(point.metrics.get(name))
         rows.append(row | {memory: _peaks(point, factor)})
     return Table(
