@@ -113,6 +113,18 @@ def test_predictions_of_dp_and_ddp_match_those_of_single(
                 assert one["probabilities"] == pytest.approx(other["probabilities"], abs=1e-5)
 
 
+@pytest.mark.parametrize("channels", [2, 4, 5])
+def test_predict_refuses_a_model_of_images_that_no_file_holds(
+    finished_run: Finished, digits: Path, monkeypatch: pytest.MonkeyPatch, channels: int
+) -> None:
+    trained = load_trained(finished_run.folder, None, None, CPU)
+    size = (channels, *trained.preprocessing.input_size[1:])
+    trained.preprocessing = replace(trained.preprocessing, input_size=size)
+    monkeypatch.setattr("src.commands.predict.load_trained", lambda *given: trained)
+    with pytest.raises(ValueError, match=f"{channels} channels"):
+        predict(wanted(finished_run.folder, digits), Ranks(), None)
+
+
 def test_predict_lists_all_classes_when_topk_exceeds_the_number_of_classes(
     finished_run: Finished, digits: Path
 ) -> None:

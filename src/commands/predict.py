@@ -86,7 +86,13 @@ def _loader(
     """Build a loader of image files for prediction. It yields the index of a file in place of a
     label, so that each prediction can be assigned to its file.
     """
-    mode = "L" if trained.preprocessing.input_size[0] == 1 else "RGB"
+    channels = trained.preprocessing.input_size[0]
+    if channels not in (1, 3):
+        raise ValueError(
+            f"run={request.run}: the model reads images with {channels} channels, and this command "
+            "gray and RGB files only; use evaluate.py predictions=<file> with a dataset of your own"
+        )
+    mode = "L" if channels == 1 else "RGB"
     preprocessing, is_single = trained.preprocessing, trained.task.evaluates_one_by_one
     per_rank = 1 if is_single else request.batch_size
     prefetcher = DevicePrefetcher(

@@ -7,7 +7,6 @@ reading them waits for the device.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -47,7 +46,7 @@ def run_steps(run: RunParts, batches: Iterator[Batch]) -> Iterator[StepReport]:
     steps, optim = EpochSteps(run), cast(OptimConfig, config.optim)
     accumulate = config.train.accumulate
     state.wrapped.train()
-    for step in steps:
+    for _ in steps:
         for index in range(accumulate):
             images, targets = steps.fetch(batches)
             # Skip the synchronization of gradients until the last batch of the step, because the
@@ -60,22 +59,11 @@ def run_steps(run: RunParts, batches: Iterator[Batch]) -> Iterator[StepReport]:
         hooks.start_update()
         grad_norm = _clip_gradients(state, optim, strategy, needed=steps.is_sync_step)
         _step_optimizer(state)
-        strategy.after_step(step)
-        # Read the learning rate before the schedule below sets the rate of the next step.
-        lr = (
-            max(float(group["lr"]) for group in state.optimizer.param_groups)
-            if steps.is_sync_step
-            else math.nan
-        )
-        # Average the weights after the strategy's own update, which may change them, so that all
-        # ranks average equal weights.
-        if state.ema is not None:
-            state.ema.update(state.model, step)
 
+        # Update the averaged weights and the learning rate too.
         means = steps.end()
-        state.schedule.step_update(state.progress.schedule_step(run.steps_per_epoch))
         if means is not None:
-            yield StepReport(means, lr, None if grad_norm is None else grad_norm.item())
+            yield StepReport(means, steps.lr, None if grad_norm is None else grad_norm.item())
             # Turn training mode on again, because the caller may have evaluated the model after the
             # report.
             state.wrapped.train()

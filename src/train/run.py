@@ -73,9 +73,6 @@ class Trainer:
             while not self.is_finished():
                 self.run_epoch()
                 self.end_epoch()
-            # Compare the parameters of all ranks now, because loading the best checkpoint makes
-            # them equal.
-            self.run.check_replicas()
             self.evaluate_at_end()
         self.run.end()
 

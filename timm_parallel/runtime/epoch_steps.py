@@ -20,7 +20,8 @@ class EpochSteps:
     """Iterator over the remaining steps of an epoch, which ends early at train.max_steps or after a
     stop signal.
 
-    The training loop calls `fetch` and `add` for each batch of a step, and then `end`. A sync step
+    The training loop calls `fetch` and `add` for each batch of a step, steps the optimizer, and
+    then calls `end`, which also averages the weights and steps the schedule. A sync step
     is a step that logs, saves or evaluates, or the last step of an epoch. Losses and metrics stay
     on the device until the next sync step, at which they are summed over the ranks. Between two
     sync steps, the CPU does not wait for the device.
@@ -37,10 +38,15 @@ class EpochSteps:
                 f"epoch now has {steps_per_epoch} steps, because the training data changed"
             )
         self.progress, self.config, self.strategy = progress, config, strategy
+        self.state = parts.state
         self.hooks, self.mixing = parts.hooks, parts.mixing
         self.steps_per_epoch, self.last_step = steps_per_epoch, config.train.max_steps or math.inf
         self.window = MetricWindow(strategy.device)
         self.is_sync_step = self.stops = False
+        # Number of batches that the loop has added in the current step.
+        self.batches = 0
+        # Largest learning rate of all parameter groups at the newest sync step.
+        self.lr = math.nan
 
     def __iter__(self) -> Iterator[int]:
         """Yield the number of each step, which counts from 1 at the start of the run."""
@@ -53,6 +59,7 @@ class EpochSteps:
             step = progress.step + 1
             is_last = progress.step_in_epoch + 1 == self.steps_per_epoch or step == self.last_step
             self.is_sync_step = is_last or self._is_logged_or_saved(step)
+            self.batches = 0
             self.hooks.start_step(step)
             seed_step(self.config.seed, step, self.strategy.group.rank, self.strategy.devices)
             yield step
@@ -73,21 +80,38 @@ class EpochSteps:
 
         The values are means over the `images` images of the batch.
         """
+        self.batches += 1
         self.window.add(self.progress.step + 1, loss, metrics, images)
 
     def end(self) -> dict[str, float] | None:
-        """End a training step after the optimizer has changed the weights.
+        """End a training step after the optimizer has changed the weights: update the averaged
+        weights and the learning rate.
 
         At a step that logs, saves or evaluates, returns the mean loss and metrics of all ranks
         since the last such step; else None. Raises NotFiniteError on all ranks if a loss is not
-        finite. All ranks must call this function.
+        finite, and RuntimeError if the loop has not added train.accumulate batches. All ranks must
+        call this function.
         """
-        progress = self.progress
-        progress.step, progress.step_in_epoch = progress.step + 1, progress.step_in_epoch + 1
+        progress, state = self.progress, self.state
+        step, accumulate = progress.step + 1, self.config.train.accumulate
+        if self.batches != accumulate:
+            raise RuntimeError(
+                f"train.accumulate={accumulate}: the training loop added {self.batches} batches in "
+                f"step {step}; it must call fetch and add for each batch of a step"
+            )
+        self.strategy.after_step(step)
+        if self.is_sync_step:
+            self.lr = max(float(group["lr"]) for group in state.optimizer.param_groups)
+        # Average the weights after the strategy's own update, which may change them, so that all
+        # ranks average equal weights.
+        if state.ema is not None:
+            state.ema.update(state.model, step)
+        progress.step, progress.step_in_epoch = step, progress.step_in_epoch + 1
         self.stops = self.hooks.end_step()
         if self.is_sync_step or self.stops:
             progress.add_steps(self.window.fetch(self.strategy.group))
             self.hooks.synchronized()
+        state.schedule.step_update(progress.schedule_step(self.steps_per_epoch))
         return progress.close_window() if self.is_sync_step else None
 
     def _is_logged_or_saved(self, step: int) -> bool:

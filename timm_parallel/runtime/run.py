@@ -46,6 +46,9 @@ class Run:
         self.evaluations: dict[str, SplitEvaluation] = {}
         self.saved_at = time.monotonic()
         self._epoch_began_at = 0
+        self._has_begun = False
+        # Hash of the parameters at the end, and sentences about differences between the ranks.
+        self._at_end: tuple[str, list[str]] | None = None
         self._on_close = ExitStack()
         for loader in (parts.train_loader, *parts.eval_loaders.values()):
             self._on_close.callback(loader.close)
@@ -82,6 +85,7 @@ class Run:
             self._recorder = Recorder(self.config, self.folder, is_first, step)
             self._on_close.callback(self._recorder.close)
             stop_handler.request = self.group.stop.request
+            self._has_begun = True
             try:
                 yield
             except NotFiniteError as error:
@@ -90,7 +94,12 @@ class Run:
                 ) from None
 
     def train_batches(self) -> Iterator[Batch]:
-        """Return the training batches from the current step to the end of its epoch."""
+        """Return the training batches from the current step to the end of its epoch. The loop must
+        be inside of `with run.begin()`.
+        """
+        assert self._has_begun, "the training loop must be inside of `with run.begin()`"
+        # Parameters that were compared before further training must be compared again.
+        self._at_end = None
         progress = self.parts.progress
         self._epoch_began_at = progress.step - progress.step_in_epoch
         first = progress.step_in_epoch * self.config.train.accumulate
@@ -207,18 +216,19 @@ class Run:
         log.info("saved at step %d", self.parts.progress.step)
         raise Stopped(number)
 
-    def check_replicas(self) -> None:
-        """Check that all ranks end with equal weights. All ranks must call this function.
-
-        It must be called before `load_best`, which would make different weights equal.
-        """
-        self._at_end = check_replicas_at_end(self.parts.state, self.strategy)
+    def _check_replicas(self) -> tuple[str, list[str]]:
+        """Check that all ranks end with equal weights, unless that is done."""
+        if self._at_end is None:
+            self._at_end = check_replicas_at_end(self.parts.state, self.strategy)
+        return self._at_end
 
     def load_best(self) -> None:
         """Load the weights of best.pt, which rank 0 sends to the other ranks, if this file exists.
 
         All ranks must call this function.
         """
+        # Compare the trained parameters now, because the loaded ones are equal on all ranks.
+        self._check_replicas()
         best = self.folder / "checkpoints" / "best.pt"
         if self.group.gather(best.exists())[0]:
             contents = checkpoint.load(best) if self.group.is_first else None
@@ -234,7 +244,7 @@ class Run:
         for split, evaluation in self.evaluations.items():
             metrics[split] = evaluation.numbers | evaluation.details
         result = make_result(
-            self.parts, self.folder, metrics, self.segments, self._at_start, self._at_end
+            self.parts, self.folder, metrics, self.segments, self._at_start, self._check_replicas()
         )
         for evaluation in self.evaluations.values():
             for name, of_weights in evaluation.of_weights.items():

@@ -70,7 +70,7 @@ def make_result(
         data=data_fingerprints(parts.dataset),
         metrics={name: metric.shown_as for name, metric in known.items()},
         train=parts.progress.epoch_means,
-        val=metrics["val"],
+        val=metrics.get("val", {}),
         test=metrics.get("test", {}),
         **_measurements(parts, drift_flags),
         memory=strategy.telemetry.memory(),

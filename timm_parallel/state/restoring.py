@@ -269,10 +269,11 @@ def _check_state_is_complete(optimizer: Optimizer) -> None:
         trial.state = defaultdict(dict, {probe: copy.deepcopy(optimizer.state[smallest])})
         try:
             with liveness.on_trial():
-                trial.step()
+                # Some optimizers need a function that computes the loss again.
+                trial.step(_no_loss)
         # Skip optimizers, such as kron, of which a copy cannot step, because they keep data outside
-        # of their groups and state.
-        except AttributeError:
+        # of their groups and state. Also skip those whose step takes no such function.
+        except (AttributeError, TypeError):
             continue
         except KeyError as error:
             raise ValueError(
@@ -280,3 +281,8 @@ def _check_state_is_complete(optimizer: Optimizer) -> None:
                 f"checkpoint does not have ({error}); set optim.kwargs and optim.momentum as in "
                 "the saved run, or start a new run"
             ) from None
+
+
+def _no_loss() -> float:
+    """Return the loss of the trial step, whose gradients are 0."""
+    return 0.0

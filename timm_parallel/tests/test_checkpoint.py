@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import shutil
 import sys
@@ -438,9 +439,10 @@ def test_checkpoint_save_does_not_delete_copies_made_by_the_user(
     assert (checkpoint.load_newest(tmp_path) or "")[0] == folder / "last.pt"
 
 
-def test_nan_loss_never_becomes_the_best_value_of_a_run() -> None:
+@pytest.mark.parametrize("undefined", [math.nan, None])
+def test_undefined_metric_never_becomes_the_best_value_of_a_run(undefined: float | None) -> None:
     progress = Progress()
-    losses = [float("nan"), 2.0, float("nan"), 1.0, 3.0]
+    losses = [undefined, 2.0, undefined, 1.0, 3.0]
     assert [
         progress.add_evaluation({"loss": loss, "acc": 0.5}, "loss", Classification.metrics)
         for loss in losses

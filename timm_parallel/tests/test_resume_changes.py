@@ -34,8 +34,11 @@ from timm_parallel.launch.job import prepare, record_end
 from timm_parallel.launch.resume import check_resumable
 from timm_parallel.machine import hardware
 from timm_parallel.machine.ranks import Ranks
+from timm_parallel.parallel.single import Single
 from timm_parallel.record.result import read_result
 from timm_parallel.state.progress import Progress
+from timm_parallel.state.restoring import restore_optimizer
+from timm_parallel.state.saving import optimizer_state
 from timm_parallel.testing.configs import read_lines, resolved
 from timm_parallel.testing.ranks import RANK_VARIABLES, warm_ranks
 
@@ -286,6 +289,27 @@ def test_resume_refuses_amsgrad_when_the_checkpoint_has_no_amsgrad_state(
 ) -> None:
     with pytest.raises(ValueError, match="max_exp_avg_sq"):
         attempt(config_of(data, "+optim.kwargs.amsgrad=true"), stopped(5))
+
+
+class NeedsClosure(torch.optim.SGD):
+    """Optimizer that computes the loss again in each step."""
+
+    def step(self, closure: Any) -> Any:  # type: ignore[override]
+        closure()
+        return super().step()
+
+
+def test_resume_restores_an_optimizer_whose_step_needs_a_closure() -> None:
+    saved_model, model = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
+    saved, optimizer = (
+        NeedsClosure(of.parameters(), lr=0.1, momentum=0.9) for of in (saved_model, model)
+    )
+    saved_model(torch.ones(1, 3)).sum().backward()
+    saved.step(lambda: 0.0)
+    single = Single(resolved("parallel=single").parallel, Ranks())
+    restore_optimizer(optimizer, model, optimizer_state(saved, saved_model), single)
+    buffers = [of.state[of.param_groups[0]["params"][0]] for of in (saved, optimizer)]
+    assert torch.equal(*(buffer["momentum_buffer"] for buffer in buffers))
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from torch.distributed import HashStore
 
 from timm_parallel.faults import heartbeat
 from timm_parallel.faults.stop import StopCoordinator
+from timm_parallel.keys import ResolvedConfig
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.machine.signals import exit_after_stop_signal, stop_handler
 from timm_parallel.measure.meter import Meter
@@ -40,6 +41,24 @@ def test_stop_request_stops_a_single_process_after_the_current_step() -> None:
     assert stopping.signal == 15
 
 
+def parts_of_steps(config: ResolvedConfig) -> Any:
+    """Build the parts of a run that EpochSteps reads: 6 steps of 4 images per epoch."""
+    strategy = Single(config.parallel, Ranks())
+    return SimpleNamespace(
+        progress=Progress(),
+        config=config,
+        strategy=strategy,
+        hooks=StepHooks(Meter(4, 6), strategy.group.stop),
+        mixing=None,
+        steps_per_epoch=6,
+        state=SimpleNamespace(
+            ema=None,
+            optimizer=SimpleNamespace(param_groups=[{"lr": 0.1}]),
+            schedule=SimpleNamespace(step_update=lambda step: None),
+        ),
+    )
+
+
 @pytest.mark.parametrize(
     ("max_steps", "stop_at", "means"),
     [
@@ -57,16 +76,8 @@ def test_epoch_ends_after_the_last_batch_or_earlier_at_max_steps_or_a_stop_reque
         "train.log_every=2",
         f"train.max_steps={max_steps}",
     )
-    strategy, progress = Single(config.parallel, Ranks()), Progress()
-    hooks = StepHooks(Meter(4, 6), strategy.group.stop)
-    parts: Any = SimpleNamespace(
-        progress=progress,
-        config=config,
-        strategy=strategy,
-        hooks=hooks,
-        mixing=None,
-        steps_per_epoch=6,
-    )
+    parts = parts_of_steps(config)
+    strategy, progress, hooks = parts.strategy, parts.progress, parts.hooks
     steps = EpochSteps(parts)
     batches = iter([(torch.zeros(4, 1), torch.zeros(4))] * 6)
     reported = []
@@ -81,6 +92,21 @@ def test_epoch_ends_after_the_last_batch_or_earlier_at_max_steps_or_a_stop_reque
     # A stop between two logged steps must not lose images. Each of the steps has trained 4 images.
     assert progress.epoch_images + progress.window_images == 4 * len(means)
     assert hooks.meter.steps_timed > 0
+
+
+@pytest.mark.parametrize(("accumulate", "added"), [(2, 1), (1, 0), (1, 2)])
+def test_training_loop_that_does_not_add_every_batch_of_a_step_fails_in_its_first_step(
+    accumulate: int, added: int
+) -> None:
+    parts = parts_of_steps(resolved("parallel=single", f"train.accumulate={accumulate}"))
+    steps = EpochSteps(parts)
+    for _ in steps:
+        for _ in range(added):
+            steps.add(torch.tensor(1.0), {}, 4)
+        with pytest.raises(RuntimeError, match=f"train.accumulate={accumulate}"):
+            steps.end()
+        break
+    assert parts.progress.step == 0
 
 
 def test_stop_request_stops_all_ranks_after_the_last_step_announced_by_the_fastest_rank() -> None:

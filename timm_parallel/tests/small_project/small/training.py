@@ -70,7 +70,6 @@ def train(config: ResolvedConfig, folder: Path, ranks: Ranks, store: Store | Non
         with run.begin():
             while not is_finished(run.parts):
                 train_epoch(run)
-            run.check_replicas()
             # A resumed run may have no step left, but its result needs an evaluation.
             if "val" not in run.evaluations:
                 evaluate_val(run)
@@ -136,7 +135,7 @@ def train_epoch(run: Run) -> None:
     parts, state, strategy = run.parts, run.parts.state, run.strategy
     batches, steps = run.train_batches(), EpochSteps(parts)
     state.wrapped.train()
-    for step in steps:
+    for _ in steps:
         images, targets = steps.fetch(batches)
         loss, metrics = state.wrapped(images, targets)
         parts.hooks.start_backward()
@@ -144,9 +143,7 @@ def train_epoch(run: Run) -> None:
         steps.add(loss, metrics, len(images))
         state.optimizer.step()
         state.optimizer.zero_grad()
-        strategy.after_step(step)
         means = steps.end()
-        state.schedule.step_update(state.progress.schedule_step(parts.steps_per_epoch))
         if means is not None:
             run.log_step({f"train/{name}": value for name, value in means.items()})
             run.save_if_due()
