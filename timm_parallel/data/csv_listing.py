@@ -216,10 +216,10 @@ def _header(cells: list[str], labels: Sequence[str]) -> list[str]:
     """
     names = [unicodedata.normalize("NFC", cell.strip()) for cell in cells]
     if missing := {"file", *labels} - set(names):
-        present = _text(", ".join(names), "header")
+        # repr shows tabs, and bytes of another encoding.
         raise ValueError(
-            f"no column {' and '.join(sorted(missing))}; expected columns separated by commas, but "
-            f"the file has {present}"
+            f"no column {' and '.join(sorted(missing))}; expected columns separated by commas, in "
+            f"UTF-8; the file has {', '.join(names)!r}"
         )
     for name in (*COLUMNS, *labels):
         if names.count(name) > 1:
@@ -252,7 +252,7 @@ def _row(
     file = entry.get("file", "").strip()
     if not file:
         raise ValueError("no value in the column file")
-    image = _on_disk(str(path.parent), file)
+    image = _on_disk(path.parent, file)
     # Accept bytes that are not UTF-8, and control characters, only in the name of an existing file.
     if not file.isprintable() and not os.path.lexists(image):
         _text(file, "file")
@@ -274,7 +274,7 @@ def _row(
     # Remove the ".0" of a fold: pandas writes whole numbers as 0.0, 1.0, … if some cells are empty.
     fold = fold.removesuffix(".0")
     key = group or path_key(file, folder)
-    return Row(line, Path(image), key, labels, split, fold, group)
+    return Row(line, image, key, labels, split, fold, group)
 
 
 def _text(cell: str, column: str) -> str:
@@ -282,6 +282,8 @@ def _text(cell: str, column: str) -> str:
     contains bytes that are not UTF-8, or control characters.
     """
     text = cell.strip()
+    if text.isascii() and text.isprintable():
+        return text
     if NOT_UTF8.search(text):
         raise ValueError(f"{column}: not UTF-8; save the file as UTF-8")
     # A line break is often the sign of a quotation mark that is not closed.
@@ -293,19 +295,18 @@ def _text(cell: str, column: str) -> str:
     return unicodedata.normalize("NFC", text)
 
 
-def _on_disk(folder: str, file: str) -> str:
+def _on_disk(folder: Path, file: str) -> Path:
     """Return the path of an image in the Unicode form that its name has on disk.
 
     A CSV file often has composed letters (NFC), and a disk written by macOS decomposed ones (NFD).
     If no form exists, the path is returned as it is in the CSV file.
     """
-    path = os.path.join(folder, file)
+    path = folder / file
     if file.isascii() or os.path.lexists(path):
         return path
     parent, name = os.path.split(file)
     forms = (
-        os.path.join(_on_disk(folder, parent), unicodedata.normalize(form, name))
-        for form in ("NFC", "NFD")
+        _on_disk(folder, parent) / unicodedata.normalize(form, name) for form in ("NFC", "NFD")
     )
     return next(filter(os.path.lexists, forms), path)
 
