@@ -27,10 +27,10 @@ COLUMNS = ("file", "split", "fold", "group")
 # Bytes that are not UTF-8, as `surrogateescape` decodes them.
 NOT_UTF8 = re.compile(r"[\udc80-\udcff]")
 CONTROL_CHARACTER = re.compile(r"[\x00-\x1f\x7f-\x9f]")
-# Characters that other programs write between the labels of an image. The last four of the first
-# line are full-width. Those of the second line also join the words of a single name.
+# Characters that other programs write between the labels of an image. The first three also join the
+# words of a single name. The last three are a full-width semicolon, comma and enumeration comma.
 WORD_SEPARATORS = " -_"
-OTHER_SEPARATORS = ",|/+&\uff1b\uff0c\u3001" + WORD_SEPARATORS
+OTHER_SEPARATORS = WORD_SEPARATORS + ",|/+&\uff1b\uff0c\u3001"
 
 
 @dataclass
@@ -92,8 +92,9 @@ class CsvDataset(ImageDataset):
         """Raise ValueError if the CSV file of the dataset cannot be used.
 
         One image of each label must exist as a file. For training (`evaluated` is None) there are
-        more conditions. In a single-label task, no cell may hold several labels. No file or group
-        may be in two splits. Each label of val or test must also be in train.
+        more conditions. In a single-label task, no cell may hold several labels. In a task of
+        several labels, only semicolons may separate them. No file or group may be in two splits.
+        Each label of val or test must also be in train.
         """
         path, several, columns = csv_file(config), target == "labels", _columns(config, target)
         rows = read_rows(path, several, columns)
@@ -443,8 +444,6 @@ def _check_combinations(rows: list[Row], path: Path, several: bool) -> None:
         return
     line_of = {label: row.line for row in reversed(rows) for label in row.labels}
     fix = "if an image may have several labels, choose a train.task for several labels"
-    if several:
-        fix = f"write {CsvDataset.separator} between the labels of an image"
     for separator in OTHER_SEPARATORS if several else CsvDataset.separator:
         # Remove the brackets of a label such as `["beach", "sunset"]`.
         parts_of = {label: _parts(label.strip("[](){}"), separator) for label in line_of}
@@ -453,6 +452,8 @@ def _check_combinations(rows: list[Row], path: Path, several: bool) -> None:
         # reduce the number of labels.
         if separator in WORD_SEPARATORS and len(counts) >= len(line_of):
             continue
+        if several:
+            fix = f"write {CsvDataset.separator} instead of {separator!r} between labels"
         for label in sorted(line_of, key=line_of.__getitem__):
             common = [part for part in parts_of[label] if counts[part] > 1]
             if separator in label and common:
