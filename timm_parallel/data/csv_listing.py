@@ -27,10 +27,12 @@ COLUMNS = ("file", "split", "fold", "group")
 # Bytes that are not UTF-8, as `surrogateescape` decodes them.
 NOT_UTF8 = re.compile(r"[\udc80-\udcff]")
 CONTROL_CHARACTER = re.compile(r"[\x00-\x1f\x7f-\x9f]")
-# Characters that other programs write between the labels of an image. The first three also join the
-# words of a single name. The last three are a full-width semicolon, comma and enumeration comma.
+# Characters that also join the words of a single name.
 WORD_SEPARATORS = " -_"
-OTHER_SEPARATORS = WORD_SEPARATORS + ",|/+&\uff1b\uff0c\u3001"
+# Characters that other programs write between the labels of an image. Those with a code are a
+# full-width semicolon and comma, and an enumeration comma. Spaces are last, because they may follow
+# another separator.
+OTHER_SEPARATORS = ",|/+&\uff1b\uff0c\u3001" + WORD_SEPARATORS
 
 
 @dataclass
