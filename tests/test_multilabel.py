@@ -130,6 +130,27 @@ def read_predictions(path: Path) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFra
     )
 
 
+@pytest.mark.processes
+@pytest.mark.slow(seconds=2)
+def test_multilabel_trains_a_model_of_one_sigmoid_on_one_label(
+    scenes: Path, tmp_path: Path
+) -> None:
+    rows = ["file,label"]
+    for number in range(44):
+        rows.append(f"{number}.png,{'night' if number % 3 else ''}")
+    path = scenes.with_name("one.csv")
+    path.write_text("\n".join(rows))
+    words = (*SMALL, f"data.root={path}", "parallel=single", "train.class_weights=auto")
+    run = run_warm(tmp_path / "run", *words)
+    assert 0 < read_result(run).val["map"] <= 1
+    table = tmp_path / "predictions.csv"
+    assert entry.main([f"run={run}", f"predictions={table}", "data.workers=0"]) == 0
+    written = pd.read_csv(table, keep_default_na=False)
+    assert set(written["class_1"]) == {"night"} and "class_2" not in written
+    assert set(written["label"]) == {"", "night"}
+    assert written["probability_1"].between(0, 1).all()
+
+
 @pytest.mark.parametrize(
     ("word", "weights"), [("", "ema"), ("weights=ema", "ema"), ("weights=model", "model")]
 )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import math
 import os
+import re
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -19,10 +20,19 @@ from pathlib import Path
 from timm_parallel.data.dataset import ImageDataset
 from timm_parallel.data.fractions import Listing, check_splits, split_of
 from timm_parallel.keys import DataConfig
-from timm_parallel.machine.text import first, plural
+from timm_parallel.machine.text import first, plural, yaml_text
 
 SPLITS = ("train", "val", "test")
-COLUMNS = ("file", "label", "split", "fold", "group")
+COLUMNS = ("file", "split", "fold", "group")
+# Bytes that are not UTF-8, as `surrogateescape` decodes them.
+NOT_UTF8 = re.compile(r"[\udc80-\udcff]")
+CONTROL_CHARACTER = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+# Characters that also join the words of a single name.
+WORD_SEPARATORS = " -_"
+# Characters that other programs write between the labels of an image. Those with a code are a
+# full-width semicolon and comma, and an enumeration comma. Spaces are last, because they may follow
+# another separator.
+OTHER_SEPARATORS = ",|/+&\uff1b\uff0c\u3001" + WORD_SEPARATORS
 
 
 @dataclass
@@ -56,21 +66,21 @@ class CsvDataset(ImageDataset):
         config: DataConfig,
         trained_names: list[str] | None = None,
         target: str = "label",
-        targets: list[str] | None = None,
+        targets: str | list[str] | None = None,
     ) -> None:
         """Read the CSV file and divide its images into splits.
 
         `trained_names`: names of the classes (or columns of numbers) of the trained run, if this
         dataset is to evaluate that run. `target`: `label` for one label per image, `labels` for any
         number of them, `numbers` for regression. `targets`: names of the columns with the numbers
-        to learn; None: the column `label`.
+        to learn, or one name; None: the column `label`.
         """
         from timm_parallel.data.decode import files_of
 
         several, columns, path = target == "labels", _columns(config, target), csv_file(config)
         rows = read_rows(path, several, columns)
-        if trained_names is None and target == "label":
-            _check_combinations(rows, path)
+        if trained_names is None and not columns:
+            _check_combinations(rows, path, several)
         divided = _divide(rows, path, config)
         if columns:
             self.target_names, listing = list(columns), _list_numbers(divided)
@@ -84,8 +94,9 @@ class CsvDataset(ImageDataset):
         """Raise ValueError if the CSV file of the dataset cannot be used.
 
         One image of each label must exist as a file. For training (`evaluated` is None) there are
-        more conditions. In a single-label task, no cell may hold several labels. No file or group
-        may be in two splits. Each label of val or test must also be in train.
+        more conditions. In a single-label task, no cell may hold several labels. In a task of
+        several labels, only semicolons may separate them. No file or group may be in two splits.
+        Each label of val or test must also be in train.
         """
         path, several, columns = csv_file(config), target == "labels", _columns(config, target)
         rows = read_rows(path, several, columns)
@@ -95,11 +106,10 @@ class CsvDataset(ImageDataset):
         else:
             _list(divided, path, config, None, several)
         if evaluated is None:
-            if target == "label":
-                _check_combinations(rows, path)
             _check_files(divided, path)
             _check_groups(divided, path)
             if not columns:
+                _check_combinations(rows, path, several)
                 _check_known_labels(rows, path, config.fold)
         for row in {tuple(row.labels): row for row in reversed(rows)}.values():
             if not row.file.is_file():
@@ -111,7 +121,7 @@ class CsvDataset(ImageDataset):
     def size(cls, config: DataConfig, enough: int | None = None) -> int:
         """Count the training images in the CSV file. The count is the same for any train.task."""
         path = csv_file(config)
-        rows = read_rows(path, several=True, columns=config.kwargs.get("targets", ()))
+        rows = read_rows(path, several=True, columns=_targets(config))
         return len(_divide(rows, path, config)["train"])
 
     @classmethod
@@ -138,19 +148,32 @@ def csv_file(data: DataConfig) -> Path:
     return path
 
 
+def _targets(config: DataConfig) -> list[str]:
+    """Return the names of columns in data.kwargs.targets. YAML reads a name such as 2020 as a
+    number, so each name is converted to text. A single value is the name of one column.
+    """
+    given = config.kwargs.get("targets")
+    if given is None:
+        return []
+    names = given if isinstance(given, list | tuple) else [given]
+    return [unicodedata.normalize("NFC", yaml_text(name)) for name in names]
+
+
 def _columns(config: DataConfig, target: str) -> Sequence[str]:
-    """Return the CSV columns with the numbers to learn, or an empty tuple if the task learns
+    """Return the CSV columns with the numbers to learn, or an empty list if the task learns
     labels.
     """
-    columns = config.kwargs.get("targets")
+    columns = _targets(config)
+    key = f"data.kwargs.targets=[{','.join(columns)}]"
     if target == "numbers":
-        return columns or ("label",)
+        if len(set(columns)) < len(columns):
+            raise ValueError(f"{key}: names a column twice; expected different columns")
+        return columns or ["label"]
     if columns:
         raise ValueError(
-            f"data.kwargs.targets={columns}: names columns of numbers, but this train.task learns "
-            "labels; remove the key"
+            f"{key}: names columns of numbers, but this train.task learns labels; remove the key"
         )
-    return ()
+    return columns
 
 
 def read_rows(path: Path, several: bool, columns: Sequence[str] = ()) -> list[Row]:
@@ -158,62 +181,137 @@ def read_rows(path: Path, several: bool, columns: Sequence[str] = ()) -> list[Ro
 
     The last three columns are optional. Paths in `file` are relative to the folder of the CSV file.
     `several`: True if an image may have any number of labels, also none. `columns`: columns of
-    numbers to read instead of the column `label`.
+    numbers to read instead of the column `label`. Raises ValueError with the line number for a row
+    that is not as expected.
     """
-    try:
-        with open(path, newline="", encoding="utf-8-sig") as lines:
-            return _parse(csv.DictReader(lines), path, several, columns)
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"data.root={path}: not UTF-8 ({error.reason}); save the file as UTF-8"
-        ) from None
-
-
-def _parse(
-    reader: csv.DictReader[str], path: Path, several: bool, columns: Sequence[str]
-) -> list[Row]:
-    if missing := {"file", *(columns or ("label",))} - set(reader.fieldnames or ()):
-        present = ", ".join(reader.fieldnames or ()) or "no columns, because it is empty"
-        raise ValueError(
-            f"data.root={path}: has no column {' and '.join(sorted(missing))}; the file has "
-            f"{present}"
-        )
     folder = os.path.abspath(path.parent)
-    rows = []
-    for entry in reader:
-        file, label, split, fold, group = ((entry.get(column) or "").strip() for column in COLUMNS)
-        if not file or not (label or several or columns):
-            column = "label" if file else "file"
-            fix = "; add a label, or use a train.task for any number of labels" if file else ""
+    header: list[str] = []
+    rows: list[Row] = []
+    # Name the line in which a row starts. If a quotation mark is not closed, the row ends many
+    # lines later.
+    line = 1
+    # Do not fail at bytes that are not UTF-8, because the name of an image may have such bytes.
+    with open(path, newline="", encoding="utf-8-sig", errors="surrogateescape") as file:
+        reader = csv.reader(file, strict=True, skipinitialspace=True)
+        try:
+            for cells in reader:
+                if cells and header:
+                    entry = _entry(header, cells)
+                    rows.append(_row(line, entry, path, folder, several, columns))
+                elif cells:
+                    header = _header(cells, columns or ("label",))
+                line = reader.line_num + 1
+        except csv.Error as error:
             raise ValueError(
-                f"data.root={path}: line {reader.line_num} has no value in the column {column}{fix}"
-            )
-        if columns:
-            labels = [(entry.get(column) or "").strip() for column in columns]
-            for column, text in zip(columns, labels, strict=True):
-                if not _is_number(text):
-                    raise ValueError(
-                        f"data.root={path}: line {reader.line_num}: {column}={text}: expected a "
-                        "number"
-                    )
-        else:
-            labels = _parts(label) if several else [label]
-        # Remove the ".0" of a fold: pandas writes whole numbers as 0.0, 1.0, … if some cells are
-        # empty.
-        fold = fold.removesuffix(".0")
-        group = unicodedata.normalize("NFC", group)
-        rows.append(
-            Row(
-                reader.line_num,
-                path.parent / file,
-                group or path_key(file, folder),
-                labels,
-                split,
-                fold,
-                group,
-            )
-        )
+                f"data.root={path}: line {line}: not a row of a CSV file ({error}); check the "
+                "quotation marks from this line on"
+            ) from None
+        except ValueError as error:
+            raise ValueError(f"data.root={path}: line {line}: {error}") from None
+    if not header:
+        raise ValueError(f"data.root={path}: empty; expected the columns file and label")
     return rows
+
+
+def _header(cells: list[str], labels: Sequence[str]) -> list[str]:
+    """Return the names of the columns. Raise ValueError if a column is missing, or if a column that
+    is read occurs twice.
+    """
+    names = [unicodedata.normalize("NFC", cell.strip()) for cell in cells]
+    if missing := {"file", *labels} - set(names):
+        # repr shows tabs, and bytes of another encoding.
+        raise ValueError(
+            f"no column {' and '.join(sorted(missing))}; expected columns separated by commas, in "
+            f"UTF-8; the file has {', '.join(names)!r}"
+        )
+    for name in (*COLUMNS, *labels):
+        if names.count(name) > 1:
+            raise ValueError(f"the column {name} occurs twice; rename or remove one of them")
+    # Remove columns without a name at the end of the header, so that a value below them counts as a
+    # value without a column.
+    return names[: max(number for number, name in enumerate(names, start=1) if name)]
+
+
+def _entry(header: list[str], cells: list[str]) -> dict[str, str]:
+    """Return a dictionary from the names of the columns to the cells of a row. Raise ValueError if
+    the row has more values than columns.
+    """
+    if any(cell.strip() for cell in cells[len(header) :]):
+        raise ValueError(
+            f"{plural(len(cells), 'value')}, but the header has {plural(len(header), 'column')}; "
+            "put a value that contains a comma in quotation marks"
+        )
+    return dict(zip(header, cells, strict=False))
+
+
+def _row(
+    line: int,
+    entry: dict[str, str],
+    path: Path,
+    folder: str,
+    several: bool,
+    columns: Sequence[str],
+) -> Row:
+    file = entry.get("file", "").strip()
+    if not file:
+        raise ValueError("no value in the column file")
+    image = _on_disk(path.parent, file)
+    # Accept bytes that are not UTF-8, and control characters, only in the name of an existing file.
+    if not file.isprintable() and not os.path.lexists(image):
+        _text(file, "file")
+    split, fold, group, *labels = (
+        _text(entry.get(column, ""), column)
+        for column in ("split", "fold", "group", *(columns or ("label",)))
+    )
+    if columns:
+        for column, text in zip(columns, labels, strict=True):
+            if not _is_number(text):
+                raise ValueError(f"{column}={text}: expected a number")
+    elif several:
+        labels = _parts(labels[0], CsvDataset.separator)
+    elif not labels[0]:
+        raise ValueError(
+            "no value in the column label; add a label, or use a train.task for any number of "
+            "labels"
+        )
+    # Remove the ".0" of a fold: pandas writes whole numbers as 0.0, 1.0, … if some cells are empty.
+    fold = fold.removesuffix(".0")
+    key = group or path_key(file, folder)
+    return Row(line, image, key, labels, split, fold, group)
+
+
+def _text(cell: str, column: str) -> str:
+    """Return a cell without spaces at its ends, in the Unicode form NFC. Raise ValueError if it
+    contains bytes that are not UTF-8, or control characters.
+    """
+    text = cell.strip()
+    if text.isascii() and text.isprintable():
+        return text
+    if NOT_UTF8.search(text):
+        raise ValueError(f"{column}: not UTF-8; save the file as UTF-8")
+    # A line break is often the sign of a quotation mark that is not closed.
+    if match := CONTROL_CHARACTER.search(text):
+        raise ValueError(
+            f"{column}: contains the control character {match[0]!r}; remove it, or close the "
+            "quotation mark of this row"
+        )
+    return unicodedata.normalize("NFC", text)
+
+
+def _on_disk(folder: Path, file: str) -> Path:
+    """Return the path of an image in the Unicode form that its name has on disk.
+
+    A CSV file often has composed letters (NFC), and a disk written by macOS decomposed ones (NFD).
+    If no form exists, the path is returned as it is in the CSV file.
+    """
+    path = folder / file
+    if file.isascii() or os.path.lexists(path):
+        return path
+    parent, name = os.path.split(file)
+    forms = (
+        _on_disk(folder, parent) / unicodedata.normalize(form, name) for form in ("NFC", "NFD")
+    )
+    return next(filter(os.path.lexists, forms), path)
 
 
 def _is_number(text: str) -> bool:
@@ -222,8 +320,8 @@ def _is_number(text: str) -> bool:
     return False
 
 
-def _parts(label: str) -> list[str]:
-    return [part.strip() for part in label.split(CsvDataset.separator) if part.strip()]
+def _parts(label: str, separator: str) -> list[str]:
+    return [part.strip() for part in label.split(separator) if part.strip()]
 
 
 def path_key(file: str, folder: str) -> str:
@@ -284,17 +382,17 @@ def _list(
     have several labels. The target of an image is then a tuple with one number per class: 1 if the
     image has the class, else 0. Otherwise the target is the index of the class.
     """
-    names = classes or sorted(
-        {label for of_split in divided.values() for row in of_split for label in row.labels}
-    )
-    if len(names) < 2:
-        counts = (
-            f"{plural(len(names), 'label')} in {plural(sum(map(len, divided.values())), 'line')}"
-        )
+    rows = [row for of_split in divided.values() for row in of_split]
+    names = classes or sorted({label for row in rows for label in row.labels})
+    # A model can learn one label if other images have none.
+    is_constant = not names or all(row.labels for row in rows)
+    if classes is None and len(names) < 2 and is_constant:
+        fix = ", or images without the label" if several else ""
         raise ValueError(
-            f"data.root={path}: has only {counts}; expected two different labels or more"
+            f"data.root={path}: has only {plural(len(names), 'label')} in "
+            f"{plural(len(rows), 'line')}; expected two different labels or more{fix}"
         )
-    number_of = {name: number for number, name in enumerate(names)}
+    number_of = {unicodedata.normalize("NFC", name): number for number, name in enumerate(names)}
 
     def encode(row: Row) -> int | tuple[float, ...]:
         if unknown := set(row.labels) - number_of.keys():
@@ -303,7 +401,7 @@ def _list(
                 f"{', '.join(sorted(unknown))}; remove the line, or correct its label"
             )
         if several:
-            return tuple(float(name in row.labels) for name in names)
+            return tuple(float(name in row.labels) for name in number_of)
         return number_of[row.labels[0]]
 
     listing = {
@@ -336,23 +434,54 @@ def _complete(listing: Listing, path: Path, data: DataConfig, is_trained: bool) 
         check_splits(listing, data)
 
 
-def _check_combinations(rows: list[Row], path: Path) -> None:
-    """Raise ValueError if a label with semicolons looks like several labels of one image.
+def _check_combinations(rows: list[Row], path: Path, several: bool) -> None:
+    """Raise ValueError if a label looks like several labels of one image.
 
-    A single-label task would wrongly train on such a combination as a class. A label counts as a
-    combination if one of its parts also occurs in another label. So `salt; pepper` alone may be a
-    class.
+    A task would wrongly train on such a combination as a class. A label counts as a combination if
+    one of its parts also occurs in another label. So `salt; pepper` alone may be a class.
+    `several`: True if an image may have several labels. If no image has, the file probably has
+    another separator than the semicolon.
     """
-    line_of = {row.labels[0]: row.line for row in reversed(rows)}
-    counts = Counter(part for label in line_of for part in set(_parts(label)))
-    for label in sorted(line_of, key=line_of.__getitem__):
-        common = [part for part in _parts(label) if counts[part] > 1]
-        if CsvDataset.separator in label and common:
-            raise ValueError(
-                f"data.root={path}: line {line_of[label]}: the label {label} would be one class, "
-                f"but its part {common[0]} also occurs in another label; if an image may have "
-                "several labels, choose a train.task for several labels"
-            )
+    if several and any(len(row.labels) > 1 for row in rows):
+        return
+    line_of = {label: row.line for row in reversed(rows) for label in row.labels}
+    fix = "if an image may have several labels, choose a train.task for several labels"
+    for separator in OTHER_SEPARATORS if several else CsvDataset.separator:
+        # Remove the brackets of a label such as `["beach", "sunset"]`.
+        parts_of = {label: _parts(label.strip("[](){}"), separator) for label in line_of}
+        counts = Counter(part for parts in parts_of.values() for part in set(parts))
+        # Names such as `red oak` and `white oak` share a word, so dividing at spaces must also
+        # reduce the number of labels.
+        if separator in WORD_SEPARATORS and len(counts) >= len(line_of):
+            continue
+        if several:
+            fix = f"write {CsvDataset.separator} instead of {separator!r} between labels"
+        for label in sorted(line_of, key=line_of.__getitem__):
+            common = [part for part in parts_of[label] if counts[part] > 1]
+            if separator in label and common:
+                raise ValueError(
+                    f"data.root={path}: line {line_of[label]}: the label {label} would be one "
+                    f"class, but its part {common[0]} also occurs in another label; {fix}"
+                )
+
+
+def similar_names(names: Sequence[str]) -> str:
+    """Describe in one sentence the class names that probably mean the same class.
+
+    Such names differ only in case, in spaces or invisible characters, or are the same number.
+    Returns an empty text if there are none.
+    """
+    alike: dict[str | float, list[str]] = {}
+    for name in names:
+        text = unicodedata.normalize("NFKC", name).casefold()
+        visible = "".join(letter for letter in text if unicodedata.category(letter) != "Cf")
+        words = " ".join(visible.split())
+        alike.setdefault(float(words) if _is_number(words) else words, []).append(name)
+    # repr shows the invisible characters of a name.
+    groups = [" and ".join(map(repr, group)) for group in alike.values() if len(group) > 1]
+    if not groups:
+        return ""
+    return f"class names that probably mean the same: {first(groups)}; write each in one way"
 
 
 def _in_two_splits(

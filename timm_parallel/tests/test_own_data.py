@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import csv
+import os
 import unicodedata
 from collections import Counter
 from pathlib import Path
@@ -19,7 +20,7 @@ from PIL import Image
 import evaluate as entry
 from src.schema import Config, DataConfig, TrainConfig
 from timm_parallel.data.build import build_dataset, check_data, training_size
-from timm_parallel.data.csv_listing import path_key
+from timm_parallel.data.csv_listing import path_key, read_rows, similar_names
 from timm_parallel.data.dataset import data_fingerprints
 from timm_parallel.data.fractions import split_of
 from timm_parallel.record.result import read_result
@@ -222,6 +223,22 @@ def test_csv_group_column_puts_all_images_of_a_group_into_one_split(flowers: Pat
             "1 of 2 groups.*g",
         ),
         ([""], {}, "empty"),
+        # Rows with more values than columns.
+        (["file,label", "a.png,x", "b,1.png,y"], {}, "line 3: 3 values"),
+        (["file,label,,", "a,1.png,x"], {}, "line 2: 3 values"),
+        # Quotation marks that are not closed, or that one of a later row closes.
+        (["file,label", "a.png,x", 'b.png,"y', "c.png,x"], {}, "line 3: "),
+        (["file,label", 'a.png,"x', 'b.png,"y"'], {}, "line 2: "),
+        (["file,label", "", 'a.png,"x', 'b.png,y"', "c.png,x"], {}, "line 3: label"),
+        (["file,label", "a.png,x", '"b.png,y', 'c.png",x'], {}, "line 3: file"),
+        (["file,label,note", "a.png,x,", 'b.png,y,"n', "c.png,x,"], {}, "line 3: "),
+        (["file,label", "a.png,x", f'b.png,"{"y" * 140_000}'], {}, "line 3: "),
+        (["file,label", "a.png,x\0"], {}, r"line 2: label: .*x00"),
+        # Headers.
+        (["file,label,split,label ", "a.png,x,,y"], {}, "line 1: .*label"),
+        (["file,file,label", "a.png,b.png,x"], {}, "line 1: .*file"),
+        (["file;label", "a.png;x"], {}, "line 1: .*'file;label'"),
+        (["file\tlabel", "a.png\tx"], {}, r"line 1: .*'file\\tlabel'"),
     ],
 )
 def test_csv_dataset_error_names_the_invalid_column_line_value_or_file(
@@ -281,6 +298,186 @@ def test_csv_label_with_a_semicolon_is_one_class_unless_a_part_is_in_another_lab
         "salt; pepper",
         "sugar",
     ]
+
+
+def test_csv_rows_keep_their_values_in_common_dialects(tmp_path: Path) -> None:
+    path = tmp_path / "labels.csv"
+    path.write_bytes(
+        b'\xef\xbb\xbf\r\nfile, label,note,note,\r\na.png,"x, y","one\r\ntwo",,\r\n\r\n'
+        b'b.png, "say ""z""",,1,,,\r\nc.png, 12" pipe \r\n'
+    )
+    rows = [(row.line, row.file.name, row.labels) for row in read_rows(path, several=False)]
+    assert rows == [(3, "a.png", ["x, y"]), (6, "b.png", ['say "z"']), (7, "c.png", ['12" pipe'])]
+
+
+@pytest.mark.parametrize(
+    ("labels", "is_refused"),
+    [
+        (["tea|milk", "milk", "tea"], True),
+        (["tea, milk", "milk, sugar"], True),
+        (["tea/milk", "milk"], True),
+        (["tea+milk", "milk"], True),
+        (["tea\uff1bmilk", "milk"], True),
+        (["tea milk", "milk", "tea", "tea sugar", "milk sugar", "sugar"], True),
+        (["tea_milk", "milk", "tea"], True),
+        (["['tea', 'milk']", "['milk']", "[]"], True),
+        (["New York", "New Delhi", ""], False),
+        (["white oak", "red oak", "oak", ""], False),
+        (["salt, pepper", "sugar", ""], False),
+        (["tea|milk", "tea;sugar", "tea"], False),
+    ],
+)
+def test_multilabel_csv_is_refused_if_another_character_than_semicolon_separates_labels(
+    flowers: Path, labels: list[str], is_refused: bool
+) -> None:
+    # Each label has an image in train and an image in val.
+    rows = rows_of(
+        flowers,
+        label=lambda number: labels[number // 2 % len(labels)],
+        split=lambda number: ("train", "val")[number % 2],
+    )
+    data = DataConfig(name="csv", root=str(write_csv(flowers / "separators.csv", rows)))
+    config = Config(data=data, train=TrainConfig(task="multilabel"))
+    if is_refused:
+        with pytest.raises(ValueError, match=r"line 2: .*; write ;"):
+            check_data(config)
+    else:
+        check_data(config)
+    check_data(config, evaluated="val")
+
+
+def test_labels_and_headers_in_nfc_and_nfd_are_equal(tmp_path: Path) -> None:
+    composed, decomposed = (unicodedata.normalize(form, "thé") for form in ("NFC", "NFD"))
+    path = tmp_path / "labels.csv"
+    path.write_text(
+        f"file,label,{decomposed}\na.png,{decomposed},1\nb.png,{composed},2\nc.png,tea,3\n"
+    )
+    labels = [row.labels for row in read_rows(path, several=False)]
+    assert labels == [[composed], [composed], ["tea"]]
+    numbers = [row.labels for row in read_rows(path, several=False, columns=[composed])]
+    assert numbers == [["1"], ["2"], ["3"]]
+    # Runs may have names of classes in NFD, for example those of folders.
+    config = DataConfig(name="csv", root=str(path), val_fraction=0.5)
+    dataset = build_dataset(config, trained_names=["tea", decomposed])
+    assert dataset.target_names == ["tea", decomposed]
+    files = [*dataset.train.files, *dataset.val.files]
+    assert {file.name: label for file, label in files} == {"a.png": 1, "b.png": 1, "c.png": 0}
+
+
+def test_similar_names_groups_names_that_probably_mean_the_same_class() -> None:
+    assert similar_names(["daisy", "rose", "rose bush", "1", "-1", "10"]) == ""
+    for pair in (
+        ("Rose", "rose"),
+        ("rose bush", "rose  bush"),
+        ("rose", "rose\u200b"),
+        ("\uff21", "A"),
+        ("7", "7.0"),
+        ("07", "7"),
+    ):
+        assert " and ".join(map(repr, pair)) in similar_names(["daisy", *pair, "tulip"])
+
+
+@pytest.mark.parametrize("in_csv", ["NFC", "NFD"])
+def test_csv_lists_images_in_another_unicode_form_than_the_disk(
+    flowers: Path, tmp_path: Path, in_csv: str
+) -> None:
+    """The folder has a name in NFC, and the images have names in NFD."""
+    folder = tmp_path / unicodedata.normalize("NFC", "é")
+    folder.mkdir()
+    rows = []
+    for number, image in enumerate(sorted(flowers.glob("*/*.png"))[::3]):
+        name = f"ü{number}.png"
+        os.link(image, folder / unicodedata.normalize("NFD", name))
+        file = unicodedata.normalize(in_csv, f"é/{name}")
+        rows.append(
+            {"file": file, "label": image.parent.name, "split": ("train", "val")[number % 2]}
+        )
+    path = write_csv(tmp_path / "labels.csv", rows)
+    config = DataConfig(name="csv", root=str(path))
+    check_data(Config(data=config))
+    dataset = build_dataset(config)
+    assert len(dataset.train) + len(dataset.val) == 12
+    assert dataset.val[0][0].shape == (3, 16, 16)
+    # Both forms of a path are one file.
+    other = "NFD" if in_csv == "NFC" else "NFC"
+    copy = {**rows[0], "file": unicodedata.normalize(other, rows[0]["file"]), "split": "val"}
+    write_csv(path, [*rows, copy])
+    with pytest.raises(ValueError, match="1 file would be in two splits"):
+        check_data(Config(data=config))
+
+
+def test_csv_lists_an_image_whose_name_is_not_utf8(flowers: Path, tmp_path: Path) -> None:
+    names = [os.fsdecode(b"caf\xe9.png"), "tea.png", "milk.png"]
+    try:
+        for name, image in zip(names, sorted(flowers.glob("*/*.png")), strict=False):
+            os.link(image, tmp_path / name)
+    except OSError:
+        pytest.skip("this file system takes names in UTF-8 only")
+    path = tmp_path / "labels.csv"
+    path.write_bytes(b"file,label,split\ncaf\xe9.png,x,train\ntea.png,y,train\nmilk.png,y,val\n")
+    config = DataConfig(name="csv", root=str(path))
+    check_data(Config(data=config))
+    files = [file for file, _ in build_dataset(config).train.files]
+    assert [os.fsencode(file.name) for file in files] == [b"caf\xe9.png", b"tea.png"]
+    (tmp_path / names[0]).unlink()
+    with pytest.raises(ValueError, match=r"line 2: .*UTF-8"):
+        check_data(Config(data=config))
+
+
+@pytest.mark.parametrize(
+    ("given", "columns"),
+    [
+        ("age", ["age"]),
+        (1999, ["1999"]),
+        ([1999, "age"], ["1999", "age"]),
+        ([False], ["false"]),
+        ([0.5], ["0.5"]),
+        (None, ["label"]),
+    ],
+)
+def test_targets_of_a_csv_are_read_as_text(flowers: Path, given: Any, columns: list[str]) -> None:
+    rows = rows_of(
+        flowers, **{name: lambda number: number for name in ("age", "1999", "false", "0.5")}
+    )
+    path = write_csv(flowers / "numbers.csv", [{**row, "label": 1} for row in rows])
+    config = DataConfig(name="csv", root=str(path), val_fraction=0.3, kwargs={"targets": given})
+    check_data(Config(data=config, train=TrainConfig(task="regression", loss="mse")))
+    dataset = build_dataset(config, target="numbers")
+    assert dataset.target_names == columns
+    assert len(dataset.train[0][1]) == len(columns)
+    assert training_size(config) == len(dataset.train)
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [("weight", "line 1: no column weight"), ([1999], "1999"), (["age", "age"], "age,age")],
+)
+def test_targets_that_a_csv_does_not_have_or_that_repeat_are_refused(
+    tmp_path: Path, given: Any, named: str
+) -> None:
+    path = tmp_path / "labels.csv"
+    path.write_text("file,age\na.png,1\n")
+    config = DataConfig(name="csv", root=str(path), val_fraction=0.3, kwargs={"targets": given})
+    with pytest.raises(ValueError, match=named):
+        check_data(Config(data=config, train=TrainConfig(task="regression", loss="mse")))
+
+
+def test_one_label_is_enough_for_multilabel_if_some_images_have_none(flowers: Path) -> None:
+    rows = rows_of(flowers)
+    scratched = [{**row, "label": "scratch" if row["label"] == "rose" else ""} for row in rows]
+    config = DataConfig(
+        name="csv", root=str(write_csv(flowers / "one.csv", scratched)), val_fraction=0.3
+    )
+    train = TrainConfig(task="multilabel")
+    check_data(Config(data=config, train=train))
+    dataset = build_dataset(config, target="labels")
+    assert dataset.target_names == ["scratch"]
+    assert {label for _, label in dataset.train.files} == {(0.0,), (1.0,)}
+    # A test set may consist of images that all have the label.
+    write_csv(Path(str(config.root)), [{**row, "label": "scratch"} for row in rows])
+    assert build_dataset(config, ["scratch"], "labels").target_names == ["scratch"]
+    with pytest.raises(ValueError, match="1 label in 36 lines"):
+        check_data(Config(data=config, train=train))
 
 
 def test_csv_that_is_not_utf8_is_refused_with_key_file_and_fix(tmp_path: Path) -> None:
