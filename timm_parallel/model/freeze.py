@@ -58,6 +58,34 @@ def frozen_modules(model: nn.Module) -> list[nn.Module]:
     return [frozen for child in model.children() for frozen in frozen_modules(child)]
 
 
+def write_counts(module: nn.Module) -> list[tuple[int, int]]:
+    """Count how often torch has written the parameters and the BatchNorm statistics of each frozen
+    module that has both, as pairs of integers.
+    """
+    counts = []
+    for frozen in frozen_modules(module):
+        norms = [m for m in frozen.modules() if getattr(m, "running_mean", None) is not None]
+        if norms:
+            written = sum(parameter._version for parameter in frozen.parameters())
+            counts.append((written, sum(norm.running_mean._version for norm in norms)))
+    return counts
+
+
+def check_statistics_move(before: list[tuple[int, int]], after: list[tuple[int, int]]) -> None:
+    """Raise ValueError if a training step changed the parameters of a frozen module, but not its
+    BatchNorm statistics. `before`, `after`: results of `write_counts`.
+    """
+    for (parameters, statistics), (new_parameters, new_statistics) in zip(
+        before, after, strict=True
+    ):
+        if new_parameters > parameters and new_statistics == statistics:
+            raise ValueError(
+                "the training step changes the parameters of a frozen module, such as a teacher, "
+                "but not its BatchNorm statistics, which would stay as they are; copy its buffers "
+                "too, or use a model without BatchNorm"
+            )
+
+
 def head_names(model: Any) -> set[str]:
     """Return the names of the tensors in the head of a model.
 

@@ -53,7 +53,17 @@ class DataParallelStrategy(Strategy):
         computes the loss of its chunk.
         """
         if self.config.loss_in_replica:
-            return StepInReplicas(self._spread(step, self.output_device), len(self.devices))
+            # Statistics of norms in a loss come from the first replica, as those of the model do.
+            of_norms = {
+                id(buffer)
+                for module in step.modules()
+                if isinstance(module, nn.modules.batchnorm._NormBase)
+                for buffer in module.buffers()
+            }
+            known = of_norms | {id(buffer) for buffer in step.model.buffers()}
+            own = {n: buffer for n, buffer in step.named_buffers() if id(buffer) not in known}
+            spread = self._spread(step, self.output_device)
+            return StepInReplicas(spread, len(self.devices), own)
         spread = self._spread(step.model, self.output_device)
         # Move the loss and the other modules of the step to the device on which the outputs are
         # gathered. The model is detached meanwhile, because it must stay on its device.

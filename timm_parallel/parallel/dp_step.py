@@ -38,15 +38,29 @@ class StepInReplicas(nn.Module):
     The losses and metrics of the replicas are averaged, weighted by the sizes of their chunks.
     """
 
-    def __init__(self, spread: nn.Module, replicas: int) -> None:
+    def __init__(self, spread: nn.Module, replicas: int, buffers: dict[str, Tensor]) -> None:
+        """`buffers`: those of the loss by name. A replica must not write them, because only the
+        writes of the first replica would last.
+        """
         super().__init__()
         self.spread, self.replicas = spread, replicas
+        # torch counts in _version how often a tensor was written in place.
+        self._written = {name: (buffer, buffer._version) for name, buffer in buffers.items()}
         # Weights with which the losses of the replicas are averaged, as a dictionary from batch
         # size to tensor. They are cached, because creating a tensor waits for the device.
         self._weights: dict[int, Tensor] = {}
 
     def forward(self, images: Tensor, targets: Tensor) -> tuple[Tensor, Metrics]:
         losses, metrics = self.spread(images, targets)
+        for name, (buffer, version) in self._written.items():
+            if buffer._version != version:
+                raise ValueError(
+                    f"parallel.loss_in_replica=true: the training step writes the buffer {name}, "
+                    "which would only get the part of the first replica; set "
+                    "parallel.loss_in_replica=false"
+                )
+        # Each step writes the same buffers, so the first one tells.
+        self._written = {}
         size = len(images)
         if size not in self._weights:
             shares = torch.tensor(

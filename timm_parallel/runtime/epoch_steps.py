@@ -12,6 +12,7 @@ from torch import Tensor
 from timm_parallel.data.prefetch import Batch
 from timm_parallel.faults.liveness import FORWARD, READING
 from timm_parallel.measure.metric_window import MetricWindow
+from timm_parallel.model.freeze import check_statistics_move, write_counts
 from timm_parallel.runtime.determinism import seed_step
 from timm_parallel.state.parts import RunParts
 
@@ -43,6 +44,8 @@ class EpochSteps:
         self.steps_per_epoch, self.last_step = steps_per_epoch, config.train.max_steps or math.inf
         self.window = MetricWindow(strategy.device)
         self.is_sync_step = self.stops = False
+        # In the first step of an epoch, how often its frozen modules had been written before.
+        self.written: list[tuple[int, int]] | None = None
         # Number of batches that the loop has added in the current step.
         self.batches = 0
         # Largest learning rate of all parameter groups at the newest sync step.
@@ -60,6 +63,8 @@ class EpochSteps:
             is_last = progress.step_in_epoch + 1 == self.steps_per_epoch or step == self.last_step
             self.is_sync_step = is_last or self._is_logged_or_saved(step)
             self.batches = 0
+            is_first = progress.step_in_epoch == 0
+            self.written = write_counts(self.state.train_step) if is_first else None
             self.hooks.start_step(step)
             seed_step(self.config.seed, step, self.strategy.group.rank, self.strategy.devices)
             yield step
@@ -99,6 +104,8 @@ class EpochSteps:
                 f"train.accumulate={accumulate}: the training loop added {self.batches} batches in "
                 f"step {step}; it must call fetch and add for each batch of a step"
             )
+        if self.written is not None:
+            check_statistics_move(self.written, write_counts(state.train_step))
         self.strategy.after_step(step)
         if self.is_sync_step:
             self.lr = max(float(group["lr"]) for group in state.optimizer.param_groups)

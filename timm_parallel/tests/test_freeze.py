@@ -4,6 +4,7 @@ learning rate equally under every strategy.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from src.train.optim import build_optimizer, build_schedule
 from src.train.step import TrainStep
-from timm_parallel.model.freeze import freeze, frozen_modules
+from timm_parallel.model.freeze import check_statistics_move, freeze, frozen_modules, write_counts
 from timm_parallel.testing.configs import resolved, task_of
 from timm_parallel.testing.ranks import train_warm
 
@@ -89,6 +90,30 @@ def test_train_step_keeps_frozen_modules_in_evaluation_mode() -> None:
         id(model.layer1),
     }
     assert step.training
+
+
+class WithTeacher(nn.CrossEntropyLoss):
+    """Loss with a frozen teacher, which a task may move after the student."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    ("moves", "is_refused"),
+    [((), False), (("0.weight", "1.running_mean"), False), (("0.weight",), True)],
+)
+def test_teacher_that_moves_without_its_batchnorm_statistics_is_refused(
+    moves: tuple[str, ...], is_refused: bool
+) -> None:
+    loss = WithTeacher()
+    step = TrainStep(nn.Linear(2, 2), loss, task_of(2)).train()
+    before = write_counts(step)
+    for name in moves:
+        loss.teacher.state_dict()[name].lerp_(torch.ones(()), 0.1)
+    with pytest.raises(ValueError, match="BatchNorm") if is_refused else nullcontext():
+        check_statistics_move(before, write_counts(step))
 
 
 @pytest.mark.slow(seconds=1)

@@ -279,8 +279,10 @@ def test_evaluation_equals_a_plain_computation_on_all_validation_images(
         "median_distance": sorted(distances.tolist())[len(val) // 2],
         "samples": 23,
     }
-    val_result = result_of(runs / f"{strategy}_{devices}")["val"]
-    assert {name: val_result[name] for name in expected} == pytest.approx(expected, rel=1e-5)
+    result = result_of(runs / f"{strategy}_{devices}")
+    assert {name: result["val"][name] for name in expected} == pytest.approx(expected, rel=1e-5)
+    lower = {name: kind["lower_is_better"] for name, kind in result["metrics"].items()}
+    assert lower == {"loss": True, "near": False, "median_distance": True}
 
 
 @pytest.mark.nightly

@@ -53,6 +53,7 @@ def parts_of_steps(config: ResolvedConfig) -> Any:
         steps_per_epoch=6,
         state=SimpleNamespace(
             ema=None,
+            train_step=torch.nn.Linear(1, 1),
             optimizer=SimpleNamespace(param_groups=[{"lr": 0.1}]),
             schedule=SimpleNamespace(step_update=lambda step: None),
         ),

@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -116,6 +117,32 @@ def test_batchnorm_statistics_of_dp_with_threads_come_from_the_first_replica() -
     assert torch.equal(spread.running_mean, alone.running_mean)
     assert torch.equal(spread.running_var, alone.running_var)
     assert spread.num_batches_tracked == 1
+
+
+class Centered(nn.Module):
+    """Loss that subtracts a center, which it moves, as in DINO."""
+
+    def __init__(self, norm: bool = False) -> None:
+        super().__init__()
+        self.register_buffer("center", torch.zeros(3))
+        self.norm = nn.BatchNorm1d(3) if norm else nn.Identity()
+
+    def forward(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        if isinstance(self.norm, nn.Identity):
+            self.center.lerp_(outputs.detach().mean(0), 0.1)
+        return (self.norm(outputs) - self.center).square().mean()
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("loss_in_replica", [False, True])
+def test_dp_refuses_a_loss_in_replicas_that_writes_a_buffer(
+    loss_in_replica: bool, norm: bool
+) -> None:
+    step = TrainStep(Small(), Centered(norm), task_of(3))
+    wrapped = strategy(2, loss_in_replica).wrap(step)
+    is_refused = loss_in_replica and not norm
+    with pytest.raises(ValueError, match="center") if is_refused else nullcontext():
+        wrapped(torch.rand(4, 6), torch.zeros(4, dtype=torch.long))
 
 
 def test_exception_in_a_replica_thread_of_dp_is_raised_in_the_main_thread() -> None:
