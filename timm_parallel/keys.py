@@ -602,10 +602,10 @@ class CheckpointConfig:
     """
 
     every_steps: int | None = key(
-        None, ge=1, help="Steps between two saves; null: save after each epoch."
+        None, ge=1, help="Save also every N steps within an epoch; each epoch is saved anyway."
     )
     every_minutes: float | None = key(
-        None, gt=0, help="Minutes between two saves, at the next logged step."
+        None, gt=0, help="Save also every N minutes within an epoch, at the next logged step."
     )
     keep: int = key(1, ge=1, help="Number of step_N.pt files to keep.")
     top: int = key(
