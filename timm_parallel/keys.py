@@ -42,12 +42,13 @@ def key(
     le: Bound = None,
     syntax: str = "",
 ) -> Any:
-    """Declare a config key, with its default, as a field of a config dataclass.
+    """Declare a config key, as a field of a config dataclass, with its default and, for a number,
+    the bounds `ge`, `gt` and `le`.
 
     `help`: one sentence for docs/keys.md. `only`: the strategy or tracker that reads the key; empty
-    if all do. `choices`: the allowed values. `ge`, `gt`, `le`: lower and upper bounds (>=, >, <=)
-    of a number. A key with bounds also accepts `auto` if its type allows text. `syntax`:
-    `auto_augment` for a text that timm must be able to parse.
+    if all do. `choices`: the allowed values. `ge`, `gt`, `le`: the bounds >=, > and <=. A key
+    with bounds also accepts `auto` if its type allows text. `syntax`: `auto_augment` for a text
+    that timm must be able to parse.
     """
     metadata: dict[str, Any] = {
         "help": help,

@@ -29,7 +29,10 @@ import torch
 from PIL import Image
 from sklearn.metrics import f1_score
 
-from timm_parallel import InMemory
+from src.train.build import build_run
+from src.train.loop import run_steps
+from timm_parallel import InMemory, Ranks
+from timm_parallel.parallel.build import build_strategy
 from timm_parallel.testing.configs import read_lines, resolved, tiny
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -730,7 +733,7 @@ def test_custom_task_can_be_resumed_planned_and_used_to_predict(
         *(
             pytest.param(names, marks=pytest.mark.nightly)
             for names in (
-                [name for name in EXAMPLES if name not in {*STATEFUL, *ALONE, *TASKS}],
+                [name for name in EXAMPLES if name not in {*STATEFUL, *ALONE, *TASKS, "A test"}],
                 *([name] for name in ALONE),
             )
         ),
@@ -811,6 +814,28 @@ def test_custom_training_loop_is_not_stopped_by_watchdog(alone: Callable[[str], 
         line = EXAMPLES["A training loop"].commands[0]
         limits = ("parallel.timeout=4", "data.limit_train=64", "train.max_steps=null")
         assert result(run(copy, line, "model=tiny", *limits, *overrides))["steps"] == 4
+
+
+@pytest.mark.slow(seconds=3)
+def test_custom_training_loop_equals_the_default_one_and_refuses_options_that_it_leaves_out(
+    alone: Callable[[str], Path],
+) -> None:
+    own = module(alone("A training loop"), "src/train/plain_loop.py").run_steps
+
+    def reports(loop: Callable[..., Any], *overrides: str) -> list[Any]:
+        given = ("optim.warmup_epochs=0.5", "train.log_every=2", "train.epochs=2", *overrides)
+        config = resolved("parallel=single", "parallel.accelerator=cpu", *given)
+        torch.manual_seed(config.seed)
+        parts = build_run(config, build_strategy(config.parallel, Ranks(), None))
+        return [(report.means, report.lr) for report in loop(parts, parts.train_loader.epoch(0))]
+
+    expected = reports(run_steps)
+    assert len({lr for _, lr in expected}) == 3
+    assert reports(own) == expected
+    left_out = ("train.accumulate=3", "optim.clip_grad=0.7", "model.ema.decay=0.8")
+    for option in left_out:
+        with pytest.raises(ValueError, match=option.partition("=")[0]):
+            reports(own, option)
 
 
 @pytest.mark.nightly
