@@ -76,7 +76,7 @@ def main(arguments: list[str]) -> int:
     except ValueError as error:
         print(f"fork: {error}", file=sys.stderr)
         return 2
-    print(f"This is {options.name} now. Look at git diff, run make lint test, and commit.")
+    print(f"This is {options.name} now. Look at git diff, run make check, and commit.")
     print(
         "Later, `make update` takes a newer template. It reads the git remote named template, "
         "which you add once:"
