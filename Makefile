@@ -14,13 +14,16 @@ $(if $(FORK),$(if $(ARGS),,$(BIN)/python scripts/test_library.py $(2) $(ON_ALL_C
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help doctor train compare tune verdict test test-fast test-all test-nightly check lint format lock schema update clean
+.PHONY: help doctor install train compare tune verdict test test-fast test-all test-nightly check lint format lock schema update clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 doctor: $(VENV)/runtime ## check this machine: the command to start with, or what to fix
 	$(BIN)/python scripts/doctor.py $(ARGS)
+
+install: $(VENV)/runtime ## install into .venv, and do nothing else
+	@echo "source $(BIN)/activate"
 
 train: $(VENV)/runtime ## train a timm model on real digits, with the strategy for this machine (ARGS="key=value …")
 	$(BIN)/python train.py $(ARGS)

@@ -42,12 +42,13 @@ def key(
     le: Bound = None,
     syntax: str = "",
 ) -> Any:
-    """Declare a config key, with its default, as a field of a config dataclass.
+    """Declare a config key, as a field of a config dataclass, with its default and, for a number,
+    the bounds `ge`, `gt` and `le`.
 
     `help`: one sentence for docs/keys.md. `only`: the strategy or tracker that reads the key; empty
-    if all do. `choices`: the allowed values. `ge`, `gt`, `le`: lower and upper bounds (>=, >, <=)
-    of a number. A key with bounds also accepts `auto` if its type allows text. `syntax`:
-    `auto_augment` for a text that timm must be able to parse.
+    if all do. `choices`: the allowed values. `ge`, `gt`, `le`: the bounds >=, > and <=. A key
+    with bounds also accepts `auto` if its type allows text. `syntax`: `auto_augment` for a text
+    that timm must be able to parse.
     """
     metadata: dict[str, Any] = {
         "help": help,
@@ -602,10 +603,10 @@ class CheckpointConfig:
     """
 
     every_steps: int | None = key(
-        None, ge=1, help="Steps between two saves; null: save after each epoch."
+        None, ge=1, help="Save also every N steps within an epoch; each epoch is saved anyway."
     )
     every_minutes: float | None = key(
-        None, gt=0, help="Minutes between two saves, at the next logged step."
+        None, gt=0, help="Save also every N minutes within an epoch, at the next logged step."
     )
     keep: int = key(1, ge=1, help="Number of step_N.pt files to keep.")
     top: int = key(

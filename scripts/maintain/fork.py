@@ -1,12 +1,12 @@
 """Turn a clone of this project into your own project: `make fork NAME=my_project [HOLDER="Ada
 Example"] [DROP_DEMO=1]`.
 
-The script writes your name into README, license, config, container and CI. It writes .template.json
-with the template's commit and a hash of the library, so that `make test` tests the library only
-after a change. It saves the template's project for these tests (see scripts/test_library.py). It
-removes files that only the template needs: benchmarks and their page, tests with
-random faults, tests of the pages, and this script. DROP_DEMO=1 also removes the recipes. The script
-does not commit: look at `git diff`, then commit.
+The script writes your name into README, config, container and CI, and adds it to the license. It
+writes .template.json with the template's commit and a hash of the library, so that `make test`
+tests the library only after a change. It saves the template's project for these tests (see
+scripts/test_library.py). It removes files that only the template needs: benchmarks and their page,
+tests with random faults, tests of the pages, and this script. DROP_DEMO=1 also removes the recipes.
+The script does not commit: look at `git diff`, then commit.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def main(arguments: list[str]) -> int:
     except ValueError as error:
         print(f"fork: {error}", file=sys.stderr)
         return 2
-    print(f"This is {options.name} now. Look at git diff, run make lint test, and commit.")
+    print(f"This is {options.name} now. Look at git diff, run make check, and commit.")
     print(
         "Later, `make update` takes a newer template. It reads the git remote named template, "
         "which you add once:"
@@ -112,7 +112,8 @@ def fork(root: Path, name: str, holder: str, drop_demo: bool) -> None:
         _edit(root / path, re.escape(OLD_NAME), name)
     for readme in root.glob("README*.md"):
         _edit(readme, r"\A# .*", f"# {name}")
-    _edit(root / "LICENSE", r"(Copyright \(c\) \d+) .*", rf"\1 {holder}")
+    text = (root / "LICENSE").read_text(encoding="utf-8")
+    (root / "LICENSE").write_text(add_holder(text, holder), encoding="utf-8")
     _edit(root / "conf" / "train.yaml", r"(?m)^task_name: .*$", f"task_name: {name}")
     _drop(root, OF_THE_TEMPLATE, COMMANDS)
     # Rename run folders in the pages, because a run is in outputs/<task_name>, and task_name was
@@ -135,6 +136,15 @@ def fork(root: Path, name: str, holder: str, drop_demo: bool) -> None:
     (root / ".template.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     # Add the new files, because `git commit -a` would not include them.
     _git(root, "add", ".template.json", PROJECT)
+
+
+def add_holder(text: str, holder: str) -> str:
+    """Add a holder to a license, below the holders that it has. The MIT license requires their
+    lines to stay.
+    """
+    # The year is that of the template's line, so two forks by `make update` always have the same.
+    (*_, last) = re.finditer(r"(Copyright \(c\) \d+) .*\n", text)
+    return f"{text[: last.end()]}{last[1]} {holder}\n{text[last.end() :]}"
 
 
 def _drop(root: Path, paths: Sequence[str], named: str) -> None:

@@ -29,7 +29,11 @@ import torch
 from PIL import Image
 from sklearn.metrics import f1_score
 
-from timm_parallel.testing.configs import read_lines, tiny
+from src.train.build import build_run
+from src.train.loop import run_steps
+from timm_parallel import InMemory, Ranks
+from timm_parallel.parallel.build import build_strategy
+from timm_parallel.testing.configs import read_lines, resolved, tiny
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
@@ -39,9 +43,11 @@ PAGES = [
 BILL = {
     "A model": 2,
     "A dataset": 2,
+    "An augmentation": 1,
     "A metric": 1,
     "A training metric": 1,
     "A loss": 2,
+    "A test": 1,
     "A loss with parameters": 1,
     "An auxiliary loss": 1,
     "A parameter-group rule": 1,
@@ -295,6 +301,34 @@ def test_npz_dataset_returns_images_and_labels_and_refuses_a_different_image_siz
         dataset_class(DataConfig(root=str(npz), image_size=64))
 
 
+@pytest.mark.parametrize("hflip", [0.0, 0.5])
+def test_own_augmentation_follows_the_steps_of_the_keys(scratch: Path, hflip: float) -> None:
+    solarized = module(scratch, "src/tasks/solarized.py").Solarized
+    config = resolved(f"data.augment.hflip={hflip}", "data.augment.scale=[0.5,1.0]")
+    task = solarized(config, ["a", "b"])
+    image = torch.full((3, 40, 30), 200, dtype=torch.uint8)
+    rows = InMemory(image[None], torch.zeros(1, dtype=torch.int64))
+    assert task.batch_augmentation(rows, (40, 30)) is None
+    transform = task.train_transform((24, 20), True, (0.5, 0.5, 0.5))
+    seen = set()
+    for seed in range(40):
+        torch.manual_seed(seed)
+        augmented, target = transform(image, 1)
+        assert (augmented.shape, augmented.dtype, target) == ((3, 24, 20), torch.uint8, 1)
+        seen.add(int(augmented.unique().item()))
+    # Solarizing inverts the values of 128 and more.
+    assert seen == {200, 55}
+
+
+@pytest.mark.processes
+def test_test_of_an_own_model_passes(scratch: Path) -> None:
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "tests/test_patches.py"]
+    done = subprocess.run(
+        command, cwd=scratch, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_lora_output_equals_output_of_model_with_merged_low_rank_weights(scratch: Path) -> None:
     add_lora = module(scratch, "src/models/lora.py").add_lora
     model = timm.create_model("test_vit", num_classes=3).eval()
@@ -346,6 +380,20 @@ class TestCommands:
             actual = result(run(scratch, line, "model=tiny", "data.limit_train=null", *alone))
             assert actual["world_size"] == world_size
             assert (actual["val"]["samples"], actual["test"]["samples"]) == (16, 8)
+
+    @pytest.mark.nightly
+    def test_own_augmentation_trains_equally_on_one_and_two_devices(self, scratch: Path) -> None:
+        line = EXAMPLES["An augmentation"].commands[0]
+        losses = [
+            [
+                numbers["train/loss"]
+                for numbers in read_lines(run(scratch, line, "model=tiny", *way) / "metrics.jsonl")
+                if "train/loss" in numbers
+            ]
+            for way in STRATEGIES
+        ]
+        assert len(losses[0]) == 3
+        assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
     @pytest.mark.nightly
     def test_custom_validation_metric_is_logged_and_can_be_the_objective_of_a_search(
@@ -685,7 +733,7 @@ def test_custom_task_can_be_resumed_planned_and_used_to_predict(
         *(
             pytest.param(names, marks=pytest.mark.nightly)
             for names in (
-                [name for name in EXAMPLES if name not in {*STATEFUL, *ALONE, *TASKS}],
+                [name for name in EXAMPLES if name not in {*STATEFUL, *ALONE, *TASKS, "A test"}],
                 *([name] for name in ALONE),
             )
         ),
@@ -766,6 +814,28 @@ def test_custom_training_loop_is_not_stopped_by_watchdog(alone: Callable[[str], 
         line = EXAMPLES["A training loop"].commands[0]
         limits = ("parallel.timeout=4", "data.limit_train=64", "train.max_steps=null")
         assert result(run(copy, line, "model=tiny", *limits, *overrides))["steps"] == 4
+
+
+@pytest.mark.slow(seconds=3)
+def test_custom_training_loop_equals_the_default_one_and_refuses_options_that_it_leaves_out(
+    alone: Callable[[str], Path],
+) -> None:
+    own = module(alone("A training loop"), "src/train/plain_loop.py").run_steps
+
+    def reports(loop: Callable[..., Any], *overrides: str) -> list[Any]:
+        given = ("optim.warmup_epochs=0.5", "train.log_every=2", "train.epochs=2", *overrides)
+        config = resolved("parallel=single", "parallel.accelerator=cpu", *given)
+        torch.manual_seed(config.seed)
+        parts = build_run(config, build_strategy(config.parallel, Ranks(), None))
+        return [(report.means, report.lr) for report in loop(parts, parts.train_loader.epoch(0))]
+
+    expected = reports(run_steps)
+    assert len({lr for _, lr in expected}) == 3
+    assert reports(own) == expected
+    left_out = ("train.accumulate=3", "optim.clip_grad=0.7", "model.ema.decay=0.8")
+    for option in left_out:
+        with pytest.raises(ValueError, match=option.partition("=")[0]):
+            reports(own, option)
 
 
 @pytest.mark.nightly

@@ -54,7 +54,7 @@ SCRIPT = re.compile(
 # Dictionary from a pattern of commands to the names of tests that run them. Tests of clusters are
 # skipped without Slurm or root rights.
 ELSEWHERE = {
-    r"make (train|compare)\b": (
+    r"make (install|train|compare)\b": (
         "test_make_train_installs_only_runtime_requirements "
         "test_make_installs_nothing_when_requirements_of_the_target_are_installed"
     ),

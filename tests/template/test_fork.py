@@ -13,7 +13,15 @@ from pathlib import Path
 import pytest
 from test_makefile import make
 
-from scripts.maintain.fork import COMMANDS, OF_THE_TEMPLATE, OLD_NAME, RECIPES, RUN_FOLDER, fork
+from scripts.maintain.fork import (
+    COMMANDS,
+    OF_THE_TEMPLATE,
+    OLD_NAME,
+    RECIPES,
+    RUN_FOLDER,
+    add_holder,
+    fork,
+)
 from scripts.test_library import library_hash
 from timm_parallel.testing.commands import ROOT
 
@@ -70,7 +78,8 @@ def test_make_fork_replaces_every_occurrence_of_the_template_name(clone: Path) -
     commit = git(clone, "rev-parse", "HEAD").strip()
     fork(clone, "my_project", "Ada Example", drop_demo=False)
     assert read(clone / "README.md").startswith("# my_project\n")
-    assert "Copyright (c) 2026 Ada Example" in read(clone / "LICENSE")
+    assert read(clone / "LICENSE") == add_holder(read(ROOT / "LICENSE"), "Ada Example")
+    assert read(clone / "timm_parallel" / "LICENSE") == read(ROOT / "LICENSE")
     assert "task_name: my_project" in read(clone / "conf" / "train.yaml")
     record = {
         "name": "my_project",
@@ -90,6 +99,16 @@ def test_make_fork_replaces_every_occurrence_of_the_template_name(clone: Path) -
         [],
         ["CHANGELOG.md"],
     )
+
+
+def test_license_keeps_all_holders_when_owners_are_added() -> None:
+    text = read(ROOT / "LICENSE")
+    added = ["Copyright (c) 2026 Ada & Söhne", r"Copyright (c) 2026 Acme \1 [AI]"]
+    for line in added:
+        text = add_holder(text, line.removeprefix("Copyright (c) 2026 "))
+    lines = text.splitlines()
+    assert lines[2:5] == ["Copyright (c) 2026 The maintainers", *added]
+    assert [line for line in lines if line not in added] == read(ROOT / "LICENSE").splitlines()
 
 
 @pytest.mark.parametrize("name", ["", "My Project", "my-project", "1st", "class", "../x", "a/b"])

@@ -114,9 +114,21 @@ def test_make_train_uses_make_variables_from_the_command_line(
     assert ".venv" not in commands
 
 
+def test_make_install_installs_runtime_requirements_and_runs_no_code_of_the_project(
+    checkout: Path,
+) -> None:
+    commands = make("-n", "install", folder=checkout)
+    assert re.findall(r"(\w+)\.py\b *(\S*)", commands) == [("install", "requirements.lock")]
+
+
 @pytest.mark.parametrize(
     ("target", "stamps"),
-    [("train", ("runtime",)), ("compare", ("runtime",)), ("test", ("runtime", "development"))],
+    [
+        ("install", ("runtime",)),
+        ("train", ("runtime",)),
+        ("compare", ("runtime",)),
+        ("test", ("runtime", "development")),
+    ],
 )
 def test_make_installs_nothing_when_requirements_of_the_target_are_installed(
     checkout: Path, target: str, stamps: tuple[str, ...]

@@ -40,7 +40,7 @@ def show_banner(parts: RunParts, folder: Path) -> None:
         "data": f"{config.data.name}, {sampler.num_images:,} training images, {sampler.dropped} "
         f"dropped per epoch, {loading}",
         parts.task.names_are: _names(parts.task.names),
-        "strategy": _strategy(parts),
+        "strategy": describe_strategy(parts),
         "batch": _batch(parts),
         "steps": steps,
         "lr": config.learning_rate_text,
@@ -71,11 +71,13 @@ def _names(names: list[str]) -> str:
     return f"{len(names)}: {shorten(', '.join(names), 80, placeholder=' …')}"
 
 
-def _strategy(parts: RunParts) -> str:
+def describe_strategy(parts: RunParts) -> str:
     parallel, strategy = parts.config.parallel, parts.strategy
     text = f"{strategy.kind} on {plural(parallel.devices, f'{parallel.accelerator} device')}"
     if parallel.accelerator == "cpu":
         text += f" of {plural(parallel.threads_per_device, 'thread')}"
+    else:
+        text += f", {strategy.telemetry.device_model}"
     if strategy.note:
         text += f" ({strategy.note})"
     return text + (f", {strategy.group.backend}" if strategy.group.backend else "")

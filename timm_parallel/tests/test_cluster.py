@@ -25,7 +25,7 @@ from timm_parallel.entry import run_command
 from timm_parallel.keys import ClusterConfig, ParallelConfig
 from timm_parallel.machine import hardware
 from timm_parallel.machine.ranks import NEEDED
-from timm_parallel.testing.cluster_commands import JOB_WITH_GPUS
+from timm_parallel.testing.cluster_commands import JOB_WITH_GPUS, ONE_NODE
 from timm_parallel.testing.commands import ROOT
 
 OVERRIDES = ("model=tiny", "data.batch_size=32", "print_config=false")
@@ -77,6 +77,15 @@ def test_slurm_job_script_contains_given_options(main: Main) -> None:
         assert f"#SBATCH --{line}\n" in text
     assert "srun --ntasks-per-node=1 --cpus-per-task=32 " in text and "scontrol requeue" in text
     assert subprocess.run(["bash", "-n", "run/job.sbatch"], check=False).returncode == 0
+
+
+def test_slurm_job_of_one_node_trains_with_ddp_on_its_gpus(main: Main) -> None:
+    text = script(main, *ONE_NODE.split()[2:])
+    for line in ("nodes=1", "gpus-per-node=2", "cpus-per-task=24", "time=4:00:00"):
+        assert f"#SBATCH --{line}\n" in text
+    config = load_config(Path("run"))
+    assert (config.parallel.strategy, config.parallel.devices) == ("ddp", 2)
+    assert (config.task_name, config.data.val_fraction) == ("finetune", 0.2)
 
 
 def test_auto_devices_and_threads_follow_cluster_nodes_not_the_submitting_machine(

@@ -40,7 +40,7 @@ from timm_parallel.project import root
 from timm_parallel.record.console import Console, print_config
 from timm_parallel.record.jobs import Jobs
 from timm_parallel.record.result import Result
-from timm_parallel.runtime.banner import show_end
+from timm_parallel.runtime.banner import describe_strategy, show_end
 from timm_parallel.testing.commands import Finished, Train
 from timm_parallel.testing.configs import parse, resolved, task_of
 from timm_parallel.testing.ranks import in_ranks, run_warm
@@ -227,6 +227,28 @@ def test_overfit_preset_reports_whether_loss_target_is_reached(
     assert any(line.partition(" ")[2].strip().startswith(expected) for line in caplog.messages), (
         caplog.messages
     )
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "expected"),
+    [
+        ("cuda", "ddp on 2 cuda devices, NVIDIA L4, nccl"),
+        ("mps", "ddp on 2 mps devices, NVIDIA L4, nccl"),
+        ("cpu", "ddp on 2 cpu devices of 3 threads, nccl"),
+    ],
+)
+def test_banner_names_the_product_of_the_devices_unless_they_are_cpus(
+    accelerator: str, expected: str
+) -> None:
+    parallel = SimpleNamespace(accelerator=accelerator, devices=2, threads_per_device=3)
+    strategy = SimpleNamespace(
+        kind="ddp",
+        note="",
+        telemetry=SimpleNamespace(device_model="NVIDIA L4"),
+        group=SimpleNamespace(backend="nccl"),
+    )
+    parts: Any = SimpleNamespace(config=SimpleNamespace(parallel=parallel), strategy=strategy)
+    assert describe_strategy(parts) == expected
 
 
 @pytest.mark.parametrize(("epochs", "is_early"), [(3, True), (9, False)])

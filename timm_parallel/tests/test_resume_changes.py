@@ -667,7 +667,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
 # resume ignores or refuses. Others concern duration, evaluation or records. Keys of devices are
 # tested in timm_parallel/tests/promises/test_resume.py.
 NOT_DRAWN = (
-    # No built-in loss takes arguments, so no value of train.loss_kwargs can be drawn.
+    # The arguments depend on train.loss, which is drawn too: huber has `delta`, bce `sum_classes`.
     "train.loss_kwargs",
     *(
         "model.name",

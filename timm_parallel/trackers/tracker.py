@@ -6,6 +6,7 @@ the training run.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import threading
 import time
@@ -20,7 +21,7 @@ from timm_parallel.keys import ResolvedConfig
 from timm_parallel.machine import process
 from timm_parallel.machine.files import write_text
 from timm_parallel.machine.process import import_name
-from timm_parallel.machine.secrets import mask
+from timm_parallel.machine.secrets import hide_in, mask
 
 log = logging.getLogger(__name__)
 # Largest number of calls that may wait for a tracker. The run continues without a slower tracker.
@@ -50,6 +51,8 @@ class Tracker:
         which the run continues; 0 for a new run.
         """
         self.config, self.folder, self.resume_step = config, folder, resume_step
+        # Copy of the config in which secrets are replaced, so that it may leave the machine.
+        self.settings: dict[str, Any] = hide_in(dataclasses.asdict(config))
         # Name of the run: its date and time, or its sweep and job.
         self.name = f"{folder.parent.name} {folder.name}"
 

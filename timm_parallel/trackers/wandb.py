@@ -6,7 +6,6 @@ them.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import shlex
 import uuid
@@ -15,7 +14,6 @@ from pathlib import Path
 import numpy as np
 
 from timm_parallel.keys import ResolvedConfig
-from timm_parallel.machine.secrets import hide_in
 from timm_parallel.trackers.tracker import Tracker
 
 # Do not let wandb collect data by itself, which may hold secrets: console output, command line and
@@ -57,7 +55,7 @@ class Wandb(Tracker):
             group=self.sweep,
             tags=self.config.tags,
             dir=self.folder,
-            config=hide_in(dataclasses.asdict(self.config)),
+            config=self.settings,
             # If the server does not answer, wandb waits for this many seconds, and once more when
             # the process exits.
             settings=self._wandb.Settings(finish_timeout=6, **PRIVATE),

@@ -35,6 +35,7 @@ from timm_parallel.machine.secrets import (
 )
 from timm_parallel.testing.commands import ROOT, Refuse, Train
 from timm_parallel.testing.configs import conf, parse
+from timm_parallel.trackers.tracker import Tracker
 
 SECRET = "hf_9vX2+not/for\"anyone's=eyes"
 REFERENCE = "${oc.env:HF_TOKEN}"
@@ -188,6 +189,14 @@ def test_value_is_masked_when_its_key_looks_like_a_secret() -> None:
     hidden = {"token": "***", "max_tokens": 3}
     hidden["a"] = [{"db_password": "***"}, {"api_key": [REFERENCE, "***", None, "/etc/passwd"]}]  # type: ignore[assignment]
     assert hide_in(tree) == hidden
+
+
+def test_settings_of_a_tracker_hold_no_secrets(tmp_path: Path) -> None:
+    config = ResolvedConfig(task_name="flowers")
+    config.data.kwargs = {"api_key": "abc", "headers": [SECRET], "size": 3}
+    settings = Tracker(config, tmp_path, 0).settings
+    assert settings["task_name"] == "flowers"
+    assert settings["data"]["kwargs"] == {"api_key": "***", "headers": [REFERENCE], "size": 3}
 
 
 @pytest.mark.slow(seconds=1)
