@@ -70,13 +70,20 @@ def _shares_parameters(block: nn.Module, uses: Counter[int]) -> bool:
 def gathered_bytes(model: nn.Module, dtype: torch.dtype | None, reshard: bool | None) -> int:
     """Compute how many bytes of whole parameters fsdp holds at most at the same time.
 
-    These are the parameters outside of all blocks, and those of the two largest blocks, because
-    fsdp gathers the next block while the current one computes. `dtype`: type in which parameters
-    are gathered; None: their own type. `reshard`: value of parallel.reshard_after_forward.
+    These are the parameters of the root, and those of the two largest blocks, because fsdp gathers
+    the next block while the current one computes. `dtype`: type in which the parameters of blocks
+    are gathered, apart from layers of vectors, which the root gathers in their own type; None: all
+    in their own type. `reshard`: value of parallel.reshard_after_forward.
     """
-    sizes = {p: p.numel() * (dtype or p.dtype).itemsize for p in model.parameters()}
+    sizes = {p: p.numel() * p.dtype.itemsize for p in model.parameters()}
+    of_root: set[nn.Parameter] = set()
+    if dtype is not None:
+        of_root = {p for layer in vector_layers(model) for p in layer.parameters(recurse=False)}
+        for block in blocks_of(model):
+            low = set(block.parameters()) - of_root
+            sizes |= {p: p.numel() * dtype.itemsize for p in low}
     blocks = sorted(
-        sum(sizes[parameter] for parameter in block.parameters()) for block in blocks_of(model)
+        sum(sizes[p] for p in set(block.parameters()) - of_root) for block in blocks_of(model)
     )
     freed = 0 if reshard is False else sum(blocks[:-2])
     return sum(sizes.values()) - freed

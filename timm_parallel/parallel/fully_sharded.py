@@ -95,23 +95,39 @@ class FullySharded(Distributed):
         # channels_last. With model.channels_last, only the images have this layout.
         for parameter in module.parameters():
             parameter.data = parameter.data.contiguous()
-        # Do not convert inputs, because autocast chooses the type for each operation.
-        low = MixedPrecisionPolicy(
-            self.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+        blocks = dict.fromkeys(blocks_of(module))
+        of_root = set(module.parameters())
+        for block in blocks:
+            of_root -= set(block.parameters())
+        # Under autocast, layers of vectors such as norms compute in float32. FSDP2 gathers a unit
+        # in one type, so they join the unit of the root, which is gathered once per step. A unit
+        # for each norm would cost more time than the blocks.
+        if self.dtype is not None:
+            for layer in vector_layers(module):
+                of_root |= set(layer.parameters(recurse=False))
+        # Shard the root first: a block would otherwise take all parameters inside of it.
+        self._shard(module, of_root, None)
+        for block in blocks:
+            left = {p for p in block.parameters() if not isinstance(p, DTensor)}
+            self._shard(block, left, self.dtype)
+
+    def _shard(
+        self, module: nn.Module, parameters: set[nn.Parameter], dtype: torch.dtype | None
+    ) -> None:
+        """Make a unit of `parameters` of a module, which are gathered together. `dtype`: type in
+        which they are gathered; None: their own type.
+        """
+        fully_shard(
+            module,
+            mesh=self.mesh,
+            reshard_after_forward=self.config.reshard_after_forward,
+            # Do not convert inputs, because autocast chooses the type for each operation.
+            mp_policy=MixedPrecisionPolicy(
+                dtype, None if dtype is None else torch.float32, cast_forward_inputs=False
+            ),
+            ignored_params=set(module.parameters()) - parameters,
         )
-        full = MixedPrecisionPolicy(cast_forward_inputs=False)
-        policies = {} if self.dtype is None else dict.fromkeys(vector_layers(module), full)
-        # Shard inner modules before outer ones, because fully_shard takes all parameters that are
-        # not sharded yet.
-        for part in dict.fromkeys([*policies, *blocks_of(module), module]):
-            policy = policies.get(part, full if self.dtype is None else low)
-            fully_shard(
-                part,
-                mesh=self.mesh,
-                reshard_after_forward=self.config.reshard_after_forward,
-                mp_policy=policy,
-            )
-            shards.announce_waiting(part)
+        shards.announce_waiting(module)
 
     def for_evaluation(self, model: nn.Module) -> nn.Module:
         # The model is not sharded if evaluate.py evaluates it.
