@@ -24,8 +24,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchvision.transforms import v2
 
-from src.data.transforms import CropAndFlip, batch_step, train_transform
+from src.data.transforms import CropAndFlip, OnImage, batch_step, train_transform
 from src.schema import AugmentConfig, OptimConfig, TrainConfig
+from src.tasks.classification import Classification
 from src.train.build import build_run
 from src.train.loop import _clip_gradients
 from src.train.optim import build_schedule, clip_adaptively
@@ -270,6 +271,20 @@ def test_batch_augmentation_is_not_used_when_images_need_resizing_or_other_augme
         is not None
     )
     assert batch_step(AugmentConfig(**(options | changed)), split, (16, 16)) is None
+
+
+class Inverted(Classification):
+    """Task with its own augmentation of single images."""
+
+    def train_transform(self, size: tuple[int, int], resize: bool, mean: tuple[float, ...]) -> Any:
+        return OnImage(v2.RandomInvert(1.0))
+
+
+def test_batch_augmentation_does_not_replace_the_train_transform_of_an_own_task() -> None:
+    rows = InMemory(torch.zeros(2, 3, 16, 16, dtype=torch.uint8), torch.zeros(2))
+    config = resolved("data.augment.hflip=0.5")
+    assert Classification(config, ["a", "b"]).batch_augmentation(rows, (16, 16)) is not None
+    assert Inverted(config, ["a", "b"]).batch_augmentation(rows, (16, 16)) is None
 
 
 class Operations(TorchDispatchMode):

@@ -36,6 +36,9 @@ class ImageTask(Task[ResolvedConfig]):
     def batch_augmentation(self, rows: InMemory | None, size: tuple[int, int]) -> Any:
         from src.data.transforms import batch_step
 
+        # A task with its own transform of single images must not lose it.
+        if type(self).train_transform is not ImageTask.train_transform:
+            return None
         return batch_step(self.config.data.augment, rows, size)
 
 
