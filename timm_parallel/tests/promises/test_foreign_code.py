@@ -383,11 +383,11 @@ def test_any_decoder_exception_is_reported_as_an_unreadable_image(
     check_data list it.
     """
 
-    def fail(image: Any) -> None:
+    def fail(image: Any, mode: str) -> None:
         raise error
 
     Image.new("RGB", (4, 4)).save(tmp_path / "0.png")
-    monkeypatch.setattr(Image.Image, "getexif", fail)
+    monkeypatch.setattr(Image.Image, "convert", fail)
     with pytest.raises(
         UnreadableImageError, match=r"0\.png: not a readable image \(.+\)"
     ) as refusal:
