@@ -21,7 +21,7 @@ from timm_parallel.data.fractions import Listing, Member
 from timm_parallel.errors import UnreadableImageError
 
 log = logging.getLogger(__name__)
-JPEG = b"\xff\xd8\xff"
+JPEG, PNG = b"\xff\xd8\xff", b"\x89PNG"
 # Operation of Pillow that turns an image upright, by the orientation in its EXIF data.
 TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -140,6 +140,18 @@ def exif_turn(image: Any) -> Image.Transpose | None:
     """
     with suppress(Exception):
         return TURNS.get(image.getexif().get(ExifTags.Base.Orientation))
+    return None
+
+
+def stored_turn(encoded: bytes) -> Image.Transpose | None:
+    """Return the operation with which `decode` turns an image file, without decoding its pixels."""
+    # Pillow decodes a PNG to find EXIF data behind its pixels, so look for such data first.
+    if encoded.startswith(PNG) and not any(
+        word in encoded for word in (b"eXIf", b"type exif", b"xmp")
+    ):
+        return None
+    with suppress(Exception), open_image(encoded) as image:
+        return exif_turn(image)
     return None
 
 
