@@ -72,7 +72,7 @@ def unreadable(name: str, error: Exception, kind: str = "image") -> UnreadableIm
     if isinstance(error, UnidentifiedImageError):
         reason = f"its content is none of {', '.join(IMAGE_FORMATS)}"
     elif isinstance(error, Image.DecompressionBombError):
-        fix = "reduce its size, or cut it into tiles"
+        fix = "Pillow reads no larger images; reduce the image, or cut it into tiles"
     return UnreadableImageError(f"{name}: not a readable {kind} ({reason}); {fix}")
 
 

@@ -272,8 +272,7 @@ def show_check(report: Report) -> None:
         ]
         if len(groups) > MAX_LINES:
             lines.append(f"  and {len(groups) - MAX_LINES} more")
-    # Replace the bytes of file names that are not UTF-8, because print would fail on them.
-    print(for_terminal("\n".join(lines)).encode(errors="replace").decode())
+    print(for_terminal("\n".join(lines)))
 
 
 def write_page(report: Report, dataset: ImageDataset, page: Path) -> None:
@@ -294,4 +293,5 @@ def write_page(report: Report, dataset: ImageDataset, page: Path) -> None:
     )
     template = environment.get_template("image_check.html.j2")
     text = template.render(report=report, describe=describe, thumbnail=thumbnail)
-    write_text(page, text.encode(errors="replace").decode())
+    # Escape bytes of file names that are not UTF-8, because an HTML page cannot have them.
+    write_text(page, text.encode(errors="backslashreplace").decode())

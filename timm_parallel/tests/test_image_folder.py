@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+import evaluate
 from src.app import app
 from src.schema import Config, DataConfig
 from timm_parallel.data.build import check_data
@@ -348,3 +349,25 @@ def test_two_class_folders_of_one_name_in_two_unicode_forms_are_refused(tmp_path
         (tmp_path / unicodedata.normalize(form, "Señal")).mkdir()
     with pytest.raises(ValueError, match="two Unicode forms"):
         class_folders(tmp_path)
+
+
+@pytest.mark.slow(seconds=5)
+@pytest.mark.processes
+def test_run_on_names_that_are_not_utf_8_logs_notes_and_writes_the_bytes_of_the_names(
+    tmp_path: Path,
+) -> None:
+    counts = {"train": {"cat": 4, "dog": 4}, "val": {"cat": 1, "dog": 2}}
+    root = image_folder(tmp_path / "images", counts)
+    class_name, file_name = b"ca\xf1", b"\xe9t\xe9.png"
+    for split in counts:
+        (root / split / "cat").rename(root / split / os.fsdecode(class_name))
+    (root / "val" / "dog" / "0.jpg").rename(root / "val" / "dog" / os.fsdecode(file_name))
+    (root / "train" / "dog" / "9.heic").write_bytes(b"data")
+    overrides = ("data=folder", f"data.root={root}", "data.image_size=16", "data.batch_size=4")
+    run = run_warm(tmp_path / "run", *overrides, "data.limit_train=null", "parallel=single")
+    log = (run / "logs" / "rank_0.log").read_text(encoding="utf-8")
+    assert "data note" in log and ".heic (1)" in log and "Logging error" not in log
+    predictions = tmp_path / "predictions.csv"
+    assert evaluate.main([f"run={run}", "split=val", f"predictions={predictions}"]) == 0
+    table = predictions.read_bytes()
+    assert file_name in table and class_name in table
