@@ -110,12 +110,9 @@ class ImageDataset:
             present = set(rows.unique().tolist())
             absent = [name for n, name in enumerate(self.target_names) if n not in present]
             notes += absent_note(absent, self.target_names, "image")
-        # Only the splits of image files of the library know data.max_value.
-        if hasattr(self.train, "max_value"):
-            from timm_parallel.data.decode import pixel_notes
-
-            notes += pixel_notes([path for path, _ in self.train.files], self.train.max_value)
-        return notes
+        # Splits of image files have this method.
+        pixel_notes = getattr(self.train, "pixel_notes", None)
+        return [*notes, *(() if pixel_notes is None else pixel_notes())]
 
     def check_classes(self, trained: list[str], run: Path | None) -> None:
         """Raise ValueError if the class names differ from those of a trained run, or are in another

@@ -216,8 +216,8 @@ def pixel_notes(paths: Sequence[Path], max_value: float | None) -> list[str]:
         "16 bits per color": "0 to 65535, of which the upper 8 bits are used",
     }
     notes = []
-    for kind, values in ranges.items():
-        present = "" if kind == "16 bits per color" else f" from {min(values):g} to {max(values):g}"
+    for kind, ends in ranges.items():
+        present = "" if kind == "16 bits per color" else f" from {min(ends):g} to {max(ends):g}"
         notes.append(
             f"training images have pixels of {kind}{present} ({len(sampled)} images sampled); "
             f"black to white is {shown[kind]}"
@@ -254,6 +254,10 @@ class Files:
     def __getitem__(self, index: int) -> Sample:
         path, label = self.files[index]
         return decode(path, mode=self.mode, max_value=self.max_value), label
+
+    def pixel_notes(self) -> list[str]:
+        """Describe the range of pixels of more than 8 bits in a sample of the images."""
+        return pixel_notes([path for path, _ in self.files], self.max_value)
 
 
 class TarSplit:

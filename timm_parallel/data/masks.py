@@ -163,6 +163,12 @@ class MaskFiles:
             )
         return mask
 
+    def pixel_notes(self) -> list[str]:
+        """Describe the range of pixels of more than 8 bits in a sample of the images."""
+        from timm_parallel.data.decode import pixel_notes
+
+        return pixel_notes([path for path, _ in self.files], self.max_value)
+
     @cached_property
     def _first_colors(self) -> Colors:
         """Colors in the palette of the first mask. All masks are compared with this one, so that
@@ -203,13 +209,14 @@ def read_mask(path: Path, classes: int, ignore_index: int) -> tuple[Tensor, Colo
 
     from timm_parallel.data.decode import open_image, read_image, unreadable
 
-    encoded, colors = read_image(path), {}
+    encoded = read_image(path)
+    colors: Colors = {}
     try:
-        with open_image(encoded) as mask:
-            _check_format(mask)
-            largest, numbers = _largest_number(mask), np.array(mask, np.uint8)
-            if mask.mode == "P":
-                table, colors = _palette(mask, classes, ignore_index)
+        with open_image(encoded) as image:
+            _check_format(image)
+            largest, numbers = _largest_number(image), np.array(image, np.uint8)
+            if image.mode == "P":
+                table, colors = _palette(image, classes, ignore_index)
                 numbers = table[numbers]
     except MemoryError:
         raise
