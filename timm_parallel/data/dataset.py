@@ -175,12 +175,16 @@ def image_files(folder: Path, left_out: Counter[str] | None = None) -> Iterator[
     """Yield the paths of all image files below `folder`, always in the same order.
 
     Symbolic links to folders are followed. Each folder is visited once, even if a link leads back
-    to it. Hidden folders and folders of the system are skipped. `left_out` counts these folders by
-    name, and files that are not images by suffix.
+    to it. Hidden folders, folders of the system and folders that cannot be listed are skipped.
+    `left_out` counts these folders by name, and files that are not images by suffix.
     """
     left_out = Counter() if left_out is None else left_out
+
+    def skip(error: OSError) -> None:
+        left_out[f"unreadable folder {error.filename}"] += 1
+
     seen: set[tuple[int, int]] = set()
-    for directory, subdirectories, files in os.walk(folder, onerror=_refuse, followlinks=True):
+    for directory, subdirectories, files in os.walk(folder, onerror=skip, followlinks=True):
         status = Path(directory).stat()
         # Skip a folder that was visited before: a symbolic link may lead back to a parent folder.
         if (status.st_dev, status.st_ino) in seen:
@@ -198,13 +202,6 @@ def image_files(folder: Path, left_out: Counter[str] | None = None) -> Iterator[
             else:
                 is_broken = not path.suffix and not path.exists()
                 left_out["broken link" if is_broken else path.suffix.lower() or "no suffix"] += 1
-
-
-def _refuse(error: OSError) -> None:
-    raise ValueError(
-        f"data.root: the folder {error.filename} cannot be read ({error.strerror}); change its "
-        "permissions, or remove it"
-    )
 
 
 def absent_note(absent: list[str], names: list[str], item: str) -> list[str]:

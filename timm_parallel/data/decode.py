@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
@@ -32,7 +33,7 @@ TURNS = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-# Number of training images that `pixel_notes` reads.
+# Largest number of training images that `pixel_notes` reads.
 SAMPLED = 16
 
 
@@ -196,7 +197,7 @@ def pixel_notes(paths: Sequence[Path], max_value: float | None) -> list[str]:
 
     `max_value`: the value of `data.max_value`.
     """
-    sampled = paths[:: len(paths) // SAMPLED or 1][:SAMPLED]
+    sampled = paths[:: math.ceil(len(paths) / SAMPLED) or 1]
     ranges: dict[str, list[float]] = {}
     for path in sampled:
         # Reading the images of a batch reports unreadable files later.

@@ -7,6 +7,7 @@ before it imports torch.
 
 from __future__ import annotations
 
+import math
 import unicodedata
 from collections import Counter
 from contextlib import suppress
@@ -30,7 +31,7 @@ LOSSLESS = ("PNG", "BMP", "GIF", "TIFF", "PPM")
 LOSSY_TIFF = ("jpeg", "tiff_jpeg", "webp")
 # Largest stored number, by the raw mode of an image. Pillow stretches the numbers to 0..255.
 STRETCHED = {"L;2": 3, "L;4": 15}
-# Number of training masks that `MaskDataset.notes` reads.
+# Largest number of training masks that `MaskDataset.notes` reads.
 SAMPLED = 64
 # The files of each split, by the name of the split: the path of each image, and the path of its
 # mask relative to data.root.
@@ -94,7 +95,7 @@ class MaskDataset(ImageDataset):
         sample of the training masks.
         """
         count = len(self.train)
-        sampled = range(0, count, count // SAMPLED or 1)[:SAMPLED]
+        sampled = range(0, count, math.ceil(count / SAMPLED) or 1)
         present: set[int] = set()
         for index in sampled:
             if present >= {*range(len(self.target_names))}:
