@@ -608,13 +608,27 @@ def test_mask_whose_numbers_are_uncertain_is_unreadable(tmp_path: Path, name: st
 
 
 def test_masks_whose_palettes_disagree_are_unreadable(tmp_path: Path) -> None:
+    """A program may choose a palette for each mask. One number then stands for several classes."""
     colors = [(0, 0, 0), (200, 0, 0), (0, 200, 0), (0, 0, 200)]
     dataset, mask = pair_of(tmp_path, with_palette(colors, [0, 1, 2, 3]), classes=4)
-    other = with_palette([*colors[::-1]], [3, 2, 1, 0])
-    other(tmp_path / "train" / "masks" / "1", mask)
+    masks = tmp_path / "train" / "masks"
+    with_palette(colors[::-1], [3, 2, 1, 0])(masks / "1", mask)
     dataset.train[0]
-    with pytest.raises(UnreadableImageError, match=r"palette.*masks/0\.png"):
+    with pytest.raises(UnreadableImageError, match=r"masks/1\.png.*palette"):
         dataset.train[1]
+    # The first mask shows only the background.
+    with_palette(colors, [0, 0, 0, 0])(masks / "0", mask)
+    for number, color in ((2, (9, 0, 0)), (3, (0, 9, 0))):
+        Image.new("RGB", (30, 21)).save(tmp_path / "train" / "images" / f"{number}.png")
+        with_palette([(0, 0, 0), color], [0, 1, 1, 1])(masks / str(number), mask)
+    (masks / "1.png").unlink()
+    (tmp_path / "train" / "images" / "1.png").unlink()
+    names = {"classes": dataset.target_names}
+    config = DataConfig(name="segmentation", root=str(tmp_path), kwargs=names)
+    dataset = build_dataset(config, target="mask")
+    dataset.train[1]
+    with pytest.raises(UnreadableImageError, match=r"masks/3\.png.*palette"):
+        dataset.train[2]
 
 
 def rotate_by_exif(path: Path, orientation: int) -> None:

@@ -31,6 +31,8 @@ LOSSLESS = ("PNG", "BMP", "GIF", "TIFF", "PPM")
 LOSSY_TIFF = ("jpeg", "tiff_jpeg", "webp")
 # Largest stored number, by the raw mode of an image. Pillow stretches the numbers to 0..255.
 STRETCHED = {"L;2": 3, "L;4": 15}
+# Number of masks whose palettes are compared with that of each mask.
+COMPARED = 8
 # Largest number of training masks that `MaskDataset.notes` reads.
 SAMPLED = 64
 # The files of each split, by the name of the split: the path of each image, and the path of its
@@ -94,20 +96,19 @@ class MaskDataset(ImageDataset):
         """Describe files that were left out, the range of pixels, and classes without a pixel in a
         sample of the training masks.
         """
-        count = len(self.train)
+        count, names = len(self.train), self.target_names
         sampled = range(0, count, math.ceil(count / SAMPLED) or 1)
         present: set[int] = set()
         for index in sampled:
-            if present >= {*range(len(self.target_names))}:
-                return super().notes(target)
             # Reading the images of a batch reports unreadable files later.
             with suppress(UnreadableImageError):
                 present |= {*self.train.mask(index).unique().tolist()}
-        absent = [name for number, name in enumerate(self.target_names) if number not in present]
-        notes = absent_note(absent, self.target_names, "pixel")
+            if present >= {*range(len(names))}:
+                break
+        absent = [name for number, name in enumerate(names) if number not in present]
         ignored = f", and pixels of {IGNORED} have no class" if IGNORED in present else ""
-        notes = [f"{note} ({len(sampled)} of {count} masks read{ignored})" for note in notes]
-        return [*super().notes(target), *notes]
+        read = f" ({len(sampled)} of {count} masks read{ignored})"
+        return super().notes(target) + [note + read for note in absent_note(absent, names, "pixel")]
 
 
 class MaskFiles:
@@ -135,12 +136,13 @@ class MaskFiles:
         path, name = self.files[index]
         encoded, mask = read_image(path), self.mask(index)
         image = decode(encoded, str(path), max_value=self.max_value)
+        rotated = ""
         if (turn := stored_turn(encoded)) is not None:
-            mask = _turned(mask, turn, image, path)
+            mask, rotated = _turned(mask, turn, image, path), " after its EXIF rotation"
         if image.shape[1:] != mask.shape:
             raise UnreadableImageError(
-                f"{path}: the image has {image.shape[2]}x{image.shape[1]} pixels, but its mask "
-                f"{name} has {mask.shape[1]}x{mask.shape[0]}; make them equal"
+                f"{path}: the image has {image.shape[2]}x{image.shape[1]} pixels{rotated}, but its "
+                f"mask {name} has {mask.shape[1]}x{mask.shape[0]}; make them equal"
             )
         return image, mask
 
@@ -151,9 +153,9 @@ class MaskFiles:
         for number, color in colors.items():
             if self._first_colors.get(number, color) != color:
                 raise UnreadableImageError(
-                    f"{path}: in the palette, the number {number} has the color {color}, but in "
-                    f"{self.files[0][1]} the color {self._first_colors[number]}; save all masks "
-                    "with one palette, or as gray PNG files of class numbers"
+                    f"{path}: the number {number} has the color {color} in the palette, but "
+                    f"{self._first_colors[number]} in that of another mask; save all masks with "
+                    "one palette, or as gray PNG files of class numbers"
                 )
         largest = int(mask.masked_fill(mask == IGNORED, 0).max())
         if largest >= self.classes:
@@ -172,12 +174,15 @@ class MaskFiles:
 
     @cached_property
     def _first_colors(self) -> Colors:
-        """Colors in the palette of the first mask. All masks are compared with this one, so that
-        each process refuses the same masks.
+        """Colors in the palettes of the first masks, with which all masks are compared. So each
+        process refuses the same masks.
         """
-        with suppress(UnreadableImageError):
-            return read_mask(self.root / self.files[0][1], self.classes, self.ignore_index)[1]
-        return {}
+        first_colors: Colors = {}
+        for _, name in self.files[:COMPARED]:
+            with suppress(UnreadableImageError):
+                _, colors = read_mask(self.root / name, self.classes, self.ignore_index)
+                first_colors = {**colors, **first_colors}
+        return first_colors
 
 
 def _turned(mask: Tensor, turn: Any, image: Tensor, path: Path) -> Tensor:
