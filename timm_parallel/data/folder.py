@@ -85,8 +85,8 @@ def class_folders(split: Path, left_out: Counter[str] | None = None) -> list[str
     names = []
     with os.scandir(split) as entries:
         for entry in entries:
-            if entry.is_dir() and is_hidden(entry.name):
-                left_out[f"folder {entry.name}"] += 1
+            if is_hidden(entry.name):
+                left_out.update([f"folder {entry.name}"] if entry.is_dir() else [])
             elif entry.is_dir():
                 names.append(entry.name)
             elif entry.is_symlink() and not (link := Path(entry.path)).exists():
@@ -94,7 +94,7 @@ def class_folders(split: Path, left_out: Counter[str] | None = None) -> list[str
                     f"data.root: {link} is a link to {link.readlink()}, which does not exist; "
                     "mount or restore the folder, or remove the link"
                 )
-            elif entry.name.lower().endswith(IMAGE_SUFFIXES) and not is_hidden(entry.name):
+            elif entry.name.lower().endswith(IMAGE_SUFFIXES):
                 left_out["image outside of a class folder"] += 1
     _by_normal_form(split, names)
     return sorted(names)

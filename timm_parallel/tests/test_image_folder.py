@@ -299,6 +299,8 @@ def test_notes_name_classes_without_a_training_image(tmp_path: Path) -> None:
 @pytest.mark.parametrize("split", ["train", "val"])
 def test_class_folder_that_is_a_broken_link_is_refused(tmp_path: Path, split: str) -> None:
     root = image_folder(tmp_path, {"train": GOOD, "val": GOOD})
+    (root / split / ".hidden").symlink_to(tmp_path / "gone")
+    check_data(Config(data=DataConfig(name="folder", root=str(root))))
     (root / split / "zebra").symlink_to(tmp_path / "not_mounted" / "zebra")
     with pytest.raises(ValueError, match=r"zebra.*not_mounted"):
         check_data(Config(data=DataConfig(name="folder", root=str(root))))
