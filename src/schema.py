@@ -388,14 +388,15 @@ class DataConfig(timm_parallel.DataConfig):
             yield "data.mean and data.std: set both or neither"
 
     def _split_problems(self) -> Iterator[str]:
-        """Yield an error message for each key of data that sets how images are split, if the
-        dataset does not read the key. A dataset of your own may read all of these keys.
+        """Yield an error message for each key about splits or files that the dataset does not read.
+        A dataset of your own may read all of these keys.
         """
         readers = {
             "val_fraction": ("folder", "csv", "segmentation"),
             "test_fraction": ("folder", "csv", "segmentation"),
             "group_pattern": ("folder", "segmentation"),
             "fold": ("csv",),
+            "max_value": ("folder", "csv", "segmentation"),
         }
         for name, datasets in readers.items():
             if getattr(self, name) is not None and not (self.name in datasets or self.is_own):

@@ -12,6 +12,7 @@ import pytest
 import torch
 from PIL import Image
 from timm.data import create_transform
+from torch.overrides import TorchFunctionMode
 from torchvision.transforms import v2
 
 import evaluate as entry
@@ -68,6 +69,39 @@ def test_augmentation_returns_images_of_the_configured_height_and_width(augment:
     for sides in SIZES:
         image = v2.functional.pil_to_tensor(picture(*sides))
         assert transform(image).shape == (3, 32, 48)
+
+
+class LargestTensor(TorchFunctionMode):
+    """Records the number of values of the largest tensor that a torch function returns."""
+
+    values = 0
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            self.values = max(self.values, result.numel())
+        return result
+
+
+@pytest.mark.parametrize("sides", [(1, 9_000), (9_000, 2)])
+@pytest.mark.parametrize("size", [(24, 24), (16, 24)])
+@pytest.mark.parametrize("mode", ["eval", None, "rrc", "rkrc", "rkrr"])
+def test_image_of_an_extreme_aspect_ratio_is_cropped_before_it_is_resized(
+    sides: tuple[int, int], size: tuple[int, int], mode: str | None
+) -> None:
+    preprocessing = Preprocessing((3, *size), (0.5,) * 3, (0.5,) * 3, 0.875, "center", "bicubic")
+    transform = evaluation_transform(preprocessing)
+    if mode != "eval":
+        augmentation = train_transform(AugmentConfig(train_crop_mode=mode), size, resize=True)
+        assert augmentation is not None
+        transform = augmentation
+    image = torch.full((3, *sides), 9, dtype=torch.uint8)
+    with LargestTensor() as largest:
+        result = transform(image)
+    assert torch.equal(result, torch.full((3, *size), 9, dtype=torch.uint8))
+    assert largest.values <= 3 * 250 * 40**2
 
 
 WORDS = (

@@ -5,6 +5,10 @@ strategies train alike.
 from __future__ import annotations
 
 import csv
+import struct
+import unicodedata
+import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +30,11 @@ from src.schema import Config, DataConfig, ResolvedParallel, TrainConfig
 from src.tasks.segmentation import IGNORED, dice_losses, pixel_losses
 from timm_parallel.data.build import build_dataset, check_data
 from timm_parallel.data.dataset import InMemory
+from timm_parallel.data.decode import decode
 from timm_parallel.data.loader import EvalLoader
 from timm_parallel.data.prefetch import DevicePrefetcher
 from timm_parallel.data.samplers import TrainSampler
+from timm_parallel.errors import UnreadableImageError
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.model.freeze import freeze
 from timm_parallel.parallel.build import build_strategy
@@ -484,6 +490,221 @@ def test_mask_pixels_with_ignore_index_are_read_as_unlabeled(roads: Path) -> Non
     _, other = split_of(roads, ignore_index=0)[0]
     assert set(mask.unique().tolist()) == {0, 1}
     assert torch.equal(other, mask.masked_fill(mask == 0, IGNORED))
+
+
+Write = Callable[[Path, np.ndarray], None]
+
+
+def with_palette(colors: list[tuple[int, int, int]], numbers: list[int]) -> Write:
+    """Return a function that writes a mask whose class k is the entry numbers[k] of a palette."""
+
+    def write(path: Path, mask: np.ndarray) -> None:
+        image = Image.fromarray(np.array(numbers, np.uint8)[mask], "P")
+        image.putpalette([value for color in colors for value in color])
+        image.save(path.with_suffix(".png"))
+
+    return write
+
+
+def gray_ramp(*grays: int) -> list[tuple[int, int, int]]:
+    return [(gray, gray, gray) for gray in grays]
+
+
+def packed(bits: int) -> Write:
+    """Return a function that writes a gray PNG of 2 or 4 bits per pixel."""
+
+    def write(path: Path, mask: np.ndarray) -> None:
+        per_byte = 8 // bits
+        columns = np.pad(mask, ((0, 0), (0, -mask.shape[1] % per_byte)))
+        bytes_of_rows = sum(
+            columns[:, place::per_byte] << (8 - bits * (place + 1)) for place in range(per_byte)
+        )
+        lines = b"".join(b"\0" + row.astype(np.uint8).tobytes() for row in bytes_of_rows)
+        height, width = mask.shape
+        chunks = [
+            (b"IHDR", struct.pack(">IIBBBBB", width, height, bits, 0, 0, 0, 0)),
+            (b"IDAT", zlib.compress(lines)),
+            (b"IEND", b""),
+        ]
+        encoded = b"\x89PNG\r\n\x1a\n"
+        for kind, data in chunks:
+            checksum = struct.pack(">I", zlib.crc32(kind + data))
+            encoded += struct.pack(">I", len(data)) + kind + data + checksum
+        path.with_suffix(".png").write_bytes(encoded)
+
+    return write
+
+
+def pgm(largest: int) -> Write:
+    def write(path: Path, mask: np.ndarray) -> None:
+        height, width = mask.shape
+        header = f"P5 {width} {height} {largest}\n".encode()
+        path.with_suffix(".pgm").write_bytes(header + mask.tobytes())
+
+    return write
+
+
+def saved(suffix: str, **options: Any) -> Write:
+    return lambda path, mask: Image.fromarray(mask).save(path.with_suffix(suffix), **options)
+
+
+def pair_of(root: Path, write: Write, classes: int, rows: int = 21) -> tuple[Any, np.ndarray]:
+    """Write two images with the same mask of 4 classes. Return the dataset and the mask."""
+    mask = np.random.default_rng(3).integers(0, 4, (rows, 30), dtype=np.uint8)
+    for folder in ("images", "masks"):
+        (root / "train" / folder).mkdir(parents=True)
+    for number in range(2):
+        Image.new("RGB", (30, rows)).save(root / "train" / "images" / f"{number}.png")
+        write(root / "train" / "masks" / str(number), mask)
+    names = [f"class {number}" for number in range(classes)]
+    config = DataConfig(name="segmentation", root=str(root), kwargs={"classes": names})
+    return build_dataset(config, target="mask"), mask
+
+
+EXACT: dict[str, Write] = {
+    "gray 2 bits": packed(2),
+    "gray 4 bits": packed(4),
+    "gray TIFF": saved(".tif", compression="tiff_lzw"),
+    "PGM of 3": pgm(3),
+    "PGM of 200": pgm(200),
+    "GIF": saved(".gif"),
+    "colors": with_palette([(0, 0, 0), (9, 0, 0), (0, 9, 0), (9, 9, 9)], [0, 1, 2, 3]),
+    "grays in another order": with_palette(gray_ramp(3, 1, 0, 2), [2, 1, 3, 0]),
+    "visible grays": with_palette(gray_ramp(0, 85, 170, 255), [0, 1, 2, 3]),
+}
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_mask_numbers_are_those_of_the_file_for_each_depth_and_palette(
+    tmp_path: Path, name: str
+) -> None:
+    dataset, expected = pair_of(tmp_path, EXACT[name], classes=5)
+    assert torch.equal(dataset.train[1][1], torch.from_numpy(expected))
+
+
+def test_palette_of_black_and_white_means_the_classes_0_and_1(tmp_path: Path) -> None:
+    write = with_palette(gray_ramp(0, 255), [0, 1, 1, 1])
+    dataset, expected = pair_of(tmp_path, write, classes=2)
+    assert torch.equal(dataset.train[0][1], torch.from_numpy(expected.clip(0, 1)))
+
+
+UNCERTAIN: dict[str, Write] = {
+    "JPEG": saved(".jpg", quality=100),
+    "JPEG named PNG": lambda path, mask: Image.fromarray(mask).save(
+        path.with_suffix(".png"), "JPEG", quality=100
+    ),
+    "TIFF of JPEG": saved(".tiff", compression="jpeg"),
+    "lossy WebP": saved(".webp"),
+    "white before black": with_palette(gray_ramp(255, 0), [1, 0, 0, 0]),
+    "visible grays in another order": with_palette(gray_ramp(0, 255, 90, 180), [0, 2, 3, 1]),
+}
+
+
+@pytest.mark.parametrize("name", UNCERTAIN)
+def test_mask_whose_numbers_are_uncertain_is_unreadable(tmp_path: Path, name: str) -> None:
+    dataset, _ = pair_of(tmp_path, UNCERTAIN[name], classes=5)
+    with pytest.raises(UnreadableImageError, match=r"masks/1\."):
+        dataset.train[1]
+
+
+def test_masks_whose_palettes_disagree_are_unreadable(tmp_path: Path) -> None:
+    """A program may choose a palette for each mask. One number then stands for several classes."""
+    colors = [(0, 0, 0), (200, 0, 0), (0, 200, 0), (0, 0, 200)]
+    dataset, mask = pair_of(tmp_path, with_palette(colors, [0, 1, 2, 3]), classes=4)
+    masks = tmp_path / "train" / "masks"
+    with_palette(colors[::-1], [3, 2, 1, 0])(masks / "1", mask)
+    dataset.train[0]
+    with pytest.raises(UnreadableImageError, match=r"masks/1\.png.*palette"):
+        dataset.train[1]
+    # The first mask shows only the background.
+    with_palette(colors, [0, 0, 0, 0])(masks / "0", mask)
+    for number, color in ((2, (9, 0, 0)), (3, (0, 9, 0))):
+        Image.new("RGB", (30, 21)).save(tmp_path / "train" / "images" / f"{number}.png")
+        with_palette([(0, 0, 0), color], [0, 1, 1, 1])(masks / str(number), mask)
+    (masks / "1.png").unlink()
+    (tmp_path / "train" / "images" / "1.png").unlink()
+    names = {"classes": dataset.target_names}
+    config = DataConfig(name="segmentation", root=str(tmp_path), kwargs=names)
+    dataset = build_dataset(config, target="mask")
+    dataset.train[1]
+    with pytest.raises(UnreadableImageError, match=r"masks/3\.png.*palette"):
+        dataset.train[2]
+
+
+def rotate_by_exif(path: Path, orientation: int) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    with Image.open(path) as image:
+        image.save(path, exif=exif)
+
+
+@pytest.mark.parametrize("orientation", [5, 6, 7, 8])
+def test_mask_is_turned_like_its_image_when_the_sizes_show_that_it_is_not(
+    tmp_path: Path, orientation: int
+) -> None:
+    dataset, stored = pair_of(tmp_path, saved(".png"), classes=4)
+    rotate_by_exif(tmp_path / "train" / "images" / "0.png", orientation)
+    image, mask = dataset.train[0]
+    # The decoder turns the mask in the same way if the mask has the EXIF data of the image.
+    rotate_by_exif(tmp_path / "train" / "masks" / "0.png", orientation)
+    turned = decode(tmp_path / "train" / "masks" / "0.png").numpy()[0]
+    assert image.shape[1:] == mask.shape == (30, 21)
+    assert np.array_equal(mask.numpy(), turned)
+    # A mask that has the size of the turned image stays as it is.
+    Image.fromarray(stored.T).save(tmp_path / "train" / "masks" / "0.png")
+    assert np.array_equal(dataset.train[0][1].numpy(), stored.T)
+
+
+@pytest.mark.parametrize(("orientation", "rows"), [(2, 21), (3, 21), (4, 21), (6, 30), (8, 30)])
+def test_image_is_unreadable_when_exif_turns_it_and_the_size_of_its_mask_does_not_tell(
+    tmp_path: Path, orientation: int, rows: int
+) -> None:
+    dataset, _ = pair_of(tmp_path, saved(".png"), classes=4, rows=rows)
+    rotate_by_exif(tmp_path / "train" / "images" / "1.png", orientation)
+    dataset.train[0]
+    with pytest.raises(UnreadableImageError, match=r"images/1\.png: its EXIF"):
+        dataset.train[1]
+
+
+def test_notes_name_classes_without_a_pixel_in_the_training_masks(tmp_path: Path) -> None:
+    def write(path: Path, mask: np.ndarray) -> None:
+        Image.fromarray(np.array([0, 255, 255, 0], np.uint8)[mask]).save(path.with_suffix(".png"))
+
+    dataset, _ = pair_of(tmp_path, write, classes=2)
+    (note,) = dataset.notes("mask")
+    assert "class 1" in note and "class 0" not in note and "255" in note
+    saved(".png")(tmp_path / "train" / "masks" / "1", np.full((21, 30), 1, np.uint8))
+    assert dataset.notes("mask") == []
+
+
+def test_images_and_masks_are_paired_when_their_names_have_other_unicode_forms(
+    tmp_path: Path,
+) -> None:
+    names = {"images": "Übung/é", "masks": unicodedata.normalize("NFD", "Übung/é")}
+    for folder, name in names.items():
+        path = tmp_path / "train" / folder / f"{name}.png"
+        path.parent.mkdir(parents=True)
+        Image.new("L", (8, 8)).save(path)
+    (tmp_path / "train" / "masks" / ".Trash").mkdir()
+    Image.new("L", (8, 8)).save(tmp_path / "train" / "masks" / ".Trash" / "old.png")
+    kwargs = {"classes": ["ground", "box"]}
+    config = DataConfig(name="segmentation", root=str(tmp_path), kwargs=kwargs)
+    dataset = build_dataset(config, target="mask")
+    assert len(dataset.train) == 1 and dataset.train[0][1].sum() == 0
+    assert dataset.left_out == {"folder .Trash": 1}
+
+
+@pytest.mark.parametrize(
+    "names", [["a", False], [True, "a"], ["a", 1e-3], ["a", 750], ["a", None], ["é", "e\u0301"]]
+)
+def test_class_names_of_masks_that_are_no_text_or_repeated_are_refused(
+    roads: Path, names: list[Any]
+) -> None:
+    data = DataConfig(
+        name="segmentation", root=str(roads), val_fraction=0.3, kwargs={"classes": names}
+    )
+    with pytest.raises(ValueError, match=r"^data\.kwargs\.classes="):
+        check_data(Config(data=data, train=MASKS))
 
 
 def test_check_data_py_names_each_bad_mask(roads: Path, capsys: pytest.CaptureFixture[str]) -> None:

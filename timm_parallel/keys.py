@@ -315,6 +315,11 @@ class DataConfig:
     limit_train: int | None = key(
         None, ge=1, help="Train on so many images, of a fixed permutation."
     )
+    max_value: float | None = key(
+        None,
+        gt=0,
+        help="White in images of more than 8 bits, such as 4095; null: 65535; floats: 1 or 255.",
+    )
     kwargs: dict[str, Any] = key({}, help="More arguments of the dataset's class.")
 
     @property

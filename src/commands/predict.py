@@ -99,7 +99,7 @@ def _loader(
         strategy.device, preprocessing.mean, preprocessing.std, trained.config.model.channels_last
     )
     return EvalLoader(
-        Files(files, mode),
+        Files(files, mode, trained.config.data.max_value),
         None,
         prefetcher,
         strategy.group,

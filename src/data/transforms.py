@@ -30,6 +30,8 @@ Transform = Callable[[Tensor], Tensor]
 Size = tuple[int, int]
 # Side of the kernel of the Gaussian blur, in pixels, as in timm.
 BLUR = 23
+# Longest side of an image divided by its shortest side, up to which a whole image is resized.
+MAX_ASPECT = 200
 
 
 class OnImage:
@@ -200,7 +202,7 @@ def _keep_ratio_crop(config: AugmentConfig, size: Size) -> list[Any]:
         random_aspect_range=config.ratio or (0.9, 1 / 0.9),
     )
     crop = CenterCropOrPad if config.train_crop_mode == "rkrc" else RandomCropOrPad
-    return [resize, crop(list(size), padding_mode="reflect")]
+    return [_crop_narrow, resize, crop(list(size), padding_mode="reflect")]
 
 
 class ResizeAndCrop(v2.Compose):
@@ -232,10 +234,23 @@ def _resize(size: Size, interpolation: str) -> Any:
     """Build a step that resizes an image until it covers a height and width. The aspect ratio stays
     the same, as in timm.
     """
+    resize: Any = ResizeKeepRatio(size, interpolation=interpolation)
     if size[0] == size[1]:
         # Given one number, torchvision resizes the shorter side.
-        return v2.Resize(size[0], _mode(interpolation))
-    return ResizeKeepRatio(size, interpolation=interpolation)
+        resize = v2.Resize(size[0], _mode(interpolation))
+    return v2.Compose([_crop_narrow, resize])
+
+
+def _crop_narrow(image: Tensor) -> Tensor:
+    """Crop the center of an image that is longer than MAX_ASPECT times its shorter side.
+
+    A line of 1 x 6000 pixels would otherwise be resized to a million rows, which are cropped later.
+    """
+    height, width = image.shape[-2:]
+    longest = MAX_ASPECT * min(height, width)
+    if max(height, width) <= longest:
+        return image
+    return v2.functional.center_crop(image, [min(height, longest), min(width, longest)])
 
 
 def _mode(name: str) -> InterpolationMode:

@@ -87,7 +87,7 @@ class CsvDataset(ImageDataset):
             _complete(listing, path, config, trained_names is None)
         else:
             self.target_names, listing = _list(divided, path, config, trained_names, several)
-        self.train, self.val, self.test = files_of(listing)
+        self.train, self.val, self.test = files_of(listing, config.max_value)
 
     @classmethod
     def check(cls, config: DataConfig, evaluated: str | None = None, target: str = "label") -> None:

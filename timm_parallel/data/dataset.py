@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
@@ -16,10 +17,19 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Sample: TypeAlias = "tuple[Tensor, Any]"
-IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm")
+IMAGE_SUFFIXES = (
+    *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".apng", ".bmp", ".gif", ".tif", ".tiff"),
+    *(".webp", ".avif", ".ppm", ".pgm", ".pbm", ".pnm", ".pfm"),
+)
 # Names that Pillow gives to the accepted image formats. Pillow ignores the suffix of a file. For
 # other formats it may start a program, such as Ghostscript for PostScript.
-IMAGE_FORMATS = ("JPEG", "PNG", "BMP", "GIF", "TIFF", "WEBP", "PPM")
+IMAGE_FORMATS = ("JPEG", "PNG", "BMP", "GIF", "TIFF", "WEBP", "AVIF", "PPM")
+# Folders, in lower case, that operating systems and storage devices create next to the files of a
+# user. Their images are previews, old versions or deleted images.
+SYSTEM_FOLDERS = (
+    *("__macosx", "@eadir", "#recycle", "#snapshot", "@recycle", "@recently-snapshot"),
+    *("$recycle.bin", "system volume information", "lost+found"),
+)
 
 
 class Split(Protocol):
@@ -60,6 +70,8 @@ class ImageDataset:
     # The val split may be None only when a trained run is evaluated on a folder without val/.
     val: Split
     test: Split | None = None
+    # Number of files and folders below data.root that were left out, by their suffix or kind.
+    left_out: Counter[str] = Counter()
 
     # The modules of the built-in datasets import torch only inside functions, because train.py
     # checks the data before it imports torch.
@@ -82,6 +94,25 @@ class ImageDataset:
         stop when it reaches this number.
         """
         return None
+
+    def notes(self, target: str) -> list[str]:
+        """Describe what was left out, guessed or changed in the data, one sentence each.
+
+        Rank 0 logs these notes before training, and check_data.py prints them. So this method may
+        read a few files, but not all. `target`: the kind of target that the task needs.
+        """
+        counts = [f"{kind} ({count})" for kind, count in self.left_out.most_common()]
+        notes = [f"left out of the images: {first(counts, 8)}"] if counts else []
+        labels = train_labels(self.train, None) if target in ("label", "labels") else None
+        if labels is not None:
+            # Images have one class number, or 0 and 1 for each class.
+            rows = labels if labels.ndim == 1 else labels.nonzero()[:, 1]
+            present = set(rows.unique().tolist())
+            absent = [name for n, name in enumerate(self.target_names) if n not in present]
+            notes += absent_note(absent, self.target_names, "image")
+        # Splits of image files have this method.
+        pixel_notes = getattr(self.train, "pixel_notes", None)
+        return [*notes, *(() if pixel_notes is None else pixel_notes())]
 
     def check_classes(self, trained: list[str], run: Path | None) -> None:
         """Raise ValueError if the class names differ from those of a trained run, or are in another
@@ -135,24 +166,49 @@ def as_size(sides: Any) -> tuple[int, int]:
     return int(height), int(width)
 
 
-def image_files(folder: Path) -> Iterator[Path]:
+def is_hidden(name: str) -> bool:
+    """Return True for the name of a hidden file or folder, or of a folder of the system."""
+    return name.startswith(".") or name.lower() in SYSTEM_FOLDERS
+
+
+def image_files(folder: Path, left_out: Counter[str] | None = None) -> Iterator[Path]:
     """Yield the paths of all image files below `folder`, always in the same order.
 
     Symbolic links to folders are followed. Each folder is visited once, even if a link leads back
-    to it.
+    to it. Hidden folders, folders of the system and folders that cannot be listed are skipped.
+    `left_out` counts these folders by name, and files that are not images by suffix.
     """
+    left_out = Counter() if left_out is None else left_out
+
+    def skip(error: OSError) -> None:
+        left_out[f"unreadable folder {error.filename}"] += 1
+
     seen: set[tuple[int, int]] = set()
-    for directory, subdirectories, files in os.walk(folder, followlinks=True):
+    for directory, subdirectories, files in os.walk(folder, onerror=skip, followlinks=True):
         status = Path(directory).stat()
         # Skip a folder that was visited before: a symbolic link may lead back to a parent folder.
         if (status.st_dev, status.st_ino) in seen:
             subdirectories.clear()
             continue
         seen.add((status.st_dev, status.st_ino))
-        subdirectories.sort()
+        left_out.update(f"folder {name}" for name in subdirectories if is_hidden(name))
+        subdirectories[:] = sorted(name for name in subdirectories if not is_hidden(name))
         for name in sorted(files):
-            if name.lower().endswith(IMAGE_SUFFIXES) and not name.startswith("."):
-                yield Path(directory, name)
+            if name.startswith("."):
+                continue
+            path = Path(directory, name)
+            if name.lower().endswith(IMAGE_SUFFIXES):
+                yield path
+            else:
+                is_broken = not path.suffix and not path.exists()
+                left_out["broken link" if is_broken else path.suffix.lower() or "no suffix"] += 1
+
+
+def absent_note(absent: list[str], names: list[str], item: str) -> list[str]:
+    """Build the note that training has no `item`, such as an image, of the classes `absent`."""
+    if not absent:
+        return []
+    return [f"no training {item} of {len(absent)} of {len(names)} classes: {first(absent)}"]
 
 
 def class_difference(trained: list[str], data: list[str]) -> str:

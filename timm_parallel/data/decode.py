@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import io
 import logging
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, UnidentifiedImageError
 from torch import Tensor
 from torchvision.transforms.functional import pil_to_tensor
 
@@ -21,21 +22,35 @@ from timm_parallel.data.fractions import Listing, Member
 from timm_parallel.errors import UnreadableImageError
 
 log = logging.getLogger(__name__)
-JPEG = b"\xff\xd8\xff"
+JPEG, PNG = b"\xff\xd8\xff", b"\x89PNG"
+# Operation of Pillow that turns an image upright, by the orientation in its EXIF data.
+TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+# Largest number of training images that `pixel_notes` reads.
+SAMPLED = 16
 
 
-def decode(file: bytes | str | Path, name: str = "", mode: str = "RGB") -> Tensor:
+def decode(
+    file: bytes | str | Path, name: str = "", mode: str = "RGB", max_value: float | None = None
+) -> Tensor:
     """Decode an image file, given as a path or as bytes, to a uint8 tensor [3, H, W].
 
     In mode L the result is a gray image [1, H, W]. The image is rotated as its EXIF data say.
     Transparency is ignored, as in torchvision's ImageFolder. Raises UnreadableImageError for a file
     that is not a complete image. `name`: name of the image in error messages, if the image is given
-    as bytes.
+    as bytes. `max_value`: white in images of more than 8 bits; see `data.max_value`.
     """
     if not isinstance(file, bytes):
         # Do not build a new Path from a Path, because parsing its parts again takes 10 us.
         path = file if isinstance(file, Path) else Path(file)
-        return decode(_read(path), str(path), mode)
+        return decode(read_image(path), str(path), mode, max_value)
     if file.startswith(JPEG) and (decode_jpeg := find_jpeg_decoder()) is not None:
         # Decode JPEG files with torchcodec, which is faster than PIL and also rotates as EXIF says.
         # If torchcodec fails on a damaged or unusual file, PIL decodes the file below.
@@ -44,20 +59,22 @@ def decode(file: bytes | str | Path, name: str = "", mode: str = "RGB") -> Tenso
             return decode_jpeg(data, mode="GRAY" if mode == "L" else mode)
     try:
         with open_image(file) as image:
-            return from_pil(image, mode)
-    except UnidentifiedImageError:
-        reason = f"its content is none of {', '.join(IMAGE_FORMATS)}"
-        raise UnreadableImageError(
-            f"{name}: not a readable image ({reason}); remove or replace it"
-        ) from None
+            return from_pil(image, mode, max_value)
     except MemoryError:
         raise
     # Catch every exception, because Pillow raises many types of them for a damaged file.
     except Exception as error:
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
-        raise UnreadableImageError(
-            f"{name}: not a readable image ({reason}); remove or replace it"
-        ) from None
+        raise unreadable(name, error) from None
+
+
+def unreadable(name: str, error: Exception, kind: str = "image") -> UnreadableImageError:
+    """Build the error for a file that Pillow cannot read. `kind`: image or mask."""
+    reason, fix = " ".join(str(error).split())[:200] or type(error).__name__, "remove or replace it"
+    if isinstance(error, UnidentifiedImageError):
+        reason = f"its content is none of {', '.join(IMAGE_FORMATS)}"
+    elif isinstance(error, Image.DecompressionBombError):
+        fix = "Pillow reads no larger images; reduce the image, or cut it into tiles"
+    return UnreadableImageError(f"{name}: not a readable {kind} ({reason}); {fix}")
 
 
 def open_image(encoded: bytes) -> Image.Image:
@@ -86,7 +103,8 @@ def find_jpeg_decoder() -> Callable[..., Tensor] | None:
     return decode_jpeg  # type: ignore[return-value]
 
 
-def _read(path: Path) -> bytes:
+def read_image(path: Path) -> bytes:
+    """Read the bytes of an image file. Raises UnreadableImageError if this fails."""
     try:
         # Reject pipes and devices, because reading them may block forever.
         if not path.is_file() and path.exists():
@@ -101,39 +119,126 @@ def _read(path: Path) -> bytes:
         ) from None
 
 
-def from_pil(image: Any, mode: str = "RGB") -> Tensor:
+def from_pil(image: Any, mode: str = "RGB", max_value: float | None = None) -> Tensor:
     """Convert a PIL image to a uint8 tensor [3, H, W], or [1, H, W] in mode L, rotated as its EXIF
-    data say.
+    data say. `max_value`: white in images of more than 8 bits; see `data.max_value`.
     """
-    return pil_to_tensor(_eight_bit(ImageOps.exif_transpose(image)).convert(mode))
+    if max_value is not None and not _is_deep(image) and _is_deep_color(image):
+        raise ValueError("its colors have 16 bits, but data.max_value needs gray images")
+    # Pillow scales a PGM file by the largest value that this file names.
+    if image.format == "PPM" and image.mode != "F":
+        max_value = None
+    image.load()
+    turn = exif_turn(image)
+    upright = image if turn is None else image.transpose(turn)
+    return pil_to_tensor(_eight_bit(upright, max_value).convert(mode))
 
 
-def _eight_bit(image: Any) -> Any:
-    """Scale a gray PIL image of 16 bits or of floats to 8 bits.
+def exif_turn(image: Any) -> Image.Transpose | None:
+    """Return the operation that turns a PIL image upright, or None if its EXIF data name none.
 
-    Without this scaling, PIL would clip most pixels to white. Floats are taken as 0 to 1 if none is
-    larger than 1.
+    Broken EXIF data turn no image, as in the decoder of JPEG files.
     """
-    # Some file formats open 16-bit images in mode I instead of I;16.
-    if image.mode.startswith("I"):
-        return Image.fromarray(
-            (np.asarray(image).astype(np.int64).clip(0, 65535) >> 8).astype(np.uint8)
-        )
+    with suppress(Exception):
+        return TURNS.get(image.getexif().get(ExifTags.Base.Orientation))
+    return None
+
+
+def stored_turn(encoded: bytes) -> Image.Transpose | None:
+    """Return the operation with which `decode` turns an image file, without decoding its pixels."""
+    # Pillow decodes a PNG to find EXIF data behind its pixels, so look for such data first.
+    if encoded.startswith(PNG) and not any(
+        word in encoded for word in (b"eXIf", b"type exif", b"xmp")
+    ):
+        return None
+    with suppress(Exception), open_image(encoded) as image:
+        return exif_turn(image)
+    return None
+
+
+def _is_deep(image: Any) -> bool:
+    """Return True if the pixels of a gray PIL image have more than 8 bits."""
+    return bool(image.mode.startswith("I") or image.mode == "F")
+
+
+def _is_deep_color(image: Any) -> bool:
+    """Return True if the file of a PIL image has 16 bits per color, of which Pillow reads 8.
+
+    Only the tiles of an image that is not loaded yet have this information.
+    """
+    return ";16" in str(getattr(image, "tile", ""))
+
+
+def _eight_bit(image: Any, max_value: float | None) -> Any:
+    """Scale a gray PIL image of more than 8 bits, or of floats, to 8 bits.
+
+    Without this scaling, PIL would clip most pixels to white. Without `max_value`, floats are taken
+    as 0 to 1 if no finite one is larger than 1, else as 0 to 255.
+    """
+    if not _is_deep(image):
+        return image
+    values = np.asarray(image)
     if image.mode == "F":
-        values = np.asarray(image)
-        scale = 255 if values.max(initial=0) <= 1 else 1
-        return Image.fromarray((values * scale).clip(0, 255).astype(np.uint8))
-    return image
+        largest = values[np.isfinite(values)].max(initial=0)
+        scale = 255 / (max_value or (1 if largest <= 1 else 255))
+    else:
+        # Some file formats open 16-bit images in mode I instead of I;16. Without `max_value`, take
+        # the upper 8 bits.
+        values = values.astype(np.float64)
+        scale = 1 / 256 if max_value is None else 255 / max_value
+    scaled = np.nan_to_num(values * scale)
+    if max_value is not None:
+        scaled = scaled.round()
+    return Image.fromarray(scaled.clip(0, 255).astype(np.uint8))
+
+
+def pixel_notes(paths: Sequence[Path], max_value: float | None) -> list[str]:
+    """Describe the range of pixel values in images of more than 8 bits, among a sample of `paths`.
+
+    `max_value`: the value of `data.max_value`.
+    """
+    sampled = paths[:: math.ceil(len(paths) / SAMPLED) or 1]
+    ranges: dict[str, list[float]] = {}
+    for path in sampled:
+        # Reading the images of a batch reports unreadable files later.
+        with suppress(Exception), open_image(read_image(path)) as image:
+            if _is_deep(image):
+                values = np.asarray(image)
+                finite = values[np.isfinite(values)]
+                kind = "floats" if image.mode == "F" else "more than 8 bits"
+                ranges.setdefault(kind, []).extend((float(finite.min()), float(finite.max())))
+            elif _is_deep_color(image):
+                ranges["16 bits per color"] = [0, 255]
+    given = None if max_value is None else f"0 to {max_value:g} (data.max_value)"
+    choice = "set data.max_value if white is another value"
+    shown = {
+        "floats": given or f"0 to 1 if no larger value is in an image, else 0 to 255; {choice}",
+        "more than 8 bits": given or f"0 to 65535; {choice}, such as 4095",
+        "16 bits per color": "0 to 65535, of which the upper 8 bits are used",
+    }
+    notes = []
+    for kind, ends in ranges.items():
+        present = "" if kind == "16 bits per color" else f" from {min(ends):g} to {max(ends):g}"
+        notes.append(
+            f"training images have pixels of {kind}{present} ({len(sampled)} images sampled); "
+            f"black to white is {shown[kind]}"
+        )
+    return notes
 
 
 class Files:
     """A split of image files. Each file is decoded when its index is read."""
 
-    def __init__(self, files: list[tuple[Path, Any]], mode: str = "RGB") -> None:
+    def __init__(
+        self,
+        files: list[tuple[Path, Any]],
+        mode: str = "RGB",
+        max_value: float | None = None,
+    ) -> None:
         """Store `files`, a list of pairs of path and label. `mode`: RGB, or L to decode to one gray
-        channel.
+        channel. `max_value`: white in images of more than 8 bits; see `data.max_value`.
         """
-        self.files, self.mode = files, mode
+        self.files, self.mode, self.max_value = files, mode, max_value
 
     @classmethod
     def below(cls, path: Path) -> Files:
@@ -149,7 +254,11 @@ class Files:
 
     def __getitem__(self, index: int) -> Sample:
         path, label = self.files[index]
-        return decode(path, mode=self.mode), label
+        return decode(path, mode=self.mode, max_value=self.max_value), label
+
+    def pixel_notes(self) -> list[str]:
+        """Describe the range of pixels of more than 8 bits in a sample of the images."""
+        return pixel_notes([path for path, _ in self.files], self.max_value)
 
 
 class TarSplit:
@@ -181,9 +290,10 @@ class TarSplit:
         return decode(encoded, f"{path} at byte {offset}"), int(self.labels[index])
 
 
-def files_of(listing: Listing) -> tuple[Any, Any, Any]:
+def files_of(listing: Listing, max_value: float | None) -> tuple[Any, Any, Any]:
     """Build the splits (train, val, test) from lists of image files. `listing`: dictionary from the
-    name of a split to its files. A split that is not in the dictionary is None.
+    name of a split to its files. A split that is not in the dictionary is None. `max_value`: the
+    value of `data.max_value`.
     """
-    splits = {name: Files(files) for name, files in listing.items()}
+    splits = {name: Files(files, max_value=max_value) for name, files in listing.items()}
     return splits.get("train"), splits.get("val"), splits.get("test")

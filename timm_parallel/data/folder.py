@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import os
 import re
+import unicodedata
+from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from timm_parallel.data.dataset import IMAGE_SUFFIXES, ImageDataset, image_files
+from timm_parallel.data.dataset import IMAGE_SUFFIXES, ImageDataset, image_files, is_hidden
 from timm_parallel.data.fractions import Listing, check_splits, split_of
 from timm_parallel.keys import DataConfig
 from timm_parallel.machine.text import first, plural
@@ -42,8 +44,9 @@ class FolderDataset(ImageDataset):
         """
         from timm_parallel.data.decode import files_of
 
-        self.target_names, listing = _list_folder(config, trained_names)
-        self.train, self.val, self.test = files_of(listing)
+        self.left_out = Counter()
+        self.target_names, listing = _list_folder(config, trained_names, self.left_out)
+        self.train, self.val, self.test = files_of(listing, config.max_value)
 
     @classmethod
     def check(cls, config: DataConfig, evaluated: str | None = None, target: str = "label") -> None:
@@ -70,29 +73,62 @@ class FolderDataset(ImageDataset):
         return sum(1 for _ in islice(_training_files(config), enough))
 
 
-def class_folders(split: Path) -> list[str]:
+def class_folders(split: Path, left_out: Counter[str] | None = None) -> list[str]:
     """Return the sorted names of the class folders in the folder `split`.
 
-    The position of a name in this list is the label of its class.
+    The position of a name in this list is the label of its class. `left_out` counts hidden folders,
+    and images that are next to the class folders.
     """
     if not split.is_dir():
         raise ValueError(f"data.root: no folder {split}; expected {split}/<class>/<image>")
+    left_out = Counter() if left_out is None else left_out
+    names = []
     with os.scandir(split) as entries:
-        return sorted(
-            entry.name for entry in entries if entry.is_dir() and not entry.name.startswith(".")
-        )
+        for entry in entries:
+            if is_hidden(entry.name):
+                left_out.update([f"folder {entry.name}"] if entry.is_dir() else [])
+            elif entry.is_dir():
+                names.append(entry.name)
+            elif entry.is_symlink() and not (link := Path(entry.path)).exists():
+                raise ValueError(
+                    f"data.root: {link} is a link to {link.readlink()}, which does not exist; "
+                    "mount or restore the folder, or remove the link"
+                )
+            elif entry.name.lower().endswith(IMAGE_SUFFIXES):
+                left_out["image outside of a class folder"] += 1
+    _by_normal_form(split, names)
+    return sorted(names)
 
 
-def _list_folder(data: DataConfig, trained_names: list[str] | None) -> tuple[list[str], Listing]:
+def _by_normal_form(split: Path, names: list[str]) -> dict[str, str]:
+    """Return a dictionary from the normal form (Unicode NFC) of each class folder to its name.
+
+    macOS may write a name in another form (NFD) than other systems. Raises ValueError if two names
+    in one folder differ only in their form.
+    """
+    forms: dict[str, str] = {}
+    for name in names:
+        other = forms.setdefault(unicodedata.normalize("NFC", name), name)
+        if other != name:
+            raise ValueError(
+                f"data.root: {split} has two folders of the name {name}, in two Unicode forms; "
+                "move their images into one of them"
+            )
+    return forms
+
+
+def _list_folder(
+    data: DataConfig, trained_names: list[str] | None, left_out: Counter[str]
+) -> tuple[list[str], Listing]:
     """Return the class names, and the image files of each split with their labels.
 
     `trained_names`: class names of the trained run to evaluate. If they are given, the training
-    images are not listed.
+    images are not listed. `left_out` counts the files that are not listed.
     """
     root = Path(str(data.root))
     if data.val_fraction is not None:
         names = trained_names or class_folders(root)
-        return names, divided(_labeled_files(root, names), root, data)
+        return names, divided(_labeled_files(root, names, left_out), root, data)
     names = trained_names or class_folders(root / "train")
     listing: Listing = {}
     for split in ("train", "val", "test") if trained_names is None else ("val", "test"):
@@ -100,7 +136,7 @@ def _list_folder(data: DataConfig, trained_names: list[str] | None) -> tuple[lis
             check_known_classes(
                 root / split, names, "train/" if trained_names is None else "the run"
             )
-            listing[split] = _labeled_files(root / split, names)
+            listing[split] = _labeled_files(root / split, names, left_out)
     return names, listing
 
 
@@ -128,9 +164,16 @@ def _training_files(data: DataConfig) -> Iterator[Path]:
                 yield path
 
 
-def _labeled_files(folder: Path, names: list[str]) -> list[tuple[Path, int]]:
+def _labeled_files(
+    folder: Path, names: list[str], left_out: Counter[str]
+) -> list[tuple[Path, int]]:
+    present = _by_normal_form(folder, class_folders(folder, left_out))
+    folders = [present.get(unicodedata.normalize("NFC", name)) for name in names]
     return [
-        (path, label) for label, name in enumerate(names) for path in image_files(folder / name)
+        (path, label)
+        for label, name in enumerate(folders)
+        if name is not None
+        for path in image_files(folder / name, left_out)
     ]
 
 
@@ -284,7 +327,8 @@ def check_known_classes(folder: Path, known: list[str], of: str) -> None:
     `of`: source of the known names, such as `train/` or `the run`, for the message.
     """
     names = class_folders(folder)
-    if unknown := sorted(set(names) - set(known)):
+    normal = {unicodedata.normalize("NFC", name) for name in known}
+    if unknown := [name for name in names if unicodedata.normalize("NFC", name) not in normal]:
         raise ValueError(
             f"data.root={folder.parent}: {of} does not have {len(unknown)} of the {len(names)} "
             f"classes in the folder {folder}: {first(unknown)}; it has {first(known)}"

@@ -43,6 +43,9 @@ SIGNAL_SECONDS = 1.0
 # Largest number of consecutive unreadable images to skip. If more are unreadable, the cause is not
 # just a few damaged files.
 MAX_IN_A_ROW = 100
+# Images with pixels from 0 to 255 have a larger value than this. Images in 0..1, and normalized
+# ones, do not.
+MAX_NORMALIZED = 4
 
 
 class Draws(Protocol):
@@ -114,8 +117,10 @@ class BatchFetcher:
         # indexing operation.
         self.in_memory = InMemory.of(split)
         self.gathers = self.in_memory is not None and transform is None
+        self.is_range_checked = False
         if self.in_memory is not None:
             targets.check_targets(self.in_memory.labels)
+            self._check_range(self.in_memory.images)
 
     def read(self, batch: IndexBatch) -> Fetched:
         images, labels, unreadable = self._gather(batch) if self.gathers else self._read_each(batch)
@@ -190,7 +195,26 @@ class BatchFetcher:
         images, targets = zip(*samples, strict=True)
         labels = self.targets.collate(targets)
         self.targets.check_targets(labels)
-        return torch.stack(images), labels, unreadable
+        stacked = torch.stack(images)
+        self._check_range(stacked)
+        return stacked, labels, unreadable
+
+    def _check_range(self, images: Tensor) -> None:
+        """Raise ValueError if the first images are floats that are divided by 255 or normalized.
+
+        Training would divide and normalize them again.
+        """
+        if self.is_range_checked or not images.is_floating_point():
+            return
+        largest = float(images.max())
+        if 0 < largest <= MAX_NORMALIZED:
+            raise ValueError(
+                f"data.name: the dataset returns images of floats up to {largest:.3g}; expected "
+                "uint8, or floats from 0 to 255; multiply images in 0..1 by 255, and leave the "
+                "normalization to data.mean and data.std"
+            )
+        # Images without light do not show their range.
+        self.is_range_checked = largest > 0
 
     def numbers(self, indices: list[int]) -> list[int]:
         """Convert positions in `chosen`, the list of images that are used, to indices in the whole

@@ -7,10 +7,15 @@ before it imports torch.
 
 from __future__ import annotations
 
+import math
+import unicodedata
+from collections import Counter
+from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from timm_parallel.data.dataset import ImageDataset, Sample, image_files
+from timm_parallel.data.dataset import ImageDataset, Sample, absent_note, image_files
 from timm_parallel.data.folder import divided
 from timm_parallel.errors import UnreadableImageError
 from timm_parallel.keys import DataConfig
@@ -21,9 +26,20 @@ if TYPE_CHECKING:
 
 SPLITS = ("train", "val", "test")
 IGNORED = ImageDataset.ignored
+# Formats, in Pillow's names, that keep numbers exactly. TIFF files may be compressed with losses.
+LOSSLESS = ("PNG", "BMP", "GIF", "TIFF", "PPM")
+LOSSY_TIFF = ("jpeg", "tiff_jpeg", "webp")
+# Largest stored number, by the raw mode of an image. Pillow stretches the numbers to 0..255.
+STRETCHED = {"L;2": 3, "L;4": 15}
+# Number of masks whose palettes are compared with that of each mask.
+COMPARED = 8
+# Largest number of training masks that `MaskDataset.notes` reads.
+SAMPLED = 64
 # The files of each split, by the name of the split: the path of each image, and the path of its
 # mask relative to data.root.
 MaskListing = dict[str, list[tuple[Path, str]]]
+# Red, green and blue of the numbers that occur in a mask with a palette.
+Colors = dict[int, tuple[int, ...]]
 
 
 class MaskDataset(ImageDataset):
@@ -44,10 +60,10 @@ class MaskDataset(ImageDataset):
         `classes`: names of the class numbers 0, 1, … in the masks. `ignore_index`: value of mask
         pixels that belong to no class.
         """
-        self.target_names = _class_names(config)
-        root, listing = Path(str(config.root)), _list_masks(config)
+        self.target_names, self.left_out = _class_names(config), Counter()
+        root, listing = Path(str(config.root)), _list_masks(config, self.left_out)
         splits = {
-            name: MaskFiles(root, files, len(self.target_names), ignore_index)
+            name: MaskFiles(root, files, len(self.target_names), ignore_index, config.max_value)
             for name, files in listing.items()
         }
         self.train: Any = splits.get("train")
@@ -76,6 +92,24 @@ class MaskDataset(ImageDataset):
         """Count the training images by listing the files of all splits."""
         return len(_list_masks(config)["train"])
 
+    def notes(self, target: str) -> list[str]:
+        """Describe files that were left out, the range of pixels, and classes without a pixel in a
+        sample of the training masks.
+        """
+        count, names = len(self.train), self.target_names
+        sampled = range(0, count, math.ceil(count / SAMPLED) or 1)
+        present: set[int] = set()
+        for index in sampled:
+            # Reading the images of a batch reports unreadable files later.
+            with suppress(UnreadableImageError):
+                present |= {*self.train.mask(index).unique().tolist()}
+            if present >= {*range(len(names))}:
+                break
+        absent = [name for number, name in enumerate(names) if number not in present]
+        ignored = f", and pixels of {IGNORED} have no class" if IGNORED in present else ""
+        read = f" ({len(sampled)} of {count} masks read{ignored})"
+        return super().notes(target) + [note + read for note in absent_note(absent, names, "pixel")]
+
 
 class MaskFiles:
     """A split of image files with masks. The image and its mask are decoded when their index is
@@ -83,60 +117,176 @@ class MaskFiles:
     """
 
     def __init__(
-        self, root: Path, files: list[tuple[Path, str]], classes: int, ignore_index: int = IGNORED
+        self,
+        root: Path,
+        files: list[tuple[Path, str]],
+        classes: int,
+        ignore_index: int = IGNORED,
+        max_value: float | None = None,
     ) -> None:
-        self.root, self.files = root, files
+        self.root, self.files, self.max_value = root, files, max_value
         self.classes, self.ignore_index = classes, ignore_index
 
     def __len__(self) -> int:
         return len(self.files)
 
     def __getitem__(self, index: int) -> Sample:
-        from timm_parallel.data.decode import decode
+        from timm_parallel.data.decode import decode, read_image, stored_turn
 
         path, name = self.files[index]
-        image, mask = decode(path), read_mask(self.root / name, self.ignore_index)
+        encoded, mask = read_image(path), self.mask(index)
+        image = decode(encoded, str(path), max_value=self.max_value)
+        rotated = ""
+        if (turn := stored_turn(encoded)) is not None:
+            mask, rotated = _turned(mask, turn, image, path), " after its EXIF rotation"
         if image.shape[1:] != mask.shape:
             raise UnreadableImageError(
-                f"{path}: the image has {image.shape[2]}x{image.shape[1]} pixels, but its mask "
-                f"{name} has {mask.shape[1]}x{mask.shape[0]}; make them equal"
-            )
-        largest = int(mask.masked_fill(mask == IGNORED, 0).max())
-        if largest >= self.classes:
-            raise UnreadableImageError(
-                f"{self.root / name}: has a pixel of class {largest}, but data.kwargs.classes only "
-                f"names the classes 0 to {self.classes - 1}; add a name, or set "
-                f"data.kwargs.ignore_index={largest}"
+                f"{path}: the image has {image.shape[2]}x{image.shape[1]} pixels{rotated}, but its "
+                f"mask {name} has {mask.shape[1]}x{mask.shape[0]}; make them equal"
             )
         return image, mask
 
+    def mask(self, index: int) -> Tensor:
+        """Read the mask of an image to a uint8 tensor [H, W] of class numbers, as it is stored."""
+        path = self.root / self.files[index][1]
+        mask, colors = read_mask(path, self.classes, self.ignore_index)
+        for number, color in colors.items():
+            if self._first_colors.get(number, color) != color:
+                raise UnreadableImageError(
+                    f"{path}: the number {number} has the color {color} in the palette, but "
+                    f"{self._first_colors[number]} in that of another mask; save all masks with "
+                    "one palette, or as gray PNG files of class numbers"
+                )
+        largest = int(mask.masked_fill(mask == IGNORED, 0).max())
+        if largest >= self.classes:
+            raise UnreadableImageError(
+                f"{path}: has a pixel of class {largest}, but data.kwargs.classes only names the "
+                f"classes 0 to {self.classes - 1}; add a name, or set "
+                f"data.kwargs.ignore_index={largest}"
+            )
+        return mask
 
-def read_mask(path: Path, ignore_index: int = IGNORED) -> Tensor:
-    """Read a mask file to a uint8 tensor [H, W] of class numbers.
+    def pixel_notes(self) -> list[str]:
+        """Describe the range of pixels of more than 8 bits in a sample of the images."""
+        from timm_parallel.data.decode import pixel_notes
+
+        return pixel_notes([path for path, _ in self.files], self.max_value)
+
+    @cached_property
+    def _first_colors(self) -> Colors:
+        """Colors in the palettes of the first masks, with which all masks are compared. So each
+        process refuses the same masks.
+        """
+        first_colors: Colors = {}
+        for _, name in self.files[:COMPARED]:
+            with suppress(UnreadableImageError):
+                _, colors = read_mask(self.root / name, self.classes, self.ignore_index)
+                first_colors = {**colors, **first_colors}
+        return first_colors
+
+
+def _turned(mask: Tensor, turn: Any, image: Tensor, path: Path) -> Tensor:
+    """Turn a mask as the EXIF data turn its image, if the mask has the size of the image before
+    this turn. A mask that has the size of the turned image is left as it is.
+
+    Raises UnreadableImageError if both sizes are equal, because the mask may be turned or not.
+    """
+    import numpy as np
+    import torch
+    from PIL import Image
+
+    turned = torch.from_numpy(np.array(Image.fromarray(mask.numpy()).transpose(turn)))
+    if mask.shape == turned.shape == image.shape[1:]:
+        raise UnreadableImageError(
+            f"{path}: its EXIF data rotate or flip the image, and the sizes do not tell if its "
+            "mask is rotated, too; save the image upright, without EXIF orientation"
+        )
+    return turned if turned.shape == image.shape[1:] else mask
+
+
+def read_mask(path: Path, classes: int, ignore_index: int) -> tuple[Tensor, Colors]:
+    """Read a mask file to a uint8 tensor [H, W] of class numbers, and the colors of its palette.
 
     The mask is a gray image or has a palette. Pixels with the value `ignore_index` get the value
-    255, which stands for no class.
+    255, which stands for no class. The colors are empty if the grays of an image are its numbers.
     """
     import numpy as np
     import torch
 
-    from timm_parallel.data.decode import open_image
+    from timm_parallel.data.decode import open_image, read_image, unreadable
 
+    encoded = read_image(path)
+    colors: Colors = {}
     try:
-        with open_image(path.read_bytes()) as mask:
-            mode, numbers = mask.mode, torch.from_numpy(np.array(mask))
+        with open_image(encoded) as image:
+            _check_format(image)
+            largest, numbers = _largest_number(image), np.array(image, np.uint8)
+            if image.mode == "P":
+                table, colors = _palette(image, classes, ignore_index)
+                numbers = table[numbers]
     except MemoryError:
         raise
     # Catch every exception, because Pillow raises many types of them for a damaged file.
     except Exception as error:
-        raise UnreadableImageError(f"{path}: not a readable mask ({error}); replace it") from None
-    if mode not in ("L", "P", "1"):
-        raise UnreadableImageError(
-            f"{path}: the mask has the mode {mode}; expected a PNG of class numbers, with 8 bits "
-            "per pixel, gray or with a palette"
+        raise unreadable(str(path), error, "mask") from None
+    if largest != IGNORED:
+        numbers = np.rint(numbers * (largest / 255)).astype(np.uint8)
+    mask = torch.from_numpy(numbers)
+    return mask.masked_fill(mask == ignore_index, IGNORED), colors
+
+
+def _check_format(mask: Any) -> None:
+    """Raise ValueError if the format of a PIL image does not keep class numbers."""
+    expected = "expected a PNG of class numbers with 8 bits per pixel, gray or with a palette"
+    if mask.format not in LOSSLESS or mask.info.get("compression") in LOSSY_TIFF:
+        raise ValueError(
+            f"{mask.format} files may change numbers; {expected}, never saved with losses"
         )
-    numbers = numbers.byte()
-    return numbers.masked_fill(numbers == ignore_index, IGNORED)
+    if mask.mode not in ("L", "P", "1"):
+        raise ValueError(f"its mode is {mask.mode}; {expected}")
+
+
+def _largest_number(mask: Any) -> int:
+    """Return the largest number that the file of a gray PIL image can store.
+
+    Pillow stretches numbers of fewer than 8 bits to 0..255. Only an image that is not loaded yet
+    has this information.
+    """
+    arguments = mask.tile[0][3]
+    raw_mode, *more = (arguments,) if isinstance(arguments, str) else arguments
+    if mask.format == "PPM" and more:
+        return int(more[0])
+    return STRETCHED.get(str(raw_mode)[:3], 255)
+
+
+def _palette(mask: Any, classes: int, ignore_index: int) -> tuple[Any, Colors]:
+    """Return the class numbers [256] of the numbers in a mask with a palette, and their colors.
+
+    The numbers of the file are the classes. But a program that stores a gray mask with a palette
+    may number the grays in any order. Then the grays are the classes. Raises ValueError if neither
+    is certain.
+    """
+    import numpy as np
+
+    table = np.arange(256, dtype=np.uint8)
+    values = mask.getpalette()
+    palette = [tuple(values[start : start + 3]) for start in range(0, len(values), 3)]
+    is_used = mask.histogram()
+    colors = {number: color for number, color in enumerate(palette) if is_used[number]}
+    if any(len({*color}) > 1 for color in palette):
+        return table, colors
+    grays = [color[0] for color in colors.values()]
+    are_classes = all(gray < classes or gray == ignore_index for gray in grays)
+    # Black and white are the numbers 0 and 1, as in an image of 1 bit per pixel.
+    if grays == [*colors] or (are_classes and not {*grays} <= {0, 255}):
+        table[[*colors]] = grays
+        return table, {}
+    if grays != sorted(grays):
+        raise ValueError(
+            f"the numbers {[*colors]} have the grays {grays} in the palette, in another order; "
+            "expected a gray PNG of class numbers"
+        )
+    return table, colors
 
 
 def _class_names(config: DataConfig) -> list[str]:
@@ -146,20 +296,35 @@ def _class_names(config: DataConfig) -> list[str]:
             f"data.kwargs.classes={names}: expected a list with one name per class number, e.g. "
             "+data.kwargs.classes=[background,road]"
         )
-    return [str(name) for name in names]
+    for name in names:
+        # YAML reads words such as no, on, null, 1e-3 and 12:30 as another type.
+        if not isinstance(name, str):
+            raise ValueError(
+                f"data.kwargs.classes={names}: the name {name} is not text, but "
+                f"{type(name).__name__}; put quotes around the name, e.g. classes: ['no', 'yes']"
+            )
+    counts = Counter(unicodedata.normalize("NFC", name) for name in names)
+    if repeated := [name for name, count in counts.items() if count > 1]:
+        raise ValueError(
+            f"data.kwargs.classes={names}: has {first(repeated)} twice; give each class number its "
+            "own name"
+        )
+    return names
 
 
-def _list_masks(config: DataConfig) -> MaskListing:
+def _list_masks(config: DataConfig, left_out: Counter[str] | None = None) -> MaskListing:
     root = Path(str(config.root))
     if config.val_fraction is not None:
-        return divided(_pairs(root, root), root, config)
-    return {split: _pairs(root, root / split) for split in SPLITS if (root / split).is_dir()}
+        return divided(_pairs(root, root, left_out), root, config)
+    folders = {split: root / split for split in SPLITS if (root / split).is_dir()}
+    return {split: _pairs(root, folder, left_out) for split, folder in folders.items()}
 
 
-def _pairs(root: Path, folder: Path) -> list[tuple[Path, str]]:
+def _pairs(root: Path, folder: Path, left_out: Counter[str] | None) -> list[tuple[Path, str]]:
     """Pair each file in `folder`/images with the file in `folder`/masks that has the same name.
 
-    The suffix may differ. Raises ValueError if a file has no partner.
+    The suffix and the Unicode form of the names may differ. Raises ValueError if a file has no
+    partner.
     """
     images, masks = folder / "images", folder / "masks"
     for needed in (images, masks):
@@ -167,7 +332,7 @@ def _pairs(root: Path, folder: Path) -> list[tuple[Path, str]]:
             raise ValueError(
                 f"data.root={root}: no folder {needed}; expected the folders images and masks"
             )
-    image_of, mask_of = _by_stem(images), _by_stem(masks)
+    image_of, mask_of = _by_stem(images, left_out), _by_stem(masks, left_out)
     for of_one, of_other, other in ((image_of, mask_of, masks), (mask_of, image_of, images)):
         if missing := [str(path) for stem, path in of_one.items() if stem not in of_other]:
             raise ValueError(
@@ -177,10 +342,11 @@ def _pairs(root: Path, folder: Path) -> list[tuple[Path, str]]:
     return [(path, str(mask_of[stem].relative_to(root))) for stem, path in image_of.items()]
 
 
-def _by_stem(folder: Path) -> dict[Path, Path]:
-    files: dict[Path, Path] = {}
-    for path in image_files(folder):
-        other = files.setdefault(path.relative_to(folder).with_suffix(""), path)
+def _by_stem(folder: Path, left_out: Counter[str] | None) -> dict[str, Path]:
+    files: dict[str, Path] = {}
+    for path in image_files(folder, left_out):
+        stem = path.relative_to(folder).with_suffix("").as_posix()
+        other = files.setdefault(unicodedata.normalize("NFC", stem), path)
         if other is not path:
             raise ValueError(
                 f"{other} and {path}: two images have the same name apart from the suffix; rename "

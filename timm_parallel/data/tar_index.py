@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import re
 import tarfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from timm_parallel.data.dataset import IMAGE_SUFFIXES, ImageDataset
+from timm_parallel.data.dataset import IMAGE_SUFFIXES, ImageDataset, is_hidden
 from timm_parallel.data.fractions import Member
 from timm_parallel.keys import DataConfig
 
@@ -45,7 +46,8 @@ class TarDataset(ImageDataset):
         names = [name for name in (train_split, val_split, test_split) if name is not None]
         tars = [find_tars(root, name) for name in names]
         _check_overlap(root, names, tars)
-        members = [_read_index(paths, webdataset) for paths in tars]
+        self.left_out = Counter()
+        members = [_read_index(paths, webdataset, self.left_out) for paths in tars]
         labels = {label for *_, label in members[0]}
         # In webdataset the labels are class numbers, and a number may have no image.
         self.target_names = (
@@ -108,19 +110,20 @@ def find_tars(root: Path, split: str) -> list[Path]:
     )
 
 
-def _read_index(tars: list[Path], webdataset: bool) -> list[Member]:
+def _read_index(tars: list[Path], webdataset: bool, left_out: Counter[str]) -> list[Member]:
     """List the position and the label of every image in uncompressed tar files.
 
-    Only the headers of the tar files are read, and no image.
+    Only the headers of the tar files are read, and no image. `left_out` counts the other files by
+    suffix.
     """
     members: list[Member] = []
     for number, path in enumerate(tars):
         try:
             with tarfile.open(path, "r:") as archive:
                 labeled = (
-                    _labeled_by_cls(path, archive)
+                    _labeled_by_cls(path, archive, left_out)
                     if webdataset
-                    else _labeled_by_folder(path, archive)
+                    else _labeled_by_folder(path, archive, left_out)
                 )
                 members += [
                     (number, image.offset_data, image.size, label) for image, label in labeled
@@ -138,28 +141,32 @@ def _read_index(tars: list[Path], webdataset: bool) -> list[Member]:
     return members
 
 
-def _labeled_by_folder(path: Path, archive: tarfile.TarFile) -> LabeledImages:
+def _labeled_by_folder(
+    path: Path, archive: tarfile.TarFile, left_out: Counter[str]
+) -> LabeledImages:
     for member in archive:
         name = Path(member.name)
-        if (
-            member.isfile()
-            and name.name.lower().endswith(IMAGE_SUFFIXES)
-            and not name.name.startswith(".")
-        ):
+        if not member.isfile() or any(is_hidden(part) for part in name.parts):
+            continue
+        if name.name.lower().endswith(IMAGE_SUFFIXES):
             yield member, name.parent.name or path.stem
+        else:
+            left_out[name.suffix.lower() or "no suffix"] += 1
 
 
-def _labeled_by_cls(path: Path, archive: tarfile.TarFile) -> LabeledImages:
+def _labeled_by_cls(path: Path, archive: tarfile.TarFile, left_out: Counter[str]) -> LabeledImages:
     images: dict[str, tarfile.TarInfo] = {}
     labels: dict[str, str] = {}
     for member in archive:
         match = KEY_AND_SUFFIX.fullmatch(member.name)
-        if match is None:
+        if match is None or any(is_hidden(part) for part in Path(match[1]).parts):
             continue
         key, suffix = match[1], match[2].lower()
         if f".{suffix}".endswith(IMAGE_SUFFIXES):
             images[key] = member
-        elif suffix == "cls" and (text := archive.extractfile(member)) is not None:
+        elif suffix != "cls":
+            left_out[f".{suffix}"] += 1
+        elif (text := archive.extractfile(member)) is not None:
             labels[key] = text.read(20).decode("ascii", "replace").strip()
     for key, image in images.items():
         if not labels.get(key, "").isdigit():

@@ -11,7 +11,7 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -70,6 +70,8 @@ class Report:
     problems: dict[str, list[list[CheckedImage]]]
     # Class -> images that the HTML page shows.
     samples: dict[str, list[CheckedImage]]
+    # What the dataset left out, guessed or changed, one sentence each.
+    notes: list[str] = field(default_factory=list)
 
     @property
     def has_problems(self) -> bool:
@@ -163,9 +165,9 @@ def check_images(
         console=Console(stderr=True),
         disable=not sys.stderr.isatty(),
     )
-    return summarize(
-        dataset.target_names, splits, [image for batch in shown for image in batch], groups
-    )
+    images = [image for batch in shown for image in batch]
+    report = summarize(dataset.target_names, splits, images, groups)
+    return replace(report, notes=dataset.notes(target))
 
 
 def summarize(
@@ -256,7 +258,7 @@ def describe(image: CheckedImage) -> str:
 
 def show_check(report: Report) -> None:
     """Print the report on the images of a dataset as text."""
-    lines = []
+    lines = [f"note: {note}" for note in report.notes]
     for rows in filter(None, (report.measures, report.classes)):
         lines += [pd.DataFrame.from_dict(rows, orient="index").to_string(max_rows=MAX_LINES), ""]
     for kind, groups in report.listed_problems.items():
@@ -270,8 +272,7 @@ def show_check(report: Report) -> None:
         ]
         if len(groups) > MAX_LINES:
             lines.append(f"  and {len(groups) - MAX_LINES} more")
-    # Replace the bytes of file names that are not UTF-8, because print would fail on them.
-    print(for_terminal("\n".join(lines)).encode(errors="replace").decode())
+    print(for_terminal("\n".join(lines)))
 
 
 def write_page(report: Report, dataset: ImageDataset, page: Path) -> None:
@@ -292,4 +293,5 @@ def write_page(report: Report, dataset: ImageDataset, page: Path) -> None:
     )
     template = environment.get_template("image_check.html.j2")
     text = template.render(report=report, describe=describe, thumbnail=thumbnail)
-    write_text(page, text.encode(errors="replace").decode())
+    # Escape bytes of file names that are not UTF-8, because an HTML page cannot have them.
+    write_text(page, text.encode(errors="backslashreplace").decode())

@@ -104,7 +104,8 @@ def write_whole(path: Path, write: Callable[[Path], object], writer: str = "") -
 def _write_characters(path: Path, text: str) -> None:
     def write(temporary: Path) -> None:
         # Mode x fails if a link with this name exists, and so never writes to the target of a link.
-        with open(temporary, "x", encoding="utf-8") as file:
+        # surrogateescape keeps the bytes of file names that are not UTF-8.
+        with open(temporary, "x", encoding="utf-8", errors="surrogateescape") as file:
             file.write(text)
 
     write_whole(path, write, f".{os.getpid()}")

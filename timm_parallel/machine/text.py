@@ -20,11 +20,11 @@ def first(names: list[str], count: int = 5) -> str:
 
 
 def for_terminal(text: str) -> str:
-    """Escape the control characters of a text, except line breaks and tabs. The name of a file may
-    contain commands for a terminal.
+    """Escape the control characters of a text, except line breaks and tabs, and bytes that are not
+    UTF-8. The name of a file may contain commands for a terminal.
     """
     return re.sub(
-        r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]",
+        r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]",
         lambda match: ascii(match[0])[1:-1],
         text,
     )

@@ -49,6 +49,8 @@ def show_banner(parts: RunParts, folder: Path) -> None:
     for name, fact in facts.items():
         if fact:
             log.info("%-11s  %s", name, fact)
+    for note in parts.dataset.notes(parts.task.target):
+        log.info("%-11s  %s", "data note", note)
 
 
 def _own_parameters(parts: RunParts) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from collections.abc import Mapping
@@ -37,9 +38,10 @@ def write_predictions(
             f"{path}  {'unreadable' if values is None else task.text(values)}\n"
             for path, values in predictions.items()
         )
-    # Replace characters of file names that cannot be encoded as UTF-8.
-    text = text.encode(errors="replace").decode()
     if output is None:
+        # Keep the bytes of file names that are not UTF-8, as write_text does.
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="surrogateescape")
         sys.stdout.write(text)
     else:
         write_text(output, text)

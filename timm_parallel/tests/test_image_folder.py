@@ -4,16 +4,20 @@ error names the folder.
 
 from __future__ import annotations
 
+import os
 import sys
+import unicodedata
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
+import evaluate
 from src.app import app
 from src.schema import Config, DataConfig
 from timm_parallel.data.build import check_data
+from timm_parallel.data.folder import FolderDataset, class_folders
 from timm_parallel.entry import run_command
 from timm_parallel.record.result import read_result
 from timm_parallel.testing.ranks import run_warm
@@ -231,3 +235,141 @@ def test_in_memory_dataset_refuses_data_root(name: str) -> None:
 
 def test_custom_dataset_may_use_data_root() -> None:
     check_data(Config(data=DataConfig(name="src.data.mine.Mine", root="/data/shapes")))
+
+
+HIDDEN = (".ipynb_checkpoints", ".Trash-501/files", "@eaDir/0.jpg", "__MACOSX", "#recycle")
+
+
+@pytest.mark.parametrize("hidden", HIDDEN)
+def test_image_folder_skips_hidden_and_system_folders_and_counts_them(
+    tmp_path: Path, hidden: str
+) -> None:
+    counts = {"train": {"cat": 3, "dog": 3}, "val": {"cat": 1, "dog": 1}}
+    root = image_folder(tmp_path / "images", counts)
+    # One copy is below a class, and one next to the classes.
+    for parent in (root / "train" / "cat", root / "train"):
+        (parent / hidden).mkdir(parents=True)
+        Image.new("RGB", (8, 8)).save(parent / hidden / "copy.png")
+    dataset = FolderDataset(DataConfig(name="folder", root=str(root)))
+    assert dataset.target_names == ["cat", "dog"]
+    assert len(dataset.train) == 6
+    assert dataset.left_out == {f"folder {hidden.partition('/')[0]}": 2}
+
+
+def test_image_folder_below_a_hidden_folder_is_read(tmp_path: Path) -> None:
+    root = image_folder(tmp_path / ".cache" / "images", {"train": GOOD, "val": GOOD})
+    assert len(FolderDataset(DataConfig(name="folder", root=str(root))).train) == 2
+
+
+def test_image_folder_reads_further_suffixes_and_counts_the_other_files(tmp_path: Path) -> None:
+    root = image_folder(tmp_path, {"train": {"cat": 1, "dog": 1}, "val": {"cat": 1, "dog": 1}})
+    for name in ("b.JFIF", "c.jpe", "d.avif", "e.apng", "f.pnm"):
+        form = {"d.avif": "AVIF", "e.apng": "PNG", "f.pnm": "PPM"}.get(name, "JPEG")
+        Image.new("RGB", (8, 8)).save(root / "train" / "cat" / name, form)
+    for name in ("g.HEIC", "h.heic", "i.jp2", "without", "Thumbs.db", ".hidden"):
+        (root / "train" / "dog" / name).write_bytes(b"data")
+    (root / "train" / "dog" / "more").symlink_to(tmp_path / "gone")
+    Image.new("RGB", (8, 8)).save(root / "train" / "loose.png")
+    dataset = FolderDataset(DataConfig(name="folder", root=str(root)))
+    assert len(dataset.train) == 7
+    assert all(dataset.train[index][0].shape[0] == 3 for index in range(7))
+    assert dataset.left_out == {
+        **{".heic": 2, ".jp2": 1, "no suffix": 1, ".db": 1, "broken link": 1},
+        "image outside of a class folder": 1,
+    }
+    (note,) = dataset.notes("label")
+    assert ".heic (2)" in note
+
+
+def test_notes_name_classes_without_a_training_image(tmp_path: Path) -> None:
+    """With data.val_fraction, the only image of a rare class may be in the val split."""
+    root = image_folder(tmp_path, {"cat": {"": 9}, "dog": {"": 9}, "rare": {"": 1}})
+    for number in range(40):
+        (root / "rare" / "0.jpg").rename(root / "rare" / f"{number}.jpg")
+        config = DataConfig(name="folder", root=str(root), val_fraction=0.3)
+        dataset = FolderDataset(config)
+        notes = dataset.notes("label")
+        if len(dataset.train) == 0 or 2 not in {label for _, label in dataset.train.files}:
+            break
+        assert notes == []
+        (root / "rare" / f"{number}.jpg").rename(root / "rare" / "0.jpg")
+    assert len(notes) == 1 and "rare" in notes[0]
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_class_folder_that_is_a_broken_link_is_refused(tmp_path: Path, split: str) -> None:
+    root = image_folder(tmp_path, {"train": GOOD, "val": GOOD})
+    (root / split / ".hidden").symlink_to(tmp_path / "gone")
+    check_data(Config(data=DataConfig(name="folder", root=str(root))))
+    (root / split / "zebra").symlink_to(tmp_path / "not_mounted" / "zebra")
+    with pytest.raises(ValueError, match=r"zebra.*not_mounted"):
+        check_data(Config(data=DataConfig(name="folder", root=str(root))))
+
+
+def test_notes_name_a_folder_that_cannot_be_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = image_folder(tmp_path, {"train": GOOD, "val": GOOD})
+    (root / "train" / "a" / "closed").mkdir()
+    scan = os.scandir
+
+    # The superuser may list every folder, so the test replaces the function that lists it.
+    def scandir(path: str) -> object:
+        if str(path).endswith("closed"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    dataset = FolderDataset(DataConfig(name="folder", root=str(root)))
+    assert dataset.left_out == {f"unreadable folder {root / 'train' / 'a' / 'closed'}": 1}
+
+
+@pytest.mark.parametrize(("in_train", "in_val"), [("NFC", "NFD"), ("NFD", "NFC")])
+def test_class_names_of_train_and_val_are_equal_in_both_unicode_forms(
+    tmp_path: Path, in_train: str, in_val: str
+) -> None:
+    forms = {"train": in_train, "val": in_val}
+    counts = {
+        split: {unicodedata.normalize(form, "Ätna"): 3, "Vesuv": 2} for split, form in forms.items()
+    }
+    root = image_folder(tmp_path, counts)
+    config = DataConfig(name="folder", root=str(root))
+    check_data(Config(data=config))
+    dataset = FolderDataset(config)
+    labels = {path.parent.name: label for path, label in dataset.val.files}
+    assert len(dataset.val) == 5
+    assert labels[unicodedata.normalize(in_val, "Ätna")] == dataset.target_names.index(
+        unicodedata.normalize(in_train, "Ätna")
+    )
+    # A run that was trained elsewhere may have the other form, too.
+    evaluated = FolderDataset(config, [unicodedata.normalize(in_val, "Ätna"), "Vesuv"])
+    assert len(evaluated.val) == 5
+
+
+def test_two_class_folders_of_one_name_in_two_unicode_forms_are_refused(tmp_path: Path) -> None:
+    for form in ("NFC", "NFD"):
+        (tmp_path / unicodedata.normalize(form, "Señal")).mkdir()
+    with pytest.raises(ValueError, match="two Unicode forms"):
+        class_folders(tmp_path)
+
+
+@pytest.mark.slow(seconds=5)
+@pytest.mark.processes
+def test_run_on_names_that_are_not_utf_8_logs_notes_and_writes_the_bytes_of_the_names(
+    tmp_path: Path,
+) -> None:
+    counts = {"train": {"cat": 4, "dog": 4}, "val": {"cat": 1, "dog": 2}}
+    root = image_folder(tmp_path / "images", counts)
+    class_name, file_name = b"ca\xf1", b"\xe9t\xe9.png"
+    for split in counts:
+        (root / split / "cat").rename(root / split / os.fsdecode(class_name))
+    (root / "val" / "dog" / "0.jpg").rename(root / "val" / "dog" / os.fsdecode(file_name))
+    (root / "train" / "dog" / "9.heic").write_bytes(b"data")
+    overrides = ("data=folder", f"data.root={root}", "data.image_size=16", "data.batch_size=4")
+    run = run_warm(tmp_path / "run", *overrides, "data.limit_train=null", "parallel=single")
+    log = (run / "logs" / "rank_0.log").read_text(encoding="utf-8")
+    assert "data note" in log and ".heic (1)" in log and "Logging error" not in log
+    predictions = tmp_path / "predictions.csv"
+    assert evaluate.main([f"run={run}", "split=val", f"predictions={predictions}"]) == 0
+    table = predictions.read_bytes()
+    assert file_name in table and class_name in table

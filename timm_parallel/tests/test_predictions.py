@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,24 @@ def test_predictions_are_written_as_csv_as_json_or_as_lines_on_stdout(
         "a, b.png  cat 0.7500, dog 0.2500",
         "torn.png  unreadable",
     ]
+
+
+LATIN_1 = os.fsdecode(b"r\xf6se\xff.png")
+
+
+def test_file_names_that_are_not_utf_8_keep_their_bytes(
+    tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    predictions = {LATIN_1: {"classes": ["cat"], "probabilities": [1.0]}}
+    write_predictions(predictions, task_of(2), "csv", tmp_path / "x.csv")
+    assert (tmp_path / "x.csv").read_bytes().splitlines()[1].startswith(b"r\xf6se\xff.png,cat")
+    write_predictions(predictions, task_of(2), "json", tmp_path / "x.json")
+    (row,) = json.loads((tmp_path / "x.json").read_bytes())
+    assert os.fsencode(row["path"]) == b"r\xf6se\xff.png"
+    for form in ("csv", "console"):
+        write_predictions(predictions, task_of(2), form, None)
+    sys.stdout.flush()
+    assert capfdbinary.readouterr().out.count(b"r\xf6se\xff.png") == 2
 
 
 @settings(max_examples=30, deadline=None)

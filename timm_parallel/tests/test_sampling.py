@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from torch.utils.data import DistributedSampler
 from src.data.datasets import Synthetic
 from src.data.transforms import OnImage, train_transform
 from src.schema import AugmentConfig, DataConfig
-from timm_parallel.data.dataset import ImageDataset
+from timm_parallel.data.dataset import ImageDataset, InMemory
 from timm_parallel.data.erasing import Erasing
 from timm_parallel.data.fractions import batches_per_epoch
 from timm_parallel.data.loader import BatchFetcher
@@ -458,3 +459,20 @@ def test_batches_per_epoch_excludes_partial_batches_and_partial_optimizer_steps(
     images: int, batch_size: int, accumulate: int, batches: int
 ) -> None:
     assert batches_per_epoch(images, batch_size, accumulate) == batches
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "is_refused"),
+    [(0, 1, True), (-1, 1, True), (-2.2, 2.7, True), (0, 255, False), (0, 0, False)],
+)
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_float_images_that_are_divided_by_255_or_normalized_are_refused(
+    low: float, high: float, is_refused: bool, in_memory: bool
+) -> None:
+    images = torch.linspace(low, high, 2 * 3 * 4 * 4).view(2, 3, 4, 4)
+    rows = InMemory(images, torch.tensor([0, 1]))
+    split: Any = rows if in_memory else [rows[0], rows[1]]
+    refusal = pytest.raises(ValueError, match=r"^data\.name: .*255")
+    with refusal if is_refused else nullcontext():
+        read = BatchFetcher(split, Targets(), None, 0).read(IndexBatch(0, np.arange(2)))
+        assert torch.equal(read[0], images)

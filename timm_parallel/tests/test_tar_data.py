@@ -7,6 +7,7 @@ from __future__ import annotations
 import gzip
 import io
 import tarfile
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -146,8 +147,19 @@ def test_brace_range_in_a_split_pattern_expands_to_zero_padded_file_names(
             {"a.png": png(0), "a.cls": b"0", "._a.png": b"", "b.x.png": png(1), "b.cls": b"1"},
             ["0", "1"],
         ),
+        (
+            "tar",
+            {
+                "cat/a.png": png(0),
+                "__MACOSX/cat/a.png": png(1),
+                "dog/.Trash/cat/b.png": png(1),
+                "dog/b.png": png(1),
+                "dog/c.heic": b"",
+            },
+            ["cat", "dog"],
+        ),
     ],
-    ids=["numbers as names", "hidden files", "tar of .", "dots in folders", "two dots"],
+    ids=["numbers as names", "hidden files", "tar of .", "dots in folders", "two dots", "system"],
 )
 def test_tar_dataset_accepts_numeric_and_dotted_member_names_and_ignores_hidden_files(
     tmp_path: Path, name: str, members: dict[str, bytes], classes: list[str]
@@ -157,6 +169,8 @@ def test_tar_dataset_accepts_numeric_and_dotted_member_names_and_ignores_hidden_
     images = build_dataset(config_of(name, tmp_path).data)
     assert images.target_names == classes
     assert values_and_labels(images.train) == [(0, 0), (1, 1)]
+    # Both splits have the same files.
+    assert images.left_out == Counter({".heic": 2} if "dog/c.heic" in members else {})
 
 
 def compressed(root: Path) -> None:

@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import io
 import os
+import struct
 import sys
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ import torch
 from PIL import Image
 
 from timm_parallel.data.dataset import image_files
-from timm_parallel.data.decode import decode, find_jpeg_decoder, from_pil
+from timm_parallel.data.decode import Files, decode, find_jpeg_decoder, from_pil, pixel_notes
 from timm_parallel.data.folder import class_folders
 from timm_parallel.errors import UnreadableImageError
 
@@ -84,6 +86,8 @@ GOOD: dict[str, tuple[Callable[[], bytes], tuple[int, int, int]]] = {
     "UPPER.JPEG": (lambda: encoded(halves(), "JPEG", quality=95), RED),
     "naïve 日本語 🙂.png": (lambda: encoded(halves(), "PNG"), RED),
     "webp.webp": (lambda: encoded(halves(), "WEBP", lossless=True), RED),
+    "avif.avif": (lambda: encoded(halves(), "AVIF", quality=95), RED),
+    "jfif.jfif": (lambda: encoded(halves(), "JPEG", quality=95), RED),
 }
 BAD: dict[str, Callable[[], bytes]] = {
     "empty.jpg": lambda: b"",
@@ -119,6 +123,121 @@ def test_decode_rotates_an_image_according_to_the_exif_tag(tmp_path: Path, name:
 
         expected = np.asarray(ImageOps.exif_transpose(opened).convert("RGB")).astype(int)
     assert np.abs(image.permute(1, 2, 0).numpy().astype(int) - expected).mean() < 4
+
+
+# EXIF data that Pillow cannot read, or that it cannot write again after it has turned an image.
+ENTRY = b"II*\0\x08\0\0\0\x02\0\x12\x01\x03\0\x01\0\0\0\x06\0\0\0"
+BROKEN_EXIF = {
+    "text": b"not TIFF",
+    "empty": b"",
+    "cut": b"MM\0*\0\0\0\x08\0\x09",
+    "offset behind the end": b"II*\0\xff\xff\0\0",
+    "zero denominator": ENTRY + b"\x1a\x01\x05\0\x01\0\0\0\x26\0\0\0" + bytes(12),
+    "unknown type": ENTRY + b"\x1a\x01\x63\0\x01\0\0\0\x26\0\0\0" + bytes(12),
+}
+
+
+def with_exif(kind: str, exif: bytes) -> bytes:
+    if kind != "PNG":
+        return encoded(halves(), kind, exif=exif, lossless=True)
+    data = encoded(halves(), "PNG")
+    chunk = b"eXIf" + exif
+    checksum = struct.pack(">I", zlib.crc32(chunk))
+    return data[:33] + struct.pack(">I", len(exif)) + chunk + checksum + data[33:]
+
+
+@pytest.mark.parametrize("kind", ["PNG", "WEBP"])
+@pytest.mark.parametrize("name", BROKEN_EXIF)
+def test_image_with_broken_exif_data_is_decoded(kind: str, name: str) -> None:
+    image = decode(with_exif(kind, BROKEN_EXIF[name]), "broken_exif")
+    # The orientation before the broken entry can be read, so it counts.
+    is_turned = BROKEN_EXIF[name].startswith(ENTRY)
+    assert image.shape == ((3, 32, 16) if is_turned else (3, 16, 32))
+    assert set(image.flatten(1).T.unique(dim=0).flatten().tolist()) == {10, 250}
+
+
+def test_cut_png_with_exif_data_is_unreadable() -> None:
+    data = with_exif("PNG", encoded(halves(), "PNG"))
+    with pytest.raises(UnreadableImageError):
+        decode(data[:-30], "cut.png")
+
+
+def deep(values: list[float], kind: str) -> bytes:
+    """Encode a row of pixels as a gray image of 16 bits, of 32 bits or of floats."""
+    types = {"16": np.uint16, "32": np.int32, "float": np.float32}
+    pixels = np.array([values], types[kind])
+    return encoded(Image.fromarray(pixels), "PNG" if kind == "16" else "TIFF")
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "max_value", "expected"),
+    [
+        ("16", [0, 255, 256, 4095, 65535], None, [0, 0, 1, 15, 255]),
+        ("16", [0, 2048, 4095, 60000], 4095, [0, 128, 255, 255]),
+        ("16", [0, 100, 255], 255, [0, 100, 255]),
+        ("32", [-9, 500, 1000], 1000, [0, 128, 255]),
+        ("float", [0, 0.5, 1], None, [0, 127, 255]),
+        ("float", [-1, 0.5, 3, 300], None, [0, 0, 3, 255]),
+        ("float", [float("nan"), 0.5, float("inf"), -float("inf")], None, [0, 127, 255, 0]),
+        ("float", [float("nan"), 2, 4], None, [0, 2, 4]),
+        ("float", [0.2, 0.5, 1.5, float("inf")], 2, [26, 64, 191, 255]),
+    ],
+)
+def test_pixels_of_more_than_8_bits_are_scaled_by_max_value(
+    kind: str, values: list[float], max_value: float | None, expected: list[int]
+) -> None:
+    assert decode(deep(values, kind), "deep", "L", max_value).flatten().tolist() == expected
+
+
+def test_max_value_changes_only_images_whose_file_does_not_name_white() -> None:
+    pgm = b"P5 3 1 1023\n" + np.array([0, 512, 1023], ">u2").tobytes()
+    assert decode(pgm, "a.pgm", "L", 1023).flatten().tolist() == [0, 128, 255]
+    assert decode(encoded(halves(), "PNG"), "a.png", max_value=100)[:, 8, 3].tolist() == [*RED]
+
+
+def color_of_16_bits() -> bytes:
+    """Build a PNG with 16 bits per color, of which Pillow reads the upper 8."""
+    header = b"IHDR" + struct.pack(">IIBBBBB", 2, 1, 16, 2, 0, 0, 0)
+    row = b"IDAT" + zlib.compress(b"\0" + bytes(12))
+    chunks = (header, row, b"IEND")
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(chunk) - 4) + chunk + struct.pack(">I", zlib.crc32(chunk))
+        for chunk in chunks
+    )
+
+
+def test_max_value_is_refused_for_colors_of_16_bits() -> None:
+    assert decode(color_of_16_bits(), "a.png").shape == (3, 1, 2)
+    with pytest.raises(UnreadableImageError, match=r"a\.png.*data\.max_value"):
+        decode(color_of_16_bits(), "a.png", max_value=4095)
+
+
+@pytest.mark.parametrize(
+    ("data", "max_value", "shown"),
+    [
+        (deep([7, 900, 4000], "16"), None, ["7 to 4000", "0 to 65535", "data.max_value"]),
+        (deep([7, 900, 4000], "32"), 4095, ["7 to 4000", "0 to 4095"]),
+        (deep([-1, 0.25, float("inf")], "float"), None, ["-1 to 0.25", "0 to 1", "0 to 255"]),
+        (color_of_16_bits(), None, ["16 bits", "upper 8"]),
+        (encoded(halves(), "PNG"), None, None),
+        (b"damaged", None, None),
+    ],
+)
+def test_notes_state_the_range_of_pixels_of_more_than_8_bits(
+    tmp_path: Path, data: bytes, max_value: float | None, shown: list[str] | None
+) -> None:
+    paths = [tmp_path / f"{number}.tif" for number in range(40)]
+    for path in paths:
+        path.write_bytes(data)
+    notes = pixel_notes(paths, max_value)
+    assert len(notes) == (shown is not None)
+    assert all(text in notes[0] for text in shown or ())
+
+
+def test_image_folder_decodes_with_max_value(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(deep([0, 1023], "16"))
+    image, _ = Files([(tmp_path / "a.png", 0)], max_value=1023)[0]
+    assert image[0].tolist() == [[0, 255]]
 
 
 def scanned(kind: str) -> bytes:
