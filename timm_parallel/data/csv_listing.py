@@ -7,20 +7,18 @@ process.
 from __future__ import annotations
 
 import csv
-import math
 import os
 import re
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from timm_parallel.data.dataset import ImageDataset
 from timm_parallel.data.fractions import Listing, check_splits, split_of
 from timm_parallel.keys import DataConfig
-from timm_parallel.machine.text import first, plural, yaml_text
+from timm_parallel.machine.text import first, is_number, plural, yaml_text
 
 SPLITS = ("train", "val", "test")
 COLUMNS = ("file", "split", "fold", "group")
@@ -265,7 +263,7 @@ def _row(
     )
     if columns:
         for column, text in zip(columns, labels, strict=True):
-            if not _is_number(text):
+            if not is_number(text):
                 raise ValueError(f"{column}={text}: expected a number")
     elif several:
         labels = _parts(labels[0], CsvDataset.separator)
@@ -312,12 +310,6 @@ def _on_disk(folder: Path, file: str) -> Path:
         _on_disk(folder, parent) / unicodedata.normalize(form, name) for form in ("NFC", "NFD")
     )
     return next(filter(os.path.lexists, forms), path)
-
-
-def _is_number(text: str) -> bool:
-    with suppress(ValueError):
-        return math.isfinite(float(text))
-    return False
 
 
 def _parts(label: str, separator: str) -> list[str]:
@@ -463,25 +455,6 @@ def _check_combinations(rows: list[Row], path: Path, several: bool) -> None:
                     f"data.root={path}: line {line_of[label]}: the label {label} would be one "
                     f"class, but its part {common[0]} also occurs in another label; {fix}"
                 )
-
-
-def similar_names(names: Sequence[str]) -> str:
-    """Describe in one sentence the class names that probably mean the same class.
-
-    Such names differ only in case, in spaces or invisible characters, or are the same number.
-    Returns an empty text if there are none.
-    """
-    alike: dict[str | float, list[str]] = {}
-    for name in names:
-        text = unicodedata.normalize("NFKC", name).casefold()
-        visible = "".join(letter for letter in text if unicodedata.category(letter) != "Cf")
-        words = " ".join(visible.split())
-        alike.setdefault(float(words) if _is_number(words) else words, []).append(name)
-    # repr shows the invisible characters of a name.
-    groups = [" and ".join(map(repr, group)) for group in alike.values() if len(group) > 1]
-    if not groups:
-        return ""
-    return f"class names that probably mean the same: {first(groups)}; write each in one way"
 
 
 def _in_two_splits(

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
 
-from timm_parallel.machine.text import first
+from timm_parallel.machine.text import first, similar_names
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -110,6 +110,8 @@ class ImageDataset:
             present = set(rows.unique().tolist())
             absent = [name for n, name in enumerate(self.target_names) if n not in present]
             notes += absent_note(absent, self.target_names, "image")
+        if target != "numbers" and (alike := similar_names(self.target_names)):
+            notes.append(alike)
         # Splits of image files have this method.
         pixel_notes = getattr(self.train, "pixel_notes", None)
         return [*notes, *(() if pixel_notes is None else pixel_notes())]

@@ -6,6 +6,9 @@ from __future__ import annotations
 
 import math
 import re
+import unicodedata
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 
@@ -49,3 +52,29 @@ def as_number(value: Any) -> float | None:
 def change_text(key: str, before: Any, now: Any) -> str:
     """Format a changed setting as `key: before -> now`."""
     return f"{key}: {yaml_text(before)} -> {yaml_text(now)}"
+
+
+def similar_names(names: Sequence[str]) -> str:
+    """Describe in one sentence the class names that probably mean the same class.
+
+    Such names differ only in case, in spaces or invisible characters, or are the same number.
+    Returns an empty text if there are none.
+    """
+    alike: dict[str | float, list[str]] = {}
+    for name in names:
+        text = unicodedata.normalize("NFKC", name).casefold()
+        visible = "".join(letter for letter in text if unicodedata.category(letter) != "Cf")
+        words = " ".join(visible.split())
+        alike.setdefault(float(words) if is_number(words) else words, []).append(name)
+    # repr shows the invisible characters of a name.
+    groups = [" and ".join(map(repr, group)) for group in alike.values() if len(group) > 1]
+    if not groups:
+        return ""
+    return f"class names that probably mean the same: {first(groups)}; write each in one way"
+
+
+def is_number(text: str) -> bool:
+    """Return True if a text is a finite number."""
+    with suppress(ValueError):
+        return math.isfinite(float(text))
+    return False

@@ -296,6 +296,14 @@ def test_notes_name_classes_without_a_training_image(tmp_path: Path) -> None:
     assert len(notes) == 1 and "rare" in notes[0]
 
 
+def test_notes_name_classes_that_probably_mean_the_same(tmp_path: Path) -> None:
+    root = image_folder(
+        tmp_path, {split: {"Oak": 2, "oak ": 2, "elm": 2} for split in ("train", "val")}
+    )
+    notes = FolderDataset(DataConfig(name="folder", root=str(root))).notes("label")
+    assert len(notes) == 1 and "'Oak' and 'oak '" in notes[0]
+
+
 @pytest.mark.parametrize("split", ["train", "val"])
 def test_class_folder_that_is_a_broken_link_is_refused(tmp_path: Path, split: str) -> None:
     root = image_folder(tmp_path, {"train": GOOD, "val": GOOD})

@@ -20,9 +20,10 @@ from PIL import Image
 import evaluate as entry
 from src.schema import Config, DataConfig, TrainConfig
 from timm_parallel.data.build import build_dataset, check_data, training_size
-from timm_parallel.data.csv_listing import path_key, read_rows, similar_names
+from timm_parallel.data.csv_listing import path_key, read_rows
 from timm_parallel.data.dataset import data_fingerprints
 from timm_parallel.data.fractions import split_of
+from timm_parallel.machine.text import similar_names
 from timm_parallel.record.result import read_result
 from timm_parallel.testing.configs import resolved
 from timm_parallel.testing.ranks import run_warm
