@@ -117,8 +117,11 @@ class ModelConfig(timm_parallel.ModelConfig):
         None, ge=1, help="Outputs of the model; null: as many as the data has classes."
     )
     in_chans: int | None = key(None, ge=1, help="Image channels; null: from the data.")
-    channels_last: bool = key(
-        False, help="Store images and weights in channels-last memory format."
+    channels_last: bool | str = key(
+        "auto",
+        choices=("auto", False, True),
+        help="Store images and weights in channels-last memory format; auto: on GPUs, if "
+        "convolutions hold most parameters.",
     )
     compile: bool | str = key(
         False,

@@ -579,9 +579,9 @@ class TrainConfig:
     loss: str = key("", help="A loss of the task by name, or a class of your own.")
     loss_kwargs: dict[str, Any] = key({}, help="More arguments of the loss, e.g. {gamma: 2}.")
     precision: str = key(
-        "fp32",
-        choices=("fp32", "tf32", "bf16", "fp16"),
-        help="Number format; bf16, fp16: autocast.",
+        "auto",
+        choices=("auto", "fp32", "tf32", "bf16", "fp16"),
+        help="Number format; bf16, fp16: autocast; auto: bf16 on GPUs that compute it, else fp32.",
     )
     deterministic: bool = key(
         False, help="Use only torch's deterministic algorithms, for equal bits on a GPU; slower."

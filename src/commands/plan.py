@@ -93,7 +93,12 @@ def _resolved_for(config: Config, devices: int) -> ResolvedConfig:
         config.train.accumulate = 1
     config.parallel.choose_strategy(several=devices > 1)
     app.check(config)
-    return app.resolve(config, devices, 1) if config.parallel.has_ranks else app.resolve(config)
+    sizes = (devices, 1) if config.parallel.has_ranks else ()
+    resolved = app.resolve(config, *sizes)
+    # The ranks of a run choose the precision, and a plan has none.
+    if resolved.train.precision == "auto":
+        resolved.train.precision = "bf16" if resolved.parallel.accelerator == "cuda" else "fp32"
+    return resolved
 
 
 def _count(config: ResolvedConfig, images: ImageDataset, devices: int) -> Plan:

@@ -96,7 +96,10 @@ def _loader(
     preprocessing, is_single = trained.preprocessing, trained.task.evaluates_one_by_one
     per_rank = 1 if is_single else request.batch_size
     prefetcher = DevicePrefetcher(
-        strategy.device, preprocessing.mean, preprocessing.std, trained.config.model.channels_last
+        strategy.device,
+        preprocessing.mean,
+        preprocessing.std,
+        trained.config.model.channels_last is True,
     )
     return EvalLoader(
         Files(files, mode, trained.config.data.max_value),

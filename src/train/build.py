@@ -70,6 +70,7 @@ def build_data_and_model(
     ranks must call this function. `trained_names`: class names from the checkpoint that evaluate.py
     evaluates; None in training.
     """
+    strategy.choose_precision(config.train)
     set_matmul_precision(config.train.precision)
     # Let one rank of each node download weights and data first. The other ranks then read them from
     # the cache.
@@ -79,7 +80,10 @@ def build_data_and_model(
         task = Task.find(config.train.task)(config, dataset.target_names)
         sides = config.data.image_size or dataset.image_size
         size = None if sides is None else as_size(sides)
+        is_chosen = config.model.channels_last == "auto"
         model = build_model(config.model, task.num_outputs, dataset.in_chans, size, strategy.device)
+        if is_chosen:
+            strategy.chosen.add("model.channels_last")
     # Use the weights of a file with the mean and std with which they were trained.
     weights = config.model.weights
     of_weights = None if weights is None else preprocessing_of(Path(weights))
@@ -93,7 +97,8 @@ def build_data_and_model(
             task.num_outputs,
         )
     mean, std = preprocessing.mean, preprocessing.std
-    prefetcher = DevicePrefetcher(strategy.device, mean, std, config.model.channels_last)
+    channels_last = config.model.channels_last is True
+    prefetcher = DevicePrefetcher(strategy.device, mean, std, channels_last)
     eval_loaders: dict[str, EvalLoader] = {}
     for name, split in (("val", dataset.val), ("test", dataset.test)):
         if split is not None:

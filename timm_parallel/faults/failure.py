@@ -300,8 +300,9 @@ def _out_of_memory(text: str, device: str, config: ResolvedConfig, ranks: Ranks)
             f"data.{name}={getattr(half.data, name)} train.accumulate={half.train.accumulate} "
             "(the same training), "
         )
+    low = "train.precision=bf16, " if config.train.precision in ("fp32", "tf32") else ""
     return (
         f"{ranks.name}: out of memory on {device} with "
         f"{config.global_batch // config.parallel.devices} images per device: {text[:300]}; try "
-        f"{smaller}train.precision=bf16, model.grad_checkpointing=true, or more devices"
+        f"{smaller}{low}model.grad_checkpointing=true, or more devices"
     )

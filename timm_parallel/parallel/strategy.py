@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from timm_parallel.keys import ResolvedParallel
+from timm_parallel.keys import ResolvedParallel, TrainConfig
 from timm_parallel.machine import hardware
 from timm_parallel.machine.process import keep_freed_memory
 from timm_parallel.machine.ranks import Ranks
@@ -100,7 +100,19 @@ class Strategy:
         )
         self.is_first = self.group.is_first
         self.telemetry = Telemetry(self.devices, self.group)
+        # Keys whose value `auto` the ranks have replaced, because only they know the devices and
+        # the model.
+        self.chosen: set[str] = set()
         self.buffers = BufferSync(self.group, config.dist_bn)
+
+    def choose_precision(self, train: TrainConfig) -> None:
+        """Replace `auto` in train.precision: bf16 if every device of the run is a GPU that computes
+        it in hardware, else fp32. All ranks must call this function.
+        """
+        if train.precision == "auto":
+            own = all(_computes_bf16(device) for device in self.devices)
+            train.precision = "bf16" if all(self.group.gather(own)) else "fp32"
+            self.chosen.add("train.precision")
 
     def choose_devices(self, ranks: Ranks) -> list[torch.device]:
         """Return the devices that this process drives."""
@@ -195,6 +207,13 @@ class Strategy:
     def close(self) -> None:
         """Leave the process group at the end of the run."""
         self.group.close()
+
+
+def _computes_bf16(device: torch.device) -> bool:
+    """Return True if a device is a GPU with hardware for bf16, which NVIDIA has had since compute
+    capability 8.0 (Ampere, 2020). Older GPUs emulate it, which is slower than fp32.
+    """
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _why_no_cuda() -> str:

@@ -35,7 +35,7 @@ def show_banner(parts: RunParts, folder: Path) -> None:
         steps += f", from {parts.progress.step}"
     facts = {
         "model": f"{config.model.name}, {count_parameters(parts.state.model):,} parameters, "
-        f"{config.train.precision}",
+        f"{_formats(parts)}",
         "step": _own_parameters(parts),
         "data": f"{config.data.name}, {sampler.num_images:,} training images, {sampler.dropped} "
         f"dropped per epoch, {loading}",
@@ -51,6 +51,18 @@ def show_banner(parts: RunParts, folder: Path) -> None:
             log.info("%-11s  %s", name, fact)
     for note in parts.dataset.notes(parts.task.target):
         log.info("%-11s  %s", "data note", note)
+
+
+def _formats(parts: RunParts) -> str:
+    """Describe the number format and, if it is channels last, the memory format of a run. `(auto)`
+    follows a value that the ranks have chosen.
+    """
+    chosen = dict.fromkeys(parts.strategy.chosen, " (auto)")
+    text = f"{parts.config.train.precision}{chosen.get('train.precision', '')}"
+    # Only a project may have this key.
+    if getattr(parts.config.model, "channels_last", False) is True:
+        text += f", channels last{chosen.get('model.channels_last', '')}"
+    return text
 
 
 def _own_parameters(parts: RunParts) -> str:

@@ -79,6 +79,9 @@ class Run:
         """
         parts, is_first = self.parts, self.strategy.is_first
         self._at_start = check_replicas_at_start(parts.state, self.strategy)
+        # The config has `auto` until here for values that only the ranks can choose.
+        if is_first and self.strategy.chosen:
+            save_config(self.config, self.folder, describe_segments(self.segments))
         show_banner(parts, self.folder)
         step = parts.progress.step
         with Console(is_first, parts.total_steps, step) as self._console:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 ONE_NODE = (
     "python train.py cluster=slurm cluster.gpus=2 cluster.cpus=24 cluster.time=4:00:00 "
-    "experiment=finetune data.root=/scratch/flowers train.precision=bf16"
+    "experiment=finetune data.root=/scratch/flowers"
 )
 LARGE_JOB = (
     "python train.py cluster=slurm cluster.nodes=4 cluster.gpus=8 cluster.cpus=96 "

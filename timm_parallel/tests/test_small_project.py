@@ -344,7 +344,7 @@ REFUSED = {
     "parallel=single parallel.devices=2": "choose parallel=ddp",
     "parallel=each parallel.devices=5": "nearest sizes: 10, 15",
     "data.batch_size=62": "use 61 or less",
-    "train.precision=bf16": "use train.precision=fp32",
+    "train.precision=bf16": "use train.precision=auto",
 }
 REFUSE = """
 import contextlib, io, json, sys

@@ -13,7 +13,7 @@ from timm_parallel import key
 FIXED = {
     "model.pretrained": False,
     "model.weights": None,
-    "train.precision": "fp32",
+    "train.precision": "auto",
     "train.accumulate": 1,
     "train.evaluate_every": 1,
     "train.evaluate_every_steps": None,
