@@ -35,7 +35,7 @@ from timm_parallel.config.validate import check_combination, check_values
 from timm_parallel.keys import Config, ResolvedConfig, leaves
 from timm_parallel.machine.files import write_text
 from timm_parallel.machine.secrets import IN_URL, REFERENCE, hide_in, is_written_out
-from timm_parallel.patches import check_files_first, share_config_store
+from timm_parallel.patches import check_files_first, keep_missing_values, share_config_store
 from timm_parallel.project import as_resolved, current, root
 
 # Name under which Hydra's config store holds the config of a resumed run.
@@ -70,6 +70,7 @@ def compose_command(arguments: Any, saved: Any = None) -> Command:
     try:
         hydra = _hydra(arguments)
         check_files_first(hydra.config_loader.repository, check_aliases)
+        keep_missing_values(hydra.config_loader)
         name = _store_over(saved) if saved is not None else arguments.config_name or "train"
         overrides = OverridesParser.create(hydra.config_loader).parse_overrides(arguments.overrides)
         check_before_composing(hydra.config_loader, name, overrides)
@@ -93,7 +94,7 @@ def compose_command(arguments: Any, saved: Any = None) -> Command:
                 f"{given}: Hydra cannot use this setting; remove it (to sweep, write -m key=a,b)"
             ) from None
         HydraConfig.instance().set_config(tree)
-        config = to_config(tree)
+        config = to_config(tree, is_complete=not arguments.multirun)
         if not arguments.multirun:
             if tree.hydra.sweeper.get("params"):
                 experiment = tree.hydra.runtime.choices.get("experiment")
@@ -178,15 +179,20 @@ def store_schema() -> None:
     OmegaConf.register_new_resolver("by_device", by_device, replace=True)
 
 
-def to_config(tree: DictConfig, merged: DictConfig | None = None) -> Config:
+def to_config(
+    tree: DictConfig, merged: DictConfig | None = None, is_complete: bool = True
+) -> Config:
     """Convert a composed config, whose `${…}` are not yet resolved, to a Config object, and check
-    each value. Raises ValueError for an invalid value, and for a secret that is given as plain
-    text.
+    each value. Raises ValueError for an invalid or missing value, and for a secret that is given as
+    plain text.
 
     `merged`: the config merged into the schema, from a caller that has done so and has checked the
-    types in the `hydra` section. None: this function does both.
+    types in the `hydra` section. None: this function does both. `is_complete`: false for the config
+    on which the jobs of a sweep are based. The swept keys may set a value that is missing there.
     """
     for key, value in plain_values(OmegaConf.to_container(_task_of(tree))):
+        if is_complete and value == "???":
+            raise ValueError(f"{key}=???: required; set {key}=…")
         # Reject a secret, because ranks read the config from a file of the run folder. A plain
         # secret would be visible in that file. A masked secret would be useless for the ranks.
         if is_written_out(key, value) or IN_URL.search(REFERENCE.sub("", str(value))):
@@ -194,7 +200,7 @@ def to_config(tree: DictConfig, merged: DictConfig | None = None) -> Config:
                 f"{key}: the value is a secret; give a reference to an environment variable, "
                 f"{key}='${{oc.env:NAME}}', so that no file holds the secret"
             )
-    config = typed_and_checked(tree, merged)
+    config = typed_and_checked(tree, merged, is_complete)
     if "hydra" in tree:
         if merged is None:
             check_hydra_types(tree)
@@ -202,15 +208,21 @@ def to_config(tree: DictConfig, merged: DictConfig | None = None) -> Config:
     return config
 
 
-def typed_and_checked(tree: DictConfig, merged: DictConfig | None = None) -> Config:
+def typed_and_checked(
+    tree: DictConfig, merged: DictConfig | None = None, is_complete: bool = True
+) -> Config:
     """Convert a composed config to a Config object and check each value. Raises ValueError for an
     invalid value.
 
     `merged`: the config merged into the schema, if the caller has done so; None: this function does
-    it.
+    it. `is_complete`: false to read a missing value in a free dictionary as null.
     """
     try:
-        config = OmegaConf.to_object(merge_into_schema(tree) if merged is None else merged)
+        known = merge_into_schema(tree) if merged is None else merged
+        if not is_complete:
+            for key in OmegaConf.missing_keys(known):
+                OmegaConf.update(known, key, None)
+        config = OmegaConf.to_object(known)
     except OmegaConfBaseException as error:
         # Take the overrides without resolving them, because one may contain a `${…}` that cannot be
         # resolved.

@@ -64,13 +64,15 @@ def expand(arguments: Any) -> tuple[Command, list[Point]]:
     command = compose_command(arguments)
     points, composer = [], Composer(command)
     product = _product(command)
+    # The space of a search may set values that are missing in the base configuration.
+    is_complete = command.config.search.sampler is None
     with counted("composing", len(product)) as count:
         for number, overrides in enumerate(product):
             try:
                 tree, merged = composer.compose(overrides)
             except HydraException as error:
                 raise ValueError(explain(error, overrides)) from error
-            points.append(make_point(tree, overrides, number, merged))
+            points.append(make_point(tree, overrides, number, merged, is_complete))
             count()
     if not points:
         given = " ".join(task_overrides(command.tree))
@@ -115,17 +117,22 @@ def settle(point: Point) -> None:
 
 
 def make_point(
-    tree: DictConfig, overrides: list[str], number: int, merged: DictConfig | None = None
+    tree: DictConfig,
+    overrides: list[str],
+    number: int,
+    merged: DictConfig | None = None,
+    is_complete: bool = True,
 ) -> Point:
     """Build configuration `number` of a sweep from its composed config `tree`. `merged`: the same
-    config merged into the schema, if it is known.
+    config merged into the schema, if it is known. `is_complete`: false if values may be missing, as
+    in the base of a search.
     """
     with read_write(tree.hydra), open_dict(tree.hydra):
         tree.hydra.job.num, tree.hydra.job.id = number, str(number)
     subdir = str(OmegaConf.select(tree, "hydra.sweep.subdir"))
     if Path(subdir).is_absolute() or ".." in Path(subdir).parts:
         raise ValueError(f"hydra.sweep.subdir={subdir}: expected a path below the sweep folder")
-    config = to_config(tree, merged)
+    config = to_config(tree, merged, is_complete)
     # Reset the keys of the search, so that the config.yaml of a job runs without -m.
     config.search = SearchConfig()
     return Point(overrides, subdir, tree, config)
