@@ -97,10 +97,14 @@ def expand(arguments: Any) -> tuple[Command, list[Point]]:
 
 def check_jobs_data(configs: Sequence[Config], check_data: Callable[[Config], None]) -> None:
     """Check the data of all jobs that run on this machine, and call `check_data` only once for jobs
-    with equal data. Jobs on a cluster check their data when they start.
+    with equal data and batches. Jobs on a cluster check their data when they start.
     """
-    local = [config for config in configs if config.cluster.scheduler == "local"]
-    for config in {repr(config.data_check_reads): config for config in local}.values():
+    different = {
+        (repr(config.data_check_reads), config.parallel.devices, config.train.accumulate): config
+        for config in configs
+        if config.cluster.scheduler == "local"
+    }
+    for config in different.values():
         check_data(config)
 
 
