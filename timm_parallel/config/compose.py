@@ -30,7 +30,7 @@ from timm_parallel.config.hydra_allowlist import (
     check_hydra_types,
 )
 from timm_parallel.config.resolvers import by_device, device_counts
-from timm_parallel.config.suggest import explain, is_known, key_hint, plain_values
+from timm_parallel.config.suggest import explain, is_known, key_hint, plain_values, required
 from timm_parallel.config.validate import check_combination, check_values
 from timm_parallel.keys import Config, ResolvedConfig, leaves
 from timm_parallel.machine.files import write_text
@@ -192,7 +192,7 @@ def to_config(
     """
     for key, value in plain_values(OmegaConf.to_container(_task_of(tree))):
         if is_complete and value == "???":
-            raise ValueError(f"{key}=???: required; set {key}=…")
+            raise ValueError(required(key))
         # Reject a secret, because ranks read the config from a file of the run folder. A plain
         # secret would be visible in that file. A masked secret would be useless for the ranks.
         if is_written_out(key, value) or IN_URL.search(REFERENCE.sub("", str(value))):

@@ -210,7 +210,7 @@ def explain(error: Exception, overrides: Iterable[str] = ()) -> str:
             return f"{key}: not set yet; {fix}"
         return f"{key}: unknown key{key_hint(key)}"
     if "Missing mandatory" in text:
-        return f"{key}=???: required; set {key}=…"
+        return required(key)
     as_given = {
         override.lstrip("+~").partition("=")[0]: override.lstrip("+~") for override in overrides
     }
@@ -226,6 +226,13 @@ def explain(error: Exception, overrides: Iterable[str] = ()) -> str:
     ):
         return f"{as_given[declared]}: {expected}"
     return f"{as_given.get(key, key)}: {text.split(' full_key: ')[0]}"
+
+
+def required(key: str) -> str:
+    """Build the error message for a key whose value is `???`, with the help text of the key."""
+    helps = {known: entry.metadata["help"] for known, _, entry in leaves(current().config())}
+    meaning = f" ({helps[key].rstrip('.')})" if key in helps else ""
+    return f"{key}=???: required{meaning}; set {key}=…"
 
 
 def _not_parsed(word: str, reason: str, words: list[str]) -> str:
