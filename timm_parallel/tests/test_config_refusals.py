@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import shlex
 import tempfile
 from pathlib import Path
 
@@ -145,7 +146,7 @@ WRONG_TYPES = [
     ("optim.lr=0,001", "optim.lr=0,001: ", "0.1"),
     ("data.augment.scale=(0.5,1.0)", "data.augment.scale=(0.5,1.0): ", "[a,b]"),
     ("data.root=d/my=data", "data.root=d/my=data: ", "quote"),
-    ("data.root=d/ü[1]", "data.root=d/ü[1]: ", "quote"),
+    ("data.root=d/ü[1]", "data.root=d/ü[1]: ", "write"),
     ("tags=[a", "tags=[a: ", "[a,b]"),
     ("optim.lr=choice(1,2)", "optim.lr=choice(1,2)", "--multirun"),
     ("optim.lr=${nope}", "optim.lr", "nope"),
@@ -426,6 +427,72 @@ def test_sweep_names_mandatory_key_that_neither_file_nor_swept_value_sets(tmp_pa
     search = ["search=optuna", "model.kwargs.depth=choice(1,2)", "model.name=resnet18"]
     _, points = expand(parse(*words, *search))
     assert len(points) == 1
+
+
+@pytest.mark.parametrize(
+    ("start", "key"),
+    [
+        ("", "experiment"),
+        ("# A comment above.\n# @package _global_\n", "experiment"),
+        ("\ufeff# @package _global_\n", "experiment"),
+        ("# @package _globl_\n", "_globl_"),
+    ],
+    ids=["missing", "second line", "byte order mark", "misspelled"],
+)
+def test_error_names_experiment_file_and_its_first_line_when_the_line_is_not_read(
+    refuse: Refuse, tmp_path: Path, start: str, key: str
+) -> None:
+    folder = conf(tmp_path / "conf", experiment__trial=f"{start}optim:\n  lr: 0.5\n")
+    line = refuse("--config-dir", str(folder), "experiment=trial")
+    assert line.startswith(f"train.py: {key}: ")
+    assert "experiment/trial.yaml" in line and "# @package _global_" in line
+
+
+def test_option_in_a_subfolder_of_its_group_is_taken(tmp_path: Path) -> None:
+    files = {
+        "model__small__mine": "name: resnet10t",
+        "experiment__paper__table_2": "# @package _global_\nseed: 11",
+        "optim__a__b__c": "lr: 0.25",
+    }
+    words = ["--config-dir", str(conf(tmp_path, **files)), "experiment=paper/table_2"]
+    config = compose_command(parse(*words, "model=small/mine", "optim=a/b/c")).config
+    assert (config.model.name, config.seed, config.optim.lr) == ("resnet10t", 11, 0.25)
+    _, points = expand(parse("-m", *words, "model=small/mine,tiny"))
+    assert [point.config.model.name for point in points] == ["resnet10t", "vit_tiny_patch16_224"]
+    with pytest.raises(ValueError, match=r"^model=small/min: .*did you mean small/mine"):
+        compose_command(parse(*words, "model=small/min"))
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/data/Blüten",
+        "/data/花/x",
+        "/a (copy)/b",
+        "/a#b",
+        "/it's",
+        "/a&b;c",
+        "/a=b",
+        "/x,y",
+        'a"b(',
+    ],
+)
+@pytest.mark.parametrize("key", ["data.root", "+model.kwargs.file"])
+def test_error_for_a_path_with_special_characters_is_the_argument_to_paste(
+    path: str, key: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"{key}={path}")) as refusal:
+        compose_command(parse(f"{key}={path}"))
+    [pasted] = shlex.split(str(refusal.value).rpartition(": write ")[2])
+    config = compose_command(parse(pasted)).config
+    assert path in (config.data.root, config.model.kwargs.get("file"))
+
+
+@pytest.mark.parametrize("scale", ["[35,100]", "[0.5,1.5]", "[2,3]"])
+def test_area_of_a_crop_above_1_is_refused(refuse: Refuse, scale: str) -> None:
+    assert "data.augment.scale=[" in refuse(f"data.augment.scale={scale}")
+    assert "1" in refuse(f"data.augment.scale={scale}", "data.augment.train_crop_mode=rrc")
+    compose_command(parse("data.augment.scale=[0.8,1.25]", "data.augment.train_crop_mode=rkrc"))
 
 
 @pytest.mark.parametrize("shown", ["job", "all"])
