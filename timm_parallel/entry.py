@@ -180,6 +180,8 @@ def _run(app: App[Any, Any], arguments: Any, ranks: Ranks | None) -> int:
     if folder is not None:
         config = keep_accumulate(config, command.config, folder)
     folder = folder or claim_folder(command.run_dir)
+    # With hydra.job.chdir=true, the ranks start in the run folder itself.
+    folder = folder.resolve() if command.tree.hydra.job.chdir else folder
     is_ours = not is_resumed
     try:
         with lock_folder(folder):

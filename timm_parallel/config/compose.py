@@ -32,7 +32,7 @@ from timm_parallel.config.hydra_allowlist import (
 from timm_parallel.config.resolvers import by_device, device_counts
 from timm_parallel.config.suggest import explain, is_known, key_hint, plain_values, required
 from timm_parallel.config.validate import check_combination, check_values
-from timm_parallel.keys import Config, ResolvedConfig, leaves
+from timm_parallel.keys import PATHS, Config, ResolvedConfig, leaves
 from timm_parallel.machine.files import write_text
 from timm_parallel.machine.secrets import IN_URL, REFERENCE, hide_in, is_written_out
 from timm_parallel.patches import check_files_first, keep_missing_values, share_config_store
@@ -108,6 +108,7 @@ def compose_command(arguments: Any, saved: Any = None) -> Command:
                     "to the command"
                 )
             check_combination(config)
+        save_absolute_paths(tree)
         return Command(
             config, tree, Path(str(OmegaConf.select(tree, "hydra.run.dir"))), hydra.config_loader
         )
@@ -167,6 +168,19 @@ def save_hydra_files(tree: DictConfig, folder: Path) -> None:
         ("overrides", tree.hydra.overrides.task),
     ):
         write_text(folder / ".hydra" / f"{name}.yaml", OmegaConf.to_yaml(part))
+
+
+def save_absolute_paths(tree: DictConfig) -> None:
+    """Make the paths of a composed config absolute, for the files that a later command reads. A
+    reference such as `${oc.env:DATA}` stays as it is.
+    """
+    if OmegaConf.select(tree, "cluster.scheduler") == "kubernetes":
+        return
+    for key in PATHS:
+        section, _, name = key.partition(".")
+        group = tree.get(section)
+        if group and not OmegaConf.is_interpolation(group, name) and group.get(name):
+            group[name] = os.path.abspath(str(group[name]))
 
 
 def store_schema() -> None:

@@ -16,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from timm_parallel.config.compose import (
     Command,
     compose_command,
+    save_absolute_paths,
     save_config,
     save_hydra_files,
     to_config,
@@ -137,6 +138,7 @@ def make_point(
     if Path(subdir).is_absolute() or ".." in Path(subdir).parts:
         raise ValueError(f"hydra.sweep.subdir={subdir}: expected a path below the sweep folder")
     config = to_config(tree, merged, is_complete)
+    save_absolute_paths(tree)
     # Reset the keys of the search, so that the config.yaml of a job runs without -m.
     config.search = SearchConfig()
     return Point(overrides, subdir, tree, config)
