@@ -180,8 +180,6 @@ def _run(app: App[Any, Any], arguments: Any, ranks: Ranks | None) -> int:
     if folder is not None:
         config = keep_accumulate(config, command.config, folder)
     folder = folder or claim_folder(command.run_dir)
-    # With hydra.job.chdir=true, the ranks start in the run folder itself.
-    folder = folder.resolve() if command.tree.hydra.job.chdir else folder
     is_ours = not is_resumed
     try:
         with lock_folder(folder):
@@ -193,10 +191,10 @@ def _run(app: App[Any, Any], arguments: Any, ranks: Ranks | None) -> int:
                 print_config(command.config, config)
             if ranks is not None:
                 code = run_in_hydra(
-                    command, folder, lambda: run_rank_zero(app.train, config, folder, ranks)
+                    command, folder, lambda here: run_rank_zero(app.train, config, here, ranks)
                 )
             else:
-                code = run_in_hydra(command, folder, lambda: run_job(config, folder))
+                code = run_in_hydra(command, folder, lambda here: run_job(config, here))
             if is_resumed and code == 2:
                 restore_records(folder, records)
     except KeyboardInterrupt as interrupt:

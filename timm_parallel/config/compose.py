@@ -128,16 +128,19 @@ def plain_config() -> Config:
         return current().config()
 
 
-def run_in_hydra(command: Command, folder: Path, job: Callable[[], int]) -> int:
-    """Write `.hydra/` into the run folder, then call `job` and return its exit code. With
-    hydra.job.chdir=true, `job` is called with the run folder as the current folder.
+def run_in_hydra(command: Command, folder: Path, job: Callable[[Path], int]) -> int:
+    """Write `.hydra/` into the run folder, then call `job` with the folder and return its exit
+    code. With hydra.job.chdir=true, the run folder is the current folder in `job`.
     """
     with read_write(command.tree.hydra), open_dict(command.tree.hydra.runtime):
         command.tree.hydra.run.dir = str(folder)
         command.tree.hydra.runtime.output_dir = str(folder.resolve())
     save_hydra_files(command.tree, folder)
-    with contextlib.chdir(folder if command.tree.hydra.job.chdir else "."):
-        return job()
+    if not command.tree.hydra.job.chdir:
+        return job(folder)
+    folder = folder.resolve()
+    with contextlib.chdir(folder):
+        return job(folder)
 
 
 def check_package(package: str | None, shown: str | None, tree: DictConfig) -> None:
