@@ -283,6 +283,12 @@ class AugmentConfig:
                 yield (
                     f"data.augment.{name}={pair}: expected [smallest, largest], two numbers above 0"
                 )
+        # timm's other modes of cropping also enlarge an image.
+        if self.scale and self.scale[-1] > 1 and self.train_crop_mode in (None, "rrc"):
+            yield (
+                f"data.augment.scale={self.scale}: expected shares of the image's area up to 1, "
+                "e.g. [0.35,1.0]"
+            )
         if self.crop_padding and is_cropped:
             other = "train_crop_mode" if self.scale is None else "scale"
             yield (

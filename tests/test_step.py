@@ -4,6 +4,7 @@ accumulated batches.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -111,3 +112,29 @@ def test_autocast_converts_every_output_of_a_model_to_float32() -> None:
     assert torch.equal(2 * scores, others["auxiliary"])
     # bfloat16 has 8 bits of mantissa.
     assert torch.equal(scores.bfloat16().float(), scores)
+
+
+@pytest.mark.parametrize(
+    ("words", "is_refused"),
+    [
+        (("model=resnet18", "data.batch_size=1"), True),
+        (("model=resnet18", "data.batch_size=2", "parallel=dp", "parallel.devices=2"), True),
+        (("model=resnet18", "data.batch_size=7", "parallel=dp", "parallel.devices=3"), True),
+        (("model=resnet18", "data.batch_size=2"), False),
+        # The deepest BatchNorm gets 2x2 pixels of an image.
+        (("model=resnet18", "data.batch_size=1", "data.image_size=64"), False),
+        (("model=resnet18", "data.batch_size=1", "model.freeze=backbone"), False),
+        (("model=tiny", "data.batch_size=1"), False),
+    ],
+)
+def test_run_is_refused_when_batch_norm_gets_one_value_per_channel(
+    words: tuple[str, ...], is_refused: bool
+) -> None:
+    config = resolved("parallel=single", "parallel.accelerator=cpu", *words)
+    strategy = build_strategy(config.parallel, Ranks(), None)
+    with (
+        pytest.raises(ValueError, match=r"^data\.batch_size=\d: .*BatchNorm")
+        if is_refused
+        else nullcontext()
+    ):
+        build_run(config, strategy)

@@ -13,6 +13,7 @@ import os
 import re
 import signal
 import sys
+from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -35,6 +36,7 @@ def run_command(app: App[Any, Any]) -> int:
     """Train, sweep or print help, as the command line says. Return the exit code of train.py: 0
     done, 1 failed, 2 rejected command or config, 128 + N stopped by signal N.
     """
+    script = Path(sys.argv[0]).name
     try:
         ranks = ranks_from_environment(os.environ)
         if ranks is not None and not ranks.is_first:
@@ -46,20 +48,20 @@ def run_command(app: App[Any, Any]) -> int:
         with contextlib.nullcontext() if ranks else signal_handlers(_interrupt):
             return _lead(app, ranks)
     except ValueError as error:
-        print(f"train.py: {' '.join(mask(str(error)).split())}", file=sys.stderr)
+        print(f"{script}: {' '.join(mask(str(error)).split())}", file=sys.stderr)
         return 2
     # Handle a file error outside of a run, such as a full disk or a deleted sweep folder. A run
     # reports its own errors.
     except OSError as error:
         if error.filename is None:
             raise
-        print(f"train.py: {mask(str(error))}", file=sys.stderr)
+        print(f"{script}: {mask(str(error))}", file=sys.stderr)
         return 1
     # A stop signal can arrive here only before or after a run, because a run handles stop signals
     # itself.
     except KeyboardInterrupt as interrupt:
         number = _signal_of(interrupt)
-        print(f"train.py: stopped by {number.name}", file=sys.stderr)
+        print(f"{script}: stopped by {number.name}", file=sys.stderr)
         return 128 + number
 
 
@@ -189,10 +191,10 @@ def _run(app: App[Any, Any], arguments: Any, ranks: Ranks | None) -> int:
                 print_config(command.config, config)
             if ranks is not None:
                 code = run_in_hydra(
-                    command, folder, lambda: run_rank_zero(app.train, config, folder, ranks)
+                    command, folder, lambda here: run_rank_zero(app.train, config, here, ranks)
                 )
             else:
-                code = run_in_hydra(command, folder, lambda: run_job(config, folder))
+                code = run_in_hydra(command, folder, lambda here: run_job(config, here))
             if is_resumed and code == 2:
                 restore_records(folder, records)
     except KeyboardInterrupt as interrupt:

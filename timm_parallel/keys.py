@@ -28,6 +28,9 @@ TIMM_DATASETS = "timm_parallel.data.timm_datasets.TimmImages"
 # Built-in trackers -> class. The name is that of the tracker's Python package and of its file in
 # timm_parallel/trackers/.
 TRACKERS = {"tensorboard": "TensorBoard", "wandb": "Wandb", "mlflow": "Mlflow"}
+# Keys whose value is a path. A run saves it as an absolute path, because later commands may start
+# in another folder.
+PATHS = ("data.root", "model.weights")
 Bound = float | None
 
 

@@ -44,6 +44,42 @@ def check_files_first(repository: Any, check: Callable[[Path], None]) -> None:
     repository.load_config = load_config
 
 
+def keep_missing_values(loader: Any) -> None:
+    """Hydra 1.3: let a value `???` of a config file replace the value of an earlier file, so that a
+    later file or the command line has to set the key.
+
+    OmegaConf ignores `???` when it merges one config into another. The default of the schema would
+    then hide that the value is missing. OmegaConf does merge a reference such as `${…}`, so each
+    `???` is a reference while the Hydra config `loader` merges the files.
+    """
+    load, compose = loader._load_single_config, loader._compose_config_from_defaults_list
+
+    def load_single_config(default: Any, repo: Any) -> Any:
+        result = load(default, repo)
+        # Hydra's own config is a structured one, in which `???` marks what Hydra sets itself.
+        if result.path.startswith("file://"):
+            _replace_values(result.config, "???", "${missing:}")
+        return result
+
+    def compose_config(defaults: Any, repo: Any) -> Any:
+        tree = compose(defaults, repo)
+        _replace_values(tree, "${missing:}", "???")
+        return tree
+
+    loader._load_single_config = load_single_config
+    loader._compose_config_from_defaults_list = compose_config
+
+
+def _replace_values(node: Any, old: str, new: str) -> None:
+    """Replace each value `old` in a tree of OmegaConf by `new`, a reference or `???`."""
+    value = node._value()
+    if value == old:
+        node._set_value(new)
+    elif isinstance(value, dict | list):
+        for child in value.values() if isinstance(value, dict) else value:
+            _replace_values(child, old, new)
+
+
 def create_model_with_filter(name: str, arguments: dict[str, Any]) -> Any:
     """timm 1.0: build a model with random weights, and store timm's conversion function for weight
     files as `model.checkpoint_filter`.

@@ -117,7 +117,10 @@ def _load_weights(
     dataset, model = built.dataset, built.model
     if config.model.weights is not None:
         path = Path(config.model.weights)
-        return load_weights(model, path, dataset.target_names, for_evaluation=True)
+        is_sorted = built.task.target in ("label", "labels")
+        return load_weights(
+            model, path, dataset.target_names, for_evaluation=True, sorted_names=is_sorted
+        )
     if folder is None:
         _check_head(config, model, len(dataset.target_names))
     else:

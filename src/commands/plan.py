@@ -49,7 +49,9 @@ def plan(
     """Compute a plan for each number of devices in `counts`. `sizes`: (training images, classes);
     None: read them from the data.
     """
-    config = app.compose(*overrides)
+    # Without data, a config may lack the folder of the data too.
+    without_data = [] if sizes is None else ["data.root=null"]
+    config = app.compose(*without_data, *overrides)
     if sizes is None:
         try:
             app.call(app.check_data, config)

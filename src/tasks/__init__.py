@@ -8,6 +8,8 @@ checks a config before it imports torch.
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterator
 from importlib import import_module
 from pkgutil import iter_modules
@@ -24,14 +26,24 @@ TASKS = {
 
 
 def all_metrics() -> dict[str, Metric]:
-    """Return the metrics of all tasks in this folder, as a dictionary from name to metric.
+    """Return the metrics of all tasks in this folder, as a dictionary from name to metric. A file
+    that cannot be imported is left out, because it must not stop the other tasks.
 
     Raises ValueError if two tasks define a metric of the same name differently, for example with
     different directions. Reports and searches identify a metric by its name.
     """
     metrics: dict[str, Metric] = {}
     for found in iter_modules(__path__):
-        module = import_module(f"{__name__}.{found.name}")
+        try:
+            module = import_module(f"{__name__}.{found.name}")
+        # Catch every exception, because the file may be half-written code of the user. A run of its
+        # task imports the file again, and shows the traceback.
+        except Exception as error:
+            # The ranks need not repeat the line of their launcher.
+            if "RANK" not in os.environ:
+                reason = f"{type(error).__name__}: {error}"
+                print(f"src/tasks/{found.name}.py: left out ({reason})", file=sys.stderr)
+            continue
         for task in vars(module).values():
             if not (isinstance(task, type) and issubclass(task, Task)) or not hasattr(
                 task, "metrics"

@@ -132,8 +132,14 @@ def build_run(config: ResolvedConfig, strategy: Strategy) -> RunParts:
     # labels without an error.
     check_same_data(dataset, strategy.group)
     if config.model.weights is not None:
-        path, strict = Path(config.model.weights), config.model.weights_strict
-        log.info("weights      %s", load_weights(model, path, dataset.target_names, strict=strict))
+        line = load_weights(
+            model,
+            Path(config.model.weights),
+            dataset.target_names,
+            strict=config.model.weights_strict,
+            sorted_names=task.target in ("label", "labels"),
+        )
+        log.info("weights      %s", line)
     if frozen := freeze(model, config.model.freeze):
         log.info("frozen       %s", frozen)
     image_size = train_image_size(model, config.data, dataset)

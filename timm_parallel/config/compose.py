@@ -30,12 +30,12 @@ from timm_parallel.config.hydra_allowlist import (
     check_hydra_types,
 )
 from timm_parallel.config.resolvers import by_device, device_counts
-from timm_parallel.config.suggest import explain, is_known, key_hint, plain_values
+from timm_parallel.config.suggest import explain, is_known, key_hint, plain_values, required
 from timm_parallel.config.validate import check_combination, check_values
-from timm_parallel.keys import Config, ResolvedConfig, leaves
+from timm_parallel.keys import PATHS, Config, ResolvedConfig, leaves
 from timm_parallel.machine.files import write_text
 from timm_parallel.machine.secrets import IN_URL, REFERENCE, hide_in, is_written_out
-from timm_parallel.patches import check_files_first, share_config_store
+from timm_parallel.patches import check_files_first, keep_missing_values, share_config_store
 from timm_parallel.project import as_resolved, current, root
 
 # Name under which Hydra's config store holds the config of a resumed run.
@@ -70,6 +70,7 @@ def compose_command(arguments: Any, saved: Any = None) -> Command:
     try:
         hydra = _hydra(arguments)
         check_files_first(hydra.config_loader.repository, check_aliases)
+        keep_missing_values(hydra.config_loader)
         name = _store_over(saved) if saved is not None else arguments.config_name or "train"
         overrides = OverridesParser.create(hydra.config_loader).parse_overrides(arguments.overrides)
         check_before_composing(hydra.config_loader, name, overrides)
@@ -93,7 +94,7 @@ def compose_command(arguments: Any, saved: Any = None) -> Command:
                 f"{given}: Hydra cannot use this setting; remove it (to sweep, write -m key=a,b)"
             ) from None
         HydraConfig.instance().set_config(tree)
-        config = to_config(tree)
+        config = to_config(tree, is_complete=not arguments.multirun)
         if not arguments.multirun:
             if tree.hydra.sweeper.get("params"):
                 experiment = tree.hydra.runtime.choices.get("experiment")
@@ -107,6 +108,7 @@ def compose_command(arguments: Any, saved: Any = None) -> Command:
                     "to the command"
                 )
             check_combination(config)
+        save_absolute_paths(tree)
         return Command(
             config, tree, Path(str(OmegaConf.select(tree, "hydra.run.dir"))), hydra.config_loader
         )
@@ -126,16 +128,19 @@ def plain_config() -> Config:
         return current().config()
 
 
-def run_in_hydra(command: Command, folder: Path, job: Callable[[], int]) -> int:
-    """Write `.hydra/` into the run folder, then call `job` and return its exit code. With
-    hydra.job.chdir=true, `job` is called with the run folder as the current folder.
+def run_in_hydra(command: Command, folder: Path, job: Callable[[Path], int]) -> int:
+    """Write `.hydra/` into the run folder, then call `job` with the folder and return its exit
+    code. With hydra.job.chdir=true, the run folder is the current folder in `job`.
     """
     with read_write(command.tree.hydra), open_dict(command.tree.hydra.runtime):
         command.tree.hydra.run.dir = str(folder)
         command.tree.hydra.runtime.output_dir = str(folder.resolve())
     save_hydra_files(command.tree, folder)
-    with contextlib.chdir(folder if command.tree.hydra.job.chdir else "."):
-        return job()
+    if not command.tree.hydra.job.chdir:
+        return job(folder)
+    folder = folder.resolve()
+    with contextlib.chdir(folder):
+        return job(folder)
 
 
 def check_package(package: str | None, shown: str | None, tree: DictConfig) -> None:
@@ -168,6 +173,19 @@ def save_hydra_files(tree: DictConfig, folder: Path) -> None:
         write_text(folder / ".hydra" / f"{name}.yaml", OmegaConf.to_yaml(part))
 
 
+def save_absolute_paths(tree: DictConfig) -> None:
+    """Make the paths of a composed config absolute, for the files that a later command reads. A
+    reference such as `${oc.env:DATA}` stays as it is.
+    """
+    if OmegaConf.select(tree, "cluster.scheduler") == "kubernetes":
+        return
+    for key in PATHS:
+        section, _, name = key.partition(".")
+        group = tree.get(section)
+        if group and not OmegaConf.is_interpolation(group, name) and group.get(name):
+            group[name] = os.path.abspath(str(group[name]))
+
+
 def store_schema() -> None:
     """Register the config schema and the resolvers of the current project with Hydra."""
     from hydra.core.config_store import ConfigStore
@@ -178,15 +196,20 @@ def store_schema() -> None:
     OmegaConf.register_new_resolver("by_device", by_device, replace=True)
 
 
-def to_config(tree: DictConfig, merged: DictConfig | None = None) -> Config:
+def to_config(
+    tree: DictConfig, merged: DictConfig | None = None, is_complete: bool = True
+) -> Config:
     """Convert a composed config, whose `${…}` are not yet resolved, to a Config object, and check
-    each value. Raises ValueError for an invalid value, and for a secret that is given as plain
-    text.
+    each value. Raises ValueError for an invalid or missing value, and for a secret that is given as
+    plain text.
 
     `merged`: the config merged into the schema, from a caller that has done so and has checked the
-    types in the `hydra` section. None: this function does both.
+    types in the `hydra` section. None: this function does both. `is_complete`: false for the config
+    on which the jobs of a sweep are based. The swept keys may set a value that is missing there.
     """
     for key, value in plain_values(OmegaConf.to_container(_task_of(tree))):
+        if is_complete and value == "???":
+            raise ValueError(required(key))
         # Reject a secret, because ranks read the config from a file of the run folder. A plain
         # secret would be visible in that file. A masked secret would be useless for the ranks.
         if is_written_out(key, value) or IN_URL.search(REFERENCE.sub("", str(value))):
@@ -194,7 +217,7 @@ def to_config(tree: DictConfig, merged: DictConfig | None = None) -> Config:
                 f"{key}: the value is a secret; give a reference to an environment variable, "
                 f"{key}='${{oc.env:NAME}}', so that no file holds the secret"
             )
-    config = typed_and_checked(tree, merged)
+    config = typed_and_checked(tree, merged, is_complete)
     if "hydra" in tree:
         if merged is None:
             check_hydra_types(tree)
@@ -202,15 +225,21 @@ def to_config(tree: DictConfig, merged: DictConfig | None = None) -> Config:
     return config
 
 
-def typed_and_checked(tree: DictConfig, merged: DictConfig | None = None) -> Config:
+def typed_and_checked(
+    tree: DictConfig, merged: DictConfig | None = None, is_complete: bool = True
+) -> Config:
     """Convert a composed config to a Config object and check each value. Raises ValueError for an
     invalid value.
 
     `merged`: the config merged into the schema, if the caller has done so; None: this function does
-    it.
+    it. `is_complete`: false to read a missing value in a free dictionary as null.
     """
     try:
-        config = OmegaConf.to_object(merge_into_schema(tree) if merged is None else merged)
+        known = merge_into_schema(tree) if merged is None else merged
+        if not is_complete:
+            for key in OmegaConf.missing_keys(known):
+                OmegaConf.update(known, key, None)
+        config = OmegaConf.to_object(known)
     except OmegaConfBaseException as error:
         # Take the overrides without resolving them, because one may contain a `${…}` that cannot be
         # resolved.

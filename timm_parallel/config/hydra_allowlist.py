@@ -48,9 +48,9 @@ def check_before_composing(loader: Any, config_name: str, overrides: list[Any]) 
     set `hydra.searchpath`. `overrides`: overrides that Hydra has parsed.
     """
     groups = {
-        group
+        group: options
         for group in loader.list_groups("")
-        if loader.get_group_options(group) and group != "hydra"
+        if group != "hydra" and (options := _options_of(loader, group))
     }
     for override in overrides:
         key, given = override.key_or_group, override.input_line
@@ -58,7 +58,7 @@ def check_before_composing(loader: Any, config_name: str, overrides: list[Any]) 
             if not is_below(re.sub("^hydra[./]?", "", key), SETTABLE):
                 raise ValueError(f"{given}: {FIXED}")
         elif key in groups:
-            options = loader.get_group_options(key)
+            options = groups[key]
             if override.is_delete():
                 raise ValueError(
                     f"{given}: a config group cannot be removed; choose "
@@ -87,6 +87,14 @@ def check_before_composing(loader: Any, config_name: str, overrides: list[Any]) 
             f"hydra.searchpath={folders}: cannot be changed; give a folder of configs with "
             "--config-dir"
         )
+
+
+def _options_of(loader: Any, group: str) -> list[str]:
+    """List the options of a config group, with those in subfolders, e.g. `small/mine`."""
+    options: list[str] = loader.get_group_options(group)
+    for folder in loader.list_groups(group):
+        options += [f"{folder}/{option}" for option in _options_of(loader, f"{group}/{folder}")]
+    return options
 
 
 def check_hydra_types(tree: DictConfig) -> None:

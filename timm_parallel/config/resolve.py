@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import os
 from collections.abc import Iterator
 
 from timm_parallel.config.cluster import fill_in
 from timm_parallel.config.resolvers import count_that_divides
 from timm_parallel.config.validate import refuse
 from timm_parallel.errors import BATCH_NOT_DIVISIBLE, BATCH_TOO_SMALL, TOO_FEW_DEVICES, Problem
-from timm_parallel.keys import TRACKERS, Config, ResolvedConfig
+from timm_parallel.keys import PATHS, TRACKERS, Config, ResolvedConfig
 from timm_parallel.machine import hardware
 from timm_parallel.machine.platform import WINDOWS
 from timm_parallel.machine.ranks import starter
@@ -39,6 +40,13 @@ def resolve(
         # Start with train.accumulate=1. The launcher doubles the number after each attempt that
         # runs out of memory.
         config.train.accumulate = 1
+    # A pod of Kubernetes has folders of its own.
+    if config.cluster.scheduler != "kubernetes":
+        for key in PATHS:
+            section, _, name = key.partition(".")
+            group = getattr(config, section)
+            if (path := getattr(group, name)) is not None:
+                setattr(group, name, os.path.abspath(path))
     elsewhere = config.cluster.scheduler != "local"
     if elsewhere:
         fill_in(config)

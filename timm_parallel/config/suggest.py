@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import shlex
 from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
@@ -184,9 +185,11 @@ def explain(error: Exception, overrides: Iterable[str] = ()) -> str:
     if hasattr(error, "override"):
         return _not_parsed(str(error.override), text, list(overrides))
     if ambiguous := re.match(r"Ambiguous value for argument '(.*)' 1\. ", text):
+        given = ambiguous.group(1)
+        text_key = _as_text(given)
         return (
-            f"{ambiguous.group(1)}: expected one value (0.1, not 0,1); write a list as [a,b], "
-            "or add -m to sweep"
+            f"{given}: expected one value (0.1, not 0,1); write a list as [a,b], or add -m to sweep"
+            f"{f'; for a comma in a text: write {text_key}' if text_key else ''}"
         )
     in_text = re.search(r"full_key: (\S+)", str(error))
     key = str(getattr(cause, "full_key", None) or (in_text.group(1) if in_text else ""))
@@ -208,9 +211,17 @@ def explain(error: Exception, overrides: Iterable[str] = ()) -> str:
             )
             fix = f"did you mean {declared_there}?" if declared_there else f"add it with +{key}=…"
             return f"{key}: not set yet; {fix}"
+        file = re.match(r"In '(.+?)': ", str(error))
+        # Without the line, Hydra puts the keys of a file below the name of its folder.
+        is_package = file and key == file.group(1).partition("/")[0]
+        if file and (is_package or re.fullmatch("_.*_?", key)):
+            return (
+                f"{key}: unknown key; write # @package _global_ as the first line of the file "
+                f"{file.group(1)}.yaml, and save the file without a byte order mark"
+            )
         return f"{key}: unknown key{key_hint(key)}"
     if "Missing mandatory" in text:
-        return f"{key}=???: required; set {key}=…"
+        return required(key)
     as_given = {
         override.lstrip("+~").partition("=")[0]: override.lstrip("+~") for override in overrides
     }
@@ -226,6 +237,13 @@ def explain(error: Exception, overrides: Iterable[str] = ()) -> str:
     ):
         return f"{as_given[declared]}: {expected}"
     return f"{as_given.get(key, key)}: {text.split(' full_key: ')[0]}"
+
+
+def required(key: str) -> str:
+    """Build the error message for a key whose value is `???`, with the help text of the key."""
+    helps = {known: entry.metadata["help"] for known, _, entry in leaves(current().config())}
+    meaning = f" ({helps[key].rstrip('.')})" if key in helps else ""
+    return f"{key}=???: required{meaning}; set {key}=…"
 
 
 def _not_parsed(word: str, reason: str, words: list[str]) -> str:
@@ -247,8 +265,24 @@ def _not_parsed(word: str, reason: str, words: list[str]) -> str:
     # Replace Hydra's parse error by a plain text, because the error quotes only fragments of the
     # value.
     if re.search(r"input '|NoViableAlt|token recognition", reason):
-        reason = UNPARSABLE
+        text = _as_text(word)
+        reason = f"cannot be parsed; for a text with special characters: write {text}"
+        if not text or value[:1] in ("[", "{"):
+            reason = UNPARSABLE
     return f"{word}: {reason.split(' See https')[0]}"
+
+
+def _as_text(word: str) -> str:
+    """Return an argument `key=value` with its value quoted as a text, for the shell. The result is
+    empty if the key takes no text.
+    """
+    key, _, value = word.partition("=")
+    types = {known: str(entry.type) for known, _, entry in leaves(current().config())}
+    name = key.lstrip("+")
+    if not re.search("str|Any", types.get(name, "str")):
+        return ""
+    escaped = value.replace('"', '\\"')
+    return shlex.quote(f'{key}="{escaped}"')
 
 
 def _without_equals(word: str, words: list[str]) -> str:

@@ -154,6 +154,9 @@ def _names(config: Config) -> Iterator[str]:
         # there.
         is_own = is_own_class(name, "tasks" if key == "train.task" else "")
         yield from own_class_problems(key, name) if is_own else problems(name)
+    # Import the task now. An error in its file would else become that of an unknown metric.
+    if current().tasks:
+        Task.find(config.train.task)
 
 
 def _task(name: str) -> Iterator[str]:

@@ -5,6 +5,8 @@ This module imports torch only when it builds a dataset, so that checks stay fas
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, cast
 
 from timm_parallel.data.dataset import ImageDataset
@@ -50,6 +52,29 @@ def check_data(config: Config, evaluated: str | None = None) -> None:
     """
     if (dataset_class := built_in(config.data.name)) is not None:
         dataset_class.check(config.data, evaluated, Task.find(config.train.task).target)
+    elif config.data.is_from_timm:
+        _check_timm_dataset(config.data)
+
+
+def _check_timm_dataset(data: DataConfig) -> None:
+    """Raise ValueError if a dataset of timm lacks its package or its folder. Neither is imported or
+    read.
+    """
+    source = data.name.partition("/")[0]
+    package = {"hfds": "datasets", "torch": "torchvision"}.get(source)
+    if package is not None and find_spec(package) is None:
+        raise ValueError(
+            f"data.name={data.name}: needs a package that is not installed: pip install {package}"
+        )
+    # A Hugging Face dataset is read from the cache of the hub. torchvision makes the folder for a
+    # download.
+    may_be_missing = source == "hfds" or (data.root and data.kwargs.get("download"))
+    if not may_be_missing and not (data.root and Path(data.root).is_dir()):
+        download = "; add +data.kwargs.download=true to fill it" if source == "torch" else ""
+        raise ValueError(
+            f"data.root={data.root or 'null'}: no such folder; data.name={data.name} needs "
+            f"data.root=<folder>{download}"
+        )
 
 
 def check_batch(config: ResolvedConfig) -> None:

@@ -55,9 +55,9 @@ class FolderDataset(ImageDataset):
         To be fast on large data, the check looks for one image file per class.
         """
         if config.root is None:
-            raise ValueError(
-                "data.root=null: set it to a folder with train/<class>/ and val/<class>/"
-            )
+            is_divided = config.val_fraction is not None
+            layout = "<class>/<image>" if is_divided else "train/<class>/ and val/<class>/"
+            raise ValueError(f"data.root=null: set it to a folder with {layout}")
         if config.val_fraction is not None:
             _check_class_folders(Path(config.root), is_trained=evaluated is None)
         elif evaluated is None:

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from timm_parallel.keys import Config, DataConfig
+from timm_parallel.keys import Config, DataConfig, ResolvedConfig
 from timm_parallel.lab.search.space import FROZEN
 from timm_parallel.lab.search.tune import is_tuning, resume_tuning, start_tuning
 from timm_parallel.lab.sweep.dry_run import show_points
@@ -22,9 +22,14 @@ from timm_parallel.record.jobs import VERDICT
 def main(arguments: Any) -> int:
     """Start, resume or list the sweep or search of a parsed command line. Return the exit code."""
     app = current()
-    return run_multirun(
-        arguments, partial(app.call, app.training_size), partial(app.call, app.check_data)
-    )
+
+    def check_data(config: Config) -> None:
+        app.call(app.check_data, config)
+        # A configuration that cannot run on this machine has no batch, and is skipped.
+        if isinstance(config, ResolvedConfig):
+            app.call(app.check_batch, config)
+
+    return run_multirun(arguments, partial(app.call, app.training_size), check_data)
 
 
 def run_multirun(

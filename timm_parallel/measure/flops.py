@@ -44,14 +44,9 @@ def count_flops(model: nn.Module, images: Shape) -> int | None:
     the count needs no memory for the batch, and draws no random numbers. Returns None if torch
     cannot count the FLOPs.
     """
-    # deepcopy takes these tensors without storage from its memo, instead of copying the real ones.
-    memo = {
-        id(tensor): tensor.detach().to("meta").requires_grad_(tensor.requires_grad)
-        for tensor in (*model.parameters(), *model.buffers())
-    }
     try:
         with torch.random.fork_rng(devices=[]), torch.device("meta"), flop_counter() as counter:
-            outputs = copy.deepcopy(model, memo)(torch.empty(images))
+            outputs = without_storage(model)(torch.empty(images))
             outputs.sum().backward()
         return int(counter.get_total_flops())
     # Catch every exception. A model may need what the meta device lacks, such as the values of a
@@ -59,6 +54,16 @@ def count_flops(model: nn.Module, images: Shape) -> int | None:
     except Exception as error:
         log.debug("FLOPs were not counted: %s: %s", type(error).__name__, error)
         return None
+
+
+def without_storage(model: nn.Module) -> nn.Module:
+    """Copy a model to the meta device, where tensors have shapes and no values."""
+    # deepcopy takes these tensors without storage from its memo, instead of copying the real ones.
+    memo = {
+        id(tensor): tensor.detach().to("meta").requires_grad_(tensor.requires_grad)
+        for tensor in (*model.parameters(), *model.buffers())
+    }
+    return copy.deepcopy(model, memo)
 
 
 def step_costs(compute_loss: Callable[[], Tensor], excluding: list[Tensor]) -> tuple[int, int]:

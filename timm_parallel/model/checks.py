@@ -6,11 +6,12 @@ model rejects, and parameters that the optimizer lacks.
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, cast
 from urllib.parse import urlparse
 from urllib.request import getproxies
@@ -20,7 +21,10 @@ from huggingface_hub import constants
 from torch import nn
 from torch.optim import Optimizer
 
+from timm_parallel.keys import ResolvedConfig
 from timm_parallel.machine.text import yaml_text
+from timm_parallel.measure.flops import without_storage
+from timm_parallel.model.freeze import frozen_modules
 from timm_parallel.parallel.group import ProcessGroup
 from timm_parallel.parallel.lockstep import Lockstep
 from timm_parallel.parallel.strategy import HasParameters
@@ -120,6 +124,43 @@ def run_on_black_image(
         model.train(was_training)
         cudnn.benchmark = benchmark
     return outputs
+
+
+def check_batch_norm(
+    model: nn.Module, image: tuple[int, ...], config: ResolvedConfig, views: int
+) -> None:
+    """Raise ValueError if a BatchNorm in training mode gets a single value per channel, of which
+    there is no variance. A copy of the model runs on the meta device, which computes only shapes.
+
+    `image`: channels, height and width. `views`: images of a sample in a step.
+    """
+    # DataParallel divides a batch into chunks of this size, and the last chunk gets the rest.
+    chunk = math.ceil(config.global_batch / config.parallel.devices)
+    if (config.global_batch % chunk or chunk) * views > 1:
+        return
+    copied, small = without_storage(model).train(), []
+
+    def note(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        if module.training and inputs[0].numel() == inputs[0].shape[1]:
+            small.append(module)
+
+    for module in frozen_modules(copied):
+        module.eval()
+    for module in copied.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and not isinstance(
+            module, nn.SyncBatchNorm
+        ):
+            module.register_forward_pre_hook(note)
+    # Ignore every exception, among them that of BatchNorm itself. A model may also need what the
+    # meta device lacks.
+    with suppress(Exception), torch.random.fork_rng(devices=[]), torch.device("meta"):
+        copied(torch.empty(1, *image))
+    if small:
+        raise ValueError(
+            f"data.batch_size={config.global_batch}: one image on a device, but "
+            "BatchNorm needs two or more values per channel; "
+            "use a larger batch, fewer devices, larger images, or a model without BatchNorm"
+        )
 
 
 def check_sharded_model(

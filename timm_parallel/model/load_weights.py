@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -10,11 +11,12 @@ from typing import Any
 from timm.models import adapt_input_conv, clean_state_dict, get_model_traits, load_state_dict
 from torch import Tensor, nn
 
+from timm_parallel.errors import RefusedError
 from timm_parallel.model.freeze import head_names
 from timm_parallel.model.weights import fill_model, read_weights
 
-# Attribute names under which Lightning modules commonly hold their model. They come from the
-# documentation of Lightning and from lightning-hydra-template.
+# Attribute names under which Lightning modules commonly hold their model, next to an averaged copy.
+# They come from the documentation of Lightning and from lightning-hydra-template.
 LIGHTNING_PREFIXES = ("model.", "net.")
 
 
@@ -24,18 +26,21 @@ def load_weights(
     target_names: list[str],
     for_evaluation: bool = False,
     strict: bool = True,
+    sorted_names: bool = True,
 ) -> str:
     """Load a weights file into a model, and return a line for the log.
 
     The line lists which tensors were loaded and which keep their random values. `target_names`:
     class names of the data. `for_evaluation`: every tensor must come from the file. `strict`: raise
-    ValueError if a tensor outside of the head would keep its random values.
+    ValueError if a tensor outside of the head would keep its random values. `sorted_names`: false
+    if the user gave the order of `target_names`, as for masks and columns of numbers.
 
     The file is a .safetensors file, a state dict, or a checkpoint of this project, of timm, of
     Lightning or of a PyTorch tutorial. It is read with `weights_only=True`, so it cannot run code.
     If the file has raw and averaged weights, those that the run's checkpoint.metric evaluates are
-    loaded; from a file of timm, the averaged ones. Prefixes that DataParallel, DDP, torch.compile
-    and Lightning put before names are removed.
+    loaded; from a file of timm, the averaged ones. A prefix that most names have, such as that of
+    DDP, torch.compile or Lightning, is removed. If the file has the classes in another order than
+    `target_names`, the outputs of the head are reordered.
 
     For training, timm adapts the tensors like its own pretrained weights. Names of other
     implementations are converted, position embeddings are resized, and the first convolution is
@@ -50,30 +55,56 @@ def load_weights(
                 f"model.weights={path}: timm cannot adapt these weights to model.name ({error}); "
                 "use the model that they were trained with"
             ) from None
-    return fill_model(model, file, head_names(model), target_names, for_evaluation, strict)
+    return fill_model(
+        model, file, head_names(model), target_names, for_evaluation, strict, sorted_names
+    )
 
 
 def _read_foreign(path: Path, own_names: list[str]) -> dict[str, Any]:
-    """Read a state dict from a file of timm, Lightning or a PyTorch tutorial.
+    """Read a state dict from a file of timm, Lightning or another program.
 
-    Prefixes that Lightning puts before names, such as `model.`, are removed. `own_names`: names of
-    the tensors in our model. If one of these names starts with the prefix, the prefix is kept.
+    The tensors may be below a key such as `net`, and their names may have a prefix such as
+    `model.`. `own_names`: names of the tensors in our model.
     """
     state = load_state_dict(str(path), use_ema=True, weights_only=True)
-    if isinstance(state.get("model_state_dict"), dict):
-        state = clean_state_dict(state["model_state_dict"])
-    for prefix in LIGHTNING_PREFIXES:
-        # Keep the prefix if the model itself has a module of this name.
-        if any(name.startswith(prefix) for name in own_names):
-            continue
-        inner = {
-            name.removeprefix(prefix): tensor
-            for name, tensor in state.items()
-            if name.startswith(prefix)
-        }
-        outer = {name: tensor for name, tensor in state.items() if not name.startswith(prefix)}
-        state = outer | clean_state_dict(inner)
-    return state
+    below = {
+        key: value
+        for key, value in state.items()
+        if isinstance(value, dict) and any(isinstance(each, Tensor) for each in value.values())
+    }
+    if below and not any(isinstance(value, Tensor) for value in state.values()):
+        key = "model_state_dict" if "model_state_dict" in below else next(iter(below))
+        if len(below) > 1 and key != "model_state_dict":
+            raise RefusedError(
+                f"model.weights={path}: has the tensors of several models below the keys "
+                f"{', '.join(below)}; save those of one: "
+                f"torch.save(torch.load({str(path)!r})[{key!r}], <new file>)"
+            )
+        state = clean_state_dict(below[key])
+    prefix = _common_prefix(path, list(state), set(own_names))
+    return clean_state_dict({name.removeprefix(prefix): value for name, value in state.items()})
+
+
+def _common_prefix(path: Path, names: list[str], own_names: set[str]) -> str:
+    """Return the text that names in a file have before the names of our model, such as
+    `backbone.`; an empty text if most names fit without a prefix, or do not fit at all.
+    """
+    counts: Counter[str] = Counter()
+    for name in names:
+        parts = name.split(".")
+        for start in range(len(parts)):
+            if ".".join(parts[start:]) in own_names:
+                counts[name.removesuffix(".".join(parts[start:]))] += 1
+    # A name such as `norm.weight` also fits the end of others, so a prefix has to fit most tensors.
+    most = max(counts.values(), default=0)
+    likely = [prefix for prefix, count in counts.items() if count == most > len(own_names) / 2]
+    known = [prefix for prefix in ("", *LIGHTNING_PREFIXES) if prefix in likely]
+    if len(likely) > 1 and not known:
+        raise RefusedError(
+            f"model.weights={path}: has the tensors of several models, whose names start with "
+            f"{', '.join(likely)}; save those of one, without this prefix"
+        )
+    return next(iter([*known, *likely]), "")
 
 
 def _adapted(tensors: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:

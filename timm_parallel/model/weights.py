@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import json
+import shlex
 import zipfile
 from collections.abc import Callable
 from contextlib import suppress
@@ -11,26 +13,40 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from timm.utils.misc import natural_key
 from torch import Tensor, nn
 
 from timm_parallel.data.dataset import class_difference
-from timm_parallel.machine.text import first
+from timm_parallel.errors import RefusedError
+from timm_parallel.machine.text import first, plural
+
+# Code that reads a file with all its objects, and saves its first dictionary of tensors alone.
+_SAVE_TENSORS = (
+    "import torch; c = torch.load({0}, weights_only=False); "
+    'c = getattr(c, "state_dict", lambda: c)(); '
+    "s = next((v for v in c.values() if isinstance(v, dict) "
+    "and any(map(torch.is_tensor, v.values()))), c); "
+    'torch.save({{k: v for k, v in s.items() if torch.is_tensor(v)}}, {0} + ".tensors.pt")'
+)
 
 
 @dataclass
 class WeightsFile:
     """Contents of a weights file: tensors by name.
 
-    The class names and the image size are known only for a checkpoint of this project.
+    The image size is known only for a checkpoint of this project.
     """
 
     path: Path
     tensors: dict[str, Tensor]
     # Text that says if raw or averaged weights were read; empty if the file has only raw ones.
     label: str = ""
+    # Class names in the order of the head's outputs; None if the file does not name them.
     target_names: list[str] | None = None
     # Channels, height and width of the images on which the saved run was evaluated.
     input_size: tuple[int, ...] | None = None
+    # True if timm's train.py has sorted the folders of the classes.
+    is_of_timm: bool = False
 
 
 def read_weights(path: Path, read_foreign: Callable[[Path], dict[str, Any]]) -> WeightsFile:
@@ -52,20 +68,19 @@ def read_weights(path: Path, read_foreign: Callable[[Path], dict[str, Any]]) -> 
             and isinstance(contents.get("format"), int)
         ):
             return _of_checkpoint(path, contents)
-        tensors = {
-            str(name): tensor
-            for name, tensor in read_foreign(path).items()
-            if isinstance(tensor, Tensor)
-        }
+        tensors = _tensors_in(read_foreign(path))
     except FileNotFoundError:
         raise ValueError(f"model.weights={path}: no such file") from None
+    except RefusedError:
+        raise
     # Catch every exception, because torch and safetensors raise many types of them for a file that
     # does not hold weights.
     except Exception as error:
-        if _has_python_objects(path):
+        if objects := _python_objects(path):
             raise ValueError(
                 f"model.weights={path}: contains Python objects besides tensors and plain values, "
-                "so it is not loaded; save model.state_dict() instead"
+                f"so it is not loaded: {first(objects)}; if you trust the author of the file, save "
+                f"its tensors: python -c {shlex.quote(_SAVE_TENSORS.format(json.dumps(str(path))))}"
             ) from None
         reason = " ".join(str(error)[:200].split())
         if path.suffix != ".safetensors" and not zipfile.is_zipfile(path):
@@ -79,16 +94,53 @@ def read_weights(path: Path, read_foreign: Callable[[Path], dict[str, Any]]) -> 
             f"model.weights={path}: contains no tensors with names; give a state dict or a "
             "checkpoint"
         )
-    return WeightsFile(path, tensors)
+    return WeightsFile(
+        path,
+        tensors,
+        target_names=_class_names(path, contents),
+        is_of_timm=_has_classes_of_timm(contents),
+    )
 
 
-def _has_python_objects(path: Path) -> bool:
-    """Return True if a file of torch.save refers to a class or function that torch.load does not
-    allow.
+def _tensors_in(state: dict[str, Any]) -> dict[str, Tensor]:
+    return {str(name): value for name, value in state.items() if isinstance(value, Tensor)}
+
+
+def _python_objects(path: Path) -> list[str]:
+    """Return the names of the classes and functions in a file of torch.save that torch.load does
+    not allow.
     """
     with suppress(Exception), torch.serialization.safe_globals([argparse.Namespace]):
-        return bool(torch.serialization.get_unsafe_globals_in_checkpoint(str(path)))
-    return False
+        return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(str(path)))
+    return []
+
+
+def _class_names(path: Path, contents: Any) -> list[str] | None:
+    """Return the class names that another program has stored with the weights, in the order of the
+    outputs: in a checkpoint as `classes` or `class_to_idx`, for a .safetensors file in the
+    config.json of the Hugging Face hub next to the file. None if there are none.
+    """
+    if path.suffix == ".safetensors":
+        with suppress(OSError, ValueError):
+            contents = json.loads(path.with_name("config.json").read_text(encoding="utf-8"))
+    if not isinstance(contents, dict):
+        return None
+    numbers = contents.get("class_to_idx")
+    if isinstance(numbers, dict):
+        return sorted(map(str, numbers), key=numbers.__getitem__)
+    names = contents.get("classes", contents.get("label_names"))
+    return [str(name) for name in names] if isinstance(names, list | tuple) else None
+
+
+def _has_classes_of_timm(contents: Any) -> bool:
+    """Return True for a checkpoint of timm's train.py that was trained on folders of images. With a
+    class map, or a dataset such as hfds/…, the classes may have any order.
+    """
+    if not (isinstance(contents, dict) and "arch" in contents):
+        return False
+    arguments = contents.get("args")
+    has_map = getattr(arguments, "class_map", "")
+    return not has_map and "/" not in (getattr(arguments, "dataset", None) or "")
 
 
 def _of_checkpoint(path: Path, contents: dict[str, Any]) -> WeightsFile:
@@ -128,15 +180,21 @@ def fill_model(
     target_names: list[str],
     for_evaluation: bool,
     strict: bool,
+    sorted_names: bool,
 ) -> str:
     """Load those tensors of a weights file that fit into a model, and return a line for the log.
 
     The line lists the loaded tensors and those that keep their random values. `head`: names of the
     tensors in the head. All of them keep their random values if one does not fit, or if the file's
-    classes differ from `target_names`. Raises ValueError if a tensor outside of the head does not
-    fit, unless `strict` is false. In an evaluation, every tensor must fit.
+    classes differ from `target_names`. If only the order of the classes differs, the outputs of the
+    head are put into the order of `target_names`. `sorted_names`: the program that wrote the file
+    may have sorted the classes by another rule. Raises ValueError if a tensor outside of the head
+    does not fit, unless `strict` is false. In an evaluation, every tensor must fit.
     """
     own = model.state_dict()
+    if sorted_names and file.is_of_timm and _outputs(file, head, len(target_names)):
+        file.target_names = natural_order(target_names)
+    moved = _reorder_head(file, head, target_names)
     problems = {name: _problem(name, file, own) for name in own}
     why_fresh = ""
     if file.target_names is not None and file.target_names != target_names:
@@ -148,6 +206,12 @@ def fill_model(
             raise ValueError(
                 f"model.weights={file.path}: {why_fresh}; evaluate the weights on data with the "
                 "classes that they were trained on"
+            )
+    elif sorted_names and (why_fresh := _doubt(file, head, target_names)):
+        if for_evaluation:
+            raise ValueError(
+                f"model.weights={file.path}: {why_fresh}; add the order to the file, as "
+                "class_to_idx={<class>: <number of its output>} next to state_dict"
             )
     elif not for_evaluation:
         why_fresh = first([problems[name] for name in own if name in head and problems[name]], 1)
@@ -166,6 +230,7 @@ def fill_model(
         if tensor.requires_grad
     ]
     fits = any(not problems[name] and name not in fresh for name in trained)
+    unused = [name for name in file.tensors if name not in own]
     if missing and (strict or for_evaluation or not fits):
         size = (
             ""
@@ -178,15 +243,19 @@ def fill_model(
             if may_be_fresh
             else ""
         )
+        others = f"; the file instead has {first(unused, 3)}" if unused else ""
         raise ValueError(
             f"model.weights={file.path}: {len(missing)} of the model's {len(own)} tensors would "
             f"stay random: {first([problems[name] for name in missing], 3)}; use the model.name, "
             "model.kwargs, image size (data.image_size), channels and classes that the file was "
-            f"trained with{size}{hint}"
+            f"trained with{size}{hint}{others}"
         )
     loaded = {name: file.tensors[name] for name in own if not problems[name] and name not in fresh}
+    _check_finite(file.path, loaded, {name for name, _ in model.named_parameters()})
     model.load_state_dict(loaded, strict=False)
     line = f"{file.path}: {file.label}{len(loaded)} of {len(own)} tensors"
+    if moved:
+        line += "; the head is in the order of the data's classes"
     if fresh:
         line += f"; the head is fresh: {', '.join(sorted(fresh))}: {why_fresh}"
     if missing:
@@ -194,9 +263,75 @@ def fill_model(
             "; also fresh (model.weights_strict=false): "
             f"{first([problems[name] for name in missing])}"
         )
-    if unused := [name for name in file.tensors if name not in own]:
+    if unused:
         line += f"; not used: {first(unused)}"
     return line
+
+
+def natural_order(names: list[str]) -> list[str] | None:
+    """Sort class names as timm does: numbers by value, and ignoring case. None if two names are
+    equal by this rule, because timm then leaves their order to chance.
+    """
+    keys = {name: tuple(natural_key(name)) for name in names}
+    return sorted(names, key=keys.__getitem__) if len({*keys.values()}) == len(names) else None
+
+
+def _doubt(file: WeightsFile, head: set[str], target_names: list[str]) -> str:
+    """Return the reason why the outputs of a head may belong to other classes than those of the
+    data; an empty text if there is no doubt.
+    """
+    natural = natural_order(target_names)
+    is_known = file.target_names is not None or natural == target_names
+    # A dataset such as CIFAR-10 has an order of its own, which every program uses.
+    is_own_order = target_names != sorted(target_names)
+    if is_known or is_own_order or not _outputs(file, head, len(target_names)):
+        return ""
+    return (
+        "it does not name its classes, whose order may be that of this project "
+        f"({first(target_names, 3)}) or that of timm ({first(natural or [], 3)})"
+    )
+
+
+def _outputs(file: WeightsFile, head: set[str], count: int) -> list[str]:
+    """Return the names of the tensors in the head of a file that have a row for each of `count`
+    outputs.
+    """
+    return [
+        name
+        for name in sorted(head)
+        if name in file.tensors and file.tensors[name].shape[:1] == (count,)
+    ]
+
+
+def _reorder_head(file: WeightsFile, head: set[str], target_names: list[str]) -> bool:
+    """Put the outputs of the head of a file into the order of `target_names`, if the file has the
+    same classes in another order. Return True if the order was changed.
+    """
+    names = file.target_names or []
+    rows = _outputs(file, head, len(names))
+    if names == target_names or sorted(names) != sorted(target_names) or not rows:
+        return False
+    order = torch.tensor([names.index(name) for name in target_names])
+    for name in rows:
+        file.tensors[name] = file.tensors[name][order]
+    file.target_names = target_names
+    return True
+
+
+def _check_finite(path: Path, loaded: dict[str, Tensor], parameters: set[str]) -> None:
+    """Raise ValueError if a tensor that the model takes from a file is NaN, or one of its
+    `parameters` is infinite. A buffer, such as a mask of attention, may be infinite.
+    """
+    bad = [
+        name
+        for name, tensor in loaded.items()
+        if tensor.isnan().any() or (name in parameters and tensor.isinf().any())
+    ]
+    if bad:
+        raise ValueError(
+            f"model.weights={path}: {plural(len(bad), 'tensor')} with values that are NaN or "
+            f"infinite: {first(bad, 3)}; give a checkpoint from before the training diverged"
+        )
 
 
 def _problem(name: str, file: WeightsFile, own: dict[str, Tensor]) -> str:

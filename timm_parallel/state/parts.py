@@ -19,7 +19,7 @@ from timm_parallel.keys import ResolvedConfig, leaves
 from timm_parallel.machine.secrets import hide_in
 from timm_parallel.measure.step_hooks import StepHooks
 from timm_parallel.measure.step_profiler import build_hooks
-from timm_parallel.model.checks import check_is_complete, check_sharded_model
+from timm_parallel.model.checks import check_batch_norm, check_is_complete, check_sharded_model
 from timm_parallel.parallel.communication import Communication
 from timm_parallel.parallel.strategy import HasParameters, Strategy, own_parameters
 from timm_parallel.state.progress import Progress
@@ -143,13 +143,17 @@ class RunParts:
         `profiled`: (number of steps at the start that are not timed, number of these steps to
         profile), or (None, None). `parts`: the fields that have no argument here, such as the
         dataset and the task. Raises ValueError if a trainable parameter is missing from the
-        optimizer, or if a sharded model cannot be evaluated. All ranks must call this function.
+        optimizer, if a sharded model cannot be evaluated, or if BatchNorm cannot train on the
+        images of a device. All ranks must call this function.
         """
         check_is_complete(state.optimizer, state)
         if strategy.shards:
             step: Any = state.train_step
             size = parts["preprocessing"].input_size
             check_sharded_model(strategy.for_evaluation(step.model), size, strategy.group)
+        else:
+            image = (parts["preprocessing"].input_size[0], *parts["image_size"])
+            check_batch_norm(state.model, image, config, parts["task"].views)
         steps_per_epoch, total_steps = config.train.count_steps(
             train_loader.sampler.batches_per_epoch
         )

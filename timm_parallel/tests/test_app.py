@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from timm_parallel import App, class_source, project
+from timm_parallel.entry import run_command
 from timm_parallel.keys import STRATEGIES, ParallelConfig
 
 SMALL = Path(__file__).with_name("small_project")
@@ -57,3 +58,11 @@ def test_compose_uses_the_config_classes_and_files_of_the_current_app(
     assert type(small.compose()) is small.config
     monkeypatch.undo()
     assert type(first.compose()) is first.config
+
+
+def test_error_starts_with_the_name_of_the_script_that_was_called(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["/projects/fork/fit.py", "seed=-1"])
+    assert run_command(project.current()) == 2  # type: ignore[arg-type]
+    assert capsys.readouterr().err.startswith("fit.py: seed=-1: ")

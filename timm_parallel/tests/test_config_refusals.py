@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import shlex
 import tempfile
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from timm_parallel.machine import hardware
 from timm_parallel.machine.hardware import CudaDevice
 from timm_parallel.machine.ranks import NEEDED, ranks_from_environment
 from timm_parallel.testing.commands import Refuse
+from timm_parallel.testing.configs import conf, parse
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = ROOT / "train.py"
@@ -144,7 +146,7 @@ WRONG_TYPES = [
     ("optim.lr=0,001", "optim.lr=0,001: ", "0.1"),
     ("data.augment.scale=(0.5,1.0)", "data.augment.scale=(0.5,1.0): ", "[a,b]"),
     ("data.root=d/my=data", "data.root=d/my=data: ", "quote"),
-    ("data.root=d/ü[1]", "data.root=d/ü[1]: ", "quote"),
+    ("data.root=d/ü[1]", "data.root=d/ü[1]: ", "write"),
     ("tags=[a", "tags=[a: ", "[a,b]"),
     ("optim.lr=choice(1,2)", "optim.lr=choice(1,2)", "--multirun"),
     ("optim.lr=${nope}", "optim.lr", "nope"),
@@ -320,7 +322,7 @@ def test_message_for_wrong_type_contains_no_omegaconf_class_names(refuse: Refuse
 
 
 def test_sweep_accepts_quoted_names_of_config_group_options() -> None:
-    _, points = expand(parse(["-m", "model='tiny',\"resnet18\""]))
+    _, points = expand(parse("-m", "model='tiny',\"resnet18\""))
     assert [point.config.model.name for point in points] == ["vit_tiny_patch16_224", "resnet18"]
 
 
@@ -333,7 +335,13 @@ YAML_FILES = [
     ("optim: {lr: abc}", "optim.lr", "abc"),
     ("optim: {lr: .nan}", "optim.lr=nan"),
     ("train: {epochs: null}", "train.epochs"),
-    ("data: {root: '???', name: folder}", "data.root"),
+    ("data: {root: '???', name: folder}", "data.root=???"),
+    ("optim: {lr: '???'}", "optim.lr=???"),
+    ("data: {augment: {hflip: '???'}}", "data.augment.hflip=???"),
+    ("model: {kwargs: {block: {depth: '???'}}}", "model.kwargs.block.depth=???"),
+    ("data: {mean: ['???']}", "data.mean=???"),
+    ("checkpoint: '???'", "checkpoint=???"),
+    ("seed: '???'", "seed=???"),
     ("hydra: null", "hydra"),
     ("hydra: {runn: {dir: x}}", "hydra.runn"),
     ("hydra: {run: {dirr: x}}", "hydra.run.dirr"),
@@ -358,6 +366,138 @@ def test_error_names_invalid_key_or_value_in_yaml_file(
     write_yaml(tmp_path / "conf", "experiment/wrong.yaml", f"# @package _global_\n{text}\n")
     line = refuse("--config-dir", str(tmp_path / "conf"), "experiment=wrong")
     assert [name for name in named if name not in line] == [], line
+
+
+# Option files by name, a command line, and the key without a value; None: all keys have one.
+MANDATORY = [
+    ({"model__mine": "name: ???"}, "model=mine", "model.name"),
+    ({"model__mine": "name: ???"}, "model=mine model.name=resnet10t", None),
+    ({"local__default": "# @package _global_\ndata:\n  workers: ???"}, "", "data.workers"),
+    (
+        {
+            "local__default": "# @package _global_\noptim: {lr: 0.5}",
+            "optim__mine": "lr: ???",
+        },
+        "optim=mine",
+        None,
+    ),
+    ({"optim__mine": "lr: ???"}, "optim=mine optim={lr: 0.5}", None),
+    ({"experiment__a": "# @package _global_\nseed: ???"}, "experiment=a seed=3", None),
+    ({"experiment__a": "# @package _global_\nseed: ???"}, "experiment=a seed=???", "seed"),
+    (
+        {
+            "experiment__a": "# @package _global_\ndefaults: [b]\nseed: 3",
+            "experiment__b": "# @package _global_\nseed: ???",
+        },
+        "experiment=a",
+        None,
+    ),
+    (
+        {
+            "experiment__a": "# @package _global_\ndefaults: [b]\nseed: ???",
+            "experiment__b": "# @package _global_\nseed: 3",
+        },
+        "experiment=a",
+        "seed",
+    ),
+]
+
+
+@pytest.mark.parametrize(("files", "command", "key"), MANDATORY)
+def test_compose_names_mandatory_key_that_no_later_file_or_argument_sets(
+    tmp_path: Path, files: dict[str, str], command: str, key: str | None
+) -> None:
+    words = ["--config-dir", str(conf(tmp_path, **files)), *re.split(" (?=[a-z]+[.=])", command)]
+    arguments = parse(*(word for word in words if word))
+    if key is None:
+        assert compose_command(arguments).config
+    else:
+        with pytest.raises(ValueError, match=rf"^{re.escape(key)}=\?\?\?: "):
+            compose_command(arguments)
+
+
+def test_sweep_names_mandatory_key_that_neither_file_nor_swept_value_sets(tmp_path: Path) -> None:
+    file = "name: ???\nkwargs:\n  depth: ???"
+    words = ["--config-dir", str(conf(tmp_path, model__mine=file)), "-m", "model=mine"]
+    name = "model.name=resnet10t,resnet18"
+    with pytest.raises(ValueError, match=r"^model\.kwargs\.depth=\?\?\?: "):
+        expand(parse(*words, name))
+    _, points = expand(parse(*words, name, "model.kwargs.depth=1"))
+    assert [point.config.model.name for point in points] == ["resnet10t", "resnet18"]
+    search = ["search=optuna", "model.kwargs.depth=choice(1,2)", "model.name=resnet18"]
+    _, points = expand(parse(*words, *search))
+    assert len(points) == 1
+
+
+@pytest.mark.parametrize(
+    ("start", "key"),
+    [
+        ("", "experiment"),
+        ("# A comment above.\n# @package _global_\n", "experiment"),
+        ("\ufeff# @package _global_\n", "experiment"),
+        ("# @package _globl_\n", "_globl_"),
+    ],
+    ids=["missing", "second line", "byte order mark", "misspelled"],
+)
+def test_error_names_experiment_file_and_its_first_line_when_the_line_is_not_read(
+    refuse: Refuse, tmp_path: Path, start: str, key: str
+) -> None:
+    folder = conf(tmp_path / "conf", experiment__trial=f"{start}optim:\n  lr: 0.5\n")
+    line = refuse("--config-dir", str(folder), "experiment=trial")
+    assert line.startswith(f"train.py: {key}: ")
+    assert "experiment/trial.yaml" in line and "# @package _global_" in line
+
+
+def test_option_in_a_subfolder_of_its_group_is_taken(tmp_path: Path) -> None:
+    files = {
+        "model__small__mine": "name: resnet10t",
+        "experiment__paper__table_2": "# @package _global_\nseed: 11",
+        "optim__a__b__c": "lr: 0.25",
+    }
+    words = ["--config-dir", str(conf(tmp_path, **files)), "experiment=paper/table_2"]
+    config = compose_command(parse(*words, "model=small/mine", "optim=a/b/c")).config
+    assert (config.model.name, config.seed, config.optim.lr) == ("resnet10t", 11, 0.25)
+    _, points = expand(parse("-m", *words, "model=small/mine,tiny"))
+    assert [point.config.model.name for point in points] == ["resnet10t", "vit_tiny_patch16_224"]
+    with pytest.raises(ValueError, match=r"^model=small/min: .*did you mean small/mine"):
+        compose_command(parse(*words, "model=small/min"))
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/data/Blüten",
+        "/data/花/x",
+        "/a (copy)/b",
+        "/a#b",
+        "/it's",
+        "/a&b;c",
+        "/a=b",
+        "/x,y",
+        'a"b(',
+    ],
+)
+@pytest.mark.parametrize("key", ["data.root", "+model.kwargs.file"])
+def test_error_for_a_path_with_special_characters_is_the_argument_to_paste(
+    path: str, key: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"{key}={path}")) as refusal:
+        compose_command(parse(f"{key}={path}"))
+    [pasted] = shlex.split(str(refusal.value).rpartition(": write ")[2])
+    config = compose_command(parse(pasted)).config
+    assert path in (config.data.root, config.model.kwargs.get("file"))
+
+
+@pytest.mark.parametrize("scale", ["[35,100]", "[0.5,1.5]", "[2,3]"])
+def test_area_of_a_crop_above_1_is_refused(refuse: Refuse, scale: str) -> None:
+    assert "data.augment.scale=[" in refuse(f"data.augment.scale={scale}")
+    assert "1" in refuse(f"data.augment.scale={scale}", "data.augment.train_crop_mode=rrc")
+    compose_command(parse("data.augment.scale=[0.8,1.25]", "data.augment.train_crop_mode=rkrc"))
+
+
+@pytest.mark.parametrize("shown", ["job", "all"])
+def test_cfg_names_mandatory_key_without_value(refuse: Refuse, shown: str) -> None:
+    assert "data.name=???" in refuse("data=timm", f"--cfg={shown}")
 
 
 @pytest.mark.parametrize(
@@ -494,12 +634,6 @@ COMBINATIONS = st.lists(
 )
 
 
-def parse(words: list[str]) -> object:
-    from hydra._internal.utils import get_args_parser
-
-    return get_args_parser().parse_args(words)
-
-
 @pytest.mark.nightly
 @pytest.mark.slow(seconds=20)
 @given(overrides=COMBINATIONS, cuda=st.integers(0, 2))
@@ -510,7 +644,7 @@ def test_random_overrides_resolve_or_are_refused_in_a_message_that_names_a_key(
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as scratch:
         patch.setattr(hardware, "visible_cuda_devices", lambda: fake_cuda(cuda))
         try:
-            config = resolve(compose_command(parse(overrides)).config)
+            config = resolve(compose_command(parse(*overrides)).config)
         except ValueError as error:
             line = " ".join(str(error).split())
             key = re.match(r"[+~]{0,2}([\w./]+)", line)

@@ -10,10 +10,13 @@ from typing import Any
 
 import pytest
 import timm
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import CachingConfigRepository, ConfigRepository
 from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
 from hydra.core.config_store import ConfigStore
+from hydra.core.default_element import ResultDefault
 from hydra.core.plugins import Plugins
+from omegaconf import OmegaConf
 from PIL import Image, ImageOps
 from timm.data import auto_augment
 from timm.models import _builder
@@ -21,6 +24,7 @@ from timm.models import _builder
 from timm_parallel.patches import (
     check_files_first,
     create_model_with_filter,
+    keep_missing_values,
     posterize_to_black,
     share_config_store,
 )
@@ -64,6 +68,28 @@ def test_patched_hydra_repository_checks_a_config_file_before_parsing_the_file(
     with pytest.raises(ValueError, match=r"^refused$"):
         repository.load_config("broken")
     assert checked == [tmp_path / "broken.yaml"]
+
+
+def test_patched_hydra_loader_keeps_a_missing_value_over_that_of_an_earlier_file(
+    tmp_path: Path,
+) -> None:
+    for name, text in (("first", "a: 1\nb: 2"), ("second", "a: ???\nc: ???"), ("third", "c: 3")):
+        (tmp_path / f"{name}.yaml").write_text(text)
+    Plugins.instance()
+    search = ConfigSearchPathImpl()
+    search.append("main", f"file://{tmp_path}")
+    search.append("schema", "structured://")
+    composed = []
+    for patched in (False, True):
+        loader = ConfigLoaderImpl(search)
+        if patched:
+            keep_missing_values(loader)
+        tree = loader._compose_config_from_defaults_list(
+            [ResultDefault(config_path=name, package="") for name in ("first", "second", "third")],
+            loader.repository,
+        )
+        composed.append(OmegaConf.to_container(tree))
+    assert composed == [{"a": 1, "b": 2, "c": 3}, {"a": "???", "b": 2, "c": 3}]
 
 
 def test_create_model_with_filter_stores_the_checkpoint_filter_of_timm_in_the_model() -> None:

@@ -18,15 +18,18 @@ from PIL import Image
 
 from src.app import app
 from src.schema import Config
-from timm_parallel.config.compose import load_config, save_config
+from timm_parallel.config.compose import load_config, read_saved, save_config
 from timm_parallel.entry import run_command
-from timm_parallel.keys import leaves
+from timm_parallel.keys import SweepConfig, leaves
+from timm_parallel.lab.jobs.folders import config_folder
+from timm_parallel.lab.sweep.blocks import freeze_jobs
+from timm_parallel.lab.sweep.points import expand
 from timm_parallel.launch import job
 from timm_parallel.machine import hardware
 from timm_parallel.machine.lock import lock_folder
 from timm_parallel.machine.ranks import NEEDED
 from timm_parallel.record.result import Result, read_result, write_result
-from timm_parallel.testing.configs import conf
+from timm_parallel.testing.configs import conf, parse
 
 OVERRIDES = (
     "model=tiny",
@@ -227,10 +230,51 @@ def test_resume_accepts_a_new_data_root_when_the_image_folder_was_moved(
     folder = main.start("day/1", "data=folder", "data.root=here", "data.batch_size=1")
     (tmp_path / "here").rename(tmp_path / "there")
     code, err = main(f"resume={folder}")
-    assert code == 2 and "data.root=here" in err
+    assert code == 2 and f"data.root={tmp_path / 'here'}: " in err
     code, err = main(f"resume={folder}", "data.root=there")
     assert code == 0, err
-    assert load_config(folder).data.root == "there"
+    assert load_config(folder).data.root == str(tmp_path / "there")
+
+
+@pytest.mark.slow(seconds=2)
+def test_run_with_relative_paths_is_resumed_and_evaluated_from_another_folder(
+    main: Main, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for split in ("train", "val"):
+        for name in ("a", "b"):
+            (tmp_path / "shapes" / split / name).mkdir(parents=True)
+            Image.new("L", (8, 8)).save(tmp_path / "shapes" / split / name / "0.png")
+    Path("start.pt").write_bytes(b"weights")
+    paths = ("data=folder", "data.root=shapes", "model.weights=start.pt")
+    words = (*paths, "data.image_size=32", "data.batch_size=2", "train.epochs=4")
+    folder = main.start("day/1", *words, "hydra.job.chdir=true")
+    typed = (folder / ".hydra" / "overrides.yaml").read_text()
+    assert "data.root=shapes" in typed
+    # The same command finds its run.
+    assert main(*OVERRIDES, *words, "resume=auto") == (0, "")
+    assert main.ran[-1].resolve() == folder
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    assert main(f"resume={folder}") == (0, "")
+    for config in (load_config(folder), app.evaluation_config(folder, [])):
+        assert config.data.root == str(tmp_path / "shapes")
+    assert load_config(folder).model.weights == str(tmp_path / "start.pt")
+
+
+@pytest.mark.slow(seconds=2)
+def test_sweep_saves_the_relative_paths_of_its_jobs_as_absolute_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ("-m", "data=folder", "data.root=one,two", "parallel=single", "cluster=local")
+    _, points = expand(parse(*words))
+    jobs = freeze_jobs(tmp_path, points, SweepConfig())
+    for each, name in zip(jobs.jobs, ("one", "two"), strict=True):
+        target = config_folder(tmp_path, each)
+        assert load_config(target).data.root == str(tmp_path / name)
+        saved = read_saved(target / ".hydra" / "config.yaml")
+        assert saved.data.root == str(tmp_path / name)
 
 
 @pytest.mark.slow(seconds=1)

@@ -135,6 +135,7 @@ def test_sweep_dry_run_counts_the_runs_of_all_repeats(tmp_path: Path) -> None:
         jobs = freeze_jobs(folder, expanded, settings).jobs
         runs = sum(job.status != "skipped" for job in jobs)
         assert count_runs(expanded, settings).startswith(f"{runs} runs")
+    assert count_runs(expanded[:1], SweepConfig()) == "1 run"
 
 
 @pytest.mark.slow(seconds=2)

@@ -47,7 +47,13 @@ def test_sweep_is_refused_before_its_first_job_when_one_swept_data_root_is_missi
 ) -> None:
     images = image_folder(tmp_path / "images")
     gone = tmp_path / "gone"
-    line = refuse(*SMALL, "data=folder", f"data.root={images},{gone}", f"sweep.dry_run={dry_run}")
+    line = refuse(
+        *SMALL,
+        "data=folder",
+        "data.batch_size=2",
+        f"data.root={images},{gone}",
+        f"sweep.dry_run={dry_run}",
+    )
     assert f"data.root={gone}" in line
     assert f"{gone}/train" in line
 
@@ -58,8 +64,29 @@ def test_search_is_refused_before_its_first_trial_when_one_searched_data_root_is
 ) -> None:
     images = image_folder(tmp_path / "images")
     gone = tmp_path / "gone"
-    line = refuse(*SMALL, "search=optuna", "data=folder", f"data.root={images},{gone}")
+    line = refuse(
+        *SMALL, "search=optuna", "data=folder", "data.batch_size=2", f"data.root={images},{gone}"
+    )
     assert f"data.root={gone}" in line
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (("data.limit_train=40,100", "data.batch_size=64"), ("data.batch_size=64", "40 images")),
+        (("data.batch_size=16,2000",), ("data.batch_size=2000", "1257 images")),
+        (("train.accumulate=1,30",), ("train.accumulate=30", "19 batches")),
+        (("seed=1,2", "data.limit_train=9", "sweep.dry_run=true"), ("9 images",)),
+        (("search=optuna", "data.limit_train=9", "data.batch_size=10"), ("9 images",)),
+        (("search=optuna", "data.batch_size=choice(8,1258)"), ("data.batch_size=1258",)),
+        (("sweep.tune=['data.workers=1']", "data.limit_train=9"), ("9 images",)),
+    ],
+)
+def test_sweep_is_refused_before_its_first_job_when_a_batch_exceeds_the_training_images(
+    refuse: Refuse, words: tuple[str, ...], named: tuple[str, ...]
+) -> None:
+    line = refuse(*SMALL, *words)
+    assert [text for text in named if text not in line] == [], line
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from PIL import Image
 from src.data.transforms import OnImage, train_transform
 from src.schema import Config
 from src.train.build import build_data_and_model, build_run
-from timm_parallel.data.build import build_dataset
+from timm_parallel.data.build import build_dataset, check_data
 from timm_parallel.data.samplers import IndexBatch
 from timm_parallel.errors import UnreadableImageError
 from timm_parallel.machine.ranks import Ranks
@@ -66,6 +66,27 @@ def write_mnist(root: Path, count: int) -> None:
         (raw / f"{part}-labels-idx1-ubyte").write_bytes(
             struct.pack(">II", 2049, count) + labels.tobytes()
         )
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (("data.name=torch/mnist",), r"^data\.root=null: .*data\.kwargs\.download=true"),
+        (("data=timm", "data.name=torch/kmnist"), r"^data\.root=null: "),
+        (("data=timm", "data.name=torch/cifar100", "data.root=gone"), r"^data\.root=/.*gone: "),
+        (("data=timm", "data.name=hfds/some/images"), r"^data\.name=hfds/some/images: .*datasets"),
+    ],
+)
+def test_dataset_of_timm_is_refused_before_the_start_when_folder_or_package_is_missing(
+    monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], named: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ValueError, match=named):
+        check_data(resolved(*words))
+
+
+def test_download_of_torchvision_dataset_needs_no_existing_folder(tmp_path: Path) -> None:
+    check_data(config_of("torch/mnist", tmp_path / "new", "+data.kwargs.download=true"))
 
 
 def test_torchvision_dataset_on_disk_is_read_without_a_download(tmp_path: Path) -> None:

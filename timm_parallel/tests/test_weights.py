@@ -4,14 +4,21 @@ than the head of the model random.
 
 from __future__ import annotations
 
+import collections
+import functools
+import json
 import pickle
+import re
+import shlex
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import timm
 import torch
+from omegaconf import OmegaConf
 from PIL import Image
 from safetensors.torch import save_file
 from timm.utils import CheckpointSaver
@@ -397,3 +404,142 @@ def test_weights_strict_false_refuses_a_file_in_which_only_buffers_match_the_mod
     torch.save({"conv1.0.weight": state["conv1.0.weight"]}, tmp_path / "weights.pt")
     load_weights(other, tmp_path / "weights.pt", DIGITS, strict=False)
     assert torch.equal(other.state_dict()["conv1.0.weight"], state["conv1.0.weight"])
+
+
+# Class names that timm's train.py sorts in another order than this project: by number, ignoring
+# case.
+MIXED = ["Zebra", "class_10", "class_9"]
+OF_TIMM = ["class_9", "class_10", "Zebra"]
+
+
+def head_of(model: Any) -> Tensor:
+    weight = model.state_dict()["head.weight"]
+    assert isinstance(weight, Tensor)
+    return weight
+
+
+@pytest.mark.parametrize("for_evaluation", [False, True])
+@pytest.mark.parametrize(
+    ("more", "order"),
+    [
+        ({"arch": "vit", "args": Namespace(lr=0.1, dataset="", class_map="")}, OF_TIMM),
+        (
+            {"class_to_idx": {"class_10": 0, "Zebra": 1, "class_9": 2}},
+            ["class_10", "Zebra", "class_9"],
+        ),
+        ({"classes": OF_TIMM, "epoch": 2}, OF_TIMM),
+        ({"classes": MIXED}, MIXED),
+    ],
+    ids=["timm", "class_to_idx", "classes", "equal"],
+)
+def test_head_follows_the_class_order_of_the_program_that_wrote_the_weights(
+    tmp_path: Path, more: dict[str, Any], order: list[str], for_evaluation: bool
+) -> None:
+    state = model(num_classes=3, seed=1).state_dict()
+    torch.save({"state_dict": state, **more}, tmp_path / "last.pth")
+    fresh = model(num_classes=3, seed=2)
+    load_weights(fresh, tmp_path / "last.pth", MIXED, for_evaluation)
+    rows = [order.index(name) for name in MIXED]
+    assert torch.equal(head_of(fresh), state["head.weight"][rows])
+    assert torch.equal(fresh.state_dict()["head.bias"], state["head.bias"][rows])
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"arch": "vit", "args": Namespace(dataset="", class_map="names.txt")},
+        {"arch": "vit", "args": Namespace(dataset="hfds/animals")},
+    ],
+    ids=["bare", "class map", "hub"],
+)
+def test_head_is_fresh_in_training_and_refused_in_evaluation_when_class_order_is_unknown(
+    tmp_path: Path, more: dict[str, Any]
+) -> None:
+    path, state = tmp_path / "last.pth", model(num_classes=3, seed=1).state_dict()
+    torch.save({"state_dict": state, **more}, path)
+    fresh = model(num_classes=3, seed=2)
+    line = load_weights(fresh, path, MIXED)
+    assert torch.equal(head_of(fresh), head_of(model(num_classes=3, seed=2)))
+    assert "the head is fresh" in line and is_equal(fresh, state, but="head")
+    with pytest.raises(ValueError, match=rf"^model\.weights={path}: .*class_to_idx"):
+        load_weights(fresh, path, MIXED, for_evaluation=True)
+    # Names that all programs sort in one order leave no doubt.
+    load_weights(fresh, path, ["ant", "bee", "cow"], for_evaluation=True)
+    assert torch.equal(head_of(fresh), state["head.weight"])
+    load_weights(fresh, path, MIXED, for_evaluation=True, sorted_names=False)
+
+
+def test_class_names_of_safetensors_come_from_config_json_in_its_folder(tmp_path: Path) -> None:
+    state = model(num_classes=3, seed=1).state_dict()
+    save_file(state, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"label_names": OF_TIMM}))
+    fresh = model(num_classes=3, seed=2)
+    load_weights(fresh, tmp_path / "model.safetensors", MIXED, for_evaluation=True)
+    assert torch.equal(head_of(fresh), state["head.weight"][[2, 1, 0]])
+
+
+@pytest.mark.parametrize("prefix", ["encoder.", "timm_model.", "lit.net._orig_mod."])
+@pytest.mark.parametrize("key", [None, "net", "ema_weights"])
+def test_weights_load_with_any_one_prefix_and_below_any_one_key(
+    tmp_path: Path, prefix: str, key: str | None
+) -> None:
+    state = model(seed=1).state_dict()
+    named = {prefix + name: tensor for name, tensor in state.items()} | {"loss.s": torch.ones(2)}
+    torch.save(named if key is None else {key: named, "acc": 0.5}, tmp_path / "last.pt")
+    fresh = model(seed=2)
+    assert "loss.s" in load_weights(fresh, tmp_path / "last.pt", DIGITS, for_evaluation=True)
+    assert is_equal(fresh, state)
+
+
+def test_error_names_the_keys_or_prefixes_when_a_file_has_the_weights_of_several_models(
+    tmp_path: Path,
+) -> None:
+    state, path = model(seed=1).state_dict(), tmp_path / "last.pt"
+    torch.save({"student": state, "teacher": state}, path)
+    with pytest.raises(ValueError, match=r"student, teacher; .*\['student'\]"):
+        load_weights(model(), path, DIGITS)
+    both = {f"{name}.{key}": value for name in ("online", "target") for key, value in state.items()}
+    torch.save(both, path)
+    with pytest.raises(ValueError, match=r"online\., target\."):
+        load_weights(model(), path, DIGITS)
+
+
+@pytest.mark.parametrize(
+    ("value", "name"),
+    [
+        (np.float32(0.7), "numpy"),
+        (Path("runs"), "pathlib"),
+        (collections.defaultdict(list), "collections.defaultdict"),
+        (OmegaConf.create({"lr": 0.1}), "omegaconf"),
+        (functools.partial(print, 1), "functools.partial"),
+    ],
+    ids=["numpy", "path", "defaultdict", "omegaconf", "partial"],
+)
+def test_error_names_the_class_of_an_object_in_a_weights_file_and_a_command_that_removes_it(
+    tmp_path: Path, value: object, name: str
+) -> None:
+    path, state = tmp_path / "my file.pt", model(seed=1).state_dict()
+    torch.save({"state_dict": state, "extra": value}, path)
+    with pytest.raises(ValueError, match=re.escape(name)) as refusal:
+        load_weights(model(), path, DIGITS)
+    assert "\n" not in str(refusal.value)
+    command = str(refusal.value).rpartition("python -c ")[2]
+    [code] = shlex.split(command)
+    exec(code, {})
+    [written] = [file for file in tmp_path.iterdir() if file != path]
+    fresh = model(seed=2)
+    load_weights(fresh, written, DIGITS)
+    assert is_equal(fresh, state)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("for_evaluation", [False, True])
+def test_weights_that_are_not_finite_are_refused_by_file_and_tensor(
+    tmp_path: Path, value: float, for_evaluation: bool
+) -> None:
+    state = model(seed=1).state_dict()
+    state["blocks.1.mlp.fc1.weight"][3, 2] = value
+    torch.save(state, tmp_path / "bad.pt")
+    with pytest.raises(ValueError, match=r"bad\.pt: .*blocks\.1\.mlp\.fc1\.weight"):
+        load_weights(model(), tmp_path / "bad.pt", DIGITS, for_evaluation)

@@ -223,7 +223,7 @@ def check_space(config: Config, base: DictConfig, space: list[Dimension]) -> lis
         )
         try:
             for override in ends[-1]:
-                trial_point(base, [override], 0)
+                trial_point(base, [override], 0, is_complete=False)
         except ValueError as error:
             fix = "; for integers use int(interval(a,b))" if _is_fractional(dimension) else ""
             raise ValueError(
@@ -242,7 +242,9 @@ def check_space(config: Config, base: DictConfig, space: list[Dimension]) -> lis
         for dimension, values in zip(space, ends, strict=True)
         if dimension.name.startswith("data.")
     ]
-    return [trial_point(base, corner, 0).config for corner in _corners(data_ends)]
+    return [
+        trial_point(base, corner, 0, is_complete=False).config for corner in _corners(data_ends)
+    ]
 
 
 def _is_fractional(dimension: Dimension) -> bool:
@@ -263,9 +265,11 @@ def natural_direction(metric: str) -> str:
     return "minimize" if is_lower_better(metric) else "maximize"
 
 
-def trial_point(base: DictConfig, overrides: list[str], number: int) -> Point:
+def trial_point(
+    base: DictConfig, overrides: list[str], number: int, is_complete: bool = True
+) -> Point:
     """Build the configuration of trial `number`: a copy of the base config of a search, changed by
-    `overrides`.
+    `overrides`. `is_complete`: false if `overrides` set only some of the searched keys.
     """
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
@@ -278,7 +282,7 @@ def trial_point(base: DictConfig, overrides: list[str], number: int) -> Point:
             raise ValueError(explain(error, [str(override.input_line)])) from error
     with read_write(tree.hydra):
         tree.hydra.overrides.task = [*task_overrides(tree), *overrides]
-    point = make_point(tree, task_overrides(tree), number)
+    point = make_point(tree, task_overrides(tree), number, is_complete=is_complete)
     settle(point)
     return point
 
@@ -292,7 +296,7 @@ def freeze_search(folder: Path, base: DictConfig, space: list[Dimension], **sett
         tree.search.params = {dimension.key: dimension.text for dimension in space}
         # Fix the metric that is optimized, so that all trials have the same one even if
         # checkpoint.metric is searched.
-        tree.optimized_metric = to_config(tree).objective
+        tree.optimized_metric = to_config(tree, is_complete=False).objective
         tree.search.update(settings)
         tree.hydra.overrides.task = _of_a_trial(task_overrides(tree))
     write_text(
@@ -307,7 +311,7 @@ def read_search(folder: Path) -> tuple[Config, DictConfig, list[Dimension]]:
     trials, and the search space.
     """
     tree = read_frozen(folder / FROZEN)
-    config = to_config(tree)
+    config = to_config(tree, is_complete=False)
     return config, tree, parse_space(config.search.params)
 
 

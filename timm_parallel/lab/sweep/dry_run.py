@@ -11,6 +11,7 @@ from rich.table import Table
 
 from timm_parallel.keys import DataConfig, ResolvedConfig, SweepConfig
 from timm_parallel.lab.sweep.points import Point, names_of
+from timm_parallel.machine.text import plural
 
 HEADINGS = ("overrides", "global batch", "per device", "lr", "steps", "can run here")
 
@@ -55,10 +56,9 @@ def count_runs(points: list[Point], settings: SweepConfig) -> str:
     """
     can_run = sum(not point.reason for point in points)
     if settings.repeats == 1 or not can_run:
-        return f"{can_run} runs"
-    return (
-        f"{can_run * settings.repeats} runs ({can_run} configurations × {settings.repeats} repeats)"
-    )
+        return plural(can_run, "run")
+    configurations = plural(can_run, "configuration")
+    return f"{can_run * settings.repeats} runs ({configurations} × {settings.repeats} repeats)"
 
 
 def _derived(point: Point, size: int | None) -> tuple[str, ...]:

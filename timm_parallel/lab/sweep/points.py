@@ -16,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from timm_parallel.config.compose import (
     Command,
     compose_command,
+    save_absolute_paths,
     save_config,
     save_hydra_files,
     to_config,
@@ -64,13 +65,15 @@ def expand(arguments: Any) -> tuple[Command, list[Point]]:
     command = compose_command(arguments)
     points, composer = [], Composer(command)
     product = _product(command)
+    # The space of a search may set values that are missing in the base configuration.
+    is_complete = command.config.search.sampler is None
     with counted("composing", len(product)) as count:
         for number, overrides in enumerate(product):
             try:
                 tree, merged = composer.compose(overrides)
             except HydraException as error:
                 raise ValueError(explain(error, overrides)) from error
-            points.append(make_point(tree, overrides, number, merged))
+            points.append(make_point(tree, overrides, number, merged, is_complete))
             count()
     if not points:
         given = " ".join(task_overrides(command.tree))
@@ -95,10 +98,14 @@ def expand(arguments: Any) -> tuple[Command, list[Point]]:
 
 def check_jobs_data(configs: Sequence[Config], check_data: Callable[[Config], None]) -> None:
     """Check the data of all jobs that run on this machine, and call `check_data` only once for jobs
-    with equal data. Jobs on a cluster check their data when they start.
+    with equal data and batches. Jobs on a cluster check their data when they start.
     """
-    local = [config for config in configs if config.cluster.scheduler == "local"]
-    for config in {repr(config.data_check_reads): config for config in local}.values():
+    different = {
+        (repr(config.data_check_reads), config.parallel.devices, config.train.accumulate): config
+        for config in configs
+        if config.cluster.scheduler == "local"
+    }
+    for config in different.values():
         check_data(config)
 
 
@@ -115,17 +122,23 @@ def settle(point: Point) -> None:
 
 
 def make_point(
-    tree: DictConfig, overrides: list[str], number: int, merged: DictConfig | None = None
+    tree: DictConfig,
+    overrides: list[str],
+    number: int,
+    merged: DictConfig | None = None,
+    is_complete: bool = True,
 ) -> Point:
     """Build configuration `number` of a sweep from its composed config `tree`. `merged`: the same
-    config merged into the schema, if it is known.
+    config merged into the schema, if it is known. `is_complete`: false if values may be missing, as
+    in the base of a search.
     """
     with read_write(tree.hydra), open_dict(tree.hydra):
         tree.hydra.job.num, tree.hydra.job.id = number, str(number)
     subdir = str(OmegaConf.select(tree, "hydra.sweep.subdir"))
     if Path(subdir).is_absolute() or ".." in Path(subdir).parts:
         raise ValueError(f"hydra.sweep.subdir={subdir}: expected a path below the sweep folder")
-    config = to_config(tree, merged)
+    config = to_config(tree, merged, is_complete)
+    save_absolute_paths(tree)
     # Reset the keys of the search, so that the config.yaml of a job runs without -m.
     config.search = SearchConfig()
     return Point(overrides, subdir, tree, config)

@@ -127,7 +127,7 @@ def save_by_command(folder: Path, *words: str) -> ResolvedConfig:
     command = compose_command(parse("parallel=single", *words))
     config = resolve(command.config)
     folder.mkdir()
-    assert run_in_hydra(command, folder, lambda: save_config(config, folder) or 0) == 0
+    assert run_in_hydra(command, folder, lambda here: save_config(config, here) or 0) == 0
     return config
 
 
