@@ -40,6 +40,12 @@ class RefusedError(ValueError):
         self.code: str = getattr(message, "code", "")
 
 
+class UnknownFormatError(RefusedError):
+    """Error for a file that another version of the code wrote. Unlike a damaged file, it must not
+    be replaced.
+    """
+
+
 class ReplicasDifferError(RuntimeError):
     """Error for ranks whose model parameters differ. result.json stores the name of this class in
     `failure.exception`.

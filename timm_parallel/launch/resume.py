@@ -35,7 +35,7 @@ from timm_parallel.machine.lock import is_locked
 from timm_parallel.machine.secrets import hide, mask
 from timm_parallel.machine.text import yaml_text
 from timm_parallel.record.code_diff import CODE_DIFF
-from timm_parallel.record.result import Result, read_result, read_status
+from timm_parallel.record.result import Result, check_format, read_result, read_status
 
 # Config keys that a resumed run may not change. Strategy, devices and length of the training may
 # change.
@@ -141,6 +141,7 @@ def check_resumable(config: ResolvedConfig, folder: Path) -> None:
             f"resume={folder}: has no checkpoint to continue from; start a new run without resume"
         )
     for path in (folder / "checkpoints").glob("*.pt"):
+        check_format(path.with_suffix(".json"))
         if path.is_dir():
             raise ValueError(
                 f"resume={folder}: {path} is a folder; expected a checkpoint file: move the "

@@ -25,11 +25,12 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from timm_parallel.errors import UnknownFormatError
 from timm_parallel.machine.files import write_text, write_whole
-from timm_parallel.record.result import read_result
+from timm_parallel.record.result import CHECKPOINT_FORMAT, check_format, read_result, read_status
 
 log = logging.getLogger(__name__)
-FORMAT = 2
+FORMAT = CHECKPOINT_FORMAT
 
 
 def save(
@@ -106,12 +107,14 @@ def _best(folder: Path, newest: dict[str, Any], top: int) -> set[int]:
 def load(path: Path) -> dict[str, Any]:
     """Verify the checksum of a checkpoint file, and load its contents into CPU memory.
 
-    Raises ValueError if the file does not exist or is damaged.
+    Raises ValueError if the file does not exist or is damaged, and UnknownFormatError if another
+    version of the code wrote it.
     """
     if not path.exists():
         raise ValueError(
             f"{path}: no such checkpoint; give a file from the checkpoints/ folder of a run"
         )
+    check_format(path.with_suffix(".json"))
     try:
         _verify(path)
         contents = torch.load(path, map_location="cpu", weights_only=True)
@@ -133,7 +136,7 @@ def load(path: Path) -> dict[str, Any]:
             "of a run"
         )
     if contents["format"] != FORMAT:
-        raise ValueError(
+        raise UnknownFormatError(
             f"{path}: the checkpoint has the format {contents['format']}, expected {FORMAT}; use "
             "the code that wrote the file"
         )
@@ -168,7 +171,7 @@ def load_newest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
     """Find and load the newest undamaged checkpoint of a run folder.
 
     Returns its path and its contents, or None if the folder has no checkpoint. Raises ValueError if
-    all checkpoints are damaged.
+    all checkpoints are damaged, or if another version of the code wrote the newest one.
     """
     checkpoints = folder / "checkpoints"
     errors = []
@@ -181,6 +184,9 @@ def load_newest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
             continue
         try:
             return path, load(path)
+        # Do not use an older checkpoint, because the run would then replace the newer one.
+        except UnknownFormatError:
+            raise
         except ValueError as error:
             errors.append(str(error))
             log.warning("%s; trying an older checkpoint", error)
@@ -202,9 +208,8 @@ def read_checkpoint(folder: Path, which: str | None) -> tuple[Path, dict[str, An
         path = Path(which)
     else:
         # Ignore a missing result.json, because a run that has not ended has none.
-        with suppress(ValueError):
-            if (name := read_result(folder).checkpoint) is not None:
-                path = folder / name
+        if read_status(folder) and (name := read_result(folder).checkpoint) is not None:
+            path = folder / name
     loaded = load_newest(folder) if path is None else (path, load(path))
     if loaded is None:
         raise ValueError(f"run={folder}: this run has no checkpoint; choose another run")

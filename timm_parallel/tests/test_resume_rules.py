@@ -4,6 +4,7 @@ the main function of train.py up to the start of ranks.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -422,6 +423,20 @@ def test_resume_auto_continues_a_killed_run_that_has_no_result_json(main: Main) 
     (folder / "result.json").unlink()
     assert main(*OVERRIDES, "resume=auto")[0] == 0
     assert main.ran[-1].resolve() == folder
+
+
+@pytest.mark.slow(seconds=1)
+@pytest.mark.parametrize("name", ["result.json", "checkpoints/last.json"])
+def test_resume_is_refused_and_changes_nothing_when_a_file_has_a_newer_format(
+    main: Main, name: str
+) -> None:
+    folder = main.start("day/1")
+    (folder / name).write_text(json.dumps({"format": 7, "status": "done"}))
+    before = contents(folder)
+    code, err = main(f"resume={folder}")
+    assert (code, len(main.ran)) == (2, 1)
+    assert Path(name).stem in err and "format 7" in err
+    assert contents(folder) == before
 
 
 @pytest.mark.nightly
