@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from timm_parallel.machine.process import exit_process
+from timm_parallel.machine.process import exit_process, open_closed_streams
 from timm_parallel.machine.secrets import mask
 
 
@@ -53,6 +53,7 @@ class CommandLine(argparse.ArgumentParser):
 
         @functools.wraps(main)
         def guarded(argv: list[str]) -> int:
+            open_closed_streams()
             try:
                 return main(argv)
             except ValueError as error:

@@ -135,10 +135,27 @@ def keep_freed_memory() -> None:
         mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 
 
-def keep_running_without_stdout() -> None:
-    """Discard output after the reader of stdout has exited, as in `python train.py | head -n 2`.
-    The run would otherwise fail with BrokenPipeError.
+def open_closed_streams() -> None:
+    """Open stdin, stdout and stderr on the null device if they are closed, as in `python train.py
+    >&-`. Another file would otherwise get the number of a stream, and its content.
     """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            os.dup2(nowhere, number)
+            if nowhere == number:
+                os.set_inheritable(number, True)
+            else:
+                os.close(nowhere)
+            mode = "w" if number else "r"
+            setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))
+
+
+def keep_running_without_stdout() -> None:
+    """Discard output after the reader of stdout has exited, as in `python train.py | head -n 2`, on
+    a full disk, and if stdout is closed. The run would otherwise fail. The same is true of stderr.
+    """
+    open_closed_streams()
 
     class Pipe(io.FileIO):
         def write(self, data: Any, /) -> int:
@@ -148,14 +165,19 @@ def keep_running_without_stdout() -> None:
                 nowhere = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(nowhere, self.fileno())
                 os.close(nowhere)
-                return len(data)
+            # Discard this output only, because the disk may have space again later.
+            except OSError:
+                pass
+            return len(data)
 
-    out = sys.stdout
-    if isinstance(out, io.TextIOWrapper) and not out.isatty():
-        buffer = io.BufferedWriter(Pipe(out.fileno(), "w", closefd=False))
-        sys.stdout = io.TextIOWrapper(
-            buffer, out.encoding, out.errors, line_buffering=out.line_buffering
-        )
+    for name in ("stdout", "stderr"):
+        out = getattr(sys, name)
+        if isinstance(out, io.TextIOWrapper) and not out.isatty():
+            buffer = io.BufferedWriter(Pipe(out.fileno(), "w", closefd=False))
+            wrapped = io.TextIOWrapper(
+                buffer, out.encoding, out.errors, line_buffering=out.line_buffering
+            )
+            setattr(sys, name, wrapped)
 
 
 def exit_process(code: int) -> NoReturn:
