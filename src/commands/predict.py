@@ -118,8 +118,9 @@ def _check_written_files(request: PredictionRequest, paths: list[Path], files: l
     if folder is None:
         return
     if request.images.is_dir():
-        of_images = {request.images.resolve(), *(path.parent.resolve() for path in paths)}
-        if not of_images.isdisjoint([folder.resolve(), *folder.resolve().parents]):
+        of_images = set(map(os.path.realpath, {request.images, *(path.parent for path in paths)}))
+        real = Path(os.path.realpath(folder))
+        if not of_images.isdisjoint(map(str, [real, *real.parents])):
             raise ValueError(
                 f"folder={folder}: lies in images={request.images}; give a folder outside of it"
             )

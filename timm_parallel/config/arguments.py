@@ -46,8 +46,8 @@ class CommandLine(argparse.ArgumentParser):
 
     @staticmethod
     def errors_in_one_line(main: Callable[[list[str]], int]) -> Callable[[list[str]], int]:
-        """Decorate the `main` function of a script. A ValueError then prints one line on stderr and
-        returns exit code 2. Ctrl-C prints one line and returns exit code 130.
+        """Decorate the `main` function of a script. A ValueError or the error of a file then prints
+        one line on stderr and returns exit code 2. Ctrl-C prints one line and returns 130.
         """
         name = Path(main.__code__.co_filename).name
 
@@ -58,6 +58,13 @@ class CommandLine(argparse.ArgumentParser):
                 return main(argv)
             except ValueError as error:
                 print(f"{name}: {' '.join(mask(str(error)).split())}", file=sys.stderr)
+                return 2
+            except OSError as error:
+                # An error without a number is not that of a file, so it keeps its traceback.
+                if error.errno is None:
+                    raise
+                where = "" if error.filename is None else f"{error.filename}: "
+                print(f"{name}: {mask(f'{where}{error.strerror}')}", file=sys.stderr)
                 return 2
             except KeyboardInterrupt:
                 print(f"{name}: stopped by SIGINT", file=sys.stderr)

@@ -212,7 +212,7 @@ def record_end(
         started=segments[0]["started"] if segments else None,
         segments=segments,
         failure=failure,
-        seconds={"total": time.time() - process_start_time(os.getpid())},
+        seconds={"total": time.perf_counter() - process_start_time(os.getpid())},
     )
     write_result(folder, result)
 

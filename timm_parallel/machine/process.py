@@ -63,20 +63,21 @@ def limit_job(parent: int, cores: Collection[int]) -> None:
 
 
 def process_start_time(pid: int) -> float:
-    """Return the start time of a process on the clock of time.time(). psutil's value can be off by
-    a second.
+    """Return the start time of a process on the clock of time.perf_counter(), which all processes
+    share. Unlike the clock of time.time(), it is never set. psutil's value can be off by a second.
     """
     if sys.platform != "linux":
-        return psutil.Process(pid).create_time()
+        return time.perf_counter() - (time.time() - psutil.Process(pid).create_time())
     # Split after the last parenthesis, because the name of the process may have spaces (proc(5)).
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     since_boot = int(fields[19]) / os.sysconf("SC_CLK_TCK")
-    return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - since_boot)
+    return time.perf_counter() - (time.clock_gettime(time.CLOCK_BOOTTIME) - since_boot)
 
 
 def started_at() -> float:
-    """Return the time at which the command of this run started: the variable RUN_STARTED_AT or,
-    under torchrun, the start time of the parent process.
+    """Return the time at which the command of this run started, on the clock of
+    time.perf_counter(): the variable RUN_STARTED_AT or, under torchrun, the start time of the
+    parent process.
     """
     return float(os.environ.get("RUN_STARTED_AT", 0)) or process_start_time(os.getppid())
 
