@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections import Counter
@@ -171,6 +172,14 @@ def _predict(
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     scores = trained.task.predict(model, images)
     values = trained.task.predictions(scores, request.topk)
+    # A comparison with NaN is false. A score of minus infinity excludes a class.
+    are_finite = (scores.flatten(1) < math.inf).all(1).tolist()
+    for number, is_finite in zip(numbers.tolist(), are_finite, strict=True):
+        if not is_finite:
+            raise ValueError(
+                f"{paths[number]}: an output of the model is NaN or infinite; use another "
+                "checkpoint, or train with train.precision=fp32"
+            )
     for number, prediction, of_image in zip(numbers.tolist(), values, scores, strict=True):
         if request.folder is not None:
             trained.task.write(of_image, paths[number], request.folder, names[number])

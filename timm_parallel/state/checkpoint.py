@@ -140,7 +140,19 @@ def load(path: Path) -> dict[str, Any]:
             f"{path}: the checkpoint has the format {contents['format']}, expected {FORMAT}; use "
             "the code that wrote the file"
         )
+    _check_finite(path, contents)
     return contents
+
+
+def _check_finite(path: Path, contents: dict[str, Any]) -> None:
+    """Raise ValueError if a weight is NaN or infinite. A run saves no such file."""
+    for part in ("model", "ema", "train_step"):
+        for name, tensor in (contents.get(part) or {}).items():
+            if tensor.is_floating_point() and not tensor.isfinite().all():
+                raise ValueError(
+                    f"{path}: the weight {name} has values that are not finite (NaN or infinity); "
+                    "use another checkpoint"
+                )
 
 
 def _verify(path: Path) -> None:
