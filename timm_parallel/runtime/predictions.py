@@ -11,6 +11,7 @@ from typing import Any
 import pandas as pd
 
 from timm_parallel.machine.files import write_text
+from timm_parallel.machine.text import for_terminal
 from timm_parallel.task import Task
 
 # Dictionary from the path of an image to its predicted values by name, or to None if the file
@@ -40,7 +41,8 @@ def write_predictions(
     # Replace characters of file names that cannot be encoded as UTF-8.
     text = text.encode(errors="replace").decode()
     if output is None:
-        sys.stdout.write(text)
+        # A file may keep the characters of a name, but a terminal would obey them.
+        sys.stdout.write(for_terminal(text))
     else:
         write_text(output, text)
 

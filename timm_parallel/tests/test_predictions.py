@@ -42,6 +42,21 @@ def test_predictions_are_written_as_csv_as_json_or_as_lines_on_stdout(
     ]
 
 
+@pytest.mark.slow(seconds=1)
+@pytest.mark.parametrize("form", ["console", "csv", "json"])
+def test_predictions_on_the_console_have_no_control_characters(
+    capsys: pytest.CaptureFixture[str], form: str
+) -> None:
+    """Names of files and classes may contain commands for a terminal."""
+    name = "a\x1b]0;title\x07\x1b[2J\u202e\x9b.png"
+    task = task_of(2)
+    task.names[0] = "dog\x1b[31m"
+    written: Any = {name: {"classes": [task.names[0]], "probabilities": [0.5]}}
+    write_predictions(written, task, form, None)
+    shown = capsys.readouterr().out
+    assert "dog" in shown and not set(shown) & set("\x1b\x07\u202e\x9b")
+
+
 @settings(max_examples=30, deadline=None)
 @given(st.integers(1, 200), st.integers(2, 6), st.integers(0, 99))
 def test_calibration_error_equals_the_error_from_scikit_learn_calibration_curve(

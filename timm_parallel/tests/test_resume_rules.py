@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from src.schema import Config
 from timm_parallel.config.compose import load_config, save_config
 from timm_parallel.entry import run_command
 from timm_parallel.keys import leaves
-from timm_parallel.launch import job
+from timm_parallel.launch import job, resume
 from timm_parallel.machine import hardware
 from timm_parallel.machine.lock import lock_folder
 from timm_parallel.machine.ranks import NEEDED
@@ -290,6 +291,32 @@ def test_resume_auto_continues_only_a_run_with_exactly_the_given_config(main: Ma
     code, err = main(*OVERRIDES, "resume=auto_or_new", "optim.lr=0.3")
     assert code == 0 and main.ran[-1].resolve() not in (slow, fast)
     assert "optim.lr=0.2" in err and "starting a new run" in err
+
+
+@pytest.mark.slow(seconds=1)
+@pytest.mark.parametrize("difference", ["seed=5", "optim.lr=0.3", "model=resnet18"])
+def test_resume_auto_with_overrides_loads_few_configs_of_many_runs_that_differ(
+    main: Main, monkeypatch: pytest.MonkeyPatch, difference: str
+) -> None:
+    """Loading a config takes 60 ms, so a thousand of them would take a minute."""
+    fits = main.start("2026-01-01/00", "train.epochs=7")
+    source = main.start("2026-01-02/00", "train.epochs=7", difference)
+    for number in range(1, 30):
+        shutil.copytree(source, source.with_name(f"{number:02d}"))
+    loaded: list[Path] = []
+
+    def load(folder: Path) -> Any:
+        loaded.append(folder)
+        return load_config(folder)
+
+    monkeypatch.setattr(resume, "load_config", load)
+    code, err = main(*OVERRIDES, "resume=auto", "train.epochs=7")
+    assert (code, main.ran[-1].resolve()) == (0, fits), err
+    (fits / "checkpoints" / "last.pt").unlink()
+    code, err = main(*OVERRIDES, "resume=auto", "train.epochs=7")
+    key = "model." if difference.startswith("model") else difference.partition("=")[0]
+    assert code == 2 and f"{source.name[:0]}29, which has {key}" in err
+    assert len(loaded) < 20
 
 
 @pytest.mark.slow(seconds=3)
