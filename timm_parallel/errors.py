@@ -73,6 +73,12 @@ class UnreadableImageError(ValueError):
     """Error for an image that cannot be read. With data.on_error=skip, training skips the image."""
 
 
+class UnsentBatchError(RuntimeError):
+    """Error for a batch that a loader worker could not send, for example for lack of shared
+    memory.
+    """
+
+
 @contextmanager
 def refuse_wrong_arguments(
     key: str, values: Any, receiver: str, *errors: type[Exception], fix: str = ""

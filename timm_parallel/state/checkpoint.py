@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import shutil
+import traceback
 import zipfile
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -62,8 +63,12 @@ def save(
             write_text(path.with_suffix(".json"), sidecar)
     # torch raises RuntimeError if the disk is full.
     except (OSError, RuntimeError) as error:
+        # torch also raises RuntimeError in a signal handler if a loader worker has died. That error
+        # is not about the file.
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        is_of_worker = frame.f_globals["__name__"].startswith("torch.utils.data")
         # If the run folder was deleted, the free space of its disk cannot be queried.
-        if not folder.parent.is_dir():
+        if is_of_worker or not folder.parent.is_dir():
             raise
         free = shutil.disk_usage(folder.parent).free
         raise OSError(

@@ -20,6 +20,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader
 
 from timm_parallel.state import checkpoint
 from timm_parallel.testing.commands import Train
@@ -134,6 +135,24 @@ def test_checkpoint_with_a_weight_that_is_not_finite_is_never_loaded(
         checkpoint.load(last)
     newest = checkpoint.load_newest(tmp_path)
     assert newest is not None and newest[0] == folder / "step_2.pt"
+
+
+@pytest.mark.processes
+def test_death_of_a_loader_worker_during_a_save_is_not_reported_as_a_failed_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch raises the error in the main thread, whatever this thread does."""
+    workers = iter(DataLoader(range(9), num_workers=1, persistent_workers=True))  # type: ignore[arg-type]
+    next(workers)
+
+    def kill_worker(*_: Any) -> None:
+        os.kill(workers._workers[0].pid, signal.SIGKILL)  # type: ignore[attr-defined]
+        time.sleep(20)
+
+    monkeypatch.setattr(torch, "save", kill_worker)
+    with pytest.raises(RuntimeError, match="DataLoader worker"):
+        checkpoint.save(tmp_path / "checkpoints", contents(3), 3, keep=1, is_best=False)
+    assert not list(tmp_path.glob("checkpoints/*"))
 
 
 @pytest.mark.parametrize("keep", [0, 1, 100, 0.5, 0.999])

@@ -15,8 +15,9 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
+from torch._utils import ExceptionWrapper
 
-from timm_parallel.errors import ConnectError
+from timm_parallel.errors import ConnectError, UnreadableImageError, UnsentBatchError
 from timm_parallel.faults import watchdog
 from timm_parallel.faults.failure import (
     RankExits,
@@ -66,6 +67,21 @@ def test_error_about_a_path_that_contains_gloo_is_not_reported_as_a_lost_connect
     for text in (pair_closed, "Gloo connectFullMesh failed with timeout"):
         record = recorded(RuntimeError(text), tmp_path)
         assert record["is_echo"] and "lost its connection to another rank" in record["reason"]
+
+
+@pytest.mark.parametrize("kind", [UnreadableImageError, UnsentBatchError])
+def test_failure_reason_has_the_class_of_an_error_of_a_loader_worker_once(
+    tmp_path: Path, kind: type[Exception]
+) -> None:
+    try:
+        raise kind("cat.png: torn")
+    except Exception as error:
+        caught = ExceptionWrapper((kind, error, error.__traceback__), "in a loader worker")
+    with pytest.raises(kind) as raised:
+        caught.reraise()
+    record = recorded(raised.value, tmp_path)
+    assert record["reason"] == f"rank 0: {kind.__name__}: cat.png: torn"
+    assert record["shows_traceback"] is False
 
 
 def test_nccl_out_of_memory_is_not_reported_as_lost_connection(tmp_path: Path) -> None:
