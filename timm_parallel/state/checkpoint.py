@@ -84,6 +84,9 @@ def save(
         unneeded += [
             path for number, path in _steps(folder, "best_step_").items() if number not in best
         ]
+    # A save that was killed leaves a temporary file, whose name has the number of its process.
+    for stale in folder.glob(".*.tmp"):
+        stale.unlink()
     for old in unneeded:
         # Delete the .json file first. If the process is killed after that, the next save still
         # finds the checkpoint and deletes it.

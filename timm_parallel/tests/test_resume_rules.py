@@ -453,6 +453,15 @@ def test_resume_auto_continues_a_killed_run_that_has_no_result_json(main: Main) 
 
 
 @pytest.mark.slow(seconds=1)
+def test_resume_is_refused_with_the_name_of_an_empty_config_yaml(main: Main) -> None:
+    folder = main.start("day/1")
+    (folder / "config.yaml").write_text("")
+    for words in ([f"resume={folder}"], [f"resume={folder}", "train.epochs=9"]):
+        code, err = main(*words)
+        assert code == 2 and str(folder) in err and "no readable config.yaml" in err
+
+
+@pytest.mark.slow(seconds=1)
 @pytest.mark.parametrize("name", ["result.json", "checkpoints/last.json"])
 def test_resume_is_refused_and_changes_nothing_when_a_file_has_a_newer_format(
     main: Main, name: str

@@ -283,7 +283,8 @@ def test_load_newest_checkpoint_ignores_temporary_files_of_a_killed_save(tmp_pat
     folder = tmp_path / "checkpoints"
     checkpoint.save(folder, contents(1), 1, keep=1, is_best=False)
     (folder / ".step_2.pt.tmp").write_bytes(os.urandom(100))
+    (folder / ".step_2.json.4711.tmp").write_text("{")
     newest = checkpoint.load_newest(tmp_path)
     assert newest is not None and step_in(newest[0]) == 1
     checkpoint.save(folder, contents(2), 2, keep=1, is_best=False)
-    assert not (folder / ".step_2.pt.tmp").exists()
+    assert not list(folder.glob(".*"))
