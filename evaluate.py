@@ -15,7 +15,6 @@ Without run=, it accepts the group model too. A shell loop evaluates several run
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -58,7 +57,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _evaluate(given: argparse.Namespace, overrides: list[str], arguments: list[str]) -> int:
-    from timm_parallel import finite, run_on_devices
+    from timm_parallel import run_on_devices
 
     if given.run is None and given.checkpoint is not None:
         raise ValueError(f"checkpoint={given.checkpoint}: needs a run; give run=<run folder> too")
@@ -81,8 +80,7 @@ def _evaluate(given: argparse.Namespace, overrides: list[str], arguments: list[s
             given.weights,
         ):
             if ranks.is_first:
-                # JSON has neither NaN nor infinity, so that they become null.
-                print(json.dumps({"split": split, **finite(numbers)}), flush=True)
+                CommandLine.print_json({"split": split, **numbers})
 
     return run_on_devices(config.parallel, __file__, arguments, evaluate)
 

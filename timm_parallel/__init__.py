@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from timm_parallel.keys import TrainConfig as TrainConfig
     from timm_parallel.keys import key as key
     from timm_parallel.launch.torchrun import run_on_devices as run_on_devices
-    from timm_parallel.machine.files import finite as finite
     from timm_parallel.machine.files import write_json as write_json
     from timm_parallel.machine.files import write_text as write_text
     from timm_parallel.machine.process import import_class as import_class
@@ -151,7 +150,6 @@ _GROUPS = {
         "import_class": "machine.process",
         "CommandLine": "config.arguments",
         "run_on_devices": "launch.torchrun",
-        "finite": "machine.files",
         "write_json": "machine.files",
         "write_text": "machine.files",
     },

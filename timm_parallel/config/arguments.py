@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import json
 import math
 import signal
 import sys
@@ -13,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from timm_parallel.machine.files import finite
 from timm_parallel.machine.process import exit_process, open_closed_streams
 from timm_parallel.machine.secrets import mask
 
@@ -43,6 +45,13 @@ class CommandLine(argparse.ArgumentParser):
         raise ValueError(message.removeprefix("argument "))
 
     exit_process = staticmethod(exit_process)
+
+    @staticmethod
+    def print_json(value: Any) -> None:
+        """Print a value as one line of JSON. NaN and infinity become null, because JSON does not
+        have them.
+        """
+        print(json.dumps(finite(value)), flush=True)
 
     @staticmethod
     def errors_in_one_line(main: Callable[[list[str]], int]) -> Callable[[list[str]], int]:

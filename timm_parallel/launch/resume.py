@@ -263,7 +263,7 @@ def _surely_differs(folder: Path, config: ResolvedConfig, asked: Config) -> bool
     except (OSError, ValueError, YAMLError):
         return False
     # keep_accumulate changes these keys to those of the run.
-    ignored = NOT_TRAINING
+    ignored: tuple[str, ...] = NOT_TRAINING
     if asked.train.accumulate == "auto":
         ignored += ("train.accumulate", "data.batch_size", "data.batch_size_per_device")
     for key, value, _ in leaves(config):
