@@ -15,7 +15,6 @@ Without run=, it accepts the group model too. A shell loop evaluates several run
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -81,7 +80,7 @@ def _evaluate(given: argparse.Namespace, overrides: list[str], arguments: list[s
             given.weights,
         ):
             if ranks.is_first:
-                print(json.dumps({"split": split, **numbers}), flush=True)
+                CommandLine.print_json({"split": split, **numbers})
 
     return run_on_devices(config.parallel, __file__, arguments, evaluate)
 

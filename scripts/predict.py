@@ -84,6 +84,7 @@ def _predict(
         workers=given.workers,
         parallel=parallel,
         folder=given.folder,
+        output=given.output,
     )
     predictions, task = predict(request, ranks, store)
     if ranks.is_first:

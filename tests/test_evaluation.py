@@ -35,6 +35,7 @@ from timm_parallel.machine.ranks import Ranks
 from timm_parallel.parallel.build import build_strategy
 from timm_parallel.parallel.single import Single
 from timm_parallel.record.result import read_result
+from timm_parallel.task import Evaluation
 from timm_parallel.testing.commands import ROOT, Finished
 from timm_parallel.testing.configs import evaluate_batches, resolved
 from timm_parallel.testing.ranks import run_warm
@@ -216,6 +217,21 @@ def test_failed_evaluation_closes_loaders_and_strategy(
     assert closed == ["loader", "loader", "strategy"]
 
 
+@pytest.mark.processes
+def test_evaluate_py_prints_null_for_a_metric_that_is_not_a_number(
+    finished_run: Finished, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def infinite(*_: Any, **__: Any) -> Evaluation:
+        return Evaluation(3, {"loss": float("nan"), "acc": 0.25, "perplexity": float("inf")}, {})
+
+    monkeypatch.setattr("src.commands.evaluate.evaluate", infinite)
+    monkeypatch.setattr(Classification, "details", lambda *_: {"per_class": [float("nan"), 1.0]})
+    assert entry.main([f"run={finished_run.folder}", "split=val"]) == 0
+    line = json.loads(capfd.readouterr().out, parse_constant=pytest.fail)
+    assert (line["loss"], line["acc"], line["perplexity"]) == (None, 0.25, None)
+    assert line["per_class"] == [None, 1.0]
+
+
 @pytest.mark.slow(seconds=14)
 @pytest.mark.processes
 def test_evaluate_py_reproduces_metrics_of_best_checkpoint(finished_run: Finished) -> None:
@@ -260,8 +276,18 @@ def of_another_model(folder: Path) -> str:
     return "a different model"
 
 
+def not_a_number(folder: Path) -> str:
+    for path in (folder / "checkpoints").glob("*.pt"):
+        contents = torch.load(path, weights_only=True)
+        contents["model"]["head.weight"][0, 0] = float("nan")
+        torch.save(contents, path)
+    for path in (folder / "checkpoints").glob("*.json"):
+        path.unlink()
+    return "head.weight"
+
+
 @pytest.mark.processes
-@pytest.mark.parametrize("spoil", [damaged, emptied, of_another_model])
+@pytest.mark.parametrize("spoil", [damaged, emptied, of_another_model, not_a_number])
 def test_evaluate_py_refuses_unusable_checkpoint_in_one_line(
     finished_run: Finished, tmp_path: Path, capfd: pytest.CaptureFixture[str], spoil: Any
 ) -> None:

@@ -27,6 +27,7 @@ from src.commands import export, hub
 from src.commands.load import load_trained
 from src.commands.predict import PredictionRequest, Predictions, predict
 from src.schema import DataConfig
+from src.tasks.classification import Classification
 from timm_parallel.data.build import build_dataset
 from timm_parallel.keys import ResolvedParallel
 from timm_parallel.machine.ranks import NEEDED, Ranks
@@ -93,6 +94,29 @@ def test_predict_reaches_test_accuracy_of_run_and_lists_unreadable_images(
         assert values["probabilities"] == sorted(values["probabilities"], reverse=True)
         assert len(values["classes"]) == 3
         assert all(0 <= share <= 1 for share in values["probabilities"])
+
+
+@pytest.mark.processes
+def test_predict_py_names_the_image_of_which_the_prediction_is_not_a_number(
+    finished_run: Finished,
+    digits: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Finite weights may overflow, for example in half precision."""
+    predict_scores = Classification.predict
+
+    def overflowing(task: Classification, model: Any, images: torch.Tensor) -> torch.Tensor:
+        scores = predict_scores(task, model, images)
+        scores[1, 3] = float("inf")
+        return scores
+
+    monkeypatch.setattr(Classification, "predict", overflowing)
+    words = [f"run={finished_run.folder}", f"images={digits / '4'}", "workers=0"]
+    assert predict_script.main(words) == 2
+    out, err = capsys.readouterr()
+    second = sorted((digits / "4").glob("*.png"))[1]
+    assert out == "" and str(second) in err.splitlines()[-1]
 
 
 @pytest.mark.processes

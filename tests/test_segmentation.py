@@ -376,6 +376,78 @@ def test_model_trained_on_a_folder_of_masks_predicts_png_masks(roads: Path, tmp_
     assert len(list(output.glob("*_overlay.png"))) == 12
 
 
+@pytest.fixture(scope="module")
+def segmenting_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("segmenting") / "run"
+    return run_warm(folder, *SMALL, "train.max_steps=1", "parallel=single")
+
+
+def write_photos(folder: Path, *names: str) -> list[Path]:
+    """Write small images of different brightness."""
+    paths = [folder / name for name in names]
+    for number, path in enumerate(paths):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (32, 32), (20 * number, 90, 200)).save(path)
+    return paths
+
+
+@pytest.mark.slow(seconds=3)
+@pytest.mark.parametrize(
+    ("images", "option"),
+    [
+        ("photos", "folder=photos"),
+        ("photos", "folder=photos/new/masks"),
+        ("photos", "folder=linked"),
+        ("linked", "folder=photos/new"),
+        ("photos", "folder=elsewhere/new"),
+        ("photos/b.png", "folder=photos"),
+        ("photos/a", "folder=photos"),
+        ("photos", "folder=truth"),
+        ("photos", "output=photos/b.png"),
+        ("linked", "output=photos/a/a/y.jpg"),
+    ],
+)
+def test_predict_py_refuses_to_overwrite_an_image_or_another_file(
+    segmenting_run: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    images: str,
+    option: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    photos = Path("photos")
+    write_photos(photos, "b.png", "c.webp", "a/b.png", "a/a/y.jpg", "a/a/b.png")
+    Path("linked").symlink_to("photos")
+    write_photos(Path("elsewhere"), "z.png")
+    (photos / "more").symlink_to(Path("elsewhere").resolve())
+    # Masks that a person has drawn.
+    write_photos(Path("truth"), "c.png")
+    before = {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()}
+    assert predict.main([f"run={segmenting_run}", f"images={images}", option]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert option.split("=")[0] in line
+    assert {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.slow(seconds=3)
+def test_predict_py_writes_a_mask_and_an_overlay_of_each_image_when_names_collide(
+    segmenting_run: Path, tmp_path: Path
+) -> None:
+    names = ("x.jpg", "x.png", "x.png.bmp", "v.webp", "v_overlay.jpg", "s/x.png", "only.jpg")
+    write_photos(tmp_path / "photos", *names)
+    output = tmp_path / "predicted"
+    words = [f"run={segmenting_run}", f"images={tmp_path / 'photos'}", f"folder={output}"]
+    assert predict.main(words) == 0
+    written = {path.relative_to(output).as_posix() for path in output.rglob("*.*")}
+    assert len(written) == 2 * len(names)
+    assert {"x.jpg.png", "x.jpg_overlay.png", "s/x.png", "only.png", "only_overlay.png"} < written
+    # Predict a part of the images again into the same folder: no file is lost.
+    (tmp_path / "photos" / "only.jpg").rename(tmp_path / "photos" / "other.jpg")
+    assert predict.main(words) == 2
+    assert not (output / "other.png").exists()
+
+
 OF_ROADS = (
     *("train=segmentation", "model=segmenter", "model.kwargs.backbone=test_resnet"),
     *("+model.kwargs.width=8", "data=segmentation", "data.val_fraction=0.5"),

@@ -40,6 +40,12 @@ class RefusedError(ValueError):
         self.code: str = getattr(message, "code", "")
 
 
+class UnknownFormatError(RefusedError):
+    """Error for a file that another version of the code wrote. Unlike a damaged file, it must not
+    be replaced.
+    """
+
+
 class ReplicasDifferError(RuntimeError):
     """Error for ranks whose model parameters differ. result.json stores the name of this class in
     `failure.exception`.
@@ -65,6 +71,12 @@ class ConnectError(RuntimeError):
 
 class UnreadableImageError(ValueError):
     """Error for an image that cannot be read. With data.on_error=skip, training skips the image."""
+
+
+class UnsentBatchError(RuntimeError):
+    """Error for a batch that a loader worker could not send, for example for lack of shared
+    memory.
+    """
 
 
 @contextmanager

@@ -124,3 +124,24 @@ def _posterize(image: Any, bits_to_keep: int, **options: Any) -> Any:
     if bits_to_keep > 0:
         return ImageOps.posterize(image, bits_to_keep)
     return image.point(lambda value: 0)
+
+
+def report_unsent_batches(describe: Callable[[BaseException, Any], Exception]) -> None:
+    """Python 3.11 to 3.14, torch 2.14: let a loader worker send an error in place of a batch that
+    it cannot send.
+
+    The worker would only print the error, and the loader would wait for the batch forever. Must be
+    called in the worker process. `describe`: function that builds the error to send from the
+    exception and the batch.
+    """
+    from multiprocessing.queues import Queue
+
+    from torch._utils import ExceptionWrapper
+
+    def send_error(queue: Any, error: BaseException, item: Any) -> None:
+        number, batch = item
+        reported = describe(error, batch)
+        cause = (type(reported), reported, error.__traceback__)
+        queue.put((number, ExceptionWrapper(cause, "in a loader worker")))
+
+    Queue._on_queue_feeder_error = send_error  # type: ignore[attr-defined]

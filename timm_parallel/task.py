@@ -126,6 +126,9 @@ class Task(Targets, Generic[C]):
     # Name of the task in transformers (problem_type), which export.py format=hub writes into its
     # files. None if transformers needs none.
     problem_type: ClassVar[str | None] = None
+    # Endings that `write` appends to its `name`, one per file, for example `.png`. predict.py
+    # refuses to overwrite these files.
+    endings: ClassVar[tuple[str, ...]] = ()
     # Number of images per sample in a training step, for example 2 for two augmented views.
     views: ClassVar[int] = 1
     # Dataclass of the task's options: the keys of train.task_kwargs, each with a default.

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import os
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
@@ -45,6 +48,8 @@ class PredictionRequest:
     parallel: ResolvedParallel
     # Folder for predictions that are files, such as masks; None: write no files.
     folder: Path | None = None
+    # File that the caller writes the predictions to; None: no file.
+    output: Path | None = None
 
 
 def predict(request: PredictionRequest, ranks: Ranks, store: Any) -> tuple[Predictions, Task[Any]]:
@@ -55,6 +60,11 @@ def predict(request: PredictionRequest, ranks: Ranks, store: Any) -> tuple[Predi
     if not files:
         raise ValueError(f"images={request.images}: no image in this folder")
     paths = [path for path, _ in files]
+    endings = Task.find(app.load_config(request.run).train.task).endings
+    names = _file_names(request, paths, endings)
+    # Check on one rank, because the first rank writes files before the last rank has started.
+    if ranks.is_first:
+        _check_written_files(request, paths, [name + end for name in names for end in endings])
     strategy = app.build_strategy(request.parallel, ranks, store)
     trained = load_trained(request.run, request.checkpoint, request.weights, strategy.device)
     model = strategy.for_evaluation(
@@ -67,7 +77,7 @@ def predict(request: PredictionRequest, ranks: Ranks, store: Any) -> tuple[Predi
             loader, "images", len(loader.sampler), console=Console(stderr=True), disable=hidden
         )
         for images, numbers in bar:
-            predictions.update(_predict(model, trained, images, numbers, paths, request))
+            predictions.update(_predict(model, trained, images, numbers, paths, names, request))
     for number in loader.unreadable:
         predictions[number] = None
     by_rank = strategy.group.gather(predictions)
@@ -75,6 +85,52 @@ def predict(request: PredictionRequest, ranks: Ranks, store: Any) -> tuple[Predi
     merged = {int(number): values for gathered in by_rank for number, values in gathered.items()}
     assert len(merged) == len(paths), f"{len(merged)} predictions for {len(paths)} files"
     return {str(path): merged[number] for number, path in enumerate(paths)}, trained.task
+
+
+def _file_names(
+    request: PredictionRequest, paths: list[Path], endings: tuple[str, ...]
+) -> list[str]:
+    """Choose the name of each image for `Task.write`, which appends the endings. The name is the
+    path without suffix, unless an image would then share a file with another image.
+    """
+    endings = endings or ("",)
+    base = request.images if request.images.is_dir() else request.images.parent
+    whole = [path.relative_to(base).as_posix() for path in paths]
+    names = [str(Path(name).with_suffix("")) for name in whole]
+    # A longer name may collide with another name, so repeat until all names differ.
+    while True:
+        count = Counter(name + ending for name in names for ending in endings)
+        kept = [
+            full if any(count[name + ending] > 1 for ending in endings) else name
+            for name, full in zip(names, whole, strict=True)
+        ]
+        if kept == names:
+            return names
+        names = kept
+
+
+def _check_written_files(request: PredictionRequest, paths: list[Path], files: list[str]) -> None:
+    """Raise ValueError if the predictions would replace an image or another file."""
+    folder, output = request.folder, request.output
+    if output is not None and any(
+        path.exists() and path.samefile(output) for path in paths if output.exists()
+    ):
+        raise ValueError(f"output={output}: one of the images; give the path of another file")
+    if folder is None:
+        return
+    if request.images.is_dir():
+        of_images = set(map(os.path.realpath, {request.images, *(path.parent for path in paths)}))
+        real = Path(os.path.realpath(folder))
+        if not of_images.isdisjoint(map(str, [real, *real.parents])):
+            raise ValueError(
+                f"folder={folder}: lies in images={request.images}; give a folder outside of it"
+            )
+    for file in files:
+        # Unlike Path.exists, lexists finds a link whose target is missing, too.
+        if os.path.lexists(folder / file):
+            raise ValueError(
+                f"folder={folder}: {file} exists and would be overwritten; give a new folder"
+            )
 
 
 def _loader(
@@ -120,14 +176,20 @@ def _predict(
     images: Tensor,
     numbers: Tensor,
     paths: list[Path],
+    names: list[str],
     request: PredictionRequest,
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     scores = trained.task.predict(model, images)
     values = trained.task.predictions(scores, request.topk)
-    base = request.images if request.images.is_dir() else request.images.parent
+    # A comparison with NaN is false. A score of minus infinity excludes a class.
+    are_finite = (scores.flatten(1) < math.inf).all(1).tolist()
+    for number, is_finite in zip(numbers.tolist(), are_finite, strict=True):
+        if not is_finite:
+            raise ValueError(
+                f"{paths[number]}: an output of the model is NaN or infinite; use another "
+                "checkpoint, or train with train.precision=fp32"
+            )
     for number, prediction, of_image in zip(numbers.tolist(), values, scores, strict=True):
-        path = paths[number]
         if request.folder is not None:
-            name = path.relative_to(base).with_suffix("").as_posix()
-            trained.task.write(of_image, path, request.folder, name)
+            trained.task.write(of_image, paths[number], request.folder, names[number])
         yield number, prediction

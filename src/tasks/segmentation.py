@@ -184,6 +184,7 @@ class Segmentation(Task[ResolvedConfig]):
     """
 
     target = "mask"
+    endings = (".png", "_overlay.png")
     Options: ClassVar[type[Any]] = SegmentationOptions
     # erasing is not in the list, because erased pixels would keep their classes in the mask.
     applies = ("smoothing", "class_weights")

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import json
 import math
 import signal
 import sys
@@ -13,7 +14,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from timm_parallel.machine.process import exit_process
+from timm_parallel.machine.files import finite
+from timm_parallel.machine.process import exit_process, open_closed_streams
 from timm_parallel.machine.secrets import mask
 
 
@@ -45,18 +47,33 @@ class CommandLine(argparse.ArgumentParser):
     exit_process = staticmethod(exit_process)
 
     @staticmethod
+    def print_json(value: Any) -> None:
+        """Print a value as one line of JSON. NaN and infinity become null, because JSON does not
+        have them.
+        """
+        print(json.dumps(finite(value)), flush=True)
+
+    @staticmethod
     def errors_in_one_line(main: Callable[[list[str]], int]) -> Callable[[list[str]], int]:
-        """Decorate the `main` function of a script. A ValueError then prints one line on stderr and
-        returns exit code 2. Ctrl-C prints one line and returns exit code 130.
+        """Decorate the `main` function of a script. A ValueError or the error of a file then prints
+        one line on stderr and returns exit code 2. Ctrl-C prints one line and returns 130.
         """
         name = Path(main.__code__.co_filename).name
 
         @functools.wraps(main)
         def guarded(argv: list[str]) -> int:
+            open_closed_streams()
             try:
                 return main(argv)
             except ValueError as error:
                 print(f"{name}: {' '.join(mask(str(error)).split())}", file=sys.stderr)
+                return 2
+            except OSError as error:
+                # An error without a number is not that of a file, so it keeps its traceback.
+                if error.errno is None:
+                    raise
+                where = "" if error.filename is None else f"{error.filename}: "
+                print(f"{name}: {mask(f'{where}{error.strerror}')}", file=sys.stderr)
                 return 2
             except KeyboardInterrupt:
                 print(f"{name}: stopped by SIGINT", file=sys.stderr)

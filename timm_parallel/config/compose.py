@@ -325,7 +325,11 @@ def load_config(folder: Path) -> ResolvedConfig:
     `${oc.env:NAME}` are resolved from the environment of this process.
     """
     try:
-        task = _task_of(read_saved(folder / "config.yaml"))
+        saved = read_saved(folder / "config.yaml")
+        # An empty file would be read as a config of default values.
+        if not saved:
+            raise ValueError
+        task = _task_of(saved)
     except (OSError, ValueError, YAMLError):
         raise ValueError(
             f"{folder}: expected a run folder, but it has no readable config.yaml"

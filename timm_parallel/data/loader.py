@@ -5,10 +5,14 @@ The module prefetch.py then copies each batch to the device.
 
 from __future__ import annotations
 
+import os
+import resource
+import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.util import get_temp_dir
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -26,11 +30,12 @@ from timm_parallel.data.samplers import (
     seed_draws,
 )
 from timm_parallel.data.seeds import seeds_for
-from timm_parallel.errors import UnreadableImageError
+from timm_parallel.errors import UnreadableImageError, UnsentBatchError
 from timm_parallel.machine import hardware
 from timm_parallel.machine.process import kill_on_parent_exit
 from timm_parallel.machine.signals import ignore_stop_signals
 from timm_parallel.parallel.group import ProcessGroup
+from timm_parallel.patches import report_unsent_batches
 from timm_parallel.task import Targets
 
 # Function that augments one image [C, H, W] together with its target.
@@ -38,6 +43,8 @@ Transform = Callable[[Tensor, Any], Sample]
 # Result of reading a batch: images, targets, indices of unreadable images, and the random numbers
 # for the augmentation of the batch.
 Fetched = tuple[Tensor, Tensor, list[int], list[Tensor]]
+# Folder of the shared memory on Linux, through which workers send batches.
+SHARED_MEMORY = Path("/dev/shm")
 # Seconds to wait for SIGCHLD after a worker process has closed its connections.
 SIGNAL_SECONDS = 1.0
 # Largest number of consecutive unreadable images to skip. If more are unreadable, the cause is not
@@ -506,3 +513,27 @@ class TrainLoader(Loader):
 def _start_worker(worker: int) -> None:
     kill_on_parent_exit()
     ignore_stop_signals()
+    report_unsent_batches(_unsent)
+
+
+def _unsent(error: BaseException, batch: Any) -> UnsentBatchError:
+    """Build the error for a batch that this worker process cannot send to the process of the
+    rank.
+    """
+    tensors = [part for part in batch if isinstance(part, Tensor)]
+    size = sum(tensor.nbytes for tensor in tensors) / 2**20
+    reason = f"a loader worker could not send a batch of {size:.1f} MiB ({error}); "
+    try:
+        os.close(os.dup(0))
+    # torch's errors have no number, so try to open one more file.
+    except OSError:
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        reason += f"the limit of open files is {limit}: raise it with ulimit -n, or "
+    else:
+        if SHARED_MEMORY.is_dir():
+            space = shutil.disk_usage(SHARED_MEMORY)
+            reason += (
+                f"{SHARED_MEMORY} has {space.free / 2**20:.1f} of {space.total / 2**20:.1f} MiB "
+                "free: enlarge it (docker run --shm-size=8g), use a smaller batch, or "
+            )
+    return UnsentBatchError(f"{reason}set data.workers=0")

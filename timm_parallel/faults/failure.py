@@ -18,7 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from timm_parallel.config.resolve import halve_batches
-from timm_parallel.errors import ConnectError, NotFiniteError, RefusedError, UnreadableImageError
+from timm_parallel.errors import (
+    ConnectError,
+    NotFiniteError,
+    RefusedError,
+    UnreadableImageError,
+    UnsentBatchError,
+)
 from timm_parallel.faults.run_folder import GONE
 from timm_parallel.keys import ResolvedConfig
 from timm_parallel.machine.files import write_json
@@ -99,16 +105,20 @@ def failure_record(
     """Build the failure record of this rank for an exception. Must be called in an `except` block,
     because the record contains the current traceback.
     """
-    kind, text = type(error).__name__, _one_line(error)
+    kind = type(error).__name__
+    # An error of a loader worker has its class in its message already.
+    text = _one_line(error).removeprefix(f"{type(error).__module__}.{kind}: ")
+    is_of_user = isinstance(error, RefusedError | UnreadableImageError | UnsentBatchError)
     last = traceback.extract_tb(error.__traceback__)[-1]
+    place = "" if is_of_user else f" ({Path(last.filename).name}:{last.lineno})"
     record = record_of(
         ranks.rank,
         folder,
-        f"{ranks.name}: {kind}: {text} ({Path(last.filename).name}:{last.lineno})",
+        f"{ranks.name}: {kind}: {text}{place}",
         attempt=ranks.restart_count,
         exception=kind,
         traceback=traceback.format_exc(),
-        shows_traceback=not isinstance(error, RefusedError | UnreadableImageError),
+        shows_traceback=not is_of_user,
     )
     if isinstance(error, RefusedError):
         record |= {"status": "refused", "reason": text, "exit_code": 2}

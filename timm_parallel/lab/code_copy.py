@@ -52,9 +52,14 @@ def git(folder: Path, *arguments: str, **variables: str) -> bytes:
     options = ("--no-optional-locks", "-c", "core.fsmonitor=false", "-C", str(folder))
     # Do not let Git LFS download large files into .git.
     environment = {**os.environ, "GIT_LFS_SKIP_SMUDGE": "1", **variables}
-    done = subprocess.run(
-        ["git", *options, *arguments], env=environment, capture_output=True, check=False
-    )
+    try:
+        done = subprocess.run(
+            ["git", *options, *arguments], env=environment, capture_output=True, check=False
+        )
+    except OSError as error:
+        raise ValueError(
+            f"git: cannot be run ({error.strerror}); install Git, or add its folder to PATH"
+        ) from None
     if done.returncode != 0:
         raise ValueError(f"git {arguments[0]} failed: {os.fsdecode(done.stderr).strip()}")
     return done.stdout

@@ -125,8 +125,8 @@ def conclude(
     `ended`: how the ranks ended. `console`: stream to print to, stderr by default.
     """
     console = console or sys.stderr
-    # Ignore a signal that arrived while the ranks of a finished run were exiting.
-    if read_status(folder) == "done" and (ended.signal is not None or not ended.exit_codes):
+    # Ignore a signal or an error of ranks that were exiting after the run had finished.
+    if read_status(folder) == "done":
         return 0
     if ended.signal is not None and not ended.folder_problem:
         name = signal.Signals(ended.signal).name
@@ -212,7 +212,7 @@ def record_end(
         started=segments[0]["started"] if segments else None,
         segments=segments,
         failure=failure,
-        seconds={"total": time.time() - process_start_time(os.getpid())},
+        seconds={"total": time.perf_counter() - process_start_time(os.getpid())},
     )
     write_result(folder, result)
 

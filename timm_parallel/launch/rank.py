@@ -4,12 +4,16 @@ watchdog, then trains.
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import logging
 import os
+import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -121,7 +125,22 @@ def keep_compiled_code_private() -> None:
     if Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", "torchinductor_")).name.startswith(
         "torchinductor_"
     ):
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path.home() / ".cache" / "torchinductor")
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(_private_cache())
+
+
+def _private_cache() -> Path:
+    """Create the cache folder in the home folder, or else a temporary one, which is deleted when
+    this process exits.
+    """
+    # Path.home raises RuntimeError for a user without an entry in the password file.
+    with suppress(OSError, RuntimeError):
+        cache = Path.home() / ".cache" / "torchinductor"
+        cache.mkdir(parents=True, exist_ok=True)
+        if os.access(cache, os.W_OK):
+            return cache
+    cache = Path(tempfile.mkdtemp(prefix="compiled_"))
+    atexit.register(shutil.rmtree, cache, ignore_errors=True)
+    return cache
 
 
 class Stdout(logging.StreamHandler[TextIO]):

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from timm_parallel.errors import UnknownFormatError
 from timm_parallel.machine.platform import sync
 from timm_parallel.machine.secrets import hide, hide_in
 
@@ -55,8 +56,9 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path, newest: int, missing: str) -> dict[str, Any]:
-    """Read a JSON file whose format version is `newest` or older. Raises ValueError for a missing,
-    damaged or newer file. `missing`: end of the message for a missing file.
+    """Read a JSON file whose format version is `newest` or older. Raises ValueError for a missing
+    or damaged file, and UnknownFormatError for a newer one. `missing`: end of the message for a
+    missing file.
     """
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
@@ -69,7 +71,7 @@ def read_json(path: Path, newest: int, missing: str) -> dict[str, Any]:
             f"{path}: this file is not of this project; expected a JSON object with a key `format`"
         )
     if values.get("format", 0) > newest:
-        raise ValueError(
+        raise UnknownFormatError(
             f"{path}: format {values['format']} is newer than this code reads (at most {newest}); "
             "update the code"
         )

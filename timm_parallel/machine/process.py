@@ -63,20 +63,21 @@ def limit_job(parent: int, cores: Collection[int]) -> None:
 
 
 def process_start_time(pid: int) -> float:
-    """Return the start time of a process on the clock of time.time(). psutil's value can be off by
-    a second.
+    """Return the start time of a process on the clock of time.perf_counter(), which all processes
+    share. Unlike the clock of time.time(), it is never set. psutil's value can be off by a second.
     """
     if sys.platform != "linux":
-        return psutil.Process(pid).create_time()
+        return time.perf_counter() - (time.time() - psutil.Process(pid).create_time())
     # Split after the last parenthesis, because the name of the process may have spaces (proc(5)).
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     since_boot = int(fields[19]) / os.sysconf("SC_CLK_TCK")
-    return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - since_boot)
+    return time.perf_counter() - (time.clock_gettime(time.CLOCK_BOOTTIME) - since_boot)
 
 
 def started_at() -> float:
-    """Return the time at which the command of this run started: the variable RUN_STARTED_AT or,
-    under torchrun, the start time of the parent process.
+    """Return the time at which the command of this run started, on the clock of
+    time.perf_counter(): the variable RUN_STARTED_AT or, under torchrun, the start time of the
+    parent process.
     """
     return float(os.environ.get("RUN_STARTED_AT", 0)) or process_start_time(os.getppid())
 
@@ -135,10 +136,27 @@ def keep_freed_memory() -> None:
         mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 
 
-def keep_running_without_stdout() -> None:
-    """Discard output after the reader of stdout has exited, as in `python train.py | head -n 2`.
-    The run would otherwise fail with BrokenPipeError.
+def open_closed_streams() -> None:
+    """Open stdin, stdout and stderr on the null device if they are closed, as in `python train.py
+    >&-`. Another file would otherwise get the number of a stream, and its content.
     """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            os.dup2(nowhere, number)
+            if nowhere == number:
+                os.set_inheritable(number, True)
+            else:
+                os.close(nowhere)
+            mode = "w" if number else "r"
+            setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))
+
+
+def keep_running_without_stdout() -> None:
+    """Discard output after the reader of stdout has exited, as in `python train.py | head -n 2`, on
+    a full disk, and if stdout is closed. The run would otherwise fail. The same is true of stderr.
+    """
+    open_closed_streams()
 
     class Pipe(io.FileIO):
         def write(self, data: Any, /) -> int:
@@ -148,14 +166,19 @@ def keep_running_without_stdout() -> None:
                 nowhere = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(nowhere, self.fileno())
                 os.close(nowhere)
-                return len(data)
+            # Discard this output only, because the disk may have space again later.
+            except OSError:
+                pass
+            return len(data)
 
-    out = sys.stdout
-    if isinstance(out, io.TextIOWrapper) and not out.isatty():
-        buffer = io.BufferedWriter(Pipe(out.fileno(), "w", closefd=False))
-        sys.stdout = io.TextIOWrapper(
-            buffer, out.encoding, out.errors, line_buffering=out.line_buffering
-        )
+    for name in ("stdout", "stderr"):
+        out = getattr(sys, name)
+        if isinstance(out, io.TextIOWrapper) and not out.isatty():
+            buffer = io.BufferedWriter(Pipe(out.fileno(), "w", closefd=False))
+            wrapped = io.TextIOWrapper(
+                buffer, out.encoding, out.errors, line_buffering=out.line_buffering
+            )
+            setattr(sys, name, wrapped)
 
 
 def exit_process(code: int) -> NoReturn:

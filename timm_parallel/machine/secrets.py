@@ -24,6 +24,8 @@ WORD = (
     "token|secret|password|passwd|passphrase|api_?key|access_?key(?:_id)?|secret_?key|private_?key|credentials?|"
     "auth_?key|auth_?header|bearer|(?:signing|encryption|ssh)_?key"
 )
+# Further words in names of secret environment variables.
+VARIABLE = "pass|auth|pat|dsn|webhook|connection_string|cookies?|jwt|creds?"
 # An environment variable whose name ends in _KEY is secret, unless the name is one of these. A
 # config key that ends in _key is secret only if WORD lists it, because `image_key` and `label_key`
 # are names of columns.
@@ -32,7 +34,7 @@ NO_SECRET = (
     r"_key$)"
 )
 NAMES = re.compile(
-    rf"(?:.*_)?(?:{WORD}|pass|auth|pat)(?:_.*)?|.*(?:token|secret|password|passwd|apikey)|.+_pwd|{NO_SECRET}.+_key",
+    rf"(?:.*_)?(?:{WORD}|{VARIABLE})(?:_.*)?|.*(?:token|secret|password|passwd|apikey)|.+_pwd|{NO_SECRET}.+_key",
     re.I,
 )
 # Names of secret config keys. `max_tokens` and `key` do not match.

@@ -139,7 +139,7 @@ class Meter:
         now = time.perf_counter()
         self._steps_seen += self._open_steps
         if self.first_step_at is None:
-            self.first_step_at = time.time()
+            self.first_step_at = now
         if self._steps_seen > self._warm_up:
             self._seconds.append(now - self._mark)
             self._steps.append(self._open_steps)

@@ -42,7 +42,7 @@ class Recorder:
         again. `enabled`: False on all ranks but rank 0, where nothing is written.
         """
         self.enabled, self._headline = enabled, config.headline_metric
-        self._started, self._timeout = time.time(), config.parallel.timeout
+        self._started, self._timeout = time.monotonic(), config.parallel.timeout
         if enabled:
             self._metrics = MetricsLog(folder / "metrics.jsonl", resume_step)
             self._trackers = [
@@ -57,7 +57,10 @@ class Recorder:
         if self.enabled:
             present = {name: value for name, value in values.items() if value is not None}
             self._metrics.write(
-                step, epoch=round(epoch, 4), time=round(time.time() - self._started, 3), **present
+                step,
+                epoch=round(epoch, 4),
+                time=round(time.monotonic() - self._started, 3),
+                **present,
             )
             self._track("numbers", step, epoch, time.time(), finite_numbers(present))
 

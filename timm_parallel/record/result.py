@@ -14,11 +14,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from timm_parallel.errors import UnknownFormatError
 from timm_parallel.machine.files import finite, read_json, write_json, write_text
 from timm_parallel.machine.text import plural
 
 log = logging.getLogger(__name__)
 FORMAT = 1
+# Format of checkpoints, which is also in the .json file next to each.
+CHECKPOINT_FORMAT = 2
 STATUSES = ("done", "failed", "out_of_memory", "not_finite", "skipped", "interrupted", "pruned")
 
 
@@ -127,12 +130,30 @@ def read_result(folder: Path) -> Result:
 def read_status(folder: Path) -> str | None:
     """Return the status in result.json of a run folder.
 
-    Returns None if the run has not ended or the file cannot be read.
+    Returns None if the run has not ended or the file is damaged. Raises UnknownFormatError if newer
+    code wrote the file, because the caller would otherwise replace it.
     """
     try:
         return read_result(folder).status
+    except UnknownFormatError:
+        raise
     except ValueError:
         return None
+
+
+def check_format(sidecar: Path) -> None:
+    """Raise UnknownFormatError if another version of the code wrote the .json file of a checkpoint.
+    A missing or damaged file is ignored.
+    """
+    try:
+        version = json.loads(sidecar.read_text(encoding="utf-8"))["format"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    if isinstance(version, int) and version != CHECKPOINT_FORMAT:
+        raise UnknownFormatError(
+            f"{sidecar.with_suffix('.pt')}: the checkpoint has the format {version}, expected "
+            f"{CHECKPOINT_FORMAT}; use the code that wrote the file"
+        )
 
 
 def read_segments(folder: Path) -> list[dict[str, Any]]:

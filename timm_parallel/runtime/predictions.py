@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import sys
 from collections.abc import Mapping
@@ -12,6 +11,7 @@ from typing import Any
 import pandas as pd
 
 from timm_parallel.machine.files import write_text
+from timm_parallel.machine.text import for_terminal
 from timm_parallel.task import Task
 
 # Dictionary from the path of an image to its predicted values by name, or to None if the file
@@ -39,10 +39,8 @@ def write_predictions(
             for path, values in predictions.items()
         )
     if output is None:
-        # Keep the bytes of file names that are not UTF-8, as write_text does.
-        if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(errors="surrogateescape")
-        sys.stdout.write(text)
+        # A file keeps all bytes of a name, but a terminal would obey control characters.
+        sys.stdout.write(for_terminal(text))
     else:
         write_text(output, text)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -273,9 +273,10 @@ class Run:
         first = (step - 1 - self._epoch_began_at) * per_step
         indices = self.parts.train_loader.global_batches(first, per_step)
         log.error("training images of step %d, by index: %s", step, indices)
-        last = self.folder / "checkpoints" / "last.pt"
-        good = (
-            f"the last good checkpoint is {last}" if last.exists() else "there is no checkpoint yet"
-        )
+        good = "there is no checkpoint yet"
+        # Load the file, because a checkpoint that is damaged or not finite is not a good one.
+        with suppress(ValueError):
+            if (newest := checkpoint.load_newest(self.folder)) is not None:
+                good = f"the last good checkpoint is {newest[0]}"
         shown = ", ".join(map(str, indices[:8]))
         return f"it read the training images {shown} … (all in the log); {good}"

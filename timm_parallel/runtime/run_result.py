@@ -82,7 +82,7 @@ def make_result(
         ],
         seconds={
             "start_to_first_step": None if first_step_at is None else first_step_at - started,
-            "total": time.time() - started,
+            "total": time.perf_counter() - started,
         },
         parameters_hash=digest,
         checkpoint=f"checkpoints/{'best' if has_best else 'last'}.pt",

@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import shutil
+import traceback
 import zipfile
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -25,11 +26,12 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from timm_parallel.errors import UnknownFormatError
 from timm_parallel.machine.files import write_text, write_whole
-from timm_parallel.record.result import read_result
+from timm_parallel.record.result import CHECKPOINT_FORMAT, check_format, read_result, read_status
 
 log = logging.getLogger(__name__)
-FORMAT = 2
+FORMAT = CHECKPOINT_FORMAT
 
 
 def save(
@@ -61,8 +63,12 @@ def save(
             write_text(path.with_suffix(".json"), sidecar)
     # torch raises RuntimeError if the disk is full.
     except (OSError, RuntimeError) as error:
+        # torch also raises RuntimeError in a signal handler if a loader worker has died. That error
+        # is not about the file.
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        is_of_worker = frame.f_globals["__name__"].startswith("torch.utils.data")
         # If the run folder was deleted, the free space of its disk cannot be queried.
-        if not folder.parent.is_dir():
+        if is_of_worker or not folder.parent.is_dir():
             raise
         free = shutil.disk_usage(folder.parent).free
         raise OSError(
@@ -78,6 +84,9 @@ def save(
         unneeded += [
             path for number, path in _steps(folder, "best_step_").items() if number not in best
         ]
+    # A save that was killed leaves a temporary file, whose name has the number of its process.
+    for stale in folder.glob(".*.tmp"):
+        stale.unlink()
     for old in unneeded:
         # Delete the .json file first. If the process is killed after that, the next save still
         # finds the checkpoint and deletes it.
@@ -106,12 +115,14 @@ def _best(folder: Path, newest: dict[str, Any], top: int) -> set[int]:
 def load(path: Path) -> dict[str, Any]:
     """Verify the checksum of a checkpoint file, and load its contents into CPU memory.
 
-    Raises ValueError if the file does not exist or is damaged.
+    Raises ValueError if the file does not exist or is damaged, and UnknownFormatError if another
+    version of the code wrote it.
     """
     if not path.exists():
         raise ValueError(
             f"{path}: no such checkpoint; give a file from the checkpoints/ folder of a run"
         )
+    check_format(path.with_suffix(".json"))
     try:
         _verify(path)
         contents = torch.load(path, map_location="cpu", weights_only=True)
@@ -133,11 +144,23 @@ def load(path: Path) -> dict[str, Any]:
             "of a run"
         )
     if contents["format"] != FORMAT:
-        raise ValueError(
+        raise UnknownFormatError(
             f"{path}: the checkpoint has the format {contents['format']}, expected {FORMAT}; use "
             "the code that wrote the file"
         )
+    _check_finite(path, contents)
     return contents
+
+
+def _check_finite(path: Path, contents: dict[str, Any]) -> None:
+    """Raise ValueError if a weight is NaN or infinite. A run saves no such file."""
+    for part in ("model", "ema", "train_step"):
+        for name, tensor in (contents.get(part) or {}).items():
+            if tensor.is_floating_point() and not tensor.isfinite().all():
+                raise ValueError(
+                    f"{path}: the weight {name} has values that are not finite (NaN or infinity); "
+                    "use another checkpoint"
+                )
 
 
 def _verify(path: Path) -> None:
@@ -168,7 +191,7 @@ def load_newest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
     """Find and load the newest undamaged checkpoint of a run folder.
 
     Returns its path and its contents, or None if the folder has no checkpoint. Raises ValueError if
-    all checkpoints are damaged.
+    all checkpoints are damaged, or if another version of the code wrote the newest one.
     """
     checkpoints = folder / "checkpoints"
     errors = []
@@ -181,6 +204,9 @@ def load_newest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
             continue
         try:
             return path, load(path)
+        # Do not use an older checkpoint, because the run would then replace the newer one.
+        except UnknownFormatError:
+            raise
         except ValueError as error:
             errors.append(str(error))
             log.warning("%s; trying an older checkpoint", error)
@@ -202,9 +228,8 @@ def read_checkpoint(folder: Path, which: str | None) -> tuple[Path, dict[str, An
         path = Path(which)
     else:
         # Ignore a missing result.json, because a run that has not ended has none.
-        with suppress(ValueError):
-            if (name := read_result(folder).checkpoint) is not None:
-                path = folder / name
+        if read_status(folder) and (name := read_result(folder).checkpoint) is not None:
+            path = folder / name
     loaded = load_newest(folder) if path is None else (path, load(path))
     if loaded is None:
         raise ValueError(f"run={folder}: this run has no checkpoint; choose another run")

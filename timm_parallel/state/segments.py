@@ -4,6 +4,7 @@ settings.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
@@ -37,10 +38,11 @@ def new_segment(parts: RunParts, folder: Path, changed: dict[str, list[Any]]) ->
 
     `changed`: dictionary from each setting that a resume changed to its values before and now.
     """
+    began = time.time() - (time.perf_counter() - started_at())
     return {
         "first_step": parts.progress.step,
         "command": read_environment(folder).get("command"),
         "changed": changed,
-        "started": datetime.fromtimestamp(started_at()).astimezone().isoformat(timespec="seconds"),
+        "started": datetime.fromtimestamp(began).astimezone().isoformat(timespec="seconds"),
         "devices": parts.config.parallel.devices,
     }

@@ -161,7 +161,7 @@ def warm_ranks(
     from torch.distributed import TCPStore
 
     count = config.parallel.devices if config.parallel.has_ranks else 1
-    given = {"RUN_STARTED_AT": str(time.time()), **(environment or {})}
+    given = {"RUN_STARTED_AT": str(time.perf_counter()), **(environment or {})}
     if config.parallel.has_ranks:
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         given |= {

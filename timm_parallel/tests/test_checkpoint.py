@@ -26,6 +26,7 @@ from src.tasks.classification import Classification
 from src.train.build import build_run
 from src.train.run import run
 from timm_parallel.entry import run_command
+from timm_parallel.errors import UnknownFormatError
 from timm_parallel.faults.liveness import liveness
 from timm_parallel.machine import hardware
 from timm_parallel.machine.ranks import NEEDED, Ranks
@@ -551,6 +552,25 @@ def test_checkpoint_load_refuses_a_file_of_another_format_in_one_line(
     with pytest.raises(ValueError, match=reason) as refusal:
         checkpoint.load(path)
     assert str(refusal.value).startswith(f"{path}: ") and "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("other", [checkpoint.FORMAT - 1, checkpoint.FORMAT + 5])
+@pytest.mark.parametrize("has_sidecar", [True, False])
+def test_load_newest_checkpoint_refuses_an_unknown_format_and_uses_no_older_file(
+    contents: Contents, tmp_path: Path, other: int, has_sidecar: bool
+) -> None:
+    folder = tmp_path / "checkpoints"
+    save(folder, contents, 3)
+    for sidecar in folder.glob("*.json"):
+        sidecar.unlink()
+    (folder / "last.pt").unlink()
+    torch.save({**contents, "format": other}, folder / "last.pt")
+    if has_sidecar:
+        # A file of another format need not be a file that torch can load.
+        (folder / "last.json").write_text(json.dumps({"format": other}))
+        (folder / "last.pt").write_bytes(b"another kind of file")
+    with pytest.raises(UnknownFormatError, match=f"last.pt.* {other}, expected"):
+        checkpoint.load_newest(tmp_path)
 
 
 def test_load_newest_checkpoint_error_lists_all_files_when_all_are_damaged(

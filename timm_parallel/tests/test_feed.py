@@ -4,6 +4,7 @@ its batch has been released.
 
 from __future__ import annotations
 
+import resource
 import threading
 import weakref
 from collections.abc import Callable
@@ -18,9 +19,47 @@ from timm_parallel.data.dataset import InMemory
 from timm_parallel.data.loader import BatchFetcher, num_workers
 from timm_parallel.data.prefetch import BatchMemory, DevicePrefetcher
 from timm_parallel.data.samplers import TrainSampler
+from timm_parallel.errors import UnsentBatchError
 from timm_parallel.machine import hardware
 from timm_parallel.task import Targets
 from timm_parallel.testing.configs import plain, train_loader_of
+
+
+def without_files(image: Tensor, target: Any) -> tuple[Tensor, Any]:
+    """Let this worker process open no further file."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    return image, target
+
+
+def full(*_: object) -> None:
+    raise RuntimeError("unable to allocate shared memory(shm) for file </torch_7>: (28)")
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("limited", "reason"),
+    [("files", "ulimit -n"), ("shm", "/dev/shm"), ("queue", "data.workers=0")],
+)
+def test_batch_that_a_worker_cannot_send_ends_the_epoch_with_the_limit_and_the_fix(
+    monkeypatch: pytest.MonkeyPatch, limited: str, reason: str
+) -> None:
+    """A worker only prints this error, and the loader would wait for the batch forever."""
+    if limited == "shm":
+        monkeypatch.setattr(torch.UntypedStorage, "_share_fd_cpu_", full)
+    split = InMemory(torch.zeros(12, 3, 8, 8, dtype=torch.uint8), torch.arange(12))
+    fetcher = BatchFetcher(
+        split, Targets(), without_files if limited == "files" else lambda *sample: sample, 0
+    )
+    if limited == "queue":
+        cannot_be_sent = (lambda: None, [1], [], [])
+        monkeypatch.setattr(BatchFetcher, "__getitems__", lambda *_: cannot_be_sent)
+    prefetcher = DevicePrefetcher(torch.device("cpu"), **plain(3), channels_last=False)
+    loader = train_loader_of(fetcher, TrainSampler(12, 4, 0, 1, seed=0), prefetcher, 1)
+    try:
+        with pytest.raises(UnsentBatchError, match=reason):
+            list(loader.epoch(0))
+    finally:
+        loader.close()
 
 
 def test_cpu_batch_memory_is_reused_when_an_earlier_batch_is_released() -> None:

@@ -59,7 +59,23 @@ def test_file_names_that_are_not_utf_8_keep_their_bytes(
     for form in ("csv", "console"):
         write_predictions(predictions, task_of(2), form, None)
     sys.stdout.flush()
-    assert capfdbinary.readouterr().out.count(b"r\xf6se\xff.png") == 2
+    # A terminal gets them as text.
+    assert capfdbinary.readouterr().out.count(rb"r\udcf6se\udcff.png") == 2
+
+
+@pytest.mark.slow(seconds=1)
+@pytest.mark.parametrize("form", ["console", "csv", "json"])
+def test_predictions_on_the_console_have_no_control_characters(
+    capsys: pytest.CaptureFixture[str], form: str
+) -> None:
+    """Names of files and classes may contain commands for a terminal."""
+    name = "a\x1b]0;title\x07\x1b[2J\u202e\x9b.png"
+    task = task_of(2)
+    task.names[0] = "dog\x1b[31m"
+    written: Any = {name: {"classes": [task.names[0]], "probabilities": [0.5]}}
+    write_predictions(written, task, form, None)
+    shown = capsys.readouterr().out
+    assert "dog" in shown and not set(shown) & set("\x1b\x07\u202e\x9b")
 
 
 @settings(max_examples=30, deadline=None)

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,9 @@ from hypothesis import strategies as st
 
 from src.app import app
 from src.schema import Config
+from timm_parallel.config.arguments import CommandLine
 from timm_parallel.entry import run_command
+from timm_parallel.lab.code_copy import git
 from timm_parallel.launch import job
 from timm_parallel.launch.resume import records_of, restore_records
 from timm_parallel.machine.files import claim_folder, write_json, write_text
@@ -39,7 +42,8 @@ from timm_parallel.record.result import (
     read_result,
     write_result,
 )
-from timm_parallel.testing.configs import resolved
+from timm_parallel.testing.configs import read_lines, resolved
+from timm_parallel.testing.ranks import warm_ranks
 
 
 @pytest.mark.parametrize(("output", "dirty"), [(None, None), ("", False), (" M train.py", True)])
@@ -136,6 +140,37 @@ def test_refused_resume_restores_the_code_diff_that_the_run_had_before(
 def test_code_diff_contains_a_note_on_missing_changes_when_git_fails(tmp_path: Path) -> None:
     write_code_diff(tmp_path, True, tmp_path / "nowhere")
     assert (tmp_path / CODE_DIFF).read_text().startswith("cut: ")
+
+
+def test_git_command_is_refused_in_one_line_when_git_is_not_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    main = CommandLine.errors_in_one_line(lambda argv: len(git(tmp_path, *argv)))
+    assert main(["status"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "PATH" in line
+
+
+@pytest.mark.slow(seconds=2)
+@pytest.mark.parametrize("hours", [-7, 30])
+def test_seconds_of_a_run_are_right_when_the_clock_is_changed_meanwhile(
+    tmp_path: Path, hours: int
+) -> None:
+    change = tmp_path / "change_clock.py"
+    change.write_text(
+        f"import time\nreal = time.time\ntime.time = lambda: real() + 3600 * {hours}\n"
+    )
+    config = resolved("model=tiny", "data=synthetic", "parallel=single", "train.max_steps=2")
+    folder = tmp_path / "run"
+    job.prepare(config, folder)
+    began = time.perf_counter()
+    ended = warm_ranks(config, folder, first=change)
+    assert not ended.exit_codes
+    seconds = read_result(folder).seconds
+    took = time.perf_counter() - began
+    assert 0 < seconds["start_to_first_step"] < seconds["total"] < took
+    assert all(0 <= line["time"] < took for line in read_lines(folder / "metrics.jsonl"))
 
 
 def test_output_of_a_command_that_is_not_utf8_is_decoded_with_replacement_characters() -> None:

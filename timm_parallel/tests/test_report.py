@@ -569,6 +569,29 @@ def test_report_py_prints_the_path_of_the_report_or_exits_2_for_a_folder_without
     assert refused.count("\n") == 1 and str(tmp_path) in refused
 
 
+@pytest.mark.slow(seconds=2)
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["{loop}"],
+        ["{sweep}", "{loop}"],
+        ["{sweep}", "out={loop}"],
+        ["{sweep}", "out=/proc/nowhere"],
+        ["{sweep}", "out={sweep}/jobs.json"],
+    ],
+)
+def test_report_py_exits_2_in_one_line_for_a_link_loop_or_an_unwritable_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    sweep = full_sweep(tmp_path / "s", {("single", 1): 1000}).write()
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    given = [word.format(sweep=sweep, loop=loop) for word in words]
+    assert script.main(given) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert given[-1] in line
+
+
 def test_record_of_a_job_without_result_json_has_no_measurements(tmp_path: Path) -> None:
     run = RunRecord("0", tmp_path, "waiting", overrides=("parallel=ddp", "parallel.devices=2"))
     assert (run.strategy, run.devices, run.comparable) == ("ddp", 2, False)

@@ -4,7 +4,9 @@ the main function of train.py up to the start of ranks.
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Callable
@@ -24,7 +26,7 @@ from timm_parallel.keys import SweepConfig, leaves
 from timm_parallel.lab.jobs.folders import config_folder
 from timm_parallel.lab.sweep.blocks import freeze_jobs
 from timm_parallel.lab.sweep.points import expand
-from timm_parallel.launch import job
+from timm_parallel.launch import job, resume
 from timm_parallel.machine import hardware
 from timm_parallel.machine.lock import lock_folder
 from timm_parallel.machine.ranks import NEEDED
@@ -335,6 +337,32 @@ def test_resume_auto_continues_only_a_run_with_exactly_the_given_config(main: Ma
     assert "optim.lr=0.2" in err and "starting a new run" in err
 
 
+@pytest.mark.slow(seconds=1)
+@pytest.mark.parametrize("difference", ["seed=5", "optim.lr=0.3", "model=resnet18"])
+def test_resume_auto_with_overrides_loads_few_configs_of_many_runs_that_differ(
+    main: Main, monkeypatch: pytest.MonkeyPatch, difference: str
+) -> None:
+    """Loading a config takes 60 ms, so a thousand of them would take a minute."""
+    fits = main.start("2026-01-01/00", "train.epochs=7")
+    source = main.start("2026-01-02/00", "train.epochs=7", difference)
+    for number in range(1, 30):
+        shutil.copytree(source, source.with_name(f"{number:02d}"))
+    loaded: list[Path] = []
+
+    def load(folder: Path) -> Any:
+        loaded.append(folder)
+        return load_config(folder)
+
+    monkeypatch.setattr(resume, "load_config", load)
+    code, err = main(*OVERRIDES, "resume=auto", "train.epochs=7")
+    assert (code, main.ran[-1].resolve()) == (0, fits), err
+    (fits / "checkpoints" / "last.pt").unlink()
+    code, err = main(*OVERRIDES, "resume=auto", "train.epochs=7")
+    key = "model." if difference.startswith("model") else difference.partition("=")[0]
+    assert code == 2 and f"{source.name[:0]}29, which has {key}" in err
+    assert len(loaded) < 20
+
+
 @pytest.mark.slow(seconds=3)
 def test_resume_auto_without_overrides_keeps_the_config_of_the_newest_unfinished_run(
     main: Main,
@@ -466,6 +494,29 @@ def test_resume_auto_continues_a_killed_run_that_has_no_result_json(main: Main) 
     (folder / "result.json").unlink()
     assert main(*OVERRIDES, "resume=auto")[0] == 0
     assert main.ran[-1].resolve() == folder
+
+
+@pytest.mark.slow(seconds=1)
+def test_resume_is_refused_with_the_name_of_an_empty_config_yaml(main: Main) -> None:
+    folder = main.start("day/1")
+    (folder / "config.yaml").write_text("")
+    for words in ([f"resume={folder}"], [f"resume={folder}", "train.epochs=9"]):
+        code, err = main(*words)
+        assert code == 2 and str(folder) in err and "no readable config.yaml" in err
+
+
+@pytest.mark.slow(seconds=1)
+@pytest.mark.parametrize("name", ["result.json", "checkpoints/last.json"])
+def test_resume_is_refused_and_changes_nothing_when_a_file_has_a_newer_format(
+    main: Main, name: str
+) -> None:
+    folder = main.start("day/1")
+    (folder / name).write_text(json.dumps({"format": 7, "status": "done"}))
+    before = contents(folder)
+    code, err = main(f"resume={folder}")
+    assert (code, len(main.ran)) == (2, 1)
+    assert Path(name).stem in err and "format 7" in err
+    assert contents(folder) == before
 
 
 @pytest.mark.nightly

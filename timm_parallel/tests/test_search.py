@@ -8,8 +8,10 @@ import json
 import os
 import re
 import signal
+import sqlite3
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,8 @@ from hydra._internal.utils import get_args_parser
 from src.schema import Config
 from timm_parallel.config.compose import compose_command
 from timm_parallel.keys import SearchConfig
+from timm_parallel.lab.search import study as module
+from timm_parallel.lab.search.search import Search
 from timm_parallel.lab.search.space import (
     FROZEN,
     check_space,
@@ -31,6 +35,7 @@ from timm_parallel.lab.search.space import (
 )
 from timm_parallel.lab.search.study import Follower
 from timm_parallel.lab.sweep.points import expand
+from timm_parallel.lab.sweep.runner import Runner
 from timm_parallel.record.jobs import Job, Jobs, read_jobs
 from timm_parallel.record.result import read_result
 
@@ -208,6 +213,33 @@ def test_resumed_search_trial_is_not_pruned_before_its_next_evaluation(tmp_path:
         file.write('{"step": 18, "val/acc": 0.3}\n')
     assert "val/acc 0.4000" in follow()
     assert trial.reported == {1: 0.4}
+
+
+@pytest.mark.slow(seconds=2)
+@pytest.mark.parametrize(("seconds", "works"), [(20.0, True), (0.2, False)])
+def test_search_waits_for_a_locked_database_and_then_ends_with_the_command_that_continues_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float, works: bool
+) -> None:
+    monkeypatch.setattr(module, "LOCKED_SECONDS", seconds)
+    config = Config(search=SearchConfig(study_name="x", direction="maximize", sampler="random"))
+    opened = module.open_study(tmp_path, config, is_new=True)
+    trial = opened.ask()
+    other = sqlite3.connect(tmp_path / "study.db", isolation_level=None, check_same_thread=False)
+    other.execute("BEGIN EXCLUSIVE")
+    if works:
+        threading.Timer(1, lambda: other.execute("COMMIT")).start()
+    search = Search.__new__(Search)
+    search.jobs = Jobs(tmp_path, "", [Job(0, "trial 0", "0", [], status="running")])
+    monkeypatch.setattr(Runner, "run", lambda self: trial.report(0.5, step=1) or 0)
+    if works:
+        assert search.run() == 0
+        assert opened.trials[0].intermediate_values == {1: 0.5}
+    else:
+        with pytest.raises(ValueError, match=r"search\.storage: .*sweep\.resume=") as refusal:
+            search.run()
+        assert "\n" not in str(refusal.value)
+        assert read_jobs(tmp_path).status == "interrupted"
+    other.close()
 
 
 @pytest.mark.nightly

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
+from timm_parallel.errors import UnknownFormatError
 from timm_parallel.lab.jobs.devices import share_of
 from timm_parallel.lab.jobs.scheduler import Requirement
 from timm_parallel.lab.jobs.warm_server import ForkedJob, WarmServer
@@ -35,6 +36,9 @@ def sync_from_result(job: Job, folder: Path) -> None:
     """
     try:
         result = read_result(folder)
+    # Do not run a job again whose result is of newer code, because that would replace the result.
+    except UnknownFormatError:
+        raise
     except ValueError:
         return
     if job.status in UNFINISHED and result.status != "interrupted":

@@ -32,15 +32,16 @@ def collect(folders: list[Path]) -> list[RunRecord]:
     """Read run folders, and all jobs of sweep folders, into RunRecords. Raises ValueError if a
     folder is neither a run nor a sweep, or if it cannot be read.
     """
-    unique = list(dict.fromkeys(folder.resolve() for folder in folders))
+    # Unlike Path.resolve, realpath raises no error for a link that leads back to itself.
+    unique = [Path(name) for name in dict.fromkeys(map(os.path.realpath, folders))]
     root = Path(os.path.commonpath(unique))
-    runs: dict[Path, RunRecord] = {}
+    runs: dict[str, RunRecord] = {}
     # Read sweeps first. A run that is also given as a folder then counts once, as a job of its
     # sweep.
     for folder in sorted(unique, key=lambda folder: not (folder / "jobs.json").is_file()):
         try:
             for run in _read_folder(folder, root):
-                runs.setdefault(run.folder.resolve(), run)
+                runs.setdefault(os.path.realpath(run.folder), run)
         except ValueError as error:
             raise ValueError(
                 f"{error}; restore the file, or leave the folder {folder} out of the report"

@@ -4,6 +4,7 @@ report.json, and the plots as files.
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -92,7 +93,13 @@ def write_report(sweep_folders: list[Path], out: Path | None = None) -> Path:
     other folder, or if a folder cannot be read.
     """
     runs = collect(sweep_folders)
-    out = (out or sweep_folders[0]).resolve()
+    out = Path(os.path.realpath(out or sweep_folders[0]))
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"out={out}: cannot be created ({error.strerror}); give another folder"
+        ) from None
     report = compare(runs, sweep_folders)
     write_json(out / "report.json", plain(report, out))
     # Use dtype=object, because pandas would otherwise write counts such as 2 as 2.0 if a value is

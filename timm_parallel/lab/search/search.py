@@ -182,6 +182,23 @@ class Search(Runner):
         # Objectives of the trials that ended since this process started.
         self._values: dict[int, float] = {}
 
+    def run(self) -> int:
+        """Run the search as the base class does. Raises ValueError if the database of the study
+        fails meanwhile. The search can then be continued.
+        """
+        from optuna.exceptions import StorageInternalError
+
+        try:
+            return super().run()
+        except StorageInternalError as error:
+            self.jobs.status = "interrupted"
+            self.jobs.write()
+            raise ValueError(
+                "search.storage: the database of the study cannot be read or written, for example "
+                "because another process has locked it; then continue with: python train.py -m "
+                f"{shlex.quote(f'sweep.resume={self.jobs.folder}')}"
+            ) from error
+
     def waiting(self) -> list[Job]:
         """Return a list with the next trial, or an empty list. The study chooses the values of a
         trial as late as possible, so that it can use the results of earlier trials.

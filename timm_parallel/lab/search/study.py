@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     import optuna
 
 
+# Seconds to wait for an SQLite database that another process has locked.
+LOCKED_SECONDS = 60.0
+
+
 def open_study(folder: Path, config: Config, is_new: bool) -> optuna.Study:
     """Create the Optuna study of a new search, or load the study of a resumed one. Raises
     ValueError if the database cannot be opened or has another study of this name.
@@ -26,19 +30,19 @@ def open_study(folder: Path, config: Config, is_new: bool) -> optuna.Study:
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     settings = config.search
-    name, url = (
-        hide(str(settings.study_name)),
-        settings.storage or f"sqlite:///{(folder / 'study.db').resolve()}",
-    )
+    name = hide(str(settings.study_name))
+    url = settings.storage or f"sqlite:///{(folder / 'study.db').resolve()}"
+    options = {"connect_args": {"timeout": LOCKED_SECONDS}} if url.startswith("sqlite") else None
     pruner: optuna.pruners.BasePruner = optuna.pruners.NopPruner()
     if settings.pruner == "median":
         pruner = optuna.pruners.MedianPruner(settings.n_startup_trials, settings.n_warmup_steps)
     try:
+        storage = optuna.storages.RDBStorage(url, options)
         if not is_new:
-            return optuna.load_study(study_name=name, storage=url, pruner=pruner)
+            return optuna.load_study(study_name=name, storage=storage, pruner=pruner)
         return optuna.create_study(
             study_name=name,
-            storage=url,
+            storage=storage,
             pruner=pruner,
             direction=optuna.study.StudyDirection[str(settings.direction).upper()],
         )

@@ -22,6 +22,7 @@ from timm_parallel.lab.sweep.points import Point, check_jobs_data, keys_that_may
 from timm_parallel.lab.sweep.runner import Runner
 from timm_parallel.machine.files import claim_folder
 from timm_parallel.record.jobs import FAILED, UNFINISHED, Job, Jobs, read_jobs
+from timm_parallel.record.result import read_status
 
 
 def start_sweep(command: Command, points: list[Point]) -> int:
@@ -62,15 +63,18 @@ def resume_sweep(folder: Path, command: Command, check_data: Callable[[Config], 
 
 
 def reset_unfinished(jobs: Jobs) -> list[Config]:
-    """Reset the jobs of a stopped sweep that are missing or failed, or whose folder was deleted, so
-    that they run again. Return their configs.
+    """Reset the jobs of a stopped sweep that are missing or failed, or whose folder or result was
+    lost, so that they run again. Return their configs.
     """
     configs: list[Config] = []
     for job in jobs.jobs:
         folder = jobs.folder / job.folder
         sync_from_result(job, folder)
-        is_deleted = job.status == "done" and not folder.exists()
-        if job.status in (*UNFINISHED, *FAILED) or is_deleted:
+        # A damaged result.json would keep the report from being written.
+        is_lost = not folder.exists() or (
+            (folder / "result.json").exists() and read_status(folder) is None
+        )
+        if job.status in (*UNFINISHED, *FAILED) or (job.status == "done" and is_lost):
             configs.append(frozen_config(config_folder(jobs.folder, job)))
             job.reset()
     jobs.status = "running"

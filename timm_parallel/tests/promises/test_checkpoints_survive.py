@@ -20,6 +20,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader
 
 from timm_parallel.state import checkpoint
 from timm_parallel.testing.commands import Train
@@ -118,6 +119,40 @@ def test_checkpoint_with_a_flipped_bit_is_refused_by_the_checksum_in_the_json_si
     # Loading may raise ValueError, which is the correct refusal of a damaged file.
     with contextlib.suppress(ValueError):
         assert step_in(folder / "last.pt") == 3
+
+
+@pytest.mark.parametrize("part", ["model", "ema", "train_step"])
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_checkpoint_with_a_weight_that_is_not_finite_is_never_loaded(
+    tmp_path: Path, part: str, value: float
+) -> None:
+    folder = tmp_path / "checkpoints"
+    checkpoint.save(folder, contents(2), 2, keep=3, is_best=False)
+    bad = contents(4)
+    bad.setdefault(part, {})["head.bias"] = torch.tensor([0.5, value])
+    last = checkpoint.save(folder, bad, 4, keep=3, is_best=True)
+    with pytest.raises(ValueError, match=r"last\.pt: .*head\.bias"):
+        checkpoint.load(last)
+    newest = checkpoint.load_newest(tmp_path)
+    assert newest is not None and newest[0] == folder / "step_2.pt"
+
+
+@pytest.mark.processes
+def test_death_of_a_loader_worker_during_a_save_is_not_reported_as_a_failed_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch raises the error in the main thread, whatever this thread does."""
+    workers = iter(DataLoader(range(9), num_workers=1, persistent_workers=True))  # type: ignore[arg-type]
+    next(workers)
+
+    def kill_worker(*_: Any) -> None:
+        os.kill(workers._workers[0].pid, signal.SIGKILL)  # type: ignore[attr-defined]
+        time.sleep(20)
+
+    monkeypatch.setattr(torch, "save", kill_worker)
+    with pytest.raises(RuntimeError, match="DataLoader worker"):
+        checkpoint.save(tmp_path / "checkpoints", contents(3), 3, keep=1, is_best=False)
+    assert not list(tmp_path.glob("checkpoints/*"))
 
 
 @pytest.mark.parametrize("keep", [0, 1, 100, 0.5, 0.999])
@@ -248,7 +283,8 @@ def test_load_newest_checkpoint_ignores_temporary_files_of_a_killed_save(tmp_pat
     folder = tmp_path / "checkpoints"
     checkpoint.save(folder, contents(1), 1, keep=1, is_best=False)
     (folder / ".step_2.pt.tmp").write_bytes(os.urandom(100))
+    (folder / ".step_2.json.4711.tmp").write_text("{")
     newest = checkpoint.load_newest(tmp_path)
     assert newest is not None and step_in(newest[0]) == 1
     checkpoint.save(folder, contents(2), 2, keep=1, is_best=False)
-    assert not (folder / ".step_2.pt.tmp").exists()
+    assert not list(folder.glob(".*"))

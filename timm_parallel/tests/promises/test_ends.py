@@ -274,3 +274,40 @@ def test_write_to_closed_stdout_does_not_raise(write: str) -> None:
     )
     os.close(writing)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+FULL = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+
+
+@pytest.mark.parametrize(
+    ("opened", "streams"),
+    [
+        pytest.param("keep_running_without_stdout()", "> /dev/full 2>&1", marks=FULL),
+        ("keep_running_without_stdout()", ">&-"),
+        ("keep_running_without_stdout()", "<&- >&- 2>&-"),
+        ("CommandLine.errors_in_one_line(lambda argv: 0)([])", "<&- 2>&-"),
+        ("CommandLine.errors_in_one_line(lambda argv: 0)([])", "<&- >&- 2>&-"),
+    ],
+)
+def test_process_and_its_child_keep_running_when_streams_are_closed_or_full(
+    tmp_path: Path, opened: str, streams: str
+) -> None:
+    code = (
+        "import logging, os, subprocess, sys\n"
+        "from timm_parallel.config.arguments import CommandLine\n"
+        "from timm_parallel.machine.process import keep_running_without_stdout\n"
+        f"{opened}\n"
+        "logging.basicConfig(stream=sys.stdout)\n"
+        "print('x' * 99999, flush=True)\n"
+        "print('x' * 99999, flush=True, file=sys.stderr)\n"
+        "logging.error('x')\n"
+        "sys.stdin.close()\n"
+        "child = 'import os; [os.fstat(number) for number in range(3)]'\n"
+        "subprocess.run([sys.executable, '-c', child], check=True)\n"
+        "with open(sys.argv[1], 'w') as file:\n"
+        "    file.write(str(file.fileno() > 2))\n"
+    )
+    command = shlex.join([sys.executable, "-c", code, str(tmp_path / "last")])
+    done = subprocess.run(["bash", "-c", f"{command} {streams}"], cwd=ROOT, check=False, timeout=60)
+    assert done.returncode == 0
+    assert (tmp_path / "last").read_text() == "True"

@@ -15,8 +15,9 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
+from torch._utils import ExceptionWrapper
 
-from timm_parallel.errors import ConnectError
+from timm_parallel.errors import ConnectError, UnreadableImageError, UnsentBatchError
 from timm_parallel.faults import watchdog
 from timm_parallel.faults.failure import (
     RankExits,
@@ -66,6 +67,21 @@ def test_error_about_a_path_that_contains_gloo_is_not_reported_as_a_lost_connect
     for text in (pair_closed, "Gloo connectFullMesh failed with timeout"):
         record = recorded(RuntimeError(text), tmp_path)
         assert record["is_echo"] and "lost its connection to another rank" in record["reason"]
+
+
+@pytest.mark.parametrize("kind", [UnreadableImageError, UnsentBatchError])
+def test_failure_reason_has_the_class_of_an_error_of_a_loader_worker_once(
+    tmp_path: Path, kind: type[Exception]
+) -> None:
+    try:
+        raise kind("cat.png: torn")
+    except Exception as error:
+        caught = ExceptionWrapper((kind, error, error.__traceback__), "in a loader worker")
+    with pytest.raises(kind) as raised:
+        caught.reraise()
+    record = recorded(raised.value, tmp_path)
+    assert record["reason"] == f"rank 0: {kind.__name__}: cat.png: torn"
+    assert record["shows_traceback"] is False
 
 
 def test_nccl_out_of_memory_is_not_reported_as_lost_connection(tmp_path: Path) -> None:
@@ -383,14 +399,17 @@ def test_watchdog_reads_heartbeats_without_error_while_another_thread_adds_nodes
 
 
 @pytest.mark.parametrize(("status", "code"), [("done", 0), (None, 130)])
-def test_result_status_stays_done_when_a_signal_arrives_after_the_run_completed(
-    tmp_path: Path, status: str | None, code: int
+@pytest.mark.parametrize("number", [signal.SIGINT, None])
+def test_result_status_stays_done_when_a_signal_or_an_exit_code_follows(
+    tmp_path: Path, status: str | None, code: int, number: int | None
 ) -> None:
     config = resolved("parallel=single")
     if status is not None:
         record_end(config, tmp_path, status, "")
-    assert conclude(config, tmp_path, RankExits(signal=signal.SIGINT, exit_codes={0: 130})) == code
-    assert read_result(tmp_path).status == (status or "interrupted")
+    # Python exits with 120 if it cannot write to the console at the end.
+    ended = RankExits(signal=number, exit_codes={0: 130 if number else 120})
+    assert conclude(config, tmp_path, ended) == (code if number or status else 1)
+    assert read_result(tmp_path).status == (status or ("interrupted" if number else "failed"))
 
 
 @pytest.mark.parametrize(("checkpoint", "hint"), [(True, "resume="), (False, "same command")])

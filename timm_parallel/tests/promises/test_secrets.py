@@ -252,6 +252,12 @@ def test_literal_secret_is_refused_in_a_saved_run_config(refuse: Refuse, tmp_pat
         "SIGNING_KEY",
         "ENCRYPTION_KEY",
         "SSH_KEY",
+        "SENTRY_DSN",
+        "SLACK_WEBHOOK_URL",
+        "AZURE_STORAGE_CONNECTION_STRING",
+        "SESSION_COOKIE",
+        "CI_JWT",
+        "REGISTRY_CREDS",
         "MY_KEY",
     ],
 )

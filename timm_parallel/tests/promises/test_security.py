@@ -8,6 +8,7 @@ import logging
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -124,6 +125,22 @@ def test_torchinductor_cache_folder_is_in_home_unless_user_sets_a_folder_outside
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/scratch/mine")
     keep_compiled_code_private()
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/scratch/mine"
+
+
+def no_home() -> Path:
+    raise RuntimeError("Could not determine home directory.")
+
+
+@pytest.mark.parametrize("home", [Path("/proc/nowhere"), Path("/dev/null"), None])
+def test_torchinductor_cache_folder_is_private_when_home_is_unknown_or_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, home: Path | None
+) -> None:
+    monkeypatch.setattr(Path, "home", no_home if home is None else lambda: home)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    keep_compiled_code_private()
+    cache = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+    assert cache.parent == tmp_path and cache.stat().st_mode & 0o777 == 0o700
 
 
 def listening(process: psutil.Process) -> set[str]:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from timm_parallel.cluster import slurm
+from timm_parallel.errors import UnknownFormatError
 from timm_parallel.keys import SweepConfig
 from timm_parallel.lab.jobs import local_job as child
 from timm_parallel.lab.jobs import slurm_array as array
@@ -24,7 +25,7 @@ from timm_parallel.lab.search.search import Search
 from timm_parallel.lab.sweep.blocks import freeze_jobs
 from timm_parallel.lab.sweep.board import Board
 from timm_parallel.lab.sweep.points import expand
-from timm_parallel.lab.sweep.sweep import Sweep
+from timm_parallel.lab.sweep.sweep import Sweep, reset_unfinished
 from timm_parallel.machine import hardware
 from timm_parallel.machine.hardware import CudaDevice
 from timm_parallel.record.jobs import Job, Jobs, read_jobs
@@ -71,6 +72,33 @@ def starts(folder: Path) -> list[int]:
 
 def statuses(folder: Path) -> list[str]:
     return [job.status for job in read_jobs(folder).jobs]
+
+
+@pytest.mark.parametrize(
+    ("content", "status"), [("", "waiting"), ('{"sta', "waiting"), (None, "done")]
+)
+def test_sweep_resume_runs_a_finished_job_again_when_its_result_json_is_damaged(
+    tmp_path: Path, content: str | None, status: str
+) -> None:
+    jobs = frozen(tmp_path, "seed=1,2")
+    for job in jobs.jobs:
+        (tmp_path / job.folder).mkdir(exist_ok=True)
+        write_result(tmp_path / job.folder, Result("done"))
+        job.status = "done"
+    if content is not None:
+        (tmp_path / "1" / "result.json").write_text(content)
+    reset_unfinished(jobs)
+    assert [job.status for job in jobs.jobs] == ["done", status]
+
+
+def test_sweep_resume_is_refused_when_newer_code_has_written_a_result(tmp_path: Path) -> None:
+    """The job would otherwise run again and replace its result."""
+    jobs = frozen(tmp_path, "seed=1,2")
+    result = tmp_path / "0" / "result.json"
+    result.parent.mkdir(exist_ok=True)
+    result.write_text('{"format": 12, "status": "finished"}')
+    with pytest.raises(UnknownFormatError, match="format 12"):
+        reset_unfinished(jobs)
 
 
 @pytest.mark.processes
