@@ -16,11 +16,22 @@ from src.models.build import build_model, is_convolutional
 from src.schema import TrainConfig
 from src.train.run import Trainer
 from timm_parallel.config.compose import load_config
+from timm_parallel.config.resolve import resolve
+from timm_parallel.lab.sweep.points import expand
 from timm_parallel.launch.job import prepare
+from timm_parallel.launch.resume import (
+    check_resumable,
+    compose_run,
+    folder_to_resume,
+    keep_chosen,
+)
+from timm_parallel.machine import hardware
+from timm_parallel.machine.nvidia import CudaDevice, Driver
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.parallel.single import Single
 from timm_parallel.parallel.strategy import Strategy
-from timm_parallel.testing.configs import resolved
+from timm_parallel.record.result import Result, write_result
+from timm_parallel.testing.configs import parse, resolved, tiny
 from timm_parallel.testing.ranks import in_ranks
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -133,6 +144,34 @@ def test_single_and_ddp_train_in_the_same_precision_that_auto_chose(tmp_path: Pa
         "bf16",
     ]
     assert [load_config(folder).train.precision for folder in (alone, spread)] == ["bf16", "bf16"]
+
+
+def test_resume_keeps_the_formats_that_the_run_has_chosen_for_auto(tmp_path: Path) -> None:
+    """The resume composes the config again, in which the formats are auto."""
+    outputs = f"paths.output_dir={tmp_path}"
+    folder = tmp_path / "train" / "2026-01-01" / "00-00-00"
+    train(Ranks(), None, str(folder), True, "parallel=single", outputs)
+    write_result(folder, Result("interrupted"))
+    given = tiny("resume=auto", "parallel=single", outputs, *RUN)
+    for words in (given, ["resume=auto", outputs]):
+        command = compose_run(parse(*words))
+        config = resolve(command.config)
+        assert folder_to_resume(config, command.config) == folder
+        saved = load_config(folder)
+        kept = keep_chosen(config, saved, False)
+        assert (kept.train.precision, kept.model.channels_last) == ("bf16", False)
+        check_resumable(kept, folder)
+
+
+def test_jobs_on_gpus_and_cpus_share_formats(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = CudaDevice(0, "NVIDIA H200", 2**37, "GPU-0")
+    monkeypatch.setattr(hardware, "cuda", lambda: Driver((device,)))
+    swept = ("-m", "parallel=single", *(word for word in tiny() if word != "print_config=false"))
+    for accelerators, precision in (("cuda", "auto"), ("cpu,cuda", "fp32")):
+        points = expand(parse(*swept, f"parallel.accelerator={accelerators}"))[1]
+        assert {point.config.train.precision for point in points} == {precision}
+        channels_last = False if precision == "fp32" else "auto"
+        assert {point.config.model.channels_last for point in points} == {channels_last}
 
 
 def test_strategy_lists_no_chosen_key_when_the_config_names_the_formats() -> None:

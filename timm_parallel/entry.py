@@ -146,14 +146,14 @@ def _run(app: App[Any, Any], arguments: Any, ranks: Ranks | None) -> int:
     torchrun this process is rank 0 and trains itself. Return the exit code.
     """
     from timm_parallel.cluster.slurm import check_scheduler, submit
-    from timm_parallel.config.compose import run_in_hydra
+    from timm_parallel.config.compose import load_config, run_in_hydra
     from timm_parallel.config.resolve import notices, resolve
     from timm_parallel.launch.job import record_interruption, run_job
     from timm_parallel.launch.resume import (
         check_resumable,
         compose_run,
         folder_to_resume,
-        keep_accumulate,
+        keep_chosen,
         records_of,
         restore_records,
     )
@@ -178,7 +178,9 @@ def _run(app: App[Any, Any], arguments: Any, ranks: Ranks | None) -> int:
     folder = remembered or folder_to_resume(config, command.config)
     is_resumed = folder is not None
     if folder is not None:
-        config = keep_accumulate(config, command.config, folder)
+        config = keep_chosen(
+            config, load_config(folder), divides_batch=command.config.train.accumulate == "auto"
+        )
     folder = folder or claim_folder(command.run_dir)
     is_ours = not is_resumed
     try:

@@ -57,6 +57,8 @@ NOT_TRAINING = (
     "hydra",
     "optimized_metric",
 )
+# Keys of which the ranks replace `auto`, because only they know the devices and the model.
+CHOSEN_BY_RANKS = ("train.precision", "model.channels_last")
 PER_DEVICE = ("device_ids", "output_device")
 # Types of values that can be compared without loading a config with its types.
 PLAIN = (bool, int, float, str, type(None))
@@ -93,19 +95,24 @@ def compose_run(arguments: Any, remembered: Path | None = None) -> Command:
     return command
 
 
-def keep_accumulate(config: ResolvedConfig, asked: Config, folder: Path) -> ResolvedConfig:
-    """Build the config for continuing the run in `folder` with train.accumulate=auto. It keeps the
-    batch size and train.accumulate that `auto` has found in that run. Return `config` unchanged if
-    train.accumulate is not auto, or if the run has another number of images per optimizer step.
+def keep_chosen(
+    config: ResolvedConfig, saved: ResolvedConfig, divides_batch: bool
+) -> ResolvedConfig:
+    """Build the config for continuing a run. It keeps the values that the run has chosen for
+    `auto`: the number format, the memory format, and train.accumulate with the batch size, unless
+    the run has another number of images per optimizer step.
 
-    `asked`: the config in which `auto` is not replaced.
+    `saved`: the config of the run. `divides_batch`: whether train.accumulate=auto was asked for.
     """
-    if asked.train.accumulate != "auto":
-        return config
-    saved = load_config(folder)
-    if saved.global_batch * saved.train.accumulate != config.global_batch:
-        return config
     kept = copy.deepcopy(config)
+    for key in CHOSEN_BY_RANKS:
+        section, _, name = key.partition(".")
+        # Only a project may have a key.
+        if getattr(getattr(kept, section), name, None) == "auto":
+            setattr(getattr(kept, section), name, getattr(getattr(saved, section), name))
+    is_same_step = saved.global_batch * saved.train.accumulate == config.global_batch
+    if not divides_batch or not is_same_step:
+        return kept
     kept.train.accumulate = saved.train.accumulate
     kept.data.batch_size = saved.data.batch_size
     kept.data.batch_size_per_device = saved.data.batch_size_per_device
@@ -127,11 +134,9 @@ def folder_to_resume(config: ResolvedConfig, asked: Config) -> Path | None:
         return nearest is not None and _surely_differs(folder, config, asked)
 
     for folder in _unfinished(config, skips=skips):
-        changes = [
-            each
-            for each in _changes(keep_accumulate(config, asked, folder), load_config(folder))
-            if not is_below(each[0], NOT_TRAINING)
-        ]
+        saved = load_config(folder)
+        kept = keep_chosen(config, saved, asked.train.accumulate == "auto")
+        changes = [each for each in _changes(kept, saved) if not is_below(each[0], NOT_TRAINING)]
         if not changes:
             _show_choice(config.resume, folder)
             return folder
@@ -262,8 +267,9 @@ def _surely_differs(folder: Path, config: ResolvedConfig, asked: Config) -> bool
         tree = yaml.load(text, Loader=SafeLoader)
     except (OSError, ValueError, YAMLError):
         return False
-    # keep_accumulate changes these keys to those of the run.
+    # keep_chosen changes these keys to those of the run.
     ignored: tuple[str, ...] = NOT_TRAINING
+    ignored += tuple(key for key, value, _ in leaves(config) if value == "auto")
     if asked.train.accumulate == "auto":
         ignored += ("train.accumulate", "data.batch_size", "data.batch_size_per_device")
     for key, value, _ in leaves(config):

@@ -27,7 +27,7 @@ from timm_parallel.launch.resume import (
     check_resumable,
     compose_run,
     folder_to_resume,
-    keep_accumulate,
+    keep_chosen,
 )
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.record.jobs import Job
@@ -98,7 +98,7 @@ def test_resumed_run_keeps_the_number_of_batches_that_accumulate_auto_found(
     config = resolve(command.config)
     folder = folder_to_resume(config, command.config)
     assert folder == halved
-    config = keep_accumulate(config, command.config, halved)
+    config = keep_chosen(config, load_config(halved), command.config.train.accumulate == "auto")
     assert (config.train.accumulate, config.data.batch_size) == (2, 16)
     check_resumable(config, halved)
 

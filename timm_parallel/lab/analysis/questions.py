@@ -194,7 +194,13 @@ def varied(runs: Iterable[RunRecord]) -> dict[str, list[Any]]:
     """Return the config keys that differ between the runs, as a dictionary from key to values. A
     missing key counts as null.
     """
-    return {key: seen for key, seen in values(run.config for run in runs).items() if len(seen) > 1}
+    differing = {}
+    for key, seen in values(run.config for run in runs).items():
+        # The config of a job that has not started yet has auto where others have a value.
+        known = [value for value in seen if value != "auto"]
+        if len(known) > 1:
+            differing[key] = known
+    return differing
 
 
 def values(trees: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:

@@ -9,8 +9,14 @@ from __future__ import annotations
 from functools import cache
 from pathlib import Path
 
-from timm_parallel.config.compose import asks_for_accumulate, copy_config, load_config
+from timm_parallel.config.compose import (
+    asks_for_accumulate,
+    copy_config,
+    load_config,
+    save_config,
+)
 from timm_parallel.keys import ResolvedConfig
+from timm_parallel.launch.resume import keep_chosen
 from timm_parallel.machine.files import claim_folder
 from timm_parallel.record.jobs import Job
 
@@ -48,12 +54,16 @@ def write_job_folder(folder: Path, job: Job) -> Path:
     """Write the config of a job that is about to start into its run folder, with the seed of the
     job. Return the run folder.
 
-    The config of a resumed job is not overwritten if it stores the value that train.accumulate=auto
-    chose in the first attempt.
+    A resumed job keeps the values that its first attempt has chosen for `auto`.
     """
     run_folder, source = folder / job.folder, config_folder(folder, job)
     has_checkpoint = any((run_folder / "checkpoints").glob("*.pt"))
-    if source != run_folder and not (has_checkpoint and asks_for_accumulate(run_folder)):
+    if source != run_folder:
         assert job.seed is not None
+        saved = load_config(run_folder) if has_checkpoint else None
         copy_config(source, run_folder, job.seed)
+        if saved is not None:
+            divides_batch = asks_for_accumulate(run_folder)
+            kept = keep_chosen(load_config(run_folder), saved, divides_batch)
+            save_config(kept, run_folder)
     return run_folder

@@ -93,7 +93,23 @@ def expand(arguments: Any) -> tuple[Command, list[Point]]:
         _share_threads([point.config for point in points])
     for point in points:
         settle(point)
+    _share_formats([point.config for point in points if not point.reason])
     return command, points
+
+
+def _share_formats(configs: Sequence[Config]) -> None:
+    """Replace `auto` by fp32 and contiguous memory if some jobs run on GPUs and others do not,
+    because only jobs with equal formats can be compared. Otherwise, the ranks of all jobs choose
+    alike.
+    """
+    if len({config.parallel.accelerator for config in configs}) < 2:
+        return
+    for config in configs:
+        if config.train.precision == "auto":
+            config.train.precision = "fp32"
+        # Only a project may have this key.
+        if getattr(config.model, "channels_last", False) == "auto":
+            config.model.channels_last = False  # type: ignore[attr-defined]
 
 
 def check_jobs_data(configs: Sequence[Config], check_data: Callable[[Config], None]) -> None:
