@@ -250,6 +250,24 @@ def test_report_does_not_compare_settings_whose_code_defines_the_metric_differen
     assert [len(group["settings"]) for group in plain["settings"]] == [1, 1]
 
 
+def test_first_sentence_states_the_difference_of_the_table(tmp_path: Path) -> None:
+    """The setting that is best in the other seeds varies, so the corrected difference is lower."""
+    sweep = Sweep(tmp_path / "s")
+    values = {"0.001": [0.40, 0.42, 0.44], "0.003": [0.60, 0.66, 0.60], "0.01": [0.62, 0.59, 0.64]}
+    for rate, accuracies in values.items():
+        for seed, accuracy in enumerate(accuracies):
+            config = {
+                "optim": {"lr": float(rate)},
+                "checkpoint": {"metric": "val/acc"},
+                "seed": seed,
+            }
+            add(sweep, [f"optim.lr={rate}"], config, block=seed, val={"acc": accuracy})
+    lead = read(sweep.write())[2]["lead"]
+    difference = lead["contrast"]["difference"]
+    assert f"{100 * difference:.1f} points higher (95 % interval" in lead["sentence"]
+    assert difference - lead["difference"] > 0.01
+
+
 def test_report_compares_the_accuracy_of_settings_even_when_runs_were_disturbed(
     tmp_path: Path,
 ) -> None:

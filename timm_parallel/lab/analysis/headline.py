@@ -268,7 +268,7 @@ def _shown_best(group: SettingGroup, contrast: Contrast) -> Recommendation:
     else:
         sentence = (
             f"{_name(chosen)} is better than {_name(baseline)}: {group.metric} is "
-            f"{difference_text(contrast, expected.difference)}, {source}. "
+            f"{difference_text(contrast)}, {source}. "
             f"{value}{_rivals(group, chosen)}"
         )
     return replace(

@@ -113,19 +113,14 @@ def level_text(chance: float) -> str:
     return f"{100 * (1 - chance):.4g} %"
 
 
-def difference_text(
-    contrast: Contrast, corrected: float | None = None, level: str = "95 % interval "
-) -> str:
+def difference_text(contrast: Contrast, level: str = "95 % interval ") -> str:
     """Format a difference of two settings, for example `7.9 points higher (95 % interval 1.4 to
-    14.4)`. `corrected`: the difference without the bias of choosing the best setting.
+    14.4)`.
     """
     assert contrast.effect is not None
     low, high = contrast.interval
-    # Keep the corrected difference inside of the interval. It comes from fewer repeats than the
-    # interval and may be outside.
-    effect = contrast.effect if corrected is None else min(max(corrected, low), high)
     sign = 1 if contrast.effect > 0 else -1
-    text = f"{size_text(contrast.scale, abs(effect))} {'higher' if sign > 0 else 'lower'}"
+    text = f"{size_text(contrast.scale, abs(contrast.effect))} {'higher' if sign > 0 else 'lower'}"
     if contrast.low is None or contrast.high is None:
         return text
     low, high = sorted((sign * low, sign * high))
