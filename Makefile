@@ -14,7 +14,7 @@ $(if $(FORK),$(if $(ARGS),,$(BIN)/python scripts/test_library.py $(2) $(ON_ALL_C
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help doctor install train compare tune verdict test test-fast test-all test-nightly check lint format lock schema update clean
+.PHONY: help doctor install train compare tune verdict test test-fast test-all test-ci test-nightly check lint format lock schema update clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -43,8 +43,11 @@ test: $(VENV)/development ## run the tests, without the slow ones (in a fork: th
 test-fast: $(VENV)/development ## run the tests that start no processes (under 90 seconds)
 	$(call run_tests,-m "not slow and not nightly and not gpu and not slurm and not processes",--if-changed)
 
-test-all: $(VENV)/development ## run the slow tests too, as CI does
+test-all: $(VENV)/development ## run the slow tests too
 	$(call run_tests,-m "not nightly")
+
+test-ci: $(VENV)/development ## run what CI runs: the slow tests, and a seventh of the nightly ones
+	$(call run_tests,-m "not nightly or today")
 
 test-nightly: $(VENV)/development ## run all tests that can run here, also random and exhaustive ones
 	$(call run_tests)

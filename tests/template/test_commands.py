@@ -135,7 +135,7 @@ ELSEWHERE = {
     r"torchrun (--nnodes|…)": "test_run_on_two_nodes_without_shared_disk_matches_one_machine",
 }
 NOT_RUN = {
-    r"make (check|test|test-fast|test-all|test-nightly)$": "runs the test suite itself",
+    r"make (check|test|test-fast|test-all|test-ci|test-nightly)$": "runs the test suite itself",
     r"(make (lock|gpu-wheels)|pip install|source)": "downloads gigabytes of packages, for minutes",
     r"wandb login": "needs an account",
     r"git (clone|remote add)": "the URL of the repository is a placeholder",

@@ -14,9 +14,11 @@ import os
 import signal
 import subprocess
 import sys
+import zlib
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import asdict
+from datetime import date
 from pathlib import Path
 
 import pytest
@@ -38,6 +40,12 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 # as long.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+
+
+# The nightly tests are divided among so many days. The number of the day in the year is a variable,
+# so that all test workers have the same one after midnight too.
+DAYS = 7
+os.environ.setdefault("TESTS_OF_DAY", str(date.today().timetuple().tm_yday))
 
 
 # Run this hook first. Otherwise the hook of pytest-xdist, which is loaded later, would decide the
@@ -67,13 +75,19 @@ def pytest_collection_finish() -> None:
 
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Mark a parameter set of a test as nightly if the marker `sample` leaves it out. `sample(n)`
-    keeps every n-th parameter set in the ordinary test run.
+    keeps every n-th parameter set in the ordinary test run. Mark a seventh of the nightly tests as
+    `today`, so that a week of daily CI runs covers all of them.
     """
     sample = item.get_closest_marker("sample")
     if sample is not None and isinstance(item, pytest.Function):
         row = max(item.callspec.indices.values())
         if row % sample.args[0]:
             item.add_marker(pytest.mark.nightly)
+    if item.get_closest_marker("nightly") is not None:
+        # Keep the parameter sets of a function together, because they share what they train.
+        function = item.nodeid.partition("[")[0]
+        if zlib.crc32(function.encode()) % DAYS == int(os.environ["TESTS_OF_DAY"]) % DAYS:
+            item.add_marker(pytest.mark.today)
 
 
 # Run this hook last, so that it sorts only the tests that the option -m has selected.
