@@ -49,7 +49,7 @@ IN_TEXT = re.compile(
 )
 TRAINING = re.compile(r"(?:python|torchrun --nproc-per-node (\d+|N)) train\.py ?(.*)")
 SCRIPT = re.compile(
-    r"python (?:scripts/)?(plan|predict|export|compare_runs|report|forecast|evaluate)\.py ?(.*)"
+    r"python (?:scripts/)?(plan|predict|export|compare_runs|report|evaluate)\.py ?(.*)"
 )
 # Dictionary from a pattern of commands to the names of tests that run them. Tests of clusters are
 # skipped without Slurm or root rights.
@@ -201,7 +201,7 @@ TRAININGS = [command for command in HERE if TRAINING.fullmatch(command)]
 SCRIPTS = [command for command in HERE if SCRIPT.fullmatch(command)]
 LARGE = re.compile("experiment=(small_layers|buckets|scaling_|imagenet_|finetune_)|-m seed=")
 # Patterns of script commands that need no run, a sweep, or ranks.
-ALONE, ON_A_SWEEP, WITH_RANKS = "/plan", "/(report|forecast)", "evaluate.*parallel=ddp"
+ALONE, ON_A_SWEEP, WITH_RANKS = "/plan", "/report", "evaluate.*parallel=ddp"
 ON_A_RUN = "outputs/(…|train|finetune)|<run folder>"
 
 
@@ -465,7 +465,6 @@ SAYS = {
     "compare_runs": "agree",
     "evaluate": '"acc": ',
     "report": "report.html",
-    "forecast": "strong",
 }
 
 
@@ -526,16 +525,15 @@ def test_documented_script_command_prints_or_writes_a_result_for_a_finished_run(
 
 @pytest.fixture(scope="module")
 def sweep(train_shared: Train) -> Path:
-    """Run the sweep of docs/dev/forecast.md with a smaller model."""
-    (command,) = [
-        command
-        for command in TRAININGS
-        if "parallel.threads_per_device=1 train.max_steps=20" in command
-    ]
+    """Run a short sweep over two numbers of devices."""
     folder = train_shared.base / "sweep"
     arguments = [
-        *shlex.split(command)[2:],
+        "-m",
         "model=tiny",
+        "parallel=ddp",
+        "parallel.devices=1,2",
+        "parallel.threads_per_device=1",
+        "train.max_steps=20",
         "print_config=false",
         f"hydra.sweep.dir={folder}",
     ]
@@ -544,13 +542,12 @@ def sweep(train_shared: Train) -> Path:
     return folder
 
 
-# This test is nightly, because test_report.py and test_forecast.py run both scripts at every
-# commit.
+# This test is nightly, because test_report.py runs the script at every commit.
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize("command", scripts_like(ON_A_SWEEP))
 @pytest.mark.nightly
-def test_documented_report_and_forecast_commands_print_results_of_a_sweep(
+def test_documented_report_command_prints_results_of_a_sweep(
     command: str, sweep: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     check(command, capsys, sweep=sweep)
