@@ -18,7 +18,7 @@ from torch.profiler import profile
 from scripts import plan as plan_script
 from src.commands.plan import plan
 from src.train.build import build_run
-from timm_parallel.lab.forecast.plan import Plan
+from timm_parallel.lab.plan import Plan
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.measure.flops import count_flops
 from timm_parallel.parallel.build import build_strategy

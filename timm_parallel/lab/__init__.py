@@ -11,9 +11,9 @@ from timm_parallel.public_names import attach
 if TYPE_CHECKING:
     from timm_parallel.lab.curves import compare_curves as compare_curves
     from timm_parallel.lab.doctor.examine import examine as examine
-    from timm_parallel.lab.forecast.memory import measure_step as measure_step
-    from timm_parallel.lab.forecast.plan import Plan as Plan
-    from timm_parallel.lab.forecast.plan import show_plan as show_plan
+    from timm_parallel.lab.plan_memory import measure_step as measure_step
+    from timm_parallel.lab.plan import Plan as Plan
+    from timm_parallel.lab.plan import show_plan as show_plan
     from timm_parallel.lab.image_check import check_images as check_images
     from timm_parallel.lab.image_check import show_check as show_check
     from timm_parallel.lab.image_check import write_page as write_page
@@ -33,9 +33,9 @@ _GROUPS = {
         "reproduce_run": "lab.reproduce",
     },
     "Plans": {
-        "Plan": "lab.forecast.plan",
-        "measure_step": "lab.forecast.memory",
-        "show_plan": "lab.forecast.plan",
+        "Plan": "lab.plan",
+        "measure_step": "lab.plan_memory",
+        "show_plan": "lab.plan",
     },
     "Checks of data and machine": {
         "check_images": "lab.image_check",

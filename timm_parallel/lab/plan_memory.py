@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from timm_parallel.keys import ResolvedParallel
-from timm_parallel.lab.forecast.plan import Bytes
+from timm_parallel.lab.plan import Bytes
 from timm_parallel.measure.flops import step_costs
 from timm_parallel.parallel.blocks import gathered_bytes
 
