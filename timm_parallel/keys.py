@@ -467,13 +467,6 @@ class ParallelConfig:
         """True if the strategy supports model.compile."""
         return self._declares("compiles")
 
-    @property
-    def has_buckets(self) -> bool:
-        """True if the strategy copies gradients to buckets for the all-reduce, as DDP does unless
-        parallel.gradient_as_bucket_view is true.
-        """
-        return self._declares("has_buckets")
-
     def _declares(self, attribute: str) -> bool:
         """Read a boolean class attribute of the strategy's class. For strategy `auto`, read the
         attribute of the base class Strategy.

@@ -11,12 +11,12 @@ from timm_parallel.public_names import attach
 if TYPE_CHECKING:
     from timm_parallel.lab.curves import compare_curves as compare_curves
     from timm_parallel.lab.doctor.examine import examine as examine
-    from timm_parallel.lab.plan_memory import measure_step as measure_step
-    from timm_parallel.lab.plan import Plan as Plan
-    from timm_parallel.lab.plan import show_plan as show_plan
     from timm_parallel.lab.image_check import check_images as check_images
     from timm_parallel.lab.image_check import show_check as show_check
     from timm_parallel.lab.image_check import write_page as write_page
+    from timm_parallel.lab.plan import Plan as Plan
+    from timm_parallel.lab.plan import measure_step as measure_step
+    from timm_parallel.lab.plan import show_plan as show_plan
     from timm_parallel.lab.report.report import write_report as write_report
     from timm_parallel.lab.reproduce import reproduce_run as reproduce_run
     from timm_parallel.lab.verdict.verdict import resume_verdict as resume_verdict
@@ -34,7 +34,7 @@ _GROUPS = {
     },
     "Plans": {
         "Plan": "lab.plan",
-        "measure_step": "lab.plan_memory",
+        "measure_step": "lab.plan",
         "show_plan": "lab.plan",
     },
     "Checks of data and machine": {

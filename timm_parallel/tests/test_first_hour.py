@@ -207,7 +207,7 @@ def test_console_prints_brackets_literally_instead_of_as_rich_markup(
         for text, reason in (("a:b:c", "[/x]"), ("b", "b"))
     ]
     show_points(shown, SweepConfig(), lambda data: None)
-    refused = SimpleNamespace(bytes=None, parameters=0, devices=2, reason="a:b:c [/x]", warnings=[])
+    refused = SimpleNamespace(devices=2, reason="a:b:c [/x]", warnings=[])
     show_plan([refused])  # type: ignore[list-item]
     output = capsys.readouterr().out
     assert output.count("a:b:c") == 3 and output.count("[/x]") == 3, output
