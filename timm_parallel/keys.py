@@ -157,9 +157,6 @@ class SearchConfig:
     )
     n_trials: int = key(20, ge=1, help="Trials in total, those before a resume included.")
     n_jobs: int | str = key(1, ge=1, help="Concurrent trials, as sweep.jobs.")
-    confirm: int | None = key(
-        None, ge=2, help="Train the best trial and the default settings with N new seeds."
-    )
     direction: str | None = key(
         None, choices=("maximize", "minimize"), help="Direction of optimized_metric; null: its own."
     )

@@ -114,9 +114,6 @@ ELSEWHERE = {
         "test_resume_auto_or_new_starts_a_new_run_when_all_runs_are_done"
     ),
     r"python train\.py -m sweep\.resume=": "test_interrupted_sweep_runs_only_its_unfinished_jobs_when_resumed",
-    r"python train\.py -m search=optuna .*search\.confirm=": (
-        "test_killed_search_confirm_finishes_and_reports_on_new_seeds_when_resumed"
-    ),
     r"python train\.py -m search=optuna cluster=slurm": (
         "test_killed_slurm_search_does_not_resubmit_its_running_trials_when_resumed"
     ),

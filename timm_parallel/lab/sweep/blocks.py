@@ -64,12 +64,12 @@ def freeze_jobs(
 
 
 def append_block(jobs: Jobs) -> None:
-    """Append jobs that run every configuration once more, except the configurations that have
-    failed or were skipped.
+    """Append jobs that run every configuration once more, except the configurations that were
+    skipped.
     """
     block, repeated = jobs.num_blocks, []
     for first in jobs.jobs:
-        if first.block == 0 and first.status in ("waiting", "done"):
+        if first.block == 0 and first.status != "skipped":
             assert first.seed is not None
             subdir = first.folder.replace("_block_0", f"_block_{block}", 1)
             job = replace(first, folder=subdir, block=block, seed=first.seed + block)
