@@ -45,7 +45,7 @@ from timm_parallel.testing.ranks import in_ranks
 
 # Pattern of a command in inline code, which starts with the name of a program.
 IN_TEXT = re.compile(
-    r"([A-Z]+=\S+ )?(make|python|torchrun|tensorboard|docker|nvidia-smi|pip|source|cp|tc|kubectl|scancel|tests/\S+\.sh) \S"
+    r"([A-Z]+=\S+ )?(make|python|torchrun|tensorboard|docker|nvidia-smi|pip|source|cp|kubectl|scancel|tests/\S+\.sh) \S"
 )
 TRAINING = re.compile(r"(?:python|torchrun --nproc-per-node (\d+|N)) train\.py ?(.*)")
 SCRIPT = re.compile(
@@ -91,7 +91,7 @@ ELSEWHERE = {
         "test_wandb_and_mlflow_hold_the_whole_run_and_no_api_key_after_a_resume"
     ),
     r"(make tune|python train\.py -m experiment=tune)": (
-        "test_stopped_tuning_finishes_screening_and_measures_finalists_when_resumed"
+        "test_sweep_over_settings_for_speed_reports_images_per_second_of_each"
     ),
     r"(wandb sync|mlflow ui)": "test_wandb_and_mlflow_hold_the_whole_run_and_no_api_key_after_a_resume",
     r"tensorboard ": "test_tensorboard_listens_on_loopback_with_the_documented_command",
@@ -147,7 +147,6 @@ NOT_RUN = {
     r"nvidia-smi": "needs a GPU",
     r"kubectl": "needs a Kubernetes cluster; timm_parallel/tests/test_cluster.py validates the "
     "manifest",
-    r"tc ": "needs root and network namespaces",
 }
 
 
