@@ -132,9 +132,6 @@ class SweepConfig:
     baseline: str | None = key(
         None, help="Settings that the report compares with, as optim.lr=1e-3; null: the first."
     )
-    shuffle: bool | None = key(
-        None, help="Draw a new order of points in each block; null: if repeats > 1."
-    )
     resume: str | None = key(None, help="A sweep folder: run its missing and failed jobs.")
     dry_run: bool = key(False, help="Print the jobs with their derived values, and exit.")
     jobs: int | str = key(
