@@ -29,8 +29,6 @@ from timm_parallel import CommandLine
 TABLE: dict[str, dict[str, Any]] = yaml.safe_load(
     Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
 )
-# Dictionary from the name of an argument in older versions of timm's train.py to its name today.
-RENAMED = {"jsd": "jsd_loss", "native_amp": "amp", "apex_amp": "amp"}
 # Parts of TABLE that list timm's default of an argument, and the key of this project or the reason
 # why there is none.
 PARTS = ("same", "without_meaning", "missing")
@@ -53,23 +51,15 @@ class TimmArguments:
         }
         self.values |= TABLE["converted"]
         self.differences: list[str] = []
-        for written, value in given.items():
-            name = RENAMED.get(written, written)
-            if name in self.values and (name == written or value):
+        for name, value in given.items():
+            if name in self.values:
                 self.values[name] = value if isinstance(self.values[name], str) else _number(value)
         # Ignore unknown arguments that are off, because they have no effect.
-        unknown = {
-            name: value
-            for name, value in given.items()
-            if value and RENAMED.get(name, name) not in self.values
-        }
-        lost = [
-            f"{name}={value}"
-            for name, value in unknown.items()
-            if TABLE["removed"].get(name) != value
+        unknown = [
+            f"{name}={value}" for name, value in given.items() if value and name not in self.values
         ]
-        if lost:
-            self.note_missing(", ".join(lost), "this script knows no such argument")
+        if unknown:
+            self.note_missing(", ".join(unknown), "this script knows no such argument")
         for name, (default, instead) in TABLE["missing"].items():
             if self.values[name] != default and (self.values[name] or default):
                 self.note_missing(f"{name}={self.values[name]}", instead)

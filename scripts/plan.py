@@ -1,7 +1,7 @@
 """Plan a run on hardware that this machine does not have: `python scripts/plan.py key=value …
 parallel.devices=1,8,64`.
 
-The script prints a table with shards, steps, learning rate, FLOPs, and bytes of tensors per device.
+The script prints a table with shards, steps, learning rate, FLOPs, and memory per device.
 `--json` prints all values as JSON. If this machine does not have the data, give its size:
 `images=1281167 classes=1000`.
 """

@@ -135,9 +135,6 @@ class SweepConfig:
     baseline: str | None = key(
         None, help="Settings that the report compares with, as optim.lr=1e-3; null: the first."
     )
-    shuffle: bool | None = key(
-        None, help="Draw a new order of points in each block; null: if repeats > 1."
-    )
     resume: str | None = key(None, help="A sweep folder: run its missing and failed jobs.")
     dry_run: bool = key(False, help="Print the jobs with their derived values, and exit.")
     jobs: int | str = key(
@@ -160,9 +157,6 @@ class SearchConfig:
     )
     n_trials: int = key(20, ge=1, help="Trials in total, those before a resume included.")
     n_jobs: int | str = key(1, ge=1, help="Concurrent trials, as sweep.jobs.")
-    confirm: int | None = key(
-        None, ge=2, help="Train the best trial and the default settings with N new seeds."
-    )
     direction: str | None = key(
         None, choices=("maximize", "minimize"), help="Direction of optimized_metric; null: its own."
     )
@@ -469,13 +463,6 @@ class ParallelConfig:
     def compiles(self) -> bool:
         """True if the strategy supports model.compile."""
         return self._declares("compiles")
-
-    @property
-    def has_buckets(self) -> bool:
-        """True if the strategy copies gradients to buckets for the all-reduce, as DDP does unless
-        parallel.gradient_as_bucket_view is true.
-        """
-        return self._declares("has_buckets")
 
     def _declares(self, attribute: str) -> bool:
         """Read a boolean class attribute of the strategy's class. For strategy `auto`, read the

@@ -183,7 +183,7 @@ def out_of_memory(seconds: float) -> list[Row]:
                 "model.name=resnet50",
                 "train.max_steps=2",
             ),
-            *("train.evaluate_every=0", "optim.warmup_epochs=0", "sweep.shuffle=false"),
+            *("train.evaluate_every=0", "optim.warmup_epochs=0"),
             seconds=seconds,
             sweep=True,
         )

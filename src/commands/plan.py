@@ -1,5 +1,5 @@
-"""Compute what a config needs on other hardware: shards, steps, learning rates, FLOPs, and bytes of
-tensors per device.
+"""Compute what a config needs on other hardware: shards, steps, learning rates, FLOPs, and memory
+per device.
 
 The plan allocates no tensor memory. It runs a training step on fake tensors, and hooks of autograd
 collect the tensors that the backward pass needs.
@@ -141,14 +141,14 @@ def _count(config: ResolvedConfig, images: ImageDataset, devices: int) -> Plan:
         learning_rate=config.learning_rate,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         flops_per_step=flops * devices * train.accumulate,
-        bytes=memory,
+        bytes_per_device=memory,
         warnings=list(_warnings(config, model, chunk, dropped, size)),
     )
 
 
 def _step(
     config: ResolvedConfig, model: nn.Module, task: Task[ResolvedConfig], images: Tensor
-) -> tuple[int, Any]:
+) -> tuple[int, int]:
     """Run a training step on a fake batch of one device. Return the FLOPs of its forward and
     backward pass, and its memory.
     """
@@ -173,7 +173,6 @@ def _step(
         model,
         optimizer,
         (images, targets),
-        dtype=AUTOCAST[config.train.precision],
         has_ema=config.model.ema.decay is not None,
     )
 
@@ -196,6 +195,6 @@ def _warnings(
         )
     if config.model.grad_checkpointing:
         yield (
-            "model.grad_checkpointing=true: the bytes of activations do not include the inputs of "
-            "the blocks, which are kept"
+            "model.grad_checkpointing=true: the memory does not include the inputs of the "
+            "blocks, which are kept"
         )

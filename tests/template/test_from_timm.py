@@ -92,7 +92,6 @@ def test_defaults_of_newer_timm_arguments_equal_the_defaults_of_the_timm_functio
     [
         (
             {
-                "amp_impl": "native",
                 "bn_tf": False,
                 "crop_mode": None,
                 "class_stats": "",
@@ -100,7 +99,6 @@ def test_defaults_of_newer_timm_arguments_equal_the_defaults_of_the_timm_functio
             },
             0,
         ),
-        ({"amp_impl": "apex"}, 1),
         ({"bn_tf": True, "of_a_later_version": 3}, 1),
         ({"loss": "ce"}, 0),
         ({"loss": "asl"}, 1),
@@ -233,7 +231,6 @@ def test_converted_schedule_matches_timm_learning_rates_and_epochs(name: str) ->
         ({"bce_loss": True, "smoothing": 0.0}, {"train.loss": "ce"}),
         ({"bce_loss": True, "bce_sum": True}, {"train.loss": "bce", "train.loss_kwargs.sum_classes": True}),
         ({"amp": True, "amp_dtype": "bfloat16"}, {"train.precision": "bf16"}),
-        ({"native_amp": True}, {"train.precision": "fp16"}),
         ({"lr": "5e-4"}, {"optim.lr": 5e-4, "optim.lr_rule": "none"}),
         ({"lr": "5E-5"}, {"optim.lr": 5e-5}),
         ({"loss": "bce", "smoothing": 0.0}, {"train.loss": "bce"}),

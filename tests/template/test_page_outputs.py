@@ -22,7 +22,6 @@ from scripts.maintain.docs_outputs import (
 # other words.
 VARIES = {
     "make -s tune": "the fastest settings of a machine may be others",
-    ".*search.confirm=": "the verdict of a confirmation may be another",
 }
 BLOCKS = {
     page.name: blocks

@@ -384,14 +384,16 @@ def test_make_update_merges_a_newer_template_into_a_fork_of_this_project(
     make_fork(mine, "my_project", "Ada Example", drop_demo=True)
     losses = read(mine / "src/tasks/multilabel.py")
     entry = read(mine / "train.py")
-    commit(mine, {"src/tasks/multilabel.py": losses + "\n# mine\n", "docs/dev/forecast.md": None})
+    commit(
+        mine, {"src/tasks/multilabel.py": losses + "\n# mine\n", "docs/dev/report_method.md": None}
+    )
     readme = read(template / "README.md")
     newer = {
         "README.md": readme.replace("MIT license.", "The MIT license."),
         "timm_parallel/faults/liveness.py": "# rewritten\n",
         "timm_parallel/machine/newer.py": "# newer\n",
         "scripts/maintain/bench.py": "# changed\n",
-        "docs/dev/forecast.md": read(template / "docs/dev/forecast.md") + "\nMore.\n",
+        "docs/dev/report_method.md": read(template / "docs/dev/report_method.md") + "\nMore.\n",
         "conf/experiment/digits_vit.yaml": read(template / "conf/experiment/digits_vit.yaml")
         + "# changed\n",
         "train.py": entry + "# a fix\n",

@@ -86,17 +86,15 @@ class CommandLine(argparse.ArgumentParser):
         kind: type[int] | type[float] = float,
         *,
         least: float = 0,
-        above: float = -math.inf,
         or_auto: bool = False,
     ) -> Callable[[str], Any]:
         """Build an argparse type that accepts a finite number.
 
-        `kind`: int or float. `least`: smallest allowed value. `above`: lower bound that is itself
-        not allowed. `or_auto`: also accept the text `auto`.
+        `kind`: int or float. `least`: smallest allowed value. `or_auto`: also accept the
+        text `auto`.
         """
         number = "an integer" if kind is int else "a number"
-        bound = f"> {above:g}" if above >= least else f">= {least:g}"
-        expected = f"{number} {bound}{' or auto' if or_auto else ''}"
+        expected = f"{number} >= {least:g}{' or auto' if or_auto else ''}"
 
         def read(text: str) -> float | str:
             if or_auto and text == "auto":
@@ -105,7 +103,7 @@ class CommandLine(argparse.ArgumentParser):
                 value = kind(text)
             except ValueError:
                 value = math.nan
-            if not (least <= value < math.inf and value > above):
+            if not least <= value < math.inf:
                 raise argparse.ArgumentTypeError(f"{text!r}: expected {expected}")
             return value
 

@@ -304,20 +304,9 @@ def save_config(config: Config, folder: Path, parts: Sequence[str] = ()) -> None
 
 
 def read_saved(path: Path) -> DictConfig | ListConfig:
-    """Read a saved config. Older versions of the library allowed sweep.repeats=auto. From such a
-    config, remove that value and the keys that belonged to it.
-    """
+    """Read a saved config. Raises ValueError if the file has too many YAML aliases."""
     check_aliases(path)
-    tree = OmegaConf.load(path)
-    sweep = tree.get("sweep") if isinstance(tree, DictConfig) else None
-    if isinstance(sweep, DictConfig):
-        sweep.pop("precision", None)
-        sweep.pop("max_repeats", None)
-        # Any number of repeats is fine here, because jobs.json of such a sweep already lists all
-        # jobs.
-        if sweep.get("repeats") == "auto":
-            sweep.repeats = 1
-    return tree
+    return OmegaConf.load(path)
 
 
 def load_config(folder: Path) -> ResolvedConfig:

@@ -1,5 +1,5 @@
-"""Public functions that read or start many runs: reports, verdicts, forecasts and checks of data
-and machine.
+"""Public functions that read or start many runs: reports, verdicts, plans and checks of data and
+machine.
 """
 
 from __future__ import annotations
@@ -11,14 +11,12 @@ from timm_parallel.public_names import attach
 if TYPE_CHECKING:
     from timm_parallel.lab.curves import compare_curves as compare_curves
     from timm_parallel.lab.doctor.examine import examine as examine
-    from timm_parallel.lab.forecast.memory import measure_step as measure_step
-    from timm_parallel.lab.forecast.plan import Plan as Plan
-    from timm_parallel.lab.forecast.plan import show_plan as show_plan
-    from timm_parallel.lab.forecast.table import as_text as as_text
-    from timm_parallel.lab.forecast.table import forecast_sweep as forecast_sweep
     from timm_parallel.lab.image_check import check_images as check_images
     from timm_parallel.lab.image_check import show_check as show_check
     from timm_parallel.lab.image_check import write_page as write_page
+    from timm_parallel.lab.plan import Plan as Plan
+    from timm_parallel.lab.plan import measure_step as measure_step
+    from timm_parallel.lab.plan import show_plan as show_plan
     from timm_parallel.lab.report.report import write_report as write_report
     from timm_parallel.lab.reproduce import reproduce_run as reproduce_run
     from timm_parallel.lab.verdict.verdict import resume_verdict as resume_verdict
@@ -34,12 +32,10 @@ _GROUPS = {
         "resume_verdict": "lab.verdict.verdict",
         "reproduce_run": "lab.reproduce",
     },
-    "Forecasts and plans": {
-        "forecast_sweep": "lab.forecast.table",
-        "as_text": "lab.forecast.table",
-        "Plan": "lab.forecast.plan",
-        "measure_step": "lab.forecast.memory",
-        "show_plan": "lab.forecast.plan",
+    "Plans": {
+        "Plan": "lab.plan",
+        "measure_step": "lab.plan",
+        "show_plan": "lab.plan",
     },
     "Checks of data and machine": {
         "check_images": "lab.image_check",

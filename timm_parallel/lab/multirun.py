@@ -11,7 +11,7 @@ from typing import Any
 
 from timm_parallel.keys import Config, DataConfig, ResolvedConfig
 from timm_parallel.lab.search.space import FROZEN
-from timm_parallel.lab.search.tune import is_tuning, resume_tuning, start_tuning
+from timm_parallel.lab.search.tune import settings_to_try
 from timm_parallel.lab.sweep.dry_run import show_points
 from timm_parallel.lab.sweep.points import check_jobs_data, expand
 from timm_parallel.lab.sweep.sweep import resume_sweep, start_sweep
@@ -49,8 +49,7 @@ def run_multirun(
         for line in dict.fromkeys(line for point in points for line in point.notices):
             print(line, flush=True)
     if settings.tune and earlier is None:
-        check_jobs_data([point.config for point in points if not point.reason], check_data)
-        return start_tuning(command, points)
+        points = settings_to_try(command, points)
     if command.config.search.sampler is not None or (
         earlier is not None and (earlier / FROZEN).exists()
     ):
@@ -60,8 +59,6 @@ def run_multirun(
         if earlier is None:
             return start_search(command, points[0], check_data)
         return resume_search(earlier, command, check_data)
-    if earlier is not None and is_tuning(earlier):
-        return resume_tuning(earlier, command)
     if earlier is not None and (earlier / VERDICT).is_file():
         # Import this module only to continue a verdict, because the import is slow.
         from timm_parallel.lab.verdict.verdict import continue_verdict

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any, cast
 
-import torch
 from timm.models import group_parameters
 from torch import nn
 
@@ -65,28 +64,6 @@ def _shares_parameters(block: nn.Module, uses: Counter[int]) -> bool:
         id(parameter) for _, parameter in block.named_parameters(remove_duplicate=False)
     )
     return any(uses[number] > count for number, count in inside.items())
-
-
-def gathered_bytes(model: nn.Module, dtype: torch.dtype | None, reshard: bool | None) -> int:
-    """Compute how many bytes of whole parameters fsdp holds at most at the same time.
-
-    These are the parameters of the root, and those of the two largest blocks, because fsdp gathers
-    the next block while the current one computes. `dtype`: type in which the parameters of blocks
-    are gathered, apart from layers of vectors, which the root gathers in their own type; None: all
-    in their own type. `reshard`: value of parallel.reshard_after_forward.
-    """
-    sizes = {p: p.numel() * p.dtype.itemsize for p in model.parameters()}
-    of_root: set[nn.Parameter] = set()
-    if dtype is not None:
-        of_root = {p for layer in vector_layers(model) for p in layer.parameters(recurse=False)}
-        for block in blocks_of(model):
-            low = set(block.parameters()) - of_root
-            sizes |= {p: p.numel() * dtype.itemsize for p in low}
-    blocks = sorted(
-        sum(sizes[p] for p in set(block.parameters()) - of_root) for block in blocks_of(model)
-    )
-    freed = 0 if reshard is False else sum(blocks[:-2])
-    return sum(sizes.values()) - freed
 
 
 def groups_of(model: Any, coarse: bool = False) -> dict[str, int]:

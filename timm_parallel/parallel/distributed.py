@@ -28,7 +28,6 @@ class Distributed(Strategy):
     """Strategy ddp, in which each rank drives one device."""
 
     process_per_device = True
-    has_buckets = True
 
     def choose_devices(self, ranks: Ranks) -> list[torch.device]:
         if self.config.accelerator != "cuda":

@@ -34,7 +34,6 @@ class FullySharded(Distributed):
 
     shards = True
     compiles = False
-    has_buckets = False
     # Type in which parameters are gathered for a forward pass; None: their own type.
     dtype: torch.dtype | None = None
 

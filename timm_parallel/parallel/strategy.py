@@ -65,9 +65,6 @@ class Strategy:
     shards = False
     # True if the strategy works with model.compile.
     compiles = True
-    # True if gradients are copied to buckets to send them, unless parallel.gradient_as_bucket_view
-    # is true.
-    has_buckets = False
     # The console shows this text in parentheses after the name of the strategy.
     note = ""
 

@@ -109,10 +109,10 @@ def read_jobs(folder: Path) -> Jobs:
         ) from None
     known = {entry.name for entry in dataclasses.fields(Job)}
     try:
-        # Drop jobs that belong to no repeat. In older sweeps, the first and the last job ran the
-        # baseline again to measure drift.
-        listed = [job for job in values["jobs"] if job["block"] is not None]
-        jobs = [Job(**{key: value for key, value in job.items() if key in known}) for job in listed]
+        jobs = [
+            Job(**{key: value for key, value in job.items() if key in known})
+            for job in values["jobs"]
+        ]
         return Jobs(
             folder,
             values["command"],

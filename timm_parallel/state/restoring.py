@@ -81,8 +81,7 @@ def _check_data(parts: RunParts, contents: dict[str, Any]) -> list[str]:
     _check_classes(contents["classes"], list(parts.dataset.target_names))
     step = contents["progress"]["step_in_epoch"]
     remedy = "start a new run with model.weights=<folder>/checkpoints/last.pt"
-    # Checkpoints of older versions store data.balance only in their config.
-    before = {"balance": contents["config"].get("data.balance", 0.0), **contents["trained_on"]}
+    before = contents["trained_on"]
     differences = [
         f"{name}: {before.get(name)} -> {value}"
         for name, value in data_of_a_step(parts).items()
@@ -128,14 +127,13 @@ def restore(state: TrainState, strategy: Strategy, contents: dict[str, Any]) -> 
         )
     restore_weights(state, strategy, contents)
     for name, module in state.modules.items():
-        strategy.buffers.restore_own(module, contents.get("buffers_by_rank", {}).get(name))
+        strategy.buffers.restore_own(module, contents["buffers_by_rank"].get(name))
     state.progress = Progress(**contents["progress"])
     restore_optimizer(state.optimizer, state, contents["optimizer"], strategy)
     if state.scaler is not None and contents["scaler"] is not None:
         state.scaler.load_state_dict(contents["scaler"])
-    # Checkpoints of older versions have no state of the strategy.
-    saved = contents.get("strategy", {})
-    if saved.get("kind") == strategy.kind:
+    saved = contents["strategy"]
+    if saved["kind"] == strategy.kind:
         strategy.load_state_dict(saved["state"])
 
 
@@ -153,7 +151,7 @@ def restore_weights(state: TrainState, strategy: Strategy, contents: dict[str, A
             for key, value in saved.items()
         }
         load_model_state(module, {which: parts}, which)
-    _restore_step(state, strategy, contents.get(OF_STEP, {}))
+    _restore_step(state, strategy, contents[OF_STEP])
 
 
 @torch.no_grad()
@@ -164,7 +162,7 @@ def _restore_step(state: TrainState, strategy: Strategy, saved: dict[str, Tensor
     has another shape.
     """
     own = state.own_tensors()
-    # A missing buffer keeps its initial value, because older versions did not save these buffers.
+    # A missing buffer keeps its initial value, because the saved run may have had another loss.
     lacking = [name for name in state.own_parameters if name not in saved]
     changed = [
         name for name, tensor in own.items() if name in saved and saved[name].shape != tensor.shape

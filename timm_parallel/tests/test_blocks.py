@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hydra._internal.utils import get_args_parser
@@ -40,9 +39,9 @@ def blocks_of(jobs: Jobs) -> list[list[Job]]:
     return [[job for job in jobs.jobs if job.block == number] for number in range(jobs.num_blocks)]
 
 
-def frozen(folder: Path, points: list[Point], repeats: int = 4, **settings: Any) -> Jobs:
+def frozen(folder: Path, points: list[Point], repeats: int = 4) -> Jobs:
     folder.mkdir(exist_ok=True)
-    freeze_jobs(folder, points, SweepConfig(repeats=repeats, **settings))
+    freeze_jobs(folder, points, SweepConfig(repeats=repeats))
     return read_jobs(folder)
 
 
@@ -82,17 +81,6 @@ def test_each_repeat_of_a_sweep_has_a_random_order_that_order_seed_reproduces(
     (tmp_path / "again").mkdir()
     again = freeze_jobs(tmp_path / "again", five, SweepConfig(repeats=4), drawn[0].order_seed)
     assert [job.name for job in again.jobs] == [job.name for job in drawn[0].jobs]
-
-
-@pytest.mark.slow(seconds=1)
-def test_sweep_repeats_keep_command_line_order_when_shuffle_is_false(
-    tmp_path: Path, five: list[Point]
-) -> None:
-    jobs = frozen(tmp_path, five, shuffle=False)
-    written = [point.overrides for point in five if not point.reason]
-    assert jobs.order_seed is None
-    for block in blocks_of(jobs):
-        assert [job.overrides for job in block if job.status != "skipped"] == written
 
 
 @pytest.mark.nightly

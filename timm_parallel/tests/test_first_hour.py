@@ -28,7 +28,7 @@ from src.schema import AugmentConfig, Config
 from timm_parallel.config.compose import compose_command, plain_config
 from timm_parallel.config.resolve import resolve
 from timm_parallel.keys import SweepConfig, leaves
-from timm_parallel.lab.forecast.plan import show_plan
+from timm_parallel.lab.plan import show_plan
 from timm_parallel.lab.sweep.board import Board
 from timm_parallel.lab.sweep.dry_run import show_points
 from timm_parallel.lab.sweep.points import Point
@@ -207,7 +207,7 @@ def test_console_prints_brackets_literally_instead_of_as_rich_markup(
         for text, reason in (("a:b:c", "[/x]"), ("b", "b"))
     ]
     show_points(shown, SweepConfig(), lambda data: None)
-    refused = SimpleNamespace(bytes=None, parameters=0, devices=2, reason="a:b:c [/x]", warnings=[])
+    refused = SimpleNamespace(devices=2, reason="a:b:c [/x]", warnings=[])
     show_plan([refused])  # type: ignore[list-item]
     output = capsys.readouterr().out
     assert output.count("a:b:c") == 3 and output.count("[/x]") == 3, output

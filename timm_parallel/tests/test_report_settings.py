@@ -636,9 +636,7 @@ def test_html_report_on_settings_shows_speed_in_a_collapsed_section_below_the_co
 
 @pytest.mark.usefixtures("plots")
 @pytest.mark.slow(seconds=3)
-def test_report_on_settings_has_plots_of_values_curves_swept_key_and_speed_tradeoff(
-    tmp_path: Path,
-) -> None:
+def test_report_on_settings_has_plots_of_values_and_curves(tmp_path: Path) -> None:
     sweep = sweep_over_rates(tmp_path / "s")
     for job in sweep.jobs:
         lines = [
@@ -650,42 +648,13 @@ def test_report_on_settings_has_plots_of_values_curves_swept_key_and_speed_trade
     html, _, _ = read(sweep.write())
     folder = sweep.folder / "report_plots"
     names = sorted(path.stem for path in folder.glob("*.svg"))
-    assert names == ["1_curves", "1_key", "1_tradeoff", "1_values"] and html.count("<svg") == 4
+    assert names == ["1_curves", "1_values"] and html.count("<svg") == 2
     curves = list(csv.DictReader((folder / "1_curves.csv").open(encoding="utf-8")))
     of_first = [row for row in curves if row["setting"] == "optim.lr=0.001"]
     assert len(of_first) == 100 and of_first[-1]["step"] == "300"
     last = [float(of_first[-1][name]) for name in ("low", "mean", "high")]
     assert last == pytest.approx([80.0, 80.45, 80.9])
     assert len(list(csv.DictReader((folder / "1_values.csv").open(encoding="utf-8")))) == 12
-
-
-@pytest.mark.slow(seconds=1)
-@pytest.mark.usefixtures("plots")
-def test_report_draws_a_heat_map_of_two_swept_keys(tmp_path: Path) -> None:
-    sweep = Sweep(tmp_path / "s")
-    for seed in range(2):
-        for lr in (0.1, 0.2):
-            for decay in (1, 2):
-                config = {"optim": {"lr": lr, "weight_decay": decay}, "seed": seed}
-                add(
-                    sweep,
-                    [f"optim.lr={lr}", f"optim.weight_decay={decay}"],
-                    config,
-                    block=seed,
-                    val={"acc": lr * decay},
-                )
-    read(sweep.write())
-    cells = list(
-        csv.DictReader((sweep.folder / "report_plots" / "1_keys.csv").open(encoding="utf-8"))
-    )
-    assert [
-        (cell["optim.lr"], cell["optim.weight_decay"], float(cell["mean"])) for cell in cells
-    ] == [
-        ("0.1", "1", 10.0),
-        ("0.1", "2", 20.0),
-        ("0.2", "1", 20.0),
-        ("0.2", "2", 40.0),
-    ]
 
 
 def test_accuracy_difference_and_its_interval_are_computed_with_the_arcsine_transform() -> None:

@@ -438,24 +438,6 @@ def test_resume_within_an_epoch_refuses_changed_batches_even_with_resume_strict_
     attempt(config_of(data, "data.batch_size=3", "train.accumulate=2"), stopped(5))
 
 
-@pytest.mark.slow(seconds=2)
-@pytest.mark.parametrize("balance", ["0", "0.5"])
-def test_checkpoint_of_older_code_without_data_balance_resumes_within_an_epoch(
-    stopped: Folders, data: Path, tmp_path: Path, balance: str
-) -> None:
-    config = config_of(data, f"data.balance={balance}")
-    folder = tmp_path / "run"
-    shutil.copytree(stopped(5, f"data.balance={balance}"), folder)
-    contents = contents_of(folder)
-    del contents["trained_on"]["balance"]
-    for path in (folder / "checkpoints").iterdir():
-        path.unlink()
-    torch.save(contents, folder / "checkpoints" / "last.pt")
-    assert_trains_as(attempt(config, folder), reference(config, contents, tmp_path))
-    with pytest.raises(ValueError, match="mid-epoch"):
-        attempt(config_of(data, "data.balance=1", "resume_strict=false"), folder)
-
-
 # The next test resumes a run with another checkpoint.metric.
 
 

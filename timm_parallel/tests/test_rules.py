@@ -78,7 +78,7 @@ def test_option_of_dp_ddp_or_fsdp_is_refused_under_another_strategy() -> None:
 def test_class_attributes_parsed_from_the_source_of_a_strategy_equal_the_real_attributes(
     strategy: str,
 ) -> None:
-    names = ("process_per_device", "has_one_device", "shards", "compiles", "has_buckets")
+    names = ("process_per_device", "has_one_device", "shards", "compiles")
     strategy_class = import_name(STRATEGIES[strategy])
     read = class_attributes(STRATEGIES[strategy])
     assert {name: read[name] for name in names} == {

@@ -445,23 +445,9 @@ def test_search_html_shows_best_trial_plots_and_trial_table(tmp_path: Path) -> N
 
 
 @pytest.mark.slow(seconds=2)
-@pytest.mark.parametrize("is_confirmed", [pytest.param(False, marks=pytest.mark.nightly), True])
-def test_search_html_calls_the_best_value_too_good_and_links_the_confirmation_report(
-    tmp_path: Path, is_confirmed: bool
-) -> None:
-    ends = [("done", 0.5, ""), ("done", 0.9, "")]
-    folder = tmp_path / "confirm_1"
-    if is_confirmed:
-        folder.mkdir()
-        (folder / "report.json").write_text(
-            json.dumps({"lead": {"sentence": "optim.lr=1 is <better>."}})
-        )
-    html = searched_page(tmp_path, ends)
+def test_search_html_calls_the_best_value_too_good(tmp_path: Path) -> None:
+    html = searched_page(tmp_path, [("done", 0.5, ""), ("done", 0.9, "")])
     assert "best of 2 trials, so it is too good" in html
-    assert ('href="confirm_1/report.html"' in html, "optim.lr=1 is &lt;better&gt;." in html) == (
-        is_confirmed,
-    ) * 2
-    assert ("search.confirm=5" in html) == (not is_confirmed)
 
 
 def test_search_html_shows_parameter_importances_when_20_trials_have_values(

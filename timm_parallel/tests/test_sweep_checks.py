@@ -4,7 +4,6 @@ of a resumed sweep.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -274,36 +273,6 @@ def test_resumed_sweep_writes_deleted_job_folders_with_their_original_configs(
     assert resume(folder) == 0
     assert sorted(no_jobs) == ["0_block_1", "1_block_0"]
     assert {name: files_of(folder / name) for name in wanted} == wanted
-
-
-@pytest.mark.nightly
-@pytest.mark.slow(seconds=2)
-def test_sweep_written_by_older_code_resumes_from_the_configs_in_its_job_folders(
-    tmp_path: Path, no_jobs: list[str]
-) -> None:
-    """Older code wrote no folder configs/. In jobs.json it also listed two runs of the baseline
-    that belong to no repeat.
-    """
-    folder = tmp_path / "sweep"
-    jobs = start(folder, "optim.lr=1e-3,1e-4", "seed=1,2")
-    shutil.rmtree(folder / "configs")
-    written = json.loads((folder / "jobs.json").read_text())
-    for job in written["jobs"]:
-        del job["configuration"]
-        job |= {"config_hash": "0123", "position": job["id"]}
-    written["jobs"][0]["block"] = written["jobs"][3]["block"] = None
-    (folder / "jobs.json").write_text(json.dumps(written))
-    config = folder / "1" / "config.yaml"
-    text = config.read_text().replace(
-        "sweep:\n  repeats: 1\n", "sweep:\n  repeats: auto\n  precision: 0.05\n"
-    )
-    config.write_text(text)
-    assert "precision: 0.05" in text
-    write_result(folder / "2", Result("done"))
-    assert resume(folder) == 0
-    assert no_jobs == ["1"]
-    assert (config.read_text(), len(jobs.jobs)) == (text, 4)
-    assert [job.status for job in read_jobs(folder).jobs] == ["waiting", "done"]
 
 
 def test_error_on_a_truncated_jobs_json_has_a_command_that_writes_the_report(

@@ -1,44 +1,26 @@
-"""Test speed tuning (`sweep.tune`): which settings are measured again, the first sentence of the
-report, refusals, and a complete tuning.
+"""Test settings to try for speed (`sweep.tune`): the first sentence of the report, the jobs,
+refusals, and a complete sweep.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hydra._internal.utils import get_args_parser
-from hypothesis import given
-from hypothesis import strategies as st
 
 from timm_parallel.data.build import check_data, training_size
-from timm_parallel.lab.analysis.tuning import finalists
 from timm_parallel.lab.multirun import run_multirun
+from timm_parallel.lab.sweep.sweep import Sweep as SweepRunner
 from timm_parallel.machine import hardware
 from timm_parallel.record.jobs import read_jobs
 from timm_parallel.testing.commands import ROOT
 from timm_parallel.testing.report_sweeps import Sweep, read
 
-BF16, LAST, COMPILED = (
-    ("train.precision=bf16",),
-    ("model.channels_last=true",),
-    ("model.compile=true",),
-)
-SETTINGS = [
-    BF16,
-    ("train.precision=fp16",),
-    LAST,
-    COMPILED,
-    ("data.batch_size=null", "data.batch_size_per_device=128"),
-]
 SHORT = (
     "experiment=tune",
     "model=tiny",
@@ -46,38 +28,6 @@ SHORT = (
     "parallel.accelerator=cpu",
     "train.max_steps=4",
 )
-
-
-# The next tests check which settings are measured again after the screening.
-
-
-@given(
-    st.dictionaries(st.sampled_from(SETTINGS), st.floats(0.2, 3), min_size=1), st.floats(0.01, 0.2)
-)
-def test_speed_tuning_combines_the_faster_settings_without_setting_a_key_twice(
-    gains: dict[tuple[str, ...], float], smallest: float
-) -> None:
-    chosen = finalists(gains, smallest)
-    best = max(gains, key=lambda setting: gains[setting])
-    assert 1 <= len(chosen) <= 3 and len(set(chosen)) == len(chosen)
-    assert best in chosen
-    assert [len(overrides) for overrides in chosen] == sorted(
-        len(overrides) for overrides in chosen
-    )
-    for overrides in chosen:
-        keys = [override.partition("=")[0] for override in overrides]
-        assert len(set(keys)) == len(keys)
-    added = {override for overrides in chosen for override in overrides} - set(best)
-    assert all(gain >= 1 + smallest for setting, gain in gains.items() if added & set(setting))
-
-
-def test_speed_tuning_also_measures_the_best_combination_without_reduced_precision() -> None:
-    assert finalists({BF16: 1.4, LAST: 1.1, COMPILED: 1.2, ("data.workers=2",): 0.9}, 0.03) == [
-        BF16,
-        (*COMPILED, *LAST),
-        (*BF16, *COMPILED, *LAST),
-    ]
-    assert finalists({BF16: 1.01, LAST: 0.9}, 0.03) == [BF16]
 
 
 # The next tests check the first sentence of the report on a tuning.
@@ -143,21 +93,6 @@ def test_tuning_report_recommends_the_fastest_settings_and_shows_their_command(
 
 
 @pytest.mark.usefixtures("without_plots")
-def test_tuning_report_recommends_fewer_changes_when_more_changes_are_not_shown_to_be_faster(
-    tmp_path: Path,
-) -> None:
-    both = "train.precision=bf16 model.channels_last=true"
-    # The difference in speed between the two tuned settings is inconclusive.
-    speeds = {
-        "": [100, 108, 95],
-        "model.channels_last=true": [150, 145, 155],
-        both: [149, 160, 158],
-    }
-    winner = tuned(tmp_path / "sweep", speeds)["contrast"]["a"]
-    assert "train.precision=fp32" in winner and "model.channels_last=true" in winner
-
-
-@pytest.mark.usefixtures("without_plots")
 @pytest.mark.parametrize(
     ("speeds", "flags"),
     [
@@ -198,7 +133,6 @@ def tune(*overrides: str) -> int:
     [
         (("seed=1,2",), "sweep.tune"),
         (("sweep.jobs=2",), "sweep.jobs"),
-        (("sweep.repeats=1",), r"sweep\.repeats=1"),
         (("search=optuna",), r"search="),
         (("train.evaluate_every=1",), "train.evaluate_every"),
         (("sweep.tune=['train.precision=fp32']",), r"sweep\.tune=\['train\.precision=fp32'\]"),
@@ -228,65 +162,45 @@ def test_speed_tuning_tries_each_setting_once_and_skips_thread_counts_above_the_
     output = capsys.readouterr().out
     assert output.count("train.precision=bf16") == 1 and output.count("data.workers=0") == 1
     assert "fp32" not in output and "threads_per_device" not in output
-    # The tuning has 3 configurations with 3 repeats each.
-    assert "9 runs" in output
+    # Each of the 3 configurations has the 5 repeats of experiment=tune.
+    assert "15 runs" in output
 
 
-# The next test stops and resumes a complete tuning.
+@pytest.mark.slow(seconds=1)
+def test_sweep_over_settings_for_speed_repeats_the_current_settings_and_each_entry(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SweepRunner, "run", lambda self: 0)
+    tried = ["train.precision=bf16", "train.precision=bf16 model.channels_last=true"]
+    folder = tmp_path / "sweep"
+    assert tune(f"sweep.tune={tried}", "sweep.repeats=2", f"hydra.sweep.dir={folder}") == 0
+    jobs = read_jobs(folder).jobs
+    assert sorted((job.name, job.block) for job in jobs) == sorted(
+        (name, block)
+        for name in ("current settings", *(text.replace(" ", ",") for text in tried))
+        for block in range(2)
+    )
 
 
 @pytest.mark.nightly
-@pytest.mark.slow(seconds=60)
+@pytest.mark.slow(seconds=40)
 @pytest.mark.processes
-def test_stopped_tuning_finishes_screening_and_measures_finalists_when_resumed(
-    tmp_path: Path,
-) -> None:
+def test_sweep_over_settings_for_speed_reports_images_per_second_of_each(tmp_path: Path) -> None:
     folder = tmp_path / "sweep"
-    command = [sys.executable, "train.py", "-m"]
-    settings = [
-        "sweep.tune=['train.precision=bf16','data.workers=0']",
-        "data.workers=1",
-        "sweep.repeats=2",
-    ]
-    first = subprocess.Popen(
-        [*command, *SHORT, *settings, f"hydra.sweep.dir={folder}"],
-        cwd=ROOT,
-        start_new_session=True,
-        text=True,
-    )
-    try:
-        limit = time.monotonic() + 120
-        while not list(folder.glob("screening/*/result.json")):
-            assert first.poll() is None and time.monotonic() < limit
-            time.sleep(0.05)
-        os.kill(first.pid, signal.SIGTERM)
-        assert first.wait(60) == 128 + signal.SIGTERM
-    finally:
-        if first.poll() is None:
-            os.killpg(first.pid, signal.SIGKILL)
-    assert not (folder / "jobs.json").exists()
-    again = subprocess.run(
-        [*command, f"sweep.resume={folder}"],
+    done = subprocess.run(
+        [
+            *(sys.executable, "train.py", "-m", *SHORT),
+            "sweep.tune=['train.precision=bf16','data.workers=0']",
+            *("data.workers=1", "sweep.repeats=2", f"hydra.sweep.dir={folder}"),
+        ],
         cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=240,
         check=False,
     )
-    assert again.returncode == 0, again.stderr
-    screened, measured = read_jobs(folder / "screening").jobs, read_jobs(folder).jobs
-    assert {job.status for job in [*screened, *measured]} == {"done"}
-    # Delete the folder of a measured job. The command of the resumed tuning has only the key
-    # sweep.resume, so the tuning must write the folder again from its saved settings.
-    shutil.rmtree(folder / measured[1].folder)
-    once_more = subprocess.run(
-        again.args, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False
-    )
-    assert once_more.returncode == 0, once_more.stderr
-    assert {job.status for job in read_jobs(folder).jobs} == {"done"}
-    assert (folder / measured[1].folder / "result.json").is_file()
-    assert len(screened) == 3 * 3
-    assert 2 * 2 <= len(measured) <= 4 * 2
+    assert done.returncode == 0, done.stderr
+    assert [job.status for job in read_jobs(folder).jobs] == ["done"] * 6
     report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
-    assert {Path(run["folder"]).parts[0] for run in report["runs"]}.isdisjoint({"screening"})
     assert report["settings"][0]["metric"] == "images/s"
+    assert [len(setting["values"]) for setting in report["settings"][0]["settings"]] == [2] * 3

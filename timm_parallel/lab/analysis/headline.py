@@ -21,10 +21,7 @@ from timm_parallel.lab.analysis.statistics import (
     SMALLEST_DIFFERENCE,
     SUPPORTED,
     Contrast,
-    decide,
-    estimate,
 )
-from timm_parallel.lab.analysis.tuning import CHANGES_TRAINING
 from timm_parallel.lab.analysis.wording import (
     difference_text,
     figure,
@@ -44,6 +41,13 @@ from timm_parallel.machine.text import plural
 # setting.
 FAR = 8.0
 TUNE = "experiment=tune"
+# Keys that change more than speed and memory -> the advice that a report adds if it recommends such
+# a setting.
+CHANGES_TRAINING = {
+    "train.precision": "rounds differently: compare the accuracy of both before you rely on it",
+    "data.batch_size": "trains differently: choose the learning rate again",
+    "data.batch_size_per_device": "trains differently: choose the learning rate again",
+}
 
 
 @dataclass(frozen=True)
@@ -118,8 +122,8 @@ def _disturbed(runs: Sequence[RunRecord]) -> str:
 def recommend(group: Group | SettingGroup) -> Recommendation:
     """Choose the headline result of a group of configurations. Among strategies, it is the simplest
     one that is not relevantly slower than the fastest. Among settings, it is the best one that is
-    shown to be better than the baseline. In a tuning, it is the setting with the fewest changes
-    among the fastest.
+    shown to be better than the baseline. In a tuning, it is the fastest one that is shown to be
+    faster than the current settings.
     """
     if isinstance(group, SettingGroup) and not group.is_about_speed:
         return _recommend_better(group)
@@ -466,27 +470,16 @@ def _far_off(group: SettingGroup) -> Iterable[tuple[Setting, RunRecord]]:
 
 
 def _recommend_fastest(group: SettingGroup) -> Recommendation:
-    """Recommend the setting of a tuning that is shown to train faster than the current settings. If
-    there is none, state the smallest gain that the tuning could have detected.
-
-    A setting with more changes is recommended only if it is also shown to be faster than the
-    settings with fewer changes.
+    """Recommend the fastest setting of a tuning that is shown to train faster than the current
+    settings. If there is none, state the smallest gain that the tuning could have detected.
     """
     baseline, repeats = group.baseline, plural(group.blocks, "repeat")
     shown = {contrast.a: contrast for contrast in group.contrasts if contrast.verdict == SUPPORTED}
     smallest = float(group.runs[0].config.get("sweep.smallest_difference") or SMALLEST_DIFFERENCE)
     if not shown:
         return Recommendation(group, _no_gain(group, smallest))
-    # The settings are in the order of the sweep, in which the number of changes grows.
-    labels = [setting.label for setting in group.members if setting.label in shown]
-    pairs = [(b, a) for place, a in enumerate(labels) for b in labels[place + 1 :]]
-    among = decide(estimate(group.rows(), pairs, group.scale), smallest)
-    faster = {(contrast.a, contrast.b) for contrast in among if contrast.verdict == SUPPORTED}
-    label = labels[0]
-    for other in labels[1:]:
-        if (other, label) in faster:
-            label = other
-    contrast, winner = shown[label], group.named(label)
+    contrast = max(shown.values(), key=lambda contrast: contrast.ratio or 0)
+    winner = group.named(contrast.a)
     sentences = [
         f"{_changes(winner, baseline)} trains {times(contrast)} as fast as the current "
         f"settings{interval_text(contrast)}, from {repeats}.",

@@ -242,7 +242,7 @@ class RunRecord:
     @cached_property
     def metric_is(self) -> tuple[bool, bool] | None:
         """Pair (lower_is_better, is_proportion) of the headline metric. None if result.json does
-        not state it, as in a result of an older version.
+        not state it.
         """
         if self.is_of_tuning:
             return False, False

@@ -1,5 +1,7 @@
-"""Draw the SVG plots of one group of configurations. The colors, by Okabe and Ito, suit color-blind
-readers, and the marks can be told apart in gray print.
+"""Draw the SVG plots of one group of configurations: intervals, curves, speed and memory.
+
+The colors, by Okabe and Ito, suit color-blind readers, and the marks can be told apart in gray
+print.
 """
 
 from __future__ import annotations
@@ -18,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from timm_parallel.lab.analysis.groups import SPEED, Group
-from timm_parallel.lab.analysis.runs import STEP_PARTS
 from timm_parallel.lab.analysis.settings import Setting, SettingGroup
 from timm_parallel.lab.report.collect import read_curve
 
@@ -29,17 +30,9 @@ if TYPE_CHECKING:
 INK, QUIET = "#010101", "#808080"
 COLORS = ("#0080c8", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#777777", INK)
 DASHES = ("-", "--", "-.", ":")
-MARKS = "os^Dv"
 # Strategy -> (mark, color) in all plots.
 LOOKS = {"single": ("o", INK), "dp": ("s", "#d55e00"), "ddp": ("^", "#0080c8")}
 OTHER = ("D", QUIET)
-# Part of a step -> (name in the legend, color, hatch of its bar).
-PARTS = {
-    "data_ms": ("waits for data", "#e69f00", "//"),
-    "compute_ms": ("computes", "#7fb2d9", ""),
-    "communication_ms": ("waits for other ranks", "#777777", "xx"),
-    "other_ms": ("everything else", "#c9c9c9", ".."),
-}
 STYLE = Path(__file__).with_name("plots.mplstyle")
 HEIGHT = 3.2  # inches
 LONGEST_LABEL = 44  # characters
@@ -52,10 +45,6 @@ MOST_POINTS, MOST_LINES = 24, 8
 MOST_SETTINGS = 20
 # Largest number of evaluations in a curve. A longer curve skips evaluations at regular distances.
 MOST_STEPS = 100
-# Largest number of cells in a heat map.
-MOST_CELLS = 100
-# The axis is logarithmic if the largest value is at least this many times the smallest.
-DECADES = 10
 
 
 @dataclass(frozen=True)
@@ -114,7 +103,7 @@ def _plot(
 
 
 def _of_speed(group: Group) -> Iterable[Plot]:
-    """Draw ratios, speed, step time and memory of a group. If there are many configurations, the
+    """Draw ratios, speed and memory of a group. If there are many configurations, the
     plots show the fastest ones.
     """
     fastest = sorted(
@@ -128,7 +117,6 @@ def _of_speed(group: Group) -> Iterable[Plot]:
     tables: list[tuple[str, Callable[[Axes, pd.DataFrame], None], pd.DataFrame]] = [
         ("ratios", _paint_ratios, ratios.assign(label=ratios["a"] + " over " + ratios["b"])),
         ("speed", _paint_speeds, runs if scales else runs[:0]),
-        ("step", _paint_steps, _steps(group)),
         ("memory", _paint_memory, _memory(group)),
     ]
     for name, paint, table in tables:
@@ -138,8 +126,8 @@ def _of_speed(group: Group) -> Iterable[Plot]:
 
 
 def _of_settings(group: SettingGroup) -> Iterable[Plot]:
-    """Draw the metric of a group of settings by seed, over the steps, by swept key and against
-    speed. If there are many settings, the plots show the baseline and the best ones.
+    """Draw the metric of a group of settings by seed and over the steps. If there are many
+    settings, the plots show the baseline and the best ones.
     """
     factor = 100 if group.scale.is_proportion else 1
     name = f"{group.metric}, %" if group.scale.is_proportion else group.metric
@@ -157,40 +145,7 @@ def _of_settings(group: SettingGroup) -> Iterable[Plot]:
         yield _plot(group, "values", partial(_paint_values, runs=runs, name=name), means, runs)
     curves = _curves([s for s in group.best(MOST_LINES) if s.values], group.metric, factor)
     if len(curves) > curves["setting"].nunique():
-        yield _plot(group, "curves", partial(_paint_settings, x="step", name=name), curves)
-    yield from _by_key(group, runs, factor, name)
-    speeds = pd.DataFrame(
-        [
-            [s.label, s.speed.median, s.mean * factor]
-            for s in shown
-            if s.speed and s.mean is not None
-        ],
-        columns=["setting", "images_per_sec", "mean"],
-    )
-    if len(speeds) > 1 and not group.is_about_speed:
-        named = speeds.rename(columns={"images_per_sec": "images/s"})
-        paint = partial(_paint_settings, x="images/s", name=name)
-        yield _plot(group, "tradeoff", paint, named, speeds)
-
-
-def _by_key(group: SettingGroup, runs: pd.DataFrame, factor: int, name: str) -> Iterable[Plot]:
-    """Draw the metric against one swept key if its values are numbers, or as a heat map of two
-    swept keys.
-    """
-    keys = group.keys
-    table = pd.DataFrame(
-        [{**s.settings, "mean": s.mean * factor} for s in group.alive if s.mean is not None]
-    )
-    if len(keys) == 1 and len(table) > 2:
-        numbers = pd.to_numeric(table[keys[0]], errors="coerce").astype(float)
-        if numbers.abs().lt(math.inf).all():
-            x = dict(zip((s.label for s in group.alive), numbers, strict=True))
-            line = runs.assign(x=runs["setting"].map(x))
-            yield _plot(group, "key", partial(_paint_key, name=name, key=keys[0]), line)
-    if len(keys) == 2 and table[keys].nunique().gt(1).all() and len(table) <= MOST_CELLS:
-        # Choose the colors so that light cells are good, in either direction of the metric.
-        colors = "Blues" if group.scale.lower_is_better else "Blues_r"
-        yield _plot(group, "keys", partial(_paint_heat, name=name, colors=colors), table)
+        yield _plot(group, "curves", partial(_paint_curves, name=name), curves)
 
 
 def _paint_intervals(
@@ -217,34 +172,6 @@ def _paint_intervals(
     axes.set_yticks(range(len(frame)), [_whole(label) for label in frame["label"]])
     axes.invert_yaxis()
     axes.margins(y=0.6 / len(frame))
-
-
-def _paint_xy(
-    axes: Axes,
-    points: pd.DataFrame,
-    look: tuple[str, str, str],
-    middle: str = "mean",
-    label: str | None = None,
-) -> None:
-    """Draw the columns `x` and `y` of a table as marks, with a line through their mean or median at
-    each x. If the table has columns `low` and `high`, add a band between them.
-
-    `look`: (dash, mark, color), in which the dash or the mark may be "none". `middle`: mean or
-    median.
-    """
-    dash, mark, color = look
-    if "low" in points:
-        axes.fill_between(
-            points["x"], points["low"], points["high"], color=color, alpha=0.15, linewidth=0
-        )
-    if dash != "none":
-        middles = points.groupby("x")["y"].agg(middle)
-        axes.plot(middles.index, middles, dash, color=color, linewidth=1.2, label=label)
-        label = None
-    if mark != "none":
-        axes.plot(
-            points["x"], points["y"], mark, color=color, markersize=4.5, alpha=0.75, label=label
-        )
 
 
 def _whole(label: str) -> str:
@@ -309,9 +236,10 @@ def _paint_speeds(axes: Axes, frame: pd.DataFrame) -> None:
     kept = frame[frame["series"].isin(["single", *best])]
     for number, (name, runs) in enumerate(kept.groupby("series", sort=False)):
         marker, color = LOOKS.get(runs["strategy"].iloc[0], OTHER)
-        points = runs.rename(columns={"devices": "x", SPEED: "y"})
-        look = (DASHES[number % len(DASHES)], marker, color)
-        _paint_xy(axes, points, look, "median", str(name))
+        medians = runs.groupby("devices")[SPEED].median()
+        dash = DASHES[number % len(DASHES)]
+        axes.plot(medians.index, medians, dash, color=color, linewidth=1.2, label=str(name))
+        axes.plot(runs["devices"], runs[SPEED], marker, color=color, markersize=4.5, alpha=0.75)
     flagged = kept[kept["flagged"]]
     if len(flagged):
         ring: dict[str, Any] = {"markersize": 10, "markerfacecolor": "none", "label": "flagged"}
@@ -319,39 +247,6 @@ def _paint_speeds(axes: Axes, frame: pd.DataFrame) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set(xlim=(0.8, devices + 0.2), xlabel="devices", ylabel="images/s")
     axes.set_ylim(bottom=0)
-
-
-def _steps(group: Group) -> pd.DataFrame:
-    runs = [
-        (point, run.step_parts)
-        for point in group.members
-        for run in point.runs
-        if not point.is_simulated
-    ]
-    rows = [{"point": point.label, **parts} for point, parts in runs if parts]
-    return (
-        pd.DataFrame(rows, columns=["point", *STEP_PARTS])
-        .groupby("point", sort=False, as_index=False)
-        .mean()
-    )
-
-
-def _paint_steps(axes: Axes, frame: pd.DataFrame) -> None:
-    bottom = pd.Series(0.0, index=frame.index)
-    for part, (name, color, hatch) in PARTS.items():
-        if frame[part].sum() > 0:
-            axes.bar(
-                frame.index,
-                frame[part],
-                0.6,
-                bottom,
-                color=color,
-                hatch=hatch,
-                edgecolor="white",
-                label=name,
-            )
-            bottom += frame[part]
-    _name_bars(axes, list(frame["point"]), "ms per step")
 
 
 def _memory(group: Group) -> pd.DataFrame:
@@ -441,57 +336,21 @@ def _curves(settings: list[Setting], metric: str, factor: int) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["setting", "step", "mean", "low", "high"])
 
 
-def _paint_settings(axes: Axes, frame: pd.DataFrame, x: str, name: str) -> None:
-    """Draw the mean of each setting over the column `x`: as a line if settings have several rows,
-    else as a mark.
+def _paint_curves(axes: Axes, frame: pd.DataFrame, name: str) -> None:
+    """Draw the learning curve of each setting: its mean, and a band from the smallest to the
+    largest value.
     """
-    points = frame.rename(columns={x: "x", "mean": "y"})
-    has_lines = points["setting"].duplicated().any()
-    has_legend = points["setting"].nunique() <= MOST_LINES
-    for number, (setting, of_setting) in enumerate(points.groupby("setting", sort=False)):
-        dash, mark = DASHES[number % len(DASHES)], MARKS[number % len(MARKS)]
-        look = (dash if has_lines else "none", "none" if has_lines else mark)
-        label = _short(str(setting)) if has_legend else None
-        _paint_xy(axes, of_setting, (*look, COLORS[number % len(COLORS)]), label=label)
-    axes.set(xlabel=x, ylabel=name)
+    for number, (setting, curve) in enumerate(frame.groupby("setting", sort=False)):
+        dash, color = DASHES[number % len(DASHES)], COLORS[number % len(COLORS)]
+        axes.fill_between(
+            curve["step"], curve["low"], curve["high"], color=color, alpha=0.15, linewidth=0
+        )
+        label = _short(str(setting))
+        axes.plot(curve["step"], curve["mean"], dash, color=color, linewidth=1.2, label=label)
+    axes.set(xlabel="step", ylabel=name)
     axes.set_xlim(left=0)
-
-
-def _paint_key(axes: Axes, frame: pd.DataFrame, name: str, key: str) -> None:
-    _paint_xy(axes, frame.rename(columns={"value": "y"}), ("-", "o", COLORS[0]))
-    if frame["x"].min() > 0 and frame["x"].max() / frame["x"].min() >= DECADES:
-        axes.set_xscale("log")
-        # Write the labels as plain numbers. Those of Matplotlib are formulas, which an SVG would
-        # show as raw text.
-        _set_ticks(axes, sorted(frame["x"].unique()))
-    axes.set(xlabel=key, ylabel=name)
 
 
 def _set_ticks(axes: Axes, ticks: list[float]) -> None:
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.minorticks_off()
-
-
-def _paint_heat(axes: Axes, frame: pd.DataFrame, name: str, colors: str) -> None:
-    x, y = frame.columns[:2]
-    columns, rows = list(dict.fromkeys(frame[x])), list(dict.fromkeys(frame[y]))
-    cells = frame.pivot_table(index=y, columns=x, values="mean").reindex(
-        index=rows, columns=columns
-    )
-    mesh = axes.pcolormesh(cells.to_numpy(), cmap=colors, edgecolors="white", linewidth=1)
-    axes.figure.colorbar(mesh, ax=axes, label=name)
-    for row, of_row in enumerate(cells.to_numpy()):
-        for column, value in enumerate(of_row):
-            is_dark = sum(mesh.cmap(mesh.norm(value))[:3]) < 1.6
-            color = "white" if is_dark else "black"
-            axes.text(
-                column + 0.5,
-                row + 0.5,
-                f"{value:#.4g}".rstrip("."),
-                ha="center",
-                va="center",
-                color=color,
-            )
-    axes.set_xticks([place + 0.5 for place in range(len(columns))], columns)
-    axes.set_yticks([place + 0.5 for place in range(len(rows))], rows)
-    axes.set(xlabel=x, ylabel=y)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import base64
 import io
-import json
 import shlex
 import warnings
 from html import escape
@@ -20,7 +19,7 @@ from optuna.visualization import matplotlib as plots
 from timm_parallel.keys import Config
 from timm_parallel.machine.files import write_text
 from timm_parallel.machine.text import plural
-from timm_parallel.record.jobs import Job, Jobs
+from timm_parallel.record.jobs import Jobs
 
 # Least number of trials with a value for a ranking of the keys. A ranking from fewer is noise.
 MIN_FOR_IMPORTANCES = 20
@@ -54,7 +53,12 @@ def write_search_page(jobs: Jobs, study: optuna.Study, config: Config) -> Path:
             f"Best: {metric} {value:.4f} in trial <a "
             f'href="{job.folder}/">{job.id}</a>.<br><code>{command}</code>'
         )
-        lead += f"</p>\n<p>{_confirmation(jobs.folder, job, int(table[metric].count()))}"
+        count = plural(int(table[metric].count()), "trial")
+        lead += (
+            f"</p>\n<p>Chance helped to choose this value as the best of {count}, so it is too "
+            "good. For a value to publish, train these settings next to the default ones in a "
+            "sweep with sweep.repeats=5 and another seed."
+        )
     path = jobs.folder / "search.html"
 
     html = table.to_html(
@@ -70,27 +74,6 @@ def write_search_page(jobs: Jobs, study: optuna.Study, config: Config) -> Path:
     )
     write_text(path, page)
     return path
-
-
-def _confirmation(folder: Path, best: Job, count: int) -> str:
-    """Build the HTML text on the confirmation of the best trial. Without a confirmation, the text
-    explains why the value of this trial must not be published.
-
-    `count`: number of trials among which the best was chosen.
-    """
-    biased = (
-        f"Chance helped to choose this value as the best of {plural(count, 'trial')}, so it "
-        "is too good."
-    )
-    report = folder / f"confirm_{best.id}" / "report.json"
-    if not report.is_file():
-        return f"{biased} For a value to publish, train again with new seeds: search.confirm=5."
-    lead = json.loads(report.read_text(encoding="utf-8"))["lead"]
-    sentence = escape(lead["sentence"]) if lead else "No job of it is done yet."
-    return (
-        f'{biased} Its <a href="{report.parent.name}/report.html">confirmation with new '
-        f"seeds</a>: {sentence}"
-    )
 
 
 def draw_study(study: optuna.Study, metric: str) -> list[str]:

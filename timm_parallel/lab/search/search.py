@@ -23,7 +23,6 @@ from timm_parallel.keys import Config
 from timm_parallel.lab.jobs.devices import jobs_at_a_time
 from timm_parallel.lab.jobs.local_job import sync_from_result
 from timm_parallel.lab.jobs.slurm_job import SlurmQueue
-from timm_parallel.lab.search.confirm import check_confirmation, confirm_best
 from timm_parallel.lab.search.space import (
     check_space,
     freeze_search,
@@ -59,10 +58,7 @@ def start_search(command: Command, base: Point, check_data: Callable[[Config], N
         )
     check_scheduler(config.cluster)
     space = read_space(command)
-    check_jobs_data(
-        [*check_space(config, base.tree, space), *check_confirmation(config, base.tree, space)],
-        check_data,
-    )
+    check_jobs_data(check_space(config, base.tree, space), check_data)
     max_jobs = jobs_at_a_time("search.n_jobs", settings.n_jobs, config)
     folder = claim_folder(Path(str(command.tree.hydra.sweep.dir)))
     freeze_search(
@@ -79,7 +75,7 @@ def start_search(command: Command, base: Point, check_data: Callable[[Config], N
         shutil.rmtree(folder)
         raise
     try:
-        code = search.run()
+        return search.run()
     except ValueError:
         # If Slurm rejected the first trial, it would reject all others too. Remove the folder and
         # the study, so that the name of the study can be used again.
@@ -89,7 +85,6 @@ def start_search(command: Command, base: Point, check_data: Callable[[Config], N
             optuna.delete_study(study_name=search.study.study_name, storage=search.study._storage)
             shutil.rmtree(folder)
         raise
-    return _confirm(search, settings.confirm, code)
 
 
 def resume_search(folder: Path, command: Command, check_data: Callable[[Config], None]) -> int:
@@ -98,40 +93,17 @@ def resume_search(folder: Path, command: Command, check_data: Callable[[Config],
     """
     config, base, space = read_search(folder)
     check_scheduler(config.cluster)
-    keys = keys_that_may_change(
-        command, folder, "search", "search.n_trials", "search.n_jobs", "search.confirm"
-    )
-    for key in ("n_trials", "n_jobs", "confirm"):
+    keys = keys_that_may_change(command, folder, "search", "search.n_trials", "search.n_jobs")
+    for key in ("n_trials", "n_jobs"):
         if f"search.{key}" in keys:
             setattr(config.search, key, getattr(command.config.search, key))
     # Check the search space again when a search is resumed. On a machine that cannot run the
     # trials, all of them would otherwise be skipped.
-    check_jobs_data(
-        [*check_space(config, base, space), *check_confirmation(config, base, space)], check_data
-    )
+    check_jobs_data(check_space(config, base, space), check_data)
     max_jobs = jobs_at_a_time("search.n_jobs", config.search.n_jobs, config)
     jobs = read_jobs(folder)
     jobs.status = "running"
-    search = Search(jobs, config.search.n_trials, max_jobs, is_new=False)
-    return _confirm(search, config.search.confirm, search.run())
-
-
-def _confirm(search: Search, num_seeds: int | None, code: int) -> int:
-    """Confirm the best trial of a search with new seeds, if the search has finished and
-    search.confirm is set. Return the exit code.
-
-    `num_seeds`: value of search.confirm. `code`: exit code of the search.
-    """
-    if num_seeds is None or search.stopped_by is not None:
-        return code
-    if code:
-        print("confirm      skipped: trials are missing or none has a value", file=sys.stderr)
-        return code
-    best = search.study.best_trial
-    values = [dimension.override(best.params[dimension.name]) for dimension in search.space]
-    code = confirm_best(search.jobs, best.number, values, num_seeds, search.max_jobs)
-    search.write_page()
-    return code
+    return Search(jobs, config.search.n_trials, max_jobs, is_new=False).run()
 
 
 class Search(Runner):

@@ -308,17 +308,9 @@ def freeze_search(folder: Path, base: DictConfig, space: list[Dimension], **sett
 
 def read_search(folder: Path) -> tuple[Config, DictConfig, list[Dimension]]:
     """Read search.yaml in the folder of a search. Return its settings, the base config of all
-    trials, and the search space.
+    trials, and the search space. Raises ValueError if the file is missing or damaged.
     """
-    tree = read_frozen(folder / FROZEN)
-    config = to_config(tree, is_complete=False)
-    return config, tree, parse_space(config.search.params)
-
-
-def read_frozen(path: Path) -> DictConfig:
-    """Read a saved config that contains the `hydra` keys. Raises ValueError if the file is missing
-    or damaged.
-    """
+    path = folder / FROZEN
     try:
         tree = read_saved(path)
         assert isinstance(tree, DictConfig)
@@ -327,7 +319,8 @@ def read_frozen(path: Path) -> DictConfig:
             f"{path}: the file is missing or damaged; restore it, or start again in a new folder"
         ) from None
     OmegaConf.set_struct(tree, True)
-    return tree
+    config = to_config(tree, is_complete=False)
+    return config, tree, parse_space(config.search.params)
 
 
 def _of_a_trial(overrides: list[str]) -> list[str]:

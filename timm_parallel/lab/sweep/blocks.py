@@ -44,11 +44,9 @@ def freeze_jobs(
     `order_seed`: seed of the random order, which tests set.
     """
     repeated = settings.repeats != 1
-    shuffled = repeated if settings.shuffle is None else settings.shuffle
     jobs = new_jobs(folder)
-    jobs.order_seed = (
-        (secrets.randbits(32) if order_seed is None else order_seed) if shuffled else None
-    )
+    if repeated:
+        jobs.order_seed = secrets.randbits(32) if order_seed is None else order_seed
     first = []
     for number, (name, point) in enumerate(zip(names_of(points), points, strict=True)):
         subdir = f"{point.subdir}_block_0" if repeated else point.subdir
@@ -64,12 +62,12 @@ def freeze_jobs(
 
 
 def append_block(jobs: Jobs) -> None:
-    """Append jobs that run every configuration once more, except the configurations that have
-    failed or were skipped.
+    """Append jobs that run every configuration once more, except the configurations that were
+    skipped.
     """
     block, repeated = jobs.num_blocks, []
     for first in jobs.jobs:
-        if first.block == 0 and first.status in ("waiting", "done"):
+        if first.block == 0 and first.status != "skipped":
             assert first.seed is not None
             subdir = first.folder.replace("_block_0", f"_block_{block}", 1)
             job = replace(first, folder=subdir, block=block, seed=first.seed + block)
@@ -81,7 +79,7 @@ def append_block(jobs: Jobs) -> None:
 
 def append_shuffled(jobs: Jobs, more: list[Job], block: int) -> None:
     """Append the jobs `more` as one repeat of a sweep. They are put into random order first, unless
-    the sweep runs its jobs in the order as written.
+    the sweep has no repeats.
     """
     if jobs.order_seed is not None:
         random.Random(f"{jobs.order_seed} {block}").shuffle(more)

@@ -12,7 +12,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib import import_module
-from pathlib import Path
 from types import FrameType
 
 from timm_parallel.keys import ResolvedConfig
@@ -230,15 +229,10 @@ class Runner(ABC):
         for running in self._running.values():
             running.send(number)
 
-    def _say_stopped(self, number: int, folder: Path | None = None, *keys: str) -> int:
+    def _say_stopped(self, number: int) -> int:
         """Print the command that continues a stopped sweep, and return the exit code. `number`:
         number of the stop signal.
-
-        `folder`: sweep folder, if it is not the folder of jobs.json. `keys`: further overrides of
-        the command.
         """
-        again = shlex.join(
-            ["python", "train.py", "-m", f"sweep.resume={folder or self.jobs.folder}", *keys]
-        )
+        again = shlex.join(["python", "train.py", "-m", f"sweep.resume={self.jobs.folder}"])
         print(f"Stopped by {signal.Signals(number).name}. Continue with: {again}", file=sys.stderr)
         return 128 + number

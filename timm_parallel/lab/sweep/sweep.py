@@ -15,7 +15,6 @@ from timm_parallel.keys import Config
 from timm_parallel.lab.jobs.devices import jobs_at_a_time
 from timm_parallel.lab.jobs.folders import config_folder, frozen_config
 from timm_parallel.lab.jobs.local_job import sync_from_result
-from timm_parallel.lab.jobs.slurm_job import SlurmQueue
 from timm_parallel.lab.sweep.blocks import check_blocks, freeze_jobs
 from timm_parallel.lab.sweep.headline import show_headline
 from timm_parallel.lab.sweep.points import Point, check_jobs_data, keys_that_may_change
@@ -94,15 +93,11 @@ class Sweep(Runner):
     a stop signal.
     """
 
-    def __init__(
-        self, jobs: Jobs, max_jobs: int | None = 1, slurm: SlurmQueue | None = None
-    ) -> None:
-        """Prepare the waiting jobs of a sweep, without starting one.
-
-        `max_jobs`: largest number of concurrent jobs, or None if only the devices limit it.
-        `slurm`: queue of Slurm jobs, or None to run jobs on this machine.
+    def __init__(self, jobs: Jobs, max_jobs: int | None = 1) -> None:
+        """Prepare the waiting jobs of a sweep, without starting one. `max_jobs`: largest number of
+        concurrent jobs, or None if only the devices limit it.
         """
-        super().__init__(jobs, max_jobs, slurm)
+        super().__init__(jobs, max_jobs)
         config = self.config_of(next(job for job in jobs.jobs if job.status != "skipped"))
         # Import nothing early for a sweep that measures speed, because an import would slow down
         # the start of a job.
