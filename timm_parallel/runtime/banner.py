@@ -142,8 +142,9 @@ def show_end(
                 "longer",
                 values,
             )
-    for line in summary_lines(result.profile[0], folder) if result.profile else ():
-        log.info("%s", line)
+    if result.profile:
+        for line in summary_lines(result.profile[0], result.seconds["start"], folder):
+            log.info("%s", line)
     for number, segment in enumerate(segments):
         log.info("%-12s %s", "" if number else "runs again", segment)
     for view in views:

@@ -19,6 +19,7 @@ from timm_parallel.data.prefetch import Batch
 from timm_parallel.errors import NotFiniteError
 from timm_parallel.faults.liveness import SAVING
 from timm_parallel.machine.signals import Stopped, stop_handler
+from timm_parallel.machine.start_clock import start_clock
 from timm_parallel.record.console import Console
 from timm_parallel.record.recorder import Numbers, Recorder
 from timm_parallel.record.result import write_result
@@ -101,6 +102,7 @@ class Run:
         be inside of `with run.begin()`.
         """
         assert self._has_begun, "the training loop must be inside of `with run.begin()`"
+        start_clock.end("setup")
         # Parameters that were compared before further training must be compared again.
         self._at_end = None
         progress = self.parts.progress

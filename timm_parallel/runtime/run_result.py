@@ -15,6 +15,7 @@ import torch
 from timm_parallel.data.dataset import data_fingerprints
 from timm_parallel.machine.process import started_at
 from timm_parallel.machine.ranks import host_name
+from timm_parallel.machine.start_clock import start_clock
 from timm_parallel.measure.meter import Meter
 from timm_parallel.metric import LOSS
 from timm_parallel.record.environment import read_environment
@@ -41,7 +42,8 @@ def make_result(
     height, width = parts.image_size
     config, strategy, step = parts.config, parts.strategy, parts.progress.step
     (world_size, hash_at_start), (digest, drift_flags) = start, end
-    started, first_step_at = started_at(), parts.hooks.meter.first_step_at
+    started, meter = started_at(), parts.hooks.meter
+    first_step_at = meter.first_step_at
     has_best = (folder / "checkpoints" / "best.pt").exists()
     known = {"loss": LOSS, **parts.task.metrics}
     result = Result(
@@ -82,6 +84,9 @@ def make_result(
         ],
         seconds={
             "start_to_first_step": None if first_step_at is None else first_step_at - started,
+            "start": {}
+            if first_step_at is None
+            else start_clock.until_first_step(meter.first_fetch, first_step_at),
             "total": time.perf_counter() - started,
         },
         parameters_hash=digest,

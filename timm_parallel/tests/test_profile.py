@@ -108,8 +108,9 @@ def test_profiled_run_trains_the_same_weights_as_an_unprofiled_run_bit_for_bit(
         Ranks(), None, str(tmp_path / "without"), "parallel=single", "train.profile_steps=null"
     )
     assert result["parameters_hash"] == without["parameters_hash"]
-    lines = summary_lines(result["profile"][0], tmp_path / "run")
-    assert lines[0].startswith("a step") and "backward" in lines[0]
+    lines = summary_lines(result["profile"][0], result["seconds"]["start"], tmp_path / "run")
+    assert lines[0].startswith("start ") and "first batch" in lines[0]
+    assert lines[1].startswith("a step") and "backward" in lines[1]
     assert any("rank_*.txt" in line for line in lines)
 
 
