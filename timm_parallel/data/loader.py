@@ -500,13 +500,15 @@ class TrainLoader(Loader):
         """
         return train_labels(self.fetcher.split, self.fetcher.chosen)
 
-    def peek(self) -> Tensor:
-        """Return the normalized images of the first training batch of this rank.
+    def peek(self, count: int) -> Tensor:
+        """Return the first `count` normalized images of the first training batch of this rank.
 
         The batch is not consumed: training still reads it.
         """
         self.sampler.start_at(0)
-        images, labels, _, draws = self.fetcher.read(next(iter(self.sampler)))
+        batch = next(iter(self.sampler))
+        first = batch._replace(indices=batch.indices[:count])
+        images, labels, _, draws = self.fetcher.read(first)
         return self._to_device((images, labels, *draws))[0]
 
 

@@ -21,7 +21,7 @@ from timm_parallel.faults.liveness import SAVING
 from timm_parallel.machine.signals import Stopped, stop_handler
 from timm_parallel.machine.start_clock import start_clock
 from timm_parallel.record.console import Console
-from timm_parallel.record.recorder import Numbers, Recorder
+from timm_parallel.record.recorder import SHOWN, Numbers, Recorder
 from timm_parallel.record.result import write_result
 from timm_parallel.runtime.banner import show_banner, show_end
 from timm_parallel.runtime.evaluation import Evaluation, SplitEvaluation
@@ -120,7 +120,8 @@ class Run:
         if self._recorder.enabled:
             loader = self.parts.train_loader
             prefetcher = loader.prefetcher
-            self._recorder.images(loader.peek(), prefetcher.mean, 1 / prefetcher.inverse_std)
+            images = loader.peek(SHOWN)
+            self._recorder.images(images, prefetcher.mean, 1 / prefetcher.inverse_std)
 
     def image(self, name: str, image: Any) -> None:
         """Send an image to the trackers at the current step: a uint8 array [H, W, 3], or a PIL

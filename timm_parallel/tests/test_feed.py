@@ -22,6 +22,7 @@ from torch import Tensor
 from src.data.transforms import OnImage
 from timm_parallel.data.dataset import InMemory, Split, split_fingerprint, train_labels
 from timm_parallel.data.decode import Files, TarSplit
+from timm_parallel.data.erasing import Erasing
 from timm_parallel.data.loader import BatchFetcher, num_workers
 from timm_parallel.data.masks import MaskFiles
 from timm_parallel.data.prefetch import BatchMemory, DevicePrefetcher
@@ -276,6 +277,35 @@ def test_prefetcher_overlaps_copies_with_gpu_work(pinned: bool) -> None:
     assert len(overlapping) >= 6, (
         f"{len(overlapping)} of {len(copies)} copies overlap with {len(kernels)} kernels"
     )
+
+
+class Counted(InMemory):
+    """A split that counts the images that are read."""
+
+    read = 0
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Any]:
+        self.read += 1
+        return super().__getitem__(index)
+
+
+def test_peek_reads_only_the_first_images_of_the_first_batch_as_training_reads_them() -> None:
+    images = torch.randint(0, 256, (60, 3, 8, 8), dtype=torch.uint8)
+    split = Counted(images, torch.arange(60))
+    fetcher = BatchFetcher(
+        split,
+        Targets(),
+        lambda image, label: (image + torch.randint(0, 9, (1,), dtype=torch.uint8), label),
+        seed=3,
+        substitutes=60,
+        on_normalized=Erasing(0.9, "pixel", 2),
+    )
+    prefetcher = DevicePrefetcher(torch.device("cpu"), **plain(3), channels_last=False)
+    loader = train_loader_of(fetcher, TrainSampler(60, 20, 0, 1, seed=5), prefetcher, 0)
+    peeked = loader.peek(7)
+    assert len(peeked) == split.read == 7
+    assert torch.equal(peeked, next(loader.epoch(0))[0][:7])
+    assert len(loader.peek(99)) == 20
 
 
 def listed_files(labels: str, count: int) -> Split:
