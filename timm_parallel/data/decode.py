@@ -18,7 +18,7 @@ from PIL import ExifTags, Image, UnidentifiedImageError
 from torch import Tensor
 from torchvision.transforms.functional import pil_to_tensor
 
-from timm_parallel.data.dataset import IMAGE_FORMATS, Sample, image_files
+from timm_parallel.data.dataset import IMAGE_FORMATS, Sample, Split, image_files
 from timm_parallel.data.file_list import FileList
 from timm_parallel.data.fractions import Listing, Member
 from timm_parallel.errors import UnreadableImageError
@@ -101,6 +101,15 @@ def find_jpeg_decoder() -> Callable[..., Tensor] | None:
         )
         return None
     return decode_jpeg  # type: ignore[return-value]
+
+
+def decoder_of(split: Split) -> str | None:
+    """Describe which libraries decode the image files of a split. Returns None for a split that
+    decodes no files.
+    """
+    if not getattr(split, "decodes_files", False):
+        return None
+    return "PIL" if find_jpeg_decoder() is None else "torchcodec for JPEG files, PIL for others"
 
 
 def read_image(path: str | Path) -> bytes:
@@ -231,6 +240,8 @@ def pixel_notes(paths: Sequence[str | Path], max_value: float | None) -> list[st
 class Files:
     """A split of image files. Each file is decoded when its index is read."""
 
+    decodes_files = True
+
     def __init__(
         self,
         files: Sequence[tuple[Path, Any]],
@@ -268,6 +279,8 @@ class TarSplit:
 
     The position, size and label of each image are kept in memory.
     """
+
+    decodes_files = True
 
     def __init__(self, tars: list[Path], members: list[Member], classes: list[str]) -> None:
         numbers = {name: number for number, name in enumerate(classes)}

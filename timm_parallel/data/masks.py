@@ -118,6 +118,8 @@ class MaskFiles:
     read.
     """
 
+    decodes_files = True
+
     def __init__(
         self,
         root: Path,

@@ -23,7 +23,7 @@ from timm_parallel.machine.start_clock import start_clock
 from timm_parallel.record.console import Console
 from timm_parallel.record.recorder import SHOWN, Numbers, Recorder
 from timm_parallel.record.result import write_result
-from timm_parallel.runtime.banner import show_banner, show_end
+from timm_parallel.runtime.banner import describe_wait, show_banner, show_end
 from timm_parallel.runtime.evaluation import Evaluation, SplitEvaluation
 from timm_parallel.runtime.replica_checks import check_replicas_at_end, check_replicas_at_start
 from timm_parallel.runtime.run_result import make_result
@@ -63,6 +63,12 @@ class Run:
         newest = checkpoint.load_newest(self.folder) if self.group.is_first else None
         if not self.group.gather(newest is not None)[0]:
             return
+        replay = self.parts.train_loader.replay
+        if replay is not None:
+            raise ValueError(
+                f"data.replay_batches={replay}: resume continues real training, which must not "
+                "replay batches; start a new run, or leave data.replay_batches at null"
+            )
         path, contents = newest or ("rank 0's checkpoint", None)
         contents = self.group.share_state(contents)
         changed = restoring.restore_run(self.parts, contents)
@@ -201,8 +207,11 @@ class Run:
     def save(self, is_best: bool = False) -> None:
         """Save the checkpoint last.pt, and best.pt if `is_best`.
 
-        Raises NotFiniteError if a weight is not finite. All ranks must call this function.
+        A run that replays batches saves nothing. Raises NotFiniteError if a weight is not finite.
+        All ranks must call this function.
         """
+        if self.parts.train_loader.replay is not None:
+            return
         self.saved_at = time.monotonic()
         with self.parts.hooks.aside(SAVING):
             contents = saving.checkpoint_of(self.parts, self.segments)
@@ -219,7 +228,8 @@ class Run:
         self.save()
         number = self.group.stop.signal
         assert number is not None
-        log.info("saved at step %d", self.parts.progress.step)
+        if self.parts.train_loader.replay is None:
+            log.info("saved at step %d", self.parts.progress.step)
         raise Stopped(number)
 
     def _check_replicas(self) -> tuple[str, list[str]]:
@@ -258,7 +268,14 @@ class Run:
         views = self._recorder.end(result)
         if self.group.is_first:
             write_result(self.folder, result)
-            show_end(self.config, self.folder, result, describe_segments(self.segments), views)
+            show_end(
+                self.config,
+                self.folder,
+                result,
+                describe_segments(self.segments),
+                views,
+                describe_wait(self.parts, result),
+            )
         self._recorder.close()
         self.group.barrier()
         self.strategy.close()

@@ -308,6 +308,31 @@ def test_peek_reads_only_the_first_images_of_the_first_batch_as_training_reads_t
     assert len(loader.peek(99)) == 20
 
 
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.processes)])
+def test_loader_with_replay_reads_its_first_batches_once_and_repeats_them_in_each_epoch(
+    workers: int,
+) -> None:
+    images = torch.randint(0, 256, (60, 3, 8, 8), dtype=torch.uint8)
+    fetcher = BatchFetcher(
+        InMemory(images, torch.arange(60)), Targets(), lambda *sample: sample, 0, substitutes=60
+    )
+    prefetcher = DevicePrefetcher(torch.device("cpu"), **plain(3), channels_last=False)
+    loader = train_loader_of(fetcher, TrainSampler(60, 10, 0, 1, seed=5), prefetcher, workers)
+    loader.replay = 2
+    try:
+        first, second, third = ([*loader.epoch(*place)] for place in ((0, 0), (1, 0), (1, 1)))
+    finally:
+        loader.close()
+    loader.replay = None
+    if not workers:
+        ordinary = [*loader.epoch(0)]
+        assert torch.equal(first[1][0], ordinary[1][0])
+    labels = [targets.tolist() for _, targets in first]
+    assert labels == labels[:2] * 3 and labels[0] != labels[1]
+    assert [targets.tolist() for _, targets in second] == labels
+    assert [targets.tolist() for _, targets in third] == labels[:5]
+
+
 def listed_files(labels: str, count: int) -> Split:
     """Build a split of `count` files that do not exist, with labels of the given kind."""
     if labels == "tar":
