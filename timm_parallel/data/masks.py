@@ -189,7 +189,7 @@ class MaskFiles:
         return first_colors
 
 
-def _turned(mask: Tensor, turn: Any, image: Tensor, path: Path) -> Tensor:
+def _turned(mask: Tensor, turn: Any, image: Tensor, path: str) -> Tensor:
     """Turn a mask as the EXIF data turn its image, if the mask has the size of the image before
     this turn. A mask that has the size of the turned image is left as it is.
 
