@@ -353,6 +353,9 @@ class DataConfig(timm_parallel.DataConfig):
     balance: float = key(
         0.0, ge=0, le=1, help="1: draw all classes equally often, with replacement; 0: as they are."
     )
+    replay_batches: int | None = key(
+        None, ge=1, help="Train on so many batches again and again; see debug=headspace."
+    )
     augment: AugmentConfig = field(default_factory=AugmentConfig)
 
     @property

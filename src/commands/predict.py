@@ -6,7 +6,7 @@ import math
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -135,7 +135,7 @@ def _check_written_files(request: PredictionRequest, paths: list[Path], files: l
 
 def _loader(
     trained: Trained,
-    files: list[tuple[Path, int]],
+    files: Sequence[tuple[Path, int]],
     request: PredictionRequest,
     strategy: Strategy,
 ) -> EvalLoader:

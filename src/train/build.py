@@ -216,6 +216,7 @@ def _build_train_loader(
         copies=augment.aug_repeats,
         limit=config.data.limit_train,
         balance=config.data.balance,
+        replay=config.data.replay_batches,
     )
 
 

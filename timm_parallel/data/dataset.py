@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
 
+from timm_parallel.data.file_list import FileList
 from timm_parallel.machine.text import first, similar_names
 
 if TYPE_CHECKING:
@@ -236,8 +237,8 @@ def train_labels(split: Split, chosen: Tensor | None) -> Tensor | None:
     """
     import torch
 
-    files = getattr(split, "files", None)
-    listed = [label for _, label in files] if files else getattr(split, "labels", None)
+    files = _columns(split)[1]
+    listed = files or getattr(split, "labels", None)
     # A segmentation dataset has no labels, because the second entry of each file is the path of its
     # mask.
     if listed is None or (files and isinstance(listed[0], str)):
@@ -246,6 +247,16 @@ def train_labels(split: Split, chosen: Tensor | None) -> Tensor | None:
     # a list.
     labels = torch.as_tensor(listed)
     return labels if chosen is None else labels[chosen]
+
+
+def _columns(split: Split) -> tuple[list[str], list[Any]]:
+    """Return the paths and the labels of a split of image files. Both are empty for other
+    splits.
+    """
+    files = getattr(split, "files", None) or ()
+    if isinstance(files, FileList):
+        return files.columns()
+    return [os.fspath(path) for path, _ in files], [label for _, label in files]
 
 
 def split_fingerprint(*splits: Split) -> str:
@@ -257,16 +268,17 @@ def split_fingerprint(*splits: Split) -> str:
     second.
     """
     entries: list[str] = [str(sum(map(len, splits)))]
-    files: list[tuple[Path, int]] = [
-        entry for split in splits for entry in getattr(split, "files", None) or ()
-    ]
-    if files:
-        paths = [os.fspath(path) for path, _ in files]
+    paths, labels = [], []
+    for split in splits:
+        of_split = _columns(split)
+        paths += of_split[0]
+        labels += of_split[1]
+    if paths:
         # Hash paths relative to the deepest common folder, so that copies of the data in two places
         # have the same fingerprint. os.path.commonpath() takes seconds for a million paths. Cutting
         # the common prefix at its last separator gives the same folder faster.
         start = os.path.commonprefix(paths).rfind(os.sep) + 1  # noqa: RUF071
-        lines = (f"{path[start:]}\0{label}" for path, (_, label) in zip(paths, files, strict=True))
+        lines = (f"{path[start:]}\0{label}" for path, label in zip(paths, labels, strict=True))
         entries += lines if len(splits) == 1 else sorted(lines)
     for split in splits:
         if isinstance(split, InMemory):

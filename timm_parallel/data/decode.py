@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import math
+import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
@@ -17,7 +18,8 @@ from PIL import ExifTags, Image, UnidentifiedImageError
 from torch import Tensor
 from torchvision.transforms.functional import pil_to_tensor
 
-from timm_parallel.data.dataset import IMAGE_FORMATS, Sample, image_files
+from timm_parallel.data.dataset import IMAGE_FORMATS, Sample, Split, image_files
+from timm_parallel.data.file_list import FileList
 from timm_parallel.data.fractions import Listing, Member
 from timm_parallel.errors import UnreadableImageError
 
@@ -48,9 +50,7 @@ def decode(
     as bytes. `max_value`: white in images of more than 8 bits; see `data.max_value`.
     """
     if not isinstance(file, bytes):
-        # Do not build a new Path from a Path, because parsing its parts again takes 10 us.
-        path = file if isinstance(file, Path) else Path(file)
-        return decode(read_image(path), str(path), mode, max_value)
+        return decode(read_image(file), str(file), mode, max_value)
     if file.startswith(JPEG) and (decode_jpeg := find_jpeg_decoder()) is not None:
         # Decode JPEG files with torchcodec, which is faster than PIL and also rotates as EXIF says.
         # If torchcodec fails on a damaged or unusual file, PIL decodes the file below.
@@ -103,16 +103,27 @@ def find_jpeg_decoder() -> Callable[..., Tensor] | None:
     return decode_jpeg  # type: ignore[return-value]
 
 
-def read_image(path: Path) -> bytes:
+def decoder_of(split: Split) -> str | None:
+    """Describe which libraries decode the image files of a split. Returns None for a split that
+    decodes no files.
+    """
+    if not getattr(split, "decodes_files", False):
+        return None
+    return "PIL" if find_jpeg_decoder() is None else "torchcodec for JPEG files, PIL for others"
+
+
+def read_image(path: str | Path) -> bytes:
     """Read the bytes of an image file. Raises UnreadableImageError if this fails."""
     try:
-        # Reject pipes and devices, because reading them may block forever.
-        if not path.is_file() and path.exists():
+        # Reject pipes and devices, because reading them may block forever. Build no Path: loader
+        # workers would copy Python's table of interned strings (FileList.read).
+        if not os.path.isfile(path) and os.path.exists(path):  # noqa: PTH110, PTH113
             raise UnreadableImageError(
                 f"{path}: not a regular file, but a folder, pipe or device; remove it from the "
                 "images"
             )
-        return path.read_bytes()
+        with open(path, "rb", buffering=0) as file:
+            return file.read()
     except OSError as error:
         raise UnreadableImageError(
             f"{path}: cannot be read ({error.strerror}); remove or replace it"
@@ -192,7 +203,7 @@ def _eight_bit(image: Any, max_value: float | None) -> Any:
     return Image.fromarray(scaled.clip(0, 255).astype(np.uint8))
 
 
-def pixel_notes(paths: Sequence[Path], max_value: float | None) -> list[str]:
+def pixel_notes(paths: Sequence[str | Path], max_value: float | None) -> list[str]:
     """Describe the range of pixel values in images of more than 8 bits, among a sample of `paths`.
 
     `max_value`: the value of `data.max_value`.
@@ -229,16 +240,18 @@ def pixel_notes(paths: Sequence[Path], max_value: float | None) -> list[str]:
 class Files:
     """A split of image files. Each file is decoded when its index is read."""
 
+    decodes_files = True
+
     def __init__(
         self,
-        files: list[tuple[Path, Any]],
+        files: Sequence[tuple[Path, Any]],
         mode: str = "RGB",
         max_value: float | None = None,
     ) -> None:
-        """Store `files`, a list of pairs of path and label. `mode`: RGB, or L to decode to one gray
+        """Store `files`, pairs of path and label. `mode`: RGB, or L to decode to one gray
         channel. `max_value`: white in images of more than 8 bits; see `data.max_value`.
         """
-        self.files, self.mode, self.max_value = files, mode, max_value
+        self.files, self.mode, self.max_value = FileList(files), mode, max_value
 
     @classmethod
     def below(cls, path: Path) -> Files:
@@ -253,12 +266,12 @@ class Files:
         return len(self.files)
 
     def __getitem__(self, index: int) -> Sample:
-        path, label = self.files[index]
+        path, label = self.files.read(index)
         return decode(path, mode=self.mode, max_value=self.max_value), label
 
     def pixel_notes(self) -> list[str]:
         """Describe the range of pixels of more than 8 bits in a sample of the images."""
-        return pixel_notes([path for path, _ in self.files], self.max_value)
+        return pixel_notes(self.files.columns()[0], self.max_value)
 
 
 class TarSplit:
@@ -266,6 +279,8 @@ class TarSplit:
 
     The position, size and label of each image are kept in memory.
     """
+
+    decodes_files = True
 
     def __init__(self, tars: list[Path], members: list[Member], classes: list[str]) -> None:
         numbers = {name: number for number, name in enumerate(classes)}

@@ -11,6 +11,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import cycle, islice
 from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from typing import Any, Protocol
@@ -424,6 +425,11 @@ class TrainLoader(Loader):
     """Loader of the training images of this rank, which are shuffled in each epoch."""
 
     sampler: TrainSampler
+    # Number of batches to read once and then replay, to measure the speed that a perfect loader
+    # would give; None: read all batches.
+    replay: int | None = None
+    # These batches, in the memory from which they are copied to the device.
+    _replayed: list[tuple[Tensor, ...]] | None = None
 
     def __init__(
         self,
@@ -443,6 +449,7 @@ class TrainLoader(Loader):
         copies: int = 1,
         limit: int | None = None,
         balance: float = 0.0,
+        replay: int | None = None,
     ) -> None:
         """Build the loader of the training split.
 
@@ -451,8 +458,10 @@ class TrainLoader(Loader):
         a batch of normalized images. `on_error`: raise ends the run at an unreadable image; skip
         takes the next image instead. `copies`: number of differently augmented copies of an image
         in a batch. `limit`: number of images to train on; None: all. `balance`: 1 draws all classes
-        equally often, with replacement; 0 reads each image once per epoch.
+        equally often, with replacement; 0 reads each image once per epoch. `replay`: number of
+        batches to read once and then replay; None: read all batches.
         """
+        self.replay = replay
         chosen = fixed_choice(len(split), limit)
         num_images = len(split) if chosen is None else len(chosen)
         weights = class_balance(train_labels(split, chosen), balance) if balance else None
@@ -483,7 +492,17 @@ class TrainLoader(Loader):
         A resumed run may continue inside an epoch, so it does not start at batch 0.
         """
         self.sampler.start_at(epoch, first_batch)
-        return self._batches()
+        if self.replay is None:
+            return self._batches()
+        if self._replayed is None:
+            self._replayed = list(islice(self._read(), self.replay))
+            if self.prefetcher.device.type == "cuda":
+                self._replayed = [
+                    tuple(part.pin_memory() for part in batch) for batch in self._replayed
+                ]
+            # End the workers, which would read further batches meanwhile.
+            self.close()
+        return map(self._to_device, islice(cycle(self._replayed), len(self.sampler)))
 
     def global_batches(self, first: int, count: int) -> list[int]:
         """Return the indices of the images that all ranks together read in `count` batches of the
@@ -500,13 +519,15 @@ class TrainLoader(Loader):
         """
         return train_labels(self.fetcher.split, self.fetcher.chosen)
 
-    def peek(self) -> Tensor:
-        """Return the normalized images of the first training batch of this rank.
+    def peek(self, count: int) -> Tensor:
+        """Return the first `count` normalized images of the first training batch of this rank.
 
         The batch is not consumed: training still reads it.
         """
         self.sampler.start_at(0)
-        images, labels, _, draws = self.fetcher.read(next(iter(self.sampler)))
+        batch = next(iter(self.sampler))
+        first = batch._replace(indices=batch.indices[:count])
+        images, labels, _, draws = self.fetcher.read(first)
         return self._to_device((images, labels, *draws))[0]
 
 

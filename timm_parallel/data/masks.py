@@ -10,12 +10,14 @@ from __future__ import annotations
 import math
 import unicodedata
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from timm_parallel.data.dataset import ImageDataset, Sample, absent_note, image_files
+from timm_parallel.data.file_list import FileList
 from timm_parallel.data.folder import divided
 from timm_parallel.errors import UnreadableImageError
 from timm_parallel.keys import DataConfig
@@ -116,15 +118,17 @@ class MaskFiles:
     read.
     """
 
+    decodes_files = True
+
     def __init__(
         self,
         root: Path,
-        files: list[tuple[Path, str]],
+        files: Sequence[tuple[Path, str]],
         classes: int,
         ignore_index: int = IGNORED,
         max_value: float | None = None,
     ) -> None:
-        self.root, self.files, self.max_value = root, files, max_value
+        self.root, self.files, self.max_value = root, FileList(files), max_value
         self.classes, self.ignore_index = classes, ignore_index
 
     def __len__(self) -> int:
@@ -133,9 +137,9 @@ class MaskFiles:
     def __getitem__(self, index: int) -> Sample:
         from timm_parallel.data.decode import decode, read_image, stored_turn
 
-        path, name = self.files[index]
+        path, name = self.files.read(index)
         encoded, mask = read_image(path), self.mask(index)
-        image = decode(encoded, str(path), max_value=self.max_value)
+        image = decode(encoded, path, max_value=self.max_value)
         rotated = ""
         if (turn := stored_turn(encoded)) is not None:
             mask, rotated = _turned(mask, turn, image, path), " after its EXIF rotation"
@@ -148,7 +152,7 @@ class MaskFiles:
 
     def mask(self, index: int) -> Tensor:
         """Read the mask of an image to a uint8 tensor [H, W] of class numbers, as it is stored."""
-        path = self.root / self.files[index][1]
+        path = self.root / self.files.read(index)[1]
         mask, colors = read_mask(path, self.classes, self.ignore_index)
         for number, color in colors.items():
             if self._first_colors.get(number, color) != color:
@@ -170,7 +174,7 @@ class MaskFiles:
         """Describe the range of pixels of more than 8 bits in a sample of the images."""
         from timm_parallel.data.decode import pixel_notes
 
-        return pixel_notes([path for path, _ in self.files], self.max_value)
+        return pixel_notes(self.files.columns()[0], self.max_value)
 
     @cached_property
     def _first_colors(self) -> Colors:
@@ -185,7 +189,7 @@ class MaskFiles:
         return first_colors
 
 
-def _turned(mask: Tensor, turn: Any, image: Tensor, path: Path) -> Tensor:
+def _turned(mask: Tensor, turn: Any, image: Tensor, path: str) -> Tensor:
     """Turn a mask as the EXIF data turn its image, if the mask has the size of the image before
     this turn. A mask that has the size of the turned image is left as it is.
 

@@ -72,6 +72,7 @@ class TorchvisionSplit:
 
     def __init__(self, dataset: Any, mode: str) -> None:
         self.dataset, self.mode = dataset, mode
+        self.decodes_files = getattr(dataset, "loader", None) is decode
         # Use the array of a dataset that holds all images in memory, such as CIFAR or MNIST. The
         # array is uint8 [N, H, W, 3] or [N, H, W].
         self.rows: InMemory | None = None
@@ -95,6 +96,8 @@ class HubSplit:
     timm does not decode them, because it would replace a damaged image by another image without a
     warning.
     """
+
+    decodes_files = True
 
     def __init__(self, reader: Any) -> None:
         self.reader = reader

@@ -40,6 +40,7 @@ from timm_parallel.machine.signals import (
     ignore_stop_signals,
     stop_handler,
 )
+from timm_parallel.machine.start_clock import start_clock
 from timm_parallel.project import current
 
 if TYPE_CHECKING:
@@ -78,6 +79,7 @@ def run_rank(
     `run`: function that trains one rank. `before_exit`: function that the watchdog calls before it
     ends this process.
     """
+    start_clock.end("launch")
     kill_on_parent_exit()
     report_descriptor()
     keep_compiled_code_private()

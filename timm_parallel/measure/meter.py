@@ -69,8 +69,10 @@ class Meter:
         self._sync_points = ((0, 0.0), (0, 0.0))
         # Processor time and energy that the run uses in the timed window.
         self.usage, self._energy = Usage(), energy or Energy()
-        # Unix time in seconds at which the first step ended.
+        # Time of time.perf_counter() at which the first step ended, and the seconds for which it
+        # waited for its data.
         self.first_step_at: float | None = None
+        self.first_fetch = 0.0
 
     def expect(self, steps: int) -> None:
         """Set how many steps will run, which determines how many first steps are not timed.
@@ -139,7 +141,7 @@ class Meter:
         now = time.perf_counter()
         self._steps_seen += self._open_steps
         if self.first_step_at is None:
-            self.first_step_at = now
+            self.first_step_at, self.first_fetch = now, self._wait
         if self._steps_seen > self._warm_up:
             self._seconds.append(now - self._mark)
             self._steps.append(self._open_steps)

@@ -20,6 +20,7 @@ from torch.profiler import profile, record_function, schedule
 
 from timm_parallel.faults.liveness import BACKWARD, FORWARD, READING
 from timm_parallel.keys import ResolvedConfig
+from timm_parallel.machine.start_clock import describe_start
 from timm_parallel.measure.meter import Meter
 from timm_parallel.measure.step_hooks import StepHooks
 from timm_parallel.parallel.communication import Communication
@@ -151,12 +152,15 @@ def describe_parts(parts: dict[str, float]) -> str:
     return f"{step:.2f} ms in the main thread while recorded: {', '.join(shares)}"
 
 
-def summary_lines(profile: dict[str, Any], folder: Path) -> list[str]:
-    """Format the console lines that show the phases of a step and the files of the profile.
+def summary_lines(profile: dict[str, Any], start: dict[str, float], folder: Path) -> list[str]:
+    """Format the console lines that show the parts of the start, the phases of a step and the files
+    of the profile.
 
-    `profile`: one entry of `profile` in result.json. `folder`: the run folder.
+    `profile`: one entry of `profile` in result.json. `start`: the entry `start` of `seconds`.
+    `folder`: the run folder.
     """
     return [
+        f"start        {describe_start(start)}",
         f"a step       {describe_parts(profile['parts'])}",
         f"operations   {folder / FOLDER}/rank_*.txt",
         f"traces       {folder / FOLDER}/rank_*.json.gz, for ui.perfetto.dev",

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from timm_parallel.keys import ResolvedParallel
 from timm_parallel.machine.process import import_class
+from timm_parallel.machine.start_clock import start_clock
 from timm_parallel.project import current
 
 if TYPE_CHECKING:
@@ -29,12 +30,15 @@ def build_strategy(
     All ranks must call this function. `deterministic`: the value of train.deterministic, which must
     take effect before a device is used.
     """
+    start_clock.end("imports")
     if deterministic:
         use_deterministic_algorithms()
     from timm_parallel.parallel.strategy import Strategy
 
     strategy = import_class("parallel.strategy", config.strategy, Strategy, current().strategies)
-    return strategy(config, ranks, store)
+    built = strategy(config, ranks, store)
+    start_clock.end("devices")
+    return built
 
 
 def use_deterministic_algorithms() -> None:

@@ -26,6 +26,8 @@ from timm_parallel.trackers.tracker import END_SECONDS, Channel
 
 log = logging.getLogger(__name__)
 Numbers = dict[str, float | None]
+# Number of training images that the trackers show.
+SHOWN = 32
 
 
 class Recorder:
@@ -73,7 +75,7 @@ class Recorder:
         self.numbers(step, epoch, values)
 
     def images(self, batch: Tensor, mean: Tensor, std: Tensor) -> None:
-        """Send up to 32 normalized images [B, C, H, W] to the trackers.
+        """Send up to SHOWN normalized images [B, C, H, W] to the trackers.
 
         `mean`, `std`: per channel, for pixel values from 0 to 255.
         """
@@ -81,10 +83,8 @@ class Recorder:
             from torchvision.utils import make_grid
 
             # If the batch has several views per image, show each view as an image.
-            batch = batch.flatten(0, -4)
-            shown = (batch[:32].detach().float().cpu() * std.cpu() / 255 + mean.cpu() / 255).clamp(
-                0, 1
-            )
+            batch = batch.flatten(0, -4)[:SHOWN].detach().float().cpu()
+            shown = (batch * std.cpu() / 255 + mean.cpu() / 255).clamp(0, 1)
             with self._picture("train/images"):
                 if shown.shape[1] not in (1, 3):
                     shown = shown[:, :1]

@@ -81,6 +81,8 @@ class Result:
     cpu: dict[str, Any] = field(default_factory=dict)
     # Share of the timed seconds, from 0 to 1, in which the device waited for data.
     data_wait: float | None = None
+    # Images per second if the rank that waited most for data had not waited.
+    images_per_sec_without_wait: float | None = None
     step: dict[str, Any] = field(default_factory=dict)
     ranks: list[dict[str, Any]] = field(default_factory=list)
     communication: dict[str, Any] = field(default_factory=dict)

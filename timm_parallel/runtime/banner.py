@@ -8,17 +8,24 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
+from timm_parallel.data.decode import decoder_of
 from timm_parallel.keys import ResolvedConfig
+from timm_parallel.machine import hardware
 from timm_parallel.machine.text import plural
 from timm_parallel.measure.step_profiler import summary_lines
 from timm_parallel.record.result import Result
 from timm_parallel.state.parts import RunParts, count_parameters
 
 log = logging.getLogger(__name__)
+# Share of the time for which devices may wait for data before the last lines of a run mention it.
+WAIT = 0.1
 
 
 def show_banner(parts: RunParts, folder: Path) -> None:
     """Log the model, data, strategy, batch sizes, steps, learning rate and folder of a run."""
+    # Look for the decoder on every rank before its loader workers start. They inherit the result,
+    # so none of them imports torchcodec again, or warns again that it is missing.
+    decoder = decoder_of(parts.dataset.train)
     if not parts.strategy.is_first:
         return
     config, loader = parts.config, parts.train_loader
@@ -28,6 +35,8 @@ def show_banner(parts: RunParts, folder: Path) -> None:
         if workers
         else "read without loader processes"
     )
+    if loader.replay is not None:
+        loading += f", replays {plural(loader.replay, 'batch', 'es')}"
     steps = f"{parts.total_steps} = {config.train.epochs} epochs x {parts.steps_per_epoch}"
     if parts.total_steps == config.train.max_steps:
         steps = f"{parts.total_steps} (max_steps)"
@@ -39,6 +48,7 @@ def show_banner(parts: RunParts, folder: Path) -> None:
         "step": _own_parameters(parts),
         "data": f"{config.data.name}, {sampler.num_images:,} training images, {sampler.dropped} "
         f"dropped per epoch, {loading}",
+        "decoder": decoder,
         parts.task.names_are: _names(parts.task.names),
         "strategy": describe_strategy(parts),
         "batch": _batch(parts),
@@ -105,13 +115,47 @@ def _batch(parts: RunParts) -> str:
     return f"{batch} global, {per_device} per device{accumulated}"
 
 
+def describe_wait(parts: RunParts, result: Result) -> str | None:
+    """Describe how long the devices of a finished run waited for data, and name the keys that may
+    help.
+
+    Returns None if they waited for a tenth of the time or less. Returns None on CPUs too: there,
+    loading and training share the cores, so that more workers slow down the training.
+    """
+    loader, speed = parts.train_loader, result.throughput.get("images_per_sec")
+    without = result.images_per_sec_without_wait
+    if parts.strategy.device.type == "cpu" or not speed or not without:
+        return None
+    share = 1 - speed / without
+    if share <= WAIT:
+        return None
+    fetcher, fixes = loader.fetcher, []
+    workers = hardware.cores() // parts.strategy.group.local_world_size
+    if not fetcher.gathers:
+        if loader.num_workers < workers:
+            fixes.append(f"data.workers={workers}")
+        if decoder_of(fetcher.split) == "PIL":
+            fixes.append("pip install torchcodec")
+        if fetcher.in_memory is None:
+            fixes.append("smaller image files, or images in memory (data=)")
+        else:
+            fixes.append("less augmentation (data.augment)")
+    advice = f"; to wait less: {', '.join(fixes)}" if fixes else ""
+    return f"{share:.0%} of the time; without it {without:,.0f} images/s{advice}"
+
+
 def show_end(
-    config: ResolvedConfig, folder: Path, result: Result, segments: list[str], views: list[str]
+    config: ResolvedConfig,
+    folder: Path,
+    result: Result,
+    segments: list[str],
+    views: list[str],
+    wait: str | None = None,
 ) -> None:
     """Log the results of a finished run, such as its folder, metrics and speed.
 
     `segments`: lines that describe the segments of the run. `views`: commands or URLs that show the
-    curves of the run.
+    curves of the run. `wait`: text about waiting for data, or None.
     """
     log.info("folder       %s", folder)
     log.info("metrics      %s", ", ".join(_metrics(config, result)))
@@ -122,6 +166,8 @@ def show_end(
             f"{speed:,.0f}" if speed >= 100 else f"{speed:.3g}",
             steps,
         )
+    if wait is not None:
+        log.info("data wait    %s", wait)
     train = config.train
     # If a run ends before both train.epochs and train.max_steps, train.early_stop has ended it.
     if (
@@ -142,8 +188,9 @@ def show_end(
                 "longer",
                 values,
             )
-    for line in summary_lines(result.profile[0], folder) if result.profile else ():
-        log.info("%s", line)
+    if result.profile:
+        for line in summary_lines(result.profile[0], result.seconds["start"], folder):
+            log.info("%s", line)
     for number, segment in enumerate(segments):
         log.info("%-12s %s", "" if number else "runs again", segment)
     for view in views:

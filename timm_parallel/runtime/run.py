@@ -19,10 +19,11 @@ from timm_parallel.data.prefetch import Batch
 from timm_parallel.errors import NotFiniteError
 from timm_parallel.faults.liveness import SAVING
 from timm_parallel.machine.signals import Stopped, stop_handler
+from timm_parallel.machine.start_clock import start_clock
 from timm_parallel.record.console import Console
-from timm_parallel.record.recorder import Numbers, Recorder
+from timm_parallel.record.recorder import SHOWN, Numbers, Recorder
 from timm_parallel.record.result import write_result
-from timm_parallel.runtime.banner import show_banner, show_end
+from timm_parallel.runtime.banner import describe_wait, show_banner, show_end
 from timm_parallel.runtime.evaluation import Evaluation, SplitEvaluation
 from timm_parallel.runtime.replica_checks import check_replicas_at_end, check_replicas_at_start
 from timm_parallel.runtime.run_result import make_result
@@ -62,6 +63,12 @@ class Run:
         newest = checkpoint.load_newest(self.folder) if self.group.is_first else None
         if not self.group.gather(newest is not None)[0]:
             return
+        replay = self.parts.train_loader.replay
+        if replay is not None:
+            raise ValueError(
+                f"data.replay_batches={replay}: resume continues real training, which must not "
+                "replay batches; start a new run, or leave data.replay_batches at null"
+            )
         path, contents = newest or ("rank 0's checkpoint", None)
         contents = self.group.share_state(contents)
         changed = restoring.restore_run(self.parts, contents)
@@ -101,6 +108,7 @@ class Run:
         be inside of `with run.begin()`.
         """
         assert self._has_begun, "the training loop must be inside of `with run.begin()`"
+        start_clock.end("setup")
         # Parameters that were compared before further training must be compared again.
         self._at_end = None
         progress = self.parts.progress
@@ -118,7 +126,8 @@ class Run:
         if self._recorder.enabled:
             loader = self.parts.train_loader
             prefetcher = loader.prefetcher
-            self._recorder.images(loader.peek(), prefetcher.mean, 1 / prefetcher.inverse_std)
+            images = loader.peek(SHOWN)
+            self._recorder.images(images, prefetcher.mean, 1 / prefetcher.inverse_std)
 
     def image(self, name: str, image: Any) -> None:
         """Send an image to the trackers at the current step: a uint8 array [H, W, 3], or a PIL
@@ -198,8 +207,11 @@ class Run:
     def save(self, is_best: bool = False) -> None:
         """Save the checkpoint last.pt, and best.pt if `is_best`.
 
-        Raises NotFiniteError if a weight is not finite. All ranks must call this function.
+        A run that replays batches saves nothing. Raises NotFiniteError if a weight is not finite.
+        All ranks must call this function.
         """
+        if self.parts.train_loader.replay is not None:
+            return
         self.saved_at = time.monotonic()
         with self.parts.hooks.aside(SAVING):
             contents = saving.checkpoint_of(self.parts, self.segments)
@@ -216,7 +228,8 @@ class Run:
         self.save()
         number = self.group.stop.signal
         assert number is not None
-        log.info("saved at step %d", self.parts.progress.step)
+        if self.parts.train_loader.replay is None:
+            log.info("saved at step %d", self.parts.progress.step)
         raise Stopped(number)
 
     def _check_replicas(self) -> tuple[str, list[str]]:
@@ -255,7 +268,14 @@ class Run:
         views = self._recorder.end(result)
         if self.group.is_first:
             write_result(self.folder, result)
-            show_end(self.config, self.folder, result, describe_segments(self.segments), views)
+            show_end(
+                self.config,
+                self.folder,
+                result,
+                describe_segments(self.segments),
+                views,
+                describe_wait(self.parts, result),
+            )
         self._recorder.close()
         self.group.barrier()
         self.strategy.close()

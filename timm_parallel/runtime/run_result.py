@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from timm_parallel.data.dataset import data_fingerprints
 from timm_parallel.machine.process import started_at
 from timm_parallel.machine.ranks import host_name
+from timm_parallel.machine.start_clock import start_clock
 from timm_parallel.measure.meter import Meter
 from timm_parallel.metric import LOSS
 from timm_parallel.record.environment import read_environment
@@ -41,7 +43,8 @@ def make_result(
     height, width = parts.image_size
     config, strategy, step = parts.config, parts.strategy, parts.progress.step
     (world_size, hash_at_start), (digest, drift_flags) = start, end
-    started, first_step_at = started_at(), parts.hooks.meter.first_step_at
+    started, meter = started_at(), parts.hooks.meter
+    first_step_at = meter.first_step_at
     has_best = (folder / "checkpoints" / "best.pt").exists()
     known = {"loss": LOSS, **parts.task.metrics}
     result = Result(
@@ -82,10 +85,15 @@ def make_result(
         ],
         seconds={
             "start_to_first_step": None if first_step_at is None else first_step_at - started,
+            "start": {}
+            if first_step_at is None
+            else start_clock.until_first_step(meter.first_fetch, first_step_at),
             "total": time.perf_counter() - started,
         },
         parameters_hash=digest,
-        checkpoint=f"checkpoints/{'best' if has_best else 'last'}.pt",
+        checkpoint=None
+        if parts.train_loader.replay is not None
+        else f"checkpoints/{'best' if has_best else 'last'}.pt",
         proof={
             "parameters_hash_start": hash_at_start,
             "hashes_equal": not drift_flags,
@@ -137,6 +145,8 @@ def _measurements(parts: RunParts, drift_flags: list[str]) -> dict[str, Any]:
     usage = {"host": host, **dataclasses.asdict(meter.usage)}
     ranks, usages, communicated = zip(*strategy.group.gather([rank, usage, seconds]), strict=True)
     throughput, wall = meter.throughput(), meter.usage.wall
+    replay = parts.train_loader.replay
+    replayed = [] if replay is None else [f"it replays batches (data.replay_batches={replay})"]
     disturbance = guard(throughput, list(usages), strategy.telemetry.gpu_states())
     return {
         "throughput": throughput,
@@ -147,11 +157,24 @@ def _measurements(parts: RunParts, drift_flags: list[str]) -> dict[str, Any]:
             "capability": torch.backends.cpu.get_cpu_capability(),
         },
         "data_wait": meter.data_wait(),
+        "images_per_sec_without_wait": speed_without_wait(throughput["images_per_sec"], ranks),
         "communication": _communication(parts, [pair for pair in communicated if pair]),
         "energy": _energy(parts),
         "guard": disturbance,
-        "flags": flags(disturbance, meter.steps_timed) + drift_flags,
+        "flags": flags(disturbance, meter.steps_timed) + drift_flags + replayed,
     }
+
+
+def speed_without_wait(speed: float | None, ranks: Iterable[dict[str, Any]]) -> float | None:
+    """Compute the images per second if no rank had waited for data.
+
+    `speed`: measured images per second. `ranks`: the entry of result.json. All ranks wait for the
+    rank that waits most for data. Returns None if nothing was measured.
+    """
+    if speed is None:
+        return None
+    busy = min(1 - rank["data_ms"] / rank["step_ms"] for rank in ranks)
+    return speed / busy if busy > 0 else None
 
 
 def _mean_step(meter: Meter, exposed_seconds: float) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from timm_parallel.data.dataset import ImageDataset, split_fingerprint
 from timm_parallel.data.loader import Loader, TrainLoader
 from timm_parallel.keys import ResolvedConfig, leaves
 from timm_parallel.machine.secrets import hide_in
+from timm_parallel.machine.start_clock import start_clock
 from timm_parallel.measure.step_hooks import StepHooks
 from timm_parallel.measure.step_profiler import build_hooks
 from timm_parallel.model.checks import check_batch_norm, check_is_complete, check_sharded_model
@@ -146,6 +147,7 @@ class RunParts:
         optimizer, if a sharded model cannot be evaluated, or if BatchNorm cannot train on the
         images of a device. All ranks must call this function.
         """
+        start_clock.end("model")
         check_is_complete(state.optimizer, state)
         if strategy.shards:
             step: Any = state.train_step

@@ -4,10 +4,15 @@ its batch has been released.
 
 from __future__ import annotations
 
+import gc
+import multiprocessing
 import resource
+import sys
 import threading
 import weakref
 from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +20,11 @@ import torch
 from torch import Tensor
 
 from src.data.transforms import OnImage
-from timm_parallel.data.dataset import InMemory
+from timm_parallel.data.dataset import InMemory, Split, split_fingerprint, train_labels
+from timm_parallel.data.decode import Files, TarSplit
+from timm_parallel.data.erasing import Erasing
 from timm_parallel.data.loader import BatchFetcher, num_workers
+from timm_parallel.data.masks import MaskFiles
 from timm_parallel.data.prefetch import BatchMemory, DevicePrefetcher
 from timm_parallel.data.samplers import TrainSampler
 from timm_parallel.errors import UnsentBatchError
@@ -269,3 +277,131 @@ def test_prefetcher_overlaps_copies_with_gpu_work(pinned: bool) -> None:
     assert len(overlapping) >= 6, (
         f"{len(overlapping)} of {len(copies)} copies overlap with {len(kernels)} kernels"
     )
+
+
+class Counted(InMemory):
+    """A split that counts the images that are read."""
+
+    read = 0
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Any]:
+        self.read += 1
+        return super().__getitem__(index)
+
+
+def test_peek_reads_only_the_first_images_of_the_first_batch_as_training_reads_them() -> None:
+    images = torch.randint(0, 256, (60, 3, 8, 8), dtype=torch.uint8)
+    split = Counted(images, torch.arange(60))
+    fetcher = BatchFetcher(
+        split,
+        Targets(),
+        lambda image, label: (image + torch.randint(0, 9, (1,), dtype=torch.uint8), label),
+        seed=3,
+        substitutes=60,
+        on_normalized=Erasing(0.9, "pixel", 2),
+    )
+    prefetcher = DevicePrefetcher(torch.device("cpu"), **plain(3), channels_last=False)
+    loader = train_loader_of(fetcher, TrainSampler(60, 20, 0, 1, seed=5), prefetcher, 0)
+    peeked = loader.peek(7)
+    assert len(peeked) == split.read == 7
+    assert torch.equal(peeked, next(loader.epoch(0))[0][:7])
+    assert len(loader.peek(99)) == 20
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.processes)])
+def test_loader_with_replay_reads_its_first_batches_once_and_repeats_them_in_each_epoch(
+    workers: int,
+) -> None:
+    images = torch.randint(0, 256, (60, 3, 8, 8), dtype=torch.uint8)
+    fetcher = BatchFetcher(
+        InMemory(images, torch.arange(60)), Targets(), lambda *sample: sample, 0, substitutes=60
+    )
+    prefetcher = DevicePrefetcher(torch.device("cpu"), **plain(3), channels_last=False)
+    loader = train_loader_of(fetcher, TrainSampler(60, 10, 0, 1, seed=5), prefetcher, workers)
+    loader.replay = 2
+    try:
+        first, second, third = ([*loader.epoch(*place)] for place in ((0, 0), (1, 0), (1, 1)))
+    finally:
+        loader.close()
+    loader.replay = None
+    if not workers:
+        ordinary = [*loader.epoch(0)]
+        assert torch.equal(first[1][0], ordinary[1][0])
+    labels = [targets.tolist() for _, targets in first]
+    assert labels == labels[:2] * 3 and labels[0] != labels[1]
+    assert [targets.tolist() for _, targets in second] == labels
+    assert [targets.tolist() for _, targets in third] == labels[:5]
+
+
+def listed_files(labels: str, count: int) -> Split:
+    """Build a split of `count` files that do not exist, with labels of the given kind."""
+    if labels == "tar":
+        members = [(0, 512 * n, 99, str(n % 7)) for n in range(count)]
+        return TarSplit([Path("a.tar")], members, [*"0123456"])
+    label_of: Callable[[int], Any] = {
+        "class": lambda n: n % 1000,
+        "numbers": lambda n: (n / 3, float(n)),
+        "mask": lambda n: f"masks/{n:08}.png",
+    }[labels]
+    files = [(Path(f"/data/train/{n % 1000:04}/{n:08}.jpg"), label_of(n)) for n in range(count)]
+    return MaskFiles(Path("/data"), files, 2) if labels == "mask" else Files(files)
+
+
+def grown_memory(pipe: Connection, split: Any) -> None:
+    """Send the MiB that this process copies when it reads the list of a split."""
+
+    def copied() -> int:
+        lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+        return sum(int(line.split()[1]) for line in lines if line.startswith("Private_Dirty"))
+
+    gc.freeze()
+    before = copied()
+    for index in range(len(split)):
+        # No file exists, so look up what a split looks up before it opens a file.
+        _ = split.offset[index] if isinstance(split, TarSplit) else split.files.read(index)
+    pipe.send((copied() - before) / 1024)
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("labels", ["class", "numbers", "mask", "tar"])
+def test_worker_does_not_copy_the_list_of_files_when_it_reads_it(labels: str) -> None:
+    split = listed_files(labels, 60_000)
+    ours, theirs = multiprocessing.Pipe()
+    worker = multiprocessing.get_context("fork").Process(target=grown_memory, args=(theirs, split))
+    worker.start()
+    assert ours.poll(60)
+    worker.join(10)
+    # A list of tuples would grow by 15 MiB or more.
+    assert ours.recv() < 4
+
+
+def test_file_list_equals_the_list_of_pairs_that_it_is_built_from(tmp_path: Path) -> None:
+    for label in (3, True, 2.5, (0.0, 1.0), "masks/\udcffä.png", None, [1, 2]):
+        pairs = [(tmp_path / f"{n}\udcffü.png", label) for n in range(5)]
+        files = Files(pairs).files
+        assert [*files] == pairs and len(files) == 5 and bool(files)
+        assert files[-1] == pairs[-1] and files[1:4] == pairs[1:4] and files[::2] == pairs[::2]
+        assert all(type(read) is type(label) for _, read in files)
+        with pytest.raises(IndexError):
+            files[5]
+    assert not Files([]).files and [*Files([]).files] == []
+
+
+@pytest.mark.parametrize("labels", ["class", "numbers", "mask"])
+def test_fingerprint_and_labels_of_a_list_of_pairs_equal_those_of_files(labels: str) -> None:
+    split: Any = listed_files(labels, 30)
+
+    class OwnSplit:
+        """A split of a project, with a plain list."""
+
+        files = [*split.files]
+
+        def __len__(self) -> int:
+            return len(self.files)
+
+    own: Any = OwnSplit()
+    assert split_fingerprint(split) == split_fingerprint(own)
+    assert split_fingerprint(split, split) == split_fingerprint(own, own)
+    ours, theirs = train_labels(split, None), train_labels(own, None)
+    assert (ours is None and theirs is None) or torch.equal(ours, theirs)

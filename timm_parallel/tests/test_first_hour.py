@@ -27,6 +27,10 @@ from scripts.install import settings_for_uv
 from src.schema import AugmentConfig, Config
 from timm_parallel.config.compose import compose_command, plain_config
 from timm_parallel.config.resolve import resolve
+from timm_parallel.data import decode
+from timm_parallel.data.dataset import InMemory
+from timm_parallel.data.decode import Files, TarSplit
+from timm_parallel.data.masks import MaskFiles
 from timm_parallel.keys import SweepConfig, leaves
 from timm_parallel.lab.plan import show_plan
 from timm_parallel.lab.sweep.board import Board
@@ -40,7 +44,8 @@ from timm_parallel.project import root
 from timm_parallel.record.console import Console, print_config
 from timm_parallel.record.jobs import Jobs
 from timm_parallel.record.result import Result
-from timm_parallel.runtime.banner import describe_strategy, show_end
+from timm_parallel.runtime.banner import describe_strategy, describe_wait, show_end
+from timm_parallel.runtime.run_result import speed_without_wait
 from timm_parallel.testing.commands import Finished, Train
 from timm_parallel.testing.configs import parse, resolved, task_of
 from timm_parallel.testing.ranks import in_ranks, run_warm
@@ -278,6 +283,72 @@ def test_console_output_ends_with_the_speed_only_when_steps_were_timed(
         line.removeprefix("speed        ") for line in caplog.messages if line.startswith("speed")
     ]
     assert [line.partition(", mean")[0] for line in lines] == shown
+
+
+@pytest.mark.parametrize(
+    ("kind", "workers", "codec", "named", "unnamed"),
+    [
+        ("files", 2, False, ["data.workers=6", "torchcodec"], ["data.augment"]),
+        ("files", 6, True, ["image files"], ["data.workers", "torchcodec"]),
+        ("transformed", 1, True, ["data.workers=6", "data.augment"], ["torchcodec", "files"]),
+        ("gathered", 0, False, [], ["data.", "torchcodec", "files"]),
+    ],
+)
+def test_data_wait_line_names_share_speed_and_the_keys_that_apply(
+    kind: str,
+    workers: int,
+    codec: bool,
+    named: list[str],
+    unnamed: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(hardware, "cores", lambda: 12)
+    monkeypatch.setattr(decode, "find_jpeg_decoder", lambda: print if codec else None)
+    split: Any = Files([(Path("a.jpg"), 0)]) if kind == "files" else None
+    fetcher = SimpleNamespace(
+        split=split, gathers=kind == "gathered", in_memory=None if kind == "files" else "rows"
+    )
+    parts: Any = SimpleNamespace(
+        strategy=SimpleNamespace(
+            device=SimpleNamespace(type="cuda"), group=SimpleNamespace(local_world_size=2)
+        ),
+        train_loader=SimpleNamespace(fetcher=fetcher, num_workers=workers),
+    )
+    speed = {"images_per_sec": 800.0}
+    result = Result("done", throughput=speed, images_per_sec_without_wait=1000.0)
+    line = describe_wait(parts, result)
+    assert line is not None and "20%" in line and "1,000 images/s" in line
+    assert all(text in line for text in named) and not any(text in line for text in unnamed), line
+    assert len(line.splitlines()) == 1
+    result.images_per_sec_without_wait = 880.0
+    assert describe_wait(parts, result) is None
+    result.images_per_sec_without_wait = None
+    assert describe_wait(parts, result) is None
+    # On a CPU, loading and training share the cores, so the figure is no goal.
+    result.images_per_sec_without_wait = 1000.0
+    parts.strategy.device.type = "cpu"
+    assert describe_wait(parts, result) is None
+
+
+@pytest.mark.parametrize("codec", [True, False])
+def test_decoder_is_named_for_image_files_only(
+    codec: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(decode, "find_jpeg_decoder", lambda: print if codec else None)
+    pair = (tmp_path / "a.jpg", 0)
+    tar = TarSplit([tmp_path / "a.tar"], [(0, 0, 9, "a")], ["a"])
+    for split in (Files([pair]), MaskFiles(tmp_path, [(pair[0], "a.png")], 2), tar):
+        name = decode.decoder_of(split)
+        assert name is not None and ("torchcodec" in name) is codec and "PIL" in name
+    rows = InMemory(torch.zeros(2, 3, 4, 4, dtype=torch.uint8), torch.arange(2))
+    assert decode.decoder_of(rows) is None
+
+
+def test_speed_without_the_wait_is_that_of_the_rank_that_waits_most() -> None:
+    ranks = [{"data_ms": 1.0, "step_ms": 10.0}, {"data_ms": 6.0, "step_ms": 10.0}]
+    assert speed_without_wait(400.0, ranks) == pytest.approx(1000)
+    assert speed_without_wait(None, [{"data_ms": None, "step_ms": None}]) is None
+    assert speed_without_wait(50.0, [{"data_ms": 8.0, "step_ms": 8.0}]) is None
 
 
 @pytest.mark.processes

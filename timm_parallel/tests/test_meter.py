@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from timm_parallel.machine import usage
+from timm_parallel.machine import start_clock, usage
+from timm_parallel.machine.start_clock import StartClock, describe_start
 from timm_parallel.measure import meter as module
 from timm_parallel.measure.meter import Meter
 
@@ -51,6 +52,7 @@ class Gpu:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Time:
     time = Time()
     monkeypatch.setattr(module, "time", time)
+    monkeypatch.setattr(start_clock, "time", time)
     monkeypatch.setattr(usage, "time", time)
     return time
 
@@ -181,9 +183,31 @@ def test_end_of_the_first_gpu_step_is_recorded_before_any_step_is_logged(clock: 
     meter = Meter(1, 100, gpu)
     train(meter, clock, [0.001] * 100)
     assert meter.first_step_at == pytest.approx(103.001)
+    assert meter.first_fetch == 0
     assert gpu.waits == 2, (
         "the process may wait only after the first step and at the start of the measurement"
     )
+
+
+def test_parts_of_the_start_add_up_to_the_time_of_the_first_step(
+    clock: Time, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock.now += 1000
+    monkeypatch.setenv("RUN_STARTED_AT", str(clock.now))
+    began, start = clock.now, StartClock()
+    for part, seconds in (("launch", 2.0), ("data", 3.0), ("setup", 0.5)):
+        clock.now += seconds
+        start.end(part)
+    meter = Meter(1, 100)
+    train(meter, clock, [0.25] * 5, fetch=1.5)
+    # A later epoch, or another dataset, does not change the parts.
+    start.end("data")
+    assert meter.first_fetch is not None and meter.first_step_at is not None
+    parts = start.until_first_step(meter.first_fetch, meter.first_step_at)
+    assert list(parts.values()) == pytest.approx([2, 3, 0.5, 1.5, 0.25])
+    assert list(parts) == ["launch", "data", "setup", "first_batch", "first_step"]
+    assert sum(parts.values()) == pytest.approx(meter.first_step_at - began)
+    assert describe_start(parts).startswith("7.2 s to")
 
 
 def test_gpu_throughput_measurement_starts_after_10_steps_even_when_steps_are_logged_rarely(

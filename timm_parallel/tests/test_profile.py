@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from src.train.run import run
+from timm_parallel.errors import RefusedError
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.measure.step_hooks import StepHooks
 from timm_parallel.measure.step_profiler import summary_lines
@@ -86,6 +87,29 @@ def check_trace(path: Path, parts: dict[str, float]) -> None:
     assert ranges.count("step: backward") == 4, "times train.accumulate"
 
 
+@pytest.mark.slow(seconds=3)
+def test_headspace_replays_batches_saves_nothing_and_marks_its_result(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    (folder / "logs").mkdir(parents=True)
+    config = resolved(
+        "debug=headspace",
+        "parallel=single",
+        "data.replay_batches=3",
+        "train.epochs=1000",
+        "train.max_steps=26",
+    )
+    run(config, folder, Ranks(), None)
+    result = read_result(folder)
+    assert result.steps == 26 and result.throughput["steps_timed"] == 20
+    assert any("data.replay_batches=3" in flag for flag in result.flags)
+    assert result.checkpoint is None and not [*folder.rglob("*.pt")]
+    # A run that has a checkpoint is real training, so replaying batches must not continue it.
+    run(resolved("parallel=single", "train.max_steps=2"), folder, Ranks(), None)
+    assert read_result(folder).checkpoint is not None
+    with pytest.raises(RefusedError, match=r"^data\.replay_batches=3: .*resume"):
+        run(config, folder, Ranks(), None)
+
+
 @pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.processes
@@ -108,8 +132,9 @@ def test_profiled_run_trains_the_same_weights_as_an_unprofiled_run_bit_for_bit(
         Ranks(), None, str(tmp_path / "without"), "parallel=single", "train.profile_steps=null"
     )
     assert result["parameters_hash"] == without["parameters_hash"]
-    lines = summary_lines(result["profile"][0], tmp_path / "run")
-    assert lines[0].startswith("a step") and "backward" in lines[0]
+    lines = summary_lines(result["profile"][0], result["seconds"]["start"], tmp_path / "run")
+    assert lines[0].startswith("start ") and "first batch" in lines[0]
+    assert lines[1].startswith("a step") and "backward" in lines[1]
     assert any("rank_*.txt" in line for line in lines)
 
 

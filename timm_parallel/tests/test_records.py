@@ -170,6 +170,12 @@ def test_seconds_of_a_run_are_right_when_the_clock_is_changed_meanwhile(
     seconds = read_result(folder).seconds
     took = time.perf_counter() - began
     assert 0 < seconds["start_to_first_step"] < seconds["total"] < took
+    start = seconds["start"]
+    assert set(start) == {
+        *("launch", "imports", "devices", "data", "model", "setup", "first_batch", "first_step")
+    }
+    assert min(start.values()) >= 0
+    assert sum(start.values()) == pytest.approx(seconds["start_to_first_step"])
     assert all(0 <= line["time"] < took for line in read_lines(folder / "metrics.jsonl"))
 
 
