@@ -45,7 +45,7 @@ OF_THE_TEMPLATE = (
     "mkdocs.yml",
     "requirements-docs.txt",
 )
-TARGETS = r"make (bench|gpu-wheels|gpu-check|test-simulated|size|docs|fork)\b"
+TARGETS = r"make (bench|gpu-wheels|gpu-check|size|docs|fork)\b"
 COMMANDS = rf"scripts/maintain|tests/template|benchmarks\.md|{TARGETS}"
 DEMO = ("docs/figures/report.png", "docs/figures/tensorboard.png")
 OLD_NAME = "timm-parallel"

@@ -23,15 +23,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from scripts.maintain import gpu_runs, gpu_speed
-from scripts.maintain.gpu_rows import ROOT, SIMULATED, Part, Row, tests
+from scripts.maintain.gpu_rows import ROOT, Part, Row, tests
 from timm_parallel.machine import hardware
 from timm_parallel.machine.files import claim_folder, write_text
 from timm_parallel.machine.process import terminate_descendants
 
 # Total time limit in seconds of the checks that need one GPU, without FULL=1.
 SECONDS = 520.0
-# Factor of the time limits on simulated devices, which are slower than real ones.
-SLOWER = 20
 NOT_SEEN = (
     "skipped: {}, so these were not checked: training on a device, sweeps, waits, speed, memory, "
     "checkpoints on other devices, faults, NCCL"
@@ -52,13 +50,8 @@ NEEDED = (
     *("optuna", "matplotlib", "pytest", "pytest_timeout"),
 )
 RESNET, VIT = gpu_speed.TRAININGS["ResNet-50"], gpu_speed.TRAININGS["ViT-B/16"]
-# Tests that a step does not wait for the device. On simulated devices, test_feed.py would take
-# minutes because of its large matrix products.
-WAITS = (
-    ("timm_parallel/tests/test_speed.py",)
-    if SIMULATED
-    else ("timm_parallel/tests/test_speed.py", "timm_parallel/tests/test_feed.py")
-)
+# Tests that a step does not wait for the device.
+WAITS = ("timm_parallel/tests/test_speed.py", "timm_parallel/tests/test_feed.py")
 ON_DEVICE = ("timm_parallel/tests/test_gpu.py", "timm_parallel/tests/test_gpu_faults.py")
 # The most informative checks run first, so that an interrupted script has run them.
 PARTS = (
@@ -69,14 +62,14 @@ PARTS = (
     Part("feeding images of CIFAR's size", 25, gpu_speed.feed),
     Part("waits for the device", 45, tests(*WAITS)),
     Part("evaluate, predict, export, resume", 75, gpu_runs.other_devices),
-    Part("out of memory", 35, gpu_runs.out_of_memory, simulated=False),
+    Part("out of memory", 35, gpu_runs.out_of_memory),
     Part("device-side assert", 20, gpu_runs.fault("device_assert", "failed", "parallel=single")),
     Part("fsdp over NCCL", 30, gpu_runs.fsdp_on_one),
     Part("deterministic steps", 35, gpu_runs.deterministic),
-    Part("compile and resume", 35, gpu_runs.compiled, simulated=False),
+    Part("compile and resume", 35, gpu_runs.compiled),
     Part("reading JPEG files", 25, gpu_speed.jpeg),
     Part("all tests of GPUs", 400, tests(*ON_DEVICE), needs_full=True),
-    Part("profile", 60, gpu_speed.profile, needs_full=True, simulated=False),
+    Part("profile", 60, gpu_speed.profile, needs_full=True),
     Part(
         "speed: ResNet-50, three rounds",
         240,
@@ -104,7 +97,6 @@ PARTS = (
         60,
         gpu_runs.fault("no_memory", "out_of_memory", "parallel=ddp", "parallel.devices=2", rank=1),
         devices=2,
-        simulated=False,
     ),
     Part("two jobs side by side", 60, gpu_runs.side_by_side, devices=2),
     Part("make compare", 900, gpu_runs.compare_strategies, devices=2),
@@ -124,24 +116,20 @@ def check(parts: Sequence[Part]) -> dict[str, list[Row]]:
     """
     done: dict[str, list[Row]] = {}
     for part in parts:
-        if SIMULATED and not part.simulated:
-            done[part.name] = [Row(part.name, "not simulated")]
-            continue
         print(f"--- {part.name}", flush=True)
-        seconds = part.seconds * (SLOWER if SIMULATED else 1)
         began = time.monotonic()
         try:
             # End processes that the check has left behind, because they would disturb the next
             # check.
             with terminate_descendants():
-                rows = part.run(seconds)
+                rows = part.run(part.seconds)
         except subprocess.TimeoutExpired:
-            rows = [Row(part.name, f"not run within {seconds:.0f} s", True)]
+            rows = [Row(part.name, f"not run within {part.seconds:.0f} s", True)]
         # Catch all errors, so that the remaining checks still run.
         except Exception as error:
             reason = " ".join(str(error).split())[-300:]
             rows = [Row(part.name, f"broke: {type(error).__name__}: {reason}", True)]
-        print(f"{lines(rows)}({time.monotonic() - began:.0f} of {seconds:.0f} s)", flush=True)
+        print(f"{lines(rows)}({time.monotonic() - began:.0f} of {part.seconds:.0f} s)", flush=True)
         done[part.name] = rows
     return done
 
@@ -163,8 +151,7 @@ def report(done: dict[str, list[Row]], device: str, seconds: float) -> str:
     ]
     verdict = "Nothing is wrong." if not wrong else f"{len(wrong)} wrong:"
     text = [
-        "# gpu-check: "
-        f"{device}{' (simulated: speeds and memory mean nothing)' if SIMULATED else ''}",
+        f"# gpu-check: {device}",
         "",
         f"{time.strftime('%Y-%m-%d')}, {seconds:.0f} s, {platform.platform()}, commit {_commit()}.",
         "",

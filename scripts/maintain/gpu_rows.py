@@ -18,9 +18,6 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-# True if the CUDA devices are simulated (make test-simulated). They cannot show speed, real memory
-# or compiled kernels.
-SIMULATED = "SIMCUDA" in os.environ
 
 
 @dataclass
@@ -47,8 +44,6 @@ class Part:
     needs_full: bool = False
     # Least number of devices that the check needs.
     devices: int = 1
-    # False if the check is skipped on simulated devices, which cannot show its result.
-    simulated: bool = True
 
 
 @dataclass(frozen=True)

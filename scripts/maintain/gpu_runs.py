@@ -13,7 +13,6 @@ from pathlib import Path
 
 from scripts.maintain.gpu_rows import (
     ROOT,
-    SIMULATED,
     Check,
     Clock,
     Row,
@@ -39,10 +38,6 @@ FAULTY = ROOT / "timm_parallel" / "tests" / "promises" / "faulty"
 # Batch size that exceeds the memory of any GPU.
 HUGE = 8192
 WITHOUT_GPU = {"CUDA_VISIBLE_DEVICES": ""}
-if SIMULATED:
-    # Simulated GPUs stay visible, because their driver ignores CUDA_VISIBLE_DEVICES. So turn the
-    # simulation off.
-    WITHOUT_GPU |= {"LD_PRELOAD": "", "LD_LIBRARY_PATH": "", "SIMCUDA": ""}
 
 
 def topology(seconds: float) -> list[Row]:
@@ -332,8 +327,6 @@ def deterministic(seconds: float) -> list[Row]:
         "efficientnet_b0",
         "vit_small_patch16_224",
     )
-    if SIMULATED:
-        names = ("test_resnet", "test_convnext", "test_vit", "test_efficientnet", "test_byobnet")
     done = python(["scripts/maintain/gpu_steps.py", *names], clock.left)
     for line in done.output.splitlines():
         if line.startswith('{"model"'):
@@ -437,9 +430,11 @@ def compare_strategies(seconds: float) -> list[Row]:
     jobs that are done.
     """
     with scratch() as base:
-        more = ("sweep.repeats=3",) if not SIMULATED else ("sweep.repeats=2", "train.max_steps=12")
         folder = base / "compare"
-        words = ["train.py", "-m", "experiment=compare", *more, f"hydra.sweep.dir={folder}"]
+        words = [
+            *("train.py", "-m", "experiment=compare", "sweep.repeats=3"),
+            f"hydra.sweep.dir={folder}",
+        ]
         done = python(words, seconds)
         run = Run(done.code, done.output, done.seconds, folder)
         lead = run.read("report.json").get("lead")

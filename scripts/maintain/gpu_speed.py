@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from scripts.maintain.bench_data import make
 from scripts.maintain.bench_measures import Figures, Training
-from scripts.maintain.gpu_rows import SIMULATED, Check, Clock, Row, python, scratch, train
+from scripts.maintain.gpu_rows import Check, Clock, Row, python, scratch, train
 from timm_parallel.machine import hardware
 
 # Peak bf16 FLOPs per second of GPUs without sparsity, from NVIDIA's data sheets.
@@ -28,11 +28,6 @@ TRAININGS = {
         "vit_base_patch16_224", {}, 40, 20, batch_size=128, image_size=224, on_gpu=True
     ),
 }
-if SIMULATED:
-    TRAININGS = {
-        "ResNet-50": Training("test_resnet", {}, 6, 3, batch_size=8, image_size=64, on_gpu=True),
-        "ViT-B/16": Training("test_vit", {}, 6, 3, batch_size=8, image_size=160, on_gpu=True),
-    }
 
 
 def against_by_hand(name: str, training: Training, rounds: int = 1) -> Check:
@@ -67,8 +62,7 @@ def compare(
     start = statistics.median(ours["first_step"] for ours, _ in pairs)
     peak = next((peak for part, peak in PEAK_BF16.items() if part in device), None)
     mfu = "of an unknown peak" if peak is None else f"{model_flops(training) * own / peak:.3f}"
-    # Do not judge the ratios on simulated devices, whose speed and memory are not real.
-    is_slow, is_large = max(rate) < 0.99 and not SIMULATED, min(memory) > 1.02 and not SIMULATED
+    is_slow, is_large = max(rate) < 0.99, min(memory) > 1.02
     return [
         Row(f"{name}: images/s", f"{own:.0f}"),
         Row(f"{name}: images/s over the hand-written loop's (>= 0.99)", shown(rate), is_slow),
@@ -103,7 +97,7 @@ def feed(seconds: float) -> list[Row]:
     """Measure a small ResNet on images of CIFAR's size with flips and padded crops. Data loading
     may limit the speed of such a model.
     """
-    size, count = (512, 40) if not SIMULATED else (16, 6)
+    size, count = 512, 40
     with scratch() as base:
         run = train(
             base / "run",
@@ -135,7 +129,7 @@ def feed(seconds: float) -> list[Row]:
         if run.code != 0:
             return [Row("images of CIFAR's size, augmented", f"exit code {run.code}", True)]
         waited, speed = run.result["data_wait"], run.result["throughput"]["images_per_sec"]
-    is_late = waited is None or (waited > 0.1 and not SIMULATED)
+    is_late = waited is None or waited > 0.1
     return [
         Row("ResNet-18, 32 pixels, flip and crop: images/s", f"{speed or 0:.0f}"),
         Row(
@@ -149,9 +143,7 @@ def jpeg(seconds: float) -> list[Row]:
     share of time that waits for data.
     """
     clock = Clock(seconds)
-    model, pixels, size, links = (
-        ("resnet50", 224, 128, 16) if not SIMULATED else ("test_resnet", 32, 8, 1)
-    )
+    model, pixels, size, links = "resnet50", 224, 128, 16
     with scratch() as base:
         make(base / "images", 64)
         # Add hard links to the same files, which stay in the page cache, so this measures decoding

@@ -139,7 +139,6 @@ NOT_RUN = {
     r"(make (lock|gpu-wheels)|pip install|source)": "downloads gigabytes of packages, for minutes",
     r"wandb login": "needs an account",
     r"git (clone|remote add)": "the URL of the repository is a placeholder",
-    r"make test-simulated SIM=": "needs a simulator of GPUs that is not part of the project",
     r"make docs-outputs$": "runs the commands of the pages for minutes; "
     "tests/template/test_readme.py checks the written output",
     r"python src/eval\.py": "a command of lightning-hydra-template",

@@ -199,7 +199,6 @@ def test_workers_auto_is_0_for_data_in_memory_except_in_gpu_runs_that_transform_
 
 
 @pytest.mark.gpu
-@pytest.mark.real_gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("pinned", [False, True])
 def test_prefetcher_overlaps_copies_with_gpu_work(pinned: bool) -> None:

@@ -427,7 +427,6 @@ def evaluated(ranks: Any, store: Any, stops: bool) -> list[float | None] | None:
 
 
 @pytest.mark.slow(seconds=2)
-@pytest.mark.cpu_only
 @pytest.mark.processes
 def test_fsdp_evaluation_completes_when_ranks_have_different_numbers_of_batches() -> None:
     of_ranks = in_ranks(_evaluated_without_count, 3, False)

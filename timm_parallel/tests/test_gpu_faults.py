@@ -25,7 +25,7 @@ on_both = pytest.mark.parametrize(
     "accelerator",
     [
         pytest.param("cpu", marks=(pytest.mark.slow, pytest.mark.nightly)),
-        pytest.param("cuda", marks=(*gpu, pytest.mark.real_gpu)),
+        pytest.param("cuda", marks=gpu),
     ],
 )
 

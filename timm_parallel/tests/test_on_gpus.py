@@ -1,4 +1,4 @@
-"""Test GPU behavior without GPUs. Fake tensors simulate CUDA devices, or CPU threads replace
+"""Test GPU behavior without GPUs. Fake tensors stand for CUDA devices, or CPU threads replace
 devices.
 """
 

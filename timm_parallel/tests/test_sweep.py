@@ -138,7 +138,6 @@ def test_sweep_dry_run_counts_the_runs_of_all_repeats(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow(seconds=2)
-@pytest.mark.cpu_only
 def test_sweep_dry_run_lists_only_overrides_that_vary_between_jobs(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -148,7 +147,9 @@ def test_sweep_dry_run_lists_only_overrides_that_vary_between_jobs(
         sizes.append(data)
         return 1280
 
-    show_points(points("optim.lr=0.1,0.2", "data.batch_size=64"), SweepConfig(), training_size)
+    on_cpu = "parallel.accelerator=cpu"
+    expanded = points(on_cpu, "optim.lr=0.1,0.2", "data.batch_size=64")
+    show_points(expanded, SweepConfig(), training_size)
     table, _, last = capsys.readouterr().out.rstrip().rpartition("\n")
     assert len(sizes) == 1
     assert "optim.lr=0.2" in table
@@ -158,14 +159,14 @@ def test_sweep_dry_run_lists_only_overrides_that_vary_between_jobs(
         if text in table
     ]
     assert last == "2 runs, global batch 64, per device 64, steps 20"
-    show_points(points("parallel=single", "parallel.devices=2,3"), SweepConfig(), training_size)
+    expanded = points(on_cpu, "parallel=single", "parallel.devices=2,3")
+    show_points(expanded, SweepConfig(), training_size)
     assert "can run here" in capsys.readouterr().out
 
 
 @pytest.mark.slow(seconds=2)
-@pytest.mark.cpu_only
 def test_cpu_jobs_of_a_sweep_get_equal_numbers_of_threads_per_device() -> None:
-    expanded = points("parallel=single,dp,ddp", "parallel.devices=1,2")
+    expanded = points("parallel.accelerator=cpu", "parallel=single,dp,ddp", "parallel.devices=1,2")
     assert (
         len({point.config.parallel.threads_per_device for point in expanded if not point.reason})
         == 1
