@@ -159,6 +159,7 @@ def test_plan_for_fsdp_divides_weight_gradient_optimizer_and_ema_bytes_by_shard_
     assert whole is not None and whole.gathered == pytest.approx(ddp.weights, rel=1e-6)
     # fsdp gathers at most two of twelve transformer blocks, and the parameters outside of blocks (3
     # %).
+    assert fsdp is not None
     assert 2 / 12 < fsdp.gathered / whole.gathered < 0.2
 
 
@@ -180,6 +181,8 @@ def test_plan_accepts_more_devices_than_the_machine_has_and_explains_indivisible
 
 class RemembersItsInput(nn.Module):
     """Model that keeps a tensor of its first batch and draws random numbers."""
+
+    calls: torch.Tensor
 
     def __init__(self, reads_a_value: bool) -> None:
         super().__init__()

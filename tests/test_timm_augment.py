@@ -144,7 +144,7 @@ def test_train_crop_mode_matches_timm_with_the_same_random_numbers(
         SIZE,
         train_crop_mode=mode,
         hflip=0,
-        color_jitter=None,
+        color_jitter=None,  # type: ignore[arg-type]
         interpolation="bilinear",
         normalize=False,
         **given,
@@ -263,7 +263,7 @@ def test_batch_augmentation_is_not_used_when_images_need_resizing_or_other_augme
     changed: Any, side: int
 ) -> None:
     split = InMemory(torch.zeros(2, 3, side, side, dtype=torch.uint8), torch.zeros(2))
-    options = {"crop_padding": 2, "hflip": 0.5}
+    options: dict[str, Any] = {"crop_padding": 2, "hflip": 0.5}
     assert (
         batch_step(
             AugmentConfig(**options), InMemory(split.images[:, :, :16, :16], split.labels), (16, 16)
@@ -380,7 +380,7 @@ def test_lr_schedule_without_warmup_prefix_matches_timm_at_every_step(sched: str
     config = OptimConfig(lr=0.1, sched=sched, warmup_epochs=2, warmup_prefix=False, min_lr=1e-4)
     if sched in ("step", "multistep"):
         config.decay_epochs, config.decay_milestones = (
-            (3, None) if sched == "step" else (None, [4, 6])
+            (3, None) if sched == "step" else (None, [4.0, 6.0])
         )
     ours, theirs = (torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1) for _ in range(2))
     schedule = build_schedule(config, TrainConfig(epochs=8), ours, 5)

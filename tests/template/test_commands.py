@@ -16,7 +16,7 @@ import sys
 import traceback
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import timm
@@ -283,10 +283,10 @@ def configs_of(command: str) -> list[ResolvedConfig]:
     parsed.overrides.append("parallel.accelerator=cpu")
     if not parsed.multirun:
         ranks = () if match[1] is None else (2, 2)
-        return [resolve(compose_command(parsed).config, *ranks)]
+        return [cast(ResolvedConfig, resolve(compose_command(parsed).config, *ranks))]
     points = [point.config for point in expand(parsed)[1] if not point.reason]
     kinds = {
-        f"{c.model} {c.parallel.strategy}": as_resolved(c)
+        f"{c.model} {c.parallel.strategy}": cast(ResolvedConfig, as_resolved(c))
         for c in points
         if int(c.parallel.devices) <= 2
     }

@@ -78,9 +78,12 @@ def test_prefetcher_reuses_cpu_memory_only_for_large_batches(
 ) -> None:
     shapes: list[tuple[int, ...]] = []
     empty = BatchMemory.empty
-    monkeypatch.setattr(
-        BatchMemory, "empty", lambda self, *shape: shapes.append(shape) or empty(self, *shape)
-    )
+
+    def recorded_empty(self: BatchMemory, *shape: int) -> Tensor:
+        shapes.append(shape)
+        return empty(self, *shape)
+
+    monkeypatch.setattr(BatchMemory, "empty", recorded_empty)
     prefetcher = DevicePrefetcher(torch.device("cpu"), **plain(3), channels_last=False)
     received = prefetcher.normalize(torch.zeros(6, 3, size, size, dtype=torch.uint8))
     assert received.shape == (6, 3, size, size)

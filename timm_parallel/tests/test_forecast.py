@@ -210,7 +210,7 @@ def sweep_folder(
         (folder / name).mkdir(parents=True)
         (folder / name / "config.yaml").write_text("train: {accumulate: 1}\n")
         overrides = [f"parallel.devices={devices}", "model=resnet18", "parallel=ddp"]
-        jobs.jobs.append(Job(number, name, name, overrides, block, status="done"))
+        jobs.jobs.append(Job(number, name, name, overrides, block, status="done"))  # type: ignore[arg-type]
         strategy = "ddp" if devices > 1 else "single"
         result = Result(
             "done", strategy=strategy, devices=devices, world_size=devices, processes=devices

@@ -116,7 +116,7 @@ def test_sync_bn_step_on_gpus_uses_statistics_of_the_whole_batch(tmp_path: Path)
     """
     weights = {}
     common = (*RESNET, "parallel.accelerator=cuda", "data.batch_size=16", "train.max_steps=1")
-    ranks = ("parallel=ddp", "parallel.devices=2")
+    ranks: tuple[str, ...] = ("parallel=ddp", "parallel.devices=2")
     if torch.cuda.device_count() == 1:
         ranks += ("parallel.backend=gloo",)
     for name, overrides in {

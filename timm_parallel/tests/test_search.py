@@ -265,8 +265,10 @@ def test_killed_search_completes_all_its_trials_when_resumed(
     tmp_path: Path, strategy: str, devices: int
 ) -> None:
     folder = tmp_path / "search"
-    words = ("search.n_trials=3", "search.n_startup_trials=1")
-    words += (f"parallel={strategy}", f"parallel.devices={devices}")
+    words = (
+        *("search.n_trials=3", "search.n_startup_trials=1"),
+        *(f"parallel={strategy}", f"parallel.devices={devices}"),
+    )
     command = [
         sys.executable,
         "train.py",
@@ -417,7 +419,7 @@ def test_search_html_shows_best_trial_plots_and_trial_table(tmp_path: Path) -> N
 def test_search_html_calls_the_best_value_too_good_and_links_the_confirmation_report(
     tmp_path: Path, is_confirmed: bool
 ) -> None:
-    ends = [("done", 0.5, ""), ("done", 0.9, "")]
+    ends: list[tuple[str, float | None, str]] = [("done", 0.5, ""), ("done", 0.9, "")]
     folder = tmp_path / "confirm_1"
     if is_confirmed:
         folder.mkdir()

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
+from src.schema import OptimConfig
 from timm_parallel.config.compose import load_config
 from timm_parallel.lab.jobs.folders import write_job_folder
 from timm_parallel.lab.search.confirm import Confirmation, check_confirmation, confirm_best
@@ -77,6 +78,7 @@ def test_search_confirm_trains_best_trial_and_default_settings_with_new_seeds(
         seeds.setdefault(job.name, []).append(config.seed)
         assert f"seed={config.seed}" in OmegaConf.load(folder / ".hydra" / "overrides.yaml")
         is_best = job.name == trials.jobs[0].name
+        assert isinstance(config.optim, OptimConfig)
         assert (config.optim.lr == 0.0123, config.optim.weight_decay == 0.2) == (is_best, is_best)
         assert job.seed == config.seed and job.overrides[-2:] == (
             BEST if is_best else job.overrides[-2:]
@@ -94,6 +96,7 @@ def test_search_confirm_trains_only_default_settings_when_the_best_trial_has_equ
 ) -> None:
     trials = frozen_search(tmp_path / "search")
     optim = read_search(trials.folder)[0].optim
+    assert isinstance(optim, OptimConfig)
     confirm_best(
         trials,
         0,
@@ -250,6 +253,7 @@ def test_killed_search_confirm_finishes_and_reports_on_new_seeds_when_resumed(
         [2, 2],
     )
     default = load_config(jobs.folder / "0_default_block_0").optim
+    assert isinstance(default, OptimConfig)
     assert group["baseline"] == f"optim.lr={default.lr}, optim.weight_decay={default.weight_decay}"
     assert report["lead"]["sentence"] in done.stdout
     best = read_jobs(folder).jobs[int(jobs.folder.name.partition("_")[2])]

@@ -16,9 +16,8 @@ from typing import Any
 import pytest
 from hydra._internal.utils import get_args_parser
 
-from src.schema import Config
 from timm_parallel.config.compose import compose_command, load_config
-from timm_parallel.keys import SweepConfig
+from timm_parallel.keys import Config, SweepConfig
 from timm_parallel.lab.jobs import local_job as child
 from timm_parallel.lab.jobs.devices import devices_here, jobs_at_a_time, need_of, share_of
 from timm_parallel.lab.jobs.scheduler import DeviceScheduler, Requirement

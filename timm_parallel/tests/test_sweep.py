@@ -17,10 +17,9 @@ import pytest
 from hydra._internal.utils import get_args_parser
 from rich.console import Console
 
-from src.schema import DataConfig
 from timm_parallel.config.compose import load_config
 from timm_parallel.errors import BATCH_NOT_DIVISIBLE, BATCH_TOO_SMALL, ONE_DEVICE, ONE_PROCESS
-from timm_parallel.keys import SweepConfig
+from timm_parallel.keys import DataConfig, SweepConfig
 from timm_parallel.lab.jobs.folders import config_folder
 from timm_parallel.lab.sweep.blocks import freeze_jobs
 from timm_parallel.lab.sweep.board import counted

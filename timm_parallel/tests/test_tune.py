@@ -122,7 +122,7 @@ def test_tuning_report_recommends_the_fastest_settings_and_shows_their_command(
     tmp_path: Path,
 ) -> None:
     both = "train.precision=bf16 model.channels_last=true"
-    speeds = {
+    speeds: dict[str, list[float]] = {
         "": [100, 102, 101],
         "model.channels_last=true": [111, 113, 110],
         both: [150, 152, 153],
@@ -148,7 +148,7 @@ def test_tuning_report_recommends_fewer_changes_when_more_changes_are_not_shown_
 ) -> None:
     both = "train.precision=bf16 model.channels_last=true"
     # The difference in speed between the two tuned settings is inconclusive.
-    speeds = {
+    speeds: dict[str, list[float]] = {
         "": [100, 108, 95],
         "model.channels_last=true": [150, 145, 155],
         both: [149, 160, 158],
