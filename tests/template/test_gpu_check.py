@@ -19,7 +19,7 @@ from timm_parallel.machine import hardware
 
 ROOT = Path(__file__).resolve().parents[2]
 # Names of modules in timm_parallel/testing/ that GPU tests import.
-SUPPORT = ("warm", "ranks", "configs", "commands", "fixtures")
+SUPPORT = ("warm", "ranks", "configs", "commands", "fixtures", "gpu")
 
 
 @pytest.mark.processes

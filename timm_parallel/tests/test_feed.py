@@ -21,6 +21,7 @@ from timm_parallel.data.samplers import TrainSampler
 from timm_parallel.machine import hardware
 from timm_parallel.task import Targets
 from timm_parallel.testing.configs import plain, train_loader_of
+from timm_parallel.testing.gpu import ON_CUDA
 
 
 def test_cpu_batch_memory_is_reused_when_an_earlier_batch_is_released() -> None:
@@ -201,28 +202,41 @@ def test_workers_auto_is_0_for_data_in_memory_except_in_gpu_runs_that_transform_
     assert num_workers("0", each, cuda, 2) == 0
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("pinned", [False, True])
+def feed(
+    device: torch.device, pinned: bool, size: int, matrix: int
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Send eight batches to a device, which multiplies matrices after each of them. Return the
+    batches that were sent, and the normalized images on the device.
+    """
+    prefetcher = DevicePrefetcher(device, **plain(3), channels_last=True)
+    images = torch.randint(0, 256, (size, 3, 224, 224), dtype=torch.uint8)
+    sent = [image.pin_memory() if pinned else image for image in (images, images + 1) * 4]
+    weights = torch.randn(matrix, matrix, device=device)
+    received = []
+    for batch in sent:
+        copies, _ = prefetcher.send((batch, torch.zeros(size)))
+        # Compare the images after the loop, because a comparison would wait for the GPU.
+        received.append(prefetcher.normalize(copies))
+        for _ in range(4):
+            weights = (weights @ weights).clamp_(-1, 1)
+    return sent, received
+
+
+def test_prefetched_batches_arrive_unchanged_and_in_order_on_cpu() -> None:
+    for sent, received in zip(*feed(torch.device("cpu"), False, 2, 8), strict=True):
+        torch.testing.assert_close(received, sent.float())
+
+
+@pytest.mark.parametrize(
+    "pinned", [pytest.param(pinned, marks=ON_CUDA) for pinned in (False, True)]
+)
 def test_prefetcher_overlaps_copies_with_gpu_work(pinned: bool) -> None:
     device = torch.device("cuda", 0)
-    prefetcher = DevicePrefetcher(device, **plain(3), channels_last=True)
-    images = torch.randint(0, 256, (256, 3, 224, 224), dtype=torch.uint8)
-    batches = [
-        (image.pin_memory() if pinned else image, torch.zeros(256))
-        for image in (images, images + 1) * 4
-    ]
-    weights = torch.randn(8192, 8192, device=device)
     with torch.profiler.profile() as profile:
-        received = []
-        for images, _ in map(prefetcher, batches):
-            for _ in range(4):
-                weights = (weights @ weights).clamp_(-1, 1)
-            # Compare the images after the loop, because a comparison would wait for the GPU.
-            received.append(images)
+        batches = feed(device, pinned, 256, 8192)
         torch.cuda.synchronize()
-    for (sent, _), images in zip(batches, received, strict=True):
-        torch.testing.assert_close(images, sent.to(device).float())
+    for sent, received in zip(*batches, strict=True):
+        torch.testing.assert_close(received, sent.to(device).float())
     ours = [
         event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA
     ]

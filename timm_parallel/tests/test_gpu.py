@@ -22,12 +22,9 @@ from timm_parallel.runtime.evaluation import evaluate
 from timm_parallel.state import checkpoint
 from timm_parallel.testing.commands import Train
 from timm_parallel.testing.configs import resolved
+from timm_parallel.testing.gpu import EACH_ACCELERATOR, ON_CUDA, ONLY_CUDA
 from timm_parallel.testing.ranks import run_warm
 
-ON_CUDA = (
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-)
 # Disable TF32, which convolutions of cuDNN use by default, to compare losses with those on a CPU.
 WITHOUT_TF32 = {"NVIDIA_TF32_OVERRIDE": "0"}
 # Largest allowed difference of a loss near 2.3, for each precision. On a CPU, the loss in bf16
@@ -44,14 +41,10 @@ WAYS = {
     "two gloo ranks on one device": ("parallel=ddp", "parallel.devices=2", "parallel.backend=gloo"),
 }
 RESNET = ("model=resnet18", "model.name=resnet10t")
+TWO_GLOO_RANKS = ("two gloo ranks on one device", "fp32")
 RUNS = [
     *(("single", precision) for precision in ("fp32", "bf16", "fp16")),
-    *(
-        ("dp", "bf16"),
-        ("ddp over NCCL", "fp32"),
-        ("ddp over NCCL", "fp16"),
-        ("two gloo ranks on one device", "fp32"),
-    ),
+    *(("dp", "bf16"), ("ddp over NCCL", "fp32"), ("ddp over NCCL", "fp16"), TWO_GLOO_RANKS),
 ]
 
 
@@ -62,19 +55,27 @@ def loss_on_cpu(train_shared: Train) -> float:
     return float(done.result["train"]["loss"])
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.processes
-@pytest.mark.parametrize(("way", "precision"), RUNS)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("accelerator", "way", "precision"),
+    [
+        ("cpu", *TWO_GLOO_RANKS),
+        *(pytest.param("cuda", *run, marks=ON_CUDA) for run in RUNS),
+    ],
+)
 def test_gpu_training_loss_matches_cpu_for_each_strategy_and_precision(
-    train: Train, loss_on_cpu: float, way: str, precision: str
+    train: Train, loss_on_cpu: float, accelerator: str, way: str, precision: str
 ) -> None:
     if way.startswith("two") and torch.cuda.device_count() > 1:
         pytest.skip("there are several devices")
-    overrides = (*WAYS[way], "parallel.accelerator=cuda", f"train.precision={precision}")
+    overrides = (
+        *(*WAYS[way], f"parallel.accelerator={accelerator}"),
+        *(f"train.precision={precision}", "model.channels_last=false"),
+    )
     done = train(*overrides, environment=WITHOUT_TF32)
     assert done.returncode == 0, done.output
-    assert done.result["accelerator"] == "cuda" and done.result["proof"]["hashes_equal"]
+    assert done.result["accelerator"] == accelerator and done.result["proof"]["hashes_equal"]
     contents = torch.load(done.folder / "checkpoints" / "last.pt", weights_only=True)
     assert {
         leaf.device.type for leaf in tree_leaves(contents) if isinstance(leaf, torch.Tensor)
@@ -82,42 +83,48 @@ def test_gpu_training_loss_matches_cpu_for_each_strategy_and_precision(
     assert done.result["train"]["loss"] == pytest.approx(loss_on_cpu, abs=TOLERANCE[precision])
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.processes
-def test_forked_jobs_of_a_sweep_train_on_the_gpu_and_record_the_gpu_count(train: Train) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("accelerator", EACH_ACCELERATOR)
+def test_forked_jobs_of_a_sweep_train_on_the_gpu_and_record_the_gpu_count(
+    train: Train, accelerator: str
+) -> None:
     sweep = train.base / "sweep"
-    words = ("parallel=single", "optim.lr=1e-3,1e-4", "parallel.accelerator=cuda")
+    words = ("parallel=single", "optim.lr=1e-3,1e-4", f"parallel.accelerator={accelerator}")
     done = train("-m", *words, "train.max_steps=3", f"hydra.sweep.dir={sweep}")
     assert done.returncode == 0, done.output
     for job in ("0", "1"):
         facts = json.loads((sweep / job / "environment.json").read_text(encoding="utf-8"))
         assert (read_result(sweep / job).accelerator, len(facts["devices"])) == (
-            "cuda",
+            accelerator,
             torch.cuda.device_count(),
         )
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.processes
-def test_train_refuses_two_nccl_ranks_on_one_device(train: Train) -> None:
+@pytest.mark.parametrize("accelerator", ONLY_CUDA)
+def test_train_refuses_two_nccl_ranks_on_one_device(train: Train, accelerator: str) -> None:
+    """Only a GPU can show this, because NCCL does not run on a CPU."""
     devices = torch.cuda.device_count() + 1
     done = train("parallel=ddp", f"parallel.devices={devices}", f"data.batch_size={16 * devices}")
     assert done.returncode == 2 and "parallel.backend=gloo" in done.stderr, done.output
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.processes
-def test_sync_bn_step_on_gpus_uses_statistics_of_the_whole_batch(tmp_path: Path) -> None:
+@pytest.mark.parametrize("accelerator", ONLY_CUDA)
+def test_sync_bn_step_on_gpus_uses_statistics_of_the_whole_batch(
+    tmp_path: Path, accelerator: str
+) -> None:
     """With SyncBatchNorm, two ranks with 8 images each get the statistics of one process with 16
-    images. Without it, their statistics differ.
+    images. Without it, their statistics differ. SyncBatchNorm of torch requires CUDA.
     """
     weights = {}
-    common = (*RESNET, "parallel.accelerator=cuda", "data.batch_size=16", "train.max_steps=1")
+    common = (
+        *(*RESNET, f"parallel.accelerator={accelerator}", "train.precision=fp32"),
+        *("data.batch_size=16", "train.max_steps=1"),
+    )
     ranks: tuple[str, ...] = ("parallel=ddp", "parallel.devices=2")
-    if torch.cuda.device_count() == 1:
+    if torch.cuda.device_count() < 2:
         ranks += ("parallel.backend=gloo",)
     for name, overrides in {
         "one": ("parallel=single",),
@@ -159,7 +166,7 @@ def losses_and_evaluation(config: ResolvedConfig) -> tuple[list[float], float]:
 
 
 @pytest.mark.slow(seconds=1)
-@pytest.mark.parametrize("accelerator", ["cpu", pytest.param("cuda", marks=ON_CUDA)])
+@pytest.mark.parametrize("accelerator", EACH_ACCELERATOR)
 @pytest.mark.parametrize("loss_in_replica", [None, True])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_dp_training_with_two_replicas_on_one_device_matches_single(
