@@ -38,7 +38,6 @@ from timm_parallel.data.seeds import seeds_for
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.parallel.build import build_strategy
 from timm_parallel.testing.configs import resolved, task_of
-from timm_parallel.testing.gpu import EACH_ACCELERATOR, error_on_waits
 
 SIZE = 48
 
@@ -166,27 +165,6 @@ def test_train_crop_mode_rrc_uses_the_default_scale_range_of_timm() -> None:
         for given in ({"scale": [0.08, 1.0]}, {"train_crop_mode": "rrc"})
     )
     assert repr(plain).replace("[0.08, 1.0]", "(0.08, 1)") == repr(named)
-
-
-@pytest.mark.parametrize("accelerator", EACH_ACCELERATOR)
-def test_batch_augmentation_on_gpu_does_not_synchronize_and_equals_that_on_cpu(
-    accelerator: str,
-) -> None:
-    device = torch.device(accelerator, 0)
-    erasing, crop = Erasing(0.9, max_count=2), CropAndFlip(AugmentConfig(crop_padding=4, hflip=0.5))
-    pixels, seeds = torch.randint(0, 256, (16, 3, 64, 64), dtype=torch.uint8), list(range(16))
-
-    def apply(step: Any, images: Tensor, draws: list[Tensor]) -> Tensor:
-        if step is crop:
-            return step(images, images, *draws)[0]
-        return step(images, *draws)
-
-    for step, images in ((crop, pixels), (erasing, pixels.float())):
-        draws, copies = step.draw(seeds, images.shape), images.to(device)
-        sent = [draw.to(device) for draw in draws]
-        with error_on_waits(accelerator):
-            found = apply(step, copies.clone(), sent)
-        assert torch.equal(found.cpu(), apply(step, images.clone(), draws))
 
 
 @given(

@@ -13,15 +13,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from src.data.transforms import OnImage
+from src.data.transforms import CropAndFlip, OnImage
+from src.schema import AugmentConfig
 from timm_parallel.data.dataset import InMemory
+from timm_parallel.data.erasing import Erasing
 from timm_parallel.data.loader import BatchFetcher, num_workers
 from timm_parallel.data.prefetch import BatchMemory, DevicePrefetcher
 from timm_parallel.data.samplers import TrainSampler
 from timm_parallel.machine import hardware
 from timm_parallel.task import Targets
 from timm_parallel.testing.configs import plain, train_loader_of
-from timm_parallel.testing.gpu import ON_CUDA
+from timm_parallel.testing.gpu import EACH_ACCELERATOR, ON_CUDA, error_on_waits
 
 
 def test_cpu_batch_memory_is_reused_when_an_earlier_batch_is_released() -> None:
@@ -246,3 +248,24 @@ def test_prefetcher_overlaps_copies_with_gpu_work(pinned: bool) -> None:
     assert len(overlapping) >= 6, (
         f"{len(overlapping)} of {len(copies)} copies overlap with {len(kernels)} kernels"
     )
+
+
+@pytest.mark.parametrize("accelerator", EACH_ACCELERATOR)
+def test_batch_augmentation_on_gpu_does_not_synchronize_and_equals_that_on_cpu(
+    accelerator: str,
+) -> None:
+    device = torch.device(accelerator, 0)
+    erasing, crop = Erasing(0.9, max_count=2), CropAndFlip(AugmentConfig(crop_padding=4, hflip=0.5))
+    pixels, seeds = torch.randint(0, 256, (16, 3, 64, 64), dtype=torch.uint8), list(range(16))
+
+    def apply(step: Any, images: Tensor, draws: list[Tensor]) -> Tensor:
+        if step is crop:
+            return step(images, images, *draws)[0]
+        return step(images, *draws)
+
+    for step, images in ((crop, pixels), (erasing, pixels.float())):
+        draws, copies = step.draw(seeds, images.shape), images.to(device)
+        sent = [draw.to(device) for draw in draws]
+        with error_on_waits(accelerator):
+            found = apply(step, copies.clone(), sent)
+        assert torch.equal(found.cpu(), apply(step, images.clone(), draws))
