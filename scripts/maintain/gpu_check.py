@@ -49,11 +49,10 @@ NEEDED = (
     ),
     *("optuna", "matplotlib", "pytest", "pytest_timeout"),
 )
-TESTS = "timm_parallel/tests"
 # Tests that a step does not wait for the device.
-WAITS = (f"{TESTS}/test_speed.py", f"{TESTS}/test_feed.py")
+WAITS = ("timm_parallel/tests/test_speed.py", "timm_parallel/tests/test_feed.py")
 # These files have all other tests that need a device.
-ON_DEVICE = (f"{TESTS}/test_gpu.py", f"{TESTS}/test_gpu_faults.py")
+ON_DEVICE = ("timm_parallel/tests/test_gpu.py", "timm_parallel/tests/test_gpu_faults.py")
 LOSSES = "test_gpu_training_loss_matches_cpu_for_each_strategy_and_precision"
 
 

@@ -117,12 +117,11 @@ def compare(name: str, workload: Workload, measured: dict[str, Any], device: str
     for data), and `missing` (why a program did not run).
     """
     rates: dict[str, list[float]] = measured["rates"]
-    label = f"{name}, {hardware.cores()} cores" if workload.reads_jpeg else name
-    rows = [Row(f"{name}: settings", workload.format)]
+    rows = [Row(f"{name}: settings", f"{workload.format}, {hardware.cores()} cores")]
     for program, other in measured["missing"].items():
         rows.append(Row(f"{name}: {program}", other, is_run=False))
     for program, values in rates.items():
-        rows.append(Row(f"{label}: {program}: images/s", shown(values, ".0f")))
+        rows.append(Row(f"{name}: {program}: images/s", shown(values, ".0f")))
         reference = rates.get(workload.programs.get(program, ""))
         if reference is not None:
             # A program and its reference take turns, so compare those of the same round.

@@ -320,7 +320,7 @@ def test_workloads_of_gpu_check_use_only_known_programs_and_state_their_settings
         rows = gpu_speed.compare(
             name, workload, {"rates": {}, "bytes": {}, "waits": {}, "missing": {}}, "GPU"
         )
-        assert [row.figure for row in rows] == [workload.format]
+        assert [row.figure for row in rows] == [f"{workload.format}, {hardware.cores()} cores"]
         assert workload.format.startswith("bf16, c")
 
 
