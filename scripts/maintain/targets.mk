@@ -9,7 +9,7 @@ size: ## print the number of statements of each folder
 gpu-wheels: $(VENV)/development ## copy to .gpu-wheels/ the packages that a GPU machine without a package index may lack
 	$(BIN)/python scripts/maintain/gpu_wheels.py
 
-gpu-check: ## check what needs a CUDA device, in under 10 minutes (BIN=/usr/bin: its python has torch; FULL=1: all)
+gpu-check: ## check what needs a CUDA device, in 10 minutes (BIN=/usr/bin: its python has torch; FULL=1: all)
 	PYTHONPATH=$(CURDIR)/.gpu-wheels:$(PYTHONPATH) $(firstword $(wildcard $(BIN)/python $(BIN)/python3) $(PYTHON)) \
 		scripts/maintain/gpu_check.py
 
