@@ -23,14 +23,16 @@ from src.commands.evaluate import evaluate_config
 from src.commands.load import load_trained
 from src.commands.predict import PredictionRequest, predict
 from src.data.transforms import OnImage
+from src.schema import ModelConfig
 from src.tasks.classification import Classification
 from src.tasks.images import ImageTask
 from src.train.build import build_data_and_model
 from timm_parallel.config.compose import save_config
 from timm_parallel.config.evaluation import evaluation_config
 from timm_parallel.data.build import build_dataset
+from timm_parallel.data.dataset import InMemory
 from timm_parallel.data.loader import Loader
-from timm_parallel.keys import ParallelConfig, ResolvedParallel
+from timm_parallel.keys import ResolvedParallel
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.parallel.build import build_strategy
 from timm_parallel.parallel.single import Single
@@ -104,7 +106,8 @@ def test_evaluation_refuses_conflicting_config_keys_with_and_without_a_run_folde
 
 def test_evaluation_does_not_compile_the_model_of_a_run_with_model_compile(tmp_path: Path) -> None:
     save_config(resolved("parallel=ddp", "parallel.devices=2", "model.compile=true"), tmp_path)
-    assert not evaluation_config(tmp_path, [], None).model.compile
+    model = evaluation_config(tmp_path, [], None).model
+    assert isinstance(model, ModelConfig) and not model.compile
     assert (
         evaluation_config(tmp_path, ["parallel=dp", "parallel.devices=2"], None).parallel.strategy
         == "dp"
@@ -116,7 +119,7 @@ def test_head_outputs_beyond_dataset_classes_are_never_predicted() -> None:
     top-1 and top-5 predictions are still classes of the data.
     """
     strategy = build_strategy(
-        ParallelConfig(strategy="single", devices=1, accelerator="cpu", threads_per_device=1),
+        ResolvedParallel(strategy="single", devices=1, accelerator="cpu", threads_per_device=1),
         Ranks(),
         None,
     )
@@ -164,6 +167,7 @@ def test_bce_evaluation_ignores_outputs_beyond_the_classes_of_the_dataset(
 ) -> None:
     trained = load_trained(with_sigmoids, None, None, torch.device("cpu"))
     data = build_dataset(trained.config.data).val
+    assert isinstance(data, InMemory)
     mean, std = trained.preprocessing.mean[0], trained.preprocessing.std[0]
     with torch.no_grad():
         scores = trained.model((data.images / 255 - mean) / std)
@@ -366,13 +370,13 @@ def test_evaluate_py_refuses_data_with_other_classes_than_the_run(
 
 def test_evaluate_py_refuses_head_with_wrong_number_of_classes() -> None:
     from src.commands.evaluate import _check_head
-    from src.schema import Config
+    from src.schema import ResolvedConfig
 
     model = nn.Linear(2, 2)
     model.pretrained_cfg = {"num_classes": 1000}  # type: ignore[assignment]
-    _check_head(Config(), model, 1000)
+    _check_head(ResolvedConfig(), model, 1000)
     with pytest.raises(ValueError, match=r"1000 classes, the data has 10"):
-        _check_head(Config(), model, 10)
+        _check_head(ResolvedConfig(), model, 10)
 
 
 @pytest.mark.nightly

@@ -12,10 +12,10 @@ import pytest
 import timm
 import torch
 
+from src.app import app
 from src.models.build import build_model, is_convolutional
 from src.schema import TrainConfig
 from src.train.run import Trainer
-from timm_parallel.config.compose import load_config
 from timm_parallel.config.resolve import resolve
 from timm_parallel.lab.sweep.points import expand
 from timm_parallel.launch.job import prepare
@@ -59,7 +59,12 @@ def test_precision_auto_is_bf16_if_all_devices_of_all_ranks_compute_it_in_hardwa
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     gathered: list[bool] = []
-    group = SimpleNamespace(gather=lambda own: gathered.append(own) or others)
+
+    def gather(own: bool) -> list[bool]:
+        gathered.append(own)
+        return others
+
+    group = SimpleNamespace(gather=gather)
     strategy: Any = SimpleNamespace(devices=devices, group=group, chosen=set())
     train = TrainConfig()
     Strategy.choose_precision(strategy, train)
@@ -128,7 +133,7 @@ def test_banner_and_config_have_the_precision_that_auto_chose(
     precision = "bf16" if bf16 else "fp32"
     with caplog.at_level("INFO", logger="timm_parallel"):
         assert train(Ranks(), None, str(tmp_path), bf16, "parallel=single") == precision
-    config = load_config(tmp_path)
+    config = app.load_config(tmp_path)
     assert (config.train.precision, config.model.channels_last) == (precision, False)
     [line] = [line for line in caplog.messages if line.startswith("model ")]
     assert line.endswith(f"{precision} (auto)")
@@ -143,7 +148,10 @@ def test_single_and_ddp_train_in_the_same_precision_that_auto_chose(tmp_path: Pa
         "bf16",
         "bf16",
     ]
-    assert [load_config(folder).train.precision for folder in (alone, spread)] == ["bf16", "bf16"]
+    assert [app.load_config(folder).train.precision for folder in (alone, spread)] == [
+        "bf16",
+        "bf16",
+    ]
 
 
 def test_resume_keeps_the_formats_that_the_run_has_chosen_for_auto(tmp_path: Path) -> None:
@@ -157,7 +165,7 @@ def test_resume_keeps_the_formats_that_the_run_has_chosen_for_auto(tmp_path: Pat
         command = compose_run(parse(*words))
         config = resolve(command.config)
         assert folder_to_resume(config, command.config) == folder
-        saved = load_config(folder)
+        saved = app.load_config(folder)
         kept = keep_chosen(config, saved, False)
         assert (kept.train.precision, kept.model.channels_last) == ("bf16", False)
         check_resumable(kept, folder)
@@ -168,7 +176,7 @@ def test_jobs_on_gpus_and_cpus_share_formats(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(hardware, "cuda", lambda: Driver((device,)))
     swept = ("-m", "parallel=single", *(word for word in tiny() if word != "print_config=false"))
     for accelerators, precision in (("cuda", "auto"), ("cpu,cuda", "fp32")):
-        points = expand(parse(*swept, f"parallel.accelerator={accelerators}"))[1]
+        points: Any = expand(parse(*swept, f"parallel.accelerator={accelerators}"))[1]
         assert {point.config.train.precision for point in points} == {precision}
         channels_last = False if precision == "fp32" else "auto"
         assert {point.config.model.channels_last for point in points} == {channels_last}

@@ -24,13 +24,13 @@ from torch.utils._pytree import tree_leaves
 
 from src.commands.export import export_safetensors
 from src.commands.load import load_trained
-from src.schema import ResolvedConfig, TrainConfig
+from src.schema import OptimConfig, ResolvedConfig, TrainConfig
 from src.train.build import build_run
 from src.train.loop import _clip_gradients
 from src.train.run import Trainer
 from src.train.step import TrainStep
 from timm_parallel.errors import NotFiniteError
-from timm_parallel.keys import ParallelConfig
+from timm_parallel.keys import ResolvedParallel
 from timm_parallel.launch.job import prepare
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.machine.signals import Stopped
@@ -83,7 +83,7 @@ class ArcFace(nn.Module):
         self.register_buffer("constant", torch.ones(2), persistent=False)
 
     def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        self.batches = self.batches + 1
+        self.batches: Tensor = self.batches + 1
         scores, embeddings = outputs[:, :10], outputs[:, 10:]
         cosines = functional.normalize(embeddings) @ functional.normalize(self.centers).T
         # Keep away from 1, where the derivative of acos is infinite.
@@ -226,7 +226,9 @@ def test_gradient_norm_and_clipping_include_the_parameters_of_a_loss(
     temperature = run.state.own_parameters["criterion.temperature"]
     assert temperature.grad is not None
     temperature.grad.fill_(10)
-    norm = _clip_gradients(run.state, run.config.optim, run.strategy, needed=True)
+    config = run.config.optim
+    assert isinstance(config, OptimConfig)
+    norm = _clip_gradients(run.state, config, run.strategy, needed=True)
     assert norm == 10
     # Adaptive clipping (agc) does not change the head.
     assert temperature.grad.item() == pytest.approx(expected)
@@ -324,7 +326,7 @@ def test_exported_model_contains_no_parameters_of_the_loss(
 
 
 def test_dp_moves_the_loss_to_the_device_of_the_outputs() -> None:
-    config = ParallelConfig(strategy="dp", devices=2, accelerator="cpu", threads_per_device=1)
+    config = ResolvedParallel(strategy="dp", devices=2, accelerator="cpu", threads_per_device=1)
     strategy, criterion = DataParallelStrategy(config, Ranks()), ArcFace()
     # The device meta exists on every machine.
     strategy.output_device = torch.device("meta")
@@ -337,7 +339,7 @@ def test_dp_moves_the_loss_to_the_device_of_the_outputs() -> None:
 
 
 def test_each_dp_replica_has_its_own_copy_of_the_class_weights() -> None:
-    config = ParallelConfig(
+    config = ResolvedParallel(
         strategy="dp", devices=2, accelerator="cpu", threads_per_device=1, loss_in_replica=True
     )
     strategy, task = (

@@ -127,7 +127,7 @@ def test_optimizer_gives_norms_and_biases_no_weight_decay() -> None:
             for group in optimizer.param_groups
             for p in group["params"]
         }
-        excluded = getattr(model, "no_weight_decay", set)()
+        excluded: set[str] = getattr(model, "no_weight_decay", set)()
         for name, parameter in model.named_parameters():
             # Skip embeddings and tokens, because a fork may exclude them from weight decay too.
             if "embed" not in name and "token" not in name:

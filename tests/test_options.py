@@ -23,6 +23,7 @@ import timm_parallel.entry
 from src import tasks
 from src.app import app
 from timm_parallel.config.compose import compose_command, load_config
+from timm_parallel.config.resolve import resolve
 from timm_parallel.lab.sweep.points import expand
 from timm_parallel.launch import job
 from timm_parallel.machine.files import claim_folder
@@ -73,7 +74,7 @@ def run_command(
             )
             runnable = [point for point in points if not point.reason]
             assert runnable, [point.reason for point in points]
-            code = job.run_job(runnable[0].config, claim_folder(folder))
+            code = job.run_job(resolve(runnable[0].config), claim_folder(folder))
         else:
             monkeypatch.setattr(sys, "argv", ["train.py", *words, f"hydra.run.dir={folder}"])
             code = timm_parallel.entry.run_command(app)

@@ -158,6 +158,8 @@ def test_plan_accepts_more_devices_than_the_machine_has_and_explains_indivisible
 class RemembersItsInput(nn.Module):
     """Model that keeps a tensor of its first batch and draws random numbers."""
 
+    calls: torch.Tensor
+
     def __init__(self, reads_a_value: bool) -> None:
         super().__init__()
         self.layer, self.drop, self.reads_a_value = nn.Linear(12, 5), nn.Dropout(0.5), reads_a_value

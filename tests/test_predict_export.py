@@ -29,6 +29,7 @@ from src.commands.predict import PredictionRequest, Predictions, predict
 from src.schema import DataConfig
 from src.tasks.classification import Classification
 from timm_parallel.data.build import build_dataset
+from timm_parallel.data.dataset import InMemory
 from timm_parallel.keys import ResolvedParallel
 from timm_parallel.machine.ranks import NEEDED, Ranks
 from timm_parallel.record.result import Result, write_result
@@ -45,6 +46,7 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Save the test split of digits as <label>/<number>.png, and add an unreadable file."""
     folder = tmp_path_factory.mktemp("digits")
     test = build_dataset(DataConfig(name="digits")).test
+    assert test is not None
     for number in range(len(test)):
         image, label = test[number]
         (folder / str(int(label))).mkdir(exist_ok=True)
@@ -197,10 +199,14 @@ def test_predict_py_uses_srun_tasks_as_ranks(
         "timm_parallel.launch.torchrun.start_as_ranks", lambda *_: pytest.fail("started ranks")
     )
     monkeypatch.setattr("timm_parallel.launch.torchrun.open_store", lambda ranks: None)
-    monkeypatch.setattr(
-        "src.commands.predict.predict",
-        lambda request, ranks, store: (given.append(ranks) or {}, None),
-    )
+
+    def predict(
+        request: PredictionRequest, ranks: Ranks, store: Any
+    ) -> tuple[dict[str, Any], None]:
+        given.append(ranks)
+        return {}, None
+
+    monkeypatch.setattr("src.commands.predict.predict", predict)
     (tmp_path / "config.yaml").touch()
     assert predict_script.main([f"run={tmp_path}", f"images={tmp_path}", "parallel=ddp"]) == 0
     assert [(ranks.rank, ranks.world_size) for ranks in given] == [(0, 2)]
@@ -283,6 +289,7 @@ def test_exported_model_loaded_by_timm_reaches_test_accuracy_of_the_run(
     assert config["label_names"] == [str(n) for n in range(10)]
     data = config["pretrained_cfg"]
     test = build_dataset(DataConfig(name="digits")).test
+    assert isinstance(test, InMemory)
     images = test.images.float().div(255).sub(data["mean"][0]).div(data["std"][0])
     with torch.inference_mode():
         right = model(images).argmax(1) == test.labels
@@ -642,7 +649,8 @@ def test_loaded_model_keeps_the_position_embedding_when_only_eval_image_size_is_
     run = run_warm(tmp_path / "run", "parallel=single", "train.max_steps=1", *overrides, *more)
     actual = load_trained(run, None, None, CPU)
     assert actual.preprocessing.input_size == (3, 240, 240)
-    assert actual.model.pos_embed.shape[1] == 1 + (224 // 8) ** 2
+    pos_embed = actual.model.pos_embed
+    assert isinstance(pos_embed, torch.Tensor) and pos_embed.shape[1] == 1 + (224 // 8) ** 2
 
 
 def test_predictions_are_unchanged_when_the_run_folder_is_copied_elsewhere(

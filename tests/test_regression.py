@@ -128,7 +128,9 @@ def measured(ranks: Ranks, store: Any, numbers: int) -> dict[str, Any]:
     loader = EvalLoader(InMemory(images, targets), task, prefetcher, group, batch_size=6, workers=0)
     torch.manual_seed(1)
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(4, numbers))
-    model[1].bias.data += 100
+    bias = model[1].bias
+    assert isinstance(bias, torch.Tensor)
+    bias.data += 100
     evaluation = evaluate(model, loader, task, group, keep_rows=True)
     assert evaluation is not None and evaluation.rows is not None
     _, scores, labels = evaluation.rows

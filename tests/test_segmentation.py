@@ -26,7 +26,7 @@ from scripts import check_data as check_data_script
 from scripts import predict
 from src.models.build import build_model
 from src.models.segmenter import Segmenter
-from src.schema import Config, DataConfig, ResolvedParallel, TrainConfig
+from src.schema import Config, DataConfig, ResolvedParallel, ResolvedTrain, TrainConfig
 from src.tasks.segmentation import IGNORED, dice_losses, pixel_losses
 from timm_parallel.data.build import build_dataset, check_data
 from timm_parallel.data.dataset import InMemory
@@ -99,7 +99,7 @@ def test_mask_still_matches_the_image_after_every_augmentation(
 def task_for(size: list[int], **options: Any) -> Any:
     """Build a task of four classes that evaluates with `options`, by windows of `size`."""
     config = resolved()
-    config.train = TrainConfig(task="segmentation", task_kwargs=options)
+    config.train = ResolvedTrain(task="segmentation", task_kwargs=options)
     config.data.image_size = size
     return Task.find(config.train.task)(config, list("abcd"))
 
@@ -588,9 +588,9 @@ def packed(bits: int) -> Write:
     def write(path: Path, mask: np.ndarray) -> None:
         per_byte = 8 // bits
         columns = np.pad(mask, ((0, 0), (0, -mask.shape[1] % per_byte)))
-        bytes_of_rows = sum(
-            columns[:, place::per_byte] << (8 - bits * (place + 1)) for place in range(per_byte)
-        )
+        bytes_of_rows = np.zeros_like(columns[:, ::per_byte])
+        for place in range(per_byte):
+            bytes_of_rows |= columns[:, place::per_byte] << (8 - bits * (place + 1))
         lines = b"".join(b"\0" + row.astype(np.uint8).tobytes() for row in bytes_of_rows)
         height, width = mask.shape
         chunks = [

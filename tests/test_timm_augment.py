@@ -144,7 +144,7 @@ def test_train_crop_mode_matches_timm_with_the_same_random_numbers(
         SIZE,
         train_crop_mode=mode,
         hflip=0,
-        color_jitter=None,
+        color_jitter=None,  # type: ignore[arg-type]
         interpolation="bilinear",
         normalize=False,
         **given,
@@ -165,29 +165,6 @@ def test_train_crop_mode_rrc_uses_the_default_scale_range_of_timm() -> None:
         for given in ({"scale": [0.08, 1.0]}, {"train_crop_mode": "rrc"})
     )
     assert repr(plain).replace("[0.08, 1.0]", "(0.08, 1)") == repr(named)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_batch_augmentation_on_gpu_does_not_synchronize_and_equals_that_on_cpu() -> None:
-    device = torch.device("cuda", 0)
-    erasing, crop = Erasing(0.9, max_count=2), CropAndFlip(AugmentConfig(crop_padding=4, hflip=0.5))
-    pixels, seeds = torch.randint(0, 256, (16, 3, 64, 64), dtype=torch.uint8), list(range(16))
-
-    def apply(step: Any, images: Tensor, draws: list[Tensor]) -> Tensor:
-        if step is crop:
-            return step(images, images, *draws)[0]
-        return step(images, *draws)
-
-    for step, images in ((crop, pixels), (erasing, pixels.float())):
-        draws, copies = step.draw(seeds, images.shape), images.to(device)
-        sent = [draw.to(device) for draw in draws]
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            found = apply(step, copies, sent)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        assert torch.equal(found.cpu(), apply(step, images.clone(), draws))
 
 
 @given(
@@ -263,7 +240,7 @@ def test_batch_augmentation_is_not_used_when_images_need_resizing_or_other_augme
     changed: Any, side: int
 ) -> None:
     split = InMemory(torch.zeros(2, 3, side, side, dtype=torch.uint8), torch.zeros(2))
-    options = {"crop_padding": 2, "hflip": 0.5}
+    options: dict[str, Any] = {"crop_padding": 2, "hflip": 0.5}
     assert (
         batch_step(
             AugmentConfig(**options), InMemory(split.images[:, :, :16, :16], split.labels), (16, 16)
@@ -380,7 +357,7 @@ def test_lr_schedule_without_warmup_prefix_matches_timm_at_every_step(sched: str
     config = OptimConfig(lr=0.1, sched=sched, warmup_epochs=2, warmup_prefix=False, min_lr=1e-4)
     if sched in ("step", "multistep"):
         config.decay_epochs, config.decay_milestones = (
-            (3, None) if sched == "step" else (None, [4, 6])
+            (3, None) if sched == "step" else (None, [4.0, 6.0])
         )
     ours, theirs = (torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1) for _ in range(2))
     schedule = build_schedule(config, TrainConfig(epochs=8), ours, 5)

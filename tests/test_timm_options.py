@@ -25,7 +25,7 @@ from torchvision.transforms import v2
 from src.data.transforms import Preprocessing, evaluation_transform
 from src.models.build import build_model
 from src.models.preprocessing import preprocessing_for, train_image_size
-from src.schema import DataConfig, ResolvedConfig
+from src.schema import DataConfig, ModelConfig, ResolvedConfig
 from src.train.build import build_run
 from src.train.loop import run_steps
 from timm_parallel.config.compose import compose_command
@@ -495,8 +495,9 @@ def test_crop_mode_border_keeps_all_pixels_of_an_image_that_is_one_pixel_wide() 
 def test_error_about_model_kwargs_also_names_model_name() -> None:
     """The experiment replaces model.name, but the options of model=tiny remain."""
     config = compose_command(parse("experiment=finetune", "model=tiny", "data.root=x")).config.model
+    assert isinstance(config, ModelConfig)
     config.pretrained = False
     with pytest.raises(ValueError, match=r"^model\.kwargs=") as refusal:
-        build_model(config, 3, 3, 32, torch.device("cpu"))
+        build_model(config, 3, 3, (32, 32), torch.device("cpu"))
     assert f"model.name={config.name}" in str(refusal.value) and config.name.startswith("convnext")
     assert str(refusal.value).count("model.name") == 2

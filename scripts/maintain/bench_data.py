@@ -27,9 +27,9 @@ SIZE, BATCH = 224, 32
 LINKS = 2
 
 
-def make(folder: Path, count: int = 480) -> None:
+def make(folder: Path, count: int = 480, links: int = LINKS) -> None:
     """Write JPEG files of random noise on several scales. Each is as large as a photograph: about
-    60 kB at quality 85.
+    60 kB at quality 85. `links`: number of names of each file.
     """
     import numpy as np
     from PIL import Image
@@ -48,7 +48,7 @@ def make(folder: Path, count: int = 480) -> None:
                     Image.fromarray(coarse).resize((500, 375), Image.Resampling.BICUBIC)
                 )
             Image.fromarray(picture.clip(0, 255).astype(np.uint8)).save(path, quality=85)
-            for link in range(1, LINKS):
+            for link in range(1, links):
                 path.with_stem(f"{index}_{link}").hardlink_to(path)
 
 
@@ -108,7 +108,9 @@ def timm(folder: Path, workers: int) -> Epoch:
     return lambda: (len(labels) for _, labels in loader)
 
 
-def timms_loader(folder: Path, workers: int, batch_size: int, **options: Any) -> Any:
+def timms_loader(
+    folder: Path, workers: int, batch_size: int, device: str = "cpu", **options: Any
+) -> Any:
     """Create timm's loader as timm's train.py does. Its workers transform images and return uint8
     batches, which are normalized afterwards.
     """
@@ -124,7 +126,7 @@ def timms_loader(folder: Path, workers: int, batch_size: int, **options: Any) ->
         color_jitter=0.0,
         interpolation="bilinear",
         num_workers=workers,
-        device=torch.device("cpu"),
+        device=torch.device(device),
         **options,
     )
 

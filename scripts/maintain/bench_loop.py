@@ -13,6 +13,7 @@ import json
 import os
 import resource
 import time
+from collections.abc import Iterator
 
 import timm
 import timm.optim
@@ -22,10 +23,13 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.tensorboard import SummaryWriter
 
+RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+# Images and labels.
+Batch = tuple[torch.Tensor, torch.Tensor]
 AUTOCAST = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def options() -> argparse.Namespace:
+def options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -35,9 +39,8 @@ def options() -> argparse.Namespace:
     parser.add_argument(
         "--batch-size", type=int, default=32, help="images per step over all processes"
     )
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--warm-up", type=int, default=10, help="steps that are not timed")
-    parser.add_argument("--log-every", type=int, default=50)
+    parser.add_argument("--steps", type=int, default=100, help="a multiple of --log-every")
+    parser.add_argument("--log-every", type=int, default=50, help="the first so many are not timed")
     parser.add_argument("--samples", type=int, default=2048)
     parser.add_argument("--optimizer", choices=["fused", "default"], default="fused")
     parser.add_argument("--precision", choices=list(AUTOCAST), default="fp32")
@@ -45,7 +48,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--accelerator", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--tensorboard", help="folder for TensorBoard")
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
 def data(given: argparse.Namespace) -> tuple[torch.Tensor, torch.Tensor]:
@@ -108,74 +111,84 @@ class Gather:
         return moved
 
 
-def report(given: argparse.Namespace, first: float, seconds: float) -> None:
-    cuda = given.accelerator == "cuda"
-    peak = (
-        torch.cuda.max_memory_allocated()
-        if cuda
-        else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    )
-    rate = given.batch_size * (given.steps - given.warm_up) / seconds
-    print(json.dumps({"first_step_at": first, "images_per_sec": rate, "peak_mib": peak / 2**20}))
+def prepare(given: argparse.Namespace) -> torch.device:
+    """Set up the device of this process, and the process group if torchrun started it."""
+    torch.manual_seed(0)
+    if given.accelerator == "cuda":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+        torch.backends.cudnn.benchmark = True
+    else:
+        device = torch.device("cpu")
+        torch.set_num_threads(1)
+    if WORLD > 1:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    return device
+
+
+def layout(given: argparse.Namespace) -> torch.memory_format:
+    return torch.channels_last if given.channels_last else torch.contiguous_format
+
+
+def batches(given: argparse.Namespace, device: torch.device) -> Iterator[Batch]:
+    """Yield the normalized batches of this process, epoch after epoch."""
+    images, labels = data(given)
+    mean = torch.full((1, 3, 1, 1), 127.5, device=device)
+    size = given.batch_size // WORLD
+    gather = Gather(size, device.type == "cuda")
+    whole = given.samples - given.samples % given.batch_size
+    while True:
+        order = torch.randperm(given.samples)[:whole][RANK::WORLD]
+        for indices in order.split(size):
+            batch, targets = gather(images, labels, indices, device)
+            yield batch.sub(mean).div_(127.5).contiguous(memory_format=layout(given)), targets
+
+
+def train(
+    given: argparse.Namespace, device: torch.device, batches: Iterator[Batch]
+) -> Iterator[int]:
+    """Train, and yield the number of each step after which the device is idle: the first step, and
+    each step that is logged.
+    """
+    model, optimizer = model_and_optimizer(given, device)
+    wrapped = torch.compile(model) if given.compile else model
+    if WORLD > 1:
+        wrapped = DistributedDataParallel(wrapped, gradient_as_bucket_view=True)
+    writer = SummaryWriter(given.tensorboard) if given.tensorboard and RANK == 0 else None
+    for step, (inputs, targets) in enumerate(batches, 1):
+        with torch.autocast(
+            device.type, AUTOCAST[given.precision], enabled=given.precision != "fp32"
+        ):
+            loss = cross_entropy(wrapped(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if step == 1 or step % given.log_every == 0:
+            # Reading the loss waits for the device.
+            value = loss.item()
+            if writer is not None:
+                writer.add_scalar("train/loss", value, step)
+            yield step
 
 
 def main() -> None:
     given = options()
-    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    cuda = given.accelerator == "cuda"
-    device = (
-        torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        if cuda
-        else torch.device("cpu")
-    )
-    if cuda:
-        torch.cuda.set_device(device)
-        torch.backends.cudnn.benchmark = True
-    else:
-        torch.set_num_threads(1)
-    if world > 1:
-        dist.init_process_group("nccl" if cuda else "gloo")
-
-    torch.manual_seed(0)
-    images, labels = data(given)
-    mean = torch.full((1, 3, 1, 1), 127.5, device=device)
-    layout = torch.channels_last if given.channels_last else torch.contiguous_format
-    model, optimizer = model_and_optimizer(given, device)
-    wrapped = torch.compile(model) if given.compile else model
-    if world > 1:
-        wrapped = DistributedDataParallel(wrapped, gradient_as_bucket_view=True)
-    writer = SummaryWriter(given.tensorboard) if given.tensorboard and rank == 0 else None
-
-    gather = Gather(given.batch_size // world, cuda)
-    step, began, first = 0, 0.0, 0.0
-    whole = given.samples - given.samples % given.batch_size
-    while step < given.steps:
-        for indices in torch.randperm(given.samples)[:whole][rank::world].split(
-            given.batch_size // world
-        ):
-            batch, targets = gather(images, labels, indices, device)
-            inputs = batch.sub(mean).div_(127.5).contiguous(memory_format=layout)
-            with torch.autocast(
-                device.type, AUTOCAST[given.precision], enabled=given.precision != "fp32"
-            ):
-                loss = cross_entropy(wrapped(inputs), targets)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            step += 1
-            if cuda and step in (1, given.warm_up, given.steps):
-                torch.cuda.synchronize()
-            if step == 1:
-                first = time.time()
-            if step == given.warm_up:
-                began = time.perf_counter()
-            if step % given.log_every == 0 and writer is not None:
-                writer.add_scalar("train/loss", loss.item(), step)
-            if step == given.steps:
-                break
-    if rank == 0:
-        report(given, first, time.perf_counter() - began)
-    if world > 1:
+    device = prepare(given)
+    began = first = 0.0
+    for step in train(given, device, batches(given, device)):
+        if step == 1:
+            first = time.time()
+        if step == given.log_every:
+            began = time.perf_counter()
+        if step == given.steps:
+            break
+    rate = given.batch_size * (given.steps - given.log_every) / (time.perf_counter() - began)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+    if device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated() / 2**20
+    if RANK == 0:
+        print(json.dumps({"first_step_at": first, "images_per_sec": rate, "peak_mib": peak}))
+    if WORLD > 1:
         dist.destroy_process_group()
 
 

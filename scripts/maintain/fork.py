@@ -45,7 +45,7 @@ OF_THE_TEMPLATE = (
     "mkdocs.yml",
     "requirements-docs.txt",
 )
-TARGETS = r"make (bench|gpu-wheels|gpu-check|test-simulated|size|docs|fork)\b"
+TARGETS = r"make (bench|gpu-wheels|gpu-check|size|docs|fork)\b"
 COMMANDS = rf"scripts/maintain|tests/template|benchmarks\.md|{TARGETS}"
 DEMO = ("docs/figures/report.png", "docs/figures/tensorboard.png")
 OLD_NAME = "timm-parallel"
@@ -60,6 +60,12 @@ NAMED = (
 )
 # Pattern for a run folder in the pages, which contains the template's task_name.
 RUN_FOLDER = r"(outputs/)train\b"
+# The tests of the library run with the template's project, so mypy must not check them with yours.
+LIBRARY_TESTS = """[[tool.mypy.overrides]]
+module = ["timm_parallel.tests.*", "timm_parallel.testing.*"]
+ignore_errors = true
+
+"""
 
 
 def main(arguments: list[str]) -> int:
@@ -110,6 +116,7 @@ def fork(root: Path, name: str, holder: str, drop_demo: bool) -> None:
     holder = holder or _git(root, "config", "user.name") or name
     for path in NAMED:
         _edit(root / path, re.escape(OLD_NAME), name)
+    _edit(root / "pyproject.toml", r"(?=\[tool\.pytest)", LIBRARY_TESTS)
     for readme in root.glob("README*.md"):
         _edit(readme, r"\A# .*", f"# {name}")
     text = (root / "LICENSE").read_text(encoding="utf-8")

@@ -1,11 +1,12 @@
-"""Run all checks that need a CUDA device, in nine minutes: `make gpu-check`. FULL=1 adds slower
-checks.
+"""Run all checks that need a CUDA device, in six to ten minutes: `make gpu-check`. FULL=1
+adds slower checks.
 
     make gpu-wheels && make gpu-check BIN=/usr/bin    # an interpreter with torch, no package index
 
-Each check has a time limit, and a failed check does not stop the next one. With two or more GPUs,
-more checks compare the strategies and test faults. The script writes one file to attach to an
-issue: outputs/gpu-check/<time>/gpu_check.md. Exit code 1 if a figure is wrong.
+Each check has a time limit, and a failed check does not stop the next one. Checks that measure
+nothing run next to each other. With two or more GPUs, more checks compare the strategies and test
+faults. The script writes one file to attach to an issue: outputs/gpu-check/<time>/gpu_check.md. The
+exit code is 1 if a figure is wrong.
 """
 
 from __future__ import annotations
@@ -17,21 +18,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 # Python searches the folder of a script for modules, so add the root of the project.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from scripts.maintain import gpu_runs, gpu_speed
-from scripts.maintain.gpu_rows import ROOT, SIMULATED, Part, Row, tests
+from scripts.maintain.gpu_rows import ROOT, Check, Part, Row, tests
 from timm_parallel.machine import hardware
 from timm_parallel.machine.files import claim_folder, write_text
 from timm_parallel.machine.process import terminate_descendants
 
-# Total time limit in seconds of the checks that need one GPU, without FULL=1.
-SECONDS = 520.0
-# Factor of the time limits on simulated devices, which are slower than real ones.
-SLOWER = 20
 NOT_SEEN = (
     "skipped: {}, so these were not checked: training on a device, sweeps, waits, speed, memory, "
     "checkpoints on other devices, faults, NCCL"
@@ -51,63 +49,84 @@ NEEDED = (
     ),
     *("optuna", "matplotlib", "pytest", "pytest_timeout"),
 )
-RESNET, VIT = gpu_speed.TRAININGS["ResNet-50"], gpu_speed.TRAININGS["ViT-B/16"]
-# Tests that a step does not wait for the device. On simulated devices, test_feed.py would take
-# minutes because of its large matrix products.
-WAITS = (
-    ("timm_parallel/tests/test_speed.py",)
-    if SIMULATED
-    else ("timm_parallel/tests/test_speed.py", "timm_parallel/tests/test_feed.py")
-)
+# Tests that a step does not wait for the device.
+WAITS = ("timm_parallel/tests/test_speed.py", "timm_parallel/tests/test_feed.py")
+# These files have all other tests that need a device.
 ON_DEVICE = ("timm_parallel/tests/test_gpu.py", "timm_parallel/tests/test_gpu_faults.py")
-# The most informative checks run first, so that an interrupted script has run them.
+LOSSES = "test_gpu_training_loss_matches_cpu_for_each_strategy_and_precision"
+
+
+def on_device(name: str) -> Check:
+    """Return a check that runs a test of test_gpu.py."""
+    return tests(f"{ON_DEVICE[0]}::{name}")
+
+
+# Number of checks that run at the same time.
+AT_ONCE = 8
 PARTS = (
-    Part("machine", 15, gpu_runs.topology),
-    Part("sweep and search", 65, gpu_runs.jobs),
-    Part("speed: ResNet-50", 60, gpu_speed.against_by_hand("ResNet-50", RESNET)),
-    Part("speed: ViT-B/16", 55, gpu_speed.against_by_hand("ViT-B/16", VIT)),
-    Part("feeding images of CIFAR's size", 25, gpu_speed.feed),
-    Part("waits for the device", 45, tests(*WAITS)),
-    Part("evaluate, predict, export, resume", 75, gpu_runs.other_devices),
-    Part("out of memory", 35, gpu_runs.out_of_memory, simulated=False),
-    Part("device-side assert", 20, gpu_runs.fault("device_assert", "failed", "parallel=single")),
-    Part("fsdp over NCCL", 30, gpu_runs.fsdp_on_one),
-    Part("deterministic steps", 35, gpu_runs.deterministic),
-    Part("compile and resume", 35, gpu_runs.compiled, simulated=False),
-    Part("reading JPEG files", 25, gpu_speed.jpeg),
-    Part("all tests of GPUs", 400, tests(*ON_DEVICE), needs_full=True),
-    Part("profile", 60, gpu_speed.profile, needs_full=True, simulated=False),
+    Part("machine", 20, gpu_runs.topology),
     Part(
-        "speed: ResNet-50, three rounds",
-        240,
-        gpu_speed.against_by_hand("ResNet-50", RESNET, 3),
-        needs_full=True,
+        "sweep and search",
+        90,
+        on_device("test_forked_jobs_train_on_the_gpu_and_record_its_count"),
     ),
+    Part("waits for the device", 90, tests(*WAITS)),
     Part(
-        "speed: ViT-B/16, three rounds",
-        240,
-        gpu_speed.against_by_hand("ViT-B/16", VIT, 3),
-        needs_full=True,
+        "evaluate, predict, export, resume",
+        120,
+        on_device("test_gpu_run_is_evaluated_exported_and_resumed_without_a_gpu"),
     ),
-    Part("speed of strategies", 240, gpu_speed.strategies, needs_full=True),
+    Part("fsdp over NCCL", 60, on_device(f"{LOSSES}[cuda-fsdp over NCCL-fp32]")),
+    Part(
+        "deterministic steps",
+        90,
+        on_device("test_two_deterministic_trainings_end_with_equal_weights"),
+    ),
+    Part("compile and resume", 90, on_device("test_compiled_run_trains_and_resumes")),
+    Part("speed: ResNet-50", 120, gpu_speed.in_turns("ResNet-50"), alone=True),
+    Part("speed: ViT-B/16", 60, gpu_speed.in_turns("ViT-B/16"), alone=True),
+    Part("speed: launch-bound steps", 100, gpu_speed.in_turns("ResNet-18, 32 pixels"), alone=True),
+    Part("speed: JPEG files", 90, gpu_speed.in_turns("ResNet-50, JPEG files"), alone=True),
+    Part("speed: start", 45, gpu_speed.start, alone=True),
+    Part("out of memory", 35, gpu_runs.out_of_memory, alone=True),
+    Part(
+        "device-side assert",
+        20,
+        gpu_runs.fault("device_assert", "failed", "parallel=single"),
+        alone=True,
+    ),
+    Part("all tests of GPUs", 600, tests(*ON_DEVICE), needs_full=True),
+    Part(
+        "speed: compiled",
+        200,
+        gpu_speed.in_turns("ResNet-50, compiled by hand"),
+        needs_full=True,
+        alone=True,
+    ),
     Part("strategies on several GPUs", 240, gpu_runs.all_strategies, devices=2),
     Part("class weights under dp", 60, gpu_runs.class_weights_under_dp, devices=2),
-    Part("SyncBatchNorm over NCCL", 90, gpu_runs.SYNC_BN, devices=2),
+    Part(
+        "SyncBatchNorm over NCCL",
+        90,
+        on_device("test_sync_bn_step_on_gpus_uses_statistics_of_the_whole_batch"),
+        devices=2,
+    ),
     Part(
         "a killed rank",
         60,
         gpu_runs.fault("kill", "failed", "parallel=ddp", "parallel.devices=2", rank=1),
         devices=2,
+        alone=True,
     ),
     Part(
         "a rank out of memory",
         60,
         gpu_runs.fault("no_memory", "out_of_memory", "parallel=ddp", "parallel.devices=2", rank=1),
         devices=2,
-        simulated=False,
+        alone=True,
     ),
     Part("two jobs side by side", 60, gpu_runs.side_by_side, devices=2),
-    Part("make compare", 900, gpu_runs.compare_strategies, devices=2),
+    Part("make compare", 900, gpu_runs.compare_strategies, devices=2, alone=True),
 )
 
 
@@ -119,31 +138,36 @@ def chosen(devices: int, is_full: bool) -> list[Part]:
 
 
 def check(parts: Sequence[Part]) -> dict[str, list[Row]]:
-    """Run checks one after the other. Return a dictionary from the name of a check to its rows. A
-    check that raises an error or exceeds its time limit gets a row that says so.
+    """Run checks: first those that run next to each other, then the others one after the other.
+    Return a dictionary from the name of a check to its rows.
     """
+    groups = [[part for part in parts if not part.alone]]
+    groups += [[part] for part in parts if part.alone]
     done: dict[str, list[Row]] = {}
-    for part in parts:
-        if SIMULATED and not part.simulated:
-            done[part.name] = [Row(part.name, "not simulated")]
-            continue
-        print(f"--- {part.name}", flush=True)
-        seconds = part.seconds * (SLOWER if SIMULATED else 1)
-        began = time.monotonic()
-        try:
-            # End processes that the check has left behind, because they would disturb the next
-            # check.
-            with terminate_descendants():
-                rows = part.run(seconds)
-        except subprocess.TimeoutExpired:
-            rows = [Row(part.name, f"not run within {seconds:.0f} s", True)]
-        # Catch all errors, so that the remaining checks still run.
-        except Exception as error:
-            reason = " ".join(str(error).split())[-300:]
-            rows = [Row(part.name, f"broke: {type(error).__name__}: {reason}", True)]
-        print(f"{lines(rows)}({time.monotonic() - began:.0f} of {seconds:.0f} s)", flush=True)
-        done[part.name] = rows
+    for group in groups:
+        # End processes that these checks have left behind, because they would disturb the next
+        # check.
+        with terminate_descendants(), ThreadPoolExecutor(AT_ONCE) as pool:
+            done |= zip((part.name for part in group), pool.map(run_part, group), strict=True)
     return done
+
+
+def run_part(part: Part) -> list[Row]:
+    """Run a check, and print its rows. A check that raises an error or exceeds its time limit gets
+    a row that says so.
+    """
+    began = time.monotonic()
+    try:
+        rows = part.run(part.seconds)
+    except subprocess.TimeoutExpired:
+        rows = [Row(part.name, f"not within {part.seconds:.0f} s", True, is_run=False)]
+    # Catch all errors, so that the remaining checks still run.
+    except Exception as error:
+        reason = " ".join(str(error).split())[-300:]
+        rows = [Row(part.name, f"broke: {type(error).__name__}: {reason}", True, is_run=False)]
+    seconds = time.monotonic() - began
+    print(f"--- {part.name}, {seconds:.0f} of {part.seconds:.0f} s\n{lines(rows)}", flush=True)
+    return rows
 
 
 def lines(rows: list[Row]) -> str:
@@ -151,25 +175,28 @@ def lines(rows: list[Row]) -> str:
     return "".join(f"{row.what}: {row.figure}{'   WRONG' if row.wrong else ''}\n" for row in rows)
 
 
-def report(done: dict[str, list[Row]], device: str, seconds: float) -> str:
-    """Build the report as Markdown: a verdict, a table for each check, and the rows that can be
-    pasted into docs/dev/benchmarks.md.
+def report(
+    done: dict[str, list[Row]], left_out: dict[str, str], device: str, seconds: float
+) -> str:
+    """Build the report as Markdown: a verdict, what was not run, a table for each check, and the
+    rows that can be pasted into docs/dev/benchmarks.md.
+
+    `left_out`: dictionary from the checks that this call leaves out to the reasons.
     """
-    wrong = [
-        f"{name}: {row.what}: {row.figure}"
-        for name, rows in done.items()
-        for row in rows
-        if row.wrong
-    ]
-    verdict = "Nothing is wrong." if not wrong else f"{len(wrong)} wrong:"
+    named = [(f"{name}: {row.what}", row) for name, rows in done.items() for row in rows]
+    wrong = [f"{name}: {row.figure}" for name, row in named if row.wrong]
+    not_run = [f"{name}: {row.figure}" for name, row in named if not row.is_run]
+    not_run += [f"{name}: {reason}" for name, reason in left_out.items()]
     text = [
-        "# gpu-check: "
-        f"{device}{' (simulated: speeds and memory mean nothing)' if SIMULATED else ''}",
+        f"# gpu-check: {device}",
         "",
         f"{time.strftime('%Y-%m-%d')}, {seconds:.0f} s, {platform.platform()}, commit {_commit()}.",
         "",
-        verdict,
+        "Nothing is wrong." if not wrong else f"{len(wrong)} wrong:",
         *(f"- {line}" for line in wrong),
+        "",
+        "All rows were run." if not not_run else "Not run:",
+        *(f"- {line}" for line in not_run),
     ]
     for name, rows in done.items():
         text += ["", f"## {name}", "", "| what | figure | |", "|---|---|---|"]
@@ -177,20 +204,14 @@ def report(done: dict[str, list[Row]], device: str, seconds: float) -> str:
             f"| {cell(row.what)} | {cell(row.figure)} | {'**wrong**' if row.wrong else ''} |"
             for row in rows
         ]
-    measured = [
-        row
-        for name in done
-        if name.startswith(("speed", "feeding", "reading"))
-        for row in done[name]
-    ]
+    text += ["", "## Rows for docs/dev/benchmarks.md", ""]
+    text += [f"| {cell(device)} | figure |", "|---|---|"]
     text += [
-        "",
-        "## Rows for docs/dev/benchmarks.md",
-        "",
-        f"| {cell(device)} | figure |",
-        "|---|---|",
+        f"| {cell(row.what)} | {cell(row.figure)} |"
+        for name, rows in done.items()
+        if name.startswith("speed")
+        for row in rows
     ]
-    text += [f"| {cell(row.what)} | {cell(row.figure)} |" for row in measured]
     return "\n".join([*text, ""])
 
 
@@ -227,10 +248,16 @@ def main() -> int:
         )
         return 2
     began = time.monotonic()
-    done = check(chosen(len(devices), os.environ.get("FULL") == "1"))
+    parts = chosen(len(devices), os.environ.get("FULL") == "1")
+    left_out = {
+        part.name: f"needs {part.devices} devices" if part.devices > len(devices) else "FULL=1"
+        for part in PARTS
+        if part not in parts
+    }
+    done = check(parts)
     name = devices[0].name + (f" and {len(devices) - 1} more" if len(devices) > 1 else "")
     folder = claim_folder(ROOT / "outputs" / "gpu-check" / time.strftime("%Y-%m-%d/%H-%M-%S"))
-    write_text(folder / "gpu_check.md", report(done, name, time.monotonic() - began))
+    write_text(folder / "gpu_check.md", report(done, left_out, name, time.monotonic() - began))
     print(f"report: {folder / 'gpu_check.md'}")
     return int(any(row.wrong for rows in done.values() for row in rows))
 

@@ -18,18 +18,20 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-# True if the CUDA devices are simulated (make test-simulated). They cannot show speed, real memory
-# or compiled kernels.
-SIMULATED = "SIMCUDA" in os.environ
+# Accelerator of all checks. A dry run without a GPU replaces it.
+ACCELERATOR = "cuda"
 
 
 @dataclass
 class Row:
-    """A row of the report. `wrong` is True if the figure is not what it must be."""
+    """A row of the report. `wrong` is True if the figure is not what it must be, and `is_run` is
+    False if the figure is the reason why there is none.
+    """
 
     what: str
     figure: str
     wrong: bool = False
+    is_run: bool = True
 
 
 # Function that runs a check within a number of seconds, and returns rows of the report.
@@ -47,8 +49,9 @@ class Part:
     needs_full: bool = False
     # Least number of devices that the check needs.
     devices: int = 1
-    # False if the check is skipped on simulated devices, which cannot show its result.
-    simulated: bool = True
+    # True if no other check may run at the same time, because this check measures time, needs all
+    # memory of the device, or counts the processes on it.
+    alone: bool = False
 
 
 @dataclass(frozen=True)
@@ -150,7 +153,7 @@ def train(
     words = [
         "model=tiny",
         "print_config=false",
-        "parallel.accelerator=cuda",
+        f"parallel.accelerator={ACCELERATOR}",
         "data.workers=0",
         *overrides,
     ]
@@ -168,24 +171,31 @@ def tests(*names: str) -> Check:
     """
 
     def run(seconds: float) -> list[Row]:
-        # Load the plugin pytest_timeout, because PYTEST_DISABLE_PLUGIN_AUTOLOAD turns off all
-        # installed plugins.
-        plain = ["-p", "no:cacheprovider", "-p", "pytest_timeout"]
+        # Load pytest-timeout by the name of its entry point, because
+        # PYTEST_DISABLE_PLUGIN_AUTOLOAD turns off all installed plugins. Where they are loaded
+        # anyway, the name of its module would load it a second time, which pytest refuses.
+        plain = ["-p", "no:cacheprovider", "-p", "timeout"]
         done = python(["-m", "pytest", "-m", "gpu", "-vv", "--tb=short", *plain, *names], seconds)
-        rows = [Row(test, verdict, verdict != "passed") for test, verdict in outcomes(done.output)]
+        rows = [
+            Row(test, outcome, outcome in ("failed", "error"), is_run=outcome != "skipped")
+            for test, outcome in outcomes(done.output)
+        ]
         if done.code is None:
             rest = f"the tests after {rows[-1].what if rows else 'none'}"
-            rows.append(Row(rest, f"not run within {seconds:.0f} s", True))
-        return rows or [Row(" ".join(names), "no test ran", True)]
+            rows.append(Row(rest, f"not within {seconds:.0f} s", True, is_run=False))
+        return rows or [Row(" ".join(names), "no test ran", True, is_run=False)]
 
     return run
 
 
 def outcomes(output: str) -> list[tuple[str, str]]:
-    """Parse the output of `pytest -v`. Return pairs (test, outcome) with the outcome passed, failed
-    or error.
+    """Parse the output of `pytest -v`. Return pairs (test, outcome) with the outcome passed,
+    failed, error or skipped.
     """
-    lines = (re.match(r"(\S+::.+?) (PASSED|FAILED|ERROR)\b", line) for line in output.splitlines())
+    lines = (
+        re.match(r"(\S+::.+?) (PASSED|FAILED|ERROR|SKIPPED)\b", line)
+        for line in output.splitlines()
+    )
     return [(line[1].rpartition("/")[2], line[2].lower()) for line in lines if line is not None]
 
 

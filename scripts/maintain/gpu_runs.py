@@ -4,7 +4,6 @@ several GPUs.
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 import statistics
@@ -13,7 +12,6 @@ from pathlib import Path
 
 from scripts.maintain.gpu_rows import (
     ROOT,
-    SIMULATED,
     Check,
     Clock,
     Row,
@@ -22,7 +20,6 @@ from scripts.maintain.gpu_rows import (
     python,
     same,
     scratch,
-    tests,
     train,
 )
 from timm_parallel.machine import hardware
@@ -34,15 +31,12 @@ SHORT = (
     "train.log_every=1",
     "data.batch_size=48",
     "optim.warmup_epochs=0",
+    "train.precision=fp32",
+    "model.channels_last=false",
 )
 FAULTY = ROOT / "timm_parallel" / "tests" / "promises" / "faulty"
 # Batch size that exceeds the memory of any GPU.
 HUGE = 8192
-WITHOUT_GPU = {"CUDA_VISIBLE_DEVICES": ""}
-if SIMULATED:
-    # Simulated GPUs stay visible, because their driver ignores CUDA_VISIBLE_DEVICES. So turn the
-    # simulation off.
-    WITHOUT_GPU |= {"LD_PRELOAD": "", "LD_LIBRARY_PATH": "", "SIMCUDA": ""}
 
 
 def topology(seconds: float) -> list[Row]:
@@ -68,102 +62,6 @@ def topology(seconds: float) -> list[Row]:
     return rows
 
 
-def jobs(seconds: float) -> list[Row]:
-    """Check a sweep of two single-device jobs and a search of two trials on CUDA. All jobs are
-    forked from a warm server process.
-    """
-    clock = Clock(seconds)
-    with scratch() as base:
-        sweep = train(
-            base / "sweep",
-            *("parallel=single", "optim.lr=1e-3,1e-4", *SHORT),
-            seconds=clock.left,
-            sweep=True,
-        )
-        search = train(
-            base / "search",
-            *("parallel=single", "search=optuna", "search.n_trials=2", *SHORT),
-            seconds=clock.left,
-            sweep=True,
-        )
-        devices = [
-            Run(0, "", 0, folder).result.get("accelerator") for folder in sorted(base.glob("*/*/"))
-        ]
-        return [
-            same("sweep of two single jobs: status", sweep.statuses, ["done", "done"]),
-            Row("sweep of two single jobs: seconds", f"{sweep.seconds:.0f}"),
-            same("search of two trials: status", search.statuses, ["done", "done"]),
-            Row("search of two trials: seconds", f"{search.seconds:.0f}"),
-            same("sweep and search: jobs that trained on CUDA", devices.count("cuda"), 4),
-        ]
-
-
-def other_devices(seconds: float) -> list[Row]:
-    """Check that a run on CUDA can be loaded, evaluated, used for prediction, exported, and
-    resumed. Loading and one resume happen without a GPU.
-    """
-    clock, rows = Clock(seconds), []
-    with scratch() as base:
-        folder = base / "run"
-        run = train(folder, "parallel=single", *SHORT, seconds=clock.left)
-        rows.append(same("run on CUDA: exit code", run.code, 0))
-        if run.code != 0:
-            return rows
-        best = folder / "checkpoints" / "best.pt"
-        load = (
-            f"import torch; torch.load({str(best)!r}, weights_only=True); assert not "
-            "torch.cuda.is_available()"
-        )
-        rows.append(
-            same(
-                "torch.load of best.pt without a GPU",
-                python(["-c", load], clock.left, WITHOUT_GPU).code,
-                0,
-            )
-        )
-        evaluated = python(["evaluate.py", f"run={folder}"], clock.left)
-        lines = [json.loads(line) for line in evaluated.output.splitlines() if line.startswith("{")]
-        # Compare with acc_best, because evaluate.py evaluates the best weights.
-        accuracies = [line.get("acc", line.get("val/acc")) for line in lines[:1]]
-        rows.append(same("evaluate.py: val/acc", accuracies, [run.result["val"]["acc_best"]]))
-        rows += _predict(base, folder, clock)
-        exported = python(["scripts/export.py", f"run={folder}"], clock.left)
-        rows.append(same("export.py: exit code", exported.code, 0))
-        on_cpu = ("parallel.accelerator=cpu", f"train.max_steps={STEPS + 2}")
-        resumed = python(["train.py", f"resume={folder}", *on_cpu], clock.left, WITHOUT_GPU)
-        rows += [
-            same("resumed on the CPU: exit code", resumed.code, 0),
-            same("resumed on the CPU: steps", run.result["steps"], STEPS + 2),
-        ]
-        on_cuda = ("parallel.accelerator=cuda", f"train.max_steps={STEPS + 4}")
-        resumed = python(["train.py", f"resume={folder}", *on_cuda], clock.left)
-        result = run.result
-        utilization, clocks = result["memory"][0]["utilisation"], result["guard"].get("clocks")
-        rows += [
-            same("resumed on CUDA: exit code", resumed.code, 0),
-            same("resumed on CUDA: device", result["accelerator"], "cuda"),
-            Row("NVML: utilization", f"{utilization}", utilization is None),
-            Row("NVML: energy of the run, kWh", f"{result['energy'].get('kwh')}"),
-            Row("NVML: clocks", f"{clocks}", not clocks),
-        ]
-    return rows
-
-
-def _predict(base: Path, folder: Path, clock: Clock) -> list[Row]:
-    from PIL import Image
-
-    (base / "photos").mkdir()
-    for shade in (20, 200):
-        Image.new("L", (32, 32), shade).save(base / "photos" / f"{shade}.png")
-    output = base / "predictions.csv"
-    python(
-        ["scripts/predict.py", f"run={folder}", f"images={base / 'photos'}", f"output={output}"],
-        clock.left,
-    )
-    count = len(list(csv.DictReader(output.open(encoding="utf-8")))) if output.is_file() else None
-    return [same("predict.py: images with a prediction", count, 2)]
-
-
 def out_of_memory(seconds: float) -> list[Row]:
     """Check a sweep whose first job exceeds the memory of the device. The next job must still
     train.
@@ -184,6 +82,7 @@ def out_of_memory(seconds: float) -> list[Row]:
                 "train.max_steps=2",
             ),
             *("train.evaluate_every=0", "optim.warmup_epochs=0"),
+            *("train.precision=fp32", "model.channels_last=false"),
             seconds=seconds,
             sweep=True,
         )
@@ -265,11 +164,6 @@ def _is_ours(pid: int) -> bool:
         return False
 
 
-def fsdp_on_one(seconds: float) -> list[Row]:
-    """Check that fsdp over NCCL on one device has the same losses as single."""
-    return equal_to_single(("fsdp on 1", ("parallel=fsdp", "parallel.devices=1")))(seconds)
-
-
 # Use 49 validation images, so that ranks evaluate different numbers of images.
 UNEVEN = ("data=synthetic", "data.kwargs.num_samples=392")
 
@@ -318,59 +212,6 @@ def _losses(run: Run) -> list[float]:
     if run.code != 0 or not path.is_file():
         return []
     return [line["train/loss"] for line in read_metrics(path) if "train/loss" in line]
-
-
-def deterministic(seconds: float) -> list[Row]:
-    """Check that each of five models ends with equal weights if it is trained twice with
-    train.deterministic=true.
-    """
-    clock, rows = Clock(seconds), []
-    names = (
-        "resnet50",
-        "convnext_tiny",
-        "swin_tiny_patch4_window7_224",
-        "efficientnet_b0",
-        "vit_small_patch16_224",
-    )
-    if SIMULATED:
-        names = ("test_resnet", "test_convnext", "test_vit", "test_efficientnet", "test_byobnet")
-    done = python(["scripts/maintain/gpu_steps.py", *names], clock.left)
-    for line in done.output.splitlines():
-        if line.startswith('{"model"'):
-            entry = json.loads(line)
-            rows.append(
-                same(f"{entry['model']}, deterministic: two trainings", entry["verdict"], "equal")
-            )
-    if len(rows) < len(names):
-        rows.append(Row("deterministic steps", f"{len(rows)} of {len(names)} models", True))
-    return rows
-
-
-def compiled(seconds: float) -> list[Row]:
-    """Check that a run with model.compile=true trains, stops, and resumes."""
-    clock = Clock(seconds)
-    with scratch() as base:
-        folder = base / "run"
-        common = (
-            "parallel=single",
-            "model.compile=true",
-            "train.log_every=1",
-            "data.batch_size=48",
-        )
-        run = train(
-            folder, *common, "optim.warmup_epochs=0", "train.max_steps=4", seconds=clock.left
-        )
-        rows = [same("model.compile=true: exit code", run.code, 0)]
-        if run.code == 0:
-            first = run.result["seconds"]["start_to_first_step"]
-            rows.append(
-                Row(
-                    "model.compile=true: seconds from the command to the first step", f"{first:.1f}"
-                )
-            )
-            resumed = python(["train.py", f"resume={folder}", "train.max_steps=8"], clock.left)
-            rows.append(same("model.compile=true, resumed: exit code", resumed.code, 0))
-    return rows
 
 
 # The checks of several devices follow. They need two or more GPUs.
@@ -437,9 +278,11 @@ def compare_strategies(seconds: float) -> list[Row]:
     jobs that are done.
     """
     with scratch() as base:
-        more = ("sweep.repeats=3",) if not SIMULATED else ("sweep.repeats=2", "train.max_steps=12")
         folder = base / "compare"
-        words = ["train.py", "-m", "experiment=compare", *more, f"hydra.sweep.dir={folder}"]
+        words = [
+            *("train.py", "-m", "experiment=compare", "sweep.repeats=3"),
+            f"hydra.sweep.dir={folder}",
+        ]
         done = python(words, seconds)
         run = Run(done.code, done.output, done.seconds, folder)
         lead = run.read("report.json").get("lead")
@@ -452,8 +295,3 @@ def compare_strategies(seconds: float) -> list[Row]:
                 "make compare: share of tried jobs that are done", f"{done_jobs:.2f}", done_jobs < 1
             ),
         ]
-
-
-SYNC_BN = tests(
-    "timm_parallel/tests/test_gpu.py::test_sync_bn_step_on_gpus_uses_statistics_of_the_whole_batch"
-)

@@ -1,18 +1,23 @@
-"""Checks of `make gpu-check` that measure speed: against a hand-written loop, of data loading, of
-strategies, and between steps.
+"""Checks of `make gpu-check` that measure speed and start-up time. gpu_rounds.py trains each
+workload with several programs in turns.
 """
 
 from __future__ import annotations
 
 import json
 import statistics
-from dataclasses import replace
+from dataclasses import dataclass
+from typing import Any
 
-from scripts.maintain.bench_data import make
-from scripts.maintain.bench_measures import Figures, Training
-from scripts.maintain.gpu_rows import SIMULATED, Check, Clock, Row, python, scratch, train
+from scripts.maintain.gpu_rows import ACCELERATOR, Check, Clock, Row, Run, python, scratch, train
 from timm_parallel.machine import hardware
 
+ROUNDS = 5
+RESNET_50 = (
+    *("data=synthetic", "data.image_size=224", "model=resnet18", "model.name=resnet50"),
+    *("train.precision=bf16", "model.channels_last=true"),
+    *("train.evaluate_every=0", "optim.warmup_epochs=0"),
+)
 # Peak bf16 FLOPs per second of GPUs without sparsity, from NVIDIA's data sheets.
 PEAK_BF16 = {
     "H200": 989e12,
@@ -21,71 +26,143 @@ PEAK_BF16 = {
     "L40S": 362e12,
     "4090": 165e12,
 }
-# Use few steps, because both programs create all images of the epoch before they start.
-TRAININGS = {
-    "ResNet-50": Training("resnet50", {}, 40, 20, batch_size=256, image_size=224, on_gpu=True),
-    "ViT-B/16": Training(
-        "vit_base_patch16_224", {}, 40, 20, batch_size=128, image_size=224, on_gpu=True
+BY_HAND, COMPILED_BY_HAND = "loop by hand", "loop by hand, compiled"
+TIMMS_LOADER = "loop by hand, timm's loader"
+OURS, COMPILED, FSDP = "train.py", "train.py, model.compile=true", "train.py, fsdp"
+REDUCED, AUGMENTED = "train.py, model.compile=reduce-overhead", "train.py, flips and crops"
+TORCHCODEC, PIL = "train.py, torchcodec", "train.py, PIL"
+LIGHTNING = "Lightning, usual logging"
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model and its batches, which all programs train in bf16."""
+
+    model: str
+    pixels: int
+    batch: int
+    channels_last: bool
+    # Number of timed steps of a round.
+    steps: int
+    # Dictionary from each program to the program that its speed is compared with.
+    programs: dict[str, str]
+    # True if the batches come from JPEG files. Otherwise random images are in memory.
+    reads_jpeg: bool = False
+    # Number of times that a program trains `steps` steps before those that are timed. They use up
+    # the batches that the workers have read while other programs trained.
+    untimed: int = 0
+    # True if train.py must be as fast as the loop by hand.
+    is_judged: bool = True
+
+    @property
+    def format(self) -> str:
+        """Precision, memory format and batch size, for the report."""
+        layout = "channels last" if self.channels_last else "contiguous"
+        return f"bf16, {layout}, batch {self.batch}"
+
+
+WORKLOADS = {
+    "ResNet-50": Workload(
+        "resnet50",
+        *(224, 256, True, 20),
+        {OURS: BY_HAND, FSDP: BY_HAND, COMPILED: BY_HAND, LIGHTNING: BY_HAND},
+    ),
+    "ViT-B/16": Workload(
+        "vit_base_patch16_224", *(224, 128, False, 20), {OURS: BY_HAND, FSDP: BY_HAND}
+    ),
+    # The kernels of this model are so short that launching them takes longer.
+    "ResNet-18, 32 pixels": Workload(
+        "resnet18",
+        *(32, 512, True, 60),
+        {
+            OURS: BY_HAND,
+            COMPILED: BY_HAND,
+            REDUCED: BY_HAND,
+            AUGMENTED: BY_HAND,
+        },
+        is_judged=False,
+    ),
+    "ResNet-50, JPEG files": Workload(
+        "resnet50",
+        *(224, 128, True, 20),
+        {TORCHCODEC: TIMMS_LOADER, PIL: TIMMS_LOADER},
+        reads_jpeg=True,
+        untimed=2,
+    ),
+    "ResNet-50, compiled by hand": Workload(
+        "resnet50", *(224, 256, True, 20), {COMPILED: COMPILED_BY_HAND}
     ),
 }
-if SIMULATED:
-    TRAININGS = {
-        "ResNet-50": Training("test_resnet", {}, 6, 3, batch_size=8, image_size=64, on_gpu=True),
-        "ViT-B/16": Training("test_vit", {}, 6, 3, batch_size=8, image_size=160, on_gpu=True),
-    }
 
 
-def against_by_hand(name: str, training: Training, rounds: int = 1) -> Check:
-    """Return a check that compares the speed of train.py with the hand-written loop. It repeats the
-    comparison until the rounds are done or the time is over.
-    """
+def in_turns(name: str) -> Check:
+    """Return a check that trains a workload with all of its programs in turns."""
 
     def run(seconds: float) -> list[Row]:
-        clock = Clock(seconds)
-        pairs: list[tuple[Figures, Figures]] = []
-        took = 0.0
-        while len(pairs) < rounds and clock.left > 1.2 * took:
-            before = clock.left
-            own = replace(training, limit=clock.left).ours(1)
-            pairs.append((own, replace(training, limit=clock.left).by_hand(1)))
-            took = before - clock.left
-        return compare(name, training, pairs, hardware.visible_cuda_devices()[0].name)
+        done = python(["scripts/maintain/gpu_rounds.py", name, ACCELERATOR, str(ROUNDS)], seconds)
+        lines = [line for line in done.output.splitlines() if line.startswith('{"rates"')]
+        device = hardware.visible_cuda_devices()[0].name
+        rows = compare(name, WORKLOADS[name], json.loads(lines[-1]), device) if lines else []
+        if done.code != 0:
+            reason = "the time limit was reached" if done.code is None else f"exit code {done.code}"
+            rows.append(Row(f"{name}: all rounds", reason, True, is_run=False))
+        return rows
 
     return run
 
 
-def compare(
-    name: str, training: Training, pairs: list[tuple[Figures, Figures]], device: str
-) -> list[Row]:
-    """Build rows that compare speed and peak memory of train.py with those of the hand-written
-    loop. `pairs`: for each round, the figures of train.py and of the loop.
+def compare(name: str, workload: Workload, measured: dict[str, Any], device: str) -> list[Row]:
+    """Build the rows of a workload. `measured` has dictionaries from a program to its figures:
+    `rates` (images/s of each round), `bytes` (peak memory), `waits` (share of each round that waits
+    for data), and `missing` (why a program did not run).
     """
-    rate, memory = (
-        [ours[key] / other[key] for ours, other in pairs] for key in ("images_per_sec", "peak_mib")
-    )
-    own = statistics.median(ours["images_per_sec"] for ours, _ in pairs)
-    start = statistics.median(ours["first_step"] for ours, _ in pairs)
-    peak = next((peak for part, peak in PEAK_BF16.items() if part in device), None)
-    mfu = "of an unknown peak" if peak is None else f"{model_flops(training) * own / peak:.3f}"
-    # Do not judge the ratios on simulated devices, whose speed and memory are not real.
-    is_slow, is_large = max(rate) < 0.99 and not SIMULATED, min(memory) > 1.02 and not SIMULATED
-    return [
-        Row(f"{name}: images/s", f"{own:.0f}"),
-        Row(f"{name}: images/s over the hand-written loop's (>= 0.99)", shown(rate), is_slow),
-        Row(f"{name}: peak memory over it (<= 1.02)", shown(memory), is_large),
-        Row(f"{name}: model-FLOPs utilization, bf16", mfu),
-        Row(f"{name}: seconds from the command to the first step", f"{start:.1f}"),
+    rates: dict[str, list[float]] = measured["rates"]
+    rows = [Row(f"{name}: settings", f"{workload.format}, {hardware.cores()} cores")]
+    for program, other in measured["missing"].items():
+        rows.append(Row(f"{name}: {program}", other, is_run=False))
+    for program, values in rates.items():
+        rows.append(Row(f"{name}: {program}: images/s", shown(values, ".0f")))
+        reference = rates.get(workload.programs.get(program, ""))
+        if reference is not None:
+            # A program and its reference take turns, so compare those of the same round.
+            ratios = [own / theirs for own, theirs in zip(values, reference, strict=True)]
+            is_judged = program == OURS and workload.is_judged
+            rows.append(
+                Row(
+                    f"{name}: {program} over the {workload.programs[program]}"
+                    f"{' (>= 0.99)' if is_judged else ''}",
+                    shown(ratios, ".3f"),
+                    # Wrong if three quarters of the rounds miss the target.
+                    is_judged and sorted(ratios)[3 * len(ratios) // 4] < 0.99,
+                )
+            )
+    if OURS in rates and BY_HAND in rates:
+        memory = measured["bytes"][OURS] / max(1, measured["bytes"][BY_HAND])
+        peak = next((peak for part, peak in PEAK_BF16.items() if part in device), None)
+        flops = model_flops(workload) * statistics.median(rates[OURS])
+        mfu = "of an unknown peak" if peak is None else f"{flops / peak:.3f}"
+        rows += [
+            Row(f"{name}: peak memory over it (<= 1.02)", f"{memory:.3f}", memory > 1.02),
+            Row(f"{name}: model-FLOPs utilization, bf16", mfu),
+        ]
+    rows += [
+        Row(
+            f"{name}: {program}: share of time that waits for data",
+            shown(shares, ".3f"),
+            program == AUGMENTED and statistics.median(shares) > 0.1,
+        )
+        for program, shares in measured["waits"].items()
     ]
+    return rows
 
 
-def shown(values: list[float]) -> str:
+def shown(values: list[float], form: str) -> str:
     """Format the median of values, with the smallest and the largest value in parentheses."""
-    if len(values) == 1:
-        return f"{values[0]:.3f}"
-    return f"{statistics.median(values):.3f} ({min(values):.3f} … {max(values):.3f})"
+    median, least, most = (f(values) for f in (statistics.median, min, max))
+    return f"{median:{form}} ({least:{form}} … {most:{form}})"
 
 
-def model_flops(training: Training) -> float:
+def model_flops(workload: Workload) -> float:
     """Count the training FLOPs per image: three times those of the forward pass. A multiply-add
     counts as two.
     """
@@ -94,137 +171,36 @@ def model_flops(training: Training) -> float:
     from torch.utils.flop_counter import FlopCounterMode
 
     with FlopCounterMode(display=False) as counter, torch.device("meta"):
-        model = timm.create_model(training.model, num_classes=10)
-        model(torch.empty(1, 3, training.image_size, training.image_size))
-    return float(3 * counter.get_total_flops())
+        model = timm.create_model(workload.model, num_classes=10)
+        # Use two images, because BatchNorm of one value per channel raises an error.
+        model(torch.empty(2, 3, workload.pixels, workload.pixels))
+    return 3 * counter.get_total_flops() / 2
 
 
-def feed(seconds: float) -> list[Row]:
-    """Measure a small ResNet on images of CIFAR's size with flips and padded crops. Data loading
-    may limit the speed of such a model.
-    """
-    size, count = (512, 40) if not SIMULATED else (16, 6)
-    with scratch() as base:
-        run = train(
-            base / "run",
-            *(
-                "data=synthetic",
-                f"data.kwargs.num_samples={size * count}",
-                f"data.batch_size={size}",
-            ),
-            *(
-                "data.image_size=32",
-                "data.augment.hflip=0.5",
-                "data.augment.crop_padding=4",
-                "data.workers=auto",
-            ),
-            *(
-                "model=resnet18",
-                "model.name=resnet18",
-                "model.channels_last=true",
-                "train.precision=bf16",
-            ),
-            *(
-                "train.epochs=2",
-                f"train.log_every={count // 2}",
-                "train.evaluate_every=0",
-                "optim.warmup_epochs=0",
-            ),
-            seconds=seconds,
-        )
-        if run.code != 0:
-            return [Row("images of CIFAR's size, augmented", f"exit code {run.code}", True)]
-        waited, speed = run.result["data_wait"], run.result["throughput"]["images_per_sec"]
-    is_late = waited is None or (waited > 0.1 and not SIMULATED)
-    return [
-        Row("ResNet-18, 32 pixels, flip and crop: images/s", f"{speed or 0:.0f}"),
-        Row(
-            "ResNet-18, 32 pixels: share of time that waits for data (<= 0.1)", f"{waited}", is_late
-        ),
-    ]
-
-
-def jpeg(seconds: float) -> list[Row]:
-    """Measure ResNet-50 on JPEG files with data.workers=auto. Return rows with images/s and the
-    share of time that waits for data.
-    """
-    clock = Clock(seconds)
-    model, pixels, size, links = (
-        ("resnet50", 224, 128, 16) if not SIMULATED else ("test_resnet", 32, 8, 1)
-    )
-    with scratch() as base:
-        make(base / "images", 64)
-        # Add hard links to the same files, which stay in the page cache, so this measures decoding
-        # and not the disk.
-        for path in sorted((base / "images" / "train").rglob("*.jpg")):
-            for link in range(links):
-                path.with_stem(f"{path.stem}_{link}_more").hardlink_to(path)
-        run = train(
-            base / "run",
-            *(
-                "data=folder",
-                f"data.root={base / 'images'}",
-                f"data.batch_size={size}",
-                "data.workers=auto",
-            ),
-            *(
-                f"data.image_size={pixels}",
-                "data.augment.scale=[0.08,1.0]",
-                "model=resnet18",
-                f"model.name={model}",
-            ),
-            *(
-                "model.channels_last=true",
-                "train.precision=bf16",
-                "train.epochs=3",
-                "train.log_every=5",
-            ),
-            *("train.evaluate_every=0", "optim.warmup_epochs=0"),
-            seconds=clock.left,
-        )
-        if run.code != 0:
-            return [Row("ResNet-50 on JPEG files", f"exit code {run.code}", True)]
-        waited, speed = run.result["data_wait"], run.result["throughput"]["images_per_sec"]
-    return [
-        Row(f"ResNet-50 on JPEG files, {hardware.cores()} cores: images/s", f"{speed or 0:.0f}"),
-        Row("ResNet-50 on JPEG files: share of time that waits for data", f"{waited}"),
-    ]
-
-
-def strategies(seconds: float) -> list[Row]:
-    """Measure images/s of ResNet-50 with single, dp, ddp and fsdp, on one device and on all
-    devices.
+def start(seconds: float) -> list[Row]:
+    """Measure the seconds to the first step of ResNet-50, in a process of its own and in a job that
+    is forked from the warm server process of a sweep.
     """
     clock, rows = Clock(seconds), []
-    count = len(hardware.visible_cuda_devices())
-    ways = [
-        (kind, devices)
-        for devices in sorted({1, count})
-        for kind in ("single", "dp", "ddp", "fsdp")
-    ]
-    for kind, devices in ways:
-        if (kind != "single" or devices == 1) and clock.left > seconds / 8:
-            base = TRAININGS["ResNet-50"]
-            training = replace(
-                base, batch_size=base.batch_size // devices * devices, limit=clock.left
-            )
-            rate = training.ours(devices, kind)["images_per_sec"]
-            rows.append(Row(f"ResNet-50: {kind} on {devices}: images/s", f"{rate:.0f}"))
+    settings = (
+        *("parallel=single", *RESNET_50, "data.batch_size=64", "data.kwargs.num_samples=512"),
+        "train.max_steps=4",
+    )
+    with scratch() as base:
+        first = train(base / "first", *settings, seconds=clock.left)
+        words = ("seed=0,1", "sweep.shuffle=false")
+        train(base / "sweep", *settings, *words, seconds=clock.left, sweep=True)
+        for name, folder in (
+            ("first process", first.folder),
+            ("second job of a sweep", base / "sweep" / "1"),
+        ):
+            rows += start_rows(name, Run(0, "", 0, folder).result)
     return rows
 
 
-def profile(seconds: float) -> list[Row]:
-    """Run gpu_profile.py, which measures what the device does between training steps. Return a row
-    for each figure.
-    """
-    done = python(["scripts/maintain/gpu_profile.py", "--accelerator", "cuda"], seconds)
-    if done.code != 0:
-        return [
-            Row(
-                "profile",
-                f"not run within {seconds:.0f} s" if done.code is None else "failed",
-                True,
-            )
-        ]
-    rows = json.loads(done.output.splitlines()[-1])
-    return [Row(f"between steps: {name}", f"{value:.2f} ms a step") for name, value in rows.items()]
+def start_rows(name: str, result: dict[str, Any]) -> list[Row]:
+    """Build a row for each part of the start of a run that result.json lists in `seconds`."""
+    parts = {key: value for key, value in result.get("seconds", {}).items() if key != "total"}
+    if not parts:
+        return [Row(f"start, {name}", f"status {result.get('status')}", True)]
+    return [Row(f"start, {name}: {key}, s", f"{value or 0:.1f}") for key, value in parts.items()]

@@ -95,7 +95,7 @@ def follow(name: str, words: list[str], images: Path) -> dict[str, Any]:
 
 
 def main(jobs: str, images: str) -> int:
-    job.run_ranks = run_rank_here
+    job.run_ranks = run_rank_here  # type: ignore[assignment]
     torch.set_num_threads(1)
     app.import_all()
     # Import Hydra before the fork, so that the runs need not import it.

@@ -16,7 +16,7 @@ import sys
 import traceback
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import timm
@@ -136,7 +136,6 @@ NOT_RUN = {
     r"(make (lock|gpu-wheels)|pip install|source)": "downloads gigabytes of packages, for minutes",
     r"wandb login": "needs an account",
     r"git (clone|remote add)": "the URL of the repository is a placeholder",
-    r"make test-simulated SIM=": "needs a simulator of GPUs that is not part of the project",
     r"make docs-outputs$": "runs the commands of the pages for minutes; "
     "tests/template/test_readme.py checks the written output",
     r"python src/eval\.py": "a command of lightning-hydra-template",
@@ -280,10 +279,10 @@ def configs_of(command: str) -> list[ResolvedConfig]:
     parsed.overrides.append("parallel.accelerator=cpu")
     if not parsed.multirun:
         ranks = () if match[1] is None else (2, 2)
-        return [resolve(compose_command(parsed).config, *ranks)]
+        return [cast(ResolvedConfig, resolve(compose_command(parsed).config, *ranks))]
     points = [point.config for point in expand(parsed)[1] if not point.reason]
     kinds = {
-        f"{c.model} {c.parallel.strategy}": as_resolved(c)
+        f"{c.model} {c.parallel.strategy}": cast(ResolvedConfig, as_resolved(c))
         for c in points
         if int(c.parallel.devices) <= 2
     }

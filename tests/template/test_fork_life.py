@@ -110,8 +110,9 @@ def test_lint_and_quick_tests_of_a_fork_pass_with_one_example_of_docs_extend_md(
         "no:cacheprovider",
         "-m",
         "not slow and not processes and not gpu",
+        "-k",
+        "not every_timm_optimizer and not ddp",
     )
-    options += ("-k", "not every_timm_optimizer and not ddp")
     run_in(fork_at_start, sys.executable, "-m", "pytest", *options, *files)
 
 

@@ -158,7 +158,7 @@ def test_empty_timm_args_file_is_converted_to_timm_defaults() -> None:
     assert not any(".kwargs." in key for key in settings)
 
 
-SCHEDULES = {
+SCHEDULES: dict[str, dict[str, Any]] = {
     "cosine": {},
     "cosine_prefix": {"warmup_prefix": True, "cooldown_epochs": 2},
     "cosine_cycles": {
@@ -187,7 +187,7 @@ def test_converted_schedule_matches_timm_learning_rates_and_epochs(name: str) ->
     """timm runs with --sched-on-updates. Without it, timm keeps the learning rate constant within
     an epoch.
     """
-    given = {
+    given: dict[str, Any] = {
         "epochs": 8,
         "warmup_epochs": 2,
         "min_lr": 1e-4,

@@ -1,25 +1,31 @@
-"""`make gpu-check` without a GPU: parsing of its inputs, and its profile on a CPU."""
+"""`make gpu-check` without a GPU: parsing of its inputs, and its programs on a CPU."""
 
 from __future__ import annotations
 
 import ast
+import json
+import shutil
 import subprocess
 import sys
+import threading
+from collections import Counter
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from scripts.maintain import bench_measures, gpu_check, gpu_profile, gpu_rows, gpu_speed, gpu_wheels
-from scripts.maintain.gpu_check import NOT_SEEN, PARTS, SECONDS
-from scripts.maintain.gpu_rows import Part, Row
-from scripts.maintain.gpu_speed import TRAININGS
+from scripts.maintain import bench_measures, gpu_check, gpu_rows, gpu_speed, gpu_wheels
+from scripts.maintain.gpu_check import NOT_SEEN, PARTS
+from scripts.maintain.gpu_rows import Done, Part, Row
+from scripts.maintain.gpu_speed import WORKLOADS
 from timm_parallel.machine import hardware
 
 ROOT = Path(__file__).resolve().parents[2]
 # Names of modules in timm_parallel/testing/ that GPU tests import.
-SUPPORT = ("warm", "ranks", "configs", "commands", "fixtures")
+SUPPORT = ("warm", "ranks", "configs", "commands", "fixtures", "gpu")
 
 
 @pytest.mark.processes
@@ -56,11 +62,12 @@ def test_gpu_tests_import_only_packages_that_make_gpu_check_requires() -> None:
             else [entry.name for entry in node.names]
         )
     }
-    # filelock is available wherever torch is, because torch requires it.
+    # torch requires filelock, and torchvision requires Pillow.
     available = {
         *sys.stdlib_module_names,
         *gpu_check.NEEDED,
         "filelock",
+        "PIL",
         "src",
         "timm_parallel",
         "scripts",
@@ -68,6 +75,30 @@ def test_gpu_tests_import_only_packages_that_make_gpu_check_requires() -> None:
         "train",
     }
     assert needed - available == set()
+
+
+@pytest.mark.processes
+def test_every_test_that_gpu_check_names_exists_and_is_marked_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    named: list[str] = []
+
+    def record(words: list[str], seconds: float) -> Done:
+        named.extend(word for word in words if "test_" in word)
+        return Done(0, "", 0.0)
+
+    monkeypatch.setattr(gpu_rows, "python", record)
+    for part in PARTS:
+        if part.run.__qualname__.startswith("tests."):
+            part.run(1)
+    assert len(named) > 8
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-n", "0", "-m", "gpu"]
+    done = subprocess.run(
+        [*command, *named], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stdout
+    listed = done.stdout.splitlines()
+    assert [name for name in named if not any(line.startswith(name) for line in listed)] == []
 
 
 def test_make_gpu_check_continues_after_a_check_fails_or_times_out() -> None:
@@ -81,17 +112,46 @@ def test_make_gpu_check_continues_after_a_check_fails_or_times_out() -> None:
         subprocess.run(["sleep", "100"], timeout=0.2, check=False)
         return []
 
-    done = gpu_check.check([Part("one", 9, breaks), Part("two", 8, hangs), Part("three", 7, sees)])
-    assert done == {
-        "one": [Row("one", "broke: RuntimeError: no driver", True)],
-        "two": [Row("two", "not run within 8 s", True)],
+    expected = {
+        "one": [Row("one", "broke: RuntimeError: no driver", True, is_run=False)],
+        "two": [Row("two", "not within 8 s", True, is_run=False)],
         "three": [Row("seen", "7")],
     }
+    parts = [Part("one", 9, breaks), Part("two", 8, hangs), Part("three", 7, sees)]
+    assert gpu_check.check(parts) == expected
+    assert gpu_check.check([replace(part, alone=True) for part in parts]) == expected
 
 
-def test_time_limits_of_the_checks_for_one_gpu_add_up_to_at_most_the_total_limit() -> None:
+def test_make_gpu_check_runs_eight_checks_at_once_and_those_that_measure_alone() -> None:
+    """The barrier raises an error unless eight checks wait there at the same time."""
+    together, running = threading.Barrier(8, timeout=20), Counter[str]()
+
+    def waits(seconds: float) -> list[Row]:
+        together.wait()
+        running["checks"] += 1
+        return [Row("together", f"{running['alone']}")]
+
+    def measures(seconds: float) -> list[Row]:
+        running["alone"] += 1
+        return [Row("alone", f"{running['checks']}")]
+
+    parts = [Part(f"speed {number}", 9, measures, alone=True) for number in range(2)]
+    parts += [Part(f"check {number}", 9, waits) for number in range(8)]
+    done = gpu_check.check(parts)
+    assert {part.name for part in parts} == set(done)
+    assert {row.figure for rows in done.values() for row in rows if row.what == "together"} == {"0"}
+    assert {row.figure for rows in done.values() for row in rows if row.what == "alone"} == {"8"}
+
+
+def test_checks_of_gpu_check_that_measure_or_count_processes_run_alone() -> None:
+    """The others fit into one group, so that they take as long as the longest of them."""
+    alone = {part.name for part in PARTS if part.alone}
+    assert {part.name for part in PARTS if part.name.startswith("speed")} < alone
+    assert {"out of memory", "device-side assert", "a killed rank", "make compare"} < alone
     parts = gpu_check.chosen(1, is_full=False)
-    assert parts and sum(part.seconds for part in parts) <= SECONDS
+    quick = [part.seconds for part in parts if not part.alone]
+    assert len(quick) <= gpu_check.AT_ONCE
+    assert max(quick) + sum(part.seconds for part in parts if part.alone) <= 600
 
 
 def test_make_gpu_check_adds_checks_when_there_are_several_gpus_or_full_is_1() -> None:
@@ -101,42 +161,20 @@ def test_make_gpu_check_adds_checks_when_there_are_several_gpus_or_full_is_1() -
     assert len({part.name for part in PARTS}) == len(PARTS)
 
 
-def test_make_gpu_check_report_lists_failed_checks_and_has_rows_for_the_benchmarks_page() -> None:
+def test_gpu_check_report_lists_failed_checks_and_those_that_were_not_run() -> None:
     done = {
-        "speed: a": [Row("a: images/s", "12")],
+        "speed: a": [Row("a: images/s", "12"), Row("a: other", "not installed", is_run=False)],
         "faults": [Row("exit | code", "2, expected 0", True)],
     }
-    text = gpu_check.report(done, "GPU", 9)
+    text = gpu_check.report(done, {"slow": "FULL=1"}, "GPU", 9)
     head, _, tail = text.partition("## Rows for docs/dev/benchmarks.md")
     assert "- faults: exit | code: 2, expected 0" in head
+    assert {"- speed: a: a: other: not installed", "- slow: FULL=1"} <= set(head.splitlines())
     assert "| exit \\| code | 2, expected 0 | **wrong** |" in head
     assert "| a: images/s | 12 |" in tail and "exit" not in tail
 
 
-def test_make_gpu_check_measures_speed_a_second_time_only_when_time_remains(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    now, limits = 0.0, []
-    monkeypatch.setattr(gpu_rows, "time", SimpleNamespace(monotonic=lambda: now))
-
-    def side(self: bench_measures.Training, *given: object) -> dict[str, float]:
-        nonlocal now
-        limits.append(self.limit)
-        now += 30
-        return {"images_per_sec": 1.0, "peak_mib": 1.0, "first_step": 1.0}
-
-    monkeypatch.setattr(bench_measures.Training, "ours", side)
-    monkeypatch.setattr(bench_measures.Training, "by_hand", side)
-    monkeypatch.setattr(
-        hardware, "visible_cuda_devices", lambda: (SimpleNamespace(name="made up"),)
-    )
-    part = gpu_speed.against_by_hand("r", TRAININGS["ResNet-50"], 2)
-    assert not any(row.wrong for row in part(125)) and limits == [125, 95]
-    part(140)
-    assert limits[2:] == [140, 110, 80, 50]
-
-
-def test_make_gpu_check_parses_passed_and_failed_tests_from_pytest_output() -> None:
+def test_make_gpu_check_parses_passed_failed_and_skipped_tests_from_pytest_output() -> None:
     output = (
         "tests/test_a.py::test_one PASSED    [ 25%]\ntests/test_a.py::test_two[a b] FAILED   [ "
         "50%]\n"
@@ -146,6 +184,7 @@ def test_make_gpu_check_parses_passed_and_failed_tests_from_pytest_output() -> N
     assert gpu_rows.outcomes(output) == [
         ("test_a.py::test_one", "passed"),
         ("test_a.py::test_two[a b]", "failed"),
+        ("test_a.py::test_three", "skipped"),
     ]
 
 
@@ -164,8 +203,8 @@ def test_make_gpu_check_ends_tests_at_the_time_limit_and_reports_earlier_results
     )
     rows = gpu_rows.tests(str(file))(6)
     assert [(row.what.rpartition("::")[2], row.figure, row.wrong) for row in rows] == [
-        ("test_one", "passed", False), ("test_two", "failed", True), ("test_two", "not run within "
-                                                                                  "6 s", True)
+        ("test_one", "passed", False), ("test_two", "failed", True),
+        ("test_two", "not within 6 s", True),
     ]  # fmt: skip
 
 
@@ -188,53 +227,135 @@ def test_make_gpu_check_exits_2_before_any_check_when_a_package_is_missing(
     )
 
 
-@pytest.mark.parametrize(("ours", "wrong"), [(10000, False), (9800, True)])
-def test_make_gpu_check_judges_speed_against_handwritten_loop_by_the_better_of_two_rounds(
-    ours: int, wrong: bool
-) -> None:
-    training = TRAININGS["ResNet-50"]
-    rounds = [
-        (
-            {"images_per_sec": rate, "peak_mib": 10.0, "first_step": 3.0},
-            {"images_per_sec": 10000, "peak_mib": 10.0},
-        )
-        for rate in (9000, ours)
-    ]
-    rows = gpu_speed.compare("r", training, rounds, "NVIDIA H100 80GB HBM3")
-    assert [row.wrong for row in rows] == [False, wrong, False, False, False]
-    mfu = float(rows[3].figure)
-    assert mfu == pytest.approx(3 * 2 * 4.1e9 * (9000 + ours) / 2 / 989e12, rel=0.03), (
+ROUNDS_BY_HAND = [100.0, 50.0, 80.0, 100.0, 200.0]
+
+
+@pytest.mark.parametrize(
+    ("ratios", "wrong"), [([0.98, 1.0, 0.7, 0.99, 0.97], False), ([0.98] * 4 + [1.2], True)]
+)
+def test_gpu_check_compares_programs_in_the_same_round(ratios: list[float], wrong: bool) -> None:
+    """The speed is wrong if three quarters of the rounds miss the target."""
+    ours = [ratio * rate for ratio, rate in zip(ratios, ROUNDS_BY_HAND, strict=True)]
+    measured: dict[str, Any] = {
+        "rates": {gpu_speed.BY_HAND: ROUNDS_BY_HAND, gpu_speed.OURS: ours},
+        "bytes": {gpu_speed.BY_HAND: 1000, gpu_speed.OURS: 1030},
+        "waits": {gpu_speed.AUGMENTED: [0.0, 0.2, 0.3]},
+        "missing": {gpu_speed.LIGHTNING: "not installed"},
+    }
+    rows = gpu_speed.compare("r", WORKLOADS["ResNet-50"], measured, "NVIDIA H100 80GB HBM3")
+    figures = {row.what.partition(": ")[2]: row for row in rows}
+    assert figures["loop by hand: images/s"].figure == "100 (50 … 200)"
+    ratio = figures["train.py over the loop by hand (>= 0.99)"]
+    median = sorted(ratios)[2]
+    assert ratio.figure == f"{median:.3f} ({min(ratios):.3f} … {max(ratios):.3f})"
+    assert ratio.wrong == wrong
+    assert figures["peak memory over it (<= 1.02)"].wrong
+    assert figures["train.py, flips and crops: share of time that waits for data"].wrong
+    assert not figures["Lightning, usual logging"].is_run
+    mfu = float(figures["model-FLOPs utilization, bf16"].figure)
+    speed = sorted(ours)[2]
+    assert mfu == pytest.approx(3 * 2 * 4.1e9 * speed / 989e12, abs=1e-3), (
         "expected 4.1e9 multiply-adds per image, as in He et al."
     )
-    assert gpu_speed.compare("r", training, rounds, "another")[3].figure == "of an unknown peak"
+    launch_bound = WORKLOADS["ResNet-18, 32 pixels"]
+    rows = gpu_speed.compare("r", launch_bound, measured | {"waits": {}}, "another")
+    assert [row.what for row in rows if row.wrong] == ["r: peak memory over it (<= 1.02)"]
+    assert "of an unknown peak" in {
+        row.figure for row in gpu_speed.compare("r", WORKLOADS["ResNet-50"], measured, "another")
+    }
 
 
-def test_make_gpu_check_gives_train_py_and_handwritten_loop_the_same_settings(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("code", "lines", "is_run"), [(0, 2, True), (None, 2, False), (1, 0, False)]
+)
+def test_gpu_check_keeps_the_rounds_before_the_time_limit(
+    monkeypatch: pytest.MonkeyPatch, code: int | None, lines: int, is_run: bool
 ) -> None:
-    """Check the commands of the comparison without running them on a device."""
-    commands: list[list[str]] = []
+    empty: dict[str, Any] = {"bytes": {}, "waits": {}, "missing": {}}
+    output = "noise\n" + "".join(
+        json.dumps({"rates": {gpu_speed.FSDP: [7.0, 9.0][: count + 1]}, **empty}) + "\n"
+        for count in range(lines)
+    )
+    monkeypatch.setattr(gpu_speed, "python", lambda *_: Done(code, output, 1.0))
+    device = SimpleNamespace(name="made up")
+    monkeypatch.setattr(hardware, "visible_cuda_devices", lambda: (device,))
+    rows = gpu_speed.in_turns("ViT-B/16")(60)
+    figures = [row.figure for row in rows if row.what.endswith("images/s")]
+    assert figures == (["8 (7 … 9)"] if lines else [])
+    assert all(row.is_run for row in rows) == is_run == (not any(row.wrong for row in rows))
 
-    def call(command: list[str], limit: float) -> str:
-        commands.append(command)
-        raise RuntimeError("not here")
 
-    monkeypatch.setattr(bench_measures, "call", call)
-    for training in (*TRAININGS.values(), replace(TRAININGS["ResNet-50"], compile=True)):
-        for side in (lambda: training.ours(1, "dp"), lambda: training.by_hand(1)):  # noqa: B023
-            with pytest.raises(RuntimeError, match="not here"):
-                side()
-        ours, by_hand = commands[-2:]
-        assert (
-            "parallel=dp" in ours
-            and "parallel.accelerator=cuda" in ours
-            and "train.precision=bf16" in ours
+@pytest.mark.slow(seconds=20)
+@pytest.mark.parametrize("name", ["ViT-B/16", "ResNet-50, JPEG files"])
+def test_programs_of_a_workload_train_in_turns_on_a_cpu(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+) -> None:
+    """The same code measures a GPU."""
+    script = f"""
+from dataclasses import replace
+from pathlib import Path
+from scripts.maintain import gpu_rounds
+workload = replace(gpu_rounds.WORKLOADS[{name!r}], model="test_vit", pixels=160, batch=4, steps=2)
+gpu_rounds.FILES = 8
+gpu_rounds.measure(workload, "cpu", 2, Path({str(tmp_path)!r}))
+"""
+    done = gpu_rows.python(["-c", script], 200)
+    assert done.code == 0, done.output
+    figures = json.loads(done.output.splitlines()[-1])
+    programs = {*WORKLOADS[name].programs, *WORKLOADS[name].programs.values()}
+    assert {*figures["rates"], *figures["missing"]} == programs
+    assert set(figures["missing"]) <= {gpu_speed.TORCHCODEC}
+    assert all(len(rates) == 2 and min(rates) > 0 for rates in figures["rates"].values())
+
+
+def test_workloads_of_gpu_check_use_only_known_programs_and_state_their_settings() -> None:
+    known = vars(gpu_speed).values()
+    for name, workload in WORKLOADS.items():
+        assert {*workload.programs, *workload.programs.values()} <= {
+            value for value in known if isinstance(value, str)
+        }
+        rows = gpu_speed.compare(
+            name, workload, {"rates": {}, "bytes": {}, "waits": {}, "missing": {}}, "GPU"
         )
-        assert (
-            f"data.batch_size={training.batch_size}" in ours and str(training.batch_size) in by_hand
-        )
-        assert {"--accelerator", "cuda", "bf16", "--channels-last"} <= set(by_hand)
-        assert ("--compile" in by_hand) == ("model.compile=true" in ours) == training.compile
+        assert [row.figure for row in rows] == [f"{workload.format}, {hardware.cores()} cores"]
+        assert workload.format.startswith("bf16, c")
+
+
+def test_start_rows_of_gpu_check_list_each_part_of_the_start() -> None:
+    seconds = {"total": 9.0, "start_to_first_step": 3.25, "imports": 2.0}
+    rows = gpu_speed.start_rows("job", {"status": "done", "seconds": seconds})
+    assert [(row.what, row.figure) for row in rows] == [
+        ("start, job: start_to_first_step, s", "3.2"),
+        ("start, job: imports, s", "2.0"),
+    ]
+    assert gpu_speed.start_rows("job", {})[0].wrong
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("is_loaded", [False, True])
+def test_tests_of_gpu_check_start_where_pytest_timeout_is_installed_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_loaded: bool
+) -> None:
+    """The image of a GPU machine may have the package, next to the copy in .gpu-wheels/."""
+    for file in metadata.distribution("pytest-timeout").files or []:
+        if file.suffix != ".pyc":
+            target = tmp_path / "wheels" / file
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(str(file.locate()), target)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "wheels"))
+    # An empty value lets pytest load all installed plugins.
+    plain = gpu_rows.python
+    environment = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "" if is_loaded else "1"}
+    monkeypatch.setattr(
+        gpu_rows, "python", lambda words, seconds: plain(words, seconds, environment)
+    )
+    made_up = tmp_path / "test_made_up.py"
+    made_up.write_text("import pytest\n\n@pytest.mark.gpu\ndef test_one(): pass\n")
+    rows = gpu_rows.tests(str(made_up))(60)
+    assert [(row.what.rpartition("::")[2], row.figure) for row in rows] == [("test_one", "passed")]
 
 
 def test_make_bench_runs_only_existing_scripts(
@@ -247,17 +368,6 @@ def test_make_bench_runs_only_existing_scripts(
     assert (
         scripts and [name for name in scripts if not (bench_measures.ROOT / name).is_file()] == []
     )
-
-
-def test_gpu_profile_idle_time_is_time_without_a_running_kernel() -> None:
-    assert gpu_profile.busy_and_idle([(0, 4), (2, 3), (6, 7), (6.5, 9)]) == (7, 2, 2)
-    assert gpu_profile.busy_and_idle([]) == (0, 0, 0)
-
-
-@pytest.mark.slow
-def test_gpu_profile_on_cpu_measures_kernel_and_idle_time_of_a_training_step() -> None:
-    rows = gpu_profile.measure("cpu", "model=tiny", "train.precision=bf16")
-    assert 0 < rows["kernels"] <= rows["step"] and rows["no kernel runs"] > 0 == rows["copies"]
 
 
 def test_make_gpu_wheels_excludes_packages_that_come_with_torch() -> None:
@@ -275,5 +385,5 @@ def test_make_gpu_wheels_excludes_packages_that_come_with_torch() -> None:
 
 
 def test_benchmark_flops_of_a_vision_transformer_include_attention() -> None:
-    training = bench_measures.Training("vit_small_patch16_224", {}, 1, 1, image_size=224)
-    assert gpu_speed.model_flops(training) == pytest.approx(3 * 9.197e9, rel=1e-3)
+    workload = replace(WORKLOADS["ViT-B/16"], model="vit_small_patch16_224")
+    assert gpu_speed.model_flops(workload) == pytest.approx(3 * 9.197e9, rel=1e-3)

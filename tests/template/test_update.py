@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -91,7 +92,7 @@ def git(folder: Path, *arguments: str) -> str:
     return done.stdout.strip()
 
 
-def write(folder: Path, files: dict[str, str | None]) -> None:
+def write(folder: Path, files: Mapping[str, str | None]) -> None:
     for name, text in files.items():
         path = folder / name
         if text is None:
@@ -101,7 +102,7 @@ def write(folder: Path, files: dict[str, str | None]) -> None:
             path.write_text(text)
 
 
-def commit(folder: Path, files: dict[str, str | None]) -> str:
+def commit(folder: Path, files: Mapping[str, str | None]) -> str:
     write(folder, files)
     git(folder, "add", "--all")
     # Use different messages, because two repositories with equal messages could start with the same
@@ -110,7 +111,7 @@ def commit(folder: Path, files: dict[str, str | None]) -> str:
     return git(folder, "rev-parse", "HEAD")
 
 
-def start_repository(folder: Path, files: dict[str, str | None]) -> Path:
+def start_repository(folder: Path, files: Mapping[str, str | None]) -> Path:
     folder.mkdir(exist_ok=True)
     git(folder, "init", "--quiet", "--initial-branch", "main")
     commit(folder, files)

@@ -8,9 +8,9 @@ import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
-from src.schema import AugmentConfig, ResolvedConfig, TrainConfig
+from src.schema import AugmentConfig, ResolvedConfig, ResolvedTrain, TrainConfig
 from timm_parallel.config.compose import compose_command
 from timm_parallel.config.resolve import resolve
 from timm_parallel.data.loader import Loader, TrainLoader
@@ -34,7 +34,7 @@ def resolved(*overrides: str) -> ResolvedConfig:
     """Build the resolved config that `python train.py` would use with the overrides in TINY and the
     given overrides. TINY sets a tiny model and 192 training images.
     """
-    return resolve(compose_command(parse(*tiny(*overrides))).config)
+    return cast(ResolvedConfig, resolve(compose_command(parse(*tiny(*overrides))).config))
 
 
 def parse(*words: str) -> Any:
@@ -85,7 +85,8 @@ def task_of(classes: int, train: TrainConfig | None = None, **augment: Any) -> A
     replaces the config section train, and `augment` sets keys of data.augment.
     """
     config = resolved()
-    config.train = train or config.train
+    if train is not None:
+        config.train = ResolvedTrain(**vars(train))
     config.data.augment = AugmentConfig(**augment)
     return Task.find(config.train.task)(config, [str(number) for number in range(classes)])
 

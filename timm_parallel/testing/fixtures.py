@@ -141,7 +141,7 @@ def refuse(
         monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
         capfd.readouterr()
         try:
-            code = run_command(app)
+            code: str | int | None = run_command(app)
         # Hydra's argument parser reports an error by SystemExit.
         except SystemExit as leave:
             code = leave.code

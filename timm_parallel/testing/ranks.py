@@ -23,8 +23,8 @@ from typing import Any
 
 import pytest
 
-from src.schema import ResolvedConfig
 from timm_parallel.faults.failure import RankExits
+from timm_parallel.keys import ResolvedConfig
 from timm_parallel.launch.job import prepare
 from timm_parallel.machine.ranks import NEEDED, Ranks
 from timm_parallel.testing.commands import ROOT

@@ -638,9 +638,12 @@ def resume(
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(hardware, "visible_cuda_devices", lambda: ())
     started: list[str] = []
-    monkeypatch.setattr(
-        "timm_parallel.launch.job.run_job", lambda config, folder: started.append(str(folder)) or 0
-    )
+
+    def run_job(config: object, folder: Path) -> int:
+        started.append(str(folder))
+        return 0
+
+    monkeypatch.setattr("timm_parallel.launch.job.run_job", run_job)
 
     def run(*overrides: str) -> tuple[int, str, list[str]]:
         before = everything(folder)

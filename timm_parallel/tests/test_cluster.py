@@ -120,7 +120,8 @@ def test_slurm_script_quotes_every_value(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, value: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    slurm.write_script(Config(cluster=ClusterConfig(**{key: value})), tmp_path)
+    options: dict[str, Any] = {key: value}
+    slurm.write_script(Config(cluster=ClusterConfig(**options)), tmp_path)
     text = (tmp_path / slurm.SCRIPT).read_text()
     line = next(line for line in text.splitlines() if line.startswith(f"#SBATCH --{key}="))
     done = subprocess.run(

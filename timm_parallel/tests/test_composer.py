@@ -227,4 +227,5 @@ def test_sweep_of_data_image_size_accepts_height_width_pairs_next_to_single_numb
         "parallel=single", "parallel.accelerator=cpu", "data.image_size=[16,24],[24,16],32"
     )
     _, points = expand(parse("-m", *words))
-    assert [point.config.data.image_size for point in points] == [[16, 24], [24, 16], 32]
+    sizes = [vars(point.config.data)["image_size"] for point in points]
+    assert sizes == [[16, 24], [24, 16], 32]

@@ -21,10 +21,10 @@ from hydra._internal.utils import get_args_parser
 from omegaconf import OmegaConf
 
 from src.app import app
-from src.schema import Config
 from timm_parallel.config.compose import compose_command, device_counts
 from timm_parallel.config.resolve import notices, resolve
 from timm_parallel.entry import run_command
+from timm_parallel.keys import Config, ResolvedConfig
 from timm_parallel.machine import hardware, nvidia
 from timm_parallel.machine.nvidia import CudaDevice, Driver, Gpu
 from timm_parallel.testing.configs import resolved
@@ -124,11 +124,14 @@ def test_auto_devices_uses_a_gpu_count_that_divides_the_batch_for_0_to_8_gpus(
 def test_train_py_reports_unused_gpus_and_starts_the_run(
     count: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    started: list[Any] = []
+    started: list[ResolvedConfig] = []
     machine_of(monkeypatch, count)
-    monkeypatch.setattr(
-        "timm_parallel.launch.job.run_job", lambda config, folder: started.append(config) or 0
-    )
+
+    def run_job(config: ResolvedConfig, folder: Path) -> int:
+        started.append(config)
+        return 0
+
+    monkeypatch.setattr("timm_parallel.launch.job.run_job", run_job)
     monkeypatch.setattr(sys, "argv", ["train.py", f"hydra.run.dir={tmp_path / 'run'}"])
     assert run_command(app) == 0
     assert started[0].parallel.devices == {0: 1, 1: 1, 6: 4}[count]

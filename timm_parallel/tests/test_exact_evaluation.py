@@ -17,7 +17,7 @@ from timm_parallel.data.loader import BatchFetcher, Loader
 from timm_parallel.data.prefetch import DevicePrefetcher
 from timm_parallel.data.samplers import EvalSampler
 from timm_parallel.errors import UnreadableImageError
-from timm_parallel.keys import ParallelConfig
+from timm_parallel.keys import ResolvedParallel
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.metric import Metric
 from timm_parallel.parallel.build import build_strategy
@@ -54,7 +54,7 @@ def model(num_classes: int) -> nn.Module:
 
 
 def measured(ranks: Ranks, store: Any, kind: str, devices: int) -> list[dict[str, Any]]:
-    config = ParallelConfig(
+    config = ResolvedParallel(
         strategy=kind, devices=devices, accelerator="cpu", threads_per_device=1, backend="gloo"
     )
     strategy = build_strategy(config, ranks, store)
@@ -161,7 +161,7 @@ def check_equal(actual: list[dict[str, Any]], expected: list[dict[str, Any]]) ->
 
 def test_evaluation_raises_when_a_sample_is_skipped_or_counted_twice() -> None:
     strategy = build_strategy(
-        ParallelConfig(strategy="single", devices=1, accelerator="cpu", threads_per_device=1),
+        ResolvedParallel(strategy="single", devices=1, accelerator="cpu", threads_per_device=1),
         Ranks(),
         None,
     )
@@ -201,7 +201,7 @@ ROWS: tuple[tuple[int, set[int]], ...] = ((37, set()), (10, {1, 2, 6}), (2, set(
 
 def value_of_rows(ranks: Ranks, store: Any) -> list[float | None]:
     kind = "single" if store is None else "ddp"
-    config = ParallelConfig(
+    config = ResolvedParallel(
         strategy=kind,
         devices=ranks.world_size,
         accelerator="cpu",

@@ -19,7 +19,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from src.data.transforms import OnImage
+from src.data.transforms import CropAndFlip, OnImage
+from src.schema import AugmentConfig
 from timm_parallel.data.dataset import InMemory, Split, split_fingerprint, train_labels
 from timm_parallel.data.decode import Files, TarSplit
 from timm_parallel.data.erasing import Erasing
@@ -31,6 +32,7 @@ from timm_parallel.errors import UnsentBatchError
 from timm_parallel.machine import hardware
 from timm_parallel.task import Targets
 from timm_parallel.testing.configs import plain, train_loader_of
+from timm_parallel.testing.gpu import EACH_ACCELERATOR, ON_CUDA, error_on_waits
 
 
 def without_files(image: Tensor, target: Any) -> tuple[Tensor, Any]:
@@ -59,7 +61,7 @@ def test_batch_that_a_worker_cannot_send_ends_the_epoch_with_the_limit_and_the_f
         split, Targets(), without_files if limited == "files" else lambda *sample: sample, 0
     )
     if limited == "queue":
-        cannot_be_sent = (lambda: None, [1], [], [])
+        cannot_be_sent: Any = (lambda: None, [1], [], [])
         monkeypatch.setattr(BatchFetcher, "__getitems__", lambda *_: cannot_be_sent)
     prefetcher = DevicePrefetcher(torch.device("cpu"), **plain(3), channels_last=False)
     loader = train_loader_of(fetcher, TrainSampler(12, 4, 0, 1, seed=0), prefetcher, 1)
@@ -125,9 +127,12 @@ def test_prefetcher_reuses_cpu_memory_only_for_large_batches(
 ) -> None:
     shapes: list[tuple[int, ...]] = []
     empty = BatchMemory.empty
-    monkeypatch.setattr(
-        BatchMemory, "empty", lambda self, *shape: shapes.append(shape) or empty(self, *shape)
-    )
+
+    def recorded_empty(self: BatchMemory, *shape: int) -> Tensor:
+        shapes.append(shape)
+        return empty(self, *shape)
+
+    monkeypatch.setattr(BatchMemory, "empty", recorded_empty)
     prefetcher = DevicePrefetcher(torch.device("cpu"), **plain(3), channels_last=False)
     received = prefetcher.normalize(torch.zeros(6, 3, size, size, dtype=torch.uint8))
     assert received.shape == (6, 3, size, size)
@@ -245,29 +250,41 @@ def test_workers_auto_is_0_for_data_in_memory_except_in_gpu_runs_that_transform_
     assert num_workers("0", each, cuda, 2) == 0
 
 
-@pytest.mark.gpu
-@pytest.mark.real_gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("pinned", [False, True])
+def feed(
+    device: torch.device, pinned: bool, size: int, matrix: int
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Send eight batches to a device, which multiplies matrices after each of them. Return the
+    batches that were sent, and the normalized images on the device.
+    """
+    prefetcher = DevicePrefetcher(device, **plain(3), channels_last=True)
+    images = torch.randint(0, 256, (size, 3, 224, 224), dtype=torch.uint8)
+    sent = [image.pin_memory() if pinned else image for image in (images, images + 1) * 4]
+    weights = torch.randn(matrix, matrix, device=device)
+    received = []
+    for batch in sent:
+        copies, _ = prefetcher.send((batch, torch.zeros(size)))
+        # Compare the images after the loop, because a comparison would wait for the GPU.
+        received.append(prefetcher.normalize(copies))
+        for _ in range(4):
+            weights = (weights @ weights).clamp_(-1, 1)
+    return sent, received
+
+
+def test_prefetched_batches_arrive_unchanged_and_in_order_on_cpu() -> None:
+    for sent, received in zip(*feed(torch.device("cpu"), False, 2, 8), strict=True):
+        torch.testing.assert_close(received, sent.float())
+
+
+@pytest.mark.parametrize(
+    "pinned", [pytest.param(pinned, marks=ON_CUDA) for pinned in (False, True)]
+)
 def test_prefetcher_overlaps_copies_with_gpu_work(pinned: bool) -> None:
     device = torch.device("cuda", 0)
-    prefetcher = DevicePrefetcher(device, **plain(3), channels_last=True)
-    images = torch.randint(0, 256, (256, 3, 224, 224), dtype=torch.uint8)
-    batches = [
-        (image.pin_memory() if pinned else image, torch.zeros(256))
-        for image in (images, images + 1) * 4
-    ]
-    weights = torch.randn(8192, 8192, device=device)
     with torch.profiler.profile() as profile:
-        received = []
-        for images, _ in map(prefetcher, batches):
-            for _ in range(4):
-                weights = (weights @ weights).clamp_(-1, 1)
-            # Compare the images after the loop, because a comparison would wait for the GPU.
-            received.append(images)
+        batches = feed(device, pinned, 256, 8192)
         torch.cuda.synchronize()
-    for (sent, _), images in zip(batches, received, strict=True):
-        torch.testing.assert_close(images, sent.to(device).float())
+    for sent, received in zip(*batches, strict=True):
+        torch.testing.assert_close(received, sent.to(device).float())
     ours = [
         event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA
     ]
@@ -404,4 +421,28 @@ def test_fingerprint_and_labels_of_a_list_of_pairs_equal_those_of_files(labels: 
     assert split_fingerprint(split) == split_fingerprint(own)
     assert split_fingerprint(split, split) == split_fingerprint(own, own)
     ours, theirs = train_labels(split, None), train_labels(own, None)
-    assert (ours is None and theirs is None) or torch.equal(ours, theirs)
+    if ours is None or theirs is None:
+        assert ours is theirs
+    else:
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("accelerator", EACH_ACCELERATOR)
+def test_batch_augmentation_on_gpu_does_not_synchronize_and_equals_that_on_cpu(
+    accelerator: str,
+) -> None:
+    device = torch.device(accelerator, 0)
+    erasing, crop = Erasing(0.9, max_count=2), CropAndFlip(AugmentConfig(crop_padding=4, hflip=0.5))
+    pixels, seeds = torch.randint(0, 256, (16, 3, 64, 64), dtype=torch.uint8), list(range(16))
+
+    def apply(step: Any, images: Tensor, draws: list[Tensor]) -> Tensor:
+        if step is crop:
+            return step(images, images, *draws)[0]
+        return step(images, *draws)
+
+    for step, images in ((crop, pixels), (erasing, pixels.float())):
+        draws, copies = step.draw(seeds, images.shape), images.to(device)
+        sent = [draw.to(device) for draw in draws]
+        with error_on_waits(accelerator):
+            found = apply(step, copies.clone(), sent)
+        assert torch.equal(found.cpu(), apply(step, images.clone(), draws))

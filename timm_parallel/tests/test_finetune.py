@@ -19,6 +19,7 @@ from torch import Tensor
 import evaluate as entry
 from src.train.build import build_run
 from src.train.run import Trainer
+from timm_parallel.data.decode import Files
 from timm_parallel.faults.failure import failure_text, first_failure
 from timm_parallel.launch.job import prepare
 from timm_parallel.machine.ranks import Ranks
@@ -307,7 +308,7 @@ def read_by(ranks: Ranks, store: Any, root: str, *overrides: str) -> list[str]:
     config = resolved(*SMALL, f"data.root={root}", *overrides)
     strategy = build_strategy(config.parallel, ranks, store)
     train = build_run(config, strategy).train_loader
-    actual = []
+    actual: list[str] = []
     train.fetcher.split.__class__.__getitem__ = recorded(actual)  # type: ignore[method-assign]
     for epoch in range(2):
         for _ in train.epoch(epoch):
@@ -349,7 +350,9 @@ def test_limit_train_error_names_the_unreadable_file(data: Path, tmp_path: Path)
     limit = ("data.limit_train=6", f"data.root={root}")
     config = resolved(*SMALL, *limit)
     fetcher = build_run(config, build_strategy(config.parallel, Ranks(), None)).train_loader.fetcher
-    files = [fetcher.split.files[number][0] for number in fetcher.numbers(list(range(6)))]
+    split = fetcher.split
+    assert isinstance(split, Files)
+    files = [split.files[number][0] for number in fetcher.numbers(list(range(6)))]
     files[2].write_bytes(b"no image")
     code, message = fine_tuned(tmp_path / "stops", *limit)
     assert code == 1 and str(files[2]) in message and "data.on_error=skip" in message

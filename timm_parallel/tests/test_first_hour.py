@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from scripts.install import main as install
 from scripts.install import settings_for_uv
 from src.schema import AugmentConfig, Config
+from timm_parallel import keys
 from timm_parallel.config.compose import compose_command, plain_config
 from timm_parallel.config.resolve import resolve
 from timm_parallel.data import decode
@@ -141,7 +142,7 @@ def test_schema_defaults_equal_the_config_of_a_run_without_overrides() -> None:
     assert {key for key in plain if plain[key] != schema[key]} == {"data.image_size", "tracker.use"}
 
 
-def _values(config: Config) -> Iterator[tuple[str, Any]]:
+def _values(config: keys.Config) -> Iterator[tuple[str, Any]]:
     return ((key, value) for key, value, _ in leaves(config))
 
 

@@ -124,7 +124,7 @@ def test_head_lr_scale_multiplies_head_learning_rate_at_every_step() -> None:
     model = timm.create_model("resnet18", num_classes=4)
     optimizer = build_optimizer(config.optim, 1e-3, model)
     schedule = build_schedule(config.optim, config.train, optimizer, steps_per_epoch=5)
-    head = {id(parameter) for parameter in model.fc.parameters()}
+    head = {id(parameter) for parameter in model.get_submodule("fc").parameters()}
     plain = build_optimizer(resolved("optim.layer_decay=0.5", "optim.lr=1e-3").optim, 1e-3, model)
     other = build_schedule(config.optim, config.train, plain, steps_per_epoch=5)
     for step in (0, 7, 20):

@@ -21,6 +21,7 @@ from src.schema import OPTIMIZERS_OF_PARTS
 from src.train.build import build_run
 from src.train.run import Trainer
 from src.train.step import Autocast
+from timm_parallel.data.samplers import EvalSampler
 from timm_parallel.parallel.blocks import blocks_of, vector_layers
 from timm_parallel.parallel.build import build_strategy
 from timm_parallel.parallel.lockstep import Lockstep
@@ -138,7 +139,7 @@ def sizes_of_parts(ranks: Any, store: Any) -> dict[str, tuple[int, int]]:
     gradients = [parameter.grad for parameter in state.model.parameters()]
     state.optimizer.step()
     assert state.ema is not None
-    held = {
+    held: dict[str, list[Any]] = {
         "weights": list(state.model.parameters()),
         "gradients": gradients,
         "optimizer": [s["exp_avg"] for s in state.optimizer.state.values()],
@@ -215,8 +216,8 @@ def test_fsdp_gathers_the_contents_of_a_checkpoint_on_rank_0_only() -> None:
     assert second == 0
     # The checkpoint must contain the weights, their moving average and two moments of AdamW for
     # each parameter.
-    blocks = timm.create_model("vit_tiny_patch16_224", **resolved("model=tiny").model.kwargs).blocks
-    assert first > 4 * sum(parameter.numel() for parameter in blocks.parameters())
+    model = timm.create_model("vit_tiny_patch16_224", **resolved("model=tiny").model.kwargs)
+    assert first > 4 * sum(p.numel() for p in model.get_submodule("blocks").parameters())
 
 
 # Tests of training under fsdp.
@@ -403,6 +404,7 @@ def evaluated(ranks: Any, store: Any, stops: bool) -> list[float | None] | None:
     """
     parts = built(ranks, store, f"evaluation{stops}")
     loader = parts.eval_loaders["val"]
+    assert isinstance(loader.sampler, EvalSampler)
     loader.sampler.indices = loader.sampler.indices[
         : {0: 9, 1: 8, 2: 0}[ranks.rank] if store is not None else 540
     ]
@@ -427,7 +429,6 @@ def evaluated(ranks: Any, store: Any, stops: bool) -> list[float | None] | None:
 
 
 @pytest.mark.slow(seconds=2)
-@pytest.mark.cpu_only
 @pytest.mark.processes
 def test_fsdp_evaluation_completes_when_ranks_have_different_numbers_of_batches() -> None:
     of_ranks = in_ranks(_evaluated_without_count, 3, False)

@@ -1,8 +1,8 @@
 """Tests of faults while a GPU is used. The error names the rank, the GPU becomes free again, and a
 sweep continues.
 
-promises/test_faults.py and promises/test_ends.py test the same faults on a CPU, except the sweep,
-which this file tests on both.
+The tests run on a CPU too, because CI has no GPU. promises/test_faults.py and promises/test_ends.py
+test more faults there.
 """
 
 from __future__ import annotations
@@ -13,21 +13,13 @@ import signal
 from pathlib import Path
 
 import pytest
-import torch
 
 from timm_parallel.testing.commands import Train
+from timm_parallel.testing.gpu import EACH_ACCELERATOR
 
 FAULTY = Path(__file__).parent / "promises" / "faulty"
-pytestmark = pytest.mark.processes
-gpu = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"))
-on_cuda = pytest.mark.parametrize("accelerator", [pytest.param("cuda", marks=gpu)])
-on_both = pytest.mark.parametrize(
-    "accelerator",
-    [
-        pytest.param("cpu", marks=(pytest.mark.slow, pytest.mark.nightly)),
-        pytest.param("cuda", marks=(*gpu, pytest.mark.real_gpu)),
-    ],
-)
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
+each_accelerator = pytest.mark.parametrize("accelerator", EACH_ACCELERATOR)
 
 
 def overrides(accelerator: str) -> list[str]:
@@ -55,7 +47,7 @@ def fault_environment(kind: str, mark: Path) -> dict[str, str]:
     return {"PYTHONPATH": path, "FAULT": f"{kind}:1:7:the forward pass", "FAULT_MARK": str(mark)}
 
 
-@on_cuda
+@each_accelerator
 @pytest.mark.parametrize(
     ("kind", "message"),
     [("kill", "rank 1 was killed by SIGKILL"), ("stop", "rank 1 does not answer")],
@@ -68,7 +60,7 @@ def test_error_of_a_gpu_run_names_the_killed_or_stopped_rank(
     assert done.returncode == 1 and message in done.stderr, done.output
 
 
-@on_both
+@each_accelerator
 def test_sweep_continues_with_the_next_job_when_a_rank_runs_out_of_memory(
     train: Train, accelerator: str
 ) -> None:
@@ -86,7 +78,7 @@ def test_sweep_continues_with_the_next_job_when_a_rank_runs_out_of_memory(
     assert sorted(job["status"] for job in jobs) == ["done", "out_of_memory"], done.output
 
 
-@on_cuda
+@each_accelerator
 def test_sigterm_to_a_gpu_run_saves_a_checkpoint_and_exits_143(
     train: Train, accelerator: str
 ) -> None:

@@ -8,6 +8,7 @@ import os
 import sys
 import unicodedata
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ import evaluate
 from src.app import app
 from src.schema import Config, DataConfig
 from timm_parallel.data.build import check_data
+from timm_parallel.data.decode import Files
 from timm_parallel.data.folder import FolderDataset, class_folders
 from timm_parallel.entry import run_command
 from timm_parallel.record.result import read_result
@@ -68,7 +70,7 @@ def test_image_folder_of_jpeg_and_png_files_trains_under_ddp(tmp_path: Path) -> 
 
 
 GOOD = {"a": 1, "b": 1}
-BAD = {
+BAD: dict[str, tuple[dict[str, dict[str, int]], str]] = {
     "no_train": ({"val": GOOD}, "no folder"),
     "no_val": ({"train": GOOD}, "no folder"),
     "no_classes": ({"train": {}, "val": {}}, "no class folders"),
@@ -205,7 +207,12 @@ def test_batch_larger_than_the_training_split_is_refused_before_ranks_start(
     ]
     (tmp_path / "labels.csv").write_text("\n".join(["file,label,split", *rows]))
     started: list[bool] = []
-    monkeypatch.setattr("timm_parallel.launch.job.run_job", lambda *_: started.append(True) or 0)
+
+    def run_job(*_: object) -> int:
+        started.append(True)
+        return 0
+
+    monkeypatch.setattr("timm_parallel.launch.job.run_job", run_job)
     command = [word.format(root=tmp_path) for word in words]
     monkeypatch.setattr(
         sys,
@@ -289,6 +296,7 @@ def test_notes_name_classes_without_a_training_image(tmp_path: Path) -> None:
         config = DataConfig(name="folder", root=str(root), val_fraction=0.3)
         dataset = FolderDataset(config)
         notes = dataset.notes("label")
+        assert isinstance(dataset.train, Files)
         if len(dataset.train) == 0 or 2 not in {label for _, label in dataset.train.files}:
             break
         assert notes == []
@@ -334,16 +342,17 @@ def test_notes_name_a_folder_that_cannot_be_listed(
 
 @pytest.mark.parametrize(("in_train", "in_val"), [("NFC", "NFD"), ("NFD", "NFC")])
 def test_class_names_of_train_and_val_are_equal_in_both_unicode_forms(
-    tmp_path: Path, in_train: str, in_val: str
+    tmp_path: Path, in_train: Literal["NFC", "NFD"], in_val: Literal["NFC", "NFD"]
 ) -> None:
-    forms = {"train": in_train, "val": in_val}
     counts = {
-        split: {unicodedata.normalize(form, "Ätna"): 3, "Vesuv": 2} for split, form in forms.items()
+        "train": {unicodedata.normalize(in_train, "Ätna"): 3, "Vesuv": 2},
+        "val": {unicodedata.normalize(in_val, "Ätna"): 3, "Vesuv": 2},
     }
     root = image_folder(tmp_path, counts)
     config = DataConfig(name="folder", root=str(root))
     check_data(Config(data=config))
     dataset = FolderDataset(config)
+    assert isinstance(dataset.val, Files)
     labels = {path.parent.name: label for path, label in dataset.val.files}
     assert len(dataset.val) == 5
     assert labels[unicodedata.normalize(in_val, "Ätna")] == dataset.target_names.index(

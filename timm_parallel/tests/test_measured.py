@@ -382,7 +382,7 @@ def metered(
 ) -> dict[str, Any]:
     """Train a run with one fake GPU per rank, and return its result."""
     gpu: Any = SteppedGpu(uuids[ranks.rank], known or ranks.rank == 0)
-    telemetry.Energy = lambda gpus: Energy([gpu])  # type: ignore[attr-defined]
+    telemetry.Energy = lambda gpus: Energy([gpu])  # type: ignore[assignment, misc]
     return trained(ranks, store, folder, *overrides)
 
 

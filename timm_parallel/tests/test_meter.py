@@ -161,7 +161,7 @@ def test_gpu_step_time_quantiles_weight_each_timed_interval_by_its_number_of_ste
     """An epoch of 37 steps has timed intervals of 10, 10, 10, 1 and 6 steps. The interval of one
     step comes from a checkpoint that is saved after step 31.
     """
-    meter = Meter(1, 111, Gpu(clock, 0.1))
+    meter = Meter(1, 111, Gpu(clock, 0.1))  # type: ignore[arg-type]
     for _ in range(3):
         train(meter, clock, [0.0] * 30, logging=0.0)
         # The step before the checkpoint is slow, and is a timed interval by itself.
@@ -180,7 +180,7 @@ def test_gpu_step_time_quantiles_weight_each_timed_interval_by_its_number_of_ste
 
 def test_end_of_the_first_gpu_step_is_recorded_before_any_step_is_logged(clock: Time) -> None:
     gpu = Gpu(clock, 3.0)
-    meter = Meter(1, 100, gpu)
+    meter = Meter(1, 100, gpu)  # type: ignore[arg-type]
     train(meter, clock, [0.001] * 100)
     assert meter.first_step_at == pytest.approx(103.001)
     assert meter.first_fetch == 0
@@ -214,7 +214,7 @@ def test_gpu_throughput_measurement_starts_after_10_steps_even_when_steps_are_lo
     clock: Time,
 ) -> None:
     started_at: list[float] = []
-    meter = Meter(1, 100, Gpu(clock, 1.0), start_measuring=lambda: started_at.append(clock.now))
+    meter = Meter(1, 100, Gpu(clock, 1.0), start_measuring=lambda: started_at.append(clock.now))  # type: ignore[arg-type]
     train(meter, clock, [0.0] * 100, log_every=100)
     assert started_at == [pytest.approx(110)]
     assert meter.throughput()["steps_timed"] == 90
@@ -229,7 +229,7 @@ def test_gpu_data_wait_counts_only_the_time_in_which_the_gpu_is_idle(
     """Waiting for data costs nothing while the GPU still computes the previous step. If the GPU
     becomes idle during the wait, half of the wait counts.
     """
-    meter = Meter(1, 50, Gpu(clock, step))
+    meter = Meter(1, 50, Gpu(clock, step))  # type: ignore[arg-type]
     train(meter, clock, [0.0] * 50, fetch=fetch)
     assert meter.data_seconds / meter.steps_timed == pytest.approx(waited, abs=0.02)
 
@@ -240,7 +240,7 @@ def test_step_time_quantiles_from_intervals_of_several_steps_match_those_of_sing
     """The intervals have 1, 5 and 4 steps. The median is the fifth of the ten sorted step times,
     and the 95 % quantile is the tenth.
     """
-    meter = Meter(1, 11, Gpu(clock, 0.0), untimed=1)
+    meter = Meter(1, 11, Gpu(clock, 0.0), untimed=1)  # type: ignore[arg-type]
     for seconds, steps in ((0.0, 1), (3.0, 1), (1.0, 5), (2.0, 4)):
         train(meter, clock, [seconds] * steps, log_every=steps)
     measured = meter.throughput()

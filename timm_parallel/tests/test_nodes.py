@@ -149,7 +149,7 @@ def facts(*nodes: tuple[int, int, int]) -> list[NodeInventory]:
 def test_threads_per_device_auto_uses_the_node_with_fewest_cores() -> None:
     config = resolved("parallel=ddp", "parallel.devices=2")
     asked = resolved("parallel=ddp", "parallel.devices=2").parallel
-    asked.threads_per_device = "auto"
+    asked.threads_per_device = "auto"  # type: ignore[assignment]
     fit_to_nodes(config, asked, facts((1, 16, 0), (1, 4, 0)))
     assert (config.parallel.threads_per_device, config.cluster.nodes) == (4, 2)
     asked.threads_per_device = 3
@@ -162,7 +162,7 @@ def test_srun_tasks_share_the_cores_of_their_node_and_need_one_gpu_per_rank() ->
     config = resolved("parallel=ddp", "parallel.devices=2")
     asked = resolved("parallel=ddp", "parallel.devices=2").parallel
     asked.threads_per_device, config.parallel.accelerator, config.parallel.backend = (
-        "auto",
+        "auto",  # type: ignore[assignment]
         "cuda",
         "nccl",
     )

@@ -1,4 +1,4 @@
-"""Test GPU behavior without GPUs. Fake tensors simulate CUDA devices, or CPU threads replace
+"""Test GPU behavior without GPUs. Fake tensors stand for CUDA devices, or CPU threads replace
 devices.
 """
 
@@ -30,7 +30,7 @@ from src.train import loop
 from src.train.run import Trainer
 from src.train.step import Autocast, TrainStep
 from timm_parallel.faults.failure import failure_record
-from timm_parallel.keys import ParallelConfig
+from timm_parallel.keys import ResolvedParallel
 from timm_parallel.machine import hardware
 from timm_parallel.machine.nvidia import Driver
 from timm_parallel.machine.ranks import Ranks
@@ -152,7 +152,7 @@ def on_gpus(**keys: Any) -> Any:
         "backend": "nccl",
         **keys,
     }
-    return build_strategy(ParallelConfig(**keys), Ranks(), None)
+    return build_strategy(ResolvedParallel(**keys), Ranks(), None)
 
 
 def test_strategy_error_has_the_reason_of_the_driver_or_of_torch_when_cuda_is_unusable(
@@ -241,7 +241,7 @@ def test_evaluation_with_single_or_dp_on_cpu_uses_the_training_precision_in_ever
     spread: str,
 ) -> None:
     """On a CPU, dp runs its replicas in threads. Each thread has a separate autocast state."""
-    config = ParallelConfig(
+    config = ResolvedParallel(
         strategy=spread, devices=2 if spread == "dp" else 1, accelerator="cpu", threads_per_device=1
     )
     strategy, model = build_strategy(config, Ranks(), None), Seen()
@@ -286,7 +286,7 @@ def test_memory_record_adds_rank_to_device_name_when_ranks_have_equal_device_nam
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     strategy = build_strategy(
-        ParallelConfig(strategy="single", devices=1, accelerator="cpu", threads_per_device=1),
+        ResolvedParallel(strategy="single", devices=1, accelerator="cpu", threads_per_device=1),
         Ranks(),
         None,
     )

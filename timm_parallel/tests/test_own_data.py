@@ -9,7 +9,7 @@ import os
 import unicodedata
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -21,7 +21,8 @@ import evaluate as entry
 from src.schema import Config, DataConfig, TrainConfig
 from timm_parallel.data.build import build_dataset, check_data, training_size
 from timm_parallel.data.csv_listing import path_key, read_rows
-from timm_parallel.data.dataset import data_fingerprints
+from timm_parallel.data.dataset import Split, data_fingerprints
+from timm_parallel.data.decode import Files
 from timm_parallel.data.fractions import split_of
 from timm_parallel.machine.text import similar_names
 from timm_parallel.record.result import read_result
@@ -136,6 +137,11 @@ def rows_of(root: Path, **columns: Any) -> list[dict[str, Any]]:
     ]
 
 
+def files_of(split: Split) -> list[tuple[Path, Any]]:
+    assert isinstance(split, Files)
+    return list(split.files)
+
+
 def test_csv_split_column_puts_each_image_into_the_named_split(flowers: Path) -> None:
     rows = rows_of(flowers, split=lambda number: ("train", "val", "test", "train")[number % 4])
     path = write_csv(flowers / "split.csv", rows)
@@ -144,7 +150,7 @@ def test_csv_split_column_puts_each_image_into_the_named_split(flowers: Path) ->
     assert names_of(dataset.val) == {row["file"] for row in rows if row["split"] == "val"}
     assert names_of(dataset.test) == {row["file"] for row in rows if row["split"] == "test"}
     assert all(
-        dataset.target_names[label] == file.parent.name for file, label in dataset.train.files
+        dataset.target_names[label] == file.parent.name for file, label in files_of(dataset.train)
     )
 
 
@@ -361,7 +367,7 @@ def test_labels_and_headers_in_nfc_and_nfd_are_equal(tmp_path: Path) -> None:
     config = DataConfig(name="csv", root=str(path), val_fraction=0.5)
     dataset = build_dataset(config, trained_names=["tea", decomposed])
     assert dataset.target_names == ["tea", decomposed]
-    files = [*dataset.train.files, *dataset.val.files]
+    files = [*files_of(dataset.train), *files_of(dataset.val)]
     assert {file.name: label for file, label in files} == {"a.png": 1, "b.png": 1, "c.png": 0}
 
 
@@ -380,7 +386,7 @@ def test_similar_names_groups_names_that_probably_mean_the_same_class() -> None:
 
 @pytest.mark.parametrize("in_csv", ["NFC", "NFD"])
 def test_csv_lists_images_in_another_unicode_form_than_the_disk(
-    flowers: Path, tmp_path: Path, in_csv: str
+    flowers: Path, tmp_path: Path, in_csv: Literal["NFC", "NFD"]
 ) -> None:
     """The folder has a name in NFC, and the images have names in NFD."""
     folder = tmp_path / unicodedata.normalize("NFC", "é")
@@ -400,7 +406,7 @@ def test_csv_lists_images_in_another_unicode_form_than_the_disk(
     assert len(dataset.train) + len(dataset.val) == 12
     assert dataset.val[0][0].shape == (3, 16, 16)
     # Both forms of a path are one file.
-    other = "NFD" if in_csv == "NFC" else "NFC"
+    other: Literal["NFC", "NFD"] = "NFD" if in_csv == "NFC" else "NFC"
     copy = {**rows[0], "file": unicodedata.normalize(other, rows[0]["file"]), "split": "val"}
     write_csv(path, [*rows, copy])
     with pytest.raises(ValueError, match="1 file would be in two splits"):
@@ -418,7 +424,7 @@ def test_csv_lists_an_image_whose_name_is_not_utf8(flowers: Path, tmp_path: Path
     path.write_bytes(b"file,label,split\ncaf\xe9.png,x,train\ntea.png,y,train\nmilk.png,y,val\n")
     config = DataConfig(name="csv", root=str(path))
     check_data(Config(data=config))
-    files = [file for file, _ in build_dataset(config).train.files]
+    files = [file for file, _ in files_of(build_dataset(config).train)]
     assert [os.fsencode(file.name) for file in files] == [b"caf\xe9.png", b"tea.png"]
     (tmp_path / names[0]).unlink()
     with pytest.raises(ValueError, match=r"line 2: .*UTF-8"):
@@ -473,7 +479,7 @@ def test_one_label_is_enough_for_multilabel_if_some_images_have_none(flowers: Pa
     check_data(Config(data=config, train=train))
     dataset = build_dataset(config, target="labels")
     assert dataset.target_names == ["scratch"]
-    assert {label for _, label in dataset.train.files} == {(0.0,), (1.0,)}
+    assert {label for _, label in files_of(dataset.train)} == {(0.0,), (1.0,)}
     # A test set may consist of images that all have the label.
     write_csv(Path(str(config.root)), [{**row, "label": "scratch"} for row in rows])
     assert build_dataset(config, ["scratch"], "labels").target_names == ["scratch"]

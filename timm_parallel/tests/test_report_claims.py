@@ -129,7 +129,7 @@ def test_claim_about_dp_and_ddp_is_not_supported_when_a_measurement_contradicts_
     tmp_path: Path, name: str
 ) -> None:
     number, changed, changes = FLIPS[name]
-    results = []
+    results: list[Any] = []
     for altered in ({}, changes):
         sweep = Sweep(tmp_path / f"s{len(results)}")
         for strategy, devices, speeds in (

@@ -11,6 +11,7 @@ import json
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -167,7 +168,7 @@ def test_20_reports_on_simulated_sweeps_state_at_most_one_false_speed_difference
 
 def _report(
     folder: Path, speeds: dict[Key, float], drift: float, draw: np.random.Generator
-) -> list[dict[str, float]]:
+) -> list[dict[str, Any]]:
     """Write the report on a simulated sweep with five repeats, and return `contrasts` of
     report.json. Start-up time, CPU time and utilization differ only by noise.
     """

@@ -56,8 +56,10 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(random.integers(0, 255, (32, 32, 3), dtype=np.uint8)).save(path)
         os.utime(path, (1_000_000_000, 1_000_000_000))
-    settings = ("data=folder", f"data.root={base / 'data'}", "data.val_fraction=0.2")
-    settings += ("data.limit_train=null", "data.image_size=32", "data.batch_size=8")
+    settings = (
+        *("data=folder", f"data.root={base / 'data'}", "data.val_fraction=0.2"),
+        *("data.limit_train=null", "data.image_size=32", "data.batch_size=8"),
+    )
     run = run_warm(
         base / "run",
         *settings,

@@ -196,7 +196,8 @@ def assert_trains_as(training: Trainer, expected: Trainer, steps: int = 2) -> No
     """
     assert groups_of(training) == groups_of(expected)
     for _ in range(steps):
-        step(training), step(expected)
+        step(training)
+        step(expected)
         assert groups_of(training) == groups_of(expected)
     for name, tensor in expected.state.model.state_dict().items():
         assert torch.equal(training.state.model.state_dict()[name], tensor), name

@@ -19,7 +19,8 @@ import pytest
 from PIL import Image
 
 from src.app import app
-from src.schema import Config
+from src.schema import Config, OptimConfig
+from timm_parallel import keys
 from timm_parallel.config.compose import load_config, read_saved, save_config
 from timm_parallel.entry import run_command
 from timm_parallel.keys import SweepConfig, leaves
@@ -99,7 +100,7 @@ def main(
     return runner
 
 
-def value_of(config: Config, key: str) -> Any:
+def value_of(config: keys.Config, key: str) -> Any:
     return {name: value for name, value, _ in leaves(config)}[key]
 
 
@@ -448,6 +449,7 @@ def test_resume_applies_a_given_config_group_option_on_top_of_the_saved_config(m
     code, err = main(f"resume={folder}", "optim=sgd", "resume_strict=false", "optim.momentum=0.5")
     assert code == 0, err
     optim = load_config(folder).optim
+    assert isinstance(optim, OptimConfig)
     assert (optim.opt, optim.lr, optim.momentum) == ("momentum", 0.1, 0.5), (
         "expected values from the group's file and from the command line"
     )

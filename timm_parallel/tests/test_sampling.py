@@ -77,9 +77,14 @@ def test_train_sampler_gives_each_rank_the_same_images_as_torch_distributed_samp
     full = num_samples // batch * batch
     for rank, shard in enumerate(samplers(full, batch, world, seed, epoch)):
         mixed = seed_for(seed, epoch)
-        theirs = DistributedSampler(
-            range(full), world, rank, shuffle=True, seed=mixed, drop_last=True
-        )  # type: ignore[arg-type]
+        theirs: DistributedSampler[int] = DistributedSampler(
+            range(full),  # type: ignore[arg-type]
+            world,
+            rank,
+            shuffle=True,
+            seed=mixed,
+            drop_last=True,
+        )
         assert shard.shard().tolist() == list(theirs)
 
 
@@ -177,6 +182,7 @@ def images_by_index(world: int, epoch: int, num_workers: int, seed: int = 7) -> 
     to image.
     """
     split = Synthetic(DataConfig(image_size=16), num_samples=12).train
+    assert isinstance(split, InMemory)
     images_of: dict[int, Tensor] = {}
     for rank in range(world):
         transform, erasing = (
@@ -283,7 +289,7 @@ class Noisy:
 
 def noisy_images(ranks: Ranks, store: Any, world: int, epoch: int, workers: int) -> dict[int, Any]:
     """Read an epoch of Noisy on `world` ranks. Return a dictionary from index to pixels."""
-    pixels = {}
+    pixels: dict[int, Any] = {}
     for rank in range(world):
         fetcher = BatchFetcher(Noisy(), Targets(), None, 7)
         prefetcher = DevicePrefetcher(torch.device("cpu"), **plain(3), channels_last=False)

@@ -230,7 +230,12 @@ def test_search_waits_for_a_locked_database_and_then_ends_with_the_command_that_
         threading.Timer(1, lambda: other.execute("COMMIT")).start()
     search = Search.__new__(Search)
     search.jobs = Jobs(tmp_path, "", [Job(0, "trial 0", "0", [], status="running")])
-    monkeypatch.setattr(Runner, "run", lambda self: trial.report(0.5, step=1) or 0)
+
+    def report(runner: Runner) -> int:
+        trial.report(0.5, step=1)
+        return 0
+
+    monkeypatch.setattr(Runner, "run", report)
     if works:
         assert search.run() == 0
         assert opened.trials[0].intermediate_values == {1: 0.5}
@@ -297,8 +302,10 @@ def test_killed_search_completes_all_its_trials_when_resumed(
     tmp_path: Path, strategy: str, devices: int
 ) -> None:
     folder = tmp_path / "search"
-    words = ("search.n_trials=3", "search.n_startup_trials=1")
-    words += (f"parallel={strategy}", f"parallel.devices={devices}")
+    words = (
+        *("search.n_trials=3", "search.n_startup_trials=1"),
+        *(f"parallel={strategy}", f"parallel.devices={devices}"),
+    )
     command = [
         sys.executable,
         "train.py",
@@ -446,7 +453,8 @@ def test_search_html_shows_best_trial_plots_and_trial_table(tmp_path: Path) -> N
 
 @pytest.mark.slow(seconds=2)
 def test_search_html_calls_the_best_value_too_good(tmp_path: Path) -> None:
-    html = searched_page(tmp_path, [("done", 0.5, ""), ("done", 0.9, "")])
+    ends: list[tuple[str, float | None, str]] = [("done", 0.5, ""), ("done", 0.9, "")]
+    html = searched_page(tmp_path, ends)
     assert "best of 2 trials, so it is too good" in html
 
 

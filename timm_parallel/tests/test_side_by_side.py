@@ -16,9 +16,8 @@ from typing import Any
 import pytest
 from hydra._internal.utils import get_args_parser
 
-from src.schema import Config
 from timm_parallel.config.compose import compose_command, load_config
-from timm_parallel.keys import SweepConfig
+from timm_parallel.keys import Config, SweepConfig
 from timm_parallel.lab.jobs import local_job as child
 from timm_parallel.lab.jobs.devices import devices_here, jobs_at_a_time, need_of, share_of
 from timm_parallel.lab.jobs.scheduler import DeviceScheduler, Requirement
@@ -95,9 +94,8 @@ def test_concurrent_jobs_are_refused_when_a_sweep_measures_speed(
     assert jobs_at_a_time(key, 1, config) == 1
 
 
-@pytest.mark.cpu_only
 def test_sweep_jobs_auto_runs_as_many_cpu_jobs_as_the_cores_allow() -> None:
-    config = config_of("parallel.threads_per_device=2")
+    config = config_of("parallel.accelerator=cpu", "parallel.threads_per_device=2")
     assert jobs_at_a_time("sweep.jobs", "auto", config) is None
     scheduler = DeviceScheduler({"cpu": [str(core) for core in range(8)]})
     assert scheduler.concurrent_jobs(need_of(config)) == 4
@@ -138,12 +136,13 @@ def ran(jobs: Jobs, job: Job) -> dict[str, Any]:
     return json.loads((jobs.folder / job.folder / "ran.json").read_text())  # type: ignore[no-any-return]
 
 
-@pytest.mark.cpu_only
 @pytest.mark.processes
 @pytest.mark.skipif(hardware.cores() < 2, reason="needs two cores")
 @pytest.mark.slow(seconds=6)
 def test_concurrent_sweep_jobs_do_not_share_cores(tmp_path: Path, fake_jobs: None) -> None:
-    jobs = frozen(tmp_path, "seed=1,2,3,4", "parallel.threads_per_device=1")
+    jobs = frozen(
+        tmp_path, "seed=1,2,3,4", "parallel.accelerator=cpu", "parallel.threads_per_device=1"
+    )
     Sweep(jobs, max_jobs=2).run()
     times = [ran(jobs, job) for job in jobs.jobs]
     assert all(len(time["cores"]) == 1 for time in times)

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,10 @@ from timm_parallel.testing.slurm_cluster import (
 pytestmark = MARKS
 # With these overrides, a run on one machine trains like the Slurm job on two nodes.
 TWO_RANKS = ("parallel=ddp", "parallel.devices=2")
+
+
+def is_in_state(jobs: Jobs, folder: Path, state: str) -> bool:
+    return jobs.state(folder) == state
 
 
 def numbers(folder: Path) -> tuple[Any, ...]:
@@ -81,16 +86,16 @@ def test_requeued_slurm_jobs_match_an_undisturbed_run_after_sigusr1_and_a_lost_n
     for folder in folders:
         jobs.slurm("scancel", "--signal=USR1", (folder / "job.id").read_text().strip())
     for folder in folders:
-        jobs.wait(lambda folder=folder: jobs.state(folder) == "PENDING", 150, folder)
+        jobs.wait(partial(is_in_state, jobs, folder, "PENDING"), 150, folder)
     before = [jobs.steps(folder) for folder in folders]
     for folder, count in zip(folders, before, strict=True):
         jobs.wait_for_steps(folder, count)
     jobs.slurm("scontrol", "update", "NodeName=n2", "State=DOWN", "Reason=test")
     for folder in folders:
-        jobs.wait(lambda folder=folder: jobs.state(folder) == "PENDING", 150, folder)
+        jobs.wait(partial(is_in_state, jobs, folder, "PENDING"), 150, folder)
     jobs.wait(jobs.resume_node, 300, folders[0])
     for folder in folders:
-        jobs.wait(lambda folder=folder: jobs.state(folder) == "", 600, folder)
+        jobs.wait(partial(is_in_state, jobs, folder, ""), 600, folder)
         log = (folder / "logs" / "slurm.log").read_text()
         assert log.count("resumed from") == 2 and "stopped by SIGUSR1" in log, log
     for folder, override in zip(folders, ("optim.lr=0.001", "optim.lr=0.01"), strict=True):

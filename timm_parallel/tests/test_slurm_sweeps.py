@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from functools import partial
 
 import pytest
 
@@ -57,7 +58,7 @@ def test_killed_slurm_search_does_not_resubmit_its_running_trials_when_resumed(
         2,
     ):
         for trial in (first, first + 1):
-            running.wait_for(lambda trial=trial: jobs.steps(folder / str(trial)))
+            running.wait_for(partial(jobs.steps, folder / str(trial)))
         assert len(jobs.slurm("squeue", "--noheader").splitlines()) == 2, "two at a time"
         os.kill(running.process.pid, signal.SIGKILL)
         running.process.wait()

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import FunctionType
@@ -32,6 +33,7 @@ from timm_parallel.record.console import Console
 from timm_parallel.record.result import MetricsLog
 from timm_parallel.state.progress import Progress
 from timm_parallel.testing.configs import evaluate_batches, resolved, task_of
+from timm_parallel.testing.gpu import EACH_ACCELERATOR, error_on_waits
 from timm_parallel.testing.ranks import in_ranks
 
 # These options add work to a training step. None of them needs the CPU to read tensor values.
@@ -277,14 +279,8 @@ def test_keep_freed_memory_limits_page_faults_to_600_per_training_step() -> None
     assert int(done.stdout) < 600
 
 
-ON_CUDA = (
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-)
-
-
 @pytest.mark.slow(seconds=1)
-@pytest.mark.parametrize("accelerator", ["cpu", pytest.param("cuda", marks=ON_CUDA)])
+@pytest.mark.parametrize("accelerator", EACH_ACCELERATOR)
 @pytest.mark.parametrize(
     "options",
     [
@@ -320,15 +316,9 @@ def test_training_step_between_log_steps_does_not_wait_for_the_gpu(
     # after the first step and after the warm-up.
     train(7, Progress())
     progress = Progress()
-    if accelerator == "cpu":
+    # On a GPU, the logged step must synchronize, because it reads the losses. The error shows that
+    # the check works.
+    is_refused = pytest.raises(RuntimeError, match="synchroniz")
+    with is_refused if accelerator == "cuda" else nullcontext(), error_on_waits(accelerator):
         train(8, progress)
-    else:
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            # The logged step must synchronize, because it reads the losses. The error shows that
-            # the check works.
-            with pytest.raises(RuntimeError, match="synchroniz"):
-                train(8, progress)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
     assert progress.step == 8

@@ -101,7 +101,7 @@ def test_log_speed_difference_from_incomplete_repeats_equals_the_least_squares_e
 
 def test_speed_ratio_is_supported_when_speeds_vary_fourfold_but_the_ratio_is_stable() -> None:
     # The speeds of the repeats differ by a factor of four, but the ratio of a to b hardly changes.
-    speeds = {
+    speeds: dict[str, list[float]] = {
         "a": [110, 55, 221],
         "b": [100, 50.4, 200],
     }

@@ -17,10 +17,9 @@ import pytest
 from hydra._internal.utils import get_args_parser
 from rich.console import Console
 
-from src.schema import DataConfig
 from timm_parallel.config.compose import load_config
 from timm_parallel.errors import BATCH_NOT_DIVISIBLE, BATCH_TOO_SMALL, ONE_DEVICE, ONE_PROCESS
-from timm_parallel.keys import SweepConfig
+from timm_parallel.keys import DataConfig, SweepConfig
 from timm_parallel.lab.jobs.folders import config_folder
 from timm_parallel.lab.sweep.blocks import freeze_jobs
 from timm_parallel.lab.sweep.board import counted
@@ -139,7 +138,6 @@ def test_sweep_dry_run_counts_the_runs_of_all_repeats(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow(seconds=2)
-@pytest.mark.cpu_only
 def test_sweep_dry_run_lists_only_overrides_that_vary_between_jobs(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -149,7 +147,9 @@ def test_sweep_dry_run_lists_only_overrides_that_vary_between_jobs(
         sizes.append(data)
         return 1280
 
-    show_points(points("optim.lr=0.1,0.2", "data.batch_size=64"), SweepConfig(), training_size)
+    on_cpu = "parallel.accelerator=cpu"
+    expanded = points(on_cpu, "optim.lr=0.1,0.2", "data.batch_size=64")
+    show_points(expanded, SweepConfig(), training_size)
     table, _, last = capsys.readouterr().out.rstrip().rpartition("\n")
     assert len(sizes) == 1
     assert "optim.lr=0.2" in table
@@ -159,14 +159,14 @@ def test_sweep_dry_run_lists_only_overrides_that_vary_between_jobs(
         if text in table
     ]
     assert last == "2 runs, global batch 64, per device 64, steps 20"
-    show_points(points("parallel=single", "parallel.devices=2,3"), SweepConfig(), training_size)
+    expanded = points(on_cpu, "parallel=single", "parallel.devices=2,3")
+    show_points(expanded, SweepConfig(), training_size)
     assert "can run here" in capsys.readouterr().out
 
 
 @pytest.mark.slow(seconds=2)
-@pytest.mark.cpu_only
 def test_cpu_jobs_of_a_sweep_get_equal_numbers_of_threads_per_device() -> None:
-    expanded = points("parallel=single,dp,ddp", "parallel.devices=1,2")
+    expanded = points("parallel.accelerator=cpu", "parallel=single,dp,ddp", "parallel.devices=1,2")
     assert (
         len({point.config.parallel.threads_per_device for point in expanded if not point.reason})
         == 1

@@ -16,10 +16,10 @@ import pytest
 from PIL import Image
 
 from src.app import app
-from src.schema import Config
 from timm_parallel.data.build import check_data
 from timm_parallel.entry import run_command
 from timm_parallel.errors import ONE_DEVICE
+from timm_parallel.keys import Config
 from timm_parallel.lab.jobs.folders import write_job_folder
 from timm_parallel.lab.multirun import run_multirun
 from timm_parallel.lab.sweep.sweep import Sweep

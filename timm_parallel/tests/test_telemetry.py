@@ -13,7 +13,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from src.schema import ResolvedConfig
-from timm_parallel.keys import ParallelConfig
+from timm_parallel.keys import ResolvedParallel
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.parallel.single import Single
 from timm_parallel.testing.commands import Finished
@@ -114,7 +114,9 @@ def test_cuda_error_names_nvidia_driver_and_accelerator_key_when_cuda_is_unavail
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    config = ParallelConfig(strategy="single", devices=1, accelerator="cuda", threads_per_device=1)
+    config = ResolvedParallel(
+        strategy="single", devices=1, accelerator="cuda", threads_per_device=1
+    )
     with pytest.raises(RuntimeError, match=r"parallel\.accelerator=cpu") as refusal:
         Single(config, Ranks())
     assert "NVIDIA driver" in str(refusal.value)

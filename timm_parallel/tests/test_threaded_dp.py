@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from src.train.step import Autocast, TrainStep
-from timm_parallel.keys import ParallelConfig
+from timm_parallel.keys import ResolvedParallel
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.parallel.data_parallel import DataParallelStrategy
 from timm_parallel.parallel.threaded_data_parallel import ThreadedDataParallel
@@ -47,7 +47,7 @@ class Recurrent(nn.Module):
 
 
 def strategy(devices: int, loss_in_replica: bool | None = None) -> DataParallelStrategy:
-    config = ParallelConfig(
+    config = ResolvedParallel(
         strategy="dp",
         devices=devices,
         accelerator="cpu",
@@ -79,6 +79,7 @@ def test_gradients_of_dp_with_threads_on_cpu_equal_those_of_the_unwrapped_model(
     loss.backward()
     assert loss.item() == pytest.approx(expected.item(), abs=1e-6)
     for (name, ours), theirs in zip(copied.named_parameters(), bare.parameters(), strict=True):
+        assert ours.grad is not None and theirs.grad is not None
         assert torch.allclose(ours.grad, theirs.grad, rtol=1e-6, atol=1e-6), name
 
 
@@ -114,8 +115,8 @@ def test_batchnorm_statistics_of_dp_with_threads_come_from_the_first_replica() -
     alone(images[:4])
     torch.set_num_threads(threads)
     ThreadedDataParallel(spread, 2, 1, 0)(images)
-    assert torch.equal(spread.running_mean, alone.running_mean)
-    assert torch.equal(spread.running_var, alone.running_var)
+    for name in ("running_mean", "running_var"):
+        assert torch.equal(spread.get_buffer(name), alone.get_buffer(name))
     assert spread.num_batches_tracked == 1
 
 
@@ -129,7 +130,7 @@ class Centered(nn.Module):
 
     def forward(self, outputs: Tensor, labels: Tensor) -> Tensor:
         if isinstance(self.norm, nn.Identity):
-            self.center.lerp_(outputs.detach().mean(0), 0.1)
+            self.get_buffer("center").lerp_(outputs.detach().mean(0), 0.1)
         return (self.norm(outputs) - self.center).square().mean()
 
 

@@ -9,7 +9,7 @@ import struct
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -18,11 +18,12 @@ import torchvision
 from PIL import Image
 
 from src.data.transforms import OnImage, train_transform
-from src.schema import Config
+from src.schema import ResolvedConfig
 from src.train.build import build_data_and_model, build_run
 from timm_parallel.data.build import build_dataset, check_data
 from timm_parallel.data.samplers import IndexBatch
 from timm_parallel.errors import UnreadableImageError
+from timm_parallel.keys import Config
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.parallel.build import build_strategy
 from timm_parallel.project import as_resolved
@@ -117,9 +118,8 @@ def test_batch_gathered_from_a_torchvision_array_equals_the_images_read_one_by_o
         config = config_of(
             "torch/mnist", tmp_path, f"data.image_size={side}", *augment, "parallel.accelerator=cpu"
         )
-        run = build_run(
-            as_resolved(config), build_strategy(as_resolved(config).parallel, Ranks(), None)
-        )
+        resolved = cast(ResolvedConfig, as_resolved(config))
+        run = build_run(resolved, build_strategy(resolved.parallel, Ranks(), None))
         loaders = (run.train_loader, *run.eval_loaders.values())
         assert {loader.fetcher.gathers for loader in loaders} == {side == 28}
         assert {loader.num_workers == 0 for loader in loaders} == {side == 28}
@@ -127,7 +127,7 @@ def test_batch_gathered_from_a_torchvision_array_equals_the_images_read_one_by_o
         if side == 28:
             images, labels, _, draws = fetcher.read(request)
             batches.append(fetcher.finish(images, labels, draws, lambda pixels: pixels))
-            each = train_transform(run.config.data.augment, (side, side), resize=True)
+            each = train_transform(resolved.data.augment, (side, side), resize=True)
             fetcher.transform = OnImage.of(each)
             fetcher.gathers, fetcher.on_pixels = False, None
             batches.append(fetcher.read(request)[:2])
@@ -158,8 +158,9 @@ def read_in_rank(ranks: Ranks, store: Any, root: str) -> tuple[int, int, int]:
         "parallel=ddp",
         "parallel.devices=2",
     )
-    strategy = build_strategy(as_resolved(config).parallel, ranks, store)
-    split = build_data_and_model(as_resolved(config), strategy).dataset.train
+    resolved = cast(ResolvedConfig, as_resolved(config))
+    strategy = build_strategy(resolved.parallel, ranks, store)
+    split = build_data_and_model(resolved, strategy).dataset.train
     strategy.close()
     return len(downloads), len(split), split[23][1]
 

@@ -13,6 +13,7 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -253,7 +254,7 @@ def test_tracker_is_dropped_with_one_warning_when_its_call_queue_is_full(
 
 def test_tracker_run_id_is_stored_in_the_run_folder_and_reused(tmp_path: Path) -> None:
     first, second = (
-        Tracker(ResolvedConfig(), tmp_path, 0).run_id(lambda id=id: id) for id in ("a1", "b2")
+        Tracker(ResolvedConfig(), tmp_path, 0).run_id(partial(str, id)) for id in ("a1", "b2")
     )
     assert first == second == (tmp_path / "trackers" / "tracker.txt").read_text() == "a1"
 

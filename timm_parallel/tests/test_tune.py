@@ -72,7 +72,7 @@ def test_tuning_report_recommends_the_fastest_settings_and_shows_their_command(
     tmp_path: Path,
 ) -> None:
     both = "train.precision=bf16 model.channels_last=true"
-    speeds = {
+    speeds: dict[str, list[float]] = {
         "": [100, 102, 101],
         "model.channels_last=true": [111, 113, 110],
         both: [150, 152, 153],

@@ -283,7 +283,6 @@ def test_warm_server_refuses_to_fork_when_its_process_has_a_second_thread() -> N
         thread.join()
 
 
-@pytest.mark.cpu_only
 def test_warm_server_refuses_to_fork_when_its_process_has_initialized_the_cuda_driver(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -206,7 +206,12 @@ def test_failed_run_closes_the_metrics_recorder_and_keeps_logged_steps(
         raise RuntimeError("the accident of this test")
 
     monkeypatch.setattr(lifecycle.Trainer, "end_epoch", fails)
-    monkeypatch.setattr(Recorder, "close", lambda self: (close(self), closed.append(1)))
+
+    def counted_close(self: Recorder) -> None:
+        close(self)
+        closed.append(1)
+
+    monkeypatch.setattr(Recorder, "close", counted_close)
     with pytest.raises(RuntimeError, match="accident"):
         lifecycle.run(config, tmp_path, Ranks(), None)
     assert closed == [1]

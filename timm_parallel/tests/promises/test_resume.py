@@ -65,8 +65,7 @@ class StopsAt(nn.Module):
     def __init__(self, head: nn.Module, training: Trainer, step: int) -> None:
         super().__init__()
         self.head, self.step = head, step
-        # Write the trainer into `__dict__`, so that nn.Module does not register it as a submodule.
-        self.__dict__["trained"] = training
+        self.trained = training
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
         if self.training and self.trained.parts.progress.step + 1 == self.step:
@@ -93,7 +92,8 @@ def train(
     multiprocessing.set_start_method("fork", force=True)
     training = Trainer(config, Path(folder), ranks, store)
     training.resume()
-    model, reader, read = training.state.model, training.parts.train_loader.fetcher, []
+    model, reader = training.state.model, training.parts.train_loader.fetcher
+    read: list[tuple[int, int]] = []
     if stop_at is not None:
         head = model.get_classifier()  # type: ignore[operator]
         inner = head.forward
@@ -108,7 +108,7 @@ def train(
     # With two loader workers, do not record the images that are read, because a local function
     # cannot be pickled for the workers.
     if training.config.data.workers != 2:
-        reader.read = spy  # type: ignore[method-assign]
+        reader.read = spy  # type: ignore[assignment, method-assign]
     # Do not log example images. This would read the first batch once more and change the record of
     # images that are read.
     training.run.show_images = lambda: None  # type: ignore[method-assign]

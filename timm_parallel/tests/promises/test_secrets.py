@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from src.schema import Config, ResolvedConfig
+from src.schema import Config, OptimConfig, ResolvedConfig
+from timm_parallel import keys
 from timm_parallel.config.compose import compose_command, load_config, run_in_hydra, save_config
 from timm_parallel.config.evaluation import evaluation_config
 from timm_parallel.config.resolve import resolve
@@ -120,14 +121,19 @@ def test_value_of_a_secret_environment_variable_is_saved_and_printed_as_a_refere
     assert load_config(tmp_path / "run") == frozen
 
 
-def save_by_command(folder: Path, *words: str) -> ResolvedConfig:
+def save_by_command(folder: Path, *words: str) -> keys.ResolvedConfig:
     """Write the files that train.py writes before it starts ranks, which are .hydra/ and
     config.yaml. Return the resolved config.
     """
     command = compose_command(parse("parallel=single", *words))
     config = resolve(command.config)
     folder.mkdir()
-    assert run_in_hydra(command, folder, lambda here: save_config(config, here) or 0) == 0
+
+    def save(here: Path) -> int:
+        save_config(config, here)
+        return 0
+
+    assert run_in_hydra(command, folder, save) == 0
     return config
 
 
@@ -159,6 +165,7 @@ def test_environment_reference_stays_unresolved_in_saved_yaml_and_resolves_on_lo
             save_config(load_config(tmp_path / "run"), tmp_path / "run")
     monkeypatch.setenv("HARMLESS_NAME", "of another machine")
     there = load_config(tmp_path / "run")
+    assert isinstance(there.optim, OptimConfig)
     assert (there.data.root, there.optim.kwargs["password"]) == (
         "/x/of another machine",
         "of another machine",
@@ -398,7 +405,7 @@ def test_sweep_and_search_save_secrets_as_references(
 def test_cfg_job_with_resolve_prints_secrets_as_references() -> None:
     command = [
         sys.executable,
-        ROOT / "train.py",
+        str(ROOT / "train.py"),
         "--cfg",
         "job",
         "--resolve",

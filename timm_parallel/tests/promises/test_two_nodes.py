@@ -437,7 +437,11 @@ def test_error_names_the_lost_node_and_the_same_torchrun_commands_resume_the_run
     for fault in faults:
         before = lines_in(nodes)
         started = nodes.torchrun(*overrides)
-        wait_for(lambda before=before: lines_in(nodes) > before + 3, nodes)
+
+        def has_trained(before: int = before) -> bool:
+            return lines_in(nodes) > before + 3
+
+        wait_for(has_trained, nodes)
         seconds = lose(nodes, started, fault)
         print(f"{fault}: everything gone after {seconds:.1f} s")
         assert seconds < PROMPT, fault

@@ -202,7 +202,8 @@ def test_node_without_heartbeats_is_reported_lost_only_after_the_time_limit(
     first, second = two_nodes(tmp_path, clock, monkeypatch)
     monkeypatch.setattr(liveness, "step", 7)
     for clock[0] in range(1, 30):
-        exchange(first), exchange(second)
+        exchange(first)
+        exchange(second)
         assert first.silent_node() is None and second.silent_node() is None
     silent_since = clock[0]
     while (lost := first.silent_node()) is None:
