@@ -166,7 +166,7 @@ def test_resume_keeps_the_formats_that_the_run_has_chosen_for_auto(tmp_path: Pat
         config = resolve(command.config)
         assert folder_to_resume(config, command.config) == folder
         saved = app.load_config(folder)
-        kept = keep_chosen(config, saved, False)
+        kept: Any = keep_chosen(config, saved, False)
         assert (kept.train.precision, kept.model.channels_last) == ("bf16", False)
         check_resumable(kept, folder)
 
