@@ -680,6 +680,8 @@ NOT_DRAWN = (
     *(
         "data.interpolation",
         "data.workers",
+        "data.max_value",
+        "data.replay_batches",
         "data.kwargs",
         "data.augment.ratio",
         "data.augment.interpolation",
