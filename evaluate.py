@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from src.app import app
-from timm_parallel import CommandLine, Ranks
+from timm_parallel import CommandLine, Ranks, exit_process, print_json
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -80,7 +80,7 @@ def _evaluate(given: argparse.Namespace, overrides: list[str], arguments: list[s
             given.weights,
         ):
             if ranks.is_first:
-                CommandLine.print_json({"split": split, **numbers})
+                print_json({"split": split, **numbers})
 
     return run_on_devices(config.parallel, __file__, arguments, evaluate)
 
@@ -88,4 +88,4 @@ def _evaluate(given: argparse.Namespace, overrides: list[str], arguments: list[s
 if __name__ == "__main__":
     # Use exit_process instead of sys.exit, because this process may be a rank: destructors of CUDA
     # and NCCL may block.
-    CommandLine.exit_process(main(sys.argv[1:]))
+    exit_process(main(sys.argv[1:]))

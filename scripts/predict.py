@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from src.app import app
-from timm_parallel import CommandLine, Ranks, ResolvedParallel
+from timm_parallel import CommandLine, Ranks, ResolvedParallel, exit_process
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -103,4 +103,4 @@ def _predict(
 if __name__ == "__main__":
     # Use exit_process instead of sys.exit, because this process may be a rank: destructors of CUDA
     # and NCCL may block.
-    CommandLine.exit_process(main(sys.argv[1:]))
+    exit_process(main(sys.argv[1:]))

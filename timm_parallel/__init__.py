@@ -14,6 +14,7 @@ from timm_parallel.public_names import attach
 if TYPE_CHECKING:
     from timm_parallel.app import App as App
     from timm_parallel.config.arguments import CommandLine as CommandLine
+    from timm_parallel.config.arguments import print_json as print_json
     from timm_parallel.data.csv_listing import CsvDataset as CsvDataset
     from timm_parallel.data.dataset import ImageDataset as ImageDataset
     from timm_parallel.data.dataset import InMemory as InMemory
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from timm_parallel.launch.torchrun import run_on_devices as run_on_devices
     from timm_parallel.machine.files import write_json as write_json
     from timm_parallel.machine.files import write_text as write_text
+    from timm_parallel.machine.process import exit_process as exit_process
     from timm_parallel.machine.process import import_class as import_class
     from timm_parallel.machine.ranks import Ranks as Ranks
     from timm_parallel.measure.flops import count_flops as count_flops
@@ -149,6 +151,8 @@ _GROUPS = {
         "refuse_wrong_arguments": "errors",
         "import_class": "machine.process",
         "CommandLine": "config.arguments",
+        "exit_process": "machine.process",
+        "print_json": "config.arguments",
         "run_on_devices": "launch.torchrun",
         "write_json": "machine.files",
         "write_text": "machine.files",

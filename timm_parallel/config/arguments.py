@@ -15,8 +15,15 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from timm_parallel.machine.files import finite
-from timm_parallel.machine.process import exit_process, open_closed_streams
+from timm_parallel.machine.process import open_closed_streams
 from timm_parallel.machine.secrets import mask
+
+
+def print_json(value: Any) -> None:
+    """Print a value as one line of JSON. NaN and infinity become null, because JSON does not have
+    them.
+    """
+    print(json.dumps(finite(value)), flush=True)
 
 
 class CommandLine(argparse.ArgumentParser):
@@ -43,15 +50,6 @@ class CommandLine(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(message.removeprefix("argument "))
-
-    exit_process = staticmethod(exit_process)
-
-    @staticmethod
-    def print_json(value: Any) -> None:
-        """Print a value as one line of JSON. NaN and infinity become null, because JSON does not
-        have them.
-        """
-        print(json.dumps(finite(value)), flush=True)
 
     @staticmethod
     def errors_in_one_line(main: Callable[[list[str]], int]) -> Callable[[list[str]], int]:
