@@ -405,10 +405,12 @@ class DataConfig(timm_parallel.DataConfig):
             "test_fraction": ("folder", "csv", "segmentation"),
             "group_pattern": ("folder", "segmentation"),
             "fold": ("csv",),
-            "max_value": ("folder", "csv", "segmentation"),
+            "max_value": ("folder", "csv", "segmentation", "timm"),
         }
+        # data=timm has several names of datasets.
+        option = "timm" if self.is_from_timm else self.name
         for name, datasets in readers.items():
-            if getattr(self, name) is not None and not (self.name in datasets or self.is_own):
+            if getattr(self, name) is not None and not (option in datasets or self.is_own):
                 yield (
                     f"data.{name}={getattr(self, name)}: only data={' and data='.join(datasets)} "
                     f"read it, not data={self.name}"

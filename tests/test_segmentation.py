@@ -616,6 +616,17 @@ def pgm(largest: int) -> Write:
     return write
 
 
+def inverted_tiff(path: Path, mask: np.ndarray) -> None:
+    """Write a TIFF whose number 0 is white."""
+    height, width = mask.shape
+    tags = {256: width, 257: height, 258: 8, 259: 1, 262: 0, 273: 8, 278: height, 279: mask.size}
+    pixels = mask.tobytes() + bytes(mask.size % 2)
+    entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags.items())
+    directory = struct.pack("<H", len(tags)) + entries + bytes(4)
+    header = struct.pack("<2sHI", b"II", 42, 8 + len(pixels))
+    path.with_suffix(".tif").write_bytes(header + pixels + directory)
+
+
 def saved(suffix: str, **options: Any) -> Write:
     return lambda path, mask: Image.fromarray(mask).save(path.with_suffix(suffix), **options)
 
@@ -667,6 +678,7 @@ UNCERTAIN: dict[str, Write] = {
     ),
     "TIFF of JPEG": saved(".tiff", compression="jpeg"),
     "lossy WebP": saved(".webp"),
+    "TIFF with white first": lambda path, mask: inverted_tiff(path, mask + 251),
     "white before black": with_palette(gray_ramp(255, 0), [1, 0, 0, 0]),
     "visible grays in another order": with_palette(gray_ramp(0, 255, 90, 180), [0, 2, 3, 1]),
 }

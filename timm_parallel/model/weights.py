@@ -55,7 +55,8 @@ def read_weights(
     """Read a weights file.
 
     `read_foreign`: function that reads the state dict of a file that is not a checkpoint of this
-    project. `target_names`: class names of the data, to find their order in such a file. Raises ValueError if the file cannot be read or holds Python objects.
+    project. `target_names`: class names of the data, to find their order in such a file. Raises
+    ValueError if the file cannot be read or holds Python objects.
     """
     try:
         contents: Any = None
