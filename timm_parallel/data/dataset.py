@@ -148,7 +148,8 @@ class InMemory:
         None, because the split then resizes each image when it is read.
         """
         rows = getattr(split, "rows", split)
-        if not isinstance(rows, InMemory):
+        # A subclass may change images when it reads them.
+        if not isinstance(rows, InMemory) or type(rows).__getitem__ is not InMemory.__getitem__:
             return None
         return rows if rows is split or size in (None, rows.images.shape[2:]) else None
 

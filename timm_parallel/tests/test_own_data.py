@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 import evaluate as entry
+from src.data.datasets import Digits
 from src.schema import Config, DataConfig, TrainConfig
 from timm_parallel.data.build import build_dataset, check_data, training_size
 from timm_parallel.data.csv_listing import path_key, read_rows
@@ -461,6 +462,14 @@ def test_targets_that_a_csv_does_not_have_or_that_repeat_are_refused(
     config = DataConfig(name="csv", root=str(path), val_fraction=0.3, kwargs={"targets": given})
     with pytest.raises(ValueError, match=named):
         check_data(Config(data=config, train=TrainConfig(task="regression", loss="mse")))
+
+
+def test_class_names_of_a_dataset_that_are_not_text_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Digits, "target_names", ["zero", 1, 2.5])
+    with pytest.raises(ValueError, match=r"^data\.name=digits: .*1, 2\.5.*str\(\)"):
+        build_dataset(DataConfig(name="digits", image_size=8))
 
 
 def test_one_label_is_enough_for_multilabel_if_some_images_have_none(flowers: Path) -> None:
