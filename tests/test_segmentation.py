@@ -644,6 +644,32 @@ def pair_of(root: Path, write: Write, classes: int, rows: int = 21) -> tuple[Any
     return build_dataset(config, target="mask"), mask
 
 
+@pytest.mark.parametrize("name", ["exif.webp", "deep.png", "turned.jpg"])
+def test_masks_and_overlays_are_written_for_each_image_that_decode_reads(
+    tmp_path: Path, name: str
+) -> None:
+    exif, pixels = Image.Exif(), np.full((6, 8), 40_000, np.uint16)
+    exif[0x112] = 6
+    if name == "deep.png":
+        Image.fromarray(pixels).save(tmp_path / name)
+    else:
+        options = {"exif.webp": b"Exif\0\0not a TIFF", "turned.jpg": exif.tobytes()}
+        gray = Image.fromarray((pixels >> 8).astype(np.uint8))
+        gray.save(tmp_path / name, exif=options[name])
+    config = resolved(
+        "data=segmentation", "train=segmentation", "+data.kwargs.classes=[a,b]", "data.root=x"
+    )
+    task = Task.find("segmentation")(config, ["a", "b"])
+    task.write(
+        torch.tensor([1.0, 0.0])[:, None, None].expand(2, 2, 2), tmp_path / name, tmp_path, "m"
+    )
+    size = (6, 8) if name == "turned.jpg" else (8, 6)
+    assert Image.open(tmp_path / "m.png").size == size
+    # The mask of class 0 is black, so the overlay has half of the brightness.
+    overlay = np.array(Image.open(tmp_path / "m_overlay.png"))
+    assert np.abs(overlay.astype(int) - (40_000 >> 9)).max() < 3
+
+
 EXACT: dict[str, Write] = {
     "gray 2 bits": packed(2),
     "gray 4 bits": packed(4),
