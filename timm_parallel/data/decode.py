@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
@@ -17,7 +18,7 @@ from PIL import ExifTags, Image, UnidentifiedImageError
 from torch import Tensor
 from torchvision.transforms.functional import pil_to_tensor
 
-from timm_parallel.data.dataset import IMAGE_FORMATS, Sample, image_files
+from timm_parallel.data.dataset import IMAGE_FORMATS, Sample, image_files, left_out_notes
 from timm_parallel.data.fractions import Listing, Member
 from timm_parallel.errors import UnreadableImageError
 from timm_parallel.machine.text import plural
@@ -247,6 +248,8 @@ class Files:
         channel. `max_value`: white in images of more than 8 bits; see `data.max_value`.
         """
         self.files, self.mode, self.max_value = files, mode, max_value
+        # What `below` has left out, one sentence each.
+        self.notes: list[str] = []
 
     @classmethod
     def below(cls, path: Path) -> Files:
@@ -254,8 +257,11 @@ class Files:
 
         The label of an image is its position in the list of files.
         """
-        paths = [path] if path.is_file() else image_files(path)
-        return cls([(file, number) for number, file in enumerate(paths)])
+        left_out: Counter[str] = Counter()
+        paths = [path] if path.is_file() else image_files(path, left_out)
+        split = cls([(file, number) for number, file in enumerate(paths)])
+        split.notes = left_out_notes(left_out)
+        return split
 
     def __len__(self) -> int:
         return len(self.files)
