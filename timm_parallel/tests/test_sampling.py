@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.data import DistributedSampler
 
+from src.app import app
 from src.data.datasets import Synthetic
 from src.data.transforms import OnImage, train_transform
 from src.schema import AugmentConfig, DataConfig
@@ -31,7 +32,7 @@ from timm_parallel.machine.ranks import Ranks
 from timm_parallel.parallel.group import ProcessGroup
 from timm_parallel.runtime.replica_checks import check_same_data
 from timm_parallel.task import Targets
-from timm_parallel.testing.configs import plain, task_of, train_loader_of
+from timm_parallel.testing.configs import plain, resolved, task_of, train_loader_of
 from timm_parallel.testing.ranks import in_ranks
 
 pytestmark = pytest.mark.portable
@@ -489,6 +490,26 @@ def test_images_whose_pixels_are_not_from_0_to_255_are_refused(
     with refusal if is_refused else nullcontext():
         read = BatchFetcher(split, Targets(), None, 0).read(IndexBatch(0, np.arange(2)))
         assert torch.equal(read[0], images)
+
+
+def test_draws_in_the_constructor_of_a_dataset_depend_on_the_seed_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A dataset may divide its images at random. A resumed run and evaluate.py need the same
+    division.
+    """
+
+    def draw(dataset: Any, config: DataConfig, **kwargs: Any) -> None:
+        dataset.drawn = [float(torch.rand(1)), random.random(), float(np.random.rand())]
+        dataset.target_names = ["a"]
+
+    monkeypatch.setattr(Synthetic, "__init__", draw)
+    of_seed = {}
+    for seed in (3, 4):
+        config = resolved("data=synthetic", f"seed={seed}")
+        of_seed[seed] = [app.build_dataset(config).drawn for _ in range(2)]  # type: ignore[attr-defined]
+        assert of_seed[seed][0] == of_seed[seed][1]
+    assert all(one != other for one, other in zip(of_seed[3][0], of_seed[4][0], strict=True))
 
 
 class Darker(InMemory):
