@@ -275,6 +275,8 @@ PLACES = [
     ("hydra.sweeper.params={seed:3}", "hydra.sweeper.params={seed:3}", "-m"),
     ("-m hydra.sweeper.params.seed=3", "hydra.sweeper.params.seed=3", "-m key=a,b"),
     ("resume=/nonexistent", "resume=/nonexistent"),
+    ("data.root=/my holiday photos seed=1", "holiday: ", "'data.root=\"/my holiday photos\"'"),
+    ("seed=1 model.weights=/all runs/best.pt", "runs/best.pt", "'model.weights=\"/all runs/best"),
     ("--hlep", "--hlep"),
     ("--lr=1e-3", "--lr=1e-3", "optim.lr", "dashes"),
     ("--optim.weight-decay 0.1", "--optim.weight-decay", "optim.weight_decay", "dashes"),
