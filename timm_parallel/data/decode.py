@@ -225,8 +225,8 @@ def pixel_notes(read: Callable[[int], bytes], count: int, max_value: float | Non
         "16 bits per color": "0 to 65535, of which the upper 8 bits are used",
     }
     notes = []
-    for kind, values in ranges.items():
-        present = "" if kind == "16 bits per color" else f" from {min(values):g} to {max(values):g}"
+    for kind, seen in ranges.items():
+        present = "" if kind == "16 bits per color" else f" from {min(seen):g} to {max(seen):g}"
         notes.append(
             f"training images have pixels of {kind}{present} ({plural(len(sampled), 'image')} "
             "sampled); "
