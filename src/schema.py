@@ -289,6 +289,12 @@ class AugmentConfig:
                 f"data.augment.scale={self.scale}: expected shares of the image's area up to 1, "
                 "e.g. [0.35,1.0]"
             )
+        # Crops of such a shape do not fit into an image, so torchvision would crop no area.
+        if self.ratio and self.ratio[-1] > 20:
+            yield (
+                f"data.augment.ratio={self.ratio}: expected widths divided by heights, up to 20, "
+                "e.g. [0.75,1.33]"
+            )
         if self.crop_padding and is_cropped:
             other = "train_crop_mode" if self.scale is None else "scale"
             yield (

@@ -187,6 +187,11 @@ WRONG_NUMBERS = [
     ("data.augment.mixup=nan", "data.augment.mixup=nan"),
     ("data.augment.scale=[0.1,nan]", "data.augment.scale", "nan"),
     ("data.augment.scale=[1.0,0.1]", "data.augment.scale=[1.0, 0.1]"),
+    (
+        "data.augment.ratio=[80,125] data.augment.scale=[0.5,1]",
+        "data.augment.ratio=[80.0, 125.0]",
+        "[0.75,1.33]",
+    ),
     ("parallel.devices=0", "parallel.devices=0"),
     ("parallel.devices=-1", "parallel.devices=-1"),
     ("parallel.threads_per_device=0", "parallel.threads_per_device=0"),
