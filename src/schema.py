@@ -289,6 +289,12 @@ class AugmentConfig:
                 f"data.augment.scale={self.scale}: expected shares of the image's area up to 1, "
                 "e.g. [0.35,1.0]"
             )
+        # Crops of such a shape do not fit into an image, so torchvision would crop no area.
+        if self.ratio and self.ratio[-1] > 20:
+            yield (
+                f"data.augment.ratio={self.ratio}: expected widths divided by heights, up to 20, "
+                "e.g. [0.75,1.33]"
+            )
         if self.crop_padding and is_cropped:
             other = "train_crop_mode" if self.scale is None else "scale"
             yield (
@@ -408,10 +414,12 @@ class DataConfig(timm_parallel.DataConfig):
             "test_fraction": ("folder", "csv", "segmentation"),
             "group_pattern": ("folder", "segmentation"),
             "fold": ("csv",),
-            "max_value": ("folder", "csv", "segmentation"),
+            "max_value": ("folder", "csv", "segmentation", "timm"),
         }
+        # data=timm has several names of datasets.
+        option = "timm" if self.is_from_timm else self.name
         for name, datasets in readers.items():
-            if getattr(self, name) is not None and not (self.name in datasets or self.is_own):
+            if getattr(self, name) is not None and not (option in datasets or self.is_own):
                 yield (
                     f"data.{name}={getattr(self, name)}: only data={' and data='.join(datasets)} "
                     f"read it, not data={self.name}"

@@ -98,6 +98,22 @@ def test_predict_reaches_test_accuracy_of_run_and_lists_unreadable_images(
         assert all(0 <= share <= 1 for share in values["probabilities"])
 
 
+def test_predict_states_which_files_are_no_images(
+    finished_run: Finished, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("a.heic", "b.heic", "c\x1b.raw", "no_suffix"):
+        (tmp_path / name).write_bytes(b"")
+    with pytest.raises(ValueError, match=r"no image.*\.heic \(2\)"):
+        predict(wanted(finished_run.folder, tmp_path), Ranks(), None)
+    Image.new("L", (8, 8)).save(tmp_path / "d.png")
+    (tmp_path / ".cache").mkdir()
+    predict(wanted(finished_run.folder, tmp_path), Ranks(), None)
+    err = capsys.readouterr().err
+    for shown in (".heic (2)", ".raw (1)", "no suffix (1)", "folder .cache (1)"):
+        assert shown in err
+    assert "\x1b" not in err
+
+
 @pytest.mark.processes
 def test_predict_py_names_the_image_of_which_the_prediction_is_not_a_number(
     finished_run: Finished,

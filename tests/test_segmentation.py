@@ -616,6 +616,17 @@ def pgm(largest: int) -> Write:
     return write
 
 
+def inverted_tiff(path: Path, mask: np.ndarray) -> None:
+    """Write a TIFF whose number 0 is white."""
+    height, width = mask.shape
+    tags = {256: width, 257: height, 258: 8, 259: 1, 262: 0, 273: 8, 278: height, 279: mask.size}
+    pixels = mask.tobytes() + bytes(mask.size % 2)
+    entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags.items())
+    directory = struct.pack("<H", len(tags)) + entries + bytes(4)
+    header = struct.pack("<2sHI", b"II", 42, 8 + len(pixels))
+    path.with_suffix(".tif").write_bytes(header + pixels + directory)
+
+
 def saved(suffix: str, **options: Any) -> Write:
     return lambda path, mask: Image.fromarray(mask).save(path.with_suffix(suffix), **options)
 
@@ -631,6 +642,32 @@ def pair_of(root: Path, write: Write, classes: int, rows: int = 21) -> tuple[Any
     names = [f"class {number}" for number in range(classes)]
     config = DataConfig(name="segmentation", root=str(root), kwargs={"classes": names})
     return build_dataset(config, target="mask"), mask
+
+
+@pytest.mark.parametrize("name", ["exif.webp", "deep.png", "turned.jpg"])
+def test_masks_and_overlays_are_written_for_each_image_that_decode_reads(
+    tmp_path: Path, name: str
+) -> None:
+    exif, pixels = Image.Exif(), np.full((6, 8), 40_000, np.uint16)
+    exif[0x112] = 6
+    if name == "deep.png":
+        Image.fromarray(pixels).save(tmp_path / name)
+    else:
+        options = {"exif.webp": b"Exif\0\0not a TIFF", "turned.jpg": exif.tobytes()}
+        gray = Image.fromarray((pixels >> 8).astype(np.uint8))
+        gray.save(tmp_path / name, exif=options[name])
+    config = resolved(
+        "data=segmentation", "train=segmentation", "+data.kwargs.classes=[a,b]", "data.root=x"
+    )
+    task = Task.find("segmentation")(config, ["a", "b"])
+    task.write(
+        torch.tensor([1.0, 0.0])[:, None, None].expand(2, 2, 2), tmp_path / name, tmp_path, "m"
+    )
+    size = (6, 8) if name == "turned.jpg" else (8, 6)
+    assert Image.open(tmp_path / "m.png").size == size
+    # The mask of class 0 is black, so the overlay has half of the brightness.
+    overlay = np.array(Image.open(tmp_path / "m_overlay.png"))
+    assert np.abs(overlay.astype(int) - (40_000 >> 9)).max() < 3
 
 
 EXACT: dict[str, Write] = {
@@ -667,6 +704,7 @@ UNCERTAIN: dict[str, Write] = {
     ),
     "TIFF of JPEG": saved(".tiff", compression="jpeg"),
     "lossy WebP": saved(".webp"),
+    "TIFF with white first": lambda path, mask: inverted_tiff(path, mask + 251),
     "white before black": with_palette(gray_ramp(255, 0), [1, 0, 0, 0]),
     "visible grays in another order": with_palette(gray_ramp(0, 255, 90, 180), [0, 2, 3, 1]),
 }

@@ -55,8 +55,12 @@ class App(Project[C, R]):
         needs.
 
         `trained_names`: the names of a trained model's outputs (e.g. its classes), if the dataset
-        will evaluate that model; None for training.
+        will evaluate that model; None for training. All generators are seeded first, so that a
+        dataset that divides its images at random does so equally in each command.
         """
+        from timm_parallel.runtime.determinism import seed_all
+
+        seed_all(config.seed)
         return build_dataset(config.data, trained_names, Task.find(config.train.task).target)
 
     def build_strategy(

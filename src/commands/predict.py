@@ -56,9 +56,14 @@ def predict(request: PredictionRequest, ranks: Ranks, store: Any) -> tuple[Predi
     """Predict image files, divided among the ranks. Return, on every rank, the predictions of all
     files, and the task that formats them. All ranks must call this function.
     """
-    files = Files.below(request.images).files
+    split = Files.below(request.images)
+    files, notes = split.files, "; ".join(split.notes)
     if not files:
-        raise ValueError(f"images={request.images}: no image in this folder")
+        raise ValueError(
+            f"images={request.images}: no image in this folder; {notes or 'it is empty'}"
+        )
+    if notes and ranks.is_first:
+        print(f"note: {notes}", file=sys.stderr)
     paths = [path for path, _ in files]
     endings = Task.find(app.load_config(request.run).train.task).endings
     names = _file_names(request, paths, endings)

@@ -278,10 +278,10 @@ class Classification(ImageTask):
     def check_targets(self, targets: Tensor) -> None:
         if not len(targets):
             return
-        smallest, largest = int(targets.min()), int(targets.max())
+        smallest, largest = targets.min().item(), targets.max().item()
         if targets.is_floating_point() or smallest < 0 or largest >= len(self.names):
             raise ValueError(
-                f"the data has labels from {smallest} to {largest}, expected 0 to "
+                f"the data has labels from {smallest} to {largest}, expected integers from 0 to "
                 f"{len(self.names) - 1} for {len(self.names)} classes; fix the labels or the "
                 "dataset's target_names"
             )

@@ -389,11 +389,14 @@ class Segmentation(Task[ResolvedConfig]):
         """Write the predicted mask and an overlay, both in the size of the image. The mask is a PNG
         of class numbers with a palette.
         """
-        from PIL import Image, ImageOps
+        from PIL import Image
         from torch.nn import functional
 
-        with Image.open(image) as opened:
-            photo = ImageOps.exif_transpose(opened).convert("RGB")
+        from timm_parallel import Files
+
+        # Read the image as its prediction does, which also accepts broken EXIF data.
+        pixels, _ = Files([(image, 0)], max_value=self.config.data.max_value)[0]
+        photo = Image.fromarray(pixels.permute(1, 2, 0).numpy())
         size = (photo.height, photo.width)
         whole = functional.interpolate(scores[None].float(), size=size, mode="bilinear")
         mask = Image.fromarray(whole[0].argmax(0).byte().cpu().numpy(), "P")

@@ -5,6 +5,7 @@ OmegaConf. Names of timm are read from its source files, because importing timm 
 from __future__ import annotations
 
 import difflib
+import itertools
 import re
 import shlex
 from collections.abc import Iterable, Iterator
@@ -309,6 +310,11 @@ def _without_equals(word: str, words: list[str]) -> str:
         return f"expected a value; write {' or '.join(f'{word}={option}' for option in options)}"
     if is_known(word):
         return f"a value is missing; write {word}=…: {_expected(word)}"
+    key, _, value = "".join(before).partition("=")
+    if "/" in value:
+        rest = itertools.takewhile(lambda other: "=" not in other, words[place:])
+        text = _as_text(" ".join([*before, *rest]))
+        return f"expected key=value; if it belongs to {key}, write {text}"
     if "/" in word:
         return f"expected key=value; to continue a run, write resume={word}"
     return f"expected key=value{key_hint(word)}"

@@ -15,6 +15,7 @@ from timm_parallel.errors import refuse_wrong_arguments
 from timm_parallel.keys import TIMM_DATASETS, Config, DataConfig, ResolvedConfig
 from timm_parallel.machine.process import import_class, import_name
 from timm_parallel.machine.start_clock import start_clock
+from timm_parallel.machine.text import first
 from timm_parallel.project import current
 from timm_parallel.task import Task
 
@@ -43,9 +44,14 @@ def build_dataset(
     context = {"trained_names": trained_names, "target": target}
     more = {name: context[name] for name in dataset_class.takes}
     with refuse_wrong_arguments("data.kwargs", config.kwargs, config.name):
-        dataset = dataset_class(config, **more, **config.kwargs)
+        dataset = cast(ImageDataset, dataset_class(config, **more, **config.kwargs))
+    if others := [repr(name) for name in dataset.target_names if not isinstance(name, str)]:
+        raise ValueError(
+            f"data.name={config.name}: target_names has {first(others)}; expected text: convert "
+            "each name with str()"
+        )
     start_clock.end("data")
-    return cast(ImageDataset, dataset)
+    return dataset
 
 
 def check_data(config: Config, evaluated: str | None = None) -> None:

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from timm_parallel.data.dataset import ImageDataset
 from timm_parallel.data.fractions import Listing, check_splits, split_of
@@ -53,6 +54,7 @@ class Row:
 class CsvDataset(ImageDataset):
     """Dataset of images and labels that a CSV file lists."""
 
+    train: Any
     # Character between two labels of one image, for tasks in which an image may have several
     # labels.
     separator = ";"
@@ -121,6 +123,21 @@ class CsvDataset(ImageDataset):
         path = csv_file(config)
         rows = read_rows(path, several=True, columns=_targets(config))
         return len(_divide(rows, path, config)["train"])
+
+    def notes(self, target: str) -> list[str]:
+        """Also describe training files that several lines give different labels, as in a file with
+        one line per label.
+        """
+        labels: dict[str, Any] = {}
+        files = [(str(path), label) for path, label in self.train.files]
+        repeated = [path for path, label in files if labels.setdefault(path, label) != label]
+        notes = super().notes(target)
+        if repeated and target != "numbers":
+            notes.append(
+                f"{plural(len(set(repeated)), 'file')} in several lines with different labels: "
+                f"{first(sorted(set(repeated)), 3)}; each line counts as an image of its own"
+            )
+        return notes
 
     @classmethod
     def groups(cls, config: DataConfig, target: str) -> dict[str, str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
 
 from timm_parallel.data.file_list import FileList
-from timm_parallel.machine.text import first, similar_names
+from timm_parallel.machine.text import first, for_terminal, similar_names
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -102,8 +102,7 @@ class ImageDataset:
         Rank 0 logs these notes before training, and check_data.py prints them. So this method may
         read a few files, but not all. `target`: the kind of target that the task needs.
         """
-        counts = [f"{kind} ({count})" for kind, count in self.left_out.most_common()]
-        notes = [f"left out of the images: {first(counts, 8)}"] if counts else []
+        notes = left_out_notes(self.left_out)
         labels = train_labels(self.train, None) if target in ("label", "labels") else None
         if labels is not None:
             # Images have one class number, or 0 and 1 for each class.
@@ -149,7 +148,8 @@ class InMemory:
         None, because the split then resizes each image when it is read.
         """
         rows = getattr(split, "rows", split)
-        if not isinstance(rows, InMemory):
+        # A subclass may change images when it reads them.
+        if not isinstance(rows, InMemory) or type(rows).__getitem__ is not InMemory.__getitem__:
             return None
         return rows if rows is split or size in (None, rows.images.shape[2:]) else None
 
@@ -205,6 +205,12 @@ def image_files(folder: Path, left_out: Counter[str] | None = None) -> Iterator[
             else:
                 is_broken = not path.suffix and not path.exists()
                 left_out["broken link" if is_broken else path.suffix.lower() or "no suffix"] += 1
+
+
+def left_out_notes(left_out: Counter[str]) -> list[str]:
+    """Build the note that names the files that `image_files` left out, if there are any."""
+    counts = [for_terminal(f"{kind} ({count})") for kind, count in left_out.most_common()]
+    return [f"left out of the images: {first(counts, 8)}"] if counts else []
 
 
 def absent_note(absent: list[str], names: list[str], item: str) -> list[str]:

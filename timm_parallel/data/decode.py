@@ -6,6 +6,7 @@ import io
 import logging
 import math
 import os
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
@@ -18,10 +19,17 @@ from PIL import ExifTags, Image, UnidentifiedImageError
 from torch import Tensor
 from torchvision.transforms.functional import pil_to_tensor
 
-from timm_parallel.data.dataset import IMAGE_FORMATS, Sample, Split, image_files
+from timm_parallel.data.dataset import (
+    IMAGE_FORMATS,
+    Sample,
+    Split,
+    image_files,
+    left_out_notes,
+)
 from timm_parallel.data.file_list import FileList
 from timm_parallel.data.fractions import Listing, Member
 from timm_parallel.errors import UnreadableImageError
+from timm_parallel.machine.text import plural
 
 log = logging.getLogger(__name__)
 JPEG, PNG = b"\xff\xd8\xff", b"\x89PNG"
@@ -197,27 +205,33 @@ def _eight_bit(image: Any, max_value: float | None) -> Any:
         # the upper 8 bits.
         values = values.astype(np.float64)
         scale = 1 / 256 if max_value is None else 255 / max_value
-    scaled = np.nan_to_num(values * scale)
+    # Floats that mark missing pixels, such as -3.4e38, overflow here and are clipped below.
+    with np.errstate(over="ignore"):
+        scaled = np.nan_to_num(values * scale)
     if max_value is not None:
         scaled = scaled.round()
     return Image.fromarray(scaled.clip(0, 255).astype(np.uint8))
 
 
-def pixel_notes(paths: Sequence[str | Path], max_value: float | None) -> list[str]:
-    """Describe the range of pixel values in images of more than 8 bits, among a sample of `paths`.
+def pixel_notes(read: Callable[[int], bytes], count: int, max_value: float | None) -> list[str]:
+    """Describe the range of pixel values in images of more than 8 bits, among a sample of `count`
+    image files.
 
-    `max_value`: the value of `data.max_value`.
+    `read`: function that reads the bytes of a file by its index. `max_value`: the value of
+    `data.max_value`.
     """
-    sampled = paths[:: math.ceil(len(paths) / SAMPLED) or 1]
+    sampled = range(0, count, math.ceil(count / SAMPLED) or 1)
     ranges: dict[str, list[float]] = {}
-    for path in sampled:
+    for index in sampled:
         # Reading the images of a batch reports unreadable files later.
-        with suppress(Exception), open_image(read_image(path)) as image:
+        with suppress(Exception), open_image(read(index)) as image:
             if _is_deep(image):
                 values = np.asarray(image)
                 finite = values[np.isfinite(values)]
+                # An image of NaN alone has no range, so min() fails and the image is left out.
+                ends = float(finite.min()), float(finite.max())
                 kind = "floats" if image.mode == "F" else "more than 8 bits"
-                ranges.setdefault(kind, []).extend((float(finite.min()), float(finite.max())))
+                ranges.setdefault(kind, []).extend(ends)
             elif _is_deep_color(image):
                 ranges["16 bits per color"] = [0, 255]
     given = None if max_value is None else f"0 to {max_value:g} (data.max_value)"
@@ -228,10 +242,11 @@ def pixel_notes(paths: Sequence[str | Path], max_value: float | None) -> list[st
         "16 bits per color": "0 to 65535, of which the upper 8 bits are used",
     }
     notes = []
-    for kind, ends in ranges.items():
-        present = "" if kind == "16 bits per color" else f" from {min(ends):g} to {max(ends):g}"
+    for kind, seen in ranges.items():
+        present = "" if kind == "16 bits per color" else f" from {min(seen):g} to {max(seen):g}"
         notes.append(
-            f"training images have pixels of {kind}{present} ({len(sampled)} images sampled); "
+            f"training images have pixels of {kind}{present} ({plural(len(sampled), 'image')} "
+            "sampled); "
             f"black to white is {shown[kind]}"
         )
     return notes
@@ -252,6 +267,8 @@ class Files:
         channel. `max_value`: white in images of more than 8 bits; see `data.max_value`.
         """
         self.files, self.mode, self.max_value = FileList(files), mode, max_value
+        # What `below` has left out, one sentence each.
+        self.notes: list[str] = []
 
     @classmethod
     def below(cls, path: Path) -> Files:
@@ -259,8 +276,11 @@ class Files:
 
         The label of an image is its position in the list of files.
         """
-        paths = [path] if path.is_file() else image_files(path)
-        return cls([(file, number) for number, file in enumerate(paths)])
+        left_out: Counter[str] = Counter()
+        paths = [path] if path.is_file() else image_files(path, left_out)
+        split = cls([(file, number) for number, file in enumerate(paths)])
+        split.notes = left_out_notes(left_out)
+        return split
 
     def __len__(self) -> int:
         return len(self.files)
@@ -271,7 +291,7 @@ class Files:
 
     def pixel_notes(self) -> list[str]:
         """Describe the range of pixels of more than 8 bits in a sample of the images."""
-        return pixel_notes(self.files.columns()[0], self.max_value)
+        return pixel_notes(lambda n: read_image(self.files[n][0]), len(self), self.max_value)
 
 
 class TarSplit:
@@ -282,9 +302,15 @@ class TarSplit:
 
     decodes_files = True
 
-    def __init__(self, tars: list[Path], members: list[Member], classes: list[str]) -> None:
+    def __init__(
+        self,
+        tars: list[Path],
+        members: list[Member],
+        classes: list[str],
+        max_value: float | None = None,
+    ) -> None:
         numbers = {name: number for number, name in enumerate(classes)}
-        self.tars = tars
+        self.tars, self.max_value = tars, max_value
         self.tar, self.offset, self.size = np.array([position for *position, _ in members]).T
         try:
             self.labels = np.array([numbers[label] for *_, label in members])
@@ -298,11 +324,18 @@ class TarSplit:
         return len(self.labels)
 
     def __getitem__(self, index: int) -> Sample:
-        path, offset = self.tars[self.tar[index]], int(self.offset[index])
-        with open(path, "rb", buffering=0) as tar:
-            tar.seek(offset)
-            encoded = tar.read(int(self.size[index]))
-        return decode(encoded, f"{path} at byte {offset}"), int(self.labels[index])
+        name = f"{self.tars[self.tar[index]]} at byte {self.offset[index]}"
+        image = decode(self._encoded(index), name, max_value=self.max_value)
+        return image, int(self.labels[index])
+
+    def pixel_notes(self) -> list[str]:
+        """Describe the range of pixels of more than 8 bits in a sample of the images."""
+        return pixel_notes(self._encoded, len(self), self.max_value)
+
+    def _encoded(self, index: int) -> bytes:
+        with open(self.tars[self.tar[index]], "rb", buffering=0) as tar:
+            tar.seek(int(self.offset[index]))
+            return tar.read(int(self.size[index]))
 
 
 def files_of(listing: Listing, max_value: float | None) -> tuple[Any, Any, Any]:

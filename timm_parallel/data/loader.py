@@ -54,6 +54,9 @@ MAX_IN_A_ROW = 100
 # Images with pixels from 0 to 255 have a larger value than this. Images in 0..1, and normalized
 # ones, do not.
 MAX_NORMALIZED = 4
+# Largest absolute value of such pixels. Interpolation and noise may exceed 255, but pixels of more
+# than 8 bits, and negative ones, are larger.
+MAX_PIXEL = 512
 
 
 class Draws(Protocol):
@@ -208,18 +211,20 @@ class BatchFetcher:
         return stacked, labels, unreadable
 
     def _check_range(self, images: Tensor) -> None:
-        """Raise ValueError if the first images are floats that are divided by 255 or normalized.
+        """Raise ValueError if the first images are divided by 255 or normalized, or have pixels of
+        more than 8 bits.
 
-        Training would divide and normalize them again.
+        Training divides pixels by 255 and normalizes them.
         """
-        if self.is_range_checked or not images.is_floating_point():
+        if self.is_range_checked or images.dtype == torch.uint8:
             return
-        largest = float(images.max())
-        if 0 < largest <= MAX_NORMALIZED:
+        smallest, largest = (float(end) for end in images.double().aminmax())
+        if 0 < largest <= MAX_NORMALIZED or max(largest, -smallest) > MAX_PIXEL:
+            kind = str(images.dtype).removeprefix("torch.")
             raise ValueError(
-                f"data.name: the dataset returns images of floats up to {largest:.3g}; expected "
-                "uint8, or floats from 0 to 255; multiply images in 0..1 by 255, and leave the "
-                "normalization to data.mean and data.std"
+                f"data.name: the dataset returns images of {kind} from {smallest:.3g} to "
+                f"{largest:.3g}; expected uint8, or floats from 0 to 255; scale pixels to this "
+                "range, and leave the normalization to data.mean and data.std"
             )
         # Images without light do not show their range.
         self.is_range_checked = largest > 0

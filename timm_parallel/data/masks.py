@@ -31,6 +31,8 @@ IGNORED = ImageDataset.ignored
 # Formats, in Pillow's names, that keep numbers exactly. TIFF files may be compressed with losses.
 LOSSLESS = ("PNG", "BMP", "GIF", "TIFF", "PPM")
 LOSSY_TIFF = ("jpeg", "tiff_jpeg", "webp")
+# Tag of a TIFF that says if 0 is black or white.
+PHOTOMETRIC = 262
 # Largest stored number, by the raw mode of an image. Pillow stretches the numbers to 0..255.
 STRETCHED = {"L;2": 3, "L;4": 15}
 # Number of masks whose palettes are compared with that of each mask.
@@ -172,9 +174,9 @@ class MaskFiles:
 
     def pixel_notes(self) -> list[str]:
         """Describe the range of pixels of more than 8 bits in a sample of the images."""
-        from timm_parallel.data.decode import pixel_notes
+        from timm_parallel.data.decode import pixel_notes, read_image
 
-        return pixel_notes(self.files.columns()[0], self.max_value)
+        return pixel_notes(lambda n: read_image(self.files[n][0]), len(self), self.max_value)
 
     @cached_property
     def _first_colors(self) -> Colors:
@@ -248,6 +250,9 @@ def _check_format(mask: Any) -> None:
         )
     if mask.mode not in ("L", "P", "1"):
         raise ValueError(f"its mode is {mask.mode}; {expected}")
+    # Pillow inverts these numbers. In an image of 1 bit, white is the class 1 in any format.
+    if mask.mode == "L" and mask.format == "TIFF" and mask.tag_v2.get(PHOTOMETRIC) == 0:
+        raise ValueError(f"it is a TIFF in which 0 is white; {expected}")
 
 
 def _largest_number(mask: Any) -> int:

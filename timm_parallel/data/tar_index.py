@@ -56,7 +56,7 @@ class TarDataset(ImageDataset):
             else sorted(labels)
         )
         splits = [
-            TarSplit(paths, index, self.target_names)
+            TarSplit(paths, index, self.target_names, config.max_value)
             for paths, index in zip(tars, members, strict=True)
         ]
         self.train, self.val = splits[:2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from timm.data import create_dataset
 from torch import Tensor
 
 from timm_parallel.data.dataset import ImageDataset, InMemory
-from timm_parallel.data.decode import decode, from_pil
+from timm_parallel.data.decode import decode, from_pil, pixel_notes
 from timm_parallel.keys import DataConfig
 
 
@@ -41,7 +42,7 @@ class TimmImages(ImageDataset):
                 _create(config, name, input_key=input_key, target_key=target_key).reader
                 for name in names
             ]
-            splits = [HubSplit(reader) for reader in readers]
+            splits = [HubSplit(reader, config.max_value) for reader in readers]
             numbers = readers[0].class_to_idx or {
                 str(n): n for n in range(max(readers[0].dataset[target_key]) + 1)
             }
@@ -52,11 +53,11 @@ class TimmImages(ImageDataset):
                 # Replace the loader of torchvision, which would open files of every format that
                 # Pillow knows.
                 if hasattr(dataset, "loader"):
-                    dataset.loader = decode
+                    dataset.loader = partial(decode, max_value=config.max_value)
             first, _ = datasets[0][0]
             self.in_chans = 1 if not isinstance(first, Tensor) and first.mode in ("L", "1") else 3
             splits = [
-                TorchvisionSplit(dataset, "L" if self.in_chans == 1 else "RGB")
+                TorchvisionSplit(dataset, "L" if self.in_chans == 1 else "RGB", config.max_value)
                 for dataset in datasets
             ]
             self.target_names = [str(name) for name in datasets[0].classes]
@@ -70,8 +71,8 @@ class TorchvisionSplit:
     An item of this dataset is a label with either a PIL image or a decoded uint8 tensor.
     """
 
-    def __init__(self, dataset: Any, mode: str) -> None:
-        self.dataset, self.mode = dataset, mode
+    def __init__(self, dataset: Any, mode: str, max_value: float | None = None) -> None:
+        self.dataset, self.mode, self.max_value = dataset, mode, max_value
         self.decodes_files = getattr(dataset, "loader", None) is decode
         # Use the array of a dataset that holds all images in memory, such as CIFAR or MNIST. The
         # array is uint8 [N, H, W, 3] or [N, H, W].
@@ -87,7 +88,9 @@ class TorchvisionSplit:
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         image, label = self.dataset[index]
-        return image if isinstance(image, Tensor) else from_pil(image, self.mode), int(label)
+        if not isinstance(image, Tensor):
+            image = from_pil(image, self.mode, self.max_value)
+        return image, int(label)
 
 
 class HubSplit:
@@ -99,16 +102,25 @@ class HubSplit:
 
     decodes_files = True
 
-    def __init__(self, reader: Any) -> None:
-        self.reader = reader
+    def __init__(self, reader: Any, max_value: float | None = None) -> None:
+        self.reader, self.max_value = reader, max_value
 
     def __len__(self) -> int:
         return len(self.reader)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         file, label, *_ = self.reader[index]
+        name = f"image {index} of {self.reader.split}"
         with file:
-            return decode(file.read(), f"image {index} of {self.reader.split}"), int(label)
+            return decode(file.read(), name, max_value=self.max_value), int(label)
+
+    def pixel_notes(self) -> list[str]:
+        """Describe the range of pixels of more than 8 bits in a sample of the images."""
+        return pixel_notes(self._encoded, len(self), self.max_value)
+
+    def _encoded(self, index: int) -> bytes:
+        with self.reader[index][0] as file:
+            return bytes(file.read())
 
 
 def _create(config: DataConfig, split: str, **options: Any) -> Any:

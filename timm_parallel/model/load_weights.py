@@ -46,7 +46,8 @@ def load_weights(
     implementations are converted, position embeddings are resized, and the first convolution is
     adapted to the number of channels.
     """
-    file = read_weights(path, partial(_read_foreign, own_names=list(model.state_dict())))
+    read_foreign = partial(_read_foreign, own_names=list(model.state_dict()))
+    file = read_weights(path, read_foreign, target_names)
     if not for_evaluation:
         try:
             file.tensors = _adapted(file.tensors, model)

@@ -49,11 +49,14 @@ class WeightsFile:
     is_of_timm: bool = False
 
 
-def read_weights(path: Path, read_foreign: Callable[[Path], dict[str, Any]]) -> WeightsFile:
+def read_weights(
+    path: Path, read_foreign: Callable[[Path], dict[str, Any]], target_names: list[str]
+) -> WeightsFile:
     """Read a weights file.
 
     `read_foreign`: function that reads the state dict of a file that is not a checkpoint of this
-    project. Raises ValueError if the file cannot be read or holds Python objects.
+    project. `target_names`: class names of the data, to find their order in such a file. Raises
+    ValueError if the file cannot be read or holds Python objects.
     """
     try:
         contents: Any = None
@@ -97,7 +100,7 @@ def read_weights(path: Path, read_foreign: Callable[[Path], dict[str, Any]]) -> 
     return WeightsFile(
         path,
         tensors,
-        target_names=_class_names(path, contents),
+        target_names=_class_names(path, contents, target_names),
         is_of_timm=_has_classes_of_timm(contents),
     )
 
@@ -115,10 +118,11 @@ def _python_objects(path: Path) -> list[str]:
     return []
 
 
-def _class_names(path: Path, contents: Any) -> list[str] | None:
+def _class_names(path: Path, contents: Any, target_names: list[str]) -> list[str] | None:
     """Return the class names that another program has stored with the weights, in the order of the
     outputs: in a checkpoint as `classes` or `class_to_idx`, for a .safetensors file in the
-    config.json of the Hugging Face hub next to the file. None if there are none.
+    config.json of the Hugging Face hub next to the file. Below other keys, only the names of the
+    data are found. None if there are none.
     """
     if path.suffix == ".safetensors":
         with suppress(OSError, ValueError):
@@ -127,9 +131,28 @@ def _class_names(path: Path, contents: Any) -> list[str] | None:
         return None
     numbers = contents.get("class_to_idx")
     if isinstance(numbers, dict):
-        return sorted(map(str, numbers), key=numbers.__getitem__)
+        return [str(name) for name in sorted(numbers, key=lambda name: int(numbers[name]))]
     names = contents.get("classes", contents.get("label_names"))
-    return [str(name) for name in names] if isinstance(names, list | tuple) else None
+    if isinstance(names, list | tuple):
+        return [str(name) for name in names]
+    return _order_of(set(target_names), contents)
+
+
+def _order_of(classes: set[str], value: Any) -> list[str] | None:
+    """Find the order of class names in a value of a weights file, or below it: a list of these
+    names, or a dictionary from name to number or from number to name. None if there is none.
+    """
+    if isinstance(value, argparse.Namespace):
+        value = vars(value)
+    numbered = [range(len(value)), value] if isinstance(value, list | tuple) else []
+    if isinstance(value, dict):
+        numbered = [[*value], [*value.values()]]
+    for numbers, names in (numbered, numbered[::-1]) if numbered else ():
+        are_names = len(names) == len(classes) and all(isinstance(name, str) for name in names)
+        if are_names and set(names) == classes and all(str(n).isdecimal() for n in numbers):
+            return [name for _, name in sorted(zip(map(int, numbers), names, strict=True))]
+    below = value.values() if isinstance(value, dict) else ()
+    return next(filter(None, (_order_of(classes, each) for each in below)), None)
 
 
 def _has_classes_of_timm(contents: Any) -> bool:

@@ -1,12 +1,23 @@
-"""Seed the random numbers of a training step, so that they depend only on seed, step and rank."""
+"""Seed random numbers, so that those of a training step depend only on seed, step and rank."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from timm_parallel.data.seeds import seed_for
+
+
+def seed_all(seed: int) -> None:
+    """Seed the global generators of torch, random and numpy, from which the constructors of
+    datasets and models draw.
+    """
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
 
 
 def seed_step(seed: int, step: int, rank: int, devices: Sequence[torch.device]) -> None:

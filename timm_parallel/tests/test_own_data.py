@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 import evaluate as entry
+from src.data.datasets import Digits
 from src.schema import Config, DataConfig, TrainConfig
 from timm_parallel.data.build import build_dataset, check_data, training_size
 from timm_parallel.data.csv_listing import path_key, read_rows
@@ -26,6 +27,7 @@ from timm_parallel.data.decode import Files
 from timm_parallel.data.fractions import split_of
 from timm_parallel.machine.text import similar_names
 from timm_parallel.record.result import read_result
+from timm_parallel.task import Task
 from timm_parallel.testing.configs import resolved
 from timm_parallel.testing.ranks import run_warm
 
@@ -467,6 +469,30 @@ def test_targets_that_a_csv_does_not_have_or_that_repeat_are_refused(
     config = DataConfig(name="csv", root=str(path), val_fraction=0.3, kwargs={"targets": given})
     with pytest.raises(ValueError, match=named):
         check_data(Config(data=config, train=TrainConfig(task="regression", loss="mse")))
+
+
+@pytest.mark.parametrize("task", ["classification", "multilabel"])
+def test_csv_notes_files_that_have_several_lines_with_different_labels(
+    flowers: Path, task: str
+) -> None:
+    rows = rows_of(flowers, split=lambda number: "val" if number % 7 == 0 else "train")
+    path, target = write_csv(flowers / "long.csv", rows), Task.find(task).target
+    config = DataConfig(name="csv", root=str(path))
+    assert build_dataset(config, target=target).notes(target) == []
+    labels = {row["label"] for row in rows}
+    trained = [row for row in rows if row["split"] == "train"]
+    same, other = trained[0], trained[1] | {"label": min(labels - {trained[1]["label"]})}
+    write_csv(path, [*rows, same, other])
+    (note,) = build_dataset(config, target=target).notes(target)
+    assert note.startswith("1 file") and str(other["file"]) in note
+
+
+def test_class_names_of_a_dataset_that_are_not_text_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Digits, "target_names", ["zero", 1, 2.5])
+    with pytest.raises(ValueError, match=r"^data\.name=digits: .*1, 2\.5.*str\(\)"):
+        build_dataset(DataConfig(name="digits", image_size=8))
 
 
 def test_one_label_is_enough_for_multilabel_if_some_images_have_none(flowers: Path) -> None:

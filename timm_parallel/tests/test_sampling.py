@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.data import DistributedSampler
 
+from src.app import app
 from src.data.datasets import Synthetic
 from src.data.transforms import OnImage, train_transform
 from src.schema import AugmentConfig, DataConfig
@@ -31,7 +32,7 @@ from timm_parallel.machine.ranks import Ranks
 from timm_parallel.parallel.group import ProcessGroup
 from timm_parallel.runtime.replica_checks import check_same_data
 from timm_parallel.task import Targets
-from timm_parallel.testing.configs import plain, task_of, train_loader_of
+from timm_parallel.testing.configs import plain, resolved, task_of, train_loader_of
 from timm_parallel.testing.ranks import in_ranks
 
 pytestmark = pytest.mark.portable
@@ -356,16 +357,16 @@ def test_batch_fetcher_restores_torch_random_state_after_augmentation() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.parametrize("label", [2, -1])
-def test_batch_fetcher_refuses_a_label_outside_the_number_of_classes(label: int) -> None:
+@pytest.mark.parametrize("label", [2, -1, 0.5])
+def test_batch_fetcher_refuses_a_label_outside_the_number_of_classes(label: float) -> None:
     class Split:
         def __len__(self) -> int:
             return 3
 
-        def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        def __getitem__(self, index: int) -> tuple[torch.Tensor, float]:
             return torch.zeros(3, 4, 4, dtype=torch.uint8), label if index == 1 else 0
 
-    with pytest.raises(ValueError, match=rf"labels from .*{label}.*, expected 0 to 1"):
+    with pytest.raises(ValueError, match=rf"labels from .*{label}.*, expected .*0 to 1"):
         BatchFetcher(Split(), task_of(2), None, 0).read(IndexBatch(0, np.arange(3)))
 
 
@@ -468,17 +469,65 @@ def test_batches_per_epoch_excludes_partial_batches_and_partial_optimizer_steps(
 
 
 @pytest.mark.parametrize(
-    ("low", "high", "is_refused"),
-    [(0, 1, True), (-1, 1, True), (-2.2, 2.7, True), (0, 255, False), (0, 0, False)],
+    ("values", "dtype", "is_refused"),
+    [
+        ((0, 1), torch.float32, True),
+        ((-1, 1), torch.float64, True),
+        ((-2.2, 2.7), torch.float16, True),
+        ((0, 255), torch.float32, False),
+        ((0, 0), torch.float32, False),
+        ((0, 4095), torch.float32, True),
+        ((0, 40000), torch.uint16, True),
+        ((-300, 1200), torch.int16, True),
+        ((-900, -3), torch.float32, True),
+        ((0, 1), torch.bool, True),
+        ((0, 255), torch.int64, False),
+        ((0, 1), torch.uint8, False),
+    ],
 )
 @pytest.mark.parametrize("in_memory", [True, False])
-def test_float_images_that_are_divided_by_255_or_normalized_are_refused(
-    low: float, high: float, is_refused: bool, in_memory: bool
+def test_images_whose_pixels_are_not_from_0_to_255_are_refused(
+    values: tuple[float, float], dtype: torch.dtype, is_refused: bool, in_memory: bool
 ) -> None:
-    images = torch.linspace(low, high, 2 * 3 * 4 * 4).view(2, 3, 4, 4)
+    images = torch.linspace(*values, 2 * 3 * 4 * 4).view(2, 3, 4, 4).to(dtype)
     rows = InMemory(images, torch.tensor([0, 1]))
     split: Any = rows if in_memory else [rows[0], rows[1]]
     refusal = pytest.raises(ValueError, match=r"^data\.name: .*255")
     with refusal if is_refused else nullcontext():
         read = BatchFetcher(split, Targets(), None, 0).read(IndexBatch(0, np.arange(2)))
         assert torch.equal(read[0], images)
+
+
+def test_draws_in_the_constructor_of_a_dataset_depend_on_the_seed_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A dataset may divide its images at random. A resumed run and evaluate.py need the same
+    division.
+    """
+
+    def draw(dataset: Any, config: DataConfig, **kwargs: Any) -> None:
+        dataset.drawn = [float(torch.rand(1)), random.random(), float(np.random.rand())]
+        dataset.target_names = ["a"]
+
+    monkeypatch.setattr(Synthetic, "__init__", draw)
+    of_seed = {}
+    for seed in (3, 4):
+        config = resolved("data=synthetic", f"seed={seed}")
+        of_seed[seed] = [app.build_dataset(config).drawn for _ in range(2)]  # type: ignore[attr-defined]
+        assert of_seed[seed][0] == of_seed[seed][1]
+    assert all(one != other for one, other in zip(of_seed[3][0], of_seed[4][0], strict=True))
+
+
+class Darker(InMemory):
+    """Images in memory that change when they are read."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Any]:
+        image, label = super().__getitem__(index)
+        return image // 2, label
+
+
+def test_images_in_memory_are_read_by_the_own_method_of_their_class() -> None:
+    images = torch.arange(48, dtype=torch.uint8).view(2, 3, 2, 4)
+    fetcher = BatchFetcher(Darker(images, torch.tensor([1, 0])), Targets(), None, 0)
+    read, labels, *_ = fetcher.read(IndexBatch(0, np.array([1, 0])))
+    assert torch.equal(read, images.flip(0) // 2) and labels.tolist() == [0, 1]

@@ -11,6 +11,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -258,3 +259,18 @@ def test_tar_dataset_is_refused_when_a_validation_class_has_no_training_images(
     write_tar(tmp_path / "val.tar", {"cow/1.png": png(0)})
     with pytest.raises(ValueError, match="'cow'"):
         build_dataset(config_of("tar", tmp_path).data)
+
+
+@pytest.mark.parametrize(("overrides", "white"), [((), 7), (("data.max_value=2047",), 255)])
+def test_tar_notes_the_range_of_deep_pixels_and_reads_max_value(
+    tmp_path: Path, overrides: tuple[str, ...], white: int
+) -> None:
+    stream = io.BytesIO()
+    Image.fromarray(np.array([[0, 2047]], np.uint16)).save(stream, "PNG")
+    members = {f"{name}/{n}.png": stream.getvalue() for name in CLASSES for n in range(4)}
+    for split in ("train", "val"):
+        write_tar(tmp_path / f"{split}.tar", members)
+    dataset = build_dataset(config_of("tar", tmp_path, *overrides).data)
+    assert dataset.train[0][0][0].tolist() == [[0, white]]
+    (note,) = dataset.notes("label")
+    assert "0 to 2047" in note and "data.max_value" in note

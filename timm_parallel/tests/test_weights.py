@@ -429,8 +429,15 @@ def head_of(model: Any) -> Tensor:
         ),
         ({"classes": OF_TIMM, "epoch": 2}, OF_TIMM),
         ({"classes": MIXED}, MIXED),
+        ({"names": {0: "class_10", 1: "class_9", 2: "Zebra"}}, ["class_10", "class_9", "Zebra"]),
+        ({"vocab": OF_TIMM, "history": ["Zebra", "Zebra", "class_9"]}, OF_TIMM),
+        (
+            {"hyper_parameters": {"labels": {"Zebra": "2", "class_9": "0", "class_10": "1"}}},
+            OF_TIMM,
+        ),
+        ({"args": Namespace(categories=OF_TIMM), "shape": [3, 3, 3]}, OF_TIMM),
     ],
-    ids=["timm", "class_to_idx", "classes", "equal"],
+    ids=["timm", "class_to_idx", "classes", "equal", "number to name", "list", "below", "options"],
 )
 def test_head_follows_the_class_order_of_the_program_that_wrote_the_weights(
     tmp_path: Path, more: dict[str, Any], order: list[str], for_evaluation: bool
@@ -470,10 +477,17 @@ def test_head_is_fresh_in_training_and_refused_in_evaluation_when_class_order_is
     load_weights(fresh, path, MIXED, for_evaluation=True, sorted_names=False)
 
 
-def test_class_names_of_safetensors_come_from_config_json_in_its_folder(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "config",
+    [{"label_names": OF_TIMM}, {"id2label": {"2": "Zebra", "0": "class_9", "1": "class_10"}}],
+    ids=["timm", "transformers"],
+)
+def test_class_names_of_safetensors_come_from_config_json_in_its_folder(
+    tmp_path: Path, config: dict[str, Any]
+) -> None:
     state = model(num_classes=3, seed=1).state_dict()
     save_file(state, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps({"label_names": OF_TIMM}))
+    (tmp_path / "config.json").write_text(json.dumps(config))
     fresh = model(num_classes=3, seed=2)
     load_weights(fresh, tmp_path / "model.safetensors", MIXED, for_evaluation=True)
     assert torch.equal(head_of(fresh), state["head.weight"][[2, 1, 0]])

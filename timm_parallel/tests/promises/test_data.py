@@ -19,7 +19,7 @@ import torch
 from PIL import Image
 
 from timm_parallel.data.dataset import image_files
-from timm_parallel.data.decode import Files, decode, find_jpeg_decoder, from_pil, pixel_notes
+from timm_parallel.data.decode import Files, decode, find_jpeg_decoder, from_pil
 from timm_parallel.data.folder import class_folders
 from timm_parallel.errors import UnreadableImageError
 
@@ -169,6 +169,7 @@ def deep(values: list[float], kind: str) -> bytes:
     return encoded(Image.fromarray(pixels), "PNG" if kind == "16" else "TIFF")
 
 
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(
     ("kind", "values", "max_value", "expected"),
     [
@@ -181,6 +182,7 @@ def deep(values: list[float], kind: str) -> bytes:
         ("float", [float("nan"), 0.5, float("inf"), -float("inf")], None, [0, 127, 255, 0]),
         ("float", [float("nan"), 2, 4], None, [0, 2, 4]),
         ("float", [0.2, 0.5, 1.5, float("inf")], 2, [26, 64, 191, 255]),
+        ("float", [-3.4e38, 0.5, 1], None, [0, 127, 255]),
     ],
 )
 def test_pixels_of_more_than_8_bits_are_scaled_by_max_value(
@@ -219,6 +221,7 @@ def test_max_value_is_refused_for_colors_of_16_bits() -> None:
         (deep([7, 900, 4000], "32"), 4095, ["7 to 4000", "0 to 4095"]),
         (deep([-1, 0.25, float("inf")], "float"), None, ["-1 to 0.25", "0 to 1", "0 to 255"]),
         (color_of_16_bits(), None, ["16 bits", "upper 8"]),
+        (deep([float("nan"), float("-inf")], "float"), None, None),
         (encoded(halves(), "PNG"), None, None),
         (b"damaged", None, None),
     ],
@@ -226,10 +229,8 @@ def test_max_value_is_refused_for_colors_of_16_bits() -> None:
 def test_notes_state_the_range_of_pixels_of_more_than_8_bits(
     tmp_path: Path, data: bytes, max_value: float | None, shown: list[str] | None
 ) -> None:
-    paths = [tmp_path / f"{number}.tif" for number in range(40)]
-    for path in paths:
-        path.write_bytes(data)
-    notes = pixel_notes(paths, max_value)
+    (tmp_path / "a.tif").write_bytes(data)
+    notes = Files([(tmp_path / "a.tif", 0)] * 40, max_value=max_value).pixel_notes()
     assert len(notes) == (shown is not None)
     assert all(text in notes[0] for text in shown or ())
 
