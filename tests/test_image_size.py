@@ -13,6 +13,7 @@ import torch
 from PIL import Image
 from timm.data import create_transform
 from torch.overrides import TorchFunctionMode
+from torchvision import tv_tensors
 from torchvision.transforms import v2
 
 import evaluate as entry
@@ -102,6 +103,17 @@ def test_image_of_an_extreme_aspect_ratio_is_cropped_before_it_is_resized(
         result = transform(image)
     assert torch.equal(result, torch.full((3, *size), 9, dtype=torch.uint8))
     assert largest.values <= 3 * 250 * 40**2
+
+
+@pytest.mark.parametrize("sides", [(60, 40), (1, 900)])
+def test_evaluation_transform_moves_targets_of_torchvision_with_the_image(
+    sides: tuple[int, int],
+) -> None:
+    preprocessing = Preprocessing((3, 32, 32), (0.5,) * 3, (0.5,) * 3, 1.0, "center", "bilinear")
+    image, mask = torch.zeros(3, *sides, dtype=torch.uint8), torch.ones(sides, dtype=torch.uint8)
+    transform: Any = evaluation_transform(preprocessing)
+    images, masks = transform(tv_tensors.Image(image), tv_tensors.Mask(mask))
+    assert (images.shape, masks.shape) == ((3, 32, 32), (32, 32))
 
 
 WORDS = (

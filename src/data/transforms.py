@@ -18,7 +18,7 @@ from timm.data.transforms import (
     ResizeKeepRatio,
     str_to_pil_interp,
 )
-from torch import Tensor
+from torch import Tensor, nn
 from torchvision import tv_tensors
 from torchvision.transforms import InterpolationMode, v2
 
@@ -202,7 +202,7 @@ def _keep_ratio_crop(config: AugmentConfig, size: Size) -> list[Any]:
         random_aspect_range=config.ratio or (0.9, 1 / 0.9),
     )
     crop = CenterCropOrPad if config.train_crop_mode == "rkrc" else RandomCropOrPad
-    return [_crop_narrow, resize, crop(list(size), padding_mode="reflect")]
+    return [_CropNarrow(), resize, crop(list(size), padding_mode="reflect")]
 
 
 class ResizeAndCrop(v2.Compose):
@@ -238,19 +238,22 @@ def _resize(size: Size, interpolation: str) -> Any:
     if size[0] == size[1]:
         # Given one number, torchvision resizes the shorter side.
         resize = v2.Resize(size[0], _mode(interpolation))
-    return v2.Compose([_crop_narrow, resize])
+    return v2.Compose([_CropNarrow(), resize])
 
 
-def _crop_narrow(image: Tensor) -> Tensor:
-    """Crop the center of an image that is longer than MAX_ASPECT times its shorter side.
+class _CropNarrow(nn.Module):
+    """Crops the center of an image that is longer than MAX_ASPECT times its shorter side, together
+    with a mask or other targets of torchvision.
 
     A line of 1 x 6000 pixels would otherwise be resized to a million rows, which are cropped later.
     """
-    height, width = image.shape[-2:]
-    longest = MAX_ASPECT * min(height, width)
-    if max(height, width) <= longest:
-        return image
-    return v2.functional.center_crop(image, [min(height, longest), min(width, longest)])
+
+    def forward(self, image: Tensor, *targets: Any) -> Any:
+        height, width = image.shape[-2:]
+        longest = MAX_ASPECT * min(height, width)
+        if max(height, width) > longest:
+            return v2.CenterCrop([min(height, longest), min(width, longest)])(image, *targets)
+        return (image, *targets) if targets else image
 
 
 def _mode(name: str) -> InterpolationMode:

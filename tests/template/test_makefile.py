@@ -198,6 +198,7 @@ def test_github_workflow_runs_ci_script_and_portable_tests_with_a_timeout() -> N
     ]
     runs = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
     assert runs == [
+        "make test-nightly ARGS=-rs",
         ".ci/run",
         "python -m pip install -r requirements-dev.txt",
         "python -m pytest -m portable",
