@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import signal
+import sys
 import threading
 import time
 from contextlib import ExitStack, nullcontext
@@ -321,6 +322,7 @@ def test_config_error_of_a_torchrun_job_is_printed_once_on_each_node(
     from torch.distributed import HashStore
 
     store, ranks = HashStore(), Ranks(*place)
+    monkeypatch.setattr(sys, "argv", ["train.py"])
     monkeypatch.setattr(torchrun, "open_store", lambda ranks: store)
     monkeypatch.setattr("timm_parallel.entry.ranks_from_environment", lambda environment: ranks)
     # Pretend that the other rank has already read the error. Otherwise rank 0 would wait for this

@@ -78,7 +78,13 @@ def test_search_is_refused_before_its_first_trial_when_one_searched_data_root_is
         (("seed=1,2", "data.limit_train=9", "sweep.dry_run=true"), ("9 images",)),
         (("search=optuna", "data.limit_train=9", "data.batch_size=10"), ("9 images",)),
         (("search=optuna", "data.batch_size=choice(8,1258)"), ("data.batch_size=1258",)),
-        (("sweep.tune=['data.workers=1']", "data.limit_train=9"), ("9 images",)),
+        (
+            (
+                *("sweep.tune=['data.workers=1']", "data.limit_train=9"),
+                *("train.max_steps=3", "train.evaluate_every=0"),
+            ),
+            ("9 images",),
+        ),
     ],
 )
 def test_sweep_is_refused_before_its_first_job_when_a_batch_exceeds_the_training_images(
