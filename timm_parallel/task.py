@@ -79,7 +79,9 @@ class Evaluation:
         assert self.rows is not None
         files = getattr(split, "files", None)
         paths = [str(files[index][0]) if files else index for index in self.rows[0].tolist()]
-        return pd.DataFrame({"path": paths, **task.table(self)})
+        # With another type, pandas would use pyarrow, if it is installed, and fail for a name that
+        # is not UTF-8.
+        return pd.DataFrame({"path": paths, **task.table(self)}, dtype=object)
 
 
 class Targets:

@@ -188,7 +188,7 @@ def start(seconds: float) -> list[Row]:
     )
     with scratch() as base:
         first = train(base / "first", *settings, seconds=clock.left)
-        words = ("seed=0,1", "sweep.shuffle=false")
+        words = ("seed=0,1",)
         train(base / "sweep", *settings, *words, seconds=clock.left, sweep=True)
         for name, folder in (
             ("first process", first.folder),

@@ -5,7 +5,6 @@ does not import torch.
 from __future__ import annotations
 
 import os
-import pickle
 from array import array
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
@@ -22,13 +21,7 @@ class FileList(Sequence[tuple[Path, Any]]):
 
     def __init__(self, files: Sequence[tuple[Path, Any]]) -> None:
         self._paths = Blocks([os.fsencode(path) for path, _ in files])
-        labels = [label for _, label in files]
-        # Pickle labels that are not class numbers: tuples of numbers, or names of masks.
-        self._labels: array[int] | Blocks = (
-            array("q", labels)
-            if {*map(type, labels)} == {int}
-            else Blocks([pickle.dumps(label) for label in labels])
-        )
+        self._labels = _stored([label for _, label in files])
 
     def __len__(self) -> int:
         return len(self._paths)
@@ -44,17 +37,48 @@ class FileList(Sequence[tuple[Path, Any]]):
         new Path writes to Python's table of interned strings, which would be copied.
         """
         label = self._labels[index]
-        path = os.fsdecode(self._paths[index])
-        return path, pickle.loads(label) if isinstance(label, bytes) else label
+        if isinstance(self._labels, Blocks):
+            label = os.fsdecode(label)
+        return os.fsdecode(self._paths[index]), label
 
     def columns(self) -> tuple[list[str], list[Any]]:
         """Return all paths and all labels. This is faster than reading pair by pair, because it
         builds no Path objects.
         """
-        paths = [os.fsdecode(path) for path in self._paths]
+        labels = [*self._labels]
         if isinstance(self._labels, Blocks):
-            return paths, [pickle.loads(label) for label in self._labels]
-        return paths, self._labels.tolist()
+            labels = [os.fsdecode(label) for label in labels]
+        return [os.fsdecode(path) for path in self._paths], labels
+
+
+def _stored(labels: list[Any]) -> Sequence[Any]:
+    """Store labels in large blocks of memory if they are class numbers, texts, or tuples of as many
+    numbers each. Other labels stay in a list.
+    """
+    kinds = {*map(type, labels)}
+    if kinds == {int}:
+        return array("q", labels)
+    if kinds == {str}:
+        return Blocks([os.fsencode(label) for label in labels])
+    if kinds == {tuple} and len({*map(len, labels)}) == 1:
+        numbers = [number for label in labels for number in label]
+        if (of_numbers := {*map(type, numbers)}) in ({int}, {float}):
+            return Rows(array("q" if of_numbers == {int} else "d", numbers), len(labels[0]))
+    return labels
+
+
+class Rows(Sequence[tuple[Any, ...]]):
+    """List of tuples of `width` numbers, stored as one array."""
+
+    def __init__(self, numbers: array[Any], width: int) -> None:
+        self._numbers, self._width = numbers, width
+
+    def __len__(self) -> int:
+        return len(self._numbers) // self._width
+
+    def __getitem__(self, index: Any) -> Any:
+        start = range(len(self))[index] * self._width
+        return tuple(self._numbers[start : start + self._width])
 
 
 class Blocks(Sequence[bytes]):

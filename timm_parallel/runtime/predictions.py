@@ -53,4 +53,7 @@ def _as_csv(predictions: Predictions, task: Task[Any]) -> str:
     # Take the column names from the longest row, because the row of an unreadable image has no
     # values.
     columns = max((list(row) for row in rows), key=len)
-    return pd.DataFrame(rows, columns=columns).to_csv(index=False, lineterminator="\n")
+    # Keep Python's texts, because pyarrow, if it is installed, refuses names that are not UTF-8.
+    return pd.DataFrame(rows, columns=columns, dtype=object).to_csv(
+        index=False, lineterminator="\n"
+    )

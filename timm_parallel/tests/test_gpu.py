@@ -126,7 +126,7 @@ MODELS = {
 def test_two_deterministic_trainings_end_with_equal_weights(train: Train, accelerator: str) -> None:
     names, ends = MODELS[accelerator], []
     words = (
-        *("-m", "parallel=single", f"parallel.accelerator={accelerator}", "sweep.shuffle=false"),
+        *("-m", "parallel=single", f"parallel.accelerator={accelerator}"),
         *("model=resnet18", f"model.name={','.join(names)}", "train.deterministic=true"),
         *("data=synthetic", "data.image_size=224", "data.batch_size=8", "train.max_steps=2"),
         *("data.kwargs.num_samples=16", "train.precision=bf16", "model.channels_last=false"),

@@ -319,6 +319,7 @@ def test_resume_loads_checkpoint_into_cpu_memory(
         strategy=SimpleNamespace(device=torch.device("meta")),
         config=SimpleNamespace(parallel=SimpleNamespace(devices=1)),
         progress=SimpleNamespace(step=1),
+        train_loader=SimpleNamespace(replay=None),
     )
     restored: list[Any] = []
 
