@@ -7,6 +7,7 @@ from __future__ import annotations
 import multiprocessing
 import shutil
 import signal
+import time
 from collections import Counter
 from functools import cache, partial
 from pathlib import Path
@@ -69,7 +70,11 @@ class StopsAt(nn.Module):
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
         if self.training and self.trained.parts.progress.step + 1 == self.step:
-            self.trained.strategy.group.stop.request(signal.SIGTERM)
+            stop = self.trained.strategy.group.stop
+            stop.request(signal.SIGTERM)
+            # On a busy machine, steps could pass before the ranks have agreed on their last step.
+            while not stop.stop_requested():
+                time.sleep(0.01)
         return self.head(features)  # type: ignore[no-any-return]
 
 
