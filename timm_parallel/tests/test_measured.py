@@ -79,8 +79,10 @@ def test_images_per_sec_of_a_ddp_result_matches_the_timestamps_of_its_logged_ste
     two_ranks: tuple[dict[str, Any], Path],
 ) -> None:
     result, folder = two_ranks
+    # A window that is wrong by the ten steps of the warm-up would differ by 15 %. A busy machine
+    # may pause a process for some of the 800 ms.
     assert result["throughput"]["images_per_sec"] == pytest.approx(
-        by_the_clock(folder, 16), rel=0.02
+        by_the_clock(folder, 16), rel=0.05
     )
     assert result["throughput"]["steps_timed"] == 68
 
