@@ -61,10 +61,8 @@ def trained(ranks: Ranks, store: Any, folder: str, *overrides: str) -> dict[str,
     return vars(read_result(Path(folder)))
 
 
-@pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
-    """Train one epoch of 78 steps with ddp on two ranks. Return the result and the run folder."""
-    folder = tmp_path_factory.mktemp("measured") / "run"
+def train_two_ranks(folder: Path) -> dict[str, Any]:
+    """Train one epoch of 78 steps with ddp on two ranks. Return the result."""
     words = (
         "parallel=ddp",
         "parallel.devices=2",
@@ -72,19 +70,29 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any],
         "data.batch_size=16",
         "train.epochs=1",
     )
-    return in_ranks(trained, 2, str(folder), *words)[0], folder
+    return in_ranks(trained, 2, str(folder), *words)[0]
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+    """Return the result and the folder of a run on two ranks."""
+    folder = tmp_path_factory.mktemp("measured") / "run"
+    return train_two_ranks(folder), folder
 
 
 def test_images_per_sec_of_a_ddp_result_matches_the_timestamps_of_its_logged_steps(
-    two_ranks: tuple[dict[str, Any], Path],
+    two_ranks: tuple[dict[str, Any], Path], tmp_path: Path
 ) -> None:
     result, folder = two_ranks
-    # A window that is wrong by the ten steps of the warm-up would differ by 15 %. A busy machine
-    # may pause a process for some of the 800 ms.
-    assert result["throughput"]["images_per_sec"] == pytest.approx(
-        by_the_clock(folder, 16), rel=0.05
-    )
     assert result["throughput"]["steps_timed"] == 68
+    ratios = [result["throughput"]["images_per_sec"] / by_the_clock(folder, 16)]
+    # A busy machine may pause a process between two timestamps of the 800 ms. Measure again then: a
+    # wrong figure would be wrong in every run.
+    while abs(ratios[-1] - 1) > 0.02 and len(ratios) < 3:
+        folder = tmp_path / str(len(ratios))
+        again = train_two_ranks(folder)
+        ratios.append(again["throughput"]["images_per_sec"] / by_the_clock(folder, 16))
+    assert ratios[-1] == pytest.approx(1, rel=0.02), ratios
 
 
 def test_step_time_parts_in_result_json_add_up_to_the_mean_step_time(
