@@ -1,48 +1,30 @@
-"""Base class of tasks. A task defines the targets, model outputs, loss, metrics and predictions of
-a training.
-
-Modules of tasks import torch inside functions only, because train.py reads the names of losses and
-metrics before torch is imported.
-"""
+"""Base class of tasks. A task defines what is learned: networks, losses, metrics and predictions."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
-from timm_parallel.class_source import class_attributes
-from timm_parallel.errors import refuse_wrong_arguments
+import torch
+from torch import Tensor, nn
+
+from timm_parallel.data.batch import Batch
 from timm_parallel.keys import ResolvedConfig
-from timm_parallel.machine.process import import_class, import_name
+from timm_parallel.machine.process import import_class
 from timm_parallel.metric import Metric
 from timm_parallel.project import current
 
 if TYPE_CHECKING:
     import pandas as pd
-    from torch import Tensor, nn
+
+    from timm_parallel.parallel.group import ProcessGroup
 
 C = TypeVar("C", bound=ResolvedConfig)
-Criterion = Callable[["Tensor", "Tensor"], "Tensor"]
 # Training options that only some tasks support. A config that uses an option with another task is
 # rejected.
 OPTIONS = ("mixup", "erasing", "auto_augment", "smoothing", "class_weights", "balance")
-
-
-@dataclass(frozen=True)
-class Loss:
-    """One value of `train.loss`: the training loss, and the loss of each sample in evaluation."""
-
-    # Function that builds the training loss. Arguments: config, and train.loss_kwargs as keywords.
-    # The result maps outputs [B, …] and targets [B, …] to the mean loss of the batch. A result that
-    # is a module may have parameters of its own.
-    build: Callable[..., Criterion]
-    # Function that maps scores [B, …] and targets [B, …] to the loss of each sample [B], for
-    # evaluation.
-    of_samples: Callable[[Tensor, Tensor], Tensor]
-    # Training options (entries of OPTIONS) that this loss supports.
-    reads: tuple[str, ...] = ()
 
 
 @dataclass
@@ -54,9 +36,9 @@ class Evaluation:
     numbers: dict[str, float | None]
     # Function `sums` of a metric -> total over all batches and ranks, on the CPU.
     sums: dict[Any, Tensor]
-    # Indices [N], scores [N, …] and targets of all readable images, in the order of the dataset.
-    # None unless the evaluation was asked to keep them (keep_rows).
-    rows: tuple[Tensor, Tensor, Tensor] | None = None
+    # Indices [N] of all readable samples, in the order of the dataset, and what `Task.rows` returns
+    # for them, each [N, …]. None unless the evaluation was asked to keep them (keep_rows).
+    rows: tuple[Tensor, ...] | None = None
 
     def with_averaged(self, averaged: Evaluation | None) -> dict[str, float | None]:
         """Return the metrics of this evaluation as a dictionary by name. Add those of the averaged
@@ -85,21 +67,27 @@ class Evaluation:
 
 
 class Targets:
-    """Builds the targets of a batch from the targets of single samples. This class stacks numbers,
-    or tensors of equal shape.
-    """
+    """Builds the targets of a batch from the targets of single samples."""
 
-    def collate(self, targets: Sequence[Any]) -> Tensor:
-        """Build the targets of a batch [B, …] from the targets of single samples."""
-        import torch
+    # Names of the fields that are normalized like images. Other fields travel as they are.
+    images: ClassVar[tuple[str, ...]] = ("image",)
 
-        if isinstance(targets[0], torch.Tensor):
-            return torch.stack(list(targets))
-        return torch.tensor(targets)
+    def collate(self, targets: Sequence[Any]) -> Any:
+        """Build the targets of a batch from those of its samples: numbers and tensors of equal shape
+        become a tensor [B, …], other values a list, and dictionaries a dictionary of fields.
+        """
+        first = targets[0]
+        if isinstance(first, dict):
+            return {name: Targets.collate(self, [of[name] for of in targets]) for name in first}
+        if isinstance(first, Tensor):
+            is_equal = all(target.shape == first.shape for target in targets)
+            return torch.stack(list(targets)) if is_equal else list(targets)
+        return torch.tensor(targets) if isinstance(first, int | float) else list(targets)
 
-    def check_targets(self, targets: Tensor) -> None:
-        """Raise ValueError if the task cannot learn from the targets [B, …], for example because a
-        class number is too large. On a GPU, such targets would abort the process without a reason.
+    def check_targets(self, targets: Any) -> None:
+        """Raise ValueError if the task cannot learn from the targets of a batch, for example because
+        a class number is too large. On a GPU, such targets would abort the process without a
+        reason.
         """
 
 
@@ -109,8 +97,11 @@ class NoOptions:
 
 
 class Task(Targets, Generic[C]):
-    """A task: the targets, outputs, loss, metrics and predictions of a training. A project extends
-    this class, one file per task.
+    """A task: networks, losses, metrics and predictions. A project extends this class, one file per
+    task.
+
+    Attributes of an object are plain values, because a checkpoint stores none of them. Tensors and
+    modules that change belong into a network.
     """
 
     # Type of target that the task needs from the dataset: `label`, `labels`, `numbers`, `mask`, or
@@ -119,22 +110,24 @@ class Task(Targets, Generic[C]):
     target: ClassVar[str] = "label"
     # Word for the model outputs in the console lines of a run, e.g. `classes`.
     names_are: ClassVar[str] = "classes"
-    # Name in train.loss -> loss. If train.loss is a class of the project, the first of these losses
-    # computes the evaluation loss.
-    losses: ClassVar[Mapping[str, Loss]]
-    metrics: Mapping[str, Metric]
+    # Phases of a training step, in order: name -> names of the networks that it trains. Each has an
+    # optimizer, whose keys are those of `optim` and of `optim.of.<phase>`.
+    phases: Mapping[str, tuple[str, ...]] = {"train": ("model",)}
+    # Moving averages: name -> network and decay. They are networks too, without gradients and in
+    # evaluation mode, and move once per optimizer step.
+    averages: Mapping[str, tuple[str, float]] = {}
+    metrics: Mapping[str, Metric] = {}
+    # Metric by which the best checkpoint is chosen, if checkpoint.metric is null.
+    headline: ClassVar[str] = "loss"
     # Training options (entries of OPTIONS) that this task supports.
     applies: ClassVar[tuple[str, ...]] = ()
-    # Name of the task in transformers (problem_type), which export.py format=hub writes into its
-    # files. None if transformers needs none.
-    problem_type: ClassVar[str | None] = None
+    # Dataclass of the task's options: the keys of train.task_kwargs, each with a default.
+    Options: ClassVar[type[Any]] = NoOptions
     # Endings that `write` appends to its `name`, one per file, for example `.png`. predict.py
     # refuses to overwrite these files.
     endings: ClassVar[tuple[str, ...]] = ()
-    # Number of images per sample in a training step, for example 2 for two augmented views.
-    views: ClassVar[int] = 1
-    # Dataclass of the task's options: the keys of train.task_kwargs, each with a default.
-    Options: ClassVar[type[Any]] = NoOptions
+    # Collectives of the ranks, for a loss over all samples of a step (`ranks.gather_rows`).
+    ranks: ProcessGroup
 
     def __init__(self, config: C, names: Sequence[str]) -> None:
         """`names`: the meaning of each model output, from the dataset. They are class names, or
@@ -142,7 +135,6 @@ class Task(Targets, Generic[C]):
         """
         self.config, self.names = config, list(names)
         self.options: Any = self.Options(**config.train.task_kwargs)
-        self.loss = self.find_loss(config.train.loss)
 
     @staticmethod
     def find(name: str) -> type[Task[Any]]:
@@ -150,33 +142,6 @@ class Task(Targets, Generic[C]):
         does not extend Task.
         """
         return import_class("train.task", name, Task, current().tasks)
-
-    @classmethod
-    def find_loss(cls, name: str) -> Loss:
-        """Return the loss with this name. A dotted name is imported as a loss class of the
-        project.
-        """
-        return cls.losses[name] if name in cls.losses else cls.own_loss(import_name(name))
-
-    @classmethod
-    def own_loss(cls, loss_class: Any) -> Loss:
-        """Build a Loss from a loss class of the project. The first loss of the task computes the
-        evaluation loss.
-        """
-        return Loss(
-            lambda config, **given: loss_class(**given),
-            next(iter(cls.losses.values())).of_samples,
-            getattr(loss_class, "reads", ()),
-        )
-
-    @classmethod
-    def options_of_loss(cls, name: str) -> tuple[str, ...]:
-        """Return the training options (entries of OPTIONS) that a loss supports. The loss is given
-        by its name or by the dotted name of a class of the project.
-        """
-        if name in cls.losses:
-            return cls.losses[name].reads
-        return tuple(class_attributes(name).get("reads", ()))
 
     # Methods for the data of the task.
 
@@ -186,7 +151,8 @@ class Task(Targets, Generic[C]):
 
         `size`: height and width in pixels. `resize`: True if images may have another size. `mean`:
         mean of each image channel, from 0 to 1. The function must draw random numbers from the
-        global generators of torch, random and numpy, which are seeded for each sample.
+        global generators of torch, random and numpy, which are seeded for each sample. If it has a
+        method `start_epoch(epoch)`, this is called before the samples of an epoch.
         """
         raise NotImplementedError
 
@@ -211,86 +177,69 @@ class Task(Targets, Generic[C]):
         """
         return None
 
-    # Methods for the model and the training step.
+    # What is learned.
 
     @property
     def num_outputs(self) -> int:
         """Number of outputs that the model must have."""
         return len(self.names)
 
-    def check_outputs(self, outputs: Any) -> None:
-        """Raise ValueError if the outputs of the model for images [B, C, H, W] do not fit the task.
-        Called before `build_criterion`.
+    def prepare(self, labels: Tensor | None) -> None:
+        """Called once before `networks`. `labels`: the targets of all training samples; None if the
+        dataset does not list them.
         """
-        shape = tuple(getattr(outputs, "shape", ()))
-        if len(shape) != 2 or shape[1] < self.num_outputs:
-            raise ValueError(
-                f"model.name: expected {self.num_outputs} or more outputs per image, shape "
-                f"[1, {self.num_outputs}], got {list(shape) or type(outputs).__name__}"
-            )
 
-    def build_criterion(self, targets: Tensor | None) -> Criterion:
-        """Build the training loss from the config.
-
-        `targets`: targets of all training samples; None if the dataset does not list them.
+    def networks(self, model: nn.Module) -> dict[str, nn.Module]:
+        """Return the networks by name. `model` is the one that is exported and evaluated by default.
+        A network named `loss` gets outputs instead of images, and computes in float32.
         """
-        train, weights = self.config.train, self.class_weights(targets)
-        given = {**dict.fromkeys(weights, "of train.class_weights"), **train.loss_kwargs}
-        with refuse_wrong_arguments("train.loss_kwargs", given, train.loss):
-            return self.loss.build(self.config, **weights, **train.loss_kwargs)
+        return {"model": model}
 
-    def class_weights(self, targets: Tensor | None) -> dict[str, Tensor]:
-        """Compute the keyword arguments that pass train.class_weights to the loss. The base class
-        returns none.
-
-        `targets`: targets of all training samples; None if the dataset does not list them.
+    def weight(self, batch: Batch) -> Tensor | int:
+        """Return what the mean over an optimizer step divides by, over all ranks and accumulated
+        batches: the number of samples, or of boxes, pixels or tokens. The losses of a batch are
+        sums over these. By default, all ranks know the number without communication.
         """
-        return {}
+        return len(batch)
 
-    def step(
-        self, model: nn.Module, criterion: Criterion, images: Tensor, targets: Tensor
+    def losses(
+        self, networks: Any, batch: Batch, phase: str
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute the mean loss of a training batch, and metrics for the log as a dictionary from
-        name to a detached scalar tensor. Each metric is a mean over the samples.
+        """Compute the losses of the samples of a batch [B], and numbers for the log by name, each
+        [B] and detached.
 
-        Under DataParallel, the outputs of the model may be on another device than the targets.
-        """
-        outputs = model(images)
-        targets = targets.to(outputs.device, non_blocking=True)
-        loss = criterion(outputs, targets)
-        return loss, self.train_metrics(outputs.detach()[:, : self.num_outputs], targets)
-
-    def train_metrics(self, scores: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        """Compute metrics of a training batch for the log. Return a dictionary from name to a
-        scalar tensor. The base class has none.
-        """
-        return {}
-
-    # Methods for evaluation.
-
-    def blank(self, count: int, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """Build scores and targets of zeros for `count` samples whose images have height and width
-        `size`. They are needed by a rank without samples, and to estimate memory without data.
+        A loss or a number may also be a scalar, which is taken as the mean over the batch. Random
+        numbers come from the batch (`batch.normal`), so that they are equal on any number of ranks.
+        Under DataParallel, outputs may be on another device than the batch.
         """
         raise NotImplementedError
 
-    def predict(self, model: nn.Module, images: Tensor) -> Tensor:
-        """Compute the scores [B, …] of images [B, C, H, W]. Outputs of the model beyond
+    def after_step(self, networks: Any, ranks: ProcessGroup) -> None:
+        """Update buffers of networks, such as a center or a queue, after an optimizer step. All
+        ranks call this method, without gradients; `ranks.sum(tensor)` adds over them.
+        """
+
+    # Evaluation.
+
+    def predict(self, networks: Any, batch: Batch) -> Any:
+        """Compute the outputs for a batch: any tree of tensors [B, …]. Outputs of the model beyond
         `num_outputs` are dropped.
         """
-        scores: Tensor = model(images)
-        return scores.float()[:, : self.num_outputs]
+        return networks.model(batch.image).float()[:, : self.num_outputs]
 
     @property
     def evaluates_one_by_one(self) -> bool:
         """True if evaluation images keep their own sizes, so that they cannot form a batch."""
         return False
 
-    def rows(self, scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the scores and targets of a batch [B, …] in the form in which `Evaluation.rows`
-        stores them. The shape after the first dimension must be equal in all batches.
+    def check_outputs(self, outputs: Any, batch: Batch) -> None:
+        """Raise ValueError if what `predict` returns for a first batch does not fit the task."""
+
+    def rows(self, outputs: Any, batch: Batch) -> tuple[Tensor, ...]:
+        """Return what `Evaluation.rows` stores of each sample: tensors [B, …] whose other sides are
+        equal in all batches.
         """
-        return scores, targets
+        return outputs, batch.target
 
     @property
     def checked_metrics(self) -> dict[str, Metric]:
@@ -314,6 +263,8 @@ class Task(Targets, Generic[C]):
                 f"outputs; use one of {others}"
             )
 
+    # Presentation, which is optional.
+
     def details(self, evaluation: Evaluation) -> dict[str, Any]:
         """Return further results of an evaluation for result.json, such as the number of samples or
         the accuracy of each class. Metrics are not included.
@@ -326,7 +277,12 @@ class Task(Targets, Generic[C]):
         """
         return {}
 
-    # Methods for predictions.
+    def pictures(self, networks: Any) -> dict[str, Any]:
+        """Make pictures for the trackers at every evaluation on val, such as samples of a generator.
+        Return a dictionary from name to a uint8 array [H, W, 3], a PIL image or a matplotlib
+        figure. The base class makes none.
+        """
+        return {}
 
     def table(self, evaluation: Evaluation) -> dict[str, list[Any]]:
         """Build the columns of the prediction table that evaluate.py writes, from

@@ -151,10 +151,8 @@ class CropAndFlip:
         draws[:, used] = shares
         return [torch.cat([corners, draws < torch.tensor(self.chances)], 1)]
 
-    def __call__(self, images: Tensor, targets: Tensor, *draws: Tensor) -> tuple[Tensor, Tensor]:
-        """Crop and flip uint8 images [B, C, H, W] with one gather operation. Return the targets
-        unchanged.
-        """
+    def __call__(self, images: Tensor, *draws: Tensor) -> Tensor:
+        """Crop and flip uint8 images [B, C, H, W] with one gather operation."""
         padding, sources = self.padding, []
         for axis, side in enumerate(images.shape[2:]):
             corner, flip = draws[0][:, axis, None], draws[0][:, 2 + axis, None]
@@ -166,7 +164,7 @@ class CropAndFlip:
         source = (rows[:, :, None] * width + columns[:, None]).flatten(1)
         padded = torch.nn.functional.pad(images, [padding] * 4).flatten(2)
         source = source[:, None].expand(-1, images.shape[1], -1)
-        return padded.gather(2, source).view(images.shape), targets
+        return padded.gather(2, source).view(images.shape)
 
 
 def batch_step(config: AugmentConfig, in_memory: InMemory | None, size: Size) -> CropAndFlip | None:

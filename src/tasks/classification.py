@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
+
+import torch
+from timm.loss import compute_class_weights, create_classification_loss
+from torch import Tensor, nn
+from torch.nn import functional
 
 from src.schema import ResolvedConfig
-from src.tasks.images import LOSS, Criterion, ImageTask, per_image
-from timm_parallel import Loss, Metric
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-    from timm_parallel import Evaluation
+from src.tasks.images import LOSS, Criterion, ImageTask, Loss, per_image
+from timm_parallel import Batch, Evaluation, Metric, draw_confusion, to_double
 
 # Number of bins of confidence for the expected calibration error.
 BINS = 15
@@ -33,22 +33,13 @@ def cross_entropy(config: ResolvedConfig, class_weight: Tensor | None = None) ->
     sum of the weights instead. Then the mean over ranks would differ from the loss of the whole
     batch.
     """
-    from timm.loss import create_classification_loss
-    from torch import nn
-
     is_soft, smoothing = config.data.augment.mixes, config.train.smoothing
     if class_weight is None:
         return create_classification_loss("ce", smoothing=smoothing, soft_targets=is_soft)
 
-    # The loss is a module, so that a strategy can move its weights to a device, and DataParallel
-    # can copy them.
-    class WeightedCrossEntropy(nn.CrossEntropyLoss):
-        def forward(self, input: Tensor, target: Tensor) -> Tensor:
-            return super().forward(input, target).mean()
-
     # Mixup and cutmix smooth the targets themselves, so the loss must not smooth them again.
     return without_state(
-        WeightedCrossEntropy(
+        nn.CrossEntropyLoss(
             class_weight, reduction="none", label_smoothing=0 if is_soft else smoothing
         )
     )
@@ -67,8 +58,6 @@ def binary_cross_entropy(
     With `sum_classes`, the loss of an image is the sum over its classes, as in timm; without it,
     the mean.
     """
-    from timm.loss import create_classification_loss
-
     criterion = create_classification_loss(
         "bce",
         multi_label=multi_label,
@@ -95,8 +84,6 @@ def softmax_losses(scores: Tensor, labels: Tensor) -> Tensor:
     """Compute the softmax cross entropy of each image, without label smoothing. Return a tensor
     [B].
     """
-    from torch.nn import functional
-
     return functional.cross_entropy(scores, labels, reduction="none")
 
 
@@ -104,9 +91,6 @@ def sigmoid_losses(scores: Tensor, labels: Tensor) -> Tensor:
     """Compute the binary cross entropy of each image, averaged over the classes, without label
     smoothing. Return a tensor [B].
     """
-    import torch
-    from torch.nn import functional
-
     # Use scatter_, because one_hot checks the labels on the host, and so waits for the device.
     targets = (
         labels if labels.ndim == 2 else torch.zeros_like(scores).scatter_(1, labels[:, None], 1)
@@ -140,13 +124,11 @@ class ClassLoss(Loss):
 # batches and ranks.
 
 
-def confusion(scores: Tensor, labels: Tensor, losses: Tensor) -> Tensor:
+def confusion(task: Any, scores: Tensor, batch: Batch) -> Tensor:
     """Count images by true class (row) and predicted class (column). Return int64 [classes,
     classes].
     """
-    import torch
-
-    classes = scores.shape[1]
+    classes, labels = scores.shape[1], batch.target
     # Use index_add_, because the output size of bincount depends on the values, so bincount waits
     # for the device.
     counts = torch.zeros(classes * classes, dtype=torch.int64, device=scores.device)
@@ -154,12 +136,11 @@ def confusion(scores: Tensor, labels: Tensor, losses: Tensor) -> Tensor:
     return counts.view(classes, classes)
 
 
-def hits_by_class(scores: Tensor, labels: Tensor, losses: Tensor) -> Tensor:
+def hits_by_class(task: Any, scores: Tensor, batch: Batch) -> Tensor:
     """Count the images of each class (first row) and those of them that were predicted correctly
     (second row). Return int64 [2, classes].
     """
-    import torch
-
+    labels = batch.target
     counts = torch.zeros(2, scores.shape[1], dtype=torch.int64, device=scores.device)
     return counts.index_add_(
         1, labels, torch.stack([torch.ones_like(labels), (scores.argmax(1) == labels).long()])
@@ -171,9 +152,9 @@ def share_of_hits(counts: Tensor, samples: int) -> float:
     return float(counts[1].sum().item()) / samples
 
 
-def hits_in_top5(scores: Tensor, labels: Tensor, losses: Tensor) -> Tensor:
+def hits_in_top5(task: Any, scores: Tensor, batch: Batch) -> Tensor:
     """Count the images whose true class has one of the five highest scores."""
-    return (scores.topk(5, 1).indices == labels[:, None]).any(1).sum()
+    return (scores.topk(5, 1).indices == batch.target[:, None]).any(1).sum()
 
 
 def on_diagonal(counts: Tensor, samples: int) -> float:
@@ -183,23 +164,16 @@ def on_diagonal(counts: Tensor, samples: int) -> float:
     return float(counts.diag().sum().item()) / samples
 
 
-def count_by_confidence(
-    probabilities: Callable[[Tensor], Tensor], scores: Tensor, labels: Tensor, losses: Tensor
-) -> Tensor:
+def count_by_confidence(task: Classification, scores: Tensor, batch: Batch) -> Tensor:
     """Count images, count correct predictions and sum confidences in each of 15 bins of confidence.
     Return a tensor [3, 15].
     """
-    import torch
-
-    confidence, predicted = probabilities(scores).max(1)
+    confidence, predicted = task.loss.probabilities(scores).max(1)
     bins = (confidence * BINS).ceil().long().clamp(1, BINS) - 1
-    # Sum in the precision of the losses, which is double where the device has it.
-    values = torch.stack([torch.ones_like(confidence), predicted == labels, confidence]).to(
-        losses.dtype
+    values = to_double(
+        torch.stack([torch.ones_like(confidence), predicted == batch.target, confidence])
     )
-    return torch.zeros(3, BINS, dtype=losses.dtype, device=scores.device).index_add_(
-        1, bins, values
-    )
+    return values.new_zeros(3, BINS).index_add_(1, bins, values)
 
 
 def calibration_error(sums: Tensor, samples: int) -> float:
@@ -209,18 +183,19 @@ def calibration_error(sums: Tensor, samples: int) -> float:
     return float((sums[1] - sums[2]).abs().sum() / samples)
 
 
-def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Compute the share of images whose label has the highest score. The label of an image that
+def hits(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return 1 for each image whose label has the highest score, else 0. The label of an image that
     mixup or cutmix changed is the class with the larger share.
     """
     labels = targets if targets.ndim == 1 else targets.argmax(1)
-    return (outputs.argmax(1) == labels).float().mean()
+    return (outputs.argmax(1) == labels).float()
 
 
 class Classification(ImageTask):
     """Task in which each image has one class. Targets are class numbers: int64 [B]."""
 
     target = "label"
+    headline = "acc"
     applies: ClassVar[tuple[str, ...]] = (
         "mixup",
         "erasing",
@@ -229,7 +204,7 @@ class Classification(ImageTask):
         "class_weights",
         "balance",
     )
-    losses: ClassVar[Mapping[str, ClassLoss]] = {
+    known_losses: ClassVar[Mapping[str, ClassLoss]] = {
         "ce": ClassLoss(cross_entropy, reads=("smoothing", "mixup", "class_weights")),
         "bce": ClassLoss(
             partial(binary_cross_entropy, False),
@@ -249,12 +224,12 @@ class Classification(ImageTask):
     def __init__(self, config: ResolvedConfig, names: Sequence[str]) -> None:
         super().__init__(config, names)
         if len(names) > MOST_IN_MATRIX and "acc" in self.metrics:
-            hits = Metric(hits_by_class, share_of_hits, is_proportion=True)
-            self.metrics = {**self.metrics, "acc": hits}
+            by_class = Metric(hits_by_class, share_of_hits, is_proportion=True)
+            self.metrics = {**self.metrics, "acc": by_class}
 
     @classmethod
     def own_loss(cls, loss_class: Any) -> ClassLoss:
-        first = next(iter(cls.losses.values()))
+        first = next(iter(cls.known_losses.values()))
         reads = getattr(loss_class, "reads", ())
 
         def build(config: ResolvedConfig, **given: Any) -> Criterion:
@@ -286,7 +261,7 @@ class Classification(ImageTask):
                 "dataset's target_names"
             )
 
-    def class_weights(self, targets: Tensor | None) -> dict[str, Tensor]:
+    def class_weights(self, labels: Tensor | None) -> dict[str, Tensor]:
         """Build the keyword arguments that pass train.class_weights to the loss.
 
         The weights are scaled to mean 1 over all terms of the loss on the training images. So the
@@ -301,12 +276,10 @@ class Classification(ImageTask):
         - A loss with a term for each image and each class has weights with mean 1 over the classes.
           With auto, they are timm's inverse frequency.
         """
-        import torch
-
         given, outputs = self.config.train.class_weights, self.model_outputs
         if given is None:
             return {}
-        counts = None if targets is None else self.count_classes(targets)
+        counts = None if labels is None else self.count_classes(labels)
         if given != "auto":
             if len(given) != outputs:
                 raise ValueError(
@@ -314,13 +287,13 @@ class Classification(ImageTask):
                     f"{outputs} classes"
                 )
             weights = torch.tensor(given, dtype=torch.float64)
-        elif targets is None or counts is None:
+        elif labels is None or counts is None:
             raise ValueError(
                 "train.class_weights=auto: this dataset does not list its labels; give a number "
                 "for each class"
             )
         else:
-            weights = self.balanced(counts, len(targets))
+            weights = self.balanced(counts, len(labels))
         terms = torch.ones(outputs) if self.loss.has_class_terms else counts
         if terms is not None:
             mean = (weights * terms).sum() / terms.sum()
@@ -340,28 +313,18 @@ class Classification(ImageTask):
         A class without images (because of model.num_classes or data.limit_train) gets the mean
         weight of the other classes.
         """
-        import torch
-        from timm.loss import compute_class_weights
-
         weights, present = torch.ones(len(counts), dtype=torch.float64), counts > 0
         weights[present] = compute_class_weights(counts[present], images, method="inv_freq")[
             1
         ].double()
         return weights
 
-    def train_metrics(self, scores: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        return {"acc": accuracy(scores, targets)}
-
-    def blank(self, count: int, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        import torch
-
-        scores = torch.zeros(count, self.num_outputs)
-        return scores, scores[:, 0].long()
+    def train_numbers(self, scores: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        return {"acc": hits(scores, targets)}
 
     @property
     def checked_metrics(self) -> dict[str, Metric]:
-        sums = partial(count_by_confidence, self.loss.probabilities)
-        return {**self.metrics, "ece": Metric(sums, calibration_error)}
+        return {**self.metrics, "ece": Metric(count_by_confidence, calibration_error)}
 
     def details(self, evaluation: Evaluation) -> dict[str, Any]:
         """Return the numbers of images and of correct predictions, and the accuracy of each class,
@@ -376,13 +339,12 @@ class Classification(ImageTask):
             "correct": sum(correct),
             "samples": evaluation.samples,
             "acc_per_class": [
-                hits / total if total else None for hits, total in zip(correct, totals, strict=True)
+                right / total if total else None
+                for right, total in zip(correct, totals, strict=True)
             ],
         }
 
     def draw(self, evaluation: Evaluation) -> dict[str, Any]:
-        from timm_parallel import draw_confusion
-
         matrix = evaluation.sums.get(confusion)
         if matrix is None or len(self.names) > MOST_IN_MATRIX:
             return {}

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
+
+import torch
+from timm.loss import create_classification_loss
+from timm.task import MultiLabelClassificationEvaluator
+from torch import Tensor
 
 from src.schema import ResolvedConfig
 from src.tasks.classification import (
@@ -16,12 +21,7 @@ from src.tasks.classification import (
     without_state,
 )
 from src.tasks.images import LOSS, Criterion
-from timm_parallel import CsvDataset, Metric
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from timm_parallel import Evaluation
+from timm_parallel import Batch, CsvDataset, Evaluation, Metric
 
 
 def asymmetric(
@@ -35,8 +35,6 @@ def asymmetric(
     """Build the asymmetric loss (Ridnik et al. 2021, arXiv:2009.14119). It gives less weight to
     classes that the model is sure an image does not have.
     """
-    from timm.loss import create_classification_loss
-
     criterion = create_classification_loss(
         "asl",
         multi_label=True,
@@ -50,14 +48,12 @@ def asymmetric(
     return without_state(criterion)
 
 
-def count_labels(scores: Tensor, labels: Tensor, losses: Tensor) -> Tensor:
+def count_labels(task: Any, scores: Tensor, batch: Batch) -> Tensor:
     """Count true positives, predicted labels and true labels of each class. Return a tensor [3,
     classes].
     """
-    import torch
-
     # A score of 0 or more is a probability of 0.5 or more.
-    predicted, has_label = scores >= 0, labels > 0.5
+    predicted, has_label = scores >= 0, batch.target > 0.5
     return torch.stack([(predicted & has_label).sum(0), predicted.sum(0), has_label.sum(0)])
 
 
@@ -73,8 +69,6 @@ def mean_average_precision(scores: Tensor, labels: Tensor) -> float:
     """Compute mean average precision: the mean over classes of the sum of precision x gain in
     recall. A class without images counts as 0.
     """
-    from timm.task import MultiLabelClassificationEvaluator
-
     evaluator = MultiLabelClassificationEvaluator()
     evaluator.update(scores, labels)
     return float(evaluator.compute()["map"]) / 100
@@ -86,9 +80,10 @@ class Multilabel(Classification):
     """
 
     target = "labels"
+    headline = "map"
     # mixup and balance are not in the list, because they need images with exactly one label.
     applies = ("erasing", "auto_augment", "smoothing", "class_weights")
-    losses: ClassVar[Mapping[str, ClassLoss]] = {
+    known_losses: ClassVar[Mapping[str, ClassLoss]] = {
         "bce": ClassLoss(
             partial(binary_cross_entropy, True),
             sigmoid_losses,
@@ -118,7 +113,7 @@ class Multilabel(Classification):
                 f"each of the {len(self.names)} classes"
             )
 
-    def class_weights(self, targets: Tensor | None) -> dict[str, Tensor]:
+    def class_weights(self, labels: Tensor | None) -> dict[str, Tensor]:
         """Build the keyword arguments that pass train.class_weights to the loss.
 
         With auto, the positives of a class have half of its weight, and the negatives the other
@@ -127,11 +122,9 @@ class Multilabel(Classification):
         `pos_weight`, which is timm's negatives / positives. A class without positives, or without
         negatives, keeps weight 1. A list of weights is scaled to mean 1 over the classes.
         """
-        import torch
-
-        if self.config.train.class_weights != "auto" or targets is None:
-            return super().class_weights(targets)
-        images, positives = len(targets), self.count_classes(targets)
+        if self.config.train.class_weights != "auto" or labels is None:
+            return super().class_weights(labels)
+        images, positives = len(labels), self.count_classes(labels)
         negatives = images - positives
         has_both = (positives > 0) & (negatives > 0)
         of_positives, of_negatives = (
@@ -142,12 +135,8 @@ class Multilabel(Classification):
     def count_classes(self, targets: Tensor) -> Tensor:
         return (targets > 0.5).sum(0)
 
-    def train_metrics(self, scores: Tensor, targets: Tensor) -> dict[str, Tensor]:
+    def train_numbers(self, scores: Tensor, targets: Tensor) -> dict[str, Tensor]:
         return {}
-
-    def blank(self, count: int, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        scores, _ = super().blank(count, size)
-        return scores, scores
 
     @property
     def checked_metrics(self) -> dict[str, Metric]:

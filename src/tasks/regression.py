@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional
 
 from src.schema import ResolvedConfig
-from src.tasks.images import LOSS, Criterion, ImageTask
-from timm_parallel import Loss, Metric
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from timm_parallel import Evaluation
+from src.tasks.images import LOSS, Criterion, ImageTask, Loss
+from timm_parallel import Batch, Evaluation, Metric, to_double
 
 
 def squared_errors(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -29,39 +28,31 @@ def huber_errors(outputs: Tensor, targets: Tensor, delta: float = 1.0) -> Tensor
     """Compute the Huber loss (Huber 1964) of each image, averaged over its numbers. Return a tensor
     [B].
     """
-    from torch.nn import functional
-
     return functional.huber_loss(outputs, targets, reduction="none", delta=delta).mean(1)
 
 
-def mean_of(errors: Callable[..., Tensor]) -> Callable[..., Criterion]:
-    """Build losses from a function that computes an error for each image. Return a function that
-    builds the loss of a config: the mean of these errors over a batch.
+def build_loss(errors: Callable[..., Tensor]) -> Callable[..., Criterion]:
+    """Return a function that builds the loss of a config from a function that computes an error for
+    each image.
     """
 
     def build(config: ResolvedConfig, **options: float) -> Criterion:
-        import torch
-
         # Call the function once, so that an unknown option raises an error before the first step.
         errors(torch.zeros(1, 1), torch.zeros(1, 1), **options)
         # Use the first outputs only, because the model may have more outputs than there are
         # targets.
-        return lambda outputs, targets: errors(
-            outputs[:, : targets.shape[1]], targets, **options
-        ).mean()
+        return lambda outputs, targets: errors(outputs[:, : targets.shape[1]], targets, **options)
 
     return build
 
 
-def error_sums(outputs: Tensor, targets: Tensor, losses: Tensor) -> Tensor:
+def error_sums(task: Any, outputs: Tensor, batch: Batch) -> Tensor:
     """Sum over images the absolute errors, squared errors, targets and squared targets of each
     number. Return a tensor [4, numbers].
     """
-    import torch
-
     # Use double precision if the device has it, because R² subtracts large, nearly equal sums of
     # squares.
-    errors, values = ((outputs - targets).to(losses.dtype), targets.to(losses.dtype))
+    errors, values = to_double(outputs - batch.target), to_double(batch.target)
     return torch.stack(
         [errors.abs().sum(0), errors.square().sum(0), values.sum(0), values.square().sum(0)]
     )
@@ -90,12 +81,13 @@ class Regression(ImageTask):
     """Task in which the model predicts numbers of an image. Targets are float32 [B, numbers]."""
 
     target = "numbers"
+    headline = "mae"
     names_are = "targets"
     applies = ("erasing", "auto_augment")
-    losses: ClassVar[Mapping[str, Loss]] = {
-        "mse": Loss(mean_of(squared_errors), squared_errors),
-        "l1": Loss(mean_of(absolute_errors), absolute_errors),
-        "huber": Loss(mean_of(huber_errors), huber_errors),
+    known_losses: ClassVar[Mapping[str, Loss]] = {
+        "mse": Loss(build_loss(squared_errors), squared_errors),
+        "l1": Loss(build_loss(absolute_errors), absolute_errors),
+        "huber": Loss(build_loss(huber_errors), huber_errors),
     }
     metrics: Mapping[str, Metric] = {
         "loss": LOSS,
@@ -112,14 +104,8 @@ class Regression(ImageTask):
                 f"{len(self.names)} numbers for each image ({', '.join(self.names)})"
             )
 
-    def train_metrics(self, scores: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        return {"mae": (scores - targets).abs().mean()}
-
-    def blank(self, count: int, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        import torch
-
-        scores = torch.zeros(count, self.num_outputs)
-        return scores, scores
+    def train_numbers(self, scores: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        return {"mae": absolute_errors(scores, targets)}
 
     def details(self, evaluation: Evaluation) -> dict[str, Any]:
         """Return the number of images, and the mean absolute error of each number."""

@@ -7,17 +7,28 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
+import torch
+from PIL import Image
+from torch import Tensor, nn
+from torch.nn import functional
+from torchvision import tv_tensors
+from torchvision.transforms import v2
+
+from src.data.transforms import Preprocessing, evaluation_transform, train_transform
 from src.schema import ResolvedConfig
-from src.tasks.images import LOSS, Criterion
-from timm_parallel import ImageDataset, Loss, Metric, Task, as_size, key
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-    from src.data.transforms import Preprocessing
-    from timm_parallel import Evaluation
+from src.tasks.images import LOSS, Criterion, Loss, LossTask
+from timm_parallel import (
+    Batch,
+    Evaluation,
+    Files,
+    ImageDataset,
+    Metric,
+    as_size,
+    draw_confusion,
+    key,
+)
 
 # evaluation=whole pads the sides of images to multiples of this number, which the strides of most
 # backbones divide.
@@ -35,26 +46,21 @@ class WithMask:
         self.transform = transform
 
     def __call__(self, image: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        import torch
-        from torchvision import tv_tensors
-
         image, mask = self.transform(tv_tensors.Image(image), tv_tensors.Mask(mask))
         return image.as_subclass(torch.Tensor), mask.as_subclass(torch.Tensor)
 
 
-# Losses. Each is first averaged over the labeled pixels of an image, then over images. So the mean
-# over ranks is exact, even if images have different numbers of labeled pixels.
+# Losses. The cross entropy of a batch is divided by its labeled pixels, weighted by class, as torch
+# does; the library divides by those of the whole optimizer step, so the result does not depend on
+# the number of ranks. A loss with Dice is averaged over images.
 
 
 def pixel_losses(
     scores: Tensor, masks: Tensor, class_weight: Tensor | None = None, smoothing: float = 0.0
 ) -> Tensor:
-    """Compute the cross entropy of each image, averaged over its labeled pixels. Return a tensor
+    """Compute the cross entropy of each image, summed over its labeled pixels. Return a tensor
     [B].
     """
-    import torch
-    from torch.nn import functional
-
     labels, is_labeled = masks.long(), masks != IGNORED
     rows, row_labels = scores, labels
     if torch.are_deterministic_algorithms_enabled():
@@ -70,7 +76,17 @@ def pixel_losses(
     ).view(masks.shape)
     if class_weight is not None:
         losses = losses * class_weight[labels.masked_fill(~is_labeled, 0)]
-    return (losses * is_labeled).sum((1, 2)) / is_labeled.sum((1, 2)).clamp(min=1)
+    return (losses * is_labeled).sum((1, 2))
+
+
+def image_losses(
+    scores: Tensor, masks: Tensor, class_weight: Tensor | None = None, smoothing: float = 0.0
+) -> Tensor:
+    """Compute the cross entropy of each image, averaged over its labeled pixels. Return a tensor
+    [B].
+    """
+    sums = pixel_losses(scores, masks, class_weight, smoothing)
+    return sums / (masks != IGNORED).sum((1, 2)).clamp(min=1)
 
 
 def dice_losses(scores: Tensor, masks: Tensor) -> Tensor:
@@ -78,8 +94,6 @@ def dice_losses(scores: Tensor, masks: Tensor) -> Tensor:
     2016, arXiv:1606.04797). Return a tensor [B]. 1 is added to numerator and denominator, so that a
     class without a pixel does not divide by 0.
     """
-    import torch
-
     is_labeled = (masks != IGNORED)[:, None]
     shares = scores.softmax(1) * is_labeled
     labels = masks.long().masked_fill(masks == IGNORED, 0)[:, None]
@@ -88,54 +102,57 @@ def dice_losses(scores: Tensor, masks: Tensor) -> Tensor:
     return 1 - ((2 * common + 1) / (total + 1)).mean(1)
 
 
-def mean_over_images(losses: Callable[..., Tensor], class_weight: Tensor | None) -> Criterion:
-    """Build a loss: the mean over images of the losses that the given function computes. The loss
-    is a module, so that a strategy can move its class weights to a device, and DataParallel can
-    copy them.
+class LossOfMasks(nn.Module):
+    """A loss of each image [B] with class weights. This is a module, so that a strategy can move the
+    weights to a device, and DataParallel can copy them.
     """
-    from torch import nn
 
-    class MeanOverImages(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            # Keep class weights out of checkpoints, because a resumed run may change
-            # train.class_weights.
-            self.register_buffer("class_weight", class_weight, persistent=False)
+    class_weight: Tensor | None
 
-        def forward(self, scores: Tensor, masks: Tensor) -> Tensor:
-            return losses(scores, masks, self.class_weight).mean()
+    def __init__(self, losses: Callable[..., Tensor], class_weight: Tensor | None) -> None:
+        super().__init__()
+        self.losses = losses
+        # Keep class weights out of checkpoints, because a resumed run may change
+        # train.class_weights.
+        self.register_buffer("class_weight", class_weight, persistent=False)
 
-    return MeanOverImages()
+    def forward(self, scores: Tensor, masks: Tensor) -> Tensor:
+        return self.losses(scores, masks, self.class_weight)
 
 
 def cross_entropy(config: ResolvedConfig, class_weight: Tensor | None = None) -> Criterion:
     """Build the cross entropy of pixels, with label smoothing (`train.smoothing`) and class
     weights.
     """
-    return mean_over_images(partial(pixel_losses, smoothing=config.train.smoothing), class_weight)
+    return LossOfMasks(partial(pixel_losses, smoothing=config.train.smoothing), class_weight)
 
 
 def dice(config: ResolvedConfig) -> Criterion:
     """Build the soft Dice loss of segmentation."""
-    return lambda scores, masks: dice_losses(scores, masks).mean()
+    return dice_losses
 
 
 def cross_entropy_and_dice(config: ResolvedConfig, class_weight: Tensor | None = None) -> Criterion:
     """Build the sum of the cross entropy of pixels and the soft Dice loss."""
 
     def losses(scores: Tensor, masks: Tensor, class_weight: Tensor | None) -> Tensor:
-        pixels = pixel_losses(scores, masks, class_weight, config.train.smoothing)
+        pixels = image_losses(scores, masks, class_weight, config.train.smoothing)
         return pixels + dice_losses(scores, masks)
 
-    return mean_over_images(losses, class_weight)
+    return LossOfMasks(losses, class_weight)
 
 
-def confusion(scores: Tensor, masks: Tensor, losses: Tensor) -> Tensor:
+def confusion(task: Any, scores: Tensor, batch: Batch) -> Tensor:
     """Count labeled pixels by true class (row) and predicted class (column). Return int64 [classes,
     classes].
     """
-    import torch
+    return count_pixels(scores, batch.target)
 
+
+def count_pixels(scores: Tensor, masks: Tensor) -> Tensor:
+    """Count labeled pixels as `confusion` does, from scores [B, classes, H, W] and masks [B, H,
+    W].
+    """
     classes, is_labeled = scores.shape[1], masks != IGNORED
     cells = masks.long() * classes + scores.argmax(1)
     counts = torch.zeros(classes * classes, dtype=torch.int64, device=scores.device)
@@ -178,20 +195,21 @@ class SegmentationOptions:
     )
 
 
-class Segmentation(Task[ResolvedConfig]):
+class Segmentation(LossTask):
     """Task in which the model predicts a class for each pixel. Targets are masks, uint8 [B, H, W]:
     class numbers, or 255 for a pixel without a class.
     """
 
     target = "mask"
+    headline = "miou"
     endings = (".png", "_overlay.png")
     Options: ClassVar[type[Any]] = SegmentationOptions
     # erasing is not in the list, because erased pixels would keep their classes in the mask.
     applies = ("smoothing", "class_weights")
-    losses: ClassVar[Mapping[str, Loss]] = {
-        "ce": Loss(cross_entropy, pixel_losses, ("smoothing", "class_weights")),
-        "dice": Loss(dice, pixel_losses),
-        "ce_dice": Loss(cross_entropy_and_dice, pixel_losses, ("smoothing", "class_weights")),
+    known_losses: ClassVar[Mapping[str, Loss]] = {
+        "ce": Loss(cross_entropy, image_losses, ("smoothing", "class_weights")),
+        "dice": Loss(dice, image_losses),
+        "ce_dice": Loss(cross_entropy_and_dice, image_losses, ("smoothing", "class_weights")),
     }
     metrics: Mapping[str, Metric] = {
         "loss": LOSS,
@@ -228,7 +246,7 @@ class Segmentation(Task[ResolvedConfig]):
                 f"to {IGNORED}"
             )
 
-    def check_outputs(self, outputs: Any) -> None:
+    def check_outputs(self, outputs: Any, batch: Batch) -> None:
         shape = list(getattr(outputs, "shape", ()))
         if len(shape) != 4 or shape[1] < self.num_outputs:
             raise ValueError(
@@ -237,12 +255,10 @@ class Segmentation(Task[ResolvedConfig]):
                 "model=segmenter"
             )
 
-    def class_weights(self, targets: Tensor | None) -> dict[str, Tensor]:
+    def class_weights(self, labels: Tensor | None) -> dict[str, Tensor]:
         """Build the keyword arguments that pass train.class_weights to the loss. The weights are
         scaled to mean 1.
         """
-        import torch
-
         given = self.config.train.class_weights
         if given is None:
             return {}
@@ -255,10 +271,6 @@ class Segmentation(Task[ResolvedConfig]):
         return {"class_weight": weights / weights.mean()}
 
     def train_transform(self, size: tuple[int, int], resize: bool, mean: tuple[float, ...]) -> Any:
-        from torchvision.transforms import v2
-
-        from src.data.transforms import train_transform
-
         augment = self.config.data.augment
         if augment.train_crop_mode in ("rkrc", "rkrr"):
             raise ValueError(
@@ -277,30 +289,47 @@ class Segmentation(Task[ResolvedConfig]):
         return replace(given, crop_pct=1.0, crop_mode="squash")
 
     def evaluation_transform(self, preprocessing: Preprocessing) -> Any:
-        from src.data.transforms import evaluation_transform
-
         return None if self.evaluates_one_by_one else WithMask(evaluation_transform(preprocessing))
 
-    def train_metrics(self, scores: Tensor, targets: Tensor) -> dict[str, Tensor]:
+    def weight(self, batch: Batch) -> Tensor | int:
+        """Return the number of labeled pixels, weighted by class. A loss with Dice divides by the
+        number of images.
+        """
+        if self.config.train.loss != "ce":
+            return len(batch)
+        masks = batch.target
+        is_labeled = masks != IGNORED
+        if "class_weight" not in self.weights:
+            return is_labeled.sum()
+        of_class = torch.tensor(self.weights["class_weight"], device=masks.device)
+        return (of_class[masks.long().masked_fill(~is_labeled, 0)] * is_labeled).sum()
+
+    def train_numbers(self, scores: Tensor, targets: Tensor) -> dict[str, Tensor]:
         is_labeled = targets != IGNORED
         hits = ((scores.argmax(1) == targets) & is_labeled).sum((1, 2))
-        return {"pixel_acc": (hits / is_labeled.sum((1, 2)).clamp(min=1)).mean()}
+        return {"pixel_acc": hits / is_labeled.sum((1, 2)).clamp(min=1)}
 
     @property
     def evaluates_one_by_one(self) -> bool:
         return bool(self.options.evaluation != "resize")
 
-    def predict(self, model: nn.Module, images: Tensor) -> Tensor:
+    def predict(self, networks: Any, batch: Batch) -> Tensor:
         """Compute the scores of images in the way that train.task_kwargs.evaluation sets: resize,
         whole or slide.
         """
+        images, model = batch.image, networks.model
         height, width = images.shape[2:]
         if self.options.evaluation == "resize":
-            return super().predict(model, images)
+            return self.scores(model, images)
         if self.options.evaluation == "slide":
             return self.slide(model, padded(images, self.window))[..., :height, :width]
         sides = (math.ceil(height / MULTIPLE) * MULTIPLE, math.ceil(width / MULTIPLE) * MULTIPLE)
-        return super().predict(model, padded(images, sides))[..., :height, :width]
+        return self.scores(model, padded(images, sides))[..., :height, :width]
+
+    def scores(self, model: nn.Module, images: Tensor) -> Tensor:
+        """Compute the scores of the classes for images that the model accepts."""
+        scores: Tensor = model(images)
+        return scores.float()[:, : self.num_outputs]
 
     @property
     def window(self) -> tuple[int, int]:
@@ -314,8 +343,6 @@ class Segmentation(Task[ResolvedConfig]):
         windows is computed at a time, so memory depends on the width of an image, not on its
         height.
         """
-        import torch
-
         stride = self.options.stride
         tops, lefts = (
             [*range(0, side - length, stride or max(1, length // 2)), side - length]
@@ -327,19 +354,11 @@ class Segmentation(Task[ResolvedConfig]):
             rows = slice(top, top + self.window[0])
             columns = [slice(left, left + self.window[1]) for left in lefts]
             windows = torch.cat([images[..., rows, column] for column in columns])
-            scores = super().predict(model, windows).chunk(len(columns))
+            scores = self.scores(model, windows).chunk(len(columns))
             for column, part in zip(columns, scores, strict=True):
                 total[..., rows, column] += part
                 count[..., rows, column] += 1
         return total / count
-
-    def blank(self, count: int, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        import torch
-
-        return (
-            torch.zeros(count, self.num_outputs, *size),
-            torch.zeros(count, *size, dtype=torch.uint8),
-        )
 
     def details(self, evaluation: Evaluation) -> dict[str, Any]:
         """Return the number of images, and the intersection over union of each class."""
@@ -350,19 +369,17 @@ class Segmentation(Task[ResolvedConfig]):
         }
 
     def draw(self, evaluation: Evaluation) -> dict[str, Any]:
-        from timm_parallel import draw_confusion
-
         counts = evaluation.sums[confusion].cpu().numpy()
         return {"confusion": draw_confusion(counts, self.names)}
 
-    def rows(self, scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def rows(self, outputs: Tensor, batch: Batch) -> tuple[Tensor, ...]:
         """Return for each image the confusion matrix of its pixels, and its number of labeled
         pixels. The scores of all images would not fit in memory.
         """
-        counts = scores.new_zeros(len(scores), self.num_outputs, self.num_outputs).long()
-        for place in range(len(scores)):
+        counts = outputs.new_zeros(len(batch), self.num_outputs, self.num_outputs).long()
+        for place in range(len(batch)):
             of_image = slice(place, place + 1)
-            counts[place] = confusion(scores[of_image], targets[of_image], scores)
+            counts[place] = count_pixels(outputs[of_image], batch.target[of_image])
         return counts, counts.sum((1, 2))
 
     def table(self, evaluation: Evaluation) -> dict[str, list[Any]]:
@@ -389,11 +406,6 @@ class Segmentation(Task[ResolvedConfig]):
         """Write the predicted mask and an overlay, both in the size of the image. The mask is a PNG
         of class numbers with a palette.
         """
-        from PIL import Image
-        from torch.nn import functional
-
-        from timm_parallel import Files
-
         # Read the image as its prediction does, which also accepts broken EXIF data.
         pixels, _ = Files([(image, 0)], max_value=self.config.data.max_value)[0]
         photo = Image.fromarray(pixels.permute(1, 2, 0).numpy())
@@ -410,8 +422,6 @@ def padded(images: Tensor, sides: tuple[int, int]) -> Tensor:
     """Pad images on the right and at the bottom to a height and width. Normalized images are padded
     with 0, which is the mean of the data.
     """
-    from torch.nn import functional
-
     down, right = (max(0, side - had) for side, had in zip(sides, images.shape[2:], strict=True))
     return functional.pad(images, [0, right, 0, down])
 

@@ -34,7 +34,9 @@ SYSTEM_FOLDERS = (
 
 
 class Split(Protocol):
-    """One split of a dataset. An index returns a uint8 image [C, H, W] and its target."""
+    """One split of a dataset. An index returns a uint8 image [C, H, W] and its target, or a
+    dictionary of further fields of the batch.
+    """
 
     def __len__(self) -> int: ...
 
@@ -135,8 +137,10 @@ class InMemory:
     loader slower.
     """
 
-    def __init__(self, images: Tensor, labels: Tensor) -> None:
-        """Store the images, uint8 [N, C, H, W], and their labels, a tensor [N, …]."""
+    def __init__(self, images: Tensor, labels: Any) -> None:
+        """Store the images, uint8 [N, C, H, W], and their labels: a tensor [N, …], or a dictionary
+        of such tensors by the name of their field.
+        """
         self.images, self.labels = images, labels
 
     @staticmethod
@@ -157,6 +161,8 @@ class InMemory:
         return len(self.images)
 
     def __getitem__(self, index: int) -> Sample:
+        if isinstance(self.labels, dict):
+            return self.images[index], {name: of[index] for name, of in self.labels.items()}
         label = self.labels[index]
         return self.images[index], label if label.ndim else label.item()
 
@@ -247,7 +253,7 @@ def train_labels(split: Split, chosen: Tensor | None) -> Tensor | None:
     listed = files or getattr(split, "labels", None)
     # A segmentation dataset has no labels, because the second entry of each file is the path of its
     # mask.
-    if listed is None or (files and isinstance(listed[0], str)):
+    if listed is None or isinstance(listed, dict) or (files and isinstance(listed[0], str)):
         return None
     # Convert the labels here, because a split of tar files stores them as a numpy array instead of
     # a list.
@@ -288,8 +294,9 @@ def split_fingerprint(*splits: Split) -> str:
         entries += lines if len(splits) == 1 else sorted(lines)
     for split in splits:
         if isinstance(split, InMemory):
-            digest = hashlib.sha256(split.labels.numpy().tobytes()).hexdigest()
-            entries.append(f"{tuple(split.images.shape)} {digest}")
+            fields = split.labels if isinstance(split.labels, dict) else {"": split.labels}
+            digest = hashlib.sha256(b"".join(of.numpy().tobytes() for of in fields.values()))
+            entries.append(f"{tuple(split.images.shape)} {digest.hexdigest()}")
     return hashlib.sha256("\n".join(entries).encode("utf-8", "surrogateescape")).hexdigest()[:16]
 
 

@@ -9,19 +9,22 @@ import os
 import resource
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import cycle, islice
 from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import DataLoader
 
+from timm_parallel.data.batch import Batch
 from timm_parallel.data.dataset import InMemory, Sample, Split, train_labels
-from timm_parallel.data.prefetch import Batch, DevicePrefetcher
+from timm_parallel.data.prefetch import DevicePrefetcher
 from timm_parallel.data.samplers import (
     EvalSampler,
     IndexBatch,
@@ -41,9 +44,11 @@ from timm_parallel.task import Targets
 
 # Function that augments one image [C, H, W] together with its target.
 Transform = Callable[[Tensor, Any], Sample]
-# Result of reading a batch: images, targets, indices of unreadable images, and the random numbers
-# for the augmentation of the batch.
-Fetched = tuple[Tensor, Tensor, list[int], list[Tensor]]
+# Result of reading a batch: its fields, the index batch of the samples that could be read, the
+# numbers of unreadable images, and the random numbers for the augmentation of the batch.
+Fetched = tuple[dict[str, Any], IndexBatch, list[int], list[Tensor]]
+# What a loader sends to the device: fields, random numbers, and the index batch.
+Read = tuple[dict[str, Any], list[Tensor], IndexBatch]
 # Folder of the shared memory on Linux, through which workers send batches.
 SHARED_MEMORY = Path("/dev/shm")
 # Seconds to wait for SIGCHLD after a worker process has closed its connections.
@@ -59,11 +64,18 @@ MAX_NORMALIZED = 4
 MAX_PIXEL = 512
 
 
-class Draws(Protocol):
-    """Interface of an augmentation of whole batches.
+def as_fields(images: Tensor, targets: Any) -> dict[str, Any]:
+    """Return the fields of a batch. `targets`: the field `target`, or a dictionary of fields."""
+    return {"image": images, **(targets if isinstance(targets, dict) else {"target": targets})}
+
+
+class BatchStep(Protocol):
+    """Interface of an augmentation of the images of whole batches, on the device that holds them.
 
     The process that reads a batch also draws the random numbers for the augmentation of this batch.
     """
+
+    def __call__(self, images: Tensor, *draws: Tensor) -> Tensor: ...
 
     def draw(self, seeds: list[int], shape: torch.Size) -> list[Tensor]:
         """Draw the random numbers for a batch of images with the shape [B, C, H, W].
@@ -71,20 +83,6 @@ class Draws(Protocol):
         `seeds`: one seed per image. Implementations must not use the global random generators,
         because this method may run in a thread while training uses these generators.
         """
-
-
-class PixelStep(Draws, Protocol):
-    """Interface of an augmentation of uint8 images and their targets, on the device that holds
-    them.
-    """
-
-    def __call__(self, images: Tensor, targets: Tensor, *draws: Tensor) -> Batch: ...
-
-
-class NormalizedStep(Draws, Protocol):
-    """Interface of an augmentation of normalized images, on the device that holds them."""
-
-    def __call__(self, images: Tensor, *draws: Tensor) -> Tensor: ...
 
 
 class BatchFetcher:
@@ -101,8 +99,8 @@ class BatchFetcher:
         on_error: str = "raise",
         substitutes: int = 0,
         chosen: Tensor | None = None,
-        on_pixels: PixelStep | None = None,
-        on_normalized: NormalizedStep | None = None,
+        on_pixels: BatchStep | None = None,
+        on_normalized: BatchStep | None = None,
     ) -> None:
         """Configure how batches are read.
 
@@ -134,11 +132,11 @@ class BatchFetcher:
             self._check_range(self.in_memory.images)
 
     def read(self, batch: IndexBatch) -> Fetched:
-        images, labels, unreadable = self._gather(batch) if self.gathers else self._read_each(batch)
-        draws = self._draw(batch, images.shape)
+        fields, read, unreadable = self._gather(batch) if self.gathers else self._read_each(batch)
+        draws = self._draw(batch, fields["image"].shape)
         return (
-            images,
-            labels,
+            fields,
+            read,
             unreadable,
             [draw.pin_memory() for draw in draws] if self.pin_memory else draws,
         )
@@ -149,25 +147,27 @@ class BatchFetcher:
 
     def finish(
         self,
-        images: Tensor,
-        targets: Tensor,
+        fields: Mapping[str, Any],
         draws: Sequence[Tensor],
         normalize: Callable[[Tensor], Tensor],
-    ) -> Batch:
+    ) -> dict[str, Any]:
         """Apply the batch augmentations and normalize the images, on the device that holds the
-        batch.
+        batch. Return the changed fields.
 
-        `draws`: random numbers for the augmentations. `normalize`: the function that normalizes the
+        `draws`: random numbers for the augmentations. `normalize`: the function that normalizes
         images. It is called after the augmentation of uint8 images, and before that of normalized
-        images.
+        images. Of the fields that the task names as images, both augmentations change `image` only.
         """
+        fields = dict(fields)
         if self.on_pixels is not None:
-            images, targets = self.on_pixels(images, targets, draws[0])
+            fields["image"] = self.on_pixels(fields["image"], draws[0])
             draws = draws[1:]
-        images = normalize(images)
+        for name in self.targets.images:
+            if name in fields:
+                fields[name] = tree_map_only(Tensor, normalize, fields[name])
         if self.on_normalized is not None:
-            images = self.on_normalized(images, *draws)
-        return images, targets
+            fields["image"] = self.on_normalized(fields["image"], *draws)
+        return fields
 
     def _draw(self, batch: IndexBatch, shape: torch.Size) -> list[Tensor]:
         draws: list[Tensor] = []
@@ -181,34 +181,32 @@ class BatchFetcher:
             )
         return draws
 
-    def _gather(self, batch: IndexBatch) -> tuple[Tensor, Tensor, list[int]]:
+    def _gather(self, batch: IndexBatch) -> tuple[dict[str, Any], IndexBatch, list[int]]:
         assert self.in_memory is not None
         # Compute the remainder with torch, because numpy takes 20 us for it with cold caches.
         indices = torch.from_numpy(batch.indices) % self.num_images
         indices = indices if self.chosen is None else self.chosen[indices]
-        return (
-            self._rows(self.in_memory.images, indices),
-            self._rows(self.in_memory.labels, indices),
-            [],
-        )
+        labels = tree_map_only(Tensor, lambda of: self._rows(of, indices), self.in_memory.labels)
+        return as_fields(self._rows(self.in_memory.images, indices), labels), batch, []
 
-    def _read_each(self, batch: IndexBatch) -> tuple[Tensor, Tensor, list[int]]:
+    def _read_each(self, batch: IndexBatch) -> tuple[dict[str, Any], IndexBatch, list[int]]:
         unreadable: list[int] = []
         # Restore torch's global generator afterwards, because dropout uses it and augmentation
         # would advance it.
         with torch.random.fork_rng(devices=[]):
-            read = [
+            samples = [
                 self._sample(batch.epoch, index, unreadable) for index in batch.indices.tolist()
             ]
-        samples = [sample for sample in read if sample is not None]
-        if not samples:
-            return torch.empty(0), torch.empty(0, dtype=torch.int64), unreadable
-        images, targets = zip(*samples, strict=True)
+        is_read = np.array([sample is not None for sample in samples])
+        read = batch._replace(indices=batch.indices[is_read])
+        if not len(read.indices):
+            return {"image": torch.empty(0)}, read, unreadable
+        images, targets = zip(*(sample for sample in samples if sample is not None), strict=True)
         labels = self.targets.collate(targets)
         self.targets.check_targets(labels)
         stacked = torch.stack(images)
         self._check_range(stacked)
-        return stacked, labels, unreadable
+        return as_fields(stacked, labels), read, unreadable
 
     def _check_range(self, images: Tensor) -> None:
         """Raise ValueError if the first images are divided by 255 or normalized, or have pixels of
@@ -330,26 +328,37 @@ class Loader:
         # does not delay the previous step. A GPU copies the batch while it computes that step.
         return map(self._to_device, batches)
 
-    def _read(self) -> Iterator[tuple[Tensor, ...]]:
-        """Read the batches of this rank from the worker processes, or read them in this process.
-
-        Each batch is a tuple of images, labels and the random numbers for the batch augmentations.
-        """
+    def _read(self) -> Iterator[Read]:
+        """Read the batches of this rank from the worker processes, or read them in this process."""
         fetched = self._loader if self._loader is not None else map(self.fetcher.read, self.sampler)
         try:
-            for images, labels, unreadable, draws in fetched:
+            for fields, read, unreadable, draws in fetched:
                 self.unreadable.update(unreadable)
-                if len(labels):
-                    yield images, labels, *draws
+                if len(read.indices):
+                    yield fields, draws, read
         except (ConnectionError, EOFError):
             # A worker process that is killed closes its connections first. Wait until SIGCHLD
             # arrives, because torch then raises an error that names the worker.
             time.sleep(SIGNAL_SECONDS)
             raise
 
-    def _to_device(self, batch: tuple[Tensor, ...]) -> Batch:
-        images, labels, *draws = self.prefetcher.send(batch)
-        return self.fetcher.finish(images, labels, draws, self.prefetcher.normalize)
+    def _to_device(self, batch: Read) -> Batch:
+        fields, draws = self.prefetcher.send(batch[:2])
+        finished = self.fetcher.finish(fields, draws, self.prefetcher.normalize)
+        epoch, indices = batch[2]
+        return Batch(finished, indices, seed=self.fetcher.seed, epoch=epoch)
+
+    def peek(self, count: int) -> Batch:
+        """Return the first `count` samples of the first batch of this rank, or fewer if some cannot
+        be read. A rank without samples gets the first one of the split.
+
+        The batch is not consumed: the loader still reads it.
+        """
+        first = next(iter(self.sampler), IndexBatch(0, np.zeros(1, np.int64)))
+        fields, read, _, draws = self.fetcher.read(first._replace(indices=first.indices[:count]))
+        if not len(read.indices):
+            return Batch(fields, read.indices)
+        return self._to_device((fields, draws, read))
 
     def close(self) -> None:
         """End the worker processes of this loader.
@@ -364,7 +373,7 @@ class Loader:
             iterator._shutdown_workers()  # type: ignore[attr-defined]
 
 
-def one_ahead(batches: Iterator[tuple[Tensor, ...]]) -> Iterator[tuple[Tensor, ...]]:
+def one_ahead(batches: Iterator[Read]) -> Iterator[Read]:
     """Yield batches, and read the next batch in a thread while the caller uses the current one.
 
     This saves time, because copying images from memory into a batch releases Python's global
@@ -434,7 +443,7 @@ class TrainLoader(Loader):
     # would give; None: read all batches.
     replay: int | None = None
     # These batches, in the memory from which they are copied to the device.
-    _replayed: list[tuple[Tensor, ...]] | None = None
+    _replayed: list[Read] | None = None
 
     def __init__(
         self,
@@ -446,8 +455,8 @@ class TrainLoader(Loader):
         batch_size: int,
         seed: int,
         transform: Transform | None = None,
-        on_pixels: PixelStep | None = None,
-        on_normalized: NormalizedStep | None = None,
+        on_pixels: BatchStep | None = None,
+        on_normalized: BatchStep | None = None,
         workers: int | str = "auto",
         on_error: str = "raise",
         accumulate: int = 1,
@@ -503,11 +512,16 @@ class TrainLoader(Loader):
             self._replayed = list(islice(self._read(), self.replay))
             if self.prefetcher.device.type == "cuda":
                 self._replayed = [
-                    tuple(part.pin_memory() for part in batch) for batch in self._replayed
+                    (*tree_map_only(Tensor, Tensor.pin_memory, batch[:2]), batch[2])
+                    for batch in self._replayed
                 ]
             # End the workers, which would read further batches meanwhile.
             self.close()
         return map(self._to_device, islice(cycle(self._replayed), len(self.sampler)))
+
+    def peek(self, count: int) -> Batch:
+        self.sampler.start_at(0)
+        return super().peek(count)
 
     def global_batches(self, first: int, count: int) -> list[int]:
         """Return the indices of the images that all ranks together read in `count` batches of the
@@ -524,17 +538,6 @@ class TrainLoader(Loader):
         """
         return train_labels(self.fetcher.split, self.fetcher.chosen)
 
-    def peek(self, count: int) -> Tensor:
-        """Return the first `count` normalized images of the first training batch of this rank.
-
-        The batch is not consumed: training still reads it.
-        """
-        self.sampler.start_at(0)
-        batch = next(iter(self.sampler))
-        first = batch._replace(indices=batch.indices[:count])
-        images, labels, _, draws = self.fetcher.read(first)
-        return self._to_device((images, labels, *draws))[0]
-
 
 def _start_worker(worker: int) -> None:
     kill_on_parent_exit()
@@ -546,7 +549,7 @@ def _unsent(error: BaseException, batch: Any) -> UnsentBatchError:
     """Build the error for a batch that this worker process cannot send to the process of the
     rank.
     """
-    tensors = [part for part in batch if isinstance(part, Tensor)]
+    tensors = [part for part in tree_leaves(batch) if isinstance(part, Tensor)]
     size = sum(tensor.nbytes for tensor in tensors) / 2**20
     reason = f"a loader worker could not send a batch of {size:.1f} MiB ({error}); "
     try:

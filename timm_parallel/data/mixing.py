@@ -11,6 +11,7 @@ from timm.data import Mixup
 from timm.data.mixup import rand_bbox_minmax
 from torch import Tensor
 
+from timm_parallel.data.batch import Batch
 from timm_parallel.data.seeds import seed_for
 
 
@@ -94,14 +95,14 @@ class Mixing:
         # Number of batches that were mixed since the training began, also before a resume.
         self.batch = 0
 
-    def __call__(self, images: Tensor, targets: Tensor, epoch: int) -> tuple[Tensor, Tensor]:
-        """Mix a batch and return its images and soft targets [B, classes].
+    def __call__(self, batch: Batch) -> Batch:
+        """Mix the images of a batch, and give it soft targets [B, classes].
 
         From the epoch `off_epoch` on, images are not mixed and labels are only smoothed.
         """
-        self.mixup.mixup_enabled = not self.off_epoch or epoch < self.off_epoch
+        self.mixup.mixup_enabled = not self.off_epoch or batch.epoch < self.off_epoch
         # Seed numpy's global generator, because timm's Mixup draws from it.
         np.random.seed(seed_for(self.seed, self.batch, self.rank) & 0xFFFFFFFF)
         self.batch += 1
-        mixed, soft = self.mixup(images, targets)
-        return mixed, soft
+        mixed, soft = self.mixup(batch.image, batch.target)
+        return batch.replace(image=mixed, target=soft)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import mmap
 import weakref
+from typing import TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
-# Images [B, C, H, W] and targets [B, …]. With V views per image, images are [B, V, C, H, W].
-Batch = tuple[Tensor, Tensor]
+T = TypeVar("T")
 
 # Batches with at least so many values get their memory from BatchMemory. For smaller batches malloc
 # is faster, because it keeps their memory, while finding a free block takes 40 us with cold caches.
@@ -70,27 +71,36 @@ class DevicePrefetcher:
         self._blocks = BatchMemory()
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def send(self, batch: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Copy the tensors of a batch to the device.
+    def send(self, batch: T) -> T:
+        """Copy the tensors of a batch, a tree of tensors, to the device.
 
         A GPU copies them while it still computes operations that were launched before.
         """
         if self._copies is None:
             return batch
-        # Copy from pinned memory, because the CPU would otherwise wait until the copy is finished.
-        pinned = [tensor if tensor.is_pinned() else tensor.pin_memory() for tensor in batch]
-        with torch.cuda.stream(self._copies):
-            sent = tuple(tensor.to(self.device, non_blocking=True) for tensor in pinned)
         current = torch.cuda.current_stream(self.device)
-        current.wait_event(self._copies.record_event())
-        for tensor in sent:
+
+        def copy(tensor: Tensor) -> Tensor:
+            # Copy from pinned memory, because the CPU would otherwise wait until the copy is
+            # finished.
+            pinned = tensor if tensor.is_pinned() else tensor.pin_memory()
+            sent = pinned.to(self.device, non_blocking=True)
             # Tell the allocator that the current stream uses this tensor. Otherwise the next copy
             # could overwrite its memory too early.
-            tensor.record_stream(current)
-        return sent
+            sent.record_stream(current)
+            return sent
+
+        with torch.cuda.stream(self._copies):
+            on_device: T = tree_map_only(Tensor, copy, batch)
+        current.wait_event(self._copies.record_event())
+        return on_device
 
     def normalize(self, images: Tensor) -> Tensor:
-        """Convert uint8 images to normalized float32 images in the memory format of the model."""
+        """Convert uint8 images to normalized float32 images in the memory format of the model. With
+        V views per sample, images are [B, V, C, H, W]; single images are [C, H, W].
+        """
+        if images.ndim == 3:
+            return self.normalize(images[None])[0]
         if images.ndim == 5:
             return self.normalize(images.flatten(0, 1)).unflatten(0, images.shape[:2])
         normalized = self._empty_like(images)

@@ -8,11 +8,15 @@ import copy
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+
+if TYPE_CHECKING:
+    from timm_parallel.data.batch import Batch
+    from timm_parallel.task import Task
 
 Shape = tuple[int, ...]
 log = logging.getLogger(__name__)
@@ -36,18 +40,20 @@ def flop_counter() -> FlopCounterMode:
     )
 
 
-def count_flops(model: nn.Module, images: Shape) -> int | None:
-    """Count the FLOPs of a forward and a backward pass of a model over a batch of images.
+def count_flops(task: Task[Any], networks: nn.Module, batch: Batch) -> int | None:
+    """Count the FLOPs of the forward and backward passes of all phases of a task over a batch.
 
-    `images`: shape of the batch. `model`: must not be wrapped, sharded or compiled; it is not
-    changed. A copy of it without storage runs on the meta device, which computes only shapes. So
-    the count needs no memory for the batch, and draws no random numbers. Returns None if torch
-    cannot count the FLOPs.
+    `batch`: on the meta device (`Batch.stretched`). `networks`: must not be wrapped, sharded or
+    compiled; they are not changed. A copy of them without storage runs on the meta device, which
+    computes only shapes. So the count needs no memory for the batch, and draws no random numbers.
+    Returns None if torch cannot count the FLOPs.
     """
     try:
         with torch.random.fork_rng(devices=[]), torch.device("meta"), flop_counter() as counter:
-            outputs = without_storage(model)(torch.empty(images))
-            outputs.sum().backward()
+            copies = without_storage(networks)
+            for phase in task.phases:
+                losses, _ = task.losses(copies, batch, phase)
+                losses.sum().backward()
         return int(counter.get_total_flops())
     # Catch every exception. A model may need what the meta device lacks, such as the values of a
     # tensor.

@@ -1,4 +1,4 @@
-"""Collect the loss and metrics of training steps on the device until they are logged.
+"""Collect the losses and numbers of training steps on the device until they are logged.
 
 When they are fetched, a loss that is not finite raises an error.
 """
@@ -13,9 +13,12 @@ from torch import Tensor
 from timm_parallel.errors import NotFiniteError
 from timm_parallel.parallel.group import ProcessGroup
 
+# Name of the loss, and start of the names of the losses of several phases.
+LOSS = "loss"
+
 
 class MetricWindow:
-    """Loss and metrics of each training step since the last logged step, summed over images.
+    """Losses and numbers of each training step since the last logged step, summed over images.
 
     The sums stay on the device, and only `fetch` waits for them.
     """
@@ -23,49 +26,67 @@ class MetricWindow:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._names: tuple[str, ...] = ()
-        self._steps: dict[int, Tensor] = {}
+        self._steps: dict[int, dict[str, Tensor]] = {}
         self._images: dict[int, int] = {}
 
-    def add(self, step: int, loss: Tensor, metrics: dict[str, Tensor], images: int) -> None:
-        """Add the loss and metrics of one batch to the sums of its step.
+    def add(self, step: int, part: str, values: dict[str, Tensor], images: int) -> None:
+        """Add the values of one batch to the sums of its step.
 
-        The values are means over the `images` images of the batch.
+        `part`: name of the phase; each phase adds its own values for each batch. `values`: means
+        over the `images` images of the batch.
         """
-        names = ("loss", *metrics)
-        if self._names not in ((), names):
-            now, before = (", ".join(each[1:]) or "none" for each in (names, self._names))
-            raise ValueError(
-                "the training step must return the same metrics in every call; it returned "
-                f"{now}, but {before} in earlier calls"
-            )
-        self._names = names
-        values = [loss.detach(), *metrics.values()]
-        row = (
-            torch.stack(
-                [value.to(self._device, torch.float32, non_blocking=True) for value in values]
-            )
-            * images
+        row = torch.stack(
+            [value.to(self._device, torch.float32, non_blocking=True) for value in values.values()]
         )
-        self._steps[step] = self._steps[step] + row if step in self._steps else row
+        row = row * images
+        rows = self._steps.setdefault(step, {})
+        key = f"{part}:{','.join(values)}"
+        rows[key] = rows[key] + row if key in rows else row
+
+    def add_images(self, step: int, images: int) -> None:
+        """Count the images of one batch of a step."""
         self._images[step] = self._images.get(step, 0) + images
 
     def fetch(self, group: ProcessGroup) -> list[tuple[dict[str, float], int]]:
-        """Sum the loss and metrics over all ranks, for each step since the last call.
+        """Sum the values over all ranks, for each step since the last call.
 
-        Returns one pair per step: a dictionary from metric to sum, and the number of images. Raises
-        NotFiniteError for a loss that is not finite. All ranks must call this function.
+        Returns one pair per step: a dictionary from name to sum, and the number of images. Raises
+        ValueError if a phase returned other numbers than in an earlier step, and NotFiniteError for
+        a loss that is not finite. All ranks must call this function.
         """
         if not self._steps:
             return []
-        local = torch.stack(list(self._steps.values()))
+        names = self._check_names()
+        local = torch.stack([torch.cat([*rows.values()]) for rows in self._steps.values()])
         images = torch.tensor(list(self._images.values()), dtype=torch.float32, device=self._device)
         table = group.sum(torch.cat([local, images[:, None]], 1)).tolist()
         for index, (step, row) in enumerate(zip(self._steps, table, strict=True)):
-            if not math.isfinite(row[0]):
-                finite = group.gather(bool(local[index, 0].isfinite()))
-                ranks = ", ".join(
-                    str(rank) for rank, is_finite in enumerate(finite) if not is_finite
-                )
-                raise NotFiniteError(f"the loss is {row[0]} at step {step} (rank {ranks})", step)
+            for column, name in enumerate(names):
+                if name.startswith(LOSS) and not math.isfinite(row[column]):
+                    finite = group.gather(bool(local[index, column].isfinite()))
+                    ranks = ", ".join(
+                        str(rank) for rank, is_finite in enumerate(finite) if not is_finite
+                    )
+                    raise NotFiniteError(
+                        f"the {name} is {row[column]} at step {step} (rank {ranks})", step
+                    )
         self._steps, self._images = {}, {}
-        return [(dict(zip(self._names, row, strict=False)), int(row[-1])) for row in table]
+        return [(_with_loss(dict(zip(names, row, strict=False))), int(row[-1])) for row in table]
+
+    def _check_names(self) -> tuple[str, ...]:
+        for rows in self._steps.values():
+            names = tuple(name for key in rows for name in key.partition(":")[2].split(","))
+            if len(set(names)) < len(names) or self._names not in ((), names):
+                now, before = (", ".join(each) or "none" for each in (names, self._names))
+                raise ValueError(
+                    "losses() must return the same numbers for each batch, with different names in "
+                    f"each phase; the names are {now}" + (f"; before: {before}" if before else "")
+                )
+            self._names = names
+        return self._names
+
+
+def _with_loss(sums: dict[str, float]) -> dict[str, float]:
+    """Add the loss of a step, which is the sum of the losses of its phases."""
+    of_phases = [value for name, value in sums.items() if name.startswith(f"{LOSS}_")]
+    return sums if LOSS in sums else {LOSS: sum(of_phases), **sums}

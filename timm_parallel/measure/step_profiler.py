@@ -9,6 +9,7 @@ The trace shows each phase of a step, such as forward and backward, as a named r
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ OPERATIONS_IN_TABLE = 50
 def build_hooks(
     config: ResolvedConfig,
     strategy: Strategy,
-    communication: Communication,
+    communication: Sequence[Communication],
     total_steps: int,
     untimed: int | None,
     recorded: int | None,
@@ -52,7 +53,7 @@ def build_hooks(
         config.global_batch * config.train.accumulate,
         total_steps,
         None if strategy.device.type == "cpu" else torch.Event(strategy.device),
-        start_measuring=communication.start_measuring,
+        start_measuring=lambda: [each.start_measuring() for each in communication],
         untimed=untimed,
         energy=strategy.telemetry.energy,
     )

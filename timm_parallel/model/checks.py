@@ -10,9 +10,9 @@ import math
 import os
 import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import urlparse
 from urllib.request import getproxies
 
@@ -25,9 +25,13 @@ from timm_parallel.keys import ResolvedConfig
 from timm_parallel.machine.text import yaml_text
 from timm_parallel.measure.flops import without_storage
 from timm_parallel.model.freeze import frozen_modules
+from timm_parallel.model.networks import Networks
 from timm_parallel.parallel.group import ProcessGroup
-from timm_parallel.parallel.lockstep import Lockstep
-from timm_parallel.parallel.strategy import HasParameters
+from timm_parallel.parallel.lockstep import LockstepNetworks
+
+if TYPE_CHECKING:
+    from timm_parallel.data.loader import Loader
+    from timm_parallel.task import Task
 
 
 def skip_unreachable_hub() -> None:
@@ -94,23 +98,23 @@ def compile_model(model: nn.Module, mode: bool | str, device: torch.device) -> n
     return cast(nn.Module, torch.compile(model, mode=None if mode is True else mode))
 
 
-def run_on_black_image(
-    model: nn.Module, input_size: tuple[int, int, int], device: torch.device
-) -> Any:
-    """Run a model on one black image, and return the outputs of the model.
+def check_networks(task: Task[Any], networks: Networks, loader: Loader) -> None:
+    """Let a task check its networks on one sample of a loader, before anything starts.
 
-    `input_size`: channels, height and width of the image. Raises ValueError if the model does not
-    accept images of this size.
+    Raises ValueError if they do not accept images of this size, or if their outputs do not fit the
+    task. A loader whose first sample cannot be read is skipped.
     """
-    image = torch.zeros(1, *input_size, device=device)
-    height, width = image.shape[-2:]
+    batch = loader.peek(1)
+    if not len(batch):
+        return
+    height, width = batch.image.shape[-2:]
     sides = height if height == width else [height, width]
-    was_training, cudnn = model.training, torch.backends.cudnn
+    was_training, cudnn = networks.training, torch.backends.cudnn
     # Disable cuDNN's benchmark mode, because it would time its algorithms for a batch of one image.
     benchmark, cudnn.benchmark = cudnn.benchmark, False
     try:
         with torch.no_grad():
-            outputs = model.eval()(image)
+            outputs = task.predict(networks.eval(), batch)
     # Do not report an out-of-memory error as a wrong image size, although it is a RuntimeError too.
     except torch.OutOfMemoryError:
         raise
@@ -121,22 +125,24 @@ def run_on_black_image(
             f"({reason}); choose another size"
         ) from None
     finally:
-        model.train(was_training)
+        networks.train(was_training)
         cudnn.benchmark = benchmark
-    return outputs
+    task.check_outputs(outputs, batch)
 
 
-def check_batch_norm(
-    model: nn.Module, image: tuple[int, ...], config: ResolvedConfig, views: int
-) -> None:
+def check_batch_norm(model: nn.Module, loader: Loader, config: ResolvedConfig) -> None:
     """Raise ValueError if a BatchNorm in training mode gets a single value per channel, of which
     there is no variance. A copy of the model runs on the meta device, which computes only shapes.
 
-    `image`: channels, height and width. `views`: images of a sample in a step.
+    `loader`: that of the training images.
     """
     # DataParallel divides a batch into chunks of this size, and the last chunk gets the rest.
     chunk = math.ceil(config.global_batch / config.parallel.devices)
-    if (config.global_batch % chunk or chunk) * views > 1:
+    if (config.global_batch % chunk or chunk) > 1:
+        return
+    shape = loader.peek(1).image.shape
+    # Several views of an image are several values per channel.
+    if len(shape) != 4:
         return
     copied, small = without_storage(model).train(), []
 
@@ -154,7 +160,7 @@ def check_batch_norm(
     # Ignore every exception, among them that of BatchNorm itself. A model may also need what the
     # meta device lacks.
     with suppress(Exception), torch.random.fork_rng(devices=[]), torch.device("meta"):
-        copied(torch.empty(1, *image))
+        copied(torch.empty(shape))
     if small:
         raise ValueError(
             f"data.batch_size={config.global_batch}: one image on a device, but "
@@ -164,20 +170,20 @@ def check_batch_norm(
 
 
 def check_sharded_model(
-    model: nn.Module, input_size: tuple[int, int, int], group: ProcessGroup
+    networks: Networks, task: Task[Any], loader: Loader, group: ProcessGroup
 ) -> None:
-    """Run the forward pass of a sharded model on one black image, to test that fsdp can evaluate
-    the model. A model that is not sharded is not run.
+    """Predict one sample with sharded networks, to test that fsdp can evaluate them. Networks that
+    are not sharded are not run.
 
     All ranks must call this function. Raises ValueError on all ranks if the model uses a parameter
     outside of the forward pass of the module that holds it, because fsdp gathers the parameter only
     there.
     """
-    if not isinstance(model, Lockstep):
+    if not isinstance(networks, LockstepNetworks):
         return
-    was_training, reason = model.training, ""
+    was_training, reason = networks.training, ""
     try:
-        model.eval()(torch.zeros(1, *input_size, device=model.device))
+        task.predict(networks.eval(), loader.peek(1))
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
@@ -189,18 +195,16 @@ def check_sharded_model(
             f"that holds it ({reason}); use parallel=ddp, or add a method shard_blocks() to the "
             "model, which returns the modules that are sharded separately ([] for none)"
         )
-    model.finish()
-    model.train(was_training)
+    networks.finish()
+    networks.train(was_training)
 
 
-def check_is_complete(optimizer: Optimizer, model: HasParameters) -> None:
-    """Raise ValueError if a trainable parameter is missing from the optimizer, because training
-    would never change it.
+def check_is_complete(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
+    """Raise ValueError if a parameter that a phase trains is missing from its optimizer, because
+    training would never change it.
     """
     known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    missing = [
-        name for name, p in model.named_parameters() if p.requires_grad and id(p) not in known
-    ]
+    missing = [name for name, parameter in parameters.items() if id(parameter) not in known]
     if missing:
         shown = ", ".join(missing[:8]) + (
             f" and {len(missing) - 8} more" if len(missing) > 8 else ""

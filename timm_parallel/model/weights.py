@@ -173,11 +173,13 @@ def _of_checkpoint(path: Path, contents: dict[str, Any]) -> WeightsFile:
     weights.
     """
     weights, label = contents["model"], ""
-    if contents.get("ema") is not None:
+    # Checkpoints of format 2 have one average, under its own name.
+    averaged = contents.get("averages", contents).get("ema")
+    if averaged is not None:
         metric = contents["made_by"]["metric"]
         label = f"raw weights (checkpoint.metric={metric}), "
         if metric.endswith("_ema"):
-            weights, label = contents["ema"], f"averaged weights (checkpoint.metric={metric}), "
+            weights, label = averaged, f"averaged weights (checkpoint.metric={metric}), "
     size = contents.get("preprocessing", {}).get("input_size")
     return WeightsFile(path, weights, label, contents.get("classes"), size)
 

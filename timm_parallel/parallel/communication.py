@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch import nn
 
 
@@ -21,9 +23,9 @@ class Communication:
         """
         return 0.0, 0.0
 
-    def bytes(self, step: nn.Module) -> int | None:
+    def bytes(self, trained: Iterable[nn.Parameter]) -> int | None:
         """Return the bytes of all gradients that the ranks reduce in one training step; None:
-        unknown.
+        unknown. `trained`: the parameters that the step trains.
         """
         return 0
 
@@ -37,5 +39,5 @@ class UnmeasuredCommunication(Communication):
     def seconds(self) -> tuple[float, float] | None:
         return None
 
-    def bytes(self, step: nn.Module) -> int | None:
+    def bytes(self, trained: Iterable[nn.Parameter]) -> int | None:
         return None

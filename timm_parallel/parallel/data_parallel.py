@@ -6,13 +6,15 @@ BatchNorm in training, and losses over pairs of images, see only the chunk of th
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from timm_parallel.keys import ResolvedParallel
 from timm_parallel.machine.ranks import Ranks
+from timm_parallel.model.networks import LOSS, Networks, PhaseStep
 from timm_parallel.parallel.communication import Communication, UnmeasuredCommunication
 from timm_parallel.parallel.dp_step import StepInReplicas, StepOnOutputs, chunk_sizes
 from timm_parallel.parallel.strategy import Strategy
@@ -45,13 +47,20 @@ class DataParallelStrategy(Strategy):
             ]
         return [torch.device("cpu")] * self.config.devices
 
-    def wrap(self, step: Any) -> nn.Module:
-        """Wrap a training step with DataParallel.
+    def wrap(self, step: PhaseStep) -> nn.Module:
+        """Wrap a training step with DataParallel. Raises ValueError if the task has networks other
+        than the model and its loss, because only the model would be spread over the devices.
 
         By default the model is replicated, and the loss of the whole batch is computed on the
         gathered outputs. With `loss_in_replica`, the whole step is replicated, and each replica
-        computes the loss of its chunk.
+        computes the losses of its chunk.
         """
+        others = [name for name in step.networks if name not in ("model", LOSS)]
+        if others:
+            raise ValueError(
+                f"parallel=dp: DataParallel spreads one network, but the task has {others} too; "
+                "use parallel=ddp"
+            )
         if self.config.loss_in_replica:
             # Statistics of norms in a loss come from the first replica, as those of the model do.
             of_norms = {
@@ -60,24 +69,23 @@ class DataParallelStrategy(Strategy):
                 if isinstance(module, nn.modules.batchnorm._NormBase)
                 for buffer in module.buffers()
             }
-            known = of_norms | {id(buffer) for buffer in step.model.buffers()}
+            known = of_norms | {id(buffer) for buffer in step.networks["model"].buffers()}
             own = {n: buffer for n, buffer in step.named_buffers() if id(buffer) not in known}
-            spread = self._spread(step, self.output_device)
-            return StepInReplicas(spread, len(self.devices), own)
-        spread = self._spread(step.model, self.output_device)
-        # Move the loss and the other modules of the step to the device on which the outputs are
-        # gathered. The model is detached meanwhile, because it must stay on its device.
-        step.model = None
-        step.to(self.output_device)
-        step.model = spread
+            return StepInReplicas(step, partial(self._spread, gather_on=self.output_device), own)
+        spread = self._spread(step.networks["model"], self.output_device)
+        # Move the loss to the device on which the outputs are gathered. The model stays on its
+        # device.
+        if LOSS in step.networks:
+            step.networks[LOSS].to(self.output_device)
+        step.networks["model"] = spread
         return StepOnOutputs(step)
 
-    def for_evaluation(self, model: nn.Module) -> nn.Module:
-        """Replicate the model for evaluation, and gather its outputs on the device of the labels.
+    def for_evaluation(self, networks: Networks) -> Networks:
+        """Replicate the model for evaluation, and gather its outputs on the device of the batch.
 
         The key parallel.output_device is ignored here, because it applies only to training.
         """
-        return self._spread(model, self.device)
+        return networks.replace(model=self._spread(networks["model"], self.device))
 
     def chunk_sizes(self, batch_size: int) -> list[int]:
         return chunk_sizes(batch_size, len(self.devices))

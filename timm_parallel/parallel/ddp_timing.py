@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -130,10 +131,9 @@ class DdpCommunication(Communication):
             dtype=torch.float64,
         )
 
-    def bytes(self, step: nn.Module) -> int | None:
+    def bytes(self, trained: Iterable[nn.Parameter]) -> int | None:
         # Count the gradients once per optimizer step, because only the last batch of an accumulated
         # step is reduced. Gradients of the other batches add up locally.
-        trained = [parameter for parameter in step.parameters() if parameter.requires_grad]
         if getattr(self._wrapped, "is_compressed", False):
             return BYTES_PER_VALUE * sum(parameter.numel() for parameter in trained)
         return sum(parameter.nbytes for parameter in trained)
@@ -148,7 +148,14 @@ def unused_parameters(message: str, module: nn.Module) -> list[str]:
     if match is None:
         return []
     trained = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
-    return [trained[int(number)].removeprefix("model.model.") for number in match.group(1).split()]
+    return [_short(trained[int(number)]) for number in match.group(1).split()]
+
+
+def _short(name: str) -> str:
+    """Return the name of a parameter of a training step without the wrappers of its network."""
+    network, _, inside = name.removeprefix("networks.").partition(".")
+    inside = inside.removeprefix("model.")
+    return inside if network == "model" else f"{network}.{inside}"
 
 
 def has_only_batch_norm_buffers(model: nn.Module) -> bool:

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from timm_parallel.keys import strategy_options
 from timm_parallel.machine.ranks import Ranks
+from timm_parallel.model.networks import PhaseStep
 from timm_parallel.parallel.communication import Communication, UnmeasuredCommunication
 from timm_parallel.parallel.ddp_timing import (
     DdpCommunication,
@@ -39,7 +40,7 @@ class Distributed(Strategy):
         # GPU.
         return [torch.device("cuda", index % torch.cuda.device_count())]
 
-    def wrap(self, step: Any) -> nn.Module:
+    def wrap(self, step: PhaseStep) -> nn.Module:
         # Leave out comm_hook and dist_bn, which are not arguments of DistributedDataParallel.
         keys = [
             key

@@ -1,13 +1,18 @@
-"""Training steps under dp, which compute the loss of the whole batch or one loss per replica."""
+"""Training steps under dp, which compute the losses of the whole batch or of one chunk per
+replica.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
-Metrics = dict[str, Tensor]
+from timm_parallel.data.batch import Batch
+from timm_parallel.model.networks import PhaseStep
+
+Numbers = dict[str, Tensor]
 
 
 def chunk_sizes(batch_size: int, replicas: int) -> list[int]:
@@ -18,40 +23,49 @@ def chunk_sizes(batch_size: int, replicas: int) -> list[int]:
 
 
 class StepOnOutputs(nn.Module):
-    """Training step under dp that computes the loss of the whole batch on the output device.
+    """Training step under dp that computes the losses of the whole batch on the output device.
 
     This is the usual form of DataParallel.
     """
 
-    def __init__(self, step: Any) -> None:
+    def __init__(self, step: PhaseStep) -> None:
         super().__init__()
         self.step = step
 
-    def forward(self, images: Tensor, targets: Tensor) -> tuple[Tensor, Metrics]:
-        loss, metrics = self.step(images, targets)
-        return loss.to(images.device), metrics
+    def forward(self, batch: Batch) -> tuple[Tensor, Numbers]:
+        losses, numbers = self.step(batch)
+        return losses.to(batch.device), numbers
 
 
 class StepInReplicas(nn.Module):
-    """Training step under dp in which each replica computes the loss of its chunk.
+    """Training step under dp in which each replica computes the losses of its chunk."""
 
-    The losses and metrics of the replicas are averaged, weighted by the sizes of their chunks.
-    """
-
-    def __init__(self, spread: nn.Module, replicas: int, buffers: dict[str, Tensor]) -> None:
-        """`buffers`: those of the loss by name. A replica must not write them, because only the
-        writes of the first replica would last.
+    def __init__(
+        self,
+        step: PhaseStep,
+        spread: Callable[[nn.Module], nn.Module],
+        buffers: dict[str, Tensor],
+    ) -> None:
+        """`spread`: function that replicates a module with DataParallel. `buffers`: those of the
+        loss by name. A replica must not write them, because only the writes of the first replica
+        would last.
         """
         super().__init__()
-        self.spread, self.replicas = spread, replicas
+        self.replica = _StepOfTensors(step)
+        self.spread = spread(self.replica)
         # torch counts in _version how often a tensor was written in place.
         self._written = {name: (buffer, buffer._version) for name, buffer in buffers.items()}
-        # Weights with which the losses of the replicas are averaged, as a dictionary from batch
-        # size to tensor. They are cached, because creating a tensor waits for the device.
-        self._weights: dict[int, Tensor] = {}
 
-    def forward(self, images: Tensor, targets: Tensor) -> tuple[Tensor, Metrics]:
-        losses, metrics = self.spread(images, targets)
+    def forward(self, batch: Batch) -> tuple[Tensor, Numbers]:
+        for name, field in batch.fields.items():
+            if not isinstance(field, Tensor):
+                raise ValueError(
+                    f"parallel.loss_in_replica=true: the field {name} of a batch is no tensor, "
+                    "which DataParallel cannot split; set parallel.loss_in_replica=false"
+                )
+        self.replica.batch = batch
+        indices = torch.from_numpy(batch.indices)
+        losses, numbers = self.spread(*batch.fields.values(), indices)
         for name, (buffer, version) in self._written.items():
             if buffer._version != version:
                 raise ValueError(
@@ -61,12 +75,33 @@ class StepInReplicas(nn.Module):
                 )
         # Each step writes the same buffers, so the first one tells.
         self._written = {}
-        size = len(images)
-        if size not in self._weights:
-            shares = torch.tensor(
-                chunk_sizes(size, self.replicas), dtype=losses.dtype, device=losses.device
-            )
-            self._weights[size] = shares / size
-        weights = self._weights[size]
-        averaged = {name: torch.dot(values.view(-1), weights) for name, values in metrics.items()}
-        return torch.dot(losses.view(-1), weights).to(images.device), averaged
+        return losses.to(batch.device), numbers
+
+
+class _StepOfTensors(nn.Module):
+    """Training step whose inputs are the fields of a batch and its indices, so that DataParallel
+    can split them.
+    """
+
+    # The whole batch, which tells the names of the fields.
+    batch: Batch
+
+    def __init__(self, step: PhaseStep) -> None:
+        super().__init__()
+        self.step = step
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, Numbers]:
+        *fields, indices = tensors
+        whole = self.batch
+        chunk = Batch(
+            dict(zip(whole.fields, fields, strict=True)),
+            indices.cpu().numpy(),
+            seed=whole.seed,
+            epoch=whole.epoch,
+            share=whole.share,
+        )
+        losses, numbers = self.step(chunk)
+        # DataParallel concatenates, so a mean is repeated for each sample of the chunk.
+        return losses.expand(len(chunk)), {
+            name: values.expand(len(chunk)) for name, values in numbers.items()
+        }

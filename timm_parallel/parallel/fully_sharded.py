@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,11 +18,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from timm_parallel.model.networks import LOSS, Networks, PhaseStep
 from timm_parallel.parallel import shards
 from timm_parallel.parallel.blocks import blocks_of, vector_layers
 from timm_parallel.parallel.distributed import Distributed
-from timm_parallel.parallel.lockstep import Lockstep
-from timm_parallel.parallel.strategy import own_parameters
+from timm_parallel.parallel.lockstep import LockstepNetworks
 
 
 class FullySharded(Distributed):
@@ -34,9 +34,6 @@ class FullySharded(Distributed):
 
     shards = True
     compiles = False
-    # Type in which parameters are gathered for a forward pass; None: their own type.
-    dtype: torch.dtype | None = None
-
     @cached_property
     def mesh(self) -> DeviceMesh:
         """Build the device mesh of the ranks, with the dimensions [replicas, shards]. A mesh with
@@ -50,68 +47,78 @@ class FullySharded(Distributed):
         shape = (ranks // shard_size, shard_size)
         return init_device_mesh(self.device.type, shape, mesh_dim_names=("replicate", "shard"))
 
-    def wrap(self, step: Any) -> nn.Module:
-        # A step whose model has no wrapper for autocast needs neither attribute.
-        self.model = getattr(step, "bare_model", step.model)
-        self.dtype = getattr(step, "dtype", None)
-        # Broadcast the initial weights of rank 0, as DDP does. Otherwise the model would consist of
-        # parts with different initial weights.
-        for tensor in (*step.parameters(), *step.buffers()):
+    def shard(self, networks: Networks, dtype: torch.dtype | None) -> None:
+        # Broadcast the initial weights of rank 0, as DDP does. Otherwise the networks would consist
+        # of parts with different initial weights.
+        for tensor in (*networks.parameters(), *networks.buffers()):
             self.group.broadcast(tensor.detach())
-        shards.refuse_scalars(step, self.model)
-        self.lay_out(self.model)
+        # A network that another one contains is sharded first, so that both can be called.
+        by_size = sorted(networks.items(), key=lambda pair: len(list(pair[1].parameters())))
+        sharded = []
+        for name, network in by_size:
+            if any(p.ndim and not isinstance(p, DTensor) for p in network.parameters()):
+                shards.refuse_scalars(network, name)
+                # The loss is computed in float32.
+                self._lay_out(network, None if name == LOSS else dtype)
+                sharded.append(network)
         # The outermost sharded module. It gathers parameters and reduces gradients for all modules
         # inside.
-        self.root: Any = self.model
-        own = own_parameters(step, self.model).values()
-        if any(parameter.requires_grad for parameter in own):
-            self.root = self._shard_step(step, list(own))
-            return cast(nn.Module, self.root)
-        return cast(nn.Module, step)
+        self.root: Any = sharded[0]
+        if len(sharded) > 1:
+            self.root = fully_shard(networks, mesh=self.mesh)
+            # Run an empty forward pass now. FSDP2 takes the first module that runs as its root.
+            with torch.no_grad():
+                self.root()
+        self.is_one = len(sharded) == 1
 
-    def _shard_step(self, step: nn.Module, own: list[nn.Parameter]) -> nn.Module:
-        """Shard the parameters that the training step has in addition to those of its model.
+    def wrap(self, step: PhaseStep) -> nn.Module:
+        return step
 
-        Each step gathers these parameters before it starts.
-        """
-        root = StepOfShards(step)
-        for parameter in own:
-            parameter.data = parameter.data.contiguous()
-        frozen = {parameter for parameter in own if not parameter.requires_grad}
-        # Set no low precision here, because the loss is computed in float32.
-        policy = MixedPrecisionPolicy(cast_forward_inputs=False)
-        sharded = fully_shard(root, mesh=self.mesh, mp_policy=policy, ignored_params=frozen)
-        shards.announce_waiting(root)
-        # Run an empty forward pass now. FSDP2 takes the first module that runs as its root, and
-        # this would be the model if an evaluation came before the first step.
-        with torch.no_grad():
-            root()
-        sharded.reshard()
-        return root
+    def start_update(self) -> None:
+        # A forward pass without a backward pass, as of a teacher, leaves whole parameters behind,
+        # which the update would make old.
+        if not self.is_one:
+            for module in self.root.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
 
-    def lay_out(self, module: nn.Module) -> None:
+    def _lay_out(self, network: nn.Module, dtype: torch.dtype | None) -> None:
+        """Shard a network in units: its blocks, and the rest."""
+        # A frozen scalar cannot be sharded, and stays whole.
+        own = {p for p in network.parameters() if not isinstance(p, DTensor) and p.ndim}
         # FSDP2 shards rows of contiguous tensors, so parameters cannot have the layout
         # channels_last. With model.channels_last, only the images have this layout.
-        for parameter in module.parameters():
+        for parameter in own:
             parameter.data = parameter.data.contiguous()
-        blocks = dict.fromkeys(blocks_of(module))
-        of_root = set(module.parameters())
+        blocks = [
+            block
+            for block in dict.fromkeys(blocks_of(network))
+            if own.issuperset(block.parameters())
+        ]
+        of_root = set(own)
         for block in blocks:
             of_root -= set(block.parameters())
         # Under autocast, layers of vectors such as norms compute in float32. FSDP2 gathers a unit
         # in one type, so they join the unit of the root, which is gathered once per step. A unit
         # for each norm would cost more time than the blocks.
-        if self.dtype is not None:
-            for layer in vector_layers(module):
-                of_root |= set(layer.parameters(recurse=False))
-        # Shard the root first: a block would otherwise take all parameters inside of it.
-        self._shard(module, of_root, None)
+        if dtype is not None:
+            for layer in vector_layers(network):
+                of_root |= own.intersection(layer.parameters(recurse=False))
+        # Shard the root first: a block would otherwise take all parameters inside of it. Its
+        # parameters stay gathered from the forward to the backward pass, as FSDP2 does by default
+        # with its outermost module.
+        whole_step = self.config.reshard_after_forward
+        self._shard(network, of_root, None, False if whole_step is None else whole_step)
         for block in blocks:
             left = {p for p in block.parameters() if not isinstance(p, DTensor)}
-            self._shard(block, left, self.dtype)
+            self._shard(block, left, dtype, self.config.reshard_after_forward)
 
     def _shard(
-        self, module: nn.Module, parameters: set[nn.Parameter], dtype: torch.dtype | None
+        self,
+        module: nn.Module,
+        parameters: set[nn.Parameter],
+        dtype: torch.dtype | None,
+        reshard_after_forward: bool | int | None,
     ) -> None:
         """Make a unit of `parameters` of a module, which are gathered together. `dtype`: type in
         which they are gathered; None: their own type.
@@ -119,7 +126,7 @@ class FullySharded(Distributed):
         fully_shard(
             module,
             mesh=self.mesh,
-            reshard_after_forward=self.config.reshard_after_forward,
+            reshard_after_forward=reshard_after_forward,
             # Do not convert inputs, because autocast chooses the type for each operation.
             mp_policy=MixedPrecisionPolicy(
                 dtype, None if dtype is None else torch.float32, cast_forward_inputs=False
@@ -128,10 +135,10 @@ class FullySharded(Distributed):
         )
         shards.announce_waiting(module)
 
-    def for_evaluation(self, model: nn.Module) -> nn.Module:
-        # The model is not sharded if evaluate.py evaluates it.
-        is_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
-        return Lockstep(model, self.group, self.device) if is_sharded else model
+    def for_evaluation(self, networks: Networks) -> Networks:
+        # The networks are not sharded if evaluate.py evaluates them.
+        is_sharded = any(isinstance(module, FSDPModule) for module in networks.modules())
+        return LockstepNetworks(networks, self.group, self.device) if is_sharded else networks
 
     @contextmanager
     def skip_sync(self, wrapped: nn.Module) -> Iterator[None]:
@@ -152,16 +159,3 @@ class FullySharded(Distributed):
         return distribute_tensor(
             tensor.to(like.device), like.device_mesh, like.placements, src_data_rank=None
         )
-
-
-class StepOfShards(nn.Module):
-    """Training step whose loss has sharded parameters. A call without a batch gathers these
-    parameters without training.
-    """
-
-    def __init__(self, step: nn.Module) -> None:
-        super().__init__()
-        self.step = step
-
-    def forward(self, *batch: Tensor) -> Any:
-        return self.step(*batch) if batch else None

@@ -64,6 +64,15 @@ class ProcessGroup:
         """
         return own[None]
 
+    def gather_rows(self, own: Tensor) -> Tensor:
+        """Gather the samples [B, …] of a batch from all ranks, for a loss over all samples of a step.
+        Gradients flow back to the ranks. The result has the order of the global batch: the samples
+        of rank r are `[r::world_size]`.
+
+        All ranks must call this function, with tensors of equal shape.
+        """
+        return own
+
     def share_state(self, state: Any) -> Any:
         """Send the state of rank 0 to every rank, and return this state.
 
@@ -153,6 +162,12 @@ class TorchProcessGroup(ProcessGroup):
         dist.all_gather(list(rows), own)
         return rows
 
+    def gather_rows(self, own: Tensor) -> Tensor:
+        if own.device.type == "meta":
+            return own.repeat(self.world_size, *[1] * (own.ndim - 1))
+        rows: Tensor = _GatherRows.apply(own, self)
+        return rows
+
     def share_state(self, state: Any) -> Any:
         # Send the bytes of a file of torch.save. torch's broadcast_object_list would unpickle
         # received bytes, which may run code that an attacker sends.
@@ -185,6 +200,23 @@ class TorchProcessGroup(ProcessGroup):
     def close(self) -> None:
         self.stop.close()
         dist.destroy_process_group()
+
+
+class _GatherRows(torch.autograd.Function):
+    """Gathers tensors in the order of the global batch. The gradient of a rank is the sum of the
+    gradients that all ranks have for its rows.
+    """
+
+    @staticmethod
+    def forward(context: Any, own: Tensor, group: ProcessGroup) -> Tensor:
+        context.group = group
+        return group.rows(own.contiguous()).transpose(0, 1).flatten(0, 1)
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor) -> Any:
+        group: ProcessGroup = context.group
+        total = group.sum(gradients[0].contiguous())
+        return total[group.rank :: group.world_size], None
 
 
 class BufferSync:

@@ -11,18 +11,14 @@ from torch import nn
 from timm_parallel.faults.liveness import FORWARD, GATHERING, liveness
 
 
-def refuse_scalars(step: nn.Module, model: nn.Module) -> None:
-    """Raise ValueError if a parameter of the training step is a scalar, which fsdp cannot shard."""
-    of_model = {
-        id(parameter): f"model.name: {name}" for name, parameter in model.named_parameters()
-    }
-    for name, parameter in step.named_parameters():
-        # Frozen parameters of a loss are allowed, because they are not sharded.
-        if parameter.ndim == 0 and (parameter.requires_grad or id(parameter) in of_model):
+def refuse_scalars(network: nn.Module, name: str) -> None:
+    """Raise ValueError if a trained parameter of a network is a scalar, which fsdp cannot shard."""
+    for parameter_name, parameter in network.named_parameters():
+        if parameter.ndim == 0 and parameter.requires_grad:
+            key = {"model": "model.name: ", "loss": "train.loss: "}.get(name, f"{name}.")
             raise ValueError(
-                f"{of_model.get(id(parameter), f'train.loss: {name}')} is a parameter without "
-                "dimensions, which parallel=fsdp cannot shard; create it with torch.ones(1), which "
-                "has one, or use parallel=ddp"
+                f"{key}{parameter_name} is a parameter without dimensions, which parallel=fsdp "
+                "cannot shard; create it with torch.ones(1), which has one, or use parallel=ddp"
             )
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
-
 from torch import nn
 
+from timm_parallel.model.networks import PhaseStep
 from timm_parallel.parallel.strategy import Strategy
 
 
@@ -14,5 +13,5 @@ class Single(Strategy):
 
     has_one_device = True
 
-    def wrap(self, step: Any) -> nn.Module:
-        return cast(nn.Module, step)
+    def wrap(self, step: PhaseStep) -> nn.Module:
+        return step

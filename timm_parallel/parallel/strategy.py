@@ -13,6 +13,7 @@ from timm_parallel.keys import ResolvedParallel, TrainConfig
 from timm_parallel.machine import hardware
 from timm_parallel.machine.process import keep_freed_memory
 from timm_parallel.machine.ranks import Ranks
+from timm_parallel.model.networks import Networks, PhaseStep
 from timm_parallel.parallel.communication import Communication
 from timm_parallel.parallel.group import BufferSync, ProcessGroup, TorchProcessGroup
 from timm_parallel.parallel.openmp import watch_openmp_oversubscription
@@ -23,26 +24,11 @@ if TYPE_CHECKING:
 
 
 class HasParameters(Protocol):
-    """Interface of an object that lists its parameters by name, such as a model, a loss or a
-    training step.
-    """
+    """Interface of an object that lists its parameters by name, such as a model or a loss."""
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
 
     def parameters(self) -> Iterator[nn.Parameter]: ...
-
-
-def own_parameters(step: nn.Module, model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters that a training step has in addition to those of its model, by name.
-
-    Examples are the parameters of a loss or of a projector.
-    """
-    of_model = {id(parameter) for parameter in model.parameters()}
-    return {
-        name: parameter
-        for name, parameter in step.named_parameters()
-        if id(parameter) not in of_model
-    }
 
 
 class Strategy:
@@ -117,19 +103,28 @@ class Strategy:
             torch.device("cuda:0" if self.config.accelerator == "cuda" else self.config.accelerator)
         ]
 
-    def wrap(self, step: Any) -> nn.Module:
-        """Apply the strategy to a training step, whose attribute `model` maps images to outputs. If
-        autocast wraps this model, `bare_model` is the model inside and `dtype` the autocast type.
+    def shard(self, networks: Networks, dtype: torch.dtype | None) -> None:
+        """Shard the parameters of the networks and of their averages, before a step uses them. By
+        default, nothing is sharded.
 
-        Returns a module that maps the batch of this process (images, targets) to its mean loss and
-        a dictionary of metrics. The optimizer is built afterwards from the parameters of the whole
-        step.
+        `dtype`: type in which autocast computes; None: float32.
+        """
+
+    def wrap(self, step: PhaseStep) -> nn.Module:
+        """Apply the strategy to the training step of one phase, while only the parameters that this
+        phase trains require gradients.
+
+        Returns a module that maps the batch of this process to the losses [B] of its samples, or
+        their mean, and a dictionary of numbers for the log. Optimizers are built afterwards.
         """
         raise NotImplementedError
 
-    def for_evaluation(self, model: nn.Module) -> nn.Module:
-        """Return a module that maps images to outputs without gradients, for evaluation."""
-        return model
+    def for_evaluation(self, networks: Networks) -> Networks:
+        """Return the networks with which the samples of this process are evaluated."""
+        return networks
+
+    def start_update(self) -> None:
+        """Hook for strategies that prepare the parameters before an optimizer changes them."""
 
     def skip_sync(self, wrapped: nn.Module) -> AbstractContextManager[Any]:
         """Skip the all-reduce of gradients in the `with` block.
@@ -156,12 +151,6 @@ class Strategy:
         """Load the state of the strategy from a checkpoint, after the model was wrapped.
 
         It is not called if another strategy has saved the checkpoint.
-        """
-
-    def lay_out(self, module: nn.Module) -> None:
-        """Shard a copy of the model in the same way as the model itself, such as the averaged copy.
-
-        The copy was made before the model was sharded.
         """
 
     def whole(self, tensor: Tensor) -> Tensor:

@@ -21,7 +21,9 @@ from timm_parallel.machine.text import plural
 log = logging.getLogger(__name__)
 FORMAT = 1
 # Format of checkpoints, which is also in the .json file next to each.
-CHECKPOINT_FORMAT = 2
+CHECKPOINT_FORMAT = 3
+# Older formats that can still be read.
+READABLE_FORMATS = (2,)
 STATUSES = ("done", "failed", "out_of_memory", "not_finite", "skipped", "interrupted", "pruned")
 
 
@@ -151,7 +153,7 @@ def check_format(sidecar: Path) -> None:
         version = json.loads(sidecar.read_text(encoding="utf-8"))["format"]
     except (OSError, ValueError, KeyError, TypeError):
         return
-    if isinstance(version, int) and version != CHECKPOINT_FORMAT:
+    if isinstance(version, int) and version not in (CHECKPOINT_FORMAT, *READABLE_FORMATS):
         raise UnknownFormatError(
             f"{sidecar.with_suffix('.pt')}: the checkpoint has the format {version}, expected "
             f"{CHECKPOINT_FORMAT}; use the code that wrote the file"

@@ -16,8 +16,9 @@ from timm_parallel.data.loader import Loader
 from timm_parallel.data.samplers import EvalSampler
 from timm_parallel.faults.liveness import COUNTING, EVALUATING, liveness
 from timm_parallel.metric import Metric
+from timm_parallel.model.networks import Networks
 from timm_parallel.parallel.group import ProcessGroup
-from timm_parallel.parallel.lockstep import Lockstep
+from timm_parallel.parallel.lockstep import LockstepNetworks
 from timm_parallel.task import Evaluation, Task
 
 
@@ -37,7 +38,7 @@ class SplitEvaluation:
 
 @torch.inference_mode()
 def evaluate(
-    model: nn.Module,
+    networks: Networks,
     loader: Loader,
     task: Task[Any],
     group: ProcessGroup,
@@ -47,47 +48,53 @@ def evaluate(
     batches: Any = None,
     keep_rows: bool = False,
 ) -> Evaluation | None:
-    """Evaluate a model on the whole split of a loader, over all ranks.
+    """Evaluate networks on the whole split of a loader, over all ranks.
 
-    All ranks must call this function, and the buffers of their models must be equal. `metrics`: the
-    metrics to compute; None: those of the task. `batches`: iterator over the batches of the loader,
-    for example with a progress bar. `should_stop`: function that returns True to stop early; if it
-    does so on any rank, all ranks get None. `keep_rows`: also keep the scores and targets of each
-    image.
+    All ranks must call this function, and the buffers of their networks must be equal. `metrics`:
+    the metrics to compute; None: those of the task. `batches`: iterator over the batches of the
+    loader, for example with a progress bar. `should_stop`: function that returns True to stop
+    early; if it does so on any rank, all ranks get None. `keep_rows`: also keep the rows of each
+    sample.
     """
-    model.eval()
+    networks.eval()
     device, metrics = loader.prefetcher.device, metrics or task.metrics
     used = {
         name: metric for name, metric in metrics.items() if task.num_outputs >= metric.min_outputs
     }
-    scores, targets = (tensor.to(device) for tensor in task.blank(1, (1, 1)))
-    totals = _zeros(used, scores, targets)
+    functions = dict.fromkeys(metric.sums for metric in used.values() if metric.sums is not None)
     keep_rows = keep_rows or any(metric.from_rows is not None for metric in used.values())
-    rows = [task.rows(scores[:0], targets[:0])]
+    totals: dict[Any, Tensor] = {}
+    rows: list[tuple[Tensor, ...]] = []
     samples = 0
     stopped = torch.zeros((), dtype=torch.int64, device=device)
-    for images, targets in loader if batches is None else batches:
+    for batch in loader if batches is None else batches:
         liveness.at(EVALUATING)
         # If one rank stops, all ranks return None below. Otherwise the other ranks would wait
         # forever for the sums of the stopped rank.
         if should_stop is not None and should_stop():
             stopped += 1
             break
-        scores = task.predict(model, images)
-        losses = _to_double(task.loss.of_samples(scores, targets))
-        samples += len(targets)
-        for function, total in totals.items():
-            totals[function] = total + function(scores, targets, losses)
+        outputs = task.predict(networks, batch)
+        samples += len(batch)
+        for function in functions:
+            assert function is not None
+            of_batch = function(task, outputs, batch)
+            totals[function] = totals[function] + of_batch if function in totals else of_batch
         if keep_rows:
-            rows.append(task.rows(scores, targets))
-    if isinstance(model, Lockstep):
-        model.finish()
+            rows.append(task.rows(outputs, batch))
+    if isinstance(networks, LockstepNetworks):
+        networks.finish()
     liveness.at(COUNTING)
     if should_stop is not None and int(group.sum(stopped)):
         return None
     samples = _check_count(loader, samples, group)
-    sums = {function: group.sum(total).cpu() for function, total in totals.items()}
-    all_rows = _gather_rows(rows, loader, group) if keep_rows else None
+    sums = {
+        function: group.sum(total).cpu()
+        for function, total in zip(
+            functions, _with_zeros([*totals.values()], len(functions), device, group), strict=True
+        )
+    }
+    all_rows = _gather_rows(rows, loader, device, group) if keep_rows else None
     # A metric that needs more outputs than the task has keeps the value None.
     numbers: dict[str, float | None] = dict.fromkeys(metrics)
     for name, metric in used.items():
@@ -100,20 +107,24 @@ def evaluate(
     return Evaluation(samples, numbers, sums, all_rows)
 
 
-def _to_double(values: Tensor) -> Tensor:
-    return values if values.device.type == "mps" else values.double()
+def _with_zeros(
+    tensors: list[Tensor], count: int, device: torch.device, group: ProcessGroup, rows: int = -1
+) -> list[Tensor]:
+    """Return the `count` tensors of this rank. A rank that has evaluated no sample has none, and gets
+    zeros in the shapes of another rank. All ranks must call this function.
 
-
-def _zeros(used: Mapping[str, Metric], scores: Tensor, targets: Tensor) -> dict[Any, Tensor]:
-    """Build a dictionary of zero tensors, in the shapes of the sums of the metrics. Its keys are
-    the functions that compute these sums.
-
-    A rank that evaluates no image adds these zeros to the sums of the other ranks. `scores`,
-    `targets`: those of one sample, from which the shapes are computed.
+    `rows`: replaces the first side of these shapes; -1 keeps it.
     """
-    functions = dict.fromkeys(metric.sums for metric in used.values() if metric.sums is not None)
-    losses = _to_double(scores.new_zeros(1))
-    return {function: torch.zeros_like(function(scores, targets, losses)) for function in functions}
+    shapes = [[list(tensor.shape), str(tensor.dtype)] for tensor in tensors]
+    known: list[Any] = next(of_rank for of_rank in group.gather(shapes) if len(of_rank) == count)
+    return tensors or [
+        torch.zeros(
+            shape if rows < 0 else [rows, *shape[1:]],
+            dtype=getattr(torch, dtype.removeprefix("torch.")),
+            device=device,
+        )
+        for shape, dtype in known
+    ]
 
 
 def _check_count(loader: Loader, samples: int, group: ProcessGroup) -> int:
@@ -136,25 +147,26 @@ def _check_count(loader: Loader, samples: int, group: ProcessGroup) -> int:
 
 
 def _gather_rows(
-    rows: list[tuple[Tensor, Tensor]], loader: Loader, group: ProcessGroup
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gather the indices, scores and targets of the images from all ranks, in the order of the
-    dataset.
+    rows: list[tuple[Tensor, ...]], loader: Loader, device: torch.device, group: ProcessGroup
+) -> tuple[Tensor, ...]:
+    """Gather the indices and the rows of the samples from all ranks, in the order of the dataset.
 
     The tensors are in CPU memory. All ranks must call this function.
     """
-    scores, targets = (torch.cat(tensors) for tensors in zip(*rows, strict=True))
+    own = [torch.cat(tensors) for tensors in zip(*rows, strict=True)]
+    counts = group.gather(len(own))
+    own = _with_zeros(own, max(counts), device, group, rows=0)
     assert isinstance(loader.sampler, EvalSampler)
     read = [index for index in loader.sampler.indices.tolist() if index not in loader.unreadable]
-    indices = torch.tensor(read, dtype=torch.int64, device=scores.device)
-    # Ranks may have different numbers of images. Pad the tensors to the largest number; padding has
-    # the index -1.
+    indices = torch.tensor(read, dtype=torch.int64, device=device)
+    # Ranks may have different numbers of samples. Pad the tensors to the largest number; padding
+    # has the index -1.
     missing = max(group.gather(len(read))) - len(read)
-    all_scores, all_targets = (
+    padded = [
         group.rows(nn.functional.pad(of, (0,) * (2 * of.ndim - 1) + (missing,))).flatten(0, 1)
-        for of in (scores, targets)
-    )
+        for of in own
+    ]
     all_indices = group.rows(nn.functional.pad(indices, (0, missing), value=-1)).flatten()
     is_row = all_indices >= 0
     indices, order = all_indices[is_row].sort()
-    return indices.cpu(), all_scores[is_row][order].cpu(), all_targets[is_row][order].cpu()
+    return (indices.cpu(), *(of[is_row][order].cpu() for of in padded))

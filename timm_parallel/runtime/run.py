@@ -1,5 +1,4 @@
-"""Files and logs of a training run on one rank. The module resumes the run, logs numbers and
-images, saves checkpoints and writes the results.
+"""A training run on one rank: its steps, evaluations, logs, checkpoints and results.
 
 All ranks must call each method, because most of them communicate. Only rank 0 writes files.
 """
@@ -8,60 +7,53 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
+
 from timm_parallel.config.compose import save_config
-from timm_parallel.data.prefetch import Batch
 from timm_parallel.errors import NotFiniteError
 from timm_parallel.faults.liveness import SAVING
 from timm_parallel.machine.signals import Stopped, stop_handler
 from timm_parallel.machine.start_clock import start_clock
+from timm_parallel.measure.metric_window import MetricWindow
+from timm_parallel.model.networks import LOSS, Networks
+from timm_parallel.parallel.lockstep import LockstepNetworks
 from timm_parallel.record.console import Console
 from timm_parallel.record.recorder import SHOWN, Numbers, Recorder
 from timm_parallel.record.result import write_result
 from timm_parallel.runtime.banner import describe_wait, show_banner, show_end
-from timm_parallel.runtime.evaluation import Evaluation, SplitEvaluation
+from timm_parallel.runtime.evaluation import Evaluation, SplitEvaluation, evaluate
 from timm_parallel.runtime.replica_checks import check_replicas_at_end, check_replicas_at_start
 from timm_parallel.runtime.run_result import make_result
+from timm_parallel.runtime.step import Step
 from timm_parallel.state import checkpoint, restoring, saving
-from timm_parallel.state.parts import RunParts
+from timm_parallel.state.parts import RunParts, evaluation_networks
 from timm_parallel.state.segments import describe_segments, new_segment
+from timm_parallel.task import Task
 
 log = logging.getLogger(__name__)
 
 
 class Run:
-    """A training run, which logs its steps and evaluations and saves its checkpoints.
+    """A training run that continues from its newest undamaged checkpoint, if it has one.
 
-    It stores the segments of the run, and the newest evaluation of each split.
+    The constructor raises ValueError if data, model, optimizer or checkpoint do not fit the config.
     """
 
     def __init__(self, parts: RunParts, folder: Path) -> None:
         self.parts, self.folder = parts, folder
-        self.config, self.strategy, self.group = parts.config, parts.strategy, parts.strategy.group
         self.segments = [new_segment(parts, folder, {})]
-        self.evaluations: dict[str, SplitEvaluation] = {}
-        self.saved_at = time.monotonic()
-        self._epoch_began_at = 0
-        self._has_begun = False
-        # Hash of the parameters at the end, and sentences about differences between the ranks.
-        self._at_end: tuple[str, list[str]] | None = None
-        self._on_close = ExitStack()
-        for loader in (parts.train_loader, *parts.eval_loaders.values()):
-            self._on_close.callback(loader.close)
+        self._resume()
 
-    def resume(self) -> None:
-        """Continue the run from its newest undamaged checkpoint, which rank 0 sends to the other
-        ranks.
-
-        Without a checkpoint, the run starts at step 0. All ranks must call this function.
-        """
-        newest = checkpoint.load_newest(self.folder) if self.group.is_first else None
-        if not self.group.gather(newest is not None)[0]:
+    def _resume(self) -> None:
+        group = self.parts.strategy.group
+        newest = checkpoint.load_newest(self.folder) if group.is_first else None
+        if not group.gather(newest is not None)[0]:
             return
         replay = self.parts.train_loader.replay
         if replay is not None:
@@ -69,104 +61,289 @@ class Run:
                 f"data.replay_batches={replay}: resume continues real training, which must not "
                 "replay batches; start a new run, or leave data.replay_batches at null"
             )
+        # Rank 0 sends its checkpoint to the other ranks.
         path, contents = newest or ("rank 0's checkpoint", None)
-        contents = self.group.share_state(contents)
+        contents = group.share_state(contents)
         changed = restoring.restore_run(self.parts, contents)
         self.segments = [*contents["segments"], new_segment(self.parts, self.folder, changed)]
-        if self.group.is_first and (lines := describe_segments(self.segments)):
-            save_config(self.config, self.folder, lines)
+        if group.is_first and (lines := describe_segments(self.segments)):
+            save_config(self.parts.config, self.folder, lines)
         log.info("resumed from %s, step %d", path, self.parts.progress.step)
 
     @contextmanager
-    def begin(self) -> Iterator[None]:
-        """Check that all ranks have equal parameters, log the settings, and open metrics.jsonl and
-        the trackers.
+    def training(self) -> Iterator[Training]:
+        """Return the object with which a loop trains. All ranks must call this function.
 
-        The progress bar is shown in the `with` block. All ranks must call this function.
+        At the start of the block, all ranks are checked to have equal parameters, the settings are
+        logged, and metrics.jsonl and the trackers are opened. At its end, the best weights are
+        evaluated and result.json is written. Loader workers and files are closed also after an
+        error.
         """
-        parts, is_first = self.parts, self.strategy.is_first
-        self._at_start = check_replicas_at_start(parts.state, self.strategy)
-        # The config has `auto` until here for values that only the ranks can choose.
-        if is_first and self.strategy.chosen:
-            save_config(self.config, self.folder, describe_segments(self.segments))
-        show_banner(parts, self.folder)
-        step = parts.progress.step
-        with Console(is_first, parts.total_steps, step) as self._console:
-            self._recorder = Recorder(self.config, self.folder, is_first, step)
-            self._on_close.callback(self._recorder.close)
-            stop_handler.request = self.group.stop.request
-            self._has_begun = True
-            try:
-                yield
-            except NotFiniteError as error:
-                raise NotFiniteError(
-                    f"training stops: {error}; {self.describe_step(error.step)}", error.step
-                ) from None
+        parts, strategy = self.parts, self.parts.strategy
+        with ExitStack() as on_close:
+            for loader in (parts.train_loader, *parts.eval_loaders.values()):
+                on_close.callback(loader.close)
+            at_start = check_replicas_at_start(parts.state, strategy)
+            # The config has `auto` until here for values that only the ranks can choose.
+            if strategy.is_first and strategy.chosen:
+                save_config(parts.config, self.folder, describe_segments(self.segments))
+            show_banner(parts, self.folder)
+            step = parts.progress.step
+            with Console(strategy.is_first, parts.total_steps, step) as console:
+                recorder = Recorder(parts.config, self.folder, strategy.is_first, step)
+                on_close.callback(recorder.close)
+                stop_handler.request = strategy.group.stop.request
+                training = Training(self, recorder, console)
+                try:
+                    yield training
+                    training.evaluate_at_end()
+                except NotFiniteError as error:
+                    raise NotFiniteError(
+                        f"training stops: {error}; {training.describe_step(error.step)}", error.step
+                    ) from None
+            training.end(at_start)
 
-    def train_batches(self) -> Iterator[Batch]:
-        """Return the training batches from the current step to the end of its epoch. The loop must
-        be inside of `with run.begin()`.
+
+class Training:
+    """What a training loop needs: `for step in training.steps(): training.log(step.train())`."""
+
+    def __init__(self, run: Run, recorder: Recorder, console: Console) -> None:
+        self.parts, self.folder, self.segments = run.parts, run.folder, run.segments
+        self._recorder, self._console = recorder, console
+        self._config, self._strategy = run.parts.config, run.parts.strategy
+        # Newest evaluation of each split.
+        self.evaluations: dict[str, SplitEvaluation] = {}
+        self._saved_at = time.monotonic()
+        # Step that `log` has logged last.
+        self._logged: int | None = None
+        self._is_over = False
+        # Step before the first one of the current epoch.
+        self._epoch_began_at = 0
+        # Hash of the parameters at the end, and sentences about differences between the ranks.
+        self._at_end: tuple[str, list[str]] | None = None
+
+    # Steps of the loop.
+
+    def steps(self) -> Iterator[Step]:
+        """Yield the remaining optimizer steps of the run. Between two steps, evaluate, log and save
+        where this is due, and end epochs.
+
+        The steps end after train.epochs or train.max_steps, by train.early_stop, or by a stop
+        signal, after which a checkpoint is saved and Stopped is raised. Raises RuntimeError if a
+        loop left out a part of a step.
         """
-        assert self._has_begun, "the training loop must be inside of `with run.begin()`"
+        while not self._is_finished():
+            yield from self._steps_of_epoch()
+            self._end_epoch()
+        self._is_over = True
+
+    def _steps_of_epoch(self) -> Iterator[Step]:
+        parts, progress = self.parts, self.parts.progress
+        # An epoch with fewer steps than the checkpoint has trained would never end.
+        if progress.step_in_epoch > parts.steps_per_epoch:
+            raise RuntimeError(
+                f"the checkpoint was saved at step {progress.step_in_epoch} of an epoch, but an "
+                f"epoch now has {parts.steps_per_epoch} steps, because the training data changed"
+            )
+        if progress.step == 0:
+            self._show_images()
+        # A resumed run may have been stopped during an evaluation. Repeat this evaluation first.
+        self._evaluate_within_epoch()
         start_clock.end("setup")
         # Parameters that were compared before further training must be compared again.
         self._at_end = None
-        progress = self.parts.progress
         self._epoch_began_at = progress.step - progress.step_in_epoch
-        first = progress.step_in_epoch * self.config.train.accumulate
-        return self.parts.train_loader.epoch(progress.epoch, first)
+        first = progress.step_in_epoch * self._config.train.accumulate
+        batches = parts.train_loader.epoch(progress.epoch, first)
+        window = MetricWindow(self._strategy.device)
+        self._train_mode()
+        while progress.step_in_epoch < parts.steps_per_epoch and not self._is_last(progress.step):
+            step = Step(parts, batches, window, self._is_logged_step(progress.step + 1))
+            parts.hooks.start_step(step.number)
+            step.seed()
+            yield step
+            self._check_is_whole(step)
+            if step.is_logged:
+                if not self._evaluate_within_epoch():
+                    self._save_if_due()
+                elif self._stops_early:
+                    return
+                self._train_mode()
+            if step.stops:
+                if progress.step_in_epoch < parts.steps_per_epoch:
+                    self._stop()
+                return
 
-    def eval_batches(self, split: str) -> Iterator[Batch]:
-        """Yield the batches of a split to evaluate, and count them in the progress bar."""
-        loader = self.parts.eval_loaders[split]
-        return self._console.counted(split, loader, len(loader.sampler))
-
-    def show_images(self) -> None:
-        """Send the augmented images of the next training batch to the trackers."""
-        if self._recorder.enabled:
-            loader = self.parts.train_loader
-            prefetcher = loader.prefetcher
-            images = loader.peek(SHOWN)
-            self._recorder.images(images, prefetcher.mean, 1 / prefetcher.inverse_std)
-
-    def image(self, name: str, image: Any) -> None:
-        """Send an image to the trackers at the current step: a uint8 array [H, W, 3], or a PIL
-        image.
+    def log(self, numbers: Mapping[str, float | None]) -> None:
+        """Log the numbers of a step, and the speed since the last logged step. Numbers of a loop's
+        own may be added to them. Without numbers, nothing is logged.
         """
-        self._recorder.image(self.parts.progress.step, name, image)
-
-    def figure(self, name: str, figure: Any) -> None:
-        """Send a matplotlib figure to the trackers at the current step."""
-        self.image(name, figure)
-
-    def log_step(self, numbers: Numbers) -> None:
-        """Log the loss and metrics of a step, and the speed since the last logged step."""
-        self.strategy.telemetry.sample()
-        meter = self.parts.hooks.meter
+        if not numbers:
+            return
+        parts, step = self.parts, self.parts.progress.step
+        self._strategy.telemetry.sample()
+        meter = parts.hooks.meter
         speed = meter.recent()
-        per_device = speed / self.config.parallel.devices if speed else None
+        per_device = speed / self._config.parallel.devices if speed else None
         measured = {
             "train/images_per_sec": speed,
             "train/images_per_sec_per_device": per_device,
             "train/data_wait": meter.data_wait(),
         }
-        step = self.parts.progress.step
-        self._recorder.numbers(step, self.parts.epochs_done, numbers | measured)
+        self._recorder.numbers(step, parts.epochs_done, {**numbers, **measured})
         self._console.step(step, numbers["train/loss"] or 0.0, speed)
+        self._logged = step
 
-    def log_evaluation(
-        self, split: str, raw: Evaluation, averaged: Evaluation | None = None
-    ) -> bool:
-        """Log the evaluation of a split, and keep it for result.json.
+    def image(self, name: str, image: Any) -> None:
+        """Send an image to the trackers at the current step: a uint8 array [H, W, 3], a PIL image,
+        or a matplotlib figure.
+        """
+        self._recorder.image(self.parts.progress.step, name, image)
 
-        `raw`: evaluation of the trained weights. `averaged`: evaluation of the averaged weights, or
-        None. Returns True if this is the best evaluation on val so far.
+    def _check_is_whole(self, step: Step) -> None:
+        """Raise RuntimeError if a loop has left out a part of a step."""
+        if not step.is_done:
+            raise RuntimeError(
+                f"train.loop: step {step.number} was not updated; call step.train(), or "
+                "step.update(phase) for each phase"
+            )
+        if step.is_logged and self._logged != step.number:
+            raise RuntimeError(
+                f"train.loop: step {step.number} was not logged; call log(step.train()), or pass "
+                "the numbers that the last step.update(phase) returns"
+            )
+
+    def _train_mode(self) -> None:
+        for phase in self.parts.state.phases:
+            phase.wrapped.train()
+
+    # What is due at a step.
+
+    def _is_last(self, step: int) -> bool:
+        last = self._config.train.max_steps
+        return last is not None and step >= last
+
+    def _is_logged_step(self, step: int) -> bool:
+        """Return True if a step logs, saves or evaluates, or is the last one of its epoch."""
+        config, progress = self._config, self.parts.progress
+        periods = (
+            config.train.log_every,
+            config.checkpoint.every_steps,
+            config.train.evaluate_every_steps,
+        )
+        is_last = progress.step_in_epoch + 1 == self.parts.steps_per_epoch or self._is_last(step)
+        return is_last or any(step % period == 0 for period in periods if period is not None)
+
+    def _is_finished(self) -> bool:
+        """Return True if all steps or epochs are done, or train.early_stop ends the run."""
+        progress = self.parts.progress
+        return (
+            (progress.step >= self.parts.total_steps and progress.ended_at == progress.step)
+            or progress.epoch >= self._config.train.epochs
+            or self._stops_early
+        )
+
+    @property
+    def _stops_early(self) -> bool:
+        """True if train.early_stop evaluations in a row did not improve checkpoint.metric."""
+        patience = self._config.train.early_stop
+        return patience is not None and self.parts.progress.evaluations_since_best >= patience
+
+    def _is_evaluation_step(self) -> bool:
+        every = self._config.train.evaluate_every_steps
+        return every is not None and self.parts.progress.step % every == 0
+
+    def _evaluate_within_epoch(self) -> bool:
+        """Evaluate and save a checkpoint if train.evaluate_every_steps asks for it before the end of
+        the epoch. Return True if this step is such a step.
+        """
+        progress = self.parts.progress
+        is_due = self._is_evaluation_step()
+        is_due &= 0 < progress.step_in_epoch < self.parts.steps_per_epoch
+        if is_due and progress.evaluated_at != progress.step:
+            self._save(self._evaluate_val())
+        return is_due
+
+    def _end_epoch(self) -> None:
+        """Finish an epoch: evaluate if an evaluation is due, log the epoch with the peak memory, and
+        save a checkpoint.
+        """
+        parts, progress, train = self.parts, self.parts.progress, self._config.train
+        is_due = bool(train.evaluate_every) and (progress.epoch + 1) % train.evaluate_every == 0
+        is_due |= progress.step >= parts.total_steps
+        is_due |= self._is_evaluation_step()
+        is_best = False
+        if is_due and progress.evaluated_at != progress.step:
+            is_best = self._evaluate_val()
+        val = self.evaluations["val"].numbers if is_due else {}
+        number = progress.epoch + 1
+        progress.end_epoch(is_whole=progress.step_in_epoch == parts.steps_per_epoch)
+        memory = self._strategy.telemetry.memory()
+        self._recorder.memory(progress.step, parts.epochs_done, memory)
+        self._recorder.epoch(number, train.epochs, progress.epoch_means, val)
+        self._save(is_best)
+
+    def _show_images(self) -> None:
+        """Send the augmented images of the first training batch to the trackers."""
+        if self._recorder.enabled:
+            loader = self.parts.train_loader
+            prefetcher = loader.prefetcher
+            images = loader.peek(SHOWN).image
+            self._recorder.images(images, prefetcher.mean, 1 / prefetcher.inverse_std)
+
+    # Evaluation.
+
+    def _evaluate_val(self) -> bool:
+        """Evaluate on val, and log the result. Return True if it is the best one so far."""
+        with self.parts.hooks.aside():
+            return self._evaluate("val", may_stop=True)
+
+    def _evaluate(self, split: str, may_stop: bool = False) -> bool:
+        """Evaluate the raw and the averaged weights on a split, over all ranks, and log the metrics.
+        With `may_stop`, a stop signal ends the evaluation and the process.
+
+        Returns True if this is the best result on val so far.
+        """
+        state, strategy = self.parts.state, self._strategy
+        # The buffers of a loss are constants, or equal on all ranks.
+        for name, module in state.modules.items():
+            if name != LOSS:
+                strategy.buffers.share(module)
+        networks = evaluation_networks(state, self._config, strategy)
+        raw, averaged = self._evaluate_networks(networks, split, may_stop), None
+        if split == "val" and type(self.parts.task).pictures is not Task.pictures:
+            self._draw_pictures(networks)
+        if state.ema is not None:
+            networks = evaluation_networks(state, self._config, strategy, state.ema)
+            averaged = self._evaluate_networks(networks, split, may_stop)
+        return self._log_evaluation(split, raw, averaged)
+
+    def _evaluate_networks(self, networks: Networks, split: str, may_stop: bool) -> Evaluation:
+        loader, stop = self.parts.eval_loaders[split], self._strategy.group.stop
+        evaluation = evaluate(
+            networks,
+            loader,
+            self.parts.task,
+            self._strategy.group,
+            should_stop=stop.stop_requested if may_stop else None,
+            batches=self._console.counted(split, loader, len(loader.sampler)),
+        )
+        if evaluation is None:
+            self._stop()
+        return evaluation
+
+    def _log_evaluation(self, split: str, raw: Evaluation, averaged: Evaluation | None) -> bool:
+        """Log the evaluation of a split, and keep it for result.json. Return True if this is the
+        best one on val so far.
         """
         parts, progress = self.parts, self.parts.progress
         numbers, is_best = raw.with_averaged(averaged), False
         if split == "val":
-            metric = self.config.checkpoint.metric.removeprefix("val/")
+            metric = self._config.checkpoint.metric.removeprefix("val/")
             is_best = progress.add_evaluation(numbers, metric, parts.task.metrics)
+            for phase in parts.state.phases:
+                if hasattr(phase.learning.schedule, "observe"):
+                    phase.learning.schedule.observe(numbers)
             best: Numbers = {f"{name}_best": value for name, value in progress.best_values.items()}
             numbers = numbers | best
         of_weights = {split: raw} | ({} if averaged is None else {f"{split}_ema": averaged})
@@ -175,121 +352,121 @@ class Run:
         self._recorder.numbers(progress.step, parts.epochs_done, values)
         return is_best
 
-    def end_epoch(self, is_evaluated: bool) -> None:
-        """End the epoch, and log the means of its metrics and the peak memory.
+    def _draw_pictures(self, networks: Networks) -> None:
+        """Send the pictures that the task makes with its networks to the trackers."""
+        with torch.no_grad():
+            pictures = self.parts.task.pictures(networks)
+        if isinstance(networks, LockstepNetworks):
+            networks.finish()
+        for name, picture in pictures.items():
+            self.image(name, picture)
 
-        `is_evaluated`: whether to also log the newest metrics on val. All ranks must call this
-        function.
-        """
-        parts, progress = self.parts, self.parts.progress
-        number = progress.epoch + 1
-        val = self.evaluations["val"].numbers if is_evaluated else {}
-        progress.end_epoch(is_whole=progress.step_in_epoch == parts.steps_per_epoch)
-        self._recorder.memory(progress.step, parts.epochs_done, self.strategy.telemetry.memory())
-        self._recorder.epoch(number, self.config.train.epochs, progress.epoch_means, val)
+    # Checkpoints and the end of the run.
 
-    def save_if_due(self) -> None:
+    def _save_if_due(self) -> None:
         """Save a checkpoint if checkpoint.every_steps or checkpoint.every_minutes asks for one now.
 
         Does nothing after the last step of an epoch, because a checkpoint is always saved there.
-        All ranks must call this function.
         """
-        config, progress = self.config.checkpoint, self.parts.progress
+        config, progress = self._config.checkpoint, self.parts.progress
         due = config.every_steps is not None and progress.step % config.every_steps == 0
         if not due and config.every_minutes is not None:
-            seconds = time.monotonic() - self.saved_at
+            seconds = time.monotonic() - self._saved_at
             # All ranks use the decision of rank 0, because their clocks differ and they must save
             # at the same step.
-            due = self.group.gather(seconds > 60 * config.every_minutes)[0]
+            due = self._strategy.group.gather(seconds > 60 * config.every_minutes)[0]
         if due and progress.step_in_epoch < self.parts.steps_per_epoch:
-            self.save()
+            self._save()
 
-    def save(self, is_best: bool = False) -> None:
+    def _save(self, is_best: bool = False) -> None:
         """Save the checkpoint last.pt, and best.pt if `is_best`.
 
         A run that replays batches saves nothing. Raises NotFiniteError if a weight is not finite.
-        All ranks must call this function.
         """
         if self.parts.train_loader.replay is not None:
             return
-        self.saved_at = time.monotonic()
+        self._saved_at = time.monotonic()
         with self.parts.hooks.aside(SAVING):
             contents = saving.checkpoint_of(self.parts, self.segments)
-            if self.group.is_first:
-                folder, config = self.folder / "checkpoints", self.config.checkpoint
+            if self._strategy.is_first:
+                folder, config = self.folder / "checkpoints", self._config.checkpoint
                 step = self.parts.progress.step
                 checkpoint.save(folder, contents, step, config.keep, is_best, config.top)
 
-    def stop(self) -> NoReturn:
-        """Save a checkpoint and end the run after a stop signal.
-
-        This works after any step, also between two logged steps. All ranks must call this function.
+    def _stop(self) -> NoReturn:
+        """Save a checkpoint and end the run after a stop signal. This works after any step, also
+        between two logged steps.
         """
-        self.save()
-        number = self.group.stop.signal
+        self._save()
+        number = self._strategy.group.stop.signal
         assert number is not None
         if self.parts.train_loader.replay is None:
             log.info("saved at step %d", self.parts.progress.step)
         raise Stopped(number)
 
+    def evaluate_at_end(self) -> None:
+        """Evaluate the best weights on test, if the dataset has this split. Evaluate on val too, if
+        no epoch did. Raises RuntimeError if the loop has not taken all steps.
+        """
+        if not self._is_over:
+            raise RuntimeError("train.loop: the loop ended before steps() did; take all steps")
+        if "val" not in self.evaluations:
+            self._evaluate("val")
+        if "test" in self.parts.eval_loaders:
+            self._load_best()
+            self._evaluate("test")
+
+    def _load_best(self) -> None:
+        """Load the weights of best.pt, which rank 0 sends to the other ranks, if this file exists."""
+        # Compare the trained parameters now, because the loaded ones are equal on all ranks.
+        self._check_replicas()
+        group, best = self._strategy.group, self.folder / "checkpoints" / "best.pt"
+        if group.gather(best.exists())[0]:
+            contents = group.share_state(checkpoint.load(best) if group.is_first else None)
+            restoring.restore_weights(self.parts.state, self._strategy, contents)
+
     def _check_replicas(self) -> tuple[str, list[str]]:
         """Check that all ranks end with equal weights, unless that is done."""
         if self._at_end is None:
-            self._at_end = check_replicas_at_end(self.parts.state, self.strategy)
+            self._at_end = check_replicas_at_end(self.parts.state, self._strategy)
         return self._at_end
 
-    def load_best(self) -> None:
-        """Load the weights of best.pt, which rank 0 sends to the other ranks, if this file exists.
-
-        All ranks must call this function.
-        """
-        # Compare the trained parameters now, because the loaded ones are equal on all ranks.
-        self._check_replicas()
-        best = self.folder / "checkpoints" / "best.pt"
-        if self.group.gather(best.exists())[0]:
-            contents = checkpoint.load(best) if self.group.is_first else None
-            contents = self.group.share_state(contents)
-            restoring.restore_weights(self.parts.state, self.strategy, contents)
-
-    def end(self) -> None:
+    def end(self, at_start: tuple[int, str]) -> None:
         """Write result.json, end the trackers, log the results, and leave the process group.
 
-        All ranks must call this function.
+        `at_start`: number of devices and hash of the parameters at the start.
         """
+        parts, group = self.parts, self._strategy.group
         metrics: dict[str, dict[str, Any]] = {}
         for split, evaluation in self.evaluations.items():
             metrics[split] = evaluation.numbers | evaluation.details
         result = make_result(
-            self.parts, self.folder, metrics, self.segments, self._at_start, self._check_replicas()
+            parts, self.folder, metrics, self.segments, at_start, self._check_replicas()
         )
         for evaluation in self.evaluations.values():
             for name, of_weights in evaluation.of_weights.items():
-                self._recorder.draw(result.steps, name, partial(self.parts.task.draw, of_weights))
+                self._recorder.draw(result.steps, name, partial(parts.task.draw, of_weights))
         views = self._recorder.end(result)
-        if self.group.is_first:
+        if group.is_first:
             write_result(self.folder, result)
             show_end(
-                self.config,
+                self._config,
                 self.folder,
                 result,
                 describe_segments(self.segments),
                 views,
-                describe_wait(self.parts, result),
+                describe_wait(parts, result),
             )
         self._recorder.close()
-        self.group.barrier()
-        self.strategy.close()
-
-    def close(self) -> None:
-        """End the loader workers and close metrics.jsonl and the trackers, also after an error."""
-        self._on_close.close()
+        group.barrier()
+        self._strategy.close()
 
     def describe_step(self, step: int) -> str:
         """Describe which images a failed step has read, and which checkpoint is the last good one.
 
         The indices of all these images are logged.
         """
-        per_step = self.config.train.accumulate
+        per_step = self._config.train.accumulate
         first = (step - 1 - self._epoch_began_at) * per_step
         indices = self.parts.train_loader.global_batches(first, per_step)
         log.error("training images of step %d, by index: %s", step, indices)

@@ -132,7 +132,7 @@ def _measurements(parts: RunParts, drift_flags: list[str]) -> dict[str, Any]:
     All ranks must call this function.
     """
     meter, strategy, host = parts.hooks.meter, parts.strategy, host_name()
-    seconds = parts.communication.seconds()
+    seconds = _communicated(parts)
     step = _mean_step(meter, seconds[1] if seconds else 0.0)
     rank = {
         "rank": strategy.group.rank,
@@ -207,17 +207,31 @@ def _energy(parts: RunParts) -> dict[str, float | None]:
     return {"joules_per_image": window / images if images else None, "kwh": total / 3.6e6}
 
 
+def _communicated(parts: RunParts) -> tuple[float, float] | None:
+    """Return the seconds of communication in a step of this rank, and the part of them that does
+    not overlap with computing, over all phases. None if a strategy cannot measure them.
+    """
+    pairs = [pair for each in parts.communication if (pair := each.seconds()) is not None]
+    if len(pairs) < len(parts.communication):
+        return None
+    return sum(whole for whole, _ in pairs), sum(exposed for _, exposed in pairs)
+
+
 def _communication(parts: RunParts, seconds: list[list[float]]) -> dict[str, Any]:
     """Return the bytes and milliseconds of communication per step.
 
     `seconds`: one pair per rank: seconds of all communication, and the part of them that does not
     overlap with computing.
     """
+    sent = [
+        communication.bytes(phase.parameters.values())
+        for communication, phase in zip(parts.communication, parts.state.phases, strict=True)
+    ]
     # Take the minimum over the ranks, because the time of each other rank includes waiting for the
     # slowest rank.
     return {
-        "bytes_per_step": parts.communication.bytes(parts.state.wrapped),
+        "bytes_per_step": None if None in sent else sum(size for size in sent if size),
         "ms_per_step": min((1000 * whole for whole, _ in seconds), default=None),
         "exposed_ms_per_step": min((1000 * exposed for _, exposed in seconds), default=None),
-        "method": parts.communication.method if seconds else None,
+        "method": parts.communication[0].method if seconds else None,
     }

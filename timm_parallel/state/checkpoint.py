@@ -3,9 +3,10 @@
 A file is written completely or not at all. It is verified when it is read, and loaded with
 `weights_only=True`, so it cannot run code. `last.pt` is the newest checkpoint, and `best.pt` has
 the best evaluation. `best_step_N.pt` are the best few (checkpoint.top), and `step_N.pt` the newest
-few (checkpoint.keep). A `.json` file next to each has its checksum. Weights have the names of the
-unwrapped model, as in timm. The entry `train_step` has the tensors that the training step has in
-addition to the model, such as the parameters of a loss.
+few (checkpoint.keep). A `.json` file next to each has its checksum. The entry `model` has the weights of
+the model, with its names in timm. `networks` has the tensors of other networks, such as the
+parameters of a loss, `averages` the averaged weights, such as `ema`, and `phases` the state of each
+optimizer.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from torch.utils._pytree import tree_map_only
 
 from timm_parallel.errors import UnknownFormatError
 from timm_parallel.machine.files import write_text, write_whole
+from timm_parallel.model.networks import LOSS
 from timm_parallel.record.result import CHECKPOINT_FORMAT, check_format, read_result, read_status
 
 log = logging.getLogger(__name__)
@@ -143,6 +145,8 @@ def load(path: Path) -> dict[str, Any]:
             f"{path}: not a checkpoint of this project; give a file from the checkpoints/ folder "
             "of a run"
         )
+    if contents["format"] == 2:
+        contents = from_format_2(contents)
     if contents["format"] != FORMAT:
         raise UnknownFormatError(
             f"{path}: the checkpoint has the format {contents['format']}, expected {FORMAT}; use "
@@ -152,10 +156,48 @@ def load(path: Path) -> dict[str, Any]:
     return contents
 
 
+def from_format_2(contents: dict[str, Any]) -> dict[str, Any]:
+    """Convert the contents of a checkpoint of format 2, which had one optimizer and one average, and
+    the tensors of a loss as those of a training step.
+    """
+    rest = {
+        key: value
+        for key, value in contents.items()
+        if key not in ("ema", "train_step", "optimizer", "scaler")
+    }
+
+    def renamed(name: str) -> str:
+        return name.removeprefix("train_step.").replace("criterion.", f"{LOSS}.", 1)
+
+    converted = {**rest, "format": FORMAT, "averages": {}, "networks": {}}
+    if contents.get("ema") is not None:
+        converted["averages"] = {"ema": contents["ema"]}
+    if contents.get("train_step"):
+        tensors = {
+            renamed(name).removeprefix(f"{LOSS}."): tensor
+            for name, tensor in contents["train_step"].items()
+        }
+        converted["networks"] = {LOSS: tensors}
+    if "optimizer" in contents:
+        saved = contents["optimizer"]
+        optimizer = {
+            "kind": saved["kind"],
+            "state": {renamed(name): state for name, state in saved["state"].items()},
+            "param_groups": [
+                {**group, "params": [renamed(name) for name in group["params"]]}
+                for group in saved["param_groups"]
+            ],
+        }
+        phase = {"optimizer": optimizer, "scaler": contents["scaler"], "schedule": None}
+        converted["phases"] = {"train": phase}
+    return converted
+
+
 def _check_finite(path: Path, contents: dict[str, Any]) -> None:
     """Raise ValueError if a weight is NaN or infinite. A run saves no such file."""
-    for part in ("model", "ema", "train_step"):
-        for name, tensor in (contents.get(part) or {}).items():
+    others = {**contents.get("networks", {}), **contents.get("averages", {})}
+    for tensors in (contents["model"], *others.values()):
+        for name, tensor in tensors.items():
             if tensor.is_floating_point() and not tensor.isfinite().all():
                 raise ValueError(
                     f"{path}: the weight {name} has values that are not finite (NaN or infinity); "

@@ -4,99 +4,269 @@ of a run.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from timm_parallel.data.batch import Batch
 from timm_parallel.data.dataset import ImageDataset, split_fingerprint
 from timm_parallel.data.loader import Loader, TrainLoader
 from timm_parallel.keys import ResolvedConfig, leaves
 from timm_parallel.machine.secrets import hide_in
 from timm_parallel.machine.start_clock import start_clock
+from timm_parallel.measure.flops import count_flops
 from timm_parallel.measure.step_hooks import StepHooks
 from timm_parallel.measure.step_profiler import build_hooks
 from timm_parallel.model.checks import check_batch_norm, check_is_complete, check_sharded_model
+from timm_parallel.model.ema import build_ema
+from timm_parallel.model.freeze import frozen_modules
+from timm_parallel.model.networks import AUTOCAST, Networks, PhaseStep, autocast
 from timm_parallel.parallel.communication import Communication
-from timm_parallel.parallel.strategy import HasParameters, Strategy, own_parameters
+from timm_parallel.parallel.strategy import HasParameters, Strategy
 from timm_parallel.state.progress import Progress
 from timm_parallel.task import Task
 
-# Prefix of the names of parameters that the training step has in addition to its model.
-OF_STEP = "train_step"
+# Name of the average of the model that model.ema asks for.
+EMA = "ema"
+
+
+@dataclass
+class Learning:
+    """How a phase changes its parameters: what a project builds for each phase."""
+
+    optimizer: Optimizer
+    # A learning-rate schedule with a method step_update(step). One that also has the methods
+    # state_dict, load_state_dict and observe(numbers) gets the numbers of each evaluation, and is
+    # saved in checkpoints.
+    schedule: Any
+    # Function that clips the gradients and returns their norm before clipping, a tensor on the
+    # device. Its argument is True if the norm is needed; otherwise it may return None.
+    clip: Callable[[bool], Tensor | None]
+
+
+class BuildLearning(Protocol):
+    """Function of a project that builds the optimizer of a phase."""
+
+    def __call__(self, phase: str, networks: dict[str, nn.Module]) -> Learning:
+        """`networks`: those that the phase trains, without the wrapper of a strategy."""
+
+
+@dataclass
+class Phase:
+    """A phase of a training step on one rank: it trains some networks with an own optimizer."""
+
+    name: str
+    # Computes the losses of a batch, without the wrapper of the strategy.
+    step: PhaseStep
+    # The same in the wrapper of the strategy.
+    wrapped: nn.Module
+    # All parameters that the phase trains, by name.
+    parameters: dict[str, nn.Parameter]
+    learning: Learning
+    scaler: torch.amp.GradScaler | None
+
+    @property
+    def optimizer(self) -> Optimizer:
+        return self.learning.optimizer
 
 
 @dataclass
 class TrainState:
-    """Model, training step, optimizer, schedule, averaged weights and progress of a run.
+    """Networks, averages, optimizers, schedules and progress of a run.
 
     These are all objects that a training step changes. A checkpoint stores their state.
     """
 
-    # The model without the wrapper of the strategy.
-    model: nn.Module
-    # The training step, which holds the model and the loss, without the wrapper of the strategy.
-    train_step: nn.Module
-    # The training step in the wrapper of the strategy. It maps images and targets to the mean loss
-    # and the metrics.
-    wrapped: nn.Module
-    optimizer: torch.optim.Optimizer
-    # A learning-rate schedule of timm, with a method step_update(step).
-    schedule: Any
-    scaler: torch.amp.GradScaler | None
-    # The averaged weights, an object of timm's ModelEmaV3, or None.
-    ema: Any
+    # The networks of the task by name, without any wrapper.
+    networks: Networks
+    # Averages of networks by name: timm's ModelEmaV3, and the name of the network.
+    averages: dict[str, tuple[Any, str]]
+    phases: list[Phase]
+    # Floating-point operations of a batch over all devices; None if they were not counted.
+    flops: int | None = None
     progress: Progress = field(default_factory=Progress)
 
     @property
+    def model(self) -> nn.Module:
+        """The network that is exported, without any wrapper."""
+        return self.networks["model"]
+
+    @property
+    def ema(self) -> nn.Module | None:
+        """The average of the model that model.ema asks for."""
+        return self.averages[EMA][0].module if EMA in self.averages else None
+
+    @property
     def modules(self) -> dict[str, nn.Module]:
-        """Return the models that a checkpoint stores, as a dictionary.
+        """All networks and averages by name."""
+        averages = {name: average.module for name, (average, _) in self.averages.items()}
+        return {**dict(self.networks.items()), **averages}
 
-        The key `model` holds the unwrapped model. If weights are averaged, the key `ema` holds the
-        averaged model.
+    def own_tensors(self, name: str) -> dict[str, Tensor]:
+        """Return the tensors of a network that a checkpoint stores, by name, except for those that
+        an earlier network has too. The model is the first one.
         """
-        modules = {"model": self.model}
-        return modules if self.ema is None else modules | {"ema": self.ema.module}
-
-    @cached_property
-    def own_parameters(self) -> dict[str, nn.Parameter]:
-        """Return the parameters that the training step has in addition to its model, by name.
-
-        Examples are the parameters of a loss or of a projector.
-        """
-        return own_parameters(self.train_step, self.model)
-
-    def own_tensors(self) -> dict[str, Tensor]:
-        """Return the parameters and buffers that the training step has in addition to its model, by
-        name.
-
-        Buffers that are not in the state dict are left out.
-        """
-        of_model = {id(buffer) for buffer in self.model.buffers()}
-        saved = self.train_step.state_dict().keys()
+        known: set[int] = set()
+        order = ["model", *(other for other in self.networks if other != "model")]
+        for other in order[: order.index(name)]:
+            known |= {id(tensor) for tensor in _tensors(self.networks[other]).values()}
         # Look up the buffers in each call, because a module may replace its buffers.
-        buffers = self.train_step.named_buffers()
-        own = {
-            name: buffer for name, buffer in buffers if name in saved and id(buffer) not in of_model
-        }
-        return {**self.own_parameters, **own}
+        tensors = _tensors(self.networks[name])
+        return {key: tensor for key, tensor in tensors.items() if id(tensor) not in known}
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield names and parameters of the model, and then those that only the training
-        step has.
+        """Yield the names and parameters of the model, then those that only other networks have.
+        The latter's names start with the name of their network.
         """
-        yield from self.model.named_parameters()
-        yield from (
-            (f"{OF_STEP}.{name}", parameter) for name, parameter in self.own_parameters.items()
-        )
+        seen: set[int] = set()
+        for network in ("model", *(name for name in self.networks if name != "model")):
+            prefix = "" if network == "model" else f"{network}."
+            for name, parameter in self.networks[network].named_parameters():
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    yield f"{prefix}{name}", parameter
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Yield all parameters of the training step, starting with those of the model."""
+        """Yield all parameters of all networks, starting with those of the model."""
         return (parameter for _, parameter in self.named_parameters())
+
+
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters of a module, and the buffers that its state dict has, by name."""
+    saved = module.state_dict().keys()
+    buffers = {name: buffer for name, buffer in module.named_buffers() if name in saved}
+    return {**dict(module.named_parameters()), **buffers}
+
+
+def build_state(
+    config: ResolvedConfig,
+    strategy: Strategy,
+    task: Task[Any],
+    model: nn.Module,
+    build: BuildLearning,
+    *,
+    sample: Batch | None = None,
+    compile_network: Callable[[nn.Module], nn.Module] = lambda network: network,
+) -> TrainState:
+    """Build the networks of the task around a model, their averages, and a step and an optimizer
+    for each phase. All ranks must call this function.
+
+    Raises ValueError if a trainable parameter belongs to no phase or to two. `sample`: a training
+    batch of any size, with which the FLOPs of a step are counted. `compile_network`: function that
+    wraps each network by torch.compile, or returns it unchanged.
+    """
+    task.ranks = strategy.group
+    bare = Networks(task.networks(model))
+    for network in bare.values():
+        network.to(strategy.device)
+    _check_task(task, bare)
+    # Copy averages before the strategy wraps networks, because it replaces parameters or adds hooks
+    # to them.
+    averages = {
+        name: (build_ema(bare[source], decay, False, foreach=not strategy.shards), source)
+        for name, (source, decay) in task.averages.items()
+    }
+    targets = Networks({name: average.module for name, (average, _) in averages.items()})
+    ema = getattr(config.model, "ema", None)
+    if ema is not None and ema.decay is not None:
+        average = build_ema(bare["model"], ema.decay, ema.warmup, foreach=not strategy.shards)
+        averages[EMA] = (average, "model")
+    flops = None
+    if sample is not None:
+        counted = Networks({**dict(bare.items()), **dict(targets.items())})
+        flops = count_flops(task, counted, sample.stretched(config.global_batch))
+    precision = config.train.precision
+    everything = {**dict(bare.items()), **{n: average.module for n, (average, _) in averages.items()}}
+    strategy.shard(Networks(everything), AUTOCAST[precision])
+    compiled = {name: compile_network(network) for name, network in bare.items()}
+    used = autocast({**compiled, **dict(targets.items())}, strategy.device, precision)
+    frozen = frozen_modules(used)
+    state = TrainState(bare, averages, [], flops)
+    trained = _parameters_of_phases(state, task.phases)
+    for name, parameters in trained.items():
+        if len(trained) > 1:
+            require_gradients(trained, name, strategy)
+        # Each phase has its own step, because a strategy may replace networks in it.
+        step = PhaseStep(task, Networks(dict(used.items())), name, frozen)
+        wrapped = strategy.wrap(step)
+        # Build the optimizer after wrapping, because fsdp replaces parameters.
+        learning = build(name, {network: bare[network] for network in task.phases[name]})
+        scaler = torch.amp.GradScaler(strategy.device.type) if precision == "fp16" else None
+        state.phases.append(Phase(name, step, wrapped, parameters, learning, scaler))
+    for phase in state.phases:
+        check_is_complete(phase.optimizer, phase.parameters)
+    return state
+
+
+def require_gradients(
+    trained: dict[str, dict[str, nn.Parameter]], phase: str, strategy: Strategy
+) -> None:
+    """Let only the parameters of one phase require gradients. `trained`: parameters of each phase.
+
+    fsdp keeps the flags of the first forward pass, so under it all of them stay on, and the
+    gradients of other phases are dropped.
+    """
+    if not strategy.shards:
+        for name, parameters in trained.items():
+            for parameter in parameters.values():
+                parameter.requires_grad_(name == phase)
+
+
+def _check_task(task: Task[Any], networks: Networks) -> None:
+    """Raise ValueError if the task names a network that it does not have, or holds what no checkpoint
+    would store.
+    """
+    name = f"train.task={task.config.train.task}"
+    if "model" not in networks:
+        raise ValueError(f"{name}: networks() must return the network `model`")
+    named = [network for networks_ in task.phases.values() for network in networks_]
+    for network in [*named, *(source for source, _ in task.averages.values())]:
+        if network not in networks:
+            raise ValueError(
+                f"{name}: there is no network {network}; networks() returns {', '.join(networks)}"
+            )
+    for attribute, value in vars(task).items():
+        if isinstance(value, Tensor | nn.Module | torch.Generator):
+            raise ValueError(
+                f"{name}: the attribute {attribute} is a {type(value).__name__}, which no "
+                "checkpoint stores; return it in networks(), as a module or a buffer of one"
+            )
+
+
+def _parameters_of_phases(
+    state: TrainState, phases: Mapping[str, Sequence[str]]
+) -> dict[str, dict[str, nn.Parameter]]:
+    """Return the parameters that each phase trains, by name. Raise ValueError if a trainable
+    parameter belongs to no phase, or to two.
+    """
+    networks_of: dict[int, set[str]] = defaultdict(set)
+    for phase, names in phases.items():
+        for network in names:
+            for parameter in state.networks[network].parameters():
+                networks_of[id(parameter)].add(phase)
+    trained: dict[str, dict[str, nn.Parameter]] = {phase: {} for phase in phases}
+    for name, parameter in state.named_parameters():
+        of_parameter = sorted(networks_of[id(parameter)])
+        if not parameter.requires_grad:
+            continue
+        if len(of_parameter) > 1:
+            raise ValueError(
+                f"train.task: {name} is trained in the phases {', '.join(of_parameter)}; put each "
+                "network in one phase"
+            )
+        if not of_parameter:
+            raise ValueError(
+                f"train.task: no phase trains {name}; add its network to a phase, or freeze it "
+                "with requires_grad_(False)"
+            )
+        trained[of_parameter[0]][name] = parameter
+    return trained
 
 
 @dataclass(frozen=True)
@@ -121,12 +291,11 @@ class RunParts:
     state: TrainState
     # Function that maps images, targets and epoch to a batch with mixup or cutmix, or None.
     mixing: Any
-    communication: Communication
+    # That of each phase.
+    communication: list[Communication]
     hooks: StepHooks
     # Number of optimizer steps per epoch. Each step has train.accumulate global batches.
     steps_per_epoch: int
-    # Floating-point operations of an optimizer step over all devices. None on all ranks but rank 0.
-    flops_per_step: int | None
 
     @classmethod
     def assemble(
@@ -148,18 +317,16 @@ class RunParts:
         images of a device. All ranks must call this function.
         """
         start_clock.end("model")
-        check_is_complete(state.optimizer, state)
         if strategy.shards:
-            step: Any = state.train_step
-            size = parts["preprocessing"].input_size
-            check_sharded_model(strategy.for_evaluation(step.model), size, strategy.group)
+            evaluated = evaluation_networks(state, config, strategy)
+            loader = next(iter(parts["eval_loaders"].values()))
+            check_sharded_model(evaluated, parts["task"], loader, strategy.group)
         else:
-            image = (parts["preprocessing"].input_size[0], *parts["image_size"])
-            check_batch_norm(state.model, image, config, parts["task"].views)
+            check_batch_norm(state.model, train_loader, config)
         steps_per_epoch, total_steps = config.train.count_steps(
             train_loader.sampler.batches_per_epoch
         )
-        communication = strategy.communication(state.wrapped)
+        communication = [strategy.communication(phase.wrapped) for phase in state.phases]
         hooks = build_hooks(config, strategy, communication, total_steps, *profiled)
         return cls(
             config=config,
@@ -177,6 +344,14 @@ class RunParts:
         return self.state.progress
 
     @property
+    def flops_per_step(self) -> int | None:
+        """Floating-point operations of an optimizer step over all devices. None on all ranks but
+        rank 0.
+        """
+        flops = self.state.flops
+        return None if flops is None else flops * self.config.train.accumulate
+
+    @property
     def total_steps(self) -> int:
         """Return the number of steps of the whole run, including those before a resume."""
         return self.progress.last_step(self.config.train, self.steps_per_epoch)
@@ -192,6 +367,17 @@ class RunParts:
     def listing(self) -> str:
         """Return a hash of the names and labels of the training images."""
         return split_fingerprint(self.dataset.train)
+
+
+def evaluation_networks(
+    state: TrainState, config: ResolvedConfig, strategy: Strategy, model: nn.Module | None = None
+) -> Networks:
+    """Return the networks and averages with which a run evaluates, in the precision of the config
+    and in the wrapper of the strategy. `model`: replaces the model, such as its average.
+    """
+    networks = {**state.modules, **({} if model is None else {"model": model})}
+    networks.pop(EMA, None)
+    return strategy.for_evaluation(autocast(networks, strategy.device, config.train.precision))
 
 
 def data_of_a_step(parts: RunParts) -> dict[str, Any]:

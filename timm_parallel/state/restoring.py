@@ -17,9 +17,9 @@ from torch.optim import Optimizer
 
 from timm_parallel.faults.liveness import liveness
 from timm_parallel.machine.text import change_text
+from timm_parallel.model.networks import LOSS
 from timm_parallel.parallel.strategy import HasParameters, Strategy
 from timm_parallel.state.parts import (
-    OF_STEP,
     RunParts,
     TrainState,
     data_of_a_step,
@@ -44,7 +44,8 @@ def restore_run(parts: RunParts, contents: dict[str, Any]) -> dict[str, list[Any
     announcements = _check_data(parts, contents)
     restore(parts.state, parts.strategy, contents)
     progress, train = parts.progress, parts.config.train
-    parts.state.schedule.step_update(progress.schedule_step(parts.steps_per_epoch))
+    for phase in parts.state.phases:
+        phase.learning.schedule.step_update(progress.schedule_step(parts.steps_per_epoch))
     if parts.total_steps < progress.step:
         limit = f"train.max_steps={train.max_steps}"
         if progress.step_in_epoch > (train.epochs - progress.epoch) * parts.steps_per_epoch:
@@ -119,7 +120,7 @@ def restore(state: TrainState, strategy: Strategy, contents: dict[str, Any]) -> 
 
     Hyperparameters of the optimizer keep the values of the config.
     """
-    missing = {"optimizer", "scaler", "ema", "progress"} - contents.keys()
+    missing = {"networks", "averages", "phases", "progress"} - contents.keys()
     if missing:
         raise ValueError(
             f"resume: the checkpoint has only weights, no {', '.join(sorted(missing))}; start a "
@@ -129,49 +130,77 @@ def restore(state: TrainState, strategy: Strategy, contents: dict[str, Any]) -> 
     for name, module in state.modules.items():
         strategy.buffers.restore_own(module, contents["buffers_by_rank"].get(name))
     state.progress = Progress(**contents["progress"])
-    restore_optimizer(state.optimizer, state, contents["optimizer"], strategy)
-    if state.scaler is not None and contents["scaler"] is not None:
-        state.scaler.load_state_dict(contents["scaler"])
+    for phase in state.phases:
+        if phase.name not in contents["phases"]:
+            raise ValueError(
+                f"resume: the checkpoint has the phases {', '.join(contents['phases'])}, not "
+                f"{phase.name}; set train.task as in the saved run, or start a new run"
+            )
+        of_phase = contents["phases"][phase.name]
+        restore_optimizer(phase.optimizer, state, of_phase["optimizer"], strategy)
+        if phase.scaler is not None and of_phase["scaler"] is not None:
+            phase.scaler.load_state_dict(of_phase["scaler"])
+        if hasattr(phase.learning.schedule, "observe") and of_phase["schedule"] is not None:
+            phase.learning.schedule.load_state_dict(of_phase["schedule"])
     saved = contents["strategy"]
     if saved["kind"] == strategy.kind:
         strategy.load_state_dict(saved["state"])
 
 
 def restore_weights(state: TrainState, strategy: Strategy, contents: dict[str, Any]) -> None:
-    """Load the weights of a checkpoint, and the averaged weights if the run averages them.
+    """Load the networks of a checkpoint, and the averages that the run has.
 
-    If the checkpoint has no averaged weights, the average starts from the weights. The tensors that
-    only the training step has, such as those of a loss, are loaded too.
+    An average that the checkpoint lacks starts from its network.
     """
-    for name, module in state.modules.items():
-        which = "model" if contents[name] is None else name
-        current, saved = module.state_dict(), contents[which]
-        parts = {
-            key: strategy.part(value, current[key]) if key in current else value
-            for key, value in saved.items()
-        }
-        load_model_state(module, {which: parts}, which)
-    _restore_step(state, strategy, contents[OF_STEP])
+    _load(state.model, strategy, contents["model"])
+    for name in state.networks:
+        if name != "model":
+            _restore_network(state, strategy, name, contents["networks"].get(name, {}))
+    for name, (average, source) in state.averages.items():
+        saved = contents["averages"].get(name)
+        if saved is None:
+            whole = {
+                key: strategy.whole(tensor)
+                for key, tensor in state.networks[source].state_dict().items()
+            }
+            saved = whole
+        _load(average.module, strategy, saved)
+
+
+def _load(module: nn.Module, strategy: Strategy, saved: dict[str, Tensor]) -> None:
+    current = module.state_dict()
+    parts = {
+        key: strategy.part(value, current[key]) if key in current else value
+        for key, value in saved.items()
+    }
+    load_model_state(module, {"model": parts}, "model")
 
 
 @torch.no_grad()
-def _restore_step(state: TrainState, strategy: Strategy, saved: dict[str, Tensor]) -> None:
-    """Load the tensors that the training step has in addition to its model.
+def _restore_network(
+    state: TrainState, strategy: Strategy, network: str, saved: dict[str, Tensor]
+) -> None:
+    """Load the tensors that a network has in addition to those of the model.
 
     `saved`: the tensors of the checkpoint by name. Raises ValueError if a parameter is missing or
     has another shape.
     """
-    own = state.own_tensors()
+    own = state.own_tensors(network)
     # A missing buffer keeps its initial value, because the saved run may have had another loss.
-    lacking = [name for name in state.own_parameters if name not in saved]
+    lacking = [
+        name
+        for name, tensor in own.items()
+        if name not in saved and isinstance(tensor, nn.Parameter)
+    ]
     changed = [
         name for name, tensor in own.items() if name in saved and saved[name].shape != tensor.shape
     ]
     if lacking or changed:
+        key = "train.loss" if network == LOSS else "train.task"
         raise ValueError(
-            f"train.loss: the loss or the training step has {', '.join(lacking + changed)}, which "
-            "the checkpoint lacks or has in another shape; set train.loss and train.loss_kwargs "
-            "as in the saved run, or start a new run with "
+            f"{key}: the network {network} has {', '.join(lacking + changed)}, which the "
+            "checkpoint lacks or has in another shape; set train.task, train.loss and "
+            "train.loss_kwargs as in the saved run, or start a new run with "
             "model.weights=<folder>/checkpoints/last.pt"
         )
     for name, tensor in own.items():
@@ -185,13 +214,14 @@ def load_model_state(model: nn.Module, contents: dict[str, Any], which: str) -> 
     `which`: `model` for the trained weights, `ema` for the averaged ones. Raises ValueError if they
     do not fit.
     """
-    if contents.get(which) is None:
+    weights = contents["model"] if which == "model" else contents["averages"].get(which)
+    if weights is None:
         raise ValueError(
             f"weights={which}: the checkpoint has no averaged weights, because its run did not set "
             "model.ema.decay"
         )
     try:
-        model.load_state_dict(contents[which])
+        model.load_state_dict(weights)
     except RuntimeError as error:
         raise ValueError(
             "model.name: the checkpoint was written by a different model "

@@ -20,7 +20,6 @@ from timm_parallel.errors import NotFiniteError
 from timm_parallel.parallel.group import ProcessGroup
 from timm_parallel.parallel.strategy import HasParameters, Strategy
 from timm_parallel.state.parts import (
-    OF_STEP,
     RunParts,
     TrainState,
     data_of_a_step,
@@ -36,7 +35,7 @@ def checkpoint_of(parts: RunParts, segments: list[dict[str, Any]]) -> dict[str, 
     """
     contents = snapshot(parts.state, parts.strategy)
     check_finite(
-        [contents["model"], contents["ema"], contents[OF_STEP]],
+        [contents["model"], *contents["networks"].values(), *contents["averages"].values()],
         parts.strategy.group,
         parts.progress.step,
     )
@@ -63,14 +62,26 @@ def snapshot(state: TrainState, strategy: Strategy) -> dict[str, Any]:
     If the strategy shards parameters, rank 0 gets the tensors in CPU memory, and other ranks get
     empty tensors. All ranks must call this function.
     """
-    # A checkpoint stores no learning rates and no random states, because both are functions of the
-    # step.
+    # A checkpoint stores no random states, because they are functions of the step, and learning
+    # rates only of a schedule that observes evaluations.
     parts = {
         "model": state.model.state_dict(),
-        OF_STEP: {name: tensor.detach() for name, tensor in state.own_tensors().items()},
-        "optimizer": optimizer_state(state.optimizer, state),
-        "scaler": None if state.scaler is None else state.scaler.state_dict(),
-        "ema": None if state.ema is None else state.ema.module.state_dict(),
+        "networks": {
+            name: {key: tensor.detach() for key, tensor in state.own_tensors(name).items()}
+            for name in state.networks
+            if name != "model"
+        },
+        "averages": {
+            name: average.module.state_dict() for name, (average, _) in state.averages.items()
+        },
+        "phases": {
+            phase.name: {
+                "optimizer": optimizer_state(phase.optimizer, state),
+                "scaler": None if phase.scaler is None else phase.scaler.state_dict(),
+                "schedule": state_of(phase.learning.schedule),
+            }
+            for phase in state.phases
+        },
         "strategy": {"kind": strategy.kind, "state": strategy.state_dict()},
     }
     return {
@@ -80,6 +91,13 @@ def snapshot(state: TrainState, strategy: Strategy) -> dict[str, Any]:
         },
         "progress": dataclasses.asdict(state.progress),
     }
+
+
+def state_of(schedule: Any) -> Any:
+    """Return the state of a schedule that observes evaluations. Other schedules are functions of the
+    step, and have none.
+    """
+    return schedule.state_dict() if hasattr(schedule, "observe") else None
 
 
 def _for_file(tensor: Tensor, strategy: Strategy) -> Tensor:

@@ -1,0 +1,296 @@
+"""One optimizer step: its batches, the backward pass of each phase, and the update."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+import torch
+from torch import Tensor, nn
+
+from timm_parallel.data.batch import Batch
+from timm_parallel.faults.liveness import FORWARD, READING
+from timm_parallel.measure.metric_window import LOSS, MetricWindow
+from timm_parallel.model.freeze import check_statistics_move, write_counts
+from timm_parallel.model.networks import Networks
+from timm_parallel.runtime.determinism import seed_step
+from timm_parallel.state.parts import Phase, RunParts, require_gradients
+from timm_parallel.task import Task
+
+# Draws of the phases start at multiples of this number, so that each phase has its own.
+DRAWS_PER_PHASE = 2**16
+
+
+class Step:
+    """An optimizer step of all phases.
+
+    `train()` is what most runs do. A loop of a project may do the same in parts: for each phase,
+    `backward(batch, phase)` for each batch of `batches()`, then `update(phase)`.
+    """
+
+    def __init__(
+        self, parts: RunParts, batches: Iterator[Batch], window: MetricWindow, is_logged: bool
+    ) -> None:
+        """`batches`: the remaining batches of the epoch. `is_logged`: True at a step that logs,
+        saves or evaluates, or is the last one of its epoch.
+        """
+        self.parts, self.is_logged = parts, is_logged
+        self.number = parts.progress.step + 1
+        self._source, self._window = batches, window
+        self._accumulate, self._strategy = parts.config.train.accumulate, parts.strategy
+        self._phases = {phase.name: phase for phase in parts.state.phases}
+        self._has_weight = type(parts.task).weight is not Task.weight
+        self._read: list[Batch] = []
+        # Sum of the weights of all batches of the step over all ranks.
+        self._total: Tensor | None = None
+        # Number of backward passes of each phase since its last update.
+        self._backward = dict.fromkeys(self._phases, 0)
+        self._updated: list[str] = []
+        self._numbers: dict[str, float | None] = {}
+        # Norm of the gradients of each phase before clipping, at a logged step.
+        self._norms: dict[str, Tensor] = {}
+        # True after the step if the run must stop, because it received a stop signal.
+        self.stops = False
+        # In the first step of an epoch, how often its frozen modules had been written before.
+        is_first = parts.progress.step_in_epoch == 0
+        self._written = write_counts(parts.state.networks) if is_first else None
+
+    def train(self) -> dict[str, float | None]:
+        """Train all phases on the batches of this step. All ranks must call this function.
+
+        Returns the numbers to log: means since the last logged step, as `train/<name>`, learning
+        rates and norms of gradients. The dictionary is empty at a step that is not logged, because
+        reading the numbers waits for the device. Raises NotFiniteError on all ranks at the same
+        step if a loss is not finite.
+        """
+        for name, phase in self._phases.items():
+            if not needs_closure(phase):
+                for batch in self.batches():
+                    self.backward(batch, name)
+            self.update(name)
+        return self._numbers
+
+    def batches(self) -> Iterator[Batch]:
+        """Yield the train.accumulate batches of the step. They are read once, also if this function
+        is called for several phases.
+        """
+        keeps = self._has_weight or len(self._phases) > 1 or any(
+            map(needs_closure, self._phases.values())
+        )
+        if self._has_weight and not self._read:
+            self._read = [self._fetch() for _ in range(self._accumulate)]
+            weights = [torch.as_tensor(self.parts.task.weight(batch)) for batch in self._read]
+            own = torch.stack([w.to(self._strategy.device, torch.float64) for w in weights]).sum()
+            total = self._strategy.group.sum(own)
+            self._total = torch.where(total == 0, 1.0, total).float()
+        if self._read:
+            yield from self._read
+            return
+        for _ in range(self._accumulate):
+            batch = self._fetch()
+            yield batch
+            if keeps:
+                self._read.append(batch)
+
+    def backward(self, batch: Batch, phase: str = "train") -> Tensor:
+        """Compute the losses of a batch in a phase, and add the gradients of their mean over the
+        whole optimizer step. Return the loss, a detached scalar on the device.
+        """
+        of_phase, parts = self._phases[phase], self.parts
+        if self._backward[phase] == 0 and len(self._phases) > 1:
+            trained = {name: each.parameters for name, each in self._phases.items()}
+            require_gradients(trained, phase, self._strategy)
+        self._backward[phase] += 1
+        # Skip the synchronization of gradients until the last batch of the step, because the ranks
+        # need only the sum over these batches.
+        is_last = self._backward[phase] == self._accumulate
+        loss, values = self._add_gradients(batch, of_phase, is_last)
+        name = LOSS if len(self._phases) == 1 else f"{LOSS}_{phase}"
+        self._window.add(self.number, phase, {name: loss, **values}, len(batch))
+        if phase == next(iter(self._phases)):
+            self._window.add_images(self.number, len(batch))
+        return loss
+
+    def _add_gradients(
+        self, batch: Batch, phase: Phase, is_last: bool
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the loss of a batch, as its share of the mean over the step, and its numbers as
+        means.
+        """
+        batch.draws = DRAWS_PER_PHASE * list(self._phases).index(phase.name)
+        skipped = nullcontext() if is_last else self._strategy.skip_sync(phase.wrapped)
+        with skipped:
+            losses, values = phase.wrapped(batch)
+            if losses.ndim > 1 or (losses.ndim == 1 and len(losses) != len(batch)):
+                raise ValueError(
+                    f"train.task: losses() returned a tensor {list(losses.shape)} for a batch of "
+                    f"{len(batch)}; return the loss of each sample [{len(batch)}], or their mean"
+                )
+            loss, scaled = self._means(losses, batch)
+            self.parts.hooks.start_backward()
+            (scaled if phase.scaler is None else phase.scaler.scale(scaled)).backward()
+        means = {name: value.detach().float().mean() for name, value in values.items()}
+        return loss.detach(), means
+
+    def _means(self, losses: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return two scalars: the loss of a batch for the log, whose mean over all batches of the
+        step is the loss of the step, and the tensor to differentiate. The strategy averages its
+        gradients over ranks, and those of batches add up.
+        """
+        if self._total is not None:
+            weight = torch.as_tensor(self.parts.task.weight(batch), device=losses.device)
+            own = losses * weight if losses.ndim == 0 else losses.sum()
+            share = own * (self._strategy.group.world_size / self._total.to(losses.device))
+            return share * self._accumulate, share
+        mean = losses if losses.ndim == 0 else losses.sum() / len(batch)
+        return mean, mean / self._accumulate if self._accumulate > 1 else mean
+
+    def update(self, phase: str = "train") -> dict[str, float | None]:
+        """Let the optimizer of a phase change its parameters. After the last phase, update averages
+        and learning rates too, and return the numbers to log, as `train` does.
+
+        Raises RuntimeError if the loop has not called `backward` for all batches. All ranks must
+        call this function.
+        """
+        of_phase, hooks = self._phases[phase], self.parts.hooks
+        if needs_closure(of_phase):
+            self._step_with_closure(of_phase)
+        else:
+            self._check_batches(phase)
+            hooks.start_update()
+            self._strategy.start_update()
+            self._clip(of_phase)
+            if of_phase.scaler is not None:
+                # The scaler skips a step whose gradients overflowed. All ranks have the same
+                # averaged gradients, so all of them skip the step.
+                of_phase.scaler.step(of_phase.optimizer)
+                of_phase.scaler.update()
+            else:
+                of_phase.optimizer.step()
+        # Set gradients to None instead of 0. The next backward pass then writes the gradients,
+        # which is faster than adding to zeros. Other phases may have got gradients under fsdp.
+        for each in self._phases.values():
+            each.optimizer.zero_grad(set_to_none=True)
+        self._backward[phase] = 0
+        self._updated.append(phase)
+        if len(self._updated) == len(self._phases):
+            self._finish()
+        return self._numbers
+
+    def _check_batches(self, phase: str) -> None:
+        if self._backward[phase] != self._accumulate:
+            raise RuntimeError(
+                f"train.accumulate={self._accumulate}: the training loop called backward for "
+                f"{self._backward[phase]} batches in step {self.number}; it must do so for each "
+                "batch of step.batches()"
+            )
+
+    def _step_with_closure(self, phase: Phase) -> None:
+        """Step an optimizer that computes the loss several times. Each time has the same draws."""
+        calls = 0
+
+        def closure() -> Tensor:
+            nonlocal calls
+            phase.optimizer.zero_grad(set_to_none=True)
+            if calls:
+                self.seed()
+            calls += 1
+            with torch.enable_grad():
+                losses = []
+                for batch in self.batches():
+                    if calls == 1:
+                        losses.append(self.backward(batch, phase.name))
+                    else:
+                        is_last = len(losses) + 1 == self._accumulate
+                        losses.append(self._add_gradients(batch, phase, is_last)[0])
+            self._strategy.start_update()
+            self._clip(phase)
+            return torch.stack(losses).mean()
+
+        phase.optimizer.step(closure)  # type: ignore[arg-type]
+        if not calls:
+            raise RuntimeError(
+                f"optim.opt: {type(phase.optimizer).__name__} declares needs_closure, but its step "
+                "did not call the closure"
+            )
+        self.parts.hooks.start_update()
+
+    def _clip(self, phase: Phase) -> None:
+        """Clip the gradients of a phase, and note their norm before clipping at a logged step."""
+        clip = phase.learning.clip
+        if clip is None and not self.is_logged:
+            return
+        # With fp16, remove the loss scale from the gradients, because clipping and the logged norm
+        # need unscaled ones.
+        if phase.scaler is not None:
+            phase.scaler.unscale_(phase.optimizer)
+        if self.is_logged:
+            gradients = [p.grad for p in phase.parameters.values() if p.grad is not None]
+            norm = self._strategy.whole(nn.utils.get_total_norm(gradients))
+            self._norms[phase.name] = norm
+        if clip is not None:
+            clip()
+
+    def _finish(self) -> None:
+        """Update averages and schedules after all phases, and fetch the numbers of a logged step."""
+        parts, progress, state = self.parts, self.parts.progress, self.parts.state
+        self._strategy.after_step(self.number)
+        rates = {
+            name: max(float(group["lr"]) for group in phase.optimizer.param_groups)
+            for name, phase in self._phases.items()
+        }
+        # Average after the strategy's own update, which may change weights, so that all ranks
+        # average equal weights.
+        for average, source in state.averages.values():
+            average.update(state.networks[source], self.number)
+        if type(parts.task).after_step is not Task.after_step:
+            with torch.no_grad():
+                parts.task.after_step(Networks(state.modules), parts.task.ranks)
+        if self._written is not None:
+            check_statistics_move(self._written, write_counts(state.networks))
+        progress.step, progress.step_in_epoch = self.number, progress.step_in_epoch + 1
+        self.stops = parts.hooks.end_step()
+        if self.is_logged or self.stops:
+            progress.add_steps(self._window.fetch(self._strategy.group))
+            parts.hooks.synchronized()
+        for phase in self._phases.values():
+            phase.learning.schedule.step_update(progress.schedule_step(parts.steps_per_epoch))
+        if self.is_logged:
+            self._numbers = self._describe(progress.close_window(), rates)
+
+    def _describe(
+        self, means: dict[str, float], rates: dict[str, float]
+    ) -> dict[str, float | None]:
+        numbers: dict[str, float | None] = {f"train/{name}": mean for name, mean in means.items()}
+        for name in self._phases:
+            suffix = "" if len(self._phases) == 1 else f"_{name}"
+            numbers[f"lr{suffix}"] = rates[name]
+            numbers[f"train/grad_norm{suffix}"] = self._norms[name].item()
+        return numbers
+
+    @property
+    def is_done(self) -> bool:
+        """True if all phases were updated."""
+        return len(self._updated) == len(self._phases)
+
+    def seed(self) -> None:
+        """Seed the random generators of the devices for this step."""
+        group = self._strategy.group
+        seed_step(self.parts.config.seed, self.number, group.rank, self._strategy.devices)
+
+    def _fetch(self) -> Batch:
+        """Return the next batch, with mixup or cutmix if configured, and measure how long the device
+        waits.
+        """
+        parts, progress = self.parts, self.parts.progress
+        parts.hooks.at(READING)
+        batch = next(self._source)
+        parts.hooks.at(FORWARD)
+        if parts.mixing is not None:
+            batch = parts.mixing(batch)
+        batch.share = progress.step / parts.total_steps
+        return batch
+
+
+def needs_closure(phase: Phase) -> bool:
+    """Return True if the optimizer of a phase computes the loss several times in a step."""
+    return bool(getattr(phase.optimizer, "needs_closure", False))
