@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from timm_parallel.launch.torchrun import run_on_devices as run_on_devices
     from timm_parallel.machine.files import write_json as write_json
     from timm_parallel.machine.files import write_text as write_text
+    from timm_parallel.machine.imports import import_class as import_class
     from timm_parallel.machine.process import exit_process as exit_process
-    from timm_parallel.machine.process import import_class as import_class
     from timm_parallel.machine.ranks import Ranks as Ranks
     from timm_parallel.measure.flops import count_flops as count_flops
     from timm_parallel.metric import Metric as Metric
@@ -149,7 +149,7 @@ _GROUPS = {
     "Errors, names and scripts": {
         "RefusedError": "errors",
         "refuse_wrong_arguments": "errors",
-        "import_class": "machine.process",
+        "import_class": "machine.imports",
         "CommandLine": "config.arguments",
         "exit_process": "machine.process",
         "print_json": "config.arguments",

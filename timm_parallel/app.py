@@ -20,6 +20,7 @@ from timm_parallel.keys import ResolvedParallel, leaves
 from timm_parallel.machine.ranks import Ranks, ranks_from_environment
 from timm_parallel.project import C, Project, R
 from timm_parallel.task import Task
+from timm_parallel.task_rules import check_task
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -36,7 +37,9 @@ class App(Project[C, R]):
         """Compose and check the config that train.py would use with these overrides, e.g.
         `model=tiny`.
         """
-        return self.own(compose_command(parse_command_line([*overrides])).config)
+        config = compose_command(parse_command_line([*overrides])).config
+        check_task(config)
+        return self.own(config)
 
     def declared_keys(self) -> list[tuple[str, Any, Any]]:
         """Return (dotted key, default value, dataclass field) of each config key, in the order of
@@ -83,6 +86,7 @@ class App(Project[C, R]):
     def check(self, config: C) -> None:
         """Raise ValueError if keys of a config cannot work together."""
         check_combination(config)
+        check_task(config)
 
     def resolve(self, config: C, *sizes: int) -> R:
         """Replace each `auto` value of a config by its value on this machine.
@@ -126,6 +130,6 @@ class App(Project[C, R]):
         `run`: the folder of the run to evaluate. None: evaluate the model that the overrides name.
         `overrides`: `key=value` arguments, as on the command line of train.py.
         """
-        return self.own_resolved(
-            evaluation_config(run, overrides, ranks_from_environment(os.environ))
-        )
+        config = evaluation_config(run, overrides, ranks_from_environment(os.environ))
+        check_task(config)
+        return self.own_resolved(config)

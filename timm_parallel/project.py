@@ -15,10 +15,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from timm_parallel.class_source import use_classes_of
-from timm_parallel.keys import STRATEGIES, Config, ResolvedConfig
-from timm_parallel.machine.process import import_name, imports_without_gc
-from timm_parallel.metric import Metric
+from timm_parallel.keys import Config, ResolvedConfig
+from timm_parallel.machine.imports import import_name, imports_without_gc
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -48,7 +46,6 @@ class Project(Generic[C, R]):
     # Dotted name of the function that yields an error message for each config key that does not fit
     # the other keys. Argument: config.
     rules: str
-    metrics: Mapping[str, Metric]
     # Modules to import in the server process that forks the jobs of a sweep.
     preload: tuple[str, ...]
     # Overrides for a run of a few seconds, with which `make doctor` tests each strategy.
@@ -57,8 +54,6 @@ class Project(Generic[C, R]):
     # config accepts any name.
     tasks: Mapping[str, str] = field(default_factory=dict)
     datasets: Mapping[str, str] = field(default_factory=dict)
-    # Strategies of the project. The built-in ones are added to them.
-    strategies: Mapping[str, str] = field(default_factory=dict)
     # Dotted name of the function that raises ValueError for data that cannot be read. Argument:
     # config.
     check_data: str = "timm_parallel.data.build.check_data"
@@ -74,9 +69,6 @@ class Project(Generic[C, R]):
     def __post_init__(self) -> None:
         global _current
         _current = self
-        # A frozen dataclass can set its own fields only in this way.
-        object.__setattr__(self, "strategies", {**STRATEGIES, **self.strategies})
-        use_classes_of(self.package, self.strategies)
 
     @property
     def package(self) -> str:

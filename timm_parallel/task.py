@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
-from timm_parallel.class_source import class_attributes
 from timm_parallel.errors import refuse_wrong_arguments
 from timm_parallel.keys import ResolvedConfig
-from timm_parallel.machine.process import import_class, import_name
+from timm_parallel.machine.imports import import_class, import_name
 from timm_parallel.metric import Metric
 from timm_parallel.project import current
 
@@ -176,7 +175,7 @@ class Task(Targets, Generic[C]):
         """
         if name in cls.losses:
             return cls.losses[name].reads
-        return tuple(class_attributes(name).get("reads", ()))
+        return tuple(getattr(import_name(name), "reads", ()))
 
     # Methods for the data of the task.
 

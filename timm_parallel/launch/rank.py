@@ -30,7 +30,8 @@ from timm_parallel.faults.liveness import liveness
 from timm_parallel.faults.watchdog import Watchdog
 from timm_parallel.keys import ResolvedConfig
 from timm_parallel.launch.rendezvous import open_store
-from timm_parallel.machine.process import imports_without_gc, kill_on_parent_exit
+from timm_parallel.machine.imports import imports_without_gc
+from timm_parallel.machine.process import kill_on_parent_exit
 from timm_parallel.machine.ranks import Ranks, ranks_from_environment
 from timm_parallel.machine.secrets import HidingFormatter
 from timm_parallel.machine.signals import (

@@ -28,11 +28,11 @@ from timm_parallel.launch.rendezvous import (
     ranks_store,
 )
 from timm_parallel.machine import hardware
+from timm_parallel.machine.imports import imports_without_gc
 from timm_parallel.machine.platform import STOP_SIGNALS, open_memory
 from timm_parallel.machine.process import (
     LAUNCHER,
     SAFE_PATH,
-    imports_without_gc,
     process_start_time,
     terminate_descendants,
 )

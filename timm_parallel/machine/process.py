@@ -6,25 +6,21 @@ from __future__ import annotations
 
 import atexit
 import ctypes
-import gc
 import io
 import os
 import shutil
 import signal
 import sys
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
-from importlib import import_module
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import psutil
 
-from timm_parallel.class_source import package
 from timm_parallel.machine.lock import remove_lock_files
 
-T = TypeVar("T")
 # Python option for child processes. Without it, `python -m` imports from the current folder first,
 # which may contain a foreign json.py.
 SAFE_PATH = ("-P",)
@@ -80,43 +76,6 @@ def started_at() -> float:
     parent process.
     """
     return float(os.environ.get("RUN_STARTED_AT", 0)) or process_start_time(os.getppid())
-
-
-@contextmanager
-def imports_without_gc() -> Iterator[None]:
-    """Pause the garbage collector in the `with` block, in which torch and timm are imported. This
-    saves a fifth of the import time.
-    """
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        gc.enable()
-
-
-def import_name(name: str) -> Any:
-    """Import a class or function by its dotted name, such as `torch.optim.SGD`."""
-    module, _, class_name = name.rpartition(".")
-    return getattr(import_module(module), class_name)
-
-
-def import_class(
-    key: str, name: str, base: type[T], named: Mapping[str, str] | None = None
-) -> type[T]:
-    """Import the class that a config key names, by a short name or by a dotted name. Raises
-    ValueError if it does not extend the class `base`.
-
-    `key`: the config key, for the message. `name`: its value. `named`: dictionary from short name
-    to dotted name.
-    """
-    imported = import_name((named or {}).get(name, name))
-    if not (isinstance(imported, type) and issubclass(imported, base)):
-        raise ValueError(
-            f"{key}={name}: expected a class that extends {base.__name__}; give "
-            f"{package()}.<module>.<Class>"
-        )
-    return imported
 
 
 def keep_freed_memory() -> None:

@@ -53,8 +53,8 @@ class Strategy:
     BatchNorm statistics equal on all ranks.
     """
 
-    # The following attributes declare what the strategy can do. train.py reads them from the source
-    # code before it imports torch, to reject a config early. Each must be a plain True or False.
+    # The following attributes declare what the strategy can do, so that train.py can reject a
+    # config early. For the built-in strategies, keys.py repeats them.
     # process_per_device: one process per device (True), or one process that drives all devices
     # (False).
     process_per_device = False

@@ -20,7 +20,7 @@ import numpy as np
 from timm_parallel.keys import ResolvedConfig
 from timm_parallel.machine import process
 from timm_parallel.machine.files import write_text
-from timm_parallel.machine.process import import_name
+from timm_parallel.machine.imports import import_name
 from timm_parallel.machine.secrets import hide_in, mask
 
 log = logging.getLogger(__name__)
