@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from src.app import app
-from timm_parallel import CommandLine, Ranks, exit_process, print_json
+from timm_parallel import CommandLine, Ranks, evaluation_config, exit_process, print_json
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -63,7 +63,7 @@ def _evaluate(given: argparse.Namespace, overrides: list[str], arguments: list[s
         raise ValueError(f"checkpoint={given.checkpoint}: needs a run; give run=<run folder> too")
     if given.run is None and given.weights is not None:
         raise ValueError(f"weights={given.weights}: needs a run; give run=<run folder> too")
-    config = app.evaluation_config(given.run, overrides)
+    config = app.own_resolved(evaluation_config(given.run, overrides))
     app.call(app.check_data, config, None if given.run is None else given.split)
 
     def evaluate(ranks: Ranks, store: Store | None) -> None:

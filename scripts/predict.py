@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 # Python searches the folder of a script for modules, so add the root of the project.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from src.app import app
 from timm_parallel import CommandLine, Ranks, ResolvedParallel, exit_process
 
 if TYPE_CHECKING:
@@ -61,9 +60,9 @@ def main(argv: list[str]) -> int:
         raise ValueError(f"images={given.images}: no such file or folder")
     if not (given.run / "config.yaml").is_file():
         raise ValueError(f"run={given.run}: not a run folder: it has no config.yaml")
-    from timm_parallel import run_on_devices
+    from timm_parallel import resolve_parallel, run_on_devices
 
-    parallel = app.resolve_parallel(given.parallel, given.devices, given.batch_size)
+    parallel = resolve_parallel(given.parallel, given.devices, given.batch_size)
     return run_on_devices(parallel, __file__, argv, partial(_predict, given, parallel))
 
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
+from timm_parallel.app import current
 from timm_parallel.errors import refuse_wrong_arguments
 from timm_parallel.keys import ResolvedConfig
 from timm_parallel.machine.imports import import_class, import_name
 from timm_parallel.metric import Metric
-from timm_parallel.project import current
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from timm_parallel.app import current
 from timm_parallel.config.bounds import option_problems
 from timm_parallel.config.hints import hint
 from timm_parallel.config.validate import refuse
@@ -14,7 +15,6 @@ from timm_parallel.data.dataset import ImageDataset
 from timm_parallel.keys import Config, is_own_class
 from timm_parallel.machine.imports import import_class
 from timm_parallel.metric import LOSS, Metric, metric_name
-from timm_parallel.project import current
 from timm_parallel.task import Task
 
 

@@ -16,12 +16,12 @@ from typing import Any
 import yaml
 from omegaconf.errors import ConfigTypeError, ValidationError
 
+from timm_parallel.app import current, root
 from timm_parallel.config.hints import hint
 from timm_parallel.config.timm_names import timm_models, timm_optimizers
 from timm_parallel.keys import leaves
 from timm_parallel.machine.secrets import is_secret_key
 from timm_parallel.machine.text import yaml_text
-from timm_parallel.project import current, root
 
 # Table of key names in other programs, such as timm's train.py, with the names here.
 OTHER_NAMES = Path(__file__).with_name("other_names.yaml")

@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator
 from functools import partial
 
+from timm_parallel.app import current
 from timm_parallel.config import timm_rules
 from timm_parallel.config.bounds import key_problems
 from timm_parallel.config.cluster import cluster_rules
@@ -20,7 +21,6 @@ from timm_parallel.config.hints import hint
 from timm_parallel.errors import RefusedError
 from timm_parallel.keys import STRATEGIES, TRACKERS, Config, is_own_class
 from timm_parallel.machine.imports import find_class
-from timm_parallel.project import current
 
 # Allow only known database drivers, because SQLAlchemy imports the driver in the URL as a module.
 DATABASE = r"(sqlite|postgresql|mysql)(\+(pysqlite|psycopg2?|pymysql|mysqldb))?://.*"

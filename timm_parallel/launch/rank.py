@@ -17,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+from timm_parallel.app import current
 from timm_parallel.config.compose import load_config
 from timm_parallel.faults.failure import (
     failure_record,
@@ -42,7 +43,6 @@ from timm_parallel.machine.signals import (
     stop_handler,
 )
 from timm_parallel.machine.start_clock import start_clock
-from timm_parallel.project import current
 
 if TYPE_CHECKING:
     from torch.distributed import Store

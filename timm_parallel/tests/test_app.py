@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from timm_parallel import App, project
+from timm_parallel import App, app, compose
 from timm_parallel.entry import run_command
 
 SMALL = Path(__file__).with_name("small_project")
@@ -20,7 +20,7 @@ SMALL = Path(__file__).with_name("small_project")
 def build_small_app(monkeypatch: pytest.MonkeyPatch) -> App[Any, Any]:
     """Make the small project the current project of this process until the end of the test."""
     monkeypatch.syspath_prepend(str(SMALL))
-    monkeypatch.setattr(project, "_current", project._current)
+    monkeypatch.setattr(app, "_current", app._current)
     for name in [name for name in sys.modules if name.partition(".")[0] == "small"]:
         monkeypatch.delitem(sys.modules, name)
     return import_module("small.app").app  # type: ignore[no-any-return]
@@ -29,17 +29,17 @@ def build_small_app(monkeypatch: pytest.MonkeyPatch) -> App[Any, Any]:
 def test_compose_uses_the_config_classes_and_files_of_the_current_app(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    first: Any = project.current()
-    assert type(first.compose()) is first.config
+    first = app.current()
+    assert type(compose()) is first.config
     small = build_small_app(monkeypatch)
-    assert type(small.compose()) is small.config
+    assert type(compose()) is small.config
     monkeypatch.undo()
-    assert type(first.compose()) is first.config
+    assert type(compose()) is first.config
 
 
 def test_error_starts_with_the_name_of_the_script_that_was_called(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["/projects/fork/fit.py", "seed=-1"])
-    assert run_command(project.current()) == 2  # type: ignore[arg-type]
+    assert run_command(app.current()) == 2
     assert capsys.readouterr().err.startswith("fit.py: seed=-1: ")

@@ -67,7 +67,6 @@ NO_TORCH_AT_THE_TOP = (
     "src/schema.py",
     "timm_parallel/app.py",
     "timm_parallel/entry.py",
-    "timm_parallel/project.py",
     "src/data/__init__.py",
     "src/data/datasets.py",
     "timm_parallel/data/csv_listing.py",

@@ -117,7 +117,7 @@ def train_jobs(ranks: Ranks, store: Any, jobs: list[Job]) -> None:
     from small.app import app
     from torch import distributed
 
-    from timm_parallel import EpochSteps
+    from timm_parallel import EpochSteps, compose, resolve
 
     class StoppingSteps(EpochSteps):
         """Steps of an epoch, which a signal stops."""
@@ -133,10 +133,10 @@ def train_jobs(ranks: Ranks, store: Any, jobs: list[Job]) -> None:
             return super().end()
 
     training.EpochSteps = StoppingSteps  # type: ignore[misc]
-    composed = app.compose("parallel.threads_per_device=1")
+    composed = compose("parallel.threads_per_device=1")
     for number, job in enumerate(jobs):
         composed.parallel.strategy, composed.parallel.devices = job.strategy, job.devices
-        config = app.resolve(composed)
+        config = app.own_resolved(resolve(composed))
         own_store = distributed.PrefixStore(str(number), store)
         job.folder.mkdir(exist_ok=True)
         try:

@@ -347,12 +347,12 @@ def test_evaluation_of_a_run_that_used_mlflow_uses_the_default_tracker_instead(
     tmp_path: Path,
 ) -> None:
     from timm_parallel.config.compose import save_config
-    from timm_parallel.config.evaluation import evaluation_config
+    from timm_parallel.configs import evaluation_config
 
     config = resolved(*SHORT)
     config.tracker.use = {"mlflow": True}
     save_config(config, tmp_path)
-    assert evaluation_config(tmp_path, [], None).tracker == TrackerConfig()
+    assert evaluation_config(tmp_path, []).tracker == TrackerConfig()
 
 
 # The next tests use the real packages wandb and mlflow without a network.

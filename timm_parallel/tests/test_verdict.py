@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 
 from scripts.verdict import main
+from timm_parallel.app import root
 from timm_parallel.config.arguments import parse_command_line
 from timm_parallel.config.compose import compose_command
 from timm_parallel.lab.analysis.runs import RunRecord
@@ -44,7 +45,6 @@ from timm_parallel.lab.analysis.verdict import (
 from timm_parallel.lab.multirun import main as multirun
 from timm_parallel.lab.verdict import versions
 from timm_parallel.metric import metric_name
-from timm_parallel.project import root
 from timm_parallel.record.jobs import read_jobs
 
 ROOT = root()

@@ -16,12 +16,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from timm_parallel.app import current, root
 from timm_parallel.keys import STRATEGIES, ParallelConfig
 from timm_parallel.launch.supervisor import with_project_on_path
 from timm_parallel.machine import hardware, nvidia
 from timm_parallel.machine.process import SAFE_PATH
 from timm_parallel.machine.secrets import hide_in
-from timm_parallel.project import current, root
 from timm_parallel.record.result import read_result
 
 REINSTALL = "pip install --force-reinstall -r requirements.txt"
