@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from timm_parallel.machine.files import write_json as write_json
     from timm_parallel.machine.files import write_text as write_text
     from timm_parallel.machine.imports import import_class as import_class
-    from timm_parallel.machine.process import exit_process as exit_process
+    from timm_parallel.machine.process_exit import exit_process as exit_process
     from timm_parallel.machine.ranks import Ranks as Ranks
     from timm_parallel.measure.flops import count_flops as count_flops
     from timm_parallel.metric import Metric as Metric
@@ -171,7 +171,7 @@ _GROUPS = {
         "refuse_wrong_arguments": "errors",
         "import_class": "machine.imports",
         "CommandLine": "config.arguments",
-        "exit_process": "machine.process",
+        "exit_process": "machine.process_exit",
         "print_json": "config.arguments",
         "run_on_devices": "launch.torchrun",
         "write_json": "machine.files",

@@ -18,10 +18,11 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from timm_parallel.app import App
-from timm_parallel.machine.process import exit_process, keep_running_without_stdout
+from timm_parallel.machine.process_exit import exit_process
 from timm_parallel.machine.ranks import Ranks, ranks_from_environment, starter
 from timm_parallel.machine.secrets import hide, mask
 from timm_parallel.machine.signals import signal_handlers
+from timm_parallel.machine.streams import keep_running_without_stdout
 
 
 def main(app: App[Any, Any]) -> NoReturn:

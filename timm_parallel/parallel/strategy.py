@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from timm_parallel.keys import ResolvedParallel, TrainConfig
 from timm_parallel.machine import hardware
-from timm_parallel.machine.process import keep_freed_memory
+from timm_parallel.machine.allocator import keep_freed_memory
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.parallel.communication import Communication
 from timm_parallel.parallel.group import BufferSync, ProcessGroup, TorchProcessGroup

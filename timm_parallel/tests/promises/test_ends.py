@@ -256,7 +256,7 @@ def test_write_to_closed_stdout_does_not_raise(write: str) -> None:
     """
     code = (
         "import logging, os, rich, sys\n"
-        "from timm_parallel.machine.process import keep_running_without_stdout\n"
+        "from timm_parallel.machine.streams import keep_running_without_stdout\n"
         "keep_running_without_stdout()\n"
         "logging.basicConfig(stream=sys.stdout)\n"
         f"for _ in range(3):\n    {write}\n    sys.stdout.flush()\n"
@@ -295,7 +295,7 @@ def test_process_and_its_child_keep_running_when_streams_are_closed_or_full(
     code = (
         "import logging, os, subprocess, sys\n"
         "from timm_parallel.config.arguments import CommandLine\n"
-        "from timm_parallel.machine.process import keep_running_without_stdout\n"
+        "from timm_parallel.machine.streams import keep_running_without_stdout\n"
         f"{opened}\n"
         "logging.basicConfig(stream=sys.stdout)\n"
         "print('x' * 99999, flush=True)\n"
