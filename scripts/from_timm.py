@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from src.app import app
 from src.schema import Config
-from timm_parallel import CommandLine, compose, leaves
+from timm_parallel import CommandLine, compose, errors_in_one_line, leaves
 
 TABLE: dict[str, dict[str, Any]] = yaml.safe_load(
     Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
@@ -312,7 +312,7 @@ def experiment(
     return "\n".join(lines) + "\n"
 
 
-@CommandLine.errors_in_one_line
+@errors_in_one_line
 def main(argv: list[str]) -> int:
     parser = CommandLine(__doc__)
     parser.add_argument("file", type=Path, metavar="args.yaml")

@@ -14,6 +14,9 @@ from timm_parallel.public_names import attach
 if TYPE_CHECKING:
     from timm_parallel.app import App as App
     from timm_parallel.config.arguments import CommandLine as CommandLine
+    from timm_parallel.config.arguments import counts_argument as counts_argument
+    from timm_parallel.config.arguments import errors_in_one_line as errors_in_one_line
+    from timm_parallel.config.arguments import number_argument as number_argument
     from timm_parallel.config.arguments import print_json as print_json
     from timm_parallel.config.compose import load_config as load_config
     from timm_parallel.config.resolve import resolve as resolve
@@ -171,6 +174,9 @@ _GROUPS = {
         "refuse_wrong_arguments": "errors",
         "import_class": "machine.imports",
         "CommandLine": "config.arguments",
+        "number_argument": "config.arguments",
+        "counts_argument": "config.arguments",
+        "errors_in_one_line": "config.arguments",
         "exit_process": "machine.process_exit",
         "print_json": "config.arguments",
         "run_on_devices": "launch.torchrun",

@@ -285,8 +285,8 @@ FULL = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/ful
         pytest.param("keep_running_without_stdout()", "> /dev/full 2>&1", marks=FULL),
         ("keep_running_without_stdout()", ">&-"),
         ("keep_running_without_stdout()", "<&- >&- 2>&-"),
-        ("CommandLine.errors_in_one_line(lambda argv: 0)([])", "<&- 2>&-"),
-        ("CommandLine.errors_in_one_line(lambda argv: 0)([])", "<&- >&- 2>&-"),
+        ("errors_in_one_line(lambda argv: 0)([])", "<&- 2>&-"),
+        ("errors_in_one_line(lambda argv: 0)([])", "<&- >&- 2>&-"),
     ],
 )
 def test_process_and_its_child_keep_running_when_streams_are_closed_or_full(
@@ -294,7 +294,7 @@ def test_process_and_its_child_keep_running_when_streams_are_closed_or_full(
 ) -> None:
     code = (
         "import logging, os, subprocess, sys\n"
-        "from timm_parallel.config.arguments import CommandLine\n"
+        "from timm_parallel.config.arguments import errors_in_one_line\n"
         "from timm_parallel.machine.streams import keep_running_without_stdout\n"
         f"{opened}\n"
         "logging.basicConfig(stream=sys.stdout)\n"
