@@ -20,13 +20,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from src.app import app
-from timm_parallel import CommandLine, Ranks, exit_process, print_json
+from timm_parallel import (
+    CommandLine,
+    Ranks,
+    errors_in_one_line,
+    evaluation_config,
+    exit_process,
+    print_json,
+)
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
 
-@CommandLine.errors_in_one_line
+@errors_in_one_line
 def main(arguments: list[str]) -> int:
     """Evaluate, and print a line of JSON for each split and each set of weights (raw, averaged).
     Return the exit code: 0 if the evaluation is done, 2 if an argument is wrong.
@@ -63,7 +70,7 @@ def _evaluate(given: argparse.Namespace, overrides: list[str], arguments: list[s
         raise ValueError(f"checkpoint={given.checkpoint}: needs a run; give run=<run folder> too")
     if given.run is None and given.weights is not None:
         raise ValueError(f"weights={given.weights}: needs a run; give run=<run folder> too")
-    config = app.evaluation_config(given.run, overrides)
+    config = app.own_resolved(evaluation_config(given.run, overrides))
     app.call(app.check_data, config, None if given.run is None else given.split)
 
     def evaluate(ranks: Ranks, store: Store | None) -> None:

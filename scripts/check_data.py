@@ -18,10 +18,10 @@ from pathlib import Path
 # Python searches the folder of a script for modules, so add the root of the project.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from timm_parallel import CommandLine
+from timm_parallel import CommandLine, errors_in_one_line
 
 
-@CommandLine.errors_in_one_line
+@errors_in_one_line
 def main(argv: list[str]) -> int:
     parser = CommandLine(__doc__)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for train.py")
@@ -35,16 +35,16 @@ def main(argv: list[str]) -> int:
             raise ValueError(f"{option}={path}: is a folder; expected a file to write")
 
     from src.app import app
-    from timm_parallel import CsvDataset, Task, write_json
+    from timm_parallel import CsvDataset, Task, compose, load_dataset, write_json
     from timm_parallel.lab import check_images, show_check, write_page
 
-    config = app.compose(*arguments.overrides)
+    config = compose(*arguments.overrides)
     is_csv, target = config.data.name == "csv", Task.find(config.train.task).target
     # For a CSV file, skip app.check_data, which raises an error for a missing file or a group in
     # two splits. check_images reports these problems together with all others.
     if not is_csv:
         app.call(app.check_data, config)
-    dataset = app.build_dataset(config)
+    dataset = load_dataset(config)
     report = check_images(
         dataset, target, CsvDataset.groups(config.data, target) if is_csv else None
     )

@@ -25,7 +25,7 @@ def main(argv: list[str]) -> int:
         )
         return 1
     try:
-        from timm_parallel import CommandLine
+        from timm_parallel import CommandLine, errors_in_one_line
         from timm_parallel.lab import examine
     except ModuleNotFoundError as error:
         print(
@@ -35,9 +35,7 @@ def main(argv: list[str]) -> int:
         return 1
     parser = CommandLine(__doc__)
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
-    return CommandLine.errors_in_one_line(
-        lambda argv: examine(parser.parse_intermixed_args(argv).json)
-    )(argv)
+    return errors_in_one_line(lambda argv: examine(parser.parse_intermixed_args(argv).json))(argv)
 
 
 if __name__ == "__main__":

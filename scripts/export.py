@@ -21,12 +21,12 @@ from pathlib import Path
 # Python searches the folder of a script for modules, so add the root of the project.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from timm_parallel import CommandLine
+from timm_parallel import CommandLine, errors_in_one_line
 
 ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 
 
-@CommandLine.errors_in_one_line
+@errors_in_one_line
 def main(argv: list[str]) -> int:
     """Export the model of a run. Return the exit code: 0 if done, 1 if the exported model has other
     outputs than the checkpoint, 2 if an argument is wrong.

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from src.app import app
 from src.schema import Config
-from timm_parallel import CommandLine
+from timm_parallel import CommandLine, compose, errors_in_one_line, leaves
 
 TABLE: dict[str, dict[str, Any]] = yaml.safe_load(
     Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
@@ -265,9 +265,9 @@ def changes(settings: Settings) -> tuple[list[str], Settings]:
     """
     options = ["data=timm" if "data.name" in settings else "data=folder", "parallel=ddp"]
     name = settings.get("data.name", "folder")
-    composed = app.compose(*options, f"data.name={name}", ROOT)
+    composed = compose(*options, f"data.name={name}", ROOT)
     bases: Any = [asdict(composed), asdict(Config())]
-    order = [key for key, _, _ in app.declared_keys()]
+    order = [key for key, _, _ in leaves(Config())]
 
     def is_default(key: str) -> bool:
         return all(
@@ -312,7 +312,7 @@ def experiment(
     return "\n".join(lines) + "\n"
 
 
-@CommandLine.errors_in_one_line
+@errors_in_one_line
 def main(argv: list[str]) -> int:
     parser = CommandLine(__doc__)
     parser.add_argument("file", type=Path, metavar="args.yaml")
@@ -341,7 +341,7 @@ def main(argv: list[str]) -> int:
         f"{'+' * ('kwargs.' in key)}{key}={json.dumps(value)}" for key, value in settings.items()
     ]
     # Compose the written config, so that a setting that train.py would reject raises an error here.
-    app.compose(*options, ROOT, *words)
+    compose(*options, ROOT, *words)
     return 0
 
 

@@ -16,26 +16,26 @@ from pathlib import Path
 # Python searches the folder of a script for modules, so add the root of the project.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from timm_parallel import CommandLine
+from timm_parallel import CommandLine, counts_argument, errors_in_one_line, number_argument
 
 
-@CommandLine.errors_in_one_line
+@errors_in_one_line
 def main(argv: list[str]) -> int:
     parser = CommandLine(__doc__)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for train.py")
     parser.add_argument(
         "--parallel.devices",
-        type=CommandLine.counts,
+        type=counts_argument,
         default=[1],
         dest="devices",
         help="e.g. 1,8,64",
     )
     parser.add_argument(
         "--images",
-        type=CommandLine.number(int, least=1),
+        type=number_argument(int, least=1),
         help="in the training split, instead of reading the data",
     )
-    parser.add_argument("--classes", type=CommandLine.number(int, least=2), help="of these images")
+    parser.add_argument("--classes", type=number_argument(int, least=2), help="of these images")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     arguments = parser.parse_intermixed_args(argv)
     images, classes = arguments.images, arguments.classes

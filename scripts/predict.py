@@ -15,14 +15,20 @@ from typing import TYPE_CHECKING
 # Python searches the folder of a script for modules, so add the root of the project.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from src.app import app
-from timm_parallel import CommandLine, Ranks, ResolvedParallel, exit_process
+from timm_parallel import (
+    CommandLine,
+    Ranks,
+    ResolvedParallel,
+    errors_in_one_line,
+    exit_process,
+    number_argument,
+)
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
 
-@CommandLine.errors_in_one_line
+@errors_in_one_line
 def main(argv: list[str]) -> int:
     """Predict images and write the predictions. Return the exit code: 0 if done, 2 if an argument
     is wrong.
@@ -30,7 +36,7 @@ def main(argv: list[str]) -> int:
     parser = CommandLine(__doc__)
     parser.add_argument("--run", type=Path, required=True, help="run folder")
     parser.add_argument("--images", type=Path, required=True, help="folder or file")
-    parser.add_argument("--topk", type=CommandLine.number(int, least=1), default=5)
+    parser.add_argument("--topk", type=number_argument(int, least=1), default=5)
     parser.add_argument(
         "--output", type=Path, help="file (default: printed); its suffix chooses the format"
     )
@@ -42,17 +48,17 @@ def main(argv: list[str]) -> int:
         choices=["model", "ema"],
         help="default: those that checkpoint.metric evaluates",
     )
-    parser.add_argument("--batch_size", type=CommandLine.number(int, least=1), default=64)
+    parser.add_argument("--batch_size", type=number_argument(int, least=1), default=64)
     parser.add_argument(
         "--workers",
-        type=CommandLine.number(int, or_auto=True),
+        type=number_argument(int, or_auto=True),
         default="auto",
         help="loader processes per rank, or auto",
     )
     parser.add_argument("--parallel", choices=["single", "dp", "ddp"], default="single")
     parser.add_argument(
         "--devices",
-        type=CommandLine.number(int, least=1, or_auto=True),
+        type=number_argument(int, least=1, or_auto=True),
         default="auto",
         help="a number, or auto",
     )
@@ -61,9 +67,9 @@ def main(argv: list[str]) -> int:
         raise ValueError(f"images={given.images}: no such file or folder")
     if not (given.run / "config.yaml").is_file():
         raise ValueError(f"run={given.run}: not a run folder: it has no config.yaml")
-    from timm_parallel import run_on_devices
+    from timm_parallel import resolve_parallel, run_on_devices
 
-    parallel = app.resolve_parallel(given.parallel, given.devices, given.batch_size)
+    parallel = resolve_parallel(given.parallel, given.devices, given.batch_size)
     return run_on_devices(parallel, __file__, argv, partial(_predict, given, parallel))
 
 

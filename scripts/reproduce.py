@@ -15,17 +15,17 @@ from pathlib import Path
 # Python searches the folder of a script for modules, so add the root of the project.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from timm_parallel import CommandLine
+from timm_parallel import CommandLine, errors_in_one_line, number_argument
 from timm_parallel.lab import reproduce_run
 
 
-@CommandLine.errors_in_one_line
+@errors_in_one_line
 def main(argv: list[str]) -> int:
     parser = CommandLine(__doc__)
     parser.add_argument("--run", type=Path, required=True, help="run folder")
     parser.add_argument(
         "--steps",
-        type=CommandLine.number(int, least=1),
+        type=number_argument(int, least=1),
         default=50,
         help="steps to repeat (default: 50)",
     )

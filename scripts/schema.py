@@ -180,7 +180,7 @@ def _table(group: str, group_class: Any) -> str:
         "| key | type | default | allowed | meaning |",
         "|---|---|---|---|---|",
     ]
-    for key, value, field in app.declared_keys():
+    for key, value, field in timm_parallel.leaves(Config()):
         if key.rpartition(".")[0].partition(".")[0] == group:
             kind = (
                 field.type.replace("dict[str, Any]", "dict")

@@ -17,10 +17,10 @@ from pathlib import Path
 # Python searches the folder of a script for modules, so add the root of the project.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from timm_parallel import CommandLine
+from timm_parallel import CommandLine, errors_in_one_line
 
 
-@CommandLine.errors_in_one_line
+@errors_in_one_line
 def main(argv: list[str]) -> int:
     parser = CommandLine(__doc__)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for train.py")

@@ -6,8 +6,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from src.schema import DATASETS, Config, ResolvedConfig
-from src.tasks import TASKS, all_metrics
+from src.schema import DATASETS, TASKS, Config, ResolvedConfig
 from timm_parallel import App
 
 app = App(
@@ -19,7 +18,6 @@ app = App(
     rules="src.tasks.problems",
     tasks=TASKS,
     datasets=DATASETS,
-    metrics=all_metrics(),
     preload=("src.train.run", "timm_parallel.parallel.data_parallel", "torch.utils.tensorboard"),
     trial=("debug=fast", "model=tiny", "data=synthetic", "data.batch_size=32"),
 )

@@ -35,6 +35,14 @@ DATASETS = {
     "wds": "timm_parallel.data.tar_index.TarDataset",
     "segmentation": "timm_parallel.data.masks.MaskDataset",
 }
+# Dictionary from the name of a task to its class. A config gives your own task as
+# `src.tasks.<module>.<Class>`.
+TASKS = {
+    "classification": "src.tasks.classification.Classification",
+    "multilabel": "src.tasks.multilabel.Multilabel",
+    "regression": "src.tasks.regression.Regression",
+    "segmentation": "src.tasks.segmentation.Segmentation",
+}
 # Built-in datasets that are made in memory. All their images have one size, and they do not read
 # data.root.
 MADE_IN_MEMORY = ("digits", "synthetic", "shapes")

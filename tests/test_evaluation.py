@@ -28,7 +28,7 @@ from src.tasks.classification import Classification
 from src.tasks.images import ImageTask
 from src.train.build import build_data_and_model
 from timm_parallel.config.compose import save_config
-from timm_parallel.config.evaluation import evaluation_config
+from timm_parallel.config.evaluation import compose_evaluation
 from timm_parallel.data.build import build_dataset
 from timm_parallel.data.dataset import InMemory
 from timm_parallel.data.loader import Loader
@@ -52,11 +52,11 @@ def test_evaluation_of_a_slurm_run_uses_the_devices_of_this_machine(tmp_path: Pa
         "parallel=ddp",
     )
     save_config(resolved(*there), tmp_path)
-    parallel = evaluation_config(tmp_path, [], None).parallel
+    parallel = compose_evaluation(tmp_path, [], None).parallel
     assert (parallel.strategy, parallel.devices) == ("single", 1)
     assert parallel.accelerator == resolved("parallel=single").parallel.accelerator
     assert (
-        evaluation_config(
+        compose_evaluation(
             tmp_path, ["parallel=ddp", "parallel.backend=gloo"], Ranks(0, 2, 0, 2)
         ).parallel.devices
         == 2
@@ -101,15 +101,15 @@ def test_evaluation_refuses_conflicting_config_keys_with_and_without_a_run_folde
     save_config(resolved("parallel=single"), tmp_path)
     for run, model_of in ((tmp_path, []), (None, ["model.weights=" + __file__])):
         with pytest.raises(ValueError, match=message):
-            evaluation_config(run, [*model_of, *overrides], None)
+            compose_evaluation(run, [*model_of, *overrides], None)
 
 
 def test_evaluation_does_not_compile_the_model_of_a_run_with_model_compile(tmp_path: Path) -> None:
     save_config(resolved("parallel=ddp", "parallel.devices=2", "model.compile=true"), tmp_path)
-    model = evaluation_config(tmp_path, [], None).model
+    model = compose_evaluation(tmp_path, [], None).model
     assert isinstance(model, ModelConfig) and not model.compile
     assert (
-        evaluation_config(tmp_path, ["parallel=dp", "parallel.devices=2"], None).parallel.strategy
+        compose_evaluation(tmp_path, ["parallel=dp", "parallel.devices=2"], None).parallel.strategy
         == "dp"
     )
 

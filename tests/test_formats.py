@@ -16,6 +16,7 @@ from src.app import app
 from src.models.build import build_model, is_convolutional
 from src.schema import TrainConfig
 from src.train.run import Trainer
+from timm_parallel.config.compose import load_config
 from timm_parallel.config.resolve import resolve
 from timm_parallel.lab.sweep.points import expand
 from timm_parallel.launch.job import prepare
@@ -133,7 +134,7 @@ def test_banner_and_config_have_the_precision_that_auto_chose(
     precision = "bf16" if bf16 else "fp32"
     with caplog.at_level("INFO", logger="timm_parallel"):
         assert train(Ranks(), None, str(tmp_path), bf16, "parallel=single") == precision
-    config = app.load_config(tmp_path)
+    config = app.own_resolved(load_config(tmp_path))
     assert (config.train.precision, config.model.channels_last) == (precision, False)
     [line] = [line for line in caplog.messages if line.startswith("model ")]
     assert line.endswith(f"{precision} (auto)")
@@ -148,7 +149,7 @@ def test_single_and_ddp_train_in_the_same_precision_that_auto_chose(tmp_path: Pa
         "bf16",
         "bf16",
     ]
-    assert [app.load_config(folder).train.precision for folder in (alone, spread)] == [
+    assert [load_config(folder).train.precision for folder in (alone, spread)] == [
         "bf16",
         "bf16",
     ]
@@ -165,7 +166,7 @@ def test_resume_keeps_the_formats_that_the_run_has_chosen_for_auto(tmp_path: Pat
         command = compose_run(parse(*words))
         config = resolve(command.config)
         assert folder_to_resume(config, command.config) == folder
-        saved = app.load_config(folder)
+        saved = load_config(folder)
         kept: Any = keep_chosen(config, saved, False)
         assert (kept.train.precision, kept.model.channels_last) == ("bf16", False)
         check_resumable(kept, folder)

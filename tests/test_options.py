@@ -20,7 +20,6 @@ from hydra._internal.utils import get_args_parser
 from PIL import Image
 
 import timm_parallel.entry
-from src import tasks
 from src.app import app
 from timm_parallel.config.compose import compose_command, load_config
 from timm_parallel.config.resolve import resolve
@@ -282,17 +281,3 @@ def test_run_from_a_saved_config_has_another_train_loss_when_the_seed_changes(
     assert (
         result_of(tmp_path / "one")["train"]["loss"] != result_of(tmp_path / "two")["train"]["loss"]
     )
-
-
-@pytest.mark.parametrize("code", ["import nosuchpackage", "def (", "1 / 0"])
-def test_task_file_that_cannot_be_imported_stops_no_other_task(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    code: str,
-) -> None:
-    before = tasks.all_metrics()
-    (tmp_path / "half_written.py").write_text(code)
-    monkeypatch.setattr(tasks, "__path__", [*tasks.__path__, str(tmp_path)])
-    assert tasks.all_metrics() == before
-    assert "half_written" in capsys.readouterr().err

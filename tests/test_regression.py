@@ -277,11 +277,11 @@ def test_regression_run_matches_a_plain_pytorch_loop(colors: Path, tmp_path: Pat
     run = read_result(folder)
     assert run.epochs == 10
     # Only the order of images and the initial weights come from the project.
+    from timm_parallel.config.compose import load_config
     from timm_parallel.data.build import build_dataset
     from timm_parallel.data.samplers import TrainSampler
-    from timm_parallel.project import current
 
-    config: Any = current().load_config(folder)  # type: ignore[attr-defined]
+    config: Any = load_config(folder)
     data = build_dataset(config.data, target="numbers")
     assert Task.find(config.train.task)(config, data.target_names).num_outputs == 2
     torch.manual_seed(config.seed)

@@ -14,13 +14,24 @@ from timm_parallel.public_names import attach
 if TYPE_CHECKING:
     from timm_parallel.app import App as App
     from timm_parallel.config.arguments import CommandLine as CommandLine
+    from timm_parallel.config.arguments import counts_argument as counts_argument
+    from timm_parallel.config.arguments import errors_in_one_line as errors_in_one_line
+    from timm_parallel.config.arguments import number_argument as number_argument
     from timm_parallel.config.arguments import print_json as print_json
+    from timm_parallel.config.compose import load_config as load_config
+    from timm_parallel.config.resolve import resolve as resolve
+    from timm_parallel.configs import check_config as check_config
+    from timm_parallel.configs import compose as compose
+    from timm_parallel.configs import evaluation_config as evaluation_config
+    from timm_parallel.configs import resolve_parallel as resolve_parallel
+    from timm_parallel.data.build import load_dataset as load_dataset
     from timm_parallel.data.csv_listing import CsvDataset as CsvDataset
     from timm_parallel.data.dataset import ImageDataset as ImageDataset
     from timm_parallel.data.dataset import InMemory as InMemory
     from timm_parallel.data.dataset import as_size as as_size
     from timm_parallel.data.decode import Files as Files
     from timm_parallel.data.erasing import Erasing as Erasing
+    from timm_parallel.data.fractions import batches_per_epoch as batches_per_epoch
     from timm_parallel.data.loader import EvalLoader as EvalLoader
     from timm_parallel.data.loader import TrainLoader as TrainLoader
     from timm_parallel.data.mixing import Mixing as Mixing
@@ -38,11 +49,12 @@ if TYPE_CHECKING:
     from timm_parallel.keys import ResolvedTrain as ResolvedTrain
     from timm_parallel.keys import TrainConfig as TrainConfig
     from timm_parallel.keys import key as key
+    from timm_parallel.keys import leaves as leaves
     from timm_parallel.launch.torchrun import run_on_devices as run_on_devices
     from timm_parallel.machine.files import write_json as write_json
     from timm_parallel.machine.files import write_text as write_text
-    from timm_parallel.machine.process import exit_process as exit_process
-    from timm_parallel.machine.process import import_class as import_class
+    from timm_parallel.machine.imports import import_class as import_class
+    from timm_parallel.machine.process_exit import exit_process as exit_process
     from timm_parallel.machine.ranks import Ranks as Ranks
     from timm_parallel.measure.flops import count_flops as count_flops
     from timm_parallel.metric import Metric as Metric
@@ -55,6 +67,7 @@ if TYPE_CHECKING:
     from timm_parallel.model.freeze import head_names as head_names
     from timm_parallel.model.load_weights import load_weights as load_weights
     from timm_parallel.model.weights import preprocessing_of as preprocessing_of
+    from timm_parallel.parallel.build import build_strategy as build_strategy
     from timm_parallel.parallel.distributed import Distributed as Distributed
     from timm_parallel.parallel.single import Single as Single
     from timm_parallel.parallel.strategy import Strategy as Strategy
@@ -83,7 +96,7 @@ _GROUPS = {
         "App": "app",
         "main": "entry",
     },
-    "Configs: base dataclasses, and the declaration of a key": {
+    "Configs: base dataclasses, the declaration of a key, and functions that build a config": {
         "Config": "keys",
         "ResolvedConfig": "keys",
         "ModelConfig": "keys",
@@ -94,6 +107,13 @@ _GROUPS = {
         "CheckpointConfig": "keys",
         "ResolvedParallel": "keys",
         "key": "keys",
+        "leaves": "keys",
+        "compose": "configs",
+        "check_config": "configs",
+        "resolve": "config.resolve",
+        "resolve_parallel": "configs",
+        "load_config": "config.compose",
+        "evaluation_config": "configs",
     },
     "Tasks": {
         "Task": "task",
@@ -103,6 +123,8 @@ _GROUPS = {
     "Data": {
         "ImageDataset": "data.dataset",
         "CsvDataset": "data.csv_listing",
+        "load_dataset": "data.build",
+        "batches_per_epoch": "data.fractions",
         "InMemory": "data.dataset",
         "Files": "data.decode",
         "as_size": "data.dataset",
@@ -131,6 +153,7 @@ _GROUPS = {
         "Strategy": "parallel.strategy",
         "Single": "parallel.single",
         "Distributed": "parallel.distributed",
+        "build_strategy": "parallel.build",
         "Ranks": "machine.ranks",
         "own_parameters": "parallel.strategy",
     },
@@ -149,9 +172,12 @@ _GROUPS = {
     "Errors, names and scripts": {
         "RefusedError": "errors",
         "refuse_wrong_arguments": "errors",
-        "import_class": "machine.process",
+        "import_class": "machine.imports",
         "CommandLine": "config.arguments",
-        "exit_process": "machine.process",
+        "number_argument": "config.arguments",
+        "counts_argument": "config.arguments",
+        "errors_in_one_line": "config.arguments",
+        "exit_process": "machine.process_exit",
         "print_json": "config.arguments",
         "run_on_devices": "launch.torchrun",
         "write_json": "machine.files",

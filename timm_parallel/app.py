@@ -1,131 +1,184 @@
-"""Class `App`, from which src/app.py builds the app of a project. The app tells the library the
-project's names and classes, and composes configs for Python code.
+"""Class `App`: the names, classes and functions that a project gives to the library. All of the
+library may import this file.
+
+The library contains no import of the project. It imports the project's functions by their dotted
+names when it calls them. So --help and the check of a config need neither torch nor timm.
 """
 
 from __future__ import annotations
 
-import os
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from timm_parallel.config.arguments import parse_command_line
-from timm_parallel.config.compose import compose_command, load_config
-from timm_parallel.config.evaluation import evaluation_config
-from timm_parallel.config.resolve import resolve
-from timm_parallel.config.validate import check_combination
-from timm_parallel.data.build import build_dataset
-from timm_parallel.data.dataset import ImageDataset
-from timm_parallel.data.fractions import batches_per_epoch
-from timm_parallel.keys import ResolvedParallel, leaves
-from timm_parallel.machine.ranks import Ranks, ranks_from_environment
-from timm_parallel.project import C, Project, R
-from timm_parallel.task import Task
+from timm_parallel.keys import Config, ResolvedConfig
+from timm_parallel.machine.imports import import_name, imports_without_gc
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-    from timm_parallel.parallel.strategy import Strategy
+    from timm_parallel.machine.ranks import Ranks
 
 
-class App(Project[C, R]):
+DEFAULT = "src.app:app"
+C = TypeVar("C", bound=Config)
+R = TypeVar("R", bound=ResolvedConfig)
+
+
+@dataclass(frozen=True)
+class App(Generic[C, R]):
     """A project that the library trains. Building an App makes that project the current one of this
     process.
     """
 
-    def compose(self, *overrides: str) -> C:
-        """Compose and check the config that train.py would use with these overrides, e.g.
-        `model=tiny`.
+    # Import path of the app, `src.app:app`, by which a rank imports it.
+    name: str
+    # Folder that contains train.py, conf/ and src/.
+    root: Path
+    config: type[C]
+    resolved: type[R]
+    # Dotted name of the function that trains one rank. Arguments: config, run folder, ranks, store.
+    run: str
+    # Dotted name of the function that yields an error message for each config key that does not fit
+    # the other keys. Argument: config.
+    rules: str
+    # Modules to import in the server process that forks the jobs of a sweep.
+    preload: tuple[str, ...]
+    # Overrides for a run of a few seconds, with which `make doctor` tests each strategy.
+    trial: tuple[str, ...]
+    # Names in a config -> dotted names of classes. If the dictionary is empty, the check of a
+    # config accepts any name.
+    tasks: Mapping[str, str] = field(default_factory=dict)
+    datasets: Mapping[str, str] = field(default_factory=dict)
+    # Dotted name of the function that raises ValueError for data that cannot be read. Argument:
+    # config.
+    check_data: str = "timm_parallel.data.build.check_data"
+    # Dotted name of the function that raises ValueError if the training data has fewer images than
+    # an optimizer step needs. Argument: config.
+    check_batch: str = "timm_parallel.data.build.check_batch"
+    # Dotted name of the function that returns the number of training images, or None if counting
+    # takes long. Argument: config.data.
+    training_size: str = "timm_parallel.data.build.training_size"
+    # Dotted name of the function that runs sweeps. None for a project without sweeps.
+    multirun: str | None = "timm_parallel.lab.multirun.main"
+
+    def __post_init__(self) -> None:
+        global _current
+        _current = self
+
+    @property
+    def package(self) -> str:
+        """Name of the project's package, e.g. `src`."""
+        return self.name.partition(".")[0]
+
+    def own(self, config: Config) -> C:
+        """Return `config` unchanged, typed as the project's config class. Raises AssertionError for
+        another class.
         """
-        return self.own(compose_command(parse_command_line([*overrides])).config)
+        assert isinstance(config, self.config)
+        return config
 
-    def declared_keys(self) -> list[tuple[str, Any, Any]]:
-        """Return (dotted key, default value, dataclass field) of each config key, in the order of
-        src/schema.py.
+    def own_resolved(self, config: ResolvedConfig) -> R:
+        """Return `config` unchanged, typed as the project's class of resolved configs. Raises
+        AssertionError for another class.
         """
-        return list(leaves(self.config()))
+        assert isinstance(config, self.resolved)
+        return config
 
-    def batches_per_epoch(self, config: R, images: int) -> int:
-        """Compute the number of global batches in an epoch of `images` training images. Raises
-        ValueError if the images do not fill a single optimizer step.
+    def call(self, function: str, *arguments: Any) -> Any:
+        """Import a function of the project by its dotted name, call it with `arguments`, and return
+        its result.
         """
-        return batches_per_epoch(images, config.global_batch, config.train.accumulate)
+        return import_name(function)(*arguments)
 
-    def build_dataset(self, config: C | R, trained_names: list[str] | None = None) -> ImageDataset:
-        """Build the dataset that a config names, with the targets that the task of the config
-        needs.
-
-        `trained_names`: the names of a trained model's outputs (e.g. its classes), if the dataset
-        will evaluate that model; None for training. All generators are seeded first, so that a
-        dataset that divides its images at random does so equally in each command.
+    def train(
+        self, config: ResolvedConfig, folder: Path, ranks: Ranks, store: Store | None
+    ) -> None:
+        """Train one rank of a run in this process. Torch and the project's code are imported here,
+        so that an import error becomes a failure record of the rank.
         """
-        from timm_parallel.runtime.determinism import seed_all
+        with imports_without_gc():
+            run = import_name(self.run)
+        run(config, folder, ranks, store)
 
-        seed_all(config.seed)
-        return build_dataset(config.data, trained_names, Task.find(config.train.task).target)
-
-    def build_strategy(
-        self,
-        parallel: ResolvedParallel,
-        ranks: Ranks,
-        store: Store | None,
-        deterministic: bool = False,
-    ) -> Strategy:
-        """Build the parallel strategy of a run: set up its devices and join its process group.
-
-        `parallel`: the config group. `ranks`: the identity of this rank. `store`: the key-value
-        store through which the ranks find each other, None for a run of one process.
-        `deterministic`: the key train.deterministic, which must be set before a device is used.
+    def import_all(self) -> None:
+        """Import the modules that a run needs. Called in the server process that forks the jobs of
+        a sweep.
         """
-        from timm_parallel.parallel.build import build_strategy
+        with imports_without_gc():
+            for module in self.preload:
+                import_module(module)
 
-        return build_strategy(parallel, ranks, store, deterministic)
 
-    def check(self, config: C) -> None:
-        """Raise ValueError if keys of a config cannot work together."""
-        check_combination(config)
+_current: App[Any, Any] | None = None
 
-    def resolve(self, config: C, *sizes: int) -> R:
-        """Replace each `auto` value of a config by its value on this machine.
 
-        `sizes`: world size and local world size, if torchrun or srun started this process.
-        """
-        return self.own_resolved(resolve(config, *sizes))
+def current() -> App[Any, Any]:
+    """Return the app of this process: the last one that was built. If there is none, import
+    src.app:app.
+    """
+    return _current or find_app(DEFAULT)
 
-    def resolve_for_ranks(self, config: C) -> R:
-        """Replace each `auto` value of a config. If torchrun or srun started this process, the
-        values fit the number of ranks. Otherwise they fit this machine.
-        """
-        ranks = ranks_from_environment(os.environ) if config.parallel.has_ranks else None
-        return self.resolve(config, *((ranks.world_size, ranks.local_world_size) if ranks else ()))
 
-    def resolve_parallel(
-        self, strategy: str, devices: int | str, batch_size_per_device: int
-    ) -> ResolvedParallel:
-        """Build the resolved `parallel` config group for a strategy, a number of devices (or
-        `auto`) and a batch size per device.
+def root() -> Path:
+    """Return the folder of the project, which contains train.py."""
+    return current().root
 
-        The numbers fit the ranks that torchrun or srun started, otherwise this machine. Raises
-        ValueError if strategy and devices do not fit.
-        """
-        config = self.config()
-        config.parallel.strategy, config.parallel.devices = strategy, devices
-        config.data.batch_size, config.data.batch_size_per_device = None, batch_size_per_device
-        # Select checkpoints by val/loss, which every task has. The check would reject a default
-        # metric that the task does not have.
-        config.checkpoint.metric = "val/loss"
-        self.check(config)
-        return self.resolve_for_ranks(config).parallel
 
-    def load_config(self, folder: Path) -> R:
-        """Read the resolved config of a run from config.yaml in the run folder."""
-        return self.own_resolved(load_config(folder))
+def as_resolved(config: Config) -> ResolvedConfig:
+    """Convert a config to the project's class of resolved configs. Raises ValueError if a value is
+    still `auto`.
+    """
+    default = current().resolved()
+    parallel = type(default.parallel)(**vars(config.parallel))
+    train = type(default.train)(**vars(config.train))
+    for key, value in (
+        ("parallel.devices", parallel.devices),
+        ("parallel.threads_per_device", parallel.threads_per_device),
+        ("train.accumulate", train.accumulate),
+    ):
+        if not isinstance(value, int):
+            raise ValueError(
+                f"{key}=auto: config.yaml of a run must have an integer; replace auto by a number"
+            )
+    return current().resolved(**{**vars(config), "parallel": parallel, "train": train})
 
-    def evaluation_config(self, run: Path | None, overrides: list[str]) -> R:
-        """Build the resolved config for an evaluation.
 
-        `run`: the folder of the run to evaluate. None: evaluate the model that the overrides name.
-        `overrides`: `key=value` arguments, as on the command line of train.py.
-        """
-        return self.own_resolved(
-            evaluation_config(run, overrides, ranks_from_environment(os.environ))
+def code_files() -> dict[str, Path]:
+    """Find the Python files that a run may use, tests excluded. Return a dictionary from relative
+    path to full path. A relative path starts at the project folder, or at the folder that contains
+    the library.
+    """
+    project, library = root(), Path(__file__).parent
+    own = [project / "train.py", *sorted((project / current().package).rglob("*.py"))]
+    files = {path.relative_to(project).as_posix(): path for path in own}
+    for path in sorted(library.rglob("*.py")):
+        if path.relative_to(library).parts[0] not in ("tests", "testing"):
+            files[path.relative_to(library.parent).as_posix()] = path
+    return files
+
+
+def code_hashes() -> dict[str, str]:
+    """Compute a hash of each Python file that a run may use. Return a dictionary from relative path
+    to hash.
+    """
+    return {
+        name: hashlib.sha256(path.read_bytes()).hexdigest()[:8]
+        for name, path in code_files().items()
+    }
+
+
+def find_app(name: str) -> App[Any, Any]:
+    """Import an app by a name such as `src.app:app` (`<module>:<attribute>`). Raises ValueError if
+    the attribute is no App.
+    """
+    module, _, attribute = name.partition(":")
+    app = getattr(import_module(module), attribute, None)
+    if not isinstance(app, App):
+        raise ValueError(
+            f"{name}: this is not an App; expected <module>:<attribute>, e.g. src.app:app"
         )
+    return app

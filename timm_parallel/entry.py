@@ -18,10 +18,11 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from timm_parallel.app import App
-from timm_parallel.machine.process import exit_process, keep_running_without_stdout
+from timm_parallel.machine.process_exit import exit_process
 from timm_parallel.machine.ranks import Ranks, ranks_from_environment, starter
 from timm_parallel.machine.secrets import hide, mask
 from timm_parallel.machine.signals import signal_handlers
+from timm_parallel.machine.streams import keep_running_without_stdout
 
 
 def main(app: App[Any, Any]) -> NoReturn:
@@ -148,6 +149,7 @@ def _run(app: App[Any, Any], arguments: Any, ranks: Ranks | None) -> int:
     from timm_parallel.cluster.slurm import check_scheduler, submit
     from timm_parallel.config.compose import load_config, run_in_hydra
     from timm_parallel.config.resolve import notices, resolve
+    from timm_parallel.data.build import check_root
     from timm_parallel.launch.job import record_interruption, run_job
     from timm_parallel.launch.resume import (
         check_resumable,
@@ -167,7 +169,15 @@ def _run(app: App[Any, Any], arguments: Any, ranks: Ranks | None) -> int:
     config = resolve(command.config, *((ranks.world_size, ranks.local_world_size) if ranks else ()))
     # Check the data only for a run on this machine. A cluster job checks the data on its own node,
     # where the paths may differ.
-    if config.cluster.scheduler == "local":
+    is_local = config.cluster.scheduler == "local"
+    if is_local:
+        check_root(config)
+    # Import the rules of the task only after all checks that need no torch, because the import of a
+    # task takes seconds.
+    from timm_parallel.task_rules import check_task
+
+    check_task(config)
+    if is_local:
         app.call(app.check_data, config)
         app.call(app.check_batch, config)
     for line in notices(command.config, config, ranks.world_size if ranks else None):

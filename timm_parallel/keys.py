@@ -8,20 +8,46 @@ and builds the whole schema.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from timm_parallel.class_source import class_attributes, is_own_class
 from timm_parallel.errors import ONE_DEVICE, Problem
+from timm_parallel.machine.imports import import_name
 
-# Built-in strategies: name in a config -> class. A config names a strategy of the project as
+
+@dataclass(frozen=True)
+class BuiltInStrategy:
+    """A built-in strategy, and what it can do. The class of a strategy has the same attributes
+    (timm_parallel/parallel/strategy.py). They are repeated here, because train.py checks a config
+    before it imports torch.
+    """
+
+    # Dotted name of the class.
+    name: str
+    process_per_device: bool = False
+    has_one_device: bool = False
+    shards: bool = False
+    compiles: bool = True
+
+
+# Built-in strategies: name in a config -> strategy. A config names a strategy of the project as
 # `src.parallel.<module>.<Class>`.
 STRATEGIES = {
-    "single": "timm_parallel.parallel.single.Single",
-    "dp": "timm_parallel.parallel.data_parallel.DataParallelStrategy",
-    "ddp": "timm_parallel.parallel.distributed.Distributed",
-    "fsdp": "timm_parallel.parallel.fully_sharded.FullySharded",
+    "single": BuiltInStrategy("timm_parallel.parallel.single.Single", has_one_device=True),
+    "dp": BuiltInStrategy(
+        "timm_parallel.parallel.data_parallel.DataParallelStrategy", compiles=False
+    ),
+    "ddp": BuiltInStrategy(
+        "timm_parallel.parallel.distributed.Distributed", process_per_device=True
+    ),
+    "fsdp": BuiltInStrategy(
+        "timm_parallel.parallel.fully_sharded.FullySharded",
+        process_per_device=True,
+        shards=True,
+        compiles=False,
+    ),
 }
 # Class that reads datasets of timm by names such as torch/cifar10.
 TIMM_DATASETS = "timm_parallel.data.timm_datasets.TimmImages"
@@ -84,6 +110,13 @@ def leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
 def is_below(key: str, sections: Iterable[str]) -> bool:
     """Return True if a dotted key is one of the given keys, or is in one of the given sections."""
     return any(f"{key}.".startswith(f"{section}.") for section in sections)
+
+
+def is_own_class(name: str) -> bool:
+    """Return True if `name` has the form `src.<module>.<Class>`, which names a class of the
+    project. train.py rejects such a name if the class is not in the package of the project.
+    """
+    return re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*){2,}", name) is not None
 
 
 def is_timm_dataset(name: str) -> bool:
@@ -260,8 +293,9 @@ class ModelConfig:
         """Yield an error message for each model key that does not fit the other keys of the
         config.
         """
-        loads_weights = class_attributes(self.name).get("has_pretrained", False)
-        if self.pretrained and self.is_own and not loads_weights:
+        if not (self.pretrained and self.is_own):
+            return
+        if not getattr(import_name(self.name), "has_pretrained", False):
             yield (
                 f"model.pretrained=true: timm has no weights for {self.name}; give a file: "
                 "model.weights=<file>"
@@ -465,12 +499,14 @@ class ParallelConfig:
         return self._declares("compiles")
 
     def _declares(self, attribute: str) -> bool:
-        """Read a boolean class attribute of the strategy's class. For strategy `auto`, read the
-        attribute of the base class Strategy.
+        """Return what the strategy declares about itself: the entry of a built-in strategy, or the
+        attribute of a class of the project, which is imported. Strategy `auto` has the defaults.
         """
-        declared = class_attributes(self.strategy)
-        base = class_attributes("timm_parallel.parallel.strategy.Strategy")
-        return bool(declared.get(attribute, base[attribute]))
+        declared: Any = STRATEGIES.get(self.strategy, BuiltInStrategy)
+        if is_own_class(self.strategy):
+            declared = import_name(self.strategy)
+        # A class that is no Strategy has no such attribute. The ranks reject it.
+        return bool(getattr(declared, attribute, getattr(BuiltInStrategy, attribute)))
 
     def choose_strategy(self, several: bool) -> None:
         """Replace strategy `auto` by ddp if the run has `several` devices, otherwise by single.
@@ -550,7 +586,7 @@ class OptimConfig:
         """True if the optimizer is a class of the project that can update a shard of a tensor, as
         FSDP requires. The class declares this by its attribute `works_on_parts`.
         """
-        return bool(class_attributes(self.opt).get("works_on_parts", False))
+        return self.is_own and bool(getattr(import_name(self.opt), "works_on_parts", False))
 
 
 @dataclass

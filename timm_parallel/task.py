@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
+from timm_parallel.app import current
 from timm_parallel.data.batch import Batch
 from timm_parallel.keys import ResolvedConfig
-from timm_parallel.machine.process import import_class
+from timm_parallel.machine.imports import import_class
 from timm_parallel.metric import Metric
-from timm_parallel.project import current
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -134,7 +134,7 @@ def timms_loader(
 def measure(folder: Path, rounds: int) -> list[dict[str, float]]:
     import torch
 
-    from timm_parallel.machine.process import keep_freed_memory
+    from timm_parallel.machine.allocator import keep_freed_memory
 
     torch.set_num_threads(1)
     # Set the memory allocator as a run on a CPU does, so that loading is as fast as in a run.

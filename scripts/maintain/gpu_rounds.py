@@ -45,6 +45,7 @@ from scripts.maintain.gpu_speed import (
 from src.app import app
 from src.train.loop import run_steps
 from src.train.run import Trainer
+from timm_parallel import compose, resolve
 from timm_parallel.data import decode
 from timm_parallel.machine import hardware
 from timm_parallel.machine.ranks import Ranks
@@ -67,15 +68,17 @@ def ours(
         *("data.augment.scale=[0.08,1.0]", "data.augment.hflip=0.5"),
     )
     random = ("data=synthetic", f"data.kwargs.num_samples={BATCHES * workload.batch}")
-    config = app.resolve(
-        app.compose(
-            *("model=resnet18", f"model.name={workload.model}", "optim.warmup_epochs=0"),
-            *(jpeg if workload.reads_jpeg else random),
-            *(f"data.image_size={workload.pixels}", f"data.batch_size={workload.batch}"),
-            *("train.precision=bf16", f"model.channels_last={workload.channels_last}".lower()),
-            *(f"train.log_every={workload.steps}", "print_config=false", "parallel=single"),
-            *("train.evaluate_every=0", f"parallel.accelerator={accelerator}"),
-            *overrides,
+    config = app.own_resolved(
+        resolve(
+            compose(
+                *("model=resnet18", f"model.name={workload.model}", "optim.warmup_epochs=0"),
+                *(jpeg if workload.reads_jpeg else random),
+                *(f"data.image_size={workload.pixels}", f"data.batch_size={workload.batch}"),
+                *("train.precision=bf16", f"model.channels_last={workload.channels_last}".lower()),
+                *(f"train.log_every={workload.steps}", "print_config=false", "parallel=single"),
+                *("train.evaluate_every=0", f"parallel.accelerator={accelerator}"),
+                *overrides,
+            )
         )
     )
     folder.mkdir()

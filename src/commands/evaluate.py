@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 from torch import nn
 
-from src.app import app
 from src.schema import ResolvedConfig
 from src.train.build import DataAndModel, build_data_and_model
 from src.train.step import AUTOCAST, Autocast
@@ -23,6 +22,7 @@ from timm_parallel import (
     Ranks,
     SavedRun,
     Strategy,
+    build_strategy,
     evaluate,
     load_weights,
     preprocessing_of,
@@ -56,7 +56,7 @@ def evaluate_config(
     the set that checkpoint.metric names.
     """
     with ExitStack() as on_close:
-        strategy = app.build_strategy(config.parallel, ranks, store, config.train.deterministic)
+        strategy = build_strategy(config.parallel, ranks, store, config.train.deterministic)
         on_close.callback(strategy.close)
         path: Path | None = None
         contents: dict[str, Any] = {}

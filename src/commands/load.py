@@ -14,7 +14,7 @@ from src.app import app
 from src.data.transforms import Preprocessing
 from src.models.build import build_model
 from src.schema import ResolvedConfig
-from timm_parallel import SavedRun, Task, as_size
+from timm_parallel import SavedRun, Task, as_size, load_config
 
 
 @dataclass
@@ -47,7 +47,7 @@ def load_trained(
     where the model is placed; None: on the CPU.
     """
     device = device or torch.device("cpu")
-    config = app.load_config(folder)
+    config = app.own_resolved(load_config(folder))
     path, contents = SavedRun(folder).checkpoint(which)
     preprocessing = Preprocessing(**contents["preprocessing"])
     weights = weights or ("ema" if config.checkpoint.metric.endswith("_ema") else "model")

@@ -22,7 +22,17 @@ from src.models.preprocessing import train_image_size
 from src.schema import Config, ResolvedConfig
 from src.train.optim import build_optimizer
 from src.train.step import AUTOCAST, Autocast, TrainStep
-from timm_parallel import ImageDataset, Task, as_size, freeze
+from timm_parallel import (
+    ImageDataset,
+    Task,
+    as_size,
+    batches_per_epoch,
+    check_config,
+    compose,
+    freeze,
+    load_dataset,
+    resolve,
+)
 from timm_parallel.lab import Plan, measure_step
 
 # Number of images per device below which BatchNorm's noisy statistics raise the error of a model
@@ -51,7 +61,7 @@ def plan(
     """
     # Without data, a config may lack the folder of the data too.
     without_data = [] if sizes is None else ["data.root=null"]
-    config = app.compose(*without_data, *overrides)
+    config = app.own(compose(*without_data, *overrides))
     if sizes is None:
         try:
             app.call(app.check_data, config)
@@ -59,9 +69,7 @@ def plan(
             raise ValueError(
                 f"{error}; or give images=N classes=N to plan without the data"
             ) from None
-    images = (
-        app.build_dataset(config) if sizes is None else Sizes(*sizes, config.model.in_chans or 3)
-    )
+    images = load_dataset(config) if sizes is None else Sizes(*sizes, config.model.in_chans or 3)
     # The values of the weights do not change a plan, so no file is read and nothing is downloaded.
     config.model.pretrained, config.model.weights = False, None
     config.train.class_weights = None
@@ -94,9 +102,9 @@ def _resolved_for(config: Config, devices: int) -> ResolvedConfig:
     if config.train.accumulate == "auto":
         config.train.accumulate = 1
     config.parallel.choose_strategy(several=devices > 1)
-    app.check(config)
+    check_config(config)
     sizes = (devices, 1) if config.parallel.has_ranks else ()
-    resolved = app.resolve(config, *sizes)
+    resolved = app.own_resolved(resolve(config, *sizes))
     # The ranks of a run choose the precision, and a plan has none.
     if resolved.train.precision == "auto":
         resolved.train.precision = "bf16" if resolved.parallel.accelerator == "cuda" else "fp32"
@@ -106,7 +114,7 @@ def _resolved_for(config: Config, devices: int) -> ResolvedConfig:
 def _count(config: ResolvedConfig, images: ImageDataset, devices: int) -> Plan:
     batch, train = config.global_batch, config.train
     size = min(len(images.train), config.data.limit_train or len(images.train))
-    batches = app.batches_per_epoch(config, size)
+    batches = batches_per_epoch(size, batch, train.accumulate)
     dropped = size - batches * batch
     steps_per_epoch, steps = train.count_steps(batches)
     chunk = math.ceil(batch / devices)

@@ -17,12 +17,20 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
-from src.app import app
 from src.commands.load import Trained, load_trained
 from src.data.transforms import OnImage, evaluation_transform
 from src.schema import ResolvedParallel
 from src.train.step import AUTOCAST, Autocast
-from timm_parallel import DevicePrefetcher, EvalLoader, Files, Ranks, Strategy, Task
+from timm_parallel import (
+    DevicePrefetcher,
+    EvalLoader,
+    Files,
+    Ranks,
+    Strategy,
+    Task,
+    build_strategy,
+    load_config,
+)
 
 # Dictionary from the path of an image file to its prediction, a dictionary of plain values. The
 # prediction is None if the file cannot be read.
@@ -65,12 +73,12 @@ def predict(request: PredictionRequest, ranks: Ranks, store: Any) -> tuple[Predi
     if notes and ranks.is_first:
         print(f"note: {notes}", file=sys.stderr)
     paths = [path for path, _ in files]
-    endings = Task.find(app.load_config(request.run).train.task).endings
+    endings = Task.find(load_config(request.run).train.task).endings
     names = _file_names(request, paths, endings)
     # Check on one rank, because the first rank writes files before the last rank has started.
     if ranks.is_first:
         _check_written_files(request, paths, [name + end for name in names for end in endings])
-    strategy = app.build_strategy(request.parallel, ranks, store)
+    strategy = build_strategy(request.parallel, ranks, store)
     trained = load_trained(request.run, request.checkpoint, request.weights, strategy.device)
     model = strategy.for_evaluation(
         Autocast(trained.model, strategy.device.type, AUTOCAST[trained.config.train.precision])

@@ -2,61 +2,15 @@
 classification.
 
 To add a task, write a class in this folder that extends Task (timm_parallel/task.py), and set
-`train.task=src.tasks.<module>.<Class>`. Import torch inside its functions only, because train.py
-checks a config before it imports torch.
+`train.task=src.tasks.<module>.<Class>`.
 """
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Iterator
-from importlib import import_module
-from pkgutil import iter_modules
 
 from src.schema import Config
-from timm_parallel import Metric, Task
-
-TASKS = {
-    "classification": "src.tasks.classification.Classification",
-    "multilabel": "src.tasks.multilabel.Multilabel",
-    "regression": "src.tasks.regression.Regression",
-    "segmentation": "src.tasks.segmentation.Segmentation",
-}
-
-
-def all_metrics() -> dict[str, Metric]:
-    """Return the metrics of all tasks in this folder, as a dictionary from name to metric. A file
-    that cannot be imported is left out, because it must not stop the other tasks.
-
-    Raises ValueError if two tasks define a metric of the same name differently, for example with
-    different directions. Reports and searches identify a metric by its name.
-    """
-    metrics: dict[str, Metric] = {}
-    for found in iter_modules(__path__):
-        try:
-            module = import_module(f"{__name__}.{found.name}")
-        # Catch every exception, because the file may be half-written code of the user. A run of its
-        # task imports the file again, and shows the traceback.
-        except Exception as error:
-            # The ranks need not repeat the line of their launcher.
-            if "RANK" not in os.environ:
-                reason = f"{type(error).__name__}: {error}"
-                print(f"src/tasks/{found.name}.py: left out ({reason})", file=sys.stderr)
-            continue
-        for task in vars(module).values():
-            if not (isinstance(task, type) and issubclass(task, Task)) or not hasattr(
-                task, "metrics"
-            ):
-                continue
-            for name, metric in task.metrics.items():
-                known = metrics.setdefault(name, metric)
-                if known.shown_as != metric.shown_as:
-                    raise ValueError(
-                        f"{task.__name__}: another task defines the metric {name} differently; "
-                        "give the metric another name"
-                    )
-    return metrics
+from timm_parallel import Task
 
 
 def problems(config: Config) -> Iterator[str]:

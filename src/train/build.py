@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from src.app import app
 from src.data.transforms import Preprocessing, ResizeAndCrop
 from src.models.build import build_model
 from src.models.preprocessing import preprocessing_for, train_image_size
@@ -38,6 +37,7 @@ from timm_parallel import (
     compile_model,
     count_flops,
     freeze,
+    load_dataset,
     load_weights,
     preprocessing_of,
     run_on_black_image,
@@ -76,7 +76,7 @@ def build_data_and_model(
     # the cache.
     may_download = config.model.pretrained or config.data.is_from_timm
     with strategy.group.one_of_node_first() if may_download else nullcontext():
-        dataset = app.build_dataset(config, trained_names)
+        dataset = load_dataset(config, trained_names)
         task = Task.find(config.train.task)(config, dataset.target_names)
         sides = config.data.image_size or dataset.image_size
         size = None if sides is None else as_size(sides)

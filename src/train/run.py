@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from src.app import app
 from src.schema import ResolvedConfig
 from src.train.build import build_run
 from src.train.loop import run_steps
 from src.train.step import AUTOCAST, Autocast
-from timm_parallel import Evaluation, Ranks, RefusedError, Run, evaluate
+from timm_parallel import Evaluation, Ranks, RefusedError, Run, build_strategy, evaluate
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -51,9 +50,7 @@ class Trainer:
         # Seed every rank alike, so that every rank and every strategy starts from the same weights.
         torch.manual_seed(config.seed)
         self.config = config
-        self.strategy = app.build_strategy(
-            config.parallel, ranks, store, config.train.deterministic
-        )
+        self.strategy = build_strategy(config.parallel, ranks, store, config.train.deterministic)
         self.parts = build_run(config, self.strategy)
         self.state, self.run = self.parts.state, Run(self.parts, folder)
 

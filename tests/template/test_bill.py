@@ -1004,7 +1004,7 @@ def test_resumed_local_sgd_run_continues_the_momentum_of_its_averages_bit_for_bi
         (("train.loss=focal", "train.smoothing=0.1"), "train.smoothing=0.1: train.loss=focal"),
         (("train.loss=focal", "data.augment.mixup=0.2"), "data.augment.mixup=0.2: "),
         (("train.loss=src.train.poly.PolyLoss", "train.class_weights=auto"), "class_weights=auto"),
-        (("parallel.strategy=src.parallel.local_sgd.LocalSgt",), "no such strategy"),
+        (("parallel.strategy=src.parallel.local_sgd.LocalSgt",), "no such class"),
         (("parallel=local_sgd", "parallel.gradient_as_bucket_view=true"), "an option of ddp"),
         (("parallel=ddp", "+parallel.options.a=1"), "parallel.options="),
     ],

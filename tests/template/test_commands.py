@@ -30,6 +30,7 @@ from src.schema import ResolvedConfig
 from src.train.build import build_run
 from src.train.loop import run_steps
 from src.train.step import AUTOCAST, Autocast
+from timm_parallel.app import as_resolved
 from timm_parallel.config.compose import compose_command
 from timm_parallel.config.resolve import resolve
 from timm_parallel.config.suggest import is_known
@@ -38,7 +39,6 @@ from timm_parallel.keys import SearchConfig, SweepConfig, is_timm_dataset
 from timm_parallel.lab.sweep.points import expand
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.parallel.build import build_strategy
-from timm_parallel.project import as_resolved
 from timm_parallel.testing.commands import ROOT, TEST_FILES, Finished, Train
 from timm_parallel.testing.configs import parse, tiny
 from timm_parallel.testing.ranks import in_ranks

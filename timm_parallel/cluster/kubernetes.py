@@ -9,12 +9,12 @@ import re
 import socket
 from pathlib import Path
 
+from timm_parallel.app import current
 from timm_parallel.cluster.slurm import quoted, render
 from timm_parallel.config.cluster import seconds_of
 from timm_parallel.keys import Config
 from timm_parallel.machine.files import write_text
 from timm_parallel.machine.ranks import NodeAddress
-from timm_parallel.project import current
 
 MANIFEST = "job.yaml"
 PORT = 29500

@@ -15,11 +15,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+from timm_parallel.app import current, root
 from timm_parallel.keys import ClusterConfig, Config
 from timm_parallel.machine.files import write_text
 from timm_parallel.machine.process import SAFE_PATH
 from timm_parallel.machine.ranks import NodeAddress, host_name
-from timm_parallel.project import current, root
 
 SCRIPT, JOB_ID = "job.sbatch", "job.id"
 # Exit code of a run that stopped after SIGUSR1, which is signal 10 on Linux. The number is written

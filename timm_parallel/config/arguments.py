@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from timm_parallel.machine.files import finite
-from timm_parallel.machine.process import open_closed_streams
 from timm_parallel.machine.secrets import mask
+from timm_parallel.machine.streams import open_closed_streams
 
 
 def print_json(value: Any) -> None:
@@ -51,68 +51,68 @@ class CommandLine(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ValueError(message.removeprefix("argument "))
 
-    @staticmethod
-    def errors_in_one_line(main: Callable[[list[str]], int]) -> Callable[[list[str]], int]:
-        """Decorate the `main` function of a script. A ValueError or the error of a file then prints
-        one line on stderr and returns exit code 2. Ctrl-C prints one line and returns 130.
-        """
-        name = Path(main.__code__.co_filename).name
 
-        @functools.wraps(main)
-        def guarded(argv: list[str]) -> int:
-            open_closed_streams()
-            try:
-                return main(argv)
-            except ValueError as error:
-                print(f"{name}: {' '.join(mask(str(error)).split())}", file=sys.stderr)
-                return 2
-            except OSError as error:
-                # An error without a number is not that of a file, so it keeps its traceback.
-                if error.errno is None:
-                    raise
-                where = "" if error.filename is None else f"{error.filename}: "
-                print(f"{name}: {mask(f'{where}{error.strerror}')}", file=sys.stderr)
-                return 2
-            except KeyboardInterrupt:
-                print(f"{name}: stopped by SIGINT", file=sys.stderr)
-                return 128 + signal.SIGINT
+def errors_in_one_line(main: Callable[[list[str]], int]) -> Callable[[list[str]], int]:
+    """Decorate the `main` function of a script. A ValueError or the error of a file then prints
+    one line on stderr and returns exit code 2. Ctrl-C prints one line and returns 130.
+    """
+    name = Path(main.__code__.co_filename).name
 
-        return guarded
+    @functools.wraps(main)
+    def guarded(argv: list[str]) -> int:
+        open_closed_streams()
+        try:
+            return main(argv)
+        except ValueError as error:
+            print(f"{name}: {' '.join(mask(str(error)).split())}", file=sys.stderr)
+            return 2
+        except OSError as error:
+            # An error without a number is not that of a file, so it keeps its traceback.
+            if error.errno is None:
+                raise
+            where = "" if error.filename is None else f"{error.filename}: "
+            print(f"{name}: {mask(f'{where}{error.strerror}')}", file=sys.stderr)
+            return 2
+        except KeyboardInterrupt:
+            print(f"{name}: stopped by SIGINT", file=sys.stderr)
+            return 128 + signal.SIGINT
 
-    @staticmethod
-    def number(
-        kind: type[int] | type[float] = float,
-        *,
-        least: float = 0,
-        or_auto: bool = False,
-    ) -> Callable[[str], Any]:
-        """Build an argparse type that accepts a finite number.
+    return guarded
 
-        `kind`: int or float. `least`: smallest allowed value. `or_auto`: also accept the
-        text `auto`.
-        """
-        number = "an integer" if kind is int else "a number"
-        expected = f"{number} >= {least:g}{' or auto' if or_auto else ''}"
 
-        def read(text: str) -> float | str:
-            if or_auto and text == "auto":
-                return text
-            try:
-                value = kind(text)
-            except ValueError:
-                value = math.nan
-            if not least <= value < math.inf:
-                raise argparse.ArgumentTypeError(f"{text!r}: expected {expected}")
-            return value
+def number_argument(
+    kind: type[int] | type[float] = float,
+    *,
+    least: float = 0,
+    or_auto: bool = False,
+) -> Callable[[str], Any]:
+    """Build an argparse type that accepts a finite number.
 
-        return read
+    `kind`: int or float. `least`: smallest allowed value. `or_auto`: also accept the
+    text `auto`.
+    """
+    number = "an integer" if kind is int else "a number"
+    expected = f"{number} >= {least:g}{' or auto' if or_auto else ''}"
 
-    @staticmethod
-    def counts(text: str) -> list[int]:
-        """Parse comma-separated integers >= 1, e.g. `1,2,4`. Scripts use this function as an
-        argparse type.
-        """
-        return [CommandLine.number(int, least=1)(part) for part in text.split(",")]
+    def read(text: str) -> float | str:
+        if or_auto and text == "auto":
+            return text
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not least <= value < math.inf:
+            raise argparse.ArgumentTypeError(f"{text!r}: expected {expected}")
+        return value
+
+    return read
+
+
+def counts_argument(text: str) -> list[int]:
+    """Parse comma-separated integers >= 1, e.g. `1,2,4`. Scripts use this function as an
+    argparse type.
+    """
+    return [number_argument(int, least=1)(part) for part in text.split(",")]
 
 
 def parse_command_line(words: list[str]) -> Any:

@@ -22,6 +22,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from timm_parallel.app import as_resolved, current, root
 from timm_parallel.config.aliases import check_aliases
 from timm_parallel.config.arguments import parse_command_line
 from timm_parallel.config.hydra_allowlist import (
@@ -36,7 +37,6 @@ from timm_parallel.keys import PATHS, Config, ResolvedConfig, leaves
 from timm_parallel.machine.files import write_text
 from timm_parallel.machine.secrets import IN_URL, REFERENCE, hide_in, is_written_out
 from timm_parallel.patches import check_files_first, keep_missing_values, share_config_store
-from timm_parallel.project import as_resolved, current, root
 
 # Name under which Hydra's config store holds the config of a resumed run.
 SAVED = "saved_config"

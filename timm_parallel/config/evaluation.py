@@ -9,6 +9,7 @@ from pathlib import Path
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from timm_parallel.app import current
 from timm_parallel.config.arguments import parse_command_line
 from timm_parallel.config.compose import compose_command, load_config, typed_and_checked
 from timm_parallel.config.resolve import resolve
@@ -23,7 +24,6 @@ from timm_parallel.keys import (
     is_below,
 )
 from timm_parallel.machine.ranks import Ranks
-from timm_parallel.project import current
 
 # Config keys that evaluate.py accepts with run=<folder>, and config keys that it accepts without
 # run.
@@ -35,7 +35,7 @@ OPTIONS = ("run", "split", "checkpoint", "weights", "predictions")
 GROUPS = {"parallel": "parallel.strategy", "data": "data.name"}
 
 
-def evaluation_config(
+def compose_evaluation(
     run: Path | None, overrides: list[str], ranks: Ranks | None
 ) -> ResolvedConfig:
     """Build the resolved config for an evaluation.

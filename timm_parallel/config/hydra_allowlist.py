@@ -11,6 +11,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from timm_parallel.app import root
 from timm_parallel.config.suggest import (
     check_option,
     explain,
@@ -20,7 +21,6 @@ from timm_parallel.config.suggest import (
     plain_values,
 )
 from timm_parallel.keys import is_below
-from timm_parallel.project import root
 
 SETTABLE = ("run", "sweep", "sweeper.params", "job.name", "job.chdir", "verbose")
 FIXED = (

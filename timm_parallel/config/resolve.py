@@ -9,6 +9,7 @@ import importlib.util
 import os
 from collections.abc import Iterator
 
+from timm_parallel.app import as_resolved
 from timm_parallel.config.cluster import fill_in
 from timm_parallel.config.resolvers import count_that_divides
 from timm_parallel.config.validate import refuse
@@ -18,7 +19,6 @@ from timm_parallel.machine import hardware
 from timm_parallel.machine.platform import WINDOWS
 from timm_parallel.machine.ranks import starter
 from timm_parallel.machine.text import yaml_text
-from timm_parallel.project import as_resolved
 
 
 def resolve(

@@ -16,13 +16,12 @@ from typing import Any
 import yaml
 from omegaconf.errors import ConfigTypeError, ValidationError
 
+from timm_parallel.app import current, root
 from timm_parallel.config.hints import hint
 from timm_parallel.config.timm_names import timm_models, timm_optimizers
 from timm_parallel.keys import leaves
 from timm_parallel.machine.secrets import is_secret_key
 from timm_parallel.machine.text import yaml_text
-from timm_parallel.metric import LOSS, Metric, metric_name
-from timm_parallel.project import current, root
 
 # Table of key names in other programs, such as timm's train.py, with the names here.
 OTHER_NAMES = Path(__file__).with_name("other_names.yaml")
@@ -346,32 +345,3 @@ def type_text(entry: Any) -> str:
     field.
     """
     return TYPES.get(entry.type) or " or ".join(TYPES[name] for name in entry.type.split(" | "))
-
-
-def objectives() -> list[str]:
-    """Build the list of allowed values of optimized_metric."""
-    names = [f"{name}{suffix}" for suffix in ("", "_ema") for name in current().metrics]
-    return [
-        *(f"{split}/{name}" for split in ("val", "test") for name in names),
-        *(f"val/{name}_best" for name in current().metrics),
-        "train/loss",
-        "images_per_sec",
-    ]
-
-
-def is_lower_better(objective: str) -> bool:
-    """Return True if the metric must be minimized. `objective`: a value of optimized_metric, e.g.
-    val/loss.
-    """
-    return metric_of(objective).lower_is_better
-
-
-def metric_of(objective: str) -> Metric:
-    """Return the Metric of the current code that a value of optimized_metric names. Raises
-    ValueError if the code has none.
-    """
-    known = {"images_per_sec": Metric(), "loss": LOSS, **current().metrics}
-    name = metric_name(objective)
-    if name not in known:
-        raise ValueError(f"{objective}: unknown metric{hint(name, known)}")
-    return known[name]

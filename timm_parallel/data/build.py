@@ -9,15 +9,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
+from timm_parallel.app import current
 from timm_parallel.data.dataset import ImageDataset
 from timm_parallel.data.fractions import batches_per_epoch
+from timm_parallel.data.seeds import seed_all
 from timm_parallel.errors import refuse_wrong_arguments
 from timm_parallel.keys import TIMM_DATASETS, Config, DataConfig, ResolvedConfig
-from timm_parallel.machine.process import import_class, import_name
+from timm_parallel.machine.imports import import_class, import_name
 from timm_parallel.machine.start_clock import start_clock
 from timm_parallel.machine.text import first
-from timm_parallel.project import current
-from timm_parallel.task import Task
 
 
 def built_in(name: str) -> type[ImageDataset] | None:
@@ -54,13 +54,43 @@ def build_dataset(
     return dataset
 
 
+def load_dataset(config: Config, trained_names: list[str] | None = None) -> ImageDataset:
+    """Build the dataset that a config names, with the targets that the task of the config needs.
+
+    `trained_names`: the names of a trained model's outputs (e.g. its classes), if the dataset will
+    evaluate that model; None for training. All generators are seeded first, so that a dataset that
+    divides its images at random does so equally in each command.
+    """
+    seed_all(config.seed)
+    return build_dataset(config.data, trained_names, _target_of(config))
+
+
+def _target_of(config: Config) -> str:
+    """Return the kind of target that the task of a config learns."""
+    # Import the task here, because its import takes seconds.
+    from timm_parallel.task import Task
+
+    return Task.find(config.train.task).target
+
+
+def check_root(config: Config) -> None:
+    """Raise ValueError with the message of the dataset if data.root does not exist. Unlike
+    `check_data`, this check does not import the task, which takes seconds.
+    """
+    dataset_class, root = built_in(config.data.name), config.data.root
+    if dataset_class is not None and root is not None and not Path(root).exists():
+        dataset_class.check(config.data)
+    elif config.data.is_from_timm:
+        _check_timm_dataset(config.data)
+
+
 def check_data(config: Config, evaluated: str | None = None) -> None:
     """Raise ValueError if the files below data.root do not fit the dataset.
 
     `evaluated`: the split on which a trained run will be evaluated, or `all`; None for training.
     """
     if (dataset_class := built_in(config.data.name)) is not None:
-        dataset_class.check(config.data, evaluated, Task.find(config.train.task).target)
+        dataset_class.check(config.data, evaluated, _target_of(config))
     elif config.data.is_from_timm:
         _check_timm_dataset(config.data)
 

@@ -1,10 +1,12 @@
 """Compute the seeds of random numbers from integers such as seed, epoch and index of an image.
 
-A seed does not depend on random numbers that were drawn earlier. This module does not import torch.
+A seed does not depend on random numbers that were drawn earlier. This module imports torch only to
+seed generators.
 """
 
 from __future__ import annotations
 
+import random
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -38,3 +40,15 @@ def _mix(*values: Any) -> Any:
         mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & MASK
         mixed ^= mixed >> 31
     return mixed >> 1
+
+
+def seed_all(seed: int) -> None:
+    """Seed the global generators of torch, random and numpy, from which the constructors of
+    datasets and models draw.
+    """
+    import numpy as np
+    import torch
+
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)

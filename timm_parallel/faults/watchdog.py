@@ -31,7 +31,7 @@ from timm_parallel.faults.heartbeat import (
 from timm_parallel.faults.liveness import liveness
 from timm_parallel.faults.run_folder import GONE, RunFolder
 from timm_parallel.keys import ParallelConfig
-from timm_parallel.machine.process import exit_at_once
+from timm_parallel.machine.process_exit import exit_at_once
 from timm_parallel.machine.ranks import Ranks
 
 if TYPE_CHECKING:

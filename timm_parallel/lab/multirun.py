@@ -9,13 +9,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from timm_parallel.app import current
 from timm_parallel.keys import Config, DataConfig, ResolvedConfig
 from timm_parallel.lab.search.space import FROZEN
 from timm_parallel.lab.search.tune import settings_to_try
 from timm_parallel.lab.sweep.dry_run import show_points
 from timm_parallel.lab.sweep.points import check_jobs_data, expand
 from timm_parallel.lab.sweep.sweep import resume_sweep, start_sweep
-from timm_parallel.project import current
 from timm_parallel.record.jobs import VERDICT
 
 

@@ -15,13 +15,13 @@ from typing import Any
 
 import yaml
 
+from timm_parallel.app import root
 from timm_parallel.config.validate import refuse
 from timm_parallel.data.dataset import image_files
 from timm_parallel.lab.code_copy import apply_diff, copy_commit, no_repository
 from timm_parallel.lab.curves import Curve, curves
 from timm_parallel.machine.files import claim_folder, finite, write_json
 from timm_parallel.machine.text import first, plural
-from timm_parallel.project import root
 from timm_parallel.record.code_diff import CODE_DIFF, CUT
 from timm_parallel.record.environment import read_environment
 from timm_parallel.record.jobs import FAILED

@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
+from timm_parallel.app import current, find_app
 from timm_parallel.cluster.kubernetes import write_manifest
 from timm_parallel.cluster.slurm import write_script
 from timm_parallel.config.compose import asks_for_accumulate, load_config, save_config
@@ -23,7 +24,6 @@ from timm_parallel.launch.supervisor import StartRank, run_ranks, start_command
 from timm_parallel.machine.files import write_json
 from timm_parallel.machine.lock import lock_folder
 from timm_parallel.machine.process import SAFE_PATH, process_start_time
-from timm_parallel.project import current, find_app
 from timm_parallel.record.code_diff import write_code_diff
 from timm_parallel.record.environment import environment_facts
 from timm_parallel.record.result import Result, read_segments, read_status, write_result

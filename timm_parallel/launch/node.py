@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from timm_parallel.app import find_app
 from timm_parallel.cluster.kubernetes import address_of_pod
 from timm_parallel.cluster.slurm import NODE_LOST, WARNED, address_of_step
 from timm_parallel.config.compose import load_config
@@ -22,11 +23,10 @@ from timm_parallel.launch.rendezvous import POLL_SECONDS, Rendezvous, ranks_stor
 from timm_parallel.launch.supervisor import run_ranks
 from timm_parallel.launch.torchrun import node_end
 from timm_parallel.machine.files import write_text
+from timm_parallel.machine.imports import imports_without_gc
 from timm_parallel.machine.lock import is_locked, lock_folder, owner_of
-from timm_parallel.machine.process import imports_without_gc
 from timm_parallel.machine.ranks import NodeAddress, host_name
 from timm_parallel.machine.signals import Stopped, signal_handlers, stop_handler
-from timm_parallel.project import find_app
 
 if TYPE_CHECKING:
     from torch.distributed import Store

@@ -13,12 +13,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from timm_parallel.app import code_hashes
 from timm_parallel.config.compose import load_config
 from timm_parallel.keys import ParallelConfig, ResolvedConfig
 from timm_parallel.machine import hardware
 from timm_parallel.machine.files import write_text
 from timm_parallel.machine.ranks import first_difference, host_name
-from timm_parallel.project import code_hashes
 from timm_parallel.record.environment import version_of
 
 if TYPE_CHECKING:

@@ -17,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+from timm_parallel.app import current
 from timm_parallel.config.compose import load_config
 from timm_parallel.faults.failure import (
     failure_record,
@@ -30,7 +31,8 @@ from timm_parallel.faults.liveness import liveness
 from timm_parallel.faults.watchdog import Watchdog
 from timm_parallel.keys import ResolvedConfig
 from timm_parallel.launch.rendezvous import open_store
-from timm_parallel.machine.process import imports_without_gc, kill_on_parent_exit
+from timm_parallel.machine.imports import imports_without_gc
+from timm_parallel.machine.process import kill_on_parent_exit
 from timm_parallel.machine.ranks import Ranks, ranks_from_environment
 from timm_parallel.machine.secrets import HidingFormatter
 from timm_parallel.machine.signals import (
@@ -41,7 +43,6 @@ from timm_parallel.machine.signals import (
     stop_handler,
 )
 from timm_parallel.machine.start_clock import start_clock
-from timm_parallel.project import current
 
 if TYPE_CHECKING:
     from torch.distributed import Store

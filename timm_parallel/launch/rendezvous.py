@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from timm_parallel.cluster.slurm import address_of_step
-from timm_parallel.machine.process import imports_without_gc
+from timm_parallel.machine.imports import imports_without_gc
 from timm_parallel.machine.ranks import NodeAddress, Ranks, host_name
 
 if TYPE_CHECKING:

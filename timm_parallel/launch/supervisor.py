@@ -16,6 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
+from timm_parallel.app import current, root
 from timm_parallel.faults.failure import REPORT, RankExits, reported_failures
 from timm_parallel.faults.heartbeat import published_failures
 from timm_parallel.faults.run_folder import RunFolder
@@ -28,17 +29,16 @@ from timm_parallel.launch.rendezvous import (
     ranks_store,
 )
 from timm_parallel.machine import hardware
+from timm_parallel.machine.imports import imports_without_gc
 from timm_parallel.machine.platform import STOP_SIGNALS, open_memory
 from timm_parallel.machine.process import (
     LAUNCHER,
     SAFE_PATH,
-    imports_without_gc,
     process_start_time,
     terminate_descendants,
 )
 from timm_parallel.machine.ranks import NodeAddress
 from timm_parallel.machine.signals import heeded_signals, signal_handlers
-from timm_parallel.project import current, root
 
 # Seconds that a rank has after a signal to save and exit, before it is killed. torch's agent waits
 # equally long.

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 from timm_parallel.machine.platform import STOP_SIGNALS
-from timm_parallel.machine.process import exit_at_once
+from timm_parallel.machine.process_exit import exit_at_once
 
 # Seconds in which a second signal counts as the same one. Ctrl-C may arrive twice, from the
 # terminal and from torch's agent.

@@ -10,10 +10,9 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from timm_parallel.keys import ResolvedParallel
-from timm_parallel.machine.process import import_class
+from timm_parallel.keys import STRATEGIES, ResolvedParallel
+from timm_parallel.machine.imports import import_class
 from timm_parallel.machine.start_clock import start_clock
-from timm_parallel.project import current
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -35,7 +34,8 @@ def build_strategy(
         use_deterministic_algorithms()
     from timm_parallel.parallel.strategy import Strategy
 
-    strategy = import_class("parallel.strategy", config.strategy, Strategy, current().strategies)
+    built_in = {name: strategy.name for name, strategy in STRATEGIES.items()}
+    strategy = import_class("parallel.strategy", config.strategy, Strategy, built_in)
     built = strategy(config, ranks, store)
     start_clock.end("devices")
     return built

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from timm_parallel.keys import ResolvedParallel, TrainConfig
 from timm_parallel.machine import hardware
-from timm_parallel.machine.process import keep_freed_memory
+from timm_parallel.machine.allocator import keep_freed_memory
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.model.networks import Networks, PhaseStep
 from timm_parallel.parallel.communication import Communication
@@ -39,8 +39,8 @@ class Strategy:
     BatchNorm statistics equal on all ranks.
     """
 
-    # The following attributes declare what the strategy can do. train.py reads them from the source
-    # code before it imports torch, to reject a config early. Each must be a plain True or False.
+    # The following attributes declare what the strategy can do, so that train.py can reject a
+    # config early. For the built-in strategies, keys.py repeats them.
     # process_per_device: one process per device (True), or one process that drives all devices
     # (False).
     process_per_device = False

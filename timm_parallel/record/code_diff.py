@@ -8,9 +8,9 @@ import subprocess
 from pathlib import Path
 from threading import Timer
 
+from timm_parallel.app import root
 from timm_parallel.machine.files import write_text
 from timm_parallel.machine.secrets import mask_code
-from timm_parallel.project import root
 from timm_parallel.record.environment import output_of
 
 CODE_DIFF = "code.diff"

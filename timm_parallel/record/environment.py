@@ -18,9 +18,9 @@ from typing import Any
 
 import psutil
 
+from timm_parallel.app import code_hashes, root
 from timm_parallel.keys import Config
 from timm_parallel.machine import hardware, nvidia
-from timm_parallel.project import code_hashes, root
 
 LIBRARIES = ("torch", "torchvision", "timm", "hydra-core", "omegaconf", "numpy", "tensorboard")
 

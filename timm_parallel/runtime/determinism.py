@@ -2,22 +2,11 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
 from timm_parallel.data.seeds import seed_for
-
-
-def seed_all(seed: int) -> None:
-    """Seed the global generators of torch, random and numpy, from which the constructors of
-    datasets and models draw.
-    """
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed & 0xFFFFFFFF)
 
 
 def seed_step(seed: int, step: int, rank: int, devices: Sequence[torch.device]) -> None:

@@ -21,9 +21,9 @@ from typing import Any
 import psutil
 import pytest
 
+from timm_parallel.app import root
 from timm_parallel.machine.platform import STOP_SIGNALS
 from timm_parallel.machine.ranks import NEEDED
-from timm_parallel.project import root
 from timm_parallel.testing.configs import read_lines, tiny
 
 ROOT = root()

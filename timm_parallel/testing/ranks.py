@@ -204,7 +204,7 @@ def _warm_rank(folder: Path, environment: dict[str, str], first: Path | None) ->
     assert "timm_parallel.testing.warm" in sys.modules, COLD
     from src.app import app
     from timm_parallel.launch.rank import main
-    from timm_parallel.machine.process import exit_process
+    from timm_parallel.machine.process_exit import exit_process
 
     for name in RANK_VARIABLES:
         os.environ.pop(name, None)

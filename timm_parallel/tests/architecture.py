@@ -93,16 +93,19 @@ def package_of(file: str) -> str:
 @cache
 def imports(root: Path = ROOT, for_types: bool = False) -> dict[str, set[str]]:
     """Return the import graph, as a dictionary from each source file to the set of source files
-    that it imports. `for_types` includes imports in `if TYPE_CHECKING` blocks, except in the lists
-    of public names.
+    that it imports. A public name of the library counts as an import of the module that defines it.
+    `for_types` includes imports in `if TYPE_CHECKING` blocks, except in the lists of public names.
     """
     modules: dict[str, str] = {}
     for path in source_files(root):
         relative = path.relative_to(root)
         module = ".".join(relative.with_suffix("").parts).removesuffix(".__init__")
         modules[module] = relative.as_posix()
+    # The packages import their public names when these are first used.
+    for package, names in _public_modules(root).items():
+        modules |= {f"{package}.{name}": modules[module] for name, module in names.items()}
     arrows: dict[str, set[str]] = {file: set() for file in modules.values()}
-    for file in modules.values():
+    for file in arrows:
         for named in names_in((root / file).read_text(encoding="utf-8")):
             is_left_out = named.for_types and (not for_types or file.endswith("__init__.py"))
             if is_left_out or not named.is_import:
@@ -182,6 +185,11 @@ def public_names(root: Path = ROOT) -> dict[str, set[str]]:
     """Return the public names, as a dictionary from the packages timm_parallel and
     timm_parallel.lab to a set of names.
     """
+    return {package: set(names) for package, names in _public_modules(root).items()}
+
+
+def _public_modules(root: Path) -> dict[str, dict[str, str]]:
+    """Return the module that defines each public name: {package: {name: module}}."""
     public = {}
     for package in ("timm_parallel", "timm_parallel.lab"):
         path = root.joinpath(*package.split("."), "__init__.py")
@@ -192,7 +200,11 @@ def public_names(root: Path = ROOT) -> dict[str, set[str]]:
             if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_GROUPS"
         )
         named = ast.literal_eval(groups)
-        public[package] = {name for group in named.values() for name in group}
+        public[package] = {
+            name: f"timm_parallel.{module}"
+            for group in named.values()
+            for name, module in group.items()
+        }
     return public
 
 

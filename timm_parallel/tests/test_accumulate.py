@@ -16,7 +16,7 @@ from timm_parallel.config.compose import (
     save_config,
     save_hydra_files,
 )
-from timm_parallel.config.evaluation import evaluation_config
+from timm_parallel.config.evaluation import compose_evaluation
 from timm_parallel.config.resolve import halve_batches, resolve
 from timm_parallel.faults.failure import RankExits
 from timm_parallel.keys import ResolvedConfig
@@ -127,7 +127,7 @@ def test_evaluation_under_torchrun_ignores_accumulate_auto_of_an_experiment_file
     tmp_path: Path,
 ) -> None:
     overrides = ["experiment=finetune", f"data.root={tmp_path}", "parallel=ddp"]
-    config = evaluation_config(None, overrides, Ranks(0, 2, 0, 2))
+    config = compose_evaluation(None, overrides, Ranks(0, 2, 0, 2))
     assert (config.train.accumulate, config.parallel.devices) == (1, 2)
 
 

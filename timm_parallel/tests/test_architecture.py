@@ -60,16 +60,13 @@ ALLOWED = {
 # Files that may import torch only inside functions. Commands such as --help import these files and
 # must start quickly without torch.
 NO_TORCH_AT_THE_TOP = (
-    "timm_parallel/class_source.py",
     "timm_parallel/patches.py",
     "train.py",
     "evaluate.py",
     "src/app.py",
     "src/schema.py",
     "timm_parallel/app.py",
-    "timm_parallel/class_source.py",
     "timm_parallel/entry.py",
-    "timm_parallel/project.py",
     "src/data/__init__.py",
     "src/data/datasets.py",
     "timm_parallel/data/csv_listing.py",

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from timm_parallel.config.arguments import CommandLine
+from timm_parallel.config.arguments import CommandLine, errors_in_one_line, number_argument
 from timm_parallel.lab.curves import compare_curves
 from timm_parallel.record.result import MetricsLog, Result, write_result
 from timm_parallel.testing.commands import ROOT
@@ -104,7 +104,7 @@ def test_compare_runs_refuses_runs_with_different_steps_batch_size_or_data(
 @pytest.mark.parametrize("word", ["abc", "-1", "nan", "inf"])
 def test_compare_runs_refuses_an_invalid_tolerance(word: str) -> None:
     parser = CommandLine(None)
-    parser.add_argument("--tolerance", type=CommandLine.number())
+    parser.add_argument("--tolerance", type=number_argument())
     with pytest.raises(ValueError, match=f"--tolerance: '{word}': expected a number >= 0"):
         parser.parse_intermixed_args([f"tolerance={word}"])
 
@@ -112,7 +112,7 @@ def test_compare_runs_refuses_an_invalid_tolerance(word: str) -> None:
 def test_script_main_exits_130_and_prints_one_line_on_keyboard_interrupt(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    @CommandLine.errors_in_one_line
+    @errors_in_one_line
     def main(argv: list[str]) -> int:
         raise KeyboardInterrupt
 

@@ -26,6 +26,7 @@ from scripts.install import main as install
 from scripts.install import settings_for_uv
 from src.schema import AugmentConfig, Config
 from timm_parallel import keys
+from timm_parallel.app import root
 from timm_parallel.config.compose import compose_command, plain_config
 from timm_parallel.config.resolve import resolve
 from timm_parallel.data import decode
@@ -41,7 +42,6 @@ from timm_parallel.launch.rank import Stdout
 from timm_parallel.machine import hardware
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.parallel.ddp_timing import unused_parameters
-from timm_parallel.project import root
 from timm_parallel.record.console import Console, print_config
 from timm_parallel.record.jobs import Jobs
 from timm_parallel.record.result import Result

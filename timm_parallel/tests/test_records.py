@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 
 from src.app import app
 from src.schema import Config
-from timm_parallel.config.arguments import CommandLine
+from timm_parallel.config.arguments import errors_in_one_line
 from timm_parallel.entry import run_command
 from timm_parallel.lab.code_copy import git
 from timm_parallel.launch import job
@@ -146,7 +146,7 @@ def test_git_command_is_refused_in_one_line_when_git_is_not_installed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    main = CommandLine.errors_in_one_line(lambda argv: len(git(tmp_path, *argv)))
+    main = errors_in_one_line(lambda argv: len(git(tmp_path, *argv)))
     assert main(["status"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "PATH" in line

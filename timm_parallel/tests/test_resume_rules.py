@@ -22,6 +22,7 @@ from src.app import app
 from src.schema import Config, OptimConfig
 from timm_parallel import keys
 from timm_parallel.config.compose import load_config, read_saved, save_config
+from timm_parallel.configs import evaluation_config
 from timm_parallel.entry import run_command
 from timm_parallel.keys import SweepConfig, leaves
 from timm_parallel.lab.jobs.folders import config_folder
@@ -260,7 +261,7 @@ def test_run_with_relative_paths_is_resumed_and_evaluated_from_another_folder(
     elsewhere.mkdir()
     monkeypatch.chdir(elsewhere)
     assert main(f"resume={folder}") == (0, "")
-    for config in (load_config(folder), app.evaluation_config(folder, [])):
+    for config in (load_config(folder), evaluation_config(folder, [])):
         assert config.data.root == str(tmp_path / "shapes")
     assert load_config(folder).model.weights == str(tmp_path / "start.pt")
 

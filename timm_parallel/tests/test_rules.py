@@ -7,7 +7,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import pytest
@@ -21,10 +21,10 @@ from src.schema import (
     TrainConfig,
 )
 from src.tasks.classification import Classification, ClassLoss
-from timm_parallel.class_source import class_attributes
 from timm_parallel.config.validate import check_combination
 from timm_parallel.keys import STRATEGIES, ParallelConfig, strategy_options
-from timm_parallel.machine.process import import_name
+from timm_parallel.machine.imports import import_name
+from timm_parallel.task_rules import check_task
 from timm_parallel.testing.commands import ROOT
 
 pytestmark = pytest.mark.portable
@@ -75,26 +75,23 @@ def test_option_of_dp_ddp_or_fsdp_is_refused_under_another_strategy() -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_class_attributes_parsed_from_the_source_of_a_strategy_equal_the_real_attributes(
+def test_table_of_built_in_strategies_states_the_attributes_of_their_classes(
     strategy: str,
 ) -> None:
-    names = ("process_per_device", "has_one_device", "shards", "compiles")
-    strategy_class = import_name(STRATEGIES[strategy])
-    read = class_attributes(STRATEGIES[strategy])
-    assert {name: read[name] for name in names} == {
-        name: getattr(strategy_class, name) for name in names
-    }
+    stated = asdict(STRATEGIES[strategy])
+    strategy_class = import_name(stated.pop("name"))
+    assert stated == {name: getattr(strategy_class, name) for name in stated}
 
 
 def test_strategy_given_as_a_class_name_follows_the_same_rules_as_its_short_name() -> None:
-    fsdp = ParallelConfig(strategy=STRATEGIES["fsdp"])
+    fsdp = ParallelConfig(strategy=STRATEGIES["fsdp"].name)
     assert fsdp.has_ranks and not fsdp.has_one_process
     check_combination(Config(parallel=fsdp, model=ModelConfig(sync_bn=True)))
     for refused, key in (
         (Config(parallel=fsdp, model=ModelConfig(compile=True)), "model.compile"),
         (Config(parallel=fsdp, optim=OptimConfig(opt="muon")), "optim.opt"),
         (
-            Config(parallel=ParallelConfig(strategy=STRATEGIES["single"], devices=2)),
+            Config(parallel=ParallelConfig(strategy=STRATEGIES["single"].name, devices=2)),
             "parallel.devices",
         ),
     ):
@@ -119,7 +116,7 @@ def test_option_is_refused_when_the_chosen_loss_does_not_read_the_option(
         data = DataConfig(augment=AugmentConfig(**augment))
         return Config(train=TrainConfig(loss=loss, **train), data=data)
 
-    check_combination(config_with("ce"))
+    check_task(config_with("ce"))
     losses = Classification.losses
     monkeypatch.setattr(
         Classification, "losses", {**losses, "plain": ClassLoss(losses["ce"].build)}
@@ -127,7 +124,7 @@ def test_option_is_refused_when_the_chosen_loss_does_not_read_the_option(
     # The second value of train.loss names a class that does not declare the options that it reads.
     for loss in ("plain", "src.train.step.TrainStep"):
         with pytest.raises(ValueError, match=rf"^{key}=.* train\.loss={loss} does not read it"):
-            check_combination(config_with(loss))
+            check_task(config_with(loss))
 
 
 def test_config_validation_imports_no_torch_timm_or_hydra() -> None:

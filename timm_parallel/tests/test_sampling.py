@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.data import DistributedSampler
 
-from src.app import app
 from src.data.datasets import Synthetic
 from src.data.transforms import OnImage, train_transform
 from src.schema import AugmentConfig, DataConfig
+from timm_parallel.data.build import load_dataset
 from timm_parallel.data.dataset import ImageDataset, InMemory
 from timm_parallel.data.erasing import Erasing
 from timm_parallel.data.fractions import batches_per_epoch
@@ -513,7 +513,7 @@ def test_draws_in_the_constructor_of_a_dataset_depend_on_the_seed_only(
     of_seed = {}
     for seed in (3, 4):
         config = resolved("data=synthetic", f"seed={seed}")
-        of_seed[seed] = [app.build_dataset(config).drawn for _ in range(2)]  # type: ignore[attr-defined]
+        of_seed[seed] = [load_dataset(config).drawn for _ in range(2)]  # type: ignore[attr-defined]
         assert of_seed[seed][0] == of_seed[seed][1]
     assert all(one != other for one, other in zip(of_seed[3][0], of_seed[4][0], strict=True))
 

@@ -153,7 +153,7 @@ def test_search_optimizes_optimized_metric_if_set_and_otherwise_checkpoint_metri
     )
     space = read_space(command)
     assert command.config.objective == objective
-    assert natural_direction(command.config.objective) == direction
+    assert natural_direction(command.config) == direction
     freeze_search(tmp_path, points[0].tree, space)
     assert read_search(tmp_path)[0].optimized_metric == objective
 

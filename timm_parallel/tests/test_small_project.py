@@ -33,12 +33,14 @@ FAULTY = Path(__file__).parent / "promises" / "faulty"
 STEPS, MIDDLE = 15, 7
 # Longest allowed time in seconds between a fault and the end of the run.
 PROMPT = 15.0
+# Strategy of the small project.
+EACH = "small.strategies.Each"
 # Strategy and number of devices of each run that the fixture `runs` trains, and those of the runs
 # that it also stops and resumes.
 TRAINED = [
     ("single", 1),
     ("dp", 2),
-    *((strategy, 2) for strategy in ("ddp", "fsdp", "each")),
+    *((strategy, 2) for strategy in ("ddp", "fsdp", EACH)),
     *((strategy, 3) for strategy in ("ddp", "fsdp")),
 ]
 RESUMED = [("single", 1), ("dp", 2), ("ddp", 2), ("fsdp", 2)]
@@ -115,7 +117,7 @@ def train_jobs(ranks: Ranks, store: Any, jobs: list[Job]) -> None:
     from small.app import app
     from torch import distributed
 
-    from timm_parallel import EpochSteps
+    from timm_parallel import EpochSteps, compose, resolve
 
     class StoppingSteps(EpochSteps):
         """Steps of an epoch, which a signal stops."""
@@ -131,10 +133,10 @@ def train_jobs(ranks: Ranks, store: Any, jobs: list[Job]) -> None:
             return super().end()
 
     training.EpochSteps = StoppingSteps  # type: ignore[misc]
-    composed = app.compose("parallel.threads_per_device=1")
+    composed = compose("parallel.threads_per_device=1")
     for number, job in enumerate(jobs):
         composed.parallel.strategy, composed.parallel.devices = job.strategy, job.devices
-        config = app.resolve(composed)
+        config = app.own_resolved(resolve(composed))
         own_store = distributed.PrefixStore(str(number), store)
         job.folder.mkdir(exist_ok=True)
         try:
@@ -210,7 +212,7 @@ def assert_equal_bits(folder: Path, expected: Path) -> None:
 # Strategy, world size and number of processes of each job of a sweep over some strategies and the
 # device counts 1 and 2. The job of single on 2 devices is skipped.
 ONE_PROCESS = [("single", 1, 1), ("dp", 1, 1), ("dp", 2, 1)]
-SEVERAL = [(strategy, n, n) for strategy in ("ddp", "fsdp", "each") for n in (1, 2)]
+SEVERAL = [(strategy, n, n) for strategy in ("ddp", "fsdp", EACH) for n in (1, 2)]
 
 
 @pytest.mark.nightly
@@ -340,7 +342,8 @@ REFUSED = {
     "train.loss=mae": "did you mean mse",
     "checkpoint.metric=val/nea": "did you mean val/near",
     "parallel=eech": "each",
-    "parallel.strategy=eech": "did you mean each",
+    "parallel.strategy=sngle": "did you mean single",
+    "parallel.strategy=small.strategies.Eech": "small.strategies.Eech: no such class",
     "parallel=single parallel.devices=2": "choose parallel=ddp",
     "parallel=each parallel.devices=5": "nearest sizes: 10, 15",
     "data.batch_size=62": "use 61 or less",

@@ -28,7 +28,7 @@ from PIL import ImageFont
 from src.schema import Config, ResolvedConfig
 from src.train import run as lifecycle
 from timm_parallel.keys import TrackerConfig
-from timm_parallel.machine import process
+from timm_parallel.machine import process_exit
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.machine.signals import Stopped
 from timm_parallel.record import recorder
@@ -57,7 +57,7 @@ def no_failure_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     """Restore `exit_handlers_may_block` after each test. A failed tracker sets this flag. The
     process would then exit without exit handlers, which must not happen to pytest.
     """
-    monkeypatch.setattr(process, "exit_handlers_may_block", False)
+    monkeypatch.setattr(process_exit, "exit_handlers_may_block", False)
 
 
 class Kept(Tracker):
@@ -234,7 +234,7 @@ def test_run_waits_a_limited_time_for_a_hanging_tracker_and_ends_the_other_track
     # The run must wait only once for the tracker, although the run closes its files a second time.
     assert len(waits) == 1 and waits[0] <= 0.8
     assert warnings(caplog) == ["tracker first: did not end in time; the run continues without it"]
-    assert process.exit_handlers_may_block and Kept.calls[-1][:2] == ("end", "done")
+    assert process_exit.exit_handlers_may_block and Kept.calls[-1][:2] == ("end", "done")
     assert trackers.END_SECONDS <= 10
 
 
@@ -347,12 +347,12 @@ def test_evaluation_of_a_run_that_used_mlflow_uses_the_default_tracker_instead(
     tmp_path: Path,
 ) -> None:
     from timm_parallel.config.compose import save_config
-    from timm_parallel.config.evaluation import evaluation_config
+    from timm_parallel.configs import evaluation_config
 
     config = resolved(*SHORT)
     config.tracker.use = {"mlflow": True}
     save_config(config, tmp_path)
-    assert evaluation_config(tmp_path, [], None).tracker == TrackerConfig()
+    assert evaluation_config(tmp_path, []).tracker == TrackerConfig()
 
 
 # The next tests use the real packages wandb and mlflow without a network.

@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 
 from scripts.verdict import main
+from timm_parallel.app import root
 from timm_parallel.config.arguments import parse_command_line
 from timm_parallel.config.compose import compose_command
 from timm_parallel.lab.analysis.runs import RunRecord
@@ -44,7 +45,6 @@ from timm_parallel.lab.analysis.verdict import (
 from timm_parallel.lab.multirun import main as multirun
 from timm_parallel.lab.verdict import versions
 from timm_parallel.metric import metric_name
-from timm_parallel.project import root
 from timm_parallel.record.jobs import read_jobs
 
 ROOT = root()
@@ -520,9 +520,9 @@ def test_verdict_is_refused_when_the_code_of_the_metric_has_changed(
     repository: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = compose_command(parse_command_line([]))
-    from timm_parallel.config.suggest import metric_of
+    from timm_parallel.task_rules import metric_of
 
-    metric = metric_of(command.config.checkpoint.metric)
+    metric = metric_of(command.config.train.task, command.config.checkpoint.metric)
     [function] = {f for f in vars(metric).values() if callable(f) and "diagonal" in f.__name__}
     name = f"{function.__module__.replace('.', '/')}.py"
     (repository / name).parent.mkdir(parents=True)

@@ -12,9 +12,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from timm_parallel.app import current
 from timm_parallel.machine.text import as_number, plural
 from timm_parallel.metric import metric_name
-from timm_parallel.project import current
 from timm_parallel.record.jobs import FAILED
 
 STEP_PARTS = ("data_ms", "compute_ms", "communication_ms", "other_ms")

@@ -16,12 +16,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from timm_parallel.keys import ParallelConfig
+from timm_parallel.app import current, root
+from timm_parallel.keys import STRATEGIES, ParallelConfig
 from timm_parallel.launch.supervisor import with_project_on_path
 from timm_parallel.machine import hardware, nvidia
 from timm_parallel.machine.process import SAFE_PATH
 from timm_parallel.machine.secrets import hide_in
-from timm_parallel.project import current, root
 from timm_parallel.record.result import read_result
 
 REINSTALL = "pip install --force-reinstall -r requirements.txt"
@@ -199,8 +199,8 @@ def strategies_to_try(facts: MachineReport) -> dict[str, int]:
     if any(finding.stops for finding in findings_of(facts)):
         return {}
     several = facts.visible or min(2, facts.cores)
-    single = {name: 1 for name in current().strategies if ParallelConfig(name).has_one_device}
-    others = {name: several for name in current().strategies if name not in single}
+    single = {name: 1 for name in STRATEGIES if ParallelConfig(name).has_one_device}
+    others = {name: several for name in STRATEGIES if name not in single}
     return single | others if several > 1 else single
 
 

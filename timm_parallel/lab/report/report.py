@@ -15,6 +15,7 @@ from urllib.parse import quote
 import jinja2
 import pandas as pd
 
+from timm_parallel.app import root
 from timm_parallel.lab.analysis.groups import LEVELS, Group, group_runs
 from timm_parallel.lab.analysis.headline import Recommendation, recommend
 from timm_parallel.lab.analysis.questions import with_contrasts
@@ -30,7 +31,6 @@ from timm_parallel.lab.report.contents import Report
 from timm_parallel.lab.report.evidence import Evidence
 from timm_parallel.lab.report.records import plain, relative, row
 from timm_parallel.machine.files import write_json, write_text
-from timm_parallel.project import root
 from timm_parallel.record.jobs import read_jobs
 
 # Limits that keep report.html below 2 MB. The files report.csv and report.json always contain

@@ -66,7 +66,7 @@ def start_search(command: Command, base: Point, check_data: Callable[[Config], N
         base.tree,
         space,
         seed=config.seed if settings.seed is None else settings.seed,
-        direction=natural_direction(config.objective),
+        direction=natural_direction(config),
         study_name=settings.study_name or f"{config.task_name} {folder.parent.name} {folder.name}",
     )
     try:

@@ -18,7 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from timm_parallel.config.compose import Command, read_saved, to_config
-from timm_parallel.config.suggest import explain, is_known, is_lower_better, key_hint
+from timm_parallel.config.suggest import explain, is_known, key_hint
 from timm_parallel.keys import Config, leaves
 from timm_parallel.lab.sweep.points import Point, make_point, settle, task_overrides
 from timm_parallel.machine.files import write_text
@@ -187,7 +187,7 @@ def check_space(config: Config, base: DictConfig, space: list[Dimension]) -> lis
     caller can check their data.
     """
     settings, metric = config.search, config.objective
-    direction = natural_direction(metric)
+    direction = natural_direction(config)
     if settings.direction not in (None, direction):
         raise ValueError(
             f"search.direction={settings.direction}: the search would look for the worst {metric}; "
@@ -261,8 +261,13 @@ def _corners(ends: list[list[str]]) -> list[list[str]]:
     return [list(corner) for corner in itertools.islice(itertools.product(*ends), MAX_CORNERS)]
 
 
-def natural_direction(metric: str) -> str:
-    return "minimize" if is_lower_better(metric) else "maximize"
+def natural_direction(config: Config) -> str:
+    """Return the direction in which a search optimizes its metric: minimize or maximize."""
+    # Import this function here, because it imports torch.
+    from timm_parallel.task_rules import metric_of
+
+    metric = metric_of(config.train.task, config.objective)
+    return "minimize" if metric.lower_is_better else "maximize"
 
 
 def trial_point(

@@ -129,8 +129,12 @@ def settle(point: Point) -> None:
     """Replace the `auto` values in the config of `point` by values for this machine. If this
     machine cannot run the configuration, store the reason in `point.reason` instead.
     """
+    # Import these rules here, because they import torch.
+    from timm_parallel.task_rules import check_task
+
     try:
         check_combination(point.config)
+        check_task(point.config)
         config, point.config = point.config, resolve(point.config)
         point.notices = notices(config, point.config)
     except ValueError as error:

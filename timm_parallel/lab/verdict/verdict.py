@@ -13,7 +13,6 @@ from typing import Any
 from timm_parallel.config.arguments import parse_command_line
 from timm_parallel.config.compose import Command, compose_command
 from timm_parallel.config.resolve import resolve
-from timm_parallel.config.suggest import metric_of
 from timm_parallel.lab.analysis.verdict import (
     BASE,
     BETTER,
@@ -45,6 +44,7 @@ from timm_parallel.lab.verdict.versions import (
 from timm_parallel.machine.files import claim_folder, finite, read_json, write_json
 from timm_parallel.machine.lock import lock_folder
 from timm_parallel.record.jobs import UNFINISHED, VERDICT, Job, Jobs, new_jobs, now, read_jobs
+from timm_parallel.task_rules import metric_of
 
 # Exit code for each verdict. Any other outcome, such as a failed job, has exit code 1.
 EXIT_CODES = {BETTER: 0, REFUSED: 2, NO_DIFFERENCE: 3, WORSE: 4}
@@ -180,7 +180,7 @@ def _check(folder: Path, overrides: list[str]) -> None:
                 f"metric in both, so set {key} on the command line"
             )
     name = old["checkpoint.metric"]
-    metric = metric_of(name)
+    metric = metric_of(old["train.task"], name)
     if base.code_of(metric) != head.code_of(metric):
         raise ValueError(
             f"checkpoint.metric={name}: the code of this metric differs between base and head, so "

@@ -15,9 +15,9 @@ from typing import Any
 
 import yaml
 
+from timm_parallel.app import root
 from timm_parallel.lab import code_copy
 from timm_parallel.metric import Metric
-from timm_parallel.project import root
 
 # Largest file in bytes that is copied. A larger file is hardly code.
 LARGEST = 10 * 2**20

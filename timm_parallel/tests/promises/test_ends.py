@@ -256,7 +256,7 @@ def test_write_to_closed_stdout_does_not_raise(write: str) -> None:
     """
     code = (
         "import logging, os, rich, sys\n"
-        "from timm_parallel.machine.process import keep_running_without_stdout\n"
+        "from timm_parallel.machine.streams import keep_running_without_stdout\n"
         "keep_running_without_stdout()\n"
         "logging.basicConfig(stream=sys.stdout)\n"
         f"for _ in range(3):\n    {write}\n    sys.stdout.flush()\n"
@@ -285,8 +285,8 @@ FULL = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/ful
         pytest.param("keep_running_without_stdout()", "> /dev/full 2>&1", marks=FULL),
         ("keep_running_without_stdout()", ">&-"),
         ("keep_running_without_stdout()", "<&- >&- 2>&-"),
-        ("CommandLine.errors_in_one_line(lambda argv: 0)([])", "<&- 2>&-"),
-        ("CommandLine.errors_in_one_line(lambda argv: 0)([])", "<&- >&- 2>&-"),
+        ("errors_in_one_line(lambda argv: 0)([])", "<&- 2>&-"),
+        ("errors_in_one_line(lambda argv: 0)([])", "<&- >&- 2>&-"),
     ],
 )
 def test_process_and_its_child_keep_running_when_streams_are_closed_or_full(
@@ -294,8 +294,8 @@ def test_process_and_its_child_keep_running_when_streams_are_closed_or_full(
 ) -> None:
     code = (
         "import logging, os, subprocess, sys\n"
-        "from timm_parallel.config.arguments import CommandLine\n"
-        "from timm_parallel.machine.process import keep_running_without_stdout\n"
+        "from timm_parallel.config.arguments import errors_in_one_line\n"
+        "from timm_parallel.machine.streams import keep_running_without_stdout\n"
         f"{opened}\n"
         "logging.basicConfig(stream=sys.stdout)\n"
         "print('x' * 99999, flush=True)\n"

@@ -23,7 +23,7 @@ from timm_parallel.data.dataset import InMemory
 from timm_parallel.data.loader import BatchFetcher
 from timm_parallel.data.prefetch import DevicePrefetcher
 from timm_parallel.data.samplers import TrainSampler
-from timm_parallel.machine.process import exit_at_once, exit_process
+from timm_parallel.machine.process_exit import exit_at_once, exit_process
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.record.recorder import Recorder
 from timm_parallel.task import Targets
@@ -36,7 +36,7 @@ from timm_parallel.testing.ranks import warm_processes
 FAILED = """
 import atexit, os, threading
 import torch.distributed as dist
-from timm_parallel.machine.process import exit_process
+from timm_parallel.machine.process_exit import exit_process
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 if "BACKEND" != "gloo":
     dist.get_backend = lambda: "BACKEND"

@@ -16,8 +16,8 @@ import pytest
 from src.schema import Config, OptimConfig, ResolvedConfig
 from timm_parallel import keys
 from timm_parallel.config.compose import compose_command, load_config, run_in_hydra, save_config
-from timm_parallel.config.evaluation import evaluation_config
 from timm_parallel.config.resolve import resolve
+from timm_parallel.configs import evaluation_config
 from timm_parallel.keys import SearchConfig
 from timm_parallel.lab.jobs.folders import write_job_folder
 from timm_parallel.lab.search.space import freeze_search, read_space
@@ -184,7 +184,7 @@ def test_evaluation_resolves_secret_references_in_a_run_config(
 ) -> None:
     monkeypatch.setenv("HARMLESS_NAME", "s3cret")
     save_by_command(tmp_path / "run", "model=tiny", "+data.kwargs.token=${oc.env:HARMLESS_NAME}")
-    assert evaluation_config(tmp_path / "run", [], None).data.kwargs == {"token": "s3cret"}
+    assert evaluation_config(tmp_path / "run", []).data.kwargs == {"token": "s3cret"}
 
 
 def test_value_is_masked_when_its_key_looks_like_a_secret() -> None:

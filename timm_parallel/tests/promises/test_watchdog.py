@@ -467,7 +467,7 @@ def _run_own_loop(folder: Path, step_for: float) -> None:
     import torch
 
     from timm_parallel.launch.rank import run_rank
-    from timm_parallel.machine.process import exit_process
+    from timm_parallel.machine.process_exit import exit_process
 
     def loop(*_: object) -> None:
         weight = torch.nn.Parameter(torch.ones(1))

@@ -7,7 +7,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from small.config import Config, ResolvedConfig
-from small.task import Position
 from timm_parallel import App
 
 app = App(
@@ -19,8 +18,6 @@ app = App(
     rules="small.config.problems",
     tasks={"position": "small.task.Position"},
     datasets={"spots": "small.data.Spots"},
-    strategies={"each": "small.strategies.Each"},
-    metrics=Position.metrics,
     preload=("small.training",),
     trial=("train.epochs=1",),
 )

@@ -12,7 +12,6 @@ from timm.scheduler import CosineLRScheduler
 from torch import Tensor, nn
 from torch.distributed import Store
 
-from small.app import app
 from small.config import ResolvedConfig
 from small.data import MEAN, SIDE, STD
 from timm_parallel import (
@@ -27,9 +26,11 @@ from timm_parallel import (
     Task,
     TrainLoader,
     TrainState,
+    build_strategy,
     check_same_data,
     evaluate,
     import_class,
+    load_dataset,
 )
 
 
@@ -61,7 +62,7 @@ def train(config: ResolvedConfig, folder: Path, ranks: Ranks, store: Store | Non
     # Seed every rank alike, so that every rank and every strategy starts from the same weights.
     torch.manual_seed(config.seed)
     try:
-        strategy = app.build_strategy(config.parallel, ranks, store, config.train.deterministic)
+        strategy = build_strategy(config.parallel, ranks, store, config.train.deterministic)
         run = Run(build(config, strategy), folder)
         run.resume()
     except ValueError as error:
@@ -80,7 +81,7 @@ def train(config: ResolvedConfig, folder: Path, ranks: Ranks, store: Store | Non
 
 def build(config: ResolvedConfig, strategy: Strategy) -> RunParts:
     """Build data, model and optimizer of a run on this rank. All ranks must call this function."""
-    dataset, device = app.build_dataset(config), strategy.device
+    dataset, device = load_dataset(config), strategy.device
     check_same_data(dataset, strategy.group)
     task = Task.find(config.train.task)(config, dataset.target_names)
     model_class = import_class("model.name", config.model.name, nn.Module)

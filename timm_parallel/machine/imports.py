@@ -1,0 +1,64 @@
+"""Import classes and functions by their dotted names."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+@contextmanager
+def imports_without_gc() -> Iterator[None]:
+    """Pause the garbage collector in the `with` block, in which torch and timm are imported. This
+    saves a fifth of the import time.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def import_name(name: str) -> Any:
+    """Import a class or function by its dotted name, such as `torch.optim.SGD`."""
+    module, _, class_name = name.rpartition(".")
+    return getattr(import_module(module), class_name)
+
+
+def import_class(
+    key: str, name: str, base: type[T], named: Mapping[str, str] | None = None
+) -> type[T]:
+    """Import the class that a config key names, by a short name or by a dotted name. Raises
+    ValueError if it does not extend the class `base`.
+
+    `key`: the config key, for the message. `name`: its value. `named`: dictionary from short name
+    to dotted name.
+    """
+    imported = import_name((named or {}).get(name, name))
+    if not (isinstance(imported, type) and issubclass(imported, base)):
+        raise ValueError(f"{key}={name}: expected a class that extends {base.__name__}")
+    return imported
+
+
+def find_class(name: str, package: str) -> type | None:
+    """Import a class that a package defines. Return None if the package has no such class.
+
+    `name`: dotted name of the class. An error in the code of its module is raised unchanged.
+    """
+    module, _, class_name = name.rpartition(".")
+    if name.partition(".")[0] != package:
+        return None
+    try:
+        found = getattr(import_module(module), class_name, None)
+    except ModuleNotFoundError as error:
+        # The module itself is missing, and not a package that it imports.
+        if f"{module}.".startswith(f"{error.name}."):
+            return None
+        raise
+    is_defined_there = isinstance(found, type) and found.__module__.partition(".")[0] == package
+    return found if is_defined_there else None
