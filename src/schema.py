@@ -14,6 +14,7 @@ if other code must recognize the error.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import timm_parallel
-from timm_parallel import ResolvedParallel, key
+from timm_parallel import ResolvedParallel, is_own_class, key, option_problems
 
 # Dictionary from the name of a built-in dataset to its class. A config gives your own dataset as
 # `src.<module>.<Class>`.
@@ -481,6 +482,9 @@ class OptimConfig(timm_parallel.OptimConfig):
         choices=("norm", "value", "agc"),
         help="Clip the norm, each entry, or each unit adaptively.",
     )
+    of: dict[str, Any] = key(
+        {}, help="Other values in a phase of the task, e.g. {discriminator: {lr: 0.0004}}."
+    )
     kwargs: dict[str, Any] = key(
         {}, help="More arguments of the optimizer, e.g. {betas: [0.9, 0.95]}."
     )
@@ -492,8 +496,7 @@ class OptimConfig(timm_parallel.OptimConfig):
     lr_base_batch: int = key(256, ge=1, help="Batch for which lr is meant, if lr_rule is not none.")
     sched: str = key(
         "cosine",
-        choices=SCHEDULES,
-        help="timm's schedule by step; constant holds lr after the warm-up.",
+        help="timm's schedule by step; constant holds lr after the warm-up; or your own class.",
     )
     sched_kwargs: dict[str, Any] = key(
         {}, help="More arguments of timm's create_scheduler_v2, e.g. {cycle_limit: 2}."
@@ -513,10 +516,21 @@ class OptimConfig(timm_parallel.OptimConfig):
         0.1, gt=0, help="Factor of a drop (step, multistep); power of poly (1: straight line)."
     )
 
+    def of_phase(self, phase: str) -> OptimConfig:
+        """Return the keys of a phase: these ones, changed by optim.of.<phase>."""
+        return dataclasses.replace(self, of={}, **self.of.get(phase, {}))
+
     def problems(self, whole: Config) -> Iterator[str]:
         """Yield an error message for each key of optim that has no effect, or that contradicts
         optim.sched or train.epochs.
         """
+        for phase, changed in self.of.items():
+            yield from option_problems(f"optim.of.{phase}", OptimConfig, changed)
+        if self.sched not in SCHEDULES and not is_own_class(self.sched):
+            yield (
+                f"optim.sched={self.sched}: allowed: {', '.join(SCHEDULES)}, or "
+                "src.<module>.<Class> of your own"
+            )
         epochs = whole.train.epochs
         if self.clip_mode != "norm" and self.clip_grad is None:
             yield f"optim.clip_mode={self.clip_mode}: has no effect without optim.clip_grad"
@@ -610,6 +624,9 @@ class TrainConfig(timm_parallel.TrainConfig):
         help="What is learned: a name in src/tasks/, or `src.tasks.<module>.<Class>` of your own.",
     )
     loss: str = key("ce", help="A loss of the task by name, or `src.<module>.<Class>`.")
+    loop: str | None = key(
+        None, help="A training loop of your own, `src.<module>.<function>`; null: that of run.py."
+    )
     class_weights: Any = key(
         None,
         help="Weights of the classes in the loss, scaled to mean 1: auto (by frequency) or a list.",
@@ -656,15 +673,6 @@ class TrainConfig(timm_parallel.TrainConfig):
 
 
 @dataclass
-class CheckpointConfig(timm_parallel.CheckpointConfig):
-    """Checkpoints of a run: last.pt, best.pt and step_N.pt in its folder `checkpoints/`."""
-
-    metric: str = key(
-        "val/acc", help="Metric of best.pt: val/<metric of the task in src/tasks/>, or with _ema."
-    )
-
-
-@dataclass
 class ResolvedTrain(TrainConfig, timm_parallel.ResolvedTrain):
     """Keys of the group train after `auto` is replaced by numbers."""
 
@@ -679,7 +687,6 @@ class Config(timm_parallel.Config):
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
     @property
     def data_check_reads(self) -> tuple[Any, ...]:
@@ -703,10 +710,12 @@ class ResolvedConfig(Config, timm_parallel.ResolvedConfig):
         The rule linear is that of Goyal et al. 2017 (arXiv:1706.02677), sqrt that of Krizhevsky
         2014 (arXiv:1404.5997).
         """
-        ratio = self.global_batch * self.train.accumulate / self.optim.lr_base_batch
-        return (
-            self.optim.lr * {"none": 1.0, "linear": ratio, "sqrt": ratio**0.5}[self.optim.lr_rule]
-        )
+        return self.rate_of(self.optim)
+
+    def rate_of(self, optim: OptimConfig) -> float:
+        """Peak learning rate of a phase, as `learning_rate`. `optim`: the keys of the phase."""
+        ratio = self.global_batch * self.train.accumulate / optim.lr_base_batch
+        return optim.lr * {"none": 1.0, "linear": ratio, "sqrt": ratio**0.5}[optim.lr_rule]
 
     @property
     def learning_rate_text(self) -> str:

@@ -18,6 +18,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from src.train.loop import _clip_gradients
+from src.train.step import TrainStep
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves
@@ -26,9 +28,7 @@ from src.commands.export import export_safetensors
 from src.commands.load import load_trained
 from src.schema import OptimConfig, ResolvedConfig, TrainConfig
 from src.train.build import build_run
-from src.train.loop import _clip_gradients
 from src.train.run import Trainer
-from src.train.step import TrainStep
 from timm_parallel.errors import NotFiniteError
 from timm_parallel.keys import ResolvedParallel
 from timm_parallel.launch.job import prepare

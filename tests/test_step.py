@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from src.train.loop import run_steps
+from src.train.step import Autocast, TrainStep
 from torch import nn
 
 from src.schema import ResolvedConfig
 from src.train.build import build_run
-from src.train.loop import run_steps
-from src.train.step import Autocast, TrainStep
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.parallel.build import build_strategy
 from timm_parallel.testing.configs import resolved, task_of

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from src.train.loop import _clip_gradients
 from timm.data import IMAGENET_DEFAULT_MEAN
 from timm.data.transforms_factory import transforms_imagenet_train
 from timm.loss import BinaryCrossEntropy
@@ -28,7 +29,6 @@ from src.data.transforms import CropAndFlip, OnImage, batch_step, train_transfor
 from src.schema import AugmentConfig, OptimConfig, TrainConfig
 from src.tasks.classification import Classification
 from src.train.build import build_run
-from src.train.loop import _clip_gradients
 from src.train.optim import build_schedule, clip_adaptively
 from timm_parallel.data.dataset import InMemory
 from timm_parallel.data.erasing import Erasing

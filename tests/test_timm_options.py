@@ -18,6 +18,7 @@ import pytest
 import timm
 import torch
 from PIL import Image
+from src.train.loop import run_steps
 from timm.data import create_transform
 from torch import nn
 from torchvision.transforms import v2
@@ -27,7 +28,6 @@ from src.models.build import build_model
 from src.models.preprocessing import preprocessing_for, train_image_size
 from src.schema import DataConfig, ModelConfig, ResolvedConfig
 from src.train.build import build_run
-from src.train.loop import run_steps
 from timm_parallel.config.compose import compose_command
 from timm_parallel.data.build import build_dataset
 from timm_parallel.machine.ranks import Ranks

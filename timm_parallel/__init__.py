@@ -18,12 +18,14 @@ if TYPE_CHECKING:
     from timm_parallel.config.arguments import errors_in_one_line as errors_in_one_line
     from timm_parallel.config.arguments import number_argument as number_argument
     from timm_parallel.config.arguments import print_json as print_json
+    from timm_parallel.config.bounds import option_problems as option_problems
     from timm_parallel.config.compose import load_config as load_config
     from timm_parallel.config.resolve import resolve as resolve
     from timm_parallel.configs import check_config as check_config
     from timm_parallel.configs import compose as compose
     from timm_parallel.configs import evaluation_config as evaluation_config
     from timm_parallel.configs import resolve_parallel as resolve_parallel
+    from timm_parallel.data.batch import Batch as Batch
     from timm_parallel.data.build import load_dataset as load_dataset
     from timm_parallel.data.csv_listing import CsvDataset as CsvDataset
     from timm_parallel.data.dataset import ImageDataset as ImageDataset
@@ -48,43 +50,47 @@ if TYPE_CHECKING:
     from timm_parallel.keys import ResolvedParallel as ResolvedParallel
     from timm_parallel.keys import ResolvedTrain as ResolvedTrain
     from timm_parallel.keys import TrainConfig as TrainConfig
+    from timm_parallel.keys import is_own_class as is_own_class
     from timm_parallel.keys import key as key
     from timm_parallel.keys import leaves as leaves
     from timm_parallel.launch.torchrun import run_on_devices as run_on_devices
     from timm_parallel.machine.files import write_json as write_json
     from timm_parallel.machine.files import write_text as write_text
     from timm_parallel.machine.imports import import_class as import_class
+    from timm_parallel.machine.imports import import_name as import_name
     from timm_parallel.machine.process_exit import exit_process as exit_process
     from timm_parallel.machine.ranks import Ranks as Ranks
-    from timm_parallel.measure.flops import count_flops as count_flops
     from timm_parallel.metric import Metric as Metric
+    from timm_parallel.metric import to_double as to_double
+    from timm_parallel.model.checks import check_networks as check_networks
     from timm_parallel.model.checks import compile_model as compile_model
     from timm_parallel.model.checks import refuse_failed_download as refuse_failed_download
-    from timm_parallel.model.checks import run_on_black_image as run_on_black_image
-    from timm_parallel.model.ema import build_ema as build_ema
     from timm_parallel.model.freeze import freeze as freeze
-    from timm_parallel.model.freeze import frozen_modules as frozen_modules
     from timm_parallel.model.freeze import head_names as head_names
     from timm_parallel.model.load_weights import load_weights as load_weights
+    from timm_parallel.model.networks import Networks as Networks
+    from timm_parallel.model.networks import autocast as autocast
     from timm_parallel.model.weights import preprocessing_of as preprocessing_of
     from timm_parallel.parallel.build import build_strategy as build_strategy
     from timm_parallel.parallel.distributed import Distributed as Distributed
     from timm_parallel.parallel.single import Single as Single
     from timm_parallel.parallel.strategy import Strategy as Strategy
-    from timm_parallel.parallel.strategy import own_parameters as own_parameters
     from timm_parallel.patches import create_model_with_filter as create_model_with_filter
     from timm_parallel.patches import posterize_to_black as posterize_to_black
     from timm_parallel.record.confusion import draw_confusion as draw_confusion
-    from timm_parallel.runtime.epoch_steps import EpochSteps as EpochSteps
     from timm_parallel.runtime.evaluation import evaluate as evaluate
     from timm_parallel.runtime.predictions import write_predictions as write_predictions
     from timm_parallel.runtime.replica_checks import check_same_data as check_same_data
     from timm_parallel.runtime.run import Run as Run
+    from timm_parallel.runtime.run import Training as Training
     from timm_parallel.runtime.saved_run import SavedRun as SavedRun
+    from timm_parallel.runtime.step import Step as Step
+    from timm_parallel.state.parts import Learning as Learning
     from timm_parallel.state.parts import RunParts as RunParts
-    from timm_parallel.state.parts import TrainState as TrainState
+    from timm_parallel.state.parts import build_networks as build_networks
+    from timm_parallel.state.parts import build_state as build_state
+    from timm_parallel.state.parts import evaluation_networks as evaluation_networks
     from timm_parallel.task import Evaluation as Evaluation
-    from timm_parallel.task import Loss as Loss
     from timm_parallel.task import Task as Task
     from timm_parallel.trackers.tracker import Tracker as Tracker
 
@@ -108,6 +114,8 @@ _GROUPS = {
         "ResolvedParallel": "keys",
         "key": "keys",
         "leaves": "keys",
+        "is_own_class": "keys",
+        "option_problems": "config.bounds",
         "compose": "configs",
         "check_config": "configs",
         "resolve": "config.resolve",
@@ -117,8 +125,9 @@ _GROUPS = {
     },
     "Tasks": {
         "Task": "task",
-        "Loss": "task",
+        "Batch": "data.batch",
         "Metric": "metric",
+        "to_double": "metric",
     },
     "Data": {
         "ImageDataset": "data.dataset",
@@ -141,12 +150,11 @@ _GROUPS = {
         "preprocessing_of": "model.weights",
         "create_model_with_filter": "patches",
         "refuse_failed_download": "model.checks",
-        "run_on_black_image": "model.checks",
         "compile_model": "model.checks",
-        "count_flops": "measure.flops",
-        "build_ema": "model.ema",
+        "Networks": "model.networks",
+        "autocast": "model.networks",
+        "check_networks": "model.checks",
         "freeze": "model.freeze",
-        "frozen_modules": "model.freeze",
         "head_names": "model.freeze",
     },
     "Strategies, which spread a model over devices": {
@@ -155,13 +163,16 @@ _GROUPS = {
         "Distributed": "parallel.distributed",
         "build_strategy": "parallel.build",
         "Ranks": "machine.ranks",
-        "own_parameters": "parallel.strategy",
     },
     "A run": {
         "Run": "runtime.run",
+        "Training": "runtime.run",
+        "Step": "runtime.step",
         "RunParts": "state.parts",
-        "TrainState": "state.parts",
-        "EpochSteps": "runtime.epoch_steps",
+        "Learning": "state.parts",
+        "build_networks": "state.parts",
+        "build_state": "state.parts",
+        "evaluation_networks": "state.parts",
         "Evaluation": "task",
         "evaluate": "runtime.evaluation",
         "SavedRun": "runtime.saved_run",
@@ -173,6 +184,7 @@ _GROUPS = {
         "RefusedError": "errors",
         "refuse_wrong_arguments": "errors",
         "import_class": "machine.imports",
+        "import_name": "machine.imports",
         "CommandLine": "config.arguments",
         "number_argument": "config.arguments",
         "counts_argument": "config.arguments",

@@ -645,7 +645,9 @@ class CheckpointConfig:
         ge=1,
         help="Number of best checkpoints to keep, by metric: best_step_N.pt; 1: best.pt only.",
     )
-    metric: str = key("val/loss", help="Metric of best.pt: val/<metric>, or with _ema.")
+    metric: str = key(
+        "auto", help="Metric of best.pt: val/<metric>, or with _ema; auto: the task's headline."
+    )
 
 
 @dataclass

@@ -17,9 +17,9 @@ class Metric:
     """An evaluation metric whose value is exact on any number of ranks. A metric defines the
     functions `sums` and `from_sums`, or the function `from_rows`.
 
-    - `sums(task, outputs, batch)` returns a tensor of fixed shape for a batch. The tensors are added
-      over all batches and ranks. `outputs` is what `task.predict` returns. Metrics with the same
-      `sums` function share its result.
+    - `sums(task, outputs, batch)` returns a tensor of fixed shape for a batch. The tensors are
+      added over all batches and ranks. `outputs` is what `task.predict` returns. Metrics with the
+      same `sums` function share its result.
     - `from_sums(sums, samples)` computes the value of the metric from the total and the number of
       samples.
     - `from_rows(*rows)` computes the value of the metric from what `task.rows` returns, for all

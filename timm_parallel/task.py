@@ -1,4 +1,4 @@
-"""Base class of tasks. A task defines what is learned: networks, losses, metrics and predictions."""
+"""Base class of tasks. A task defines what is learned: networks, losses, metrics, predictions."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ class Targets:
     images: ClassVar[tuple[str, ...]] = ("image",)
 
     def collate(self, targets: Sequence[Any]) -> Any:
-        """Build the targets of a batch from those of its samples: numbers and tensors of equal shape
-        become a tensor [B, …], other values a list, and dictionaries a dictionary of fields.
+        """Build the targets of a batch from those of its samples: numbers and tensors of equal
+        shape become a tensor [B, …], other values a list, and dictionaries a dictionary of fields.
         """
         first = targets[0]
         if isinstance(first, dict):
@@ -85,9 +85,9 @@ class Targets:
         return torch.tensor(targets) if isinstance(first, int | float) else list(targets)
 
     def check_targets(self, targets: Any) -> None:
-        """Raise ValueError if the task cannot learn from the targets of a batch, for example because
-        a class number is too large. On a GPU, such targets would abort the process without a
-        reason.
+        """Raise ValueError if the task cannot learn from the targets of a batch, for example
+        because a class number is too large. On a GPU, such targets would abort the process without
+        a reason.
         """
 
 
@@ -190,8 +190,8 @@ class Task(Targets, Generic[C]):
         """
 
     def networks(self, model: nn.Module) -> dict[str, nn.Module]:
-        """Return the networks by name. `model` is the one that is exported and evaluated by default.
-        A network named `loss` gets outputs instead of images, and computes in float32.
+        """Return the networks by name. `model` is the one that is exported and evaluated by
+        default. A network named `loss` gets outputs instead of images, and computes in float32.
         """
         return {"model": model}
 
@@ -202,9 +202,7 @@ class Task(Targets, Generic[C]):
         """
         return len(batch)
 
-    def losses(
-        self, networks: Any, batch: Batch, phase: str
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def losses(self, networks: Any, batch: Batch, phase: str) -> tuple[Tensor, dict[str, Tensor]]:
         """Compute the losses of the samples of a batch [B], and numbers for the log by name, each
         [B] and detached.
 
@@ -278,9 +276,9 @@ class Task(Targets, Generic[C]):
         return {}
 
     def pictures(self, networks: Any) -> dict[str, Any]:
-        """Make pictures for the trackers at every evaluation on val, such as samples of a generator.
-        Return a dictionary from name to a uint8 array [H, W, 3], a PIL image or a matplotlib
-        figure. The base class makes none.
+        """Make pictures for the trackers at every evaluation on val, such as samples of a
+        generator. Return a dictionary from name to a uint8 array [H, W, 3], a PIL image or a
+        matplotlib figure. The base class makes none.
         """
         return {}
 

@@ -29,15 +29,14 @@ def check_task(config: Config) -> None:
 
 
 def _task_problems(config: Config) -> Iterator[str]:
-    """Yield an error message for each loss, metric, option or dataset of a config that does not fit
-    its task.
+    """Yield an error message for each metric, option or dataset of a config that does not fit its
+    task. Replace checkpoint.metric=auto by the headline of the task first.
     """
     train, name = config.train, config.train.task
     task = Task.find(name)
+    if config.checkpoint.metric == "auto":
+        config.checkpoint.metric = f"val/{task.headline}"
     yield from option_problems("train.task_kwargs", task.Options, train.task_kwargs)
-    if not is_own_class(train.loss) and train.loss not in task.losses:
-        known = hint(train.loss, task.losses)
-        yield f"train.loss={train.loss}: not a loss of the task {name}{known}"
     for key, metric, allowed in (
         ("checkpoint.metric", config.checkpoint.metric, _evaluated("val", task.metrics)),
         ("optimized_metric", config.objective, objectives(task.metrics)),

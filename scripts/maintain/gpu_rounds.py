@@ -24,6 +24,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
+from src.train.loop import run_steps
 from torch.distributed import TCPStore
 
 from scripts.maintain import bench_data, bench_loop
@@ -43,7 +44,6 @@ from scripts.maintain.gpu_speed import (
     Workload,
 )
 from src.app import app
-from src.train.loop import run_steps
 from src.train.run import Trainer
 from timm_parallel import compose, resolve
 from timm_parallel.data import decode

@@ -16,14 +16,17 @@ from torch import nn
 
 from src.schema import ResolvedConfig
 from src.train.build import DataAndModel, build_data_and_model
-from src.train.step import AUTOCAST, Autocast
 from timm_parallel import (
     Evaluation,
+    Networks,
     Ranks,
     SavedRun,
     Strategy,
+    build_networks,
     build_strategy,
+    check_networks,
     evaluate,
+    evaluation_networks,
     load_weights,
     preprocessing_of,
     write_text,
@@ -66,10 +69,13 @@ def evaluate_config(
         elif config.model.weights is not None:
             _prepare_as_trained(config, preprocessing_of(Path(config.model.weights)))
         built = build_data_and_model(config, strategy, contents.get("classes"))
-        dataset, task, model = built.dataset, built.task, built.model
-        loaders = built.eval_loaders
+        dataset, task, loaders = built.dataset, built.task, built.eval_loaders
         for loader in loaders.values():
             on_close.callback(loader.close)
+        # Class weights need the training labels, and the loss of an evaluation does not use them.
+        config.train.class_weights = None
+        networks = build_networks(task, built.model, strategy.device)
+        check_networks(task, networks, next(iter(loaders.values())).peek(1))
         line = _load_weights(config, folder, contents, built)
         if line and strategy.is_first:
             print(f"weights      {line}", file=sys.stderr)
@@ -78,15 +84,15 @@ def evaluate_config(
                 f"split={split}: the data does not have this split; it has {', '.join(loaders)}"
             )
         chosen = list(loaders) if split == "all" else [split]
-        averaged = ["ema"] if contents.get("ema") else []
+        averaged = ["ema"] if "ema" in contents.get("averages", {}) else []
         sets = [weights] if weights else ["model", *averaged]
         predicting = sets[-1] if config.checkpoint.metric.endswith("_ema") else sets[0]
         tables: list[pd.DataFrame] = []
         for evaluated, name in itertools.product(sets, chosen):
             if contents:
-                SavedRun.fill(model, contents, evaluated)
+                SavedRun.fill(networks, contents, evaluated)
             keeps_rows = predictions is not None and evaluated == predicting
-            evaluation = _evaluate_split(config, strategy, built, name, keeps_rows)
+            evaluation = _evaluate_split(config, strategy, built, networks, name, keeps_rows)
             if keeps_rows and strategy.is_first:
                 rows = evaluation.table(getattr(dataset, name), task)
                 tables.append(rows.assign(split=name, weights=evaluated))
@@ -129,11 +135,15 @@ def _load_weights(
 
 
 def _evaluate_split(
-    config: ResolvedConfig, strategy: Strategy, built: DataAndModel, split: str, keep_rows: bool
+    config: ResolvedConfig,
+    strategy: Strategy,
+    built: DataAndModel,
+    networks: Networks,
+    split: str,
+    keep_rows: bool,
 ) -> Evaluation:
-    autocast = Autocast(built.model, strategy.device.type, AUTOCAST[config.train.precision])
     evaluation = evaluate(
-        strategy.for_evaluation(autocast),
+        evaluation_networks(networks, config, strategy),
         built.eval_loaders[split],
         built.task,
         strategy.group,

@@ -37,7 +37,7 @@ def export_hub(trained: Trained, folder: Path) -> list[str]:
             f"format=hub: run={trained.run}: its status is {saved.result.status}, expected done; "
             f"finish the run with resume={trained.run}"
         )
-    if trained.task.problem_type is None and not _activation(trained.task):
+    if _problem_type(trained) is None and not _activation(trained.task):
         raise ValueError(
             f"format=hub: train.task={trained.config.train.task}: expected a task that "
             "the transformers library supports; use another format"
@@ -61,8 +61,8 @@ def _complete_config(trained: Trained, path: Path) -> None:
     # transformers ignores all class names if there are fewer names than outputs of the model.
     unnamed = range(len(trained.task.names), config["num_classes"])
     config["label_names"] = [*trained.task.names, *(f"unused_{number}" for number in unnamed)]
-    if trained.task.problem_type is not None:
-        config["problem_type"] = trained.task.problem_type
+    if _problem_type(trained) is not None:
+        config["problem_type"] = _problem_type(trained)
     write_json(path, config)
 
 
@@ -82,14 +82,21 @@ def _model_card(trained: Trained, saved: SavedRun) -> str:
         environment=saved.environment,
         metrics=_metrics(trained, saved),
         activation=_activation(trained.task),
+        problem_type=_problem_type(trained),
     )
+
+
+def _problem_type(trained: Trained) -> str | None:
+    """Return the name of the task in transformers, or None if it needs none."""
+    name: str | None = getattr(trained.task, "problem_type", None)
+    return name
 
 
 def _activation(task: Any) -> str:
     """Return the Python call that turns outputs into probabilities, `.sigmoid()` or `.softmax(1)`.
     Return an empty text if the outputs are not class scores, as in regression.
     """
-    probabilities = getattr(task.loss, "probabilities", None)
+    probabilities = getattr(getattr(task, "loss", None), "probabilities", None)
     if probabilities is None:
         return ""
     return ".sigmoid()" if probabilities is sigmoid else ".softmax(1)"

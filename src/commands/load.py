@@ -14,15 +14,15 @@ from src.app import app
 from src.data.transforms import Preprocessing
 from src.models.build import build_model
 from src.schema import ResolvedConfig
-from timm_parallel import SavedRun, Task, as_size, load_config
+from timm_parallel import Networks, SavedRun, Task, as_size, build_networks, load_config
 
 
 @dataclass
 class Trained:
     """A trained model with the config, task and preprocessing of its run."""
 
-    # The trained model, in evaluation mode.
-    model: nn.Module
+    # The trained networks of the task and their averages, in evaluation mode.
+    networks: Networks
     config: ResolvedConfig
     preprocessing: Preprocessing
     task: Task[ResolvedConfig]
@@ -32,6 +32,11 @@ class Trained:
     run: Path
     # The training step at which the checkpoint was saved.
     step: int
+
+    @property
+    def model(self) -> nn.Module:
+        """The network that is exported."""
+        return self.networks["model"]
 
 
 def load_trained(
@@ -66,6 +71,9 @@ def load_trained(
         None if size is None else as_size(size),
         device,
     )
-    SavedRun.fill(model, contents, weights)
+    # Class weights need the training labels, and only training uses them.
+    config.train.class_weights = None
+    networks = build_networks(task, model, device)
+    SavedRun.fill(networks, contents, weights)
     step = contents["progress"]["step"]
-    return Trained(model.eval(), config, preprocessing, task, path, weights, folder, step)
+    return Trained(networks.eval(), config, preprocessing, task, path, weights, folder, step)

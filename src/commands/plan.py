@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,13 +21,16 @@ from src.models.build import build_model
 from src.models.preprocessing import train_image_size
 from src.schema import Config, ResolvedConfig
 from src.train.optim import build_optimizer
-from src.train.step import AUTOCAST, Autocast, TrainStep
 from timm_parallel import (
+    Batch,
     ImageDataset,
+    Networks,
     Task,
     as_size,
+    autocast,
     batches_per_epoch,
     check_config,
+    check_networks,
     compose,
     freeze,
     load_dataset,
@@ -46,11 +49,30 @@ class Sizes(ImageDataset):
     uses it if the data is not on this machine.
     """
 
-    def __init__(self, num_images: int, num_classes: int, in_chans: int) -> None:
+    def __init__(self, num_images: int, num_classes: int, in_chans: int, target: str) -> None:
+        """`target`: kind of target, as in Task.target."""
         self.target_names = [f"class_{index}" for index in range(num_classes)]
         self.in_chans = in_chans
-        # Store only a range of numbers, because a plan reads only the length of the training split.
-        self.train = cast(Any, range(num_images))
+        self.train = _Blank(num_images, num_classes, in_chans, target)
+
+
+class _Blank:
+    """A split of black images of one pixel, whose targets are zeros."""
+
+    def __init__(self, num_images: int, num_classes: int, in_chans: int, target: str) -> None:
+        self.num_images, self.image = num_images, torch.zeros(in_chans, 1, 1, dtype=torch.uint8)
+        targets: dict[str, Any] = {
+            "labels": torch.zeros(num_classes),
+            "numbers": torch.zeros(num_classes),
+            "mask": torch.zeros(1, 1, dtype=torch.uint8),
+        }
+        self.target = targets.get(target, 0)
+
+    def __len__(self) -> int:
+        return self.num_images
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Any]:
+        return self.image, self.target
 
 
 def plan(
@@ -69,7 +91,11 @@ def plan(
             raise ValueError(
                 f"{error}; or give images=N classes=N to plan without the data"
             ) from None
-    images = load_dataset(config) if sizes is None else Sizes(*sizes, config.model.in_chans or 3)
+    if sizes is None:
+        images = load_dataset(config)
+    else:
+        target = Task.find(config.train.task).target
+        images = Sizes(*sizes, config.model.in_chans or 3, target)
     # The values of the weights do not change a plan, so no file is read and nothing is downloaded.
     config.model.pretrained, config.model.weights = False, None
     config.train.class_weights = None
@@ -133,9 +159,9 @@ def _count(config: ResolvedConfig, images: ImageDataset, devices: int) -> Plan:
     with FakeTensorMode(allow_non_fake_inputs=True):
         model.to_empty(device="cpu")
         pixels = train_image_size(model, config.data, images)
-        views = (task.views,) if task.views > 1 else ()
-        batch_images = torch.empty(chunk, *views, images.in_chans, *pixels)
-        flops, memory = _step(config, model, task, batch_images)
+        with unset_fake_temporarily():
+            sample = _sample(config, task, images, pixels)
+        flops, memory = _step(config, model, task, sample.stretched(chunk, "cpu"))
     return Plan(
         devices=devices,
         strategy=config.parallel.strategy,
@@ -154,34 +180,53 @@ def _count(config: ResolvedConfig, images: ImageDataset, devices: int) -> Plan:
     )
 
 
-def _step(
-    config: ResolvedConfig, model: nn.Module, task: Task[ResolvedConfig], images: Tensor
-) -> tuple[int, int]:
-    """Run a training step on a fake batch of one device. Return the FLOPs of its forward and
-    backward pass, and its memory.
-    """
-    size = (images.shape[-2], images.shape[-1])
-    scores, targets = task.blank(len(images), size)
+def _sample(
+    config: ResolvedConfig,
+    task: Task[ResolvedConfig],
+    images: ImageDataset,
+    pixels: tuple[int, int],
+) -> Batch:
+    """Return one sample as a training step gets it."""
+    image, target = images.train[0]
+    mean = images.mean or (0.5,) * images.in_chans
+    transform = task.train_transform(pixels, True, mean)
+    if transform is not None:
+        image, target = transform(image, target)
+    labels = task.collate([target])
+    fields = labels if isinstance(labels, dict) else {"target": labels}
     if config.data.augment.mixes:
         # Mixed targets have an entry for each output of the model.
-        targets = scores.new_zeros(len(images), config.model.num_classes or task.num_outputs)
+        fields["target"] = torch.zeros(1, config.model.num_classes or task.num_outputs)
+    return Batch({"image": image[None].float(), **fields})
+
+
+def _step(
+    config: ResolvedConfig, model: nn.Module, task: Task[ResolvedConfig], batch: Batch
+) -> tuple[int, int]:
+    """Run a training step on a fake batch of one device. Return the FLOPs of its forward and
+    backward passes, and its memory.
+    """
     freeze(model, config.model.freeze)
-    task.check_outputs(model(images.flatten(0, -4)[:2]))
-    autocast = Autocast(model, "cpu", AUTOCAST[config.train.precision])
-    # Build the loss with real tensors, because it may load a model, such as a teacher.
+    # Build the networks with real tensors, because a loss may load a model, such as a teacher.
     with unset_fake_temporarily():
-        criterion: Any = task.build_criterion(None)
-    if isinstance(criterion, nn.Module):
-        criterion.to_empty(device="cpu")
-    step = TrainStep(autocast, criterion, task).train()
-    optimizer = build_optimizer(config.optim, config.learning_rate, model, step=step)
+        networks = task.networks(model)
+    for network in networks.values():
+        network.to_empty(device="cpu")
+    for name, (source, _) in task.averages.items():
+        networks[name] = copy.deepcopy(networks[source]).requires_grad_(False)
+    check_networks(task, Networks(networks), batch)
+    optimizers = []
+    for phase, names in task.phases.items():
+        optim = config.optim.of_phase(phase)
+        trained = {name: networks[name] for name in names}
+        optimizers.append(build_optimizer(optim, config.rate_of(optim), trained))
     return measure_step(
         config.parallel,
-        step,
-        model,
-        optimizer,
-        (images, targets),
-        has_ema=config.model.ema.decay is not None,
+        task,
+        autocast(networks, torch.device("cpu"), config.train.precision),
+        optimizers,
+        batch,
+        averaged=[model] if config.model.ema.decay is not None else [],
     )
 
 

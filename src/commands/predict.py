@@ -15,20 +15,22 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import track
-from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
 
 from src.commands.load import Trained, load_trained
 from src.data.transforms import OnImage, evaluation_transform
 from src.schema import ResolvedParallel
-from src.train.step import AUTOCAST, Autocast
 from timm_parallel import (
+    Batch,
     DevicePrefetcher,
     EvalLoader,
     Files,
+    Networks,
     Ranks,
     Strategy,
     Task,
     build_strategy,
+    evaluation_networks,
     load_config,
 )
 
@@ -80,17 +82,15 @@ def predict(request: PredictionRequest, ranks: Ranks, store: Any) -> tuple[Predi
         _check_written_files(request, paths, [name + end for name in names for end in endings])
     strategy = build_strategy(request.parallel, ranks, store)
     trained = load_trained(request.run, request.checkpoint, request.weights, strategy.device)
-    model = strategy.for_evaluation(
-        Autocast(trained.model, strategy.device.type, AUTOCAST[trained.config.train.precision])
-    )
+    networks = evaluation_networks(trained.networks, trained.config, strategy)
     predictions: dict[int, dict[str, Any] | None] = {}
     hidden = not (strategy.is_first and sys.stderr.isatty())
     with closing(_loader(trained, files, request, strategy)) as loader:
         bar = track(
             loader, "images", len(loader.sampler), console=Console(stderr=True), disable=hidden
         )
-        for images, numbers in bar:
-            predictions.update(_predict(model, trained, images, numbers, paths, names, request))
+        for batch in bar:
+            predictions.update(_predict(networks, trained, batch, paths, names, request))
     for number in loader.unreadable:
         predictions[number] = None
     by_rank = strategy.group.gather(predictions)
@@ -184,25 +184,28 @@ def _loader(
 
 @torch.inference_mode()
 def _predict(
-    model: torch.nn.Module,
+    networks: Networks,
     trained: Trained,
-    images: Tensor,
-    numbers: Tensor,
+    batch: Batch,
     paths: list[Path],
     names: list[str],
     request: PredictionRequest,
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    scores = trained.task.predict(model, images)
-    values = trained.task.predictions(scores, request.topk)
+    numbers = batch.target.tolist()
+    outputs = trained.task.predict(networks, batch)
+    values = trained.task.predictions(outputs, request.topk)
     # A comparison with NaN is false. A score of minus infinity excludes a class.
-    are_finite = (scores.flatten(1) < math.inf).all(1).tolist()
-    for number, is_finite in zip(numbers.tolist(), are_finite, strict=True):
+    are_finite = torch.stack(
+        [(of.flatten(1) < math.inf).all(1) for of in tree_leaves(outputs)]
+    ).all(0)
+    for number, is_finite in zip(numbers, are_finite.tolist(), strict=True):
         if not is_finite:
             raise ValueError(
                 f"{paths[number]}: an output of the model is NaN or infinite; use another "
                 "checkpoint, or train with train.precision=fp32"
             )
-    for number, prediction, of_image in zip(numbers.tolist(), values, scores, strict=True):
+    for place, (number, prediction) in enumerate(zip(numbers, values, strict=True)):
         if request.folder is not None:
+            of_image = tree_map(lambda of, place=place: of[place], outputs)
             trained.task.write(of_image, paths[number], request.folder, names[number])
         yield number, prediction

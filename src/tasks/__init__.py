@@ -8,9 +8,11 @@ To add a task, write a class in this folder that extends Task (timm_parallel/tas
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
-from src.schema import Config
-from timm_parallel import Task
+from src.schema import Config, TrainConfig
+from src.tasks.images import LossTask
+from timm_parallel import Task, is_own_class
 
 
 def problems(config: Config) -> Iterator[str]:
@@ -18,6 +20,13 @@ def problems(config: Config) -> Iterator[str]:
     or train.loss.
     """
     train, data, task = config.train, config.data, Task.find(config.train.task)
+    yield from loss_problems(train, task)
+    for phase in config.optim.of:
+        if phase not in task.phases:
+            yield (
+                f"optim.of.{phase}: train.task={train.task} has no such phase; it has "
+                f"{', '.join(task.phases)}"
+            )
     weights = train.class_weights
     is_list = isinstance(weights, list) and all(
         isinstance(w, int | float) and w >= 0 for w in weights
@@ -34,7 +43,7 @@ def problems(config: Config) -> Iterator[str]:
             yield f"{key}={metric}: needs averaged weights; set model.ema.decay, e.g. 0.9998"
     # Ignore smoothing if mixup or cutmix is on, because these smooth the targets for every loss.
     smoothing = 0 if data.augment.mixes else train.smoothing
-    reads = task.options_of_loss(train.loss)
+    reads = task.options_of_loss(train.loss) if issubclass(task, LossTask) else ()
     options = {
         "train.smoothing": ("smoothing", smoothing),
         "train.class_weights": ("class_weights", train.class_weights),
@@ -55,3 +64,18 @@ def problems(config: Config) -> Iterator[str]:
                 f"{option}={value}: train.loss={train.loss} does not read it; leave it "
                 f"out, or add {name} to `reads` of the loss"
             )
+
+
+def loss_problems(train: TrainConfig, task: type[Task[Any]]) -> Iterator[str]:
+    """Yield an error message if train.loss is not a loss of the task."""
+    if not issubclass(task, LossTask):
+        if train.loss != TrainConfig().loss:
+            yield (
+                f"train.loss={train.loss}: train.task={train.task} defines its loss itself; leave "
+                "it out"
+            )
+    elif train.loss not in task.known_losses and not is_own_class(train.loss):
+        yield (
+            f"train.loss={train.loss}: not a loss of train.task={train.task}; use "
+            f"{', '.join(task.known_losses)}, or a class of your own"
+        )

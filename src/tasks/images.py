@@ -53,6 +53,9 @@ class LossTask(Task[ResolvedConfig]):
     # Name in train.loss -> loss. If train.loss is a class of the project, the first of these losses
     # computes the evaluation loss.
     known_losses: ClassVar[Mapping[str, Loss]]
+    # Name of the task in transformers (problem_type), which export.py format=hub writes into its
+    # files. None if transformers needs none.
+    problem_type: ClassVar[str | None] = None
 
     def __init__(self, config: ResolvedConfig, names: Sequence[str]) -> None:
         super().__init__(config, names)
@@ -67,7 +70,9 @@ class LossTask(Task[ResolvedConfig]):
         """Return the loss with this name. A dotted name is imported as a loss class of the
         project.
         """
-        return cls.known_losses[name] if name in cls.known_losses else cls.own_loss(import_name(name))
+        return (
+            cls.known_losses[name] if name in cls.known_losses else cls.own_loss(import_name(name))
+        )
 
     @classmethod
     def own_loss(cls, loss_class: Any) -> Loss:
@@ -79,6 +84,11 @@ class LossTask(Task[ResolvedConfig]):
             next(iter(cls.known_losses.values())).of_samples,
             getattr(loss_class, "reads", ()),
         )
+
+    @classmethod
+    def options_of_loss(cls, name: str) -> tuple[str, ...]:
+        """Return the training options (entries of timm_parallel.OPTIONS) that a loss reads."""
+        return cls.find_loss(name).reads
 
     def prepare(self, labels: Tensor | None) -> None:
         self.weights = {name: of.tolist() for name, of in self.class_weights(labels).items()}
@@ -107,9 +117,7 @@ class LossTask(Task[ResolvedConfig]):
         with refuse_wrong_arguments("train.loss_kwargs", given, train.loss):
             return self.loss.build(self.config, **weights, **train.loss_kwargs)
 
-    def losses(
-        self, networks: Any, batch: Batch, phase: str
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def losses(self, networks: Any, batch: Batch, phase: str) -> tuple[Tensor, dict[str, Tensor]]:
         outputs = networks.model(batch.image)
         # Under DataParallel, the outputs may be on another device than the batch.
         targets = batch.target.to(outputs.device, non_blocking=True)

@@ -4,9 +4,11 @@ optimizer, schedule.
 
 from __future__ import annotations
 
+import copy
 import logging
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,10 +18,9 @@ from src.data.transforms import Preprocessing, ResizeAndCrop
 from src.models.build import build_model
 from src.models.preprocessing import preprocessing_for, train_image_size
 from src.schema import ResolvedConfig
-from src.tasks.images import Criterion
-from src.train.optim import build_optimizer, build_schedule, waits_for_scaler
-from src.train.step import AUTOCAST, Autocast, TrainStep, set_matmul_precision
+from src.train.optim import build_learning
 from timm_parallel import (
+    Batch,
     DevicePrefetcher,
     Erasing,
     EvalLoader,
@@ -30,17 +31,16 @@ from timm_parallel import (
     Strategy,
     Task,
     TrainLoader,
-    TrainState,
     as_size,
-    build_ema,
+    build_networks,
+    build_state,
+    check_networks,
     check_same_data,
     compile_model,
-    count_flops,
     freeze,
     load_dataset,
     load_weights,
     preprocessing_of,
-    run_on_black_image,
 )
 
 log = logging.getLogger(__name__)
@@ -71,7 +71,10 @@ def build_data_and_model(
     evaluates; None in training.
     """
     strategy.choose_precision(config.train)
-    set_matmul_precision(config.train.precision)
+    # With tf32, GPUs round the inputs of float32 matrix products to 10 bits of mantissa, as they do
+    # by default in convolutions.
+    tf32 = config.train.precision == "tf32"
+    torch.set_float32_matmul_precision("high" if tf32 else "highest")
     # Let one rank of each node download weights and data first. The other ranks then read them from
     # the cache.
     may_download = config.model.pretrained or config.data.is_from_timm
@@ -88,14 +91,6 @@ def build_data_and_model(
     weights = config.model.weights
     of_weights = None if weights is None else preprocessing_of(Path(weights))
     preprocessing = task.preprocessing(preprocessing_for(model, config.data, dataset, of_weights))
-    outputs = run_on_black_image(model, preprocessing.input_size, strategy.device)
-    task.check_outputs(outputs)
-    if outputs.shape[1] > task.num_outputs > 0 and strategy.is_first:
-        log.warning(
-            "the model has %d outputs; evaluation uses the first %d",
-            outputs.shape[1],
-            task.num_outputs,
-        )
     mean, std = preprocessing.mean, preprocessing.std
     channels_last = config.model.channels_last is True
     prefetcher = DevicePrefetcher(strategy.device, mean, std, channels_last)
@@ -144,33 +139,23 @@ def build_run(config: ResolvedConfig, strategy: Strategy) -> RunParts:
         log.info("frozen       %s", frozen)
     image_size = train_image_size(model, config.data, dataset)
     batches = _build_train_loader(config, strategy, built, image_size)
-    batches_per_epoch = batches.sampler.batches_per_epoch
-    steps_per_epoch, total_steps = config.train.count_steps(batches_per_epoch)
+    steps_per_epoch, total_steps = config.train.count_steps(batches.sampler.batches_per_epoch)
     for problem in config.train.profile_problems(total_steps):
         raise ValueError(problem)
     task.check_metric(config.headline_metric)
-    # Count FLOPs before the strategy wraps or shards the model. Only rank 0 writes them to
-    # result.json.
-    flops = _count_flops(config, built, image_size) if strategy.is_first else None
-    criterion = task.build_criterion(batches.labels())
-    state = _build_state(config, strategy, built, criterion, steps_per_epoch)
-    augment, mixing = config.data.augment, None
-    if augment.mixes:
-        rank = strategy.group.rank
-        outputs = config.model.num_classes or task.num_outputs
-        mixing = Mixing(
-            config.seed,
-            rank,
-            augment.mixup_off_epoch,
-            mixup_alpha=augment.mixup,
-            cutmix_alpha=augment.cutmix,
-            cutmix_minmax=augment.cutmix_minmax,
-            prob=augment.mixup_prob,
-            switch_prob=augment.mixup_switch_prob,
-            mode=augment.mixup_mode,
-            label_smoothing=config.train.smoothing,
-            num_classes=outputs,
-        )
+    task.prepare(batches.labels())
+    networks = build_networks(task, model, strategy.device)
+    check_networks(task, networks, next(iter(built.eval_loaders.values())).peek(1))
+    mixing = _build_mixing(config, strategy, task)
+    state = build_state(
+        config,
+        strategy,
+        task,
+        networks,
+        partial(build_learning, config, strategy, steps_per_epoch),
+        sample=_sample(batches, mixing) if strategy.is_first else None,
+        compile_network=partial(compile_model, mode=config.model.compile, device=strategy.device),
+    )
     return RunParts.assemble(
         config=config,
         strategy=strategy,
@@ -182,9 +167,35 @@ def build_run(config: ResolvedConfig, strategy: Strategy) -> RunParts:
         eval_loaders=built.eval_loaders,
         state=state,
         mixing=mixing,
-        flops_per_step=flops,
         profiled=(config.train.untimed_steps, config.train.profile_steps),
     )
+
+
+def _build_mixing(
+    config: ResolvedConfig, strategy: Strategy, task: Task[ResolvedConfig]
+) -> Mixing | None:
+    augment = config.data.augment
+    if not augment.mixes:
+        return None
+    return Mixing(
+        config.seed,
+        strategy.group.rank,
+        augment.mixup_off_epoch,
+        mixup_alpha=augment.mixup,
+        cutmix_alpha=augment.cutmix,
+        cutmix_minmax=augment.cutmix_minmax,
+        prob=augment.mixup_prob,
+        switch_prob=augment.mixup_switch_prob,
+        mode=augment.mixup_mode,
+        label_smoothing=config.train.smoothing,
+        num_classes=config.model.num_classes or task.num_outputs,
+    )
+
+
+def _sample(batches: TrainLoader, mixing: Mixing | None) -> Batch:
+    """Return two samples as a training step gets them, with which its FLOPs are counted."""
+    sample = batches.peek(2)
+    return sample if mixing is None else copy.copy(mixing)(sample)
 
 
 def _build_train_loader(
@@ -218,49 +229,3 @@ def _build_train_loader(
         balance=config.data.balance,
         replay=config.data.replay_batches,
     )
-
-
-def _count_flops(config: ResolvedConfig, built: DataAndModel, size: tuple[int, int]) -> int | None:
-    """Count the FLOPs of an optimizer step. Counting takes a tenth of a second."""
-    count = config.global_batch * built.task.views
-    images = (count, built.preprocessing.input_size[0], *size)
-    flops = count_flops(built.model, images)
-    return None if flops is None else flops * config.train.accumulate
-
-
-def _build_state(
-    config: ResolvedConfig,
-    strategy: Strategy,
-    built: DataAndModel,
-    criterion: Criterion,
-    steps_per_epoch: int,
-) -> TrainState:
-    """Wrap the model, then build optimizer, schedule and averaged weights. The order matters,
-    because a strategy may replace the model's parameters when it wraps the model.
-    """
-    model = built.model
-    # Copy the averaged weights before the strategy wraps the model, because it replaces parameters
-    # or adds hooks to them.
-    averaging, ema = config.model.ema, None
-    if averaging.decay is not None:
-        ema = build_ema(model, averaging.decay, averaging.warmup, foreach=not strategy.shards)
-    compiled = compile_model(model, config.model.compile, strategy.device)
-    autocast = Autocast(compiled, strategy.device.type, AUTOCAST[config.train.precision])
-    # Move the whole step to the device of the model: a loss or another module of the step may have
-    # parameters.
-    step = TrainStep(autocast, criterion, built.task).to(strategy.device)
-    wrapped = strategy.wrap(step)
-    if ema is not None:
-        strategy.lay_out(ema.module)
-    # Build the optimizer after wrapping, because fsdp replaces the model's parameters.
-    optimizer = build_optimizer(config.optim, config.learning_rate, model, strategy.shards, step)
-    schedule = build_schedule(config.optim, config.train, optimizer, steps_per_epoch)
-    scaler = (
-        torch.amp.GradScaler(strategy.device.type) if config.train.precision == "fp16" else None
-    )
-    if scaler is not None and strategy.device.type == "cuda" and waits_for_scaler(optimizer):
-        log.info(
-            "fp16         optim.opt=%s waits for the GPU in every step; adamw or sgd do not",
-            config.optim.opt,
-        )
-    return TrainState(model, step, wrapped, optimizer, schedule, scaler, ema)

@@ -5,37 +5,79 @@ steps, so it does not depend on the number of devices.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+import logging
+from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
+from timm.models import model_parameters
 from timm.optim import create_optimizer_v2, get_optimizer_class
 from timm.optim._optim_factory import OptimInfo, default_registry
 from timm.scheduler import create_scheduler_v2
-from timm.scheduler.scheduler import Scheduler
 from timm.utils.agc import unitwise_norm
 from torch import Tensor, nn
 
-from src.schema import OptimConfig, TrainConfig
-from timm_parallel import head_names, import_class, own_parameters, refuse_wrong_arguments
+from src.schema import OptimConfig, ResolvedConfig, TrainConfig
+from timm_parallel import (
+    Learning,
+    Strategy,
+    head_names,
+    import_class,
+    import_name,
+    is_own_class,
+    refuse_wrong_arguments,
+)
 
+log = logging.getLogger(__name__)
 # Optimizers whose fused kernel works under fsdp, where each rank has only a part of a parameter.
 FUSED_IN_PARTS = ("adam", "adamw")
 
 
-def build_optimizer(
-    config: OptimConfig,
-    lr: float,
-    model: nn.Module,
-    shards: bool = False,
-    step: nn.Module | None = None,
-) -> torch.optim.Optimizer:
-    """Build the optimizer and its parameter groups. As in timm, norms and biases have no weight
-    decay. `lr`: learning rate after optim.lr_rule has scaled it.
+def build_learning(
+    config: ResolvedConfig,
+    strategy: Strategy,
+    steps_per_epoch: int,
+    phase: str,
+    networks: dict[str, nn.Module],
+) -> Learning:
+    """Build the optimizer and the schedule of a phase, and the function that clips its gradients.
 
-    `step`: the training step, if it has parameters that are not in the model, such as those of a
-    loss.
+    `networks`: those that the phase trains, by name.
     """
+    optim = config.optim.of_phase(phase)
+    optimizer = build_optimizer(optim, config.rate_of(optim), networks, strategy.shards)
+    schedule = build_schedule(optim, config.train, optimizer, steps_per_epoch)
+    if (
+        config.train.precision == "fp16"
+        and strategy.device.type == "cuda"
+        and waits_for_scaler(optimizer)
+    ):
+        log.info(
+            "fp16         optim.opt=%s waits for the GPU in every step; adamw or sgd do not",
+            optim.opt,
+        )
+    clip = None if optim.clip_grad is None else partial(clip_gradients, optim, networks)
+    return Learning(optimizer, schedule, clip)
+
+
+def build_optimizer(
+    config: OptimConfig, lr: float, networks: Mapping[str, nn.Module], shards: bool = False
+) -> torch.optim.Optimizer:
+    """Build the optimizer of networks and its parameter groups. As in timm, norms and biases have
+    no weight decay. `lr`: learning rate after optim.lr_rule has scaled it.
+
+    The keys that need the layers of a model, such as layer_decay, apply to the network `model`.
+    Without it, all networks are treated as one model.
+    """
+    model = networks.get("model") or nn.ModuleDict(networks)
+    of_model = {id(parameter) for parameter in model.parameters()}
+    own = {
+        f"{name}.{parameter_name}": parameter
+        for name, network in networks.items()
+        for parameter_name, parameter in network.named_parameters()
+        if id(parameter) not in of_model
+    }
     kwargs = dict(config.kwargs)
     name = _register(config.opt) if config.is_own else config.opt
     try:
@@ -71,7 +113,6 @@ def build_optimizer(
             layer_decay=config.layer_decay,
             **kwargs,
         )
-    own = {} if step is None else own_parameters(step, model)
     _add_groups(optimizer, own, config.weight_decay)
     if config.head_lr_scale != 1:
         names = head_names(model)
@@ -126,6 +167,23 @@ def _scale(optimizer: torch.optim.Optimizer, chosen: list[nn.Parameter], scale: 
     optimizer.param_groups = groups
 
 
+def clip_gradients(config: OptimConfig, networks: Mapping[str, nn.Module]) -> None:
+    """Clip the gradients of networks as optim.clip_grad and optim.clip_mode ask for."""
+    limit = config.clip_grad
+    assert limit is not None
+    parameters = list(nn.ModuleDict(networks).parameters())
+    if config.clip_mode == "norm":
+        nn.utils.clip_grad_norm_(parameters, limit)
+    elif config.clip_mode == "value":
+        nn.utils.clip_grad_value_(parameters, limit)
+    elif "model" in networks:
+        # As in timm, adaptive clipping does not change the head; nor does it change the parameters
+        # of a loss.
+        clip_adaptively(model_parameters(networks["model"], exclude_head=True), limit)
+    else:
+        clip_adaptively(parameters, limit)
+
+
 def clip_adaptively(parameters: Iterable[Tensor], factor: float, eps: float = 1e-3) -> None:
     """Clip gradients adaptively, with the same result as timm's adaptive_clip_grad. This function
     launches a third as many kernels. Only the norms of rows of weights are computed tensor by
@@ -155,10 +213,19 @@ def waits_for_scaler(optimizer: torch.optim.Optimizer) -> bool:
 
 def build_schedule(
     config: OptimConfig, train: TrainConfig, optimizer: torch.optim.Optimizer, steps_per_epoch: int
-) -> Scheduler:
+) -> Any:
     """Build the learning-rate schedule. Its warm-up, decay (all cycles) and cool-down take
     train.epochs epochs in total.
+
+    A class of your own gets the optimizer, the group `optim` of the config, the number of steps of
+    all epochs, and optim.sched_kwargs as keywords. It has a method step_update(step).
     """
+    if is_own_class(config.sched):
+        schedule_class = import_name(config.sched)
+        with refuse_wrong_arguments("optim.sched_kwargs", config.sched_kwargs, config.sched):
+            return schedule_class(
+                optimizer, config, train.epochs * steps_per_epoch, **config.sched_kwargs
+            )
     arguments: dict[str, Any] = dict(config.sched_kwargs)
     # Each cycle is cycle_mul times as long as the previous one. `cycles` is the length of all
     # cycles, in lengths of the first one.

@@ -28,9 +28,9 @@ import timm
 import torch
 from PIL import Image
 from sklearn.metrics import f1_score
+from src.train.loop import run_steps
 
 from src.train.build import build_run
-from src.train.loop import run_steps
 from timm_parallel import InMemory, Ranks
 from timm_parallel.parallel.build import build_strategy
 from timm_parallel.testing.configs import read_lines, resolved, tiny

@@ -24,12 +24,12 @@ import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import OverrideParseException
 from PIL import Image
+from src.train.loop import run_steps
+from src.train.step import AUTOCAST, Autocast
 
 from src.app import app
 from src.schema import ResolvedConfig
 from src.train.build import build_run
-from src.train.loop import run_steps
-from src.train.step import AUTOCAST, Autocast
 from timm_parallel.app import as_resolved
 from timm_parallel.config.compose import compose_command
 from timm_parallel.config.resolve import resolve

@@ -74,17 +74,17 @@ class Batch:
         changed.draws = self.draws
         return changed
 
-    def stretched(self, count: int) -> Batch:
-        """Return a batch of `count` samples like the first one, on the meta device, which computes
-        only shapes.
+    def stretched(self, count: int, device: str = "meta") -> Batch:
+        """Return a batch of `count` samples like the first one, whose values are undefined. The
+        meta device computes only shapes.
         """
 
         def empty(tensor: Tensor) -> Tensor:
-            return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
 
         return Batch(
             {
-                name: field.new_empty((count, *field.shape[1:]), device="meta")
+                name: torch.empty((count, *field.shape[1:]), dtype=field.dtype, device=device)
                 if isinstance(field, Tensor)
                 else [tree_map_only(Tensor, empty, field[0])] * count
                 for name, field in self.fields.items()
@@ -132,4 +132,6 @@ def _signed(word: int) -> int:
 
 
 # Constants of splitmix64.
-_GOLDEN, _FIRST, _SECOND = map(_signed, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+_GOLDEN, _FIRST, _SECOND = map(
+    _signed, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+)

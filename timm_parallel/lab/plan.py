@@ -7,16 +7,21 @@ values.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
+from timm_parallel.data.batch import Batch
 from timm_parallel.keys import ResolvedParallel
 from timm_parallel.measure.flops import step_costs
+from timm_parallel.model.networks import Networks
+from timm_parallel.task import Task
 
 COLUMNS = (
     "devices",
@@ -63,35 +68,47 @@ class Plan:
 
 def measure_step(
     parallel: ResolvedParallel,
-    step: nn.Module,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    batch: tuple[Tensor, Tensor],
-    has_ema: bool,
+    task: Task[Any],
+    networks: Networks,
+    optimizers: Sequence[torch.optim.Optimizer],
+    batch: Batch,
+    averaged: Sequence[nn.Module],
 ) -> tuple[int, int]:
     """Measure the FLOPs and the memory of one training step of one device, on fake tensors. Return
-    (FLOPs of forward and backward pass, bytes of the tensors at the end of the forward pass).
+    (FLOPs of the forward and backward passes, bytes of the tensors at the end of the forward pass
+    of the largest phase).
 
     Memory is highest there. Under dp, the bytes are those of device 0, which needs the most. Whole
     blocks that fsdp gathers, and copies of gradients for ddp, are not counted.
 
-    `step`: module that computes the loss of `model`. `batch`: images and targets of one device.
-    `has_ema`: True if the run averages its weights.
+    `optimizers`: one for each phase of the task. `batch`: that of one device. `averaged`: networks
+    of which the run keeps an average besides those of the task.
     """
-    averaged = [*model.parameters(), *model.buffers()] if has_ema else []
-    weights = [*step.parameters(), *step.buffers()]
-    flops, activations = step_costs(lambda: step(*batch)[0], excluding=[*weights, batch[0]])
-    optimizer.step()
-    gradients = [p.grad for p in step.parameters() if p.grad is not None]
+    networks.train()
+    weights = [*networks.parameters(), *networks.buffers()]
+    averages = [t for module in averaged for t in (*module.parameters(), *module.buffers())]
+    fields = [field for field in tree_leaves(batch.fields) if isinstance(field, Tensor)]
+    flops = activations = gradients = 0
+    for phase, optimizer in zip(task.phases, optimizers, strict=True):
+
+        def loss(phase: str = phase) -> Tensor:
+            return task.losses(networks, batch, phase)[0].sum()
+
+        of_phase = step_costs(loss, excluding=[*weights, *fields])
+        flops, activations = flops + of_phase[0], max(activations, of_phase[1])
+        optimizer.step()
+        own = (p for group in optimizer.param_groups for p in group["params"])
+        gradients = max(gradients, _size(p.grad for p in own if p.grad is not None))
     states = (
         value
+        for optimizer in optimizers
         for state in optimizer.state.values()
         for value in state.values()
         if isinstance(value, Tensor)
     )
     parts = (parallel.shard_size or parallel.devices) if parallel.shards else 1
-    kept = _size(weights) + _size(gradients) + _size(states) + _size(averaged)
-    return flops, kept // parts + activations + _size(batch)
+    kept = _size(weights) + gradients + _size(states) + _size(averages)
+    return flops, kept // parts + activations + _size(fields)
 
 
 def show_plan(plans: list[Plan]) -> None:

@@ -49,11 +49,16 @@ def build_hooks(
     `total_steps`: steps of the run. `untimed`: number of steps at the start of the run that are not
     timed. `recorded`: number of these untimed steps to profile; None: no profile.
     """
+
+    def start_measuring() -> None:
+        for each in communication:
+            each.start_measuring()
+
     meter = Meter(
         config.global_batch * config.train.accumulate,
         total_steps,
         None if strategy.device.type == "cpu" else torch.Event(strategy.device),
-        start_measuring=lambda: [each.start_measuring() for each in communication],
+        start_measuring=start_measuring,
         untimed=untimed,
         energy=strategy.telemetry.energy,
     )

@@ -30,6 +30,7 @@ from timm_parallel.parallel.group import ProcessGroup
 from timm_parallel.parallel.lockstep import LockstepNetworks
 
 if TYPE_CHECKING:
+    from timm_parallel.data.batch import Batch
     from timm_parallel.data.loader import Loader
     from timm_parallel.task import Task
 
@@ -98,13 +99,12 @@ def compile_model(model: nn.Module, mode: bool | str, device: torch.device) -> n
     return cast(nn.Module, torch.compile(model, mode=None if mode is True else mode))
 
 
-def check_networks(task: Task[Any], networks: Networks, loader: Loader) -> None:
-    """Let a task check its networks on one sample of a loader, before anything starts.
+def check_networks(task: Task[Any], networks: Networks, batch: Batch) -> None:
+    """Let a task check its networks on a first batch, before anything starts.
 
     Raises ValueError if they do not accept images of this size, or if their outputs do not fit the
-    task. A loader whose first sample cannot be read is skipped.
+    task. A batch without samples, which could not be read, is not checked.
     """
-    batch = loader.peek(1)
     if not len(batch):
         return
     height, width = batch.image.shape[-2:]

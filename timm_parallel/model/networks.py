@@ -66,8 +66,8 @@ def _to_float(tensor: Tensor) -> Tensor:
 
 
 def autocast(networks: Mapping[str, nn.Module], device: torch.device, precision: str) -> Networks:
-    """Wrap networks so that they compute in the type of train.precision. The network `loss` computes
-    in float32.
+    """Wrap networks so that they compute in the type of train.precision. The network `loss`
+    computes in float32.
     """
     dtype = AUTOCAST[precision]
     return Networks(
@@ -102,5 +102,3 @@ class PhaseStep(nn.Module):
         means.
         """
         return self.task.losses(self.networks, batch, self.phase)
-
-

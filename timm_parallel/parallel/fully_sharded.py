@@ -34,6 +34,7 @@ class FullySharded(Distributed):
 
     shards = True
     compiles = False
+
     @cached_property
     def mesh(self) -> DeviceMesh:
         """Build the device mesh of the ranks, with the dimensions [replicas, shards]. A mesh with

@@ -65,9 +65,9 @@ class ProcessGroup:
         return own[None]
 
     def gather_rows(self, own: Tensor) -> Tensor:
-        """Gather the samples [B, …] of a batch from all ranks, for a loss over all samples of a step.
-        Gradients flow back to the ranks. The result has the order of the global batch: the samples
-        of rank r are `[r::world_size]`.
+        """Gather the samples [B, …] of a batch from all ranks, for a loss over all samples of a
+        step. Gradients flow back to the ranks. The result has the order of the global batch: the
+        samples of rank r are `[r::world_size]`.
 
         All ranks must call this function, with tensors of equal shape.
         """

@@ -41,7 +41,7 @@ class LockstepNetworks(Networks):
             getattr(module, "reshard", lambda: None)()
 
     def _take_turns(self, name: str, inputs: tuple[Any, ...]) -> Any:
-        """Run a network on inputs, and meanwhile the networks that ranks before this one request."""
+        """Run a network on inputs, and meanwhile the networks that earlier ranks request."""
         while (result := self._run_requested(name, inputs)) is not None:
             is_own, outputs = result
             if is_own:

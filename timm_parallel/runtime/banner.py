@@ -76,10 +76,12 @@ def _formats(parts: RunParts) -> str:
 
 
 def _own_parameters(parts: RunParts) -> str:
+    of_model = {id(parameter) for parameter in parts.state.model.parameters()}
     own = {
         name: parameter
-        for name, parameter in parts.state.own_parameters.items()
-        if parameter.requires_grad
+        for phase in parts.state.phases
+        for name, parameter in phase.parameters.items()
+        if id(parameter) not in of_model
     }
     count = sum(parameter.numel() for parameter in own.values())
     return (

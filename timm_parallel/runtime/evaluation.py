@@ -110,8 +110,8 @@ def evaluate(
 def _with_zeros(
     tensors: list[Tensor], count: int, device: torch.device, group: ProcessGroup, rows: int = -1
 ) -> list[Tensor]:
-    """Return the `count` tensors of this rank. A rank that has evaluated no sample has none, and gets
-    zeros in the shapes of another rank. All ranks must call this function.
+    """Return the `count` tensors of this rank. A rank that has evaluated no sample has none, and
+    gets zeros in the shapes of another rank. All ranks must call this function.
 
     `rows`: replaces the first side of these shapes; -1 keeps it.
     """

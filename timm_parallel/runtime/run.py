@@ -254,8 +254,8 @@ class Training:
         return every is not None and self.parts.progress.step % every == 0
 
     def _evaluate_within_epoch(self) -> bool:
-        """Evaluate and save a checkpoint if train.evaluate_every_steps asks for it before the end of
-        the epoch. Return True if this step is such a step.
+        """Evaluate and save a checkpoint if train.evaluate_every_steps asks for it before the end
+        of the epoch. Return True if this step is such a step.
         """
         progress = self.parts.progress
         is_due = self._is_evaluation_step()
@@ -265,8 +265,8 @@ class Training:
         return is_due
 
     def _end_epoch(self) -> None:
-        """Finish an epoch: evaluate if an evaluation is due, log the epoch with the peak memory, and
-        save a checkpoint.
+        """Finish an epoch: evaluate if an evaluation is due, log the epoch with the peak memory,
+        and save a checkpoint.
         """
         parts, progress, train = self.parts, self.parts.progress, self._config.train
         is_due = bool(train.evaluate_every) and (progress.epoch + 1) % train.evaluate_every == 0
@@ -299,8 +299,8 @@ class Training:
             return self._evaluate("val", may_stop=True)
 
     def _evaluate(self, split: str, may_stop: bool = False) -> bool:
-        """Evaluate the raw and the averaged weights on a split, over all ranks, and log the metrics.
-        With `may_stop`, a stop signal ends the evaluation and the process.
+        """Evaluate the raw and the averaged weights on a split, over all ranks, and log the
+        metrics. With `may_stop`, a stop signal ends the evaluation and the process.
 
         Returns True if this is the best result on val so far.
         """
@@ -309,12 +309,13 @@ class Training:
         for name, module in state.modules.items():
             if name != LOSS:
                 strategy.buffers.share(module)
-        networks = evaluation_networks(state, self._config, strategy)
+        networks = evaluation_networks(state.evaluated(), self._config, strategy)
         raw, averaged = self._evaluate_networks(networks, split, may_stop), None
         if split == "val" and type(self.parts.task).pictures is not Task.pictures:
             self._draw_pictures(networks)
         if state.ema is not None:
-            networks = evaluation_networks(state, self._config, strategy, state.ema)
+            of_average = state.evaluated(averaged=True)
+            networks = evaluation_networks(of_average, self._config, strategy)
             averaged = self._evaluate_networks(networks, split, may_stop)
         return self._log_evaluation(split, raw, averaged)
 
@@ -417,7 +418,7 @@ class Training:
             self._evaluate("test")
 
     def _load_best(self) -> None:
-        """Load the weights of best.pt, which rank 0 sends to the other ranks, if this file exists."""
+        """Load the weights of best.pt, which rank 0 sends to the other ranks, if it exists."""
         # Compare the trained parameters now, because the loaded ones are equal on all ranks.
         self._check_replicas()
         group, best = self._strategy.group, self.folder / "checkpoints" / "best.pt"

@@ -7,12 +7,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
+from timm_parallel.model.networks import Networks
 from timm_parallel.record.environment import read_environment
 from timm_parallel.record.result import Result, read_metrics, read_result
 from timm_parallel.state.checkpoint import read_checkpoint
-from timm_parallel.state.restoring import load_model_state
+from timm_parallel.state.restoring import load_networks
 
 
 @dataclass(frozen=True)
@@ -49,10 +48,10 @@ class SavedRun:
         return read_checkpoint(self.folder, which)
 
     @staticmethod
-    def fill(model: nn.Module, contents: dict[str, Any], which: str) -> None:
-        """Load the weights of a checkpoint into a model.
+    def fill(networks: Networks, contents: dict[str, Any], which: str) -> None:
+        """Load the weights of a checkpoint into the networks of a task and their averages.
 
-        `contents`: the contents of the checkpoint. `which`: `model` for the trained weights, `ema`
-        for the averaged ones. Raises ValueError if they do not fit.
+        `contents`: the contents of the checkpoint. `which`: `model` for the trained weights of the
+        model, `ema` for the averaged ones. Raises ValueError if they do not fit.
         """
-        load_model_state(model, contents, which)
+        load_networks(networks, contents, which)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
+
 import torch
 from torch import Tensor, nn
 
@@ -73,8 +74,10 @@ class Step:
         """Yield the train.accumulate batches of the step. They are read once, also if this function
         is called for several phases.
         """
-        keeps = self._has_weight or len(self._phases) > 1 or any(
-            map(needs_closure, self._phases.values())
+        keeps = (
+            self._has_weight
+            or len(self._phases) > 1
+            or any(map(needs_closure, self._phases.values()))
         )
         if self._has_weight and not self._read:
             self._read = [self._fetch() for _ in range(self._accumulate)]
@@ -95,7 +98,7 @@ class Step:
         """Compute the losses of a batch in a phase, and add the gradients of their mean over the
         whole optimizer step. Return the loss, a detached scalar on the device.
         """
-        of_phase, parts = self._phases[phase], self.parts
+        of_phase = self._phases[phase]
         if self._backward[phase] == 0 and len(self._phases) > 1:
             trained = {name: each.parameters for name, each in self._phases.items()}
             require_gradients(trained, phase, self._strategy)
@@ -231,7 +234,9 @@ class Step:
             clip()
 
     def _finish(self) -> None:
-        """Update averages and schedules after all phases, and fetch the numbers of a logged step."""
+        """Update averages and schedules after all phases, and fetch the numbers of a logged
+        step.
+        """
         parts, progress, state = self.parts, self.parts.progress, self.parts.state
         self._strategy.after_step(self.number)
         rates = {
@@ -278,8 +283,8 @@ class Step:
         seed_step(self.parts.config.seed, self.number, group.rank, self._strategy.devices)
 
     def _fetch(self) -> Batch:
-        """Return the next batch, with mixup or cutmix if configured, and measure how long the device
-        waits.
+        """Return the next batch, with mixup or cutmix if configured, and measure how long the
+        device waits.
         """
         parts, progress = self.parts, self.parts.progress
         parts.hooks.at(READING)

@@ -4,6 +4,7 @@ of a run.
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -45,9 +46,8 @@ class Learning:
     # state_dict, load_state_dict and observe(numbers) gets the numbers of each evaluation, and is
     # saved in checkpoints.
     schedule: Any
-    # Function that clips the gradients and returns their norm before clipping, a tensor on the
-    # device. Its argument is True if the norm is needed; otherwise it may return None.
-    clip: Callable[[bool], Tensor | None]
+    # Function that clips the gradients of the phase in place; None: do not clip.
+    clip: Callable[[], None] | None = None
 
 
 class BuildLearning(Protocol):
@@ -108,6 +108,13 @@ class TrainState:
         averages = {name: average.module for name, (average, _) in self.averages.items()}
         return {**dict(self.networks.items()), **averages}
 
+    def evaluated(self, averaged: bool = False) -> dict[str, nn.Module]:
+        """Return the networks and averages of the task. With `averaged`, the average of model.ema
+        takes the place of the model.
+        """
+        modules = {name: module for name, module in self.modules.items() if name != EMA}
+        return {**modules, "model": self.ema} if averaged and self.ema is not None else modules
+
     def own_tensors(self, name: str) -> dict[str, Tensor]:
         """Return the tensors of a network that a checkpoint stores, by name, except for those that
         an earlier network has too. The model is the first one.
@@ -144,50 +151,61 @@ def _tensors(module: nn.Module) -> dict[str, Tensor]:
     return {**dict(module.named_parameters()), **buffers}
 
 
+def build_networks(task: Task[Any], model: nn.Module, device: torch.device) -> Networks:
+    """Build the networks of a task around a model, and their averages, which start as copies.
+
+    Raises ValueError if the task names a network that it does not have, or holds what no checkpoint
+    would store.
+    """
+    networks = Networks(task.networks(model))
+    _check_task(task, networks)
+    for name, (source, _) in task.averages.items():
+        networks[name] = copy.deepcopy(networks[source]).requires_grad_(False)
+    return networks.to(device)
+
+
 def build_state(
     config: ResolvedConfig,
     strategy: Strategy,
     task: Task[Any],
-    model: nn.Module,
+    networks: Networks,
     build: BuildLearning,
     *,
     sample: Batch | None = None,
     compile_network: Callable[[nn.Module], nn.Module] = lambda network: network,
 ) -> TrainState:
-    """Build the networks of the task around a model, their averages, and a step and an optimizer
-    for each phase. All ranks must call this function.
+    """Build a step and an optimizer for each phase of a task. All ranks must call this function.
 
-    Raises ValueError if a trainable parameter belongs to no phase or to two. `sample`: a training
+    `networks`: those of `build_networks`, averages included. Raises ValueError if a trainable
+    parameter belongs to no phase or to two. `sample`: a training
     batch of any size, with which the FLOPs of a step are counted. `compile_network`: function that
     wraps each network by torch.compile, or returns it unchanged.
     """
     task.ranks = strategy.group
-    bare = Networks(task.networks(model))
-    for network in bare.values():
-        network.to(strategy.device)
-    _check_task(task, bare)
+    bare = Networks({name: of for name, of in networks.items() if name not in task.averages})
     # Copy averages before the strategy wraps networks, because it replaces parameters or adds hooks
     # to them.
-    averages = {
-        name: (build_ema(bare[source], decay, False, foreach=not strategy.shards), source)
-        for name, (source, decay) in task.averages.items()
-    }
-    targets = Networks({name: average.module for name, (average, _) in averages.items()})
+    averages = {}
+    for name, (source, decay) in task.averages.items():
+        average = build_ema(bare[source], decay, False, foreach=not strategy.shards)
+        average.module = networks[name]
+        averages[name] = (average, source)
     ema = getattr(config.model, "ema", None)
     if ema is not None and ema.decay is not None:
         average = build_ema(bare["model"], ema.decay, ema.warmup, foreach=not strategy.shards)
         averages[EMA] = (average, "model")
     flops = None
     if sample is not None:
-        counted = Networks({**dict(bare.items()), **dict(targets.items())})
-        flops = count_flops(task, counted, sample.stretched(config.global_batch))
+        flops = count_flops(task, networks, sample.stretched(config.global_batch))
     precision = config.train.precision
-    everything = {**dict(bare.items()), **{n: average.module for n, (average, _) in averages.items()}}
-    strategy.shard(Networks(everything), AUTOCAST[precision])
-    compiled = {name: compile_network(network) for name, network in bare.items()}
-    used = autocast({**compiled, **dict(targets.items())}, strategy.device, precision)
-    frozen = frozen_modules(used)
     state = TrainState(bare, averages, [], flops)
+    strategy.shard(Networks(state.modules), AUTOCAST[precision])
+    compiled = {
+        name: network if name in task.averages else compile_network(network)
+        for name, network in networks.items()
+    }
+    used = autocast(compiled, strategy.device, precision)
+    frozen = frozen_modules(used)
     trained = _parameters_of_phases(state, task.phases)
     for name, parameters in trained.items():
         if len(trained) > 1:
@@ -219,8 +237,8 @@ def require_gradients(
 
 
 def _check_task(task: Task[Any], networks: Networks) -> None:
-    """Raise ValueError if the task names a network that it does not have, or holds what no checkpoint
-    would store.
+    """Raise ValueError if the task names a network that it does not have, or holds what no
+    checkpoint would store.
     """
     name = f"train.task={task.config.train.task}"
     if "model" not in networks:
@@ -318,7 +336,7 @@ class RunParts:
         """
         start_clock.end("model")
         if strategy.shards:
-            evaluated = evaluation_networks(state, config, strategy)
+            evaluated = evaluation_networks(state.evaluated(), config, strategy)
             loader = next(iter(parts["eval_loaders"].values()))
             check_sharded_model(evaluated, parts["task"], loader, strategy.group)
         else:
@@ -370,14 +388,13 @@ class RunParts:
 
 
 def evaluation_networks(
-    state: TrainState, config: ResolvedConfig, strategy: Strategy, model: nn.Module | None = None
+    networks: Networks | Mapping[str, nn.Module], config: ResolvedConfig, strategy: Strategy
 ) -> Networks:
-    """Return the networks and averages with which a run evaluates, in the precision of the config
-    and in the wrapper of the strategy. `model`: replaces the model, such as its average.
+    """Return the networks and averages of a task as an evaluation calls them: in the precision of
+    the config, and in the wrapper of the strategy.
     """
-    networks = {**state.modules, **({} if model is None else {"model": model})}
-    networks.pop(EMA, None)
-    return strategy.for_evaluation(autocast(networks, strategy.device, config.train.precision))
+    by_name = dict(networks.items())
+    return strategy.for_evaluation(autocast(by_name, strategy.device, config.train.precision))
 
 
 def data_of_a_step(parts: RunParts) -> dict[str, Any]:

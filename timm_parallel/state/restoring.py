@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from timm_parallel.faults.liveness import liveness
 from timm_parallel.machine.text import change_text
-from timm_parallel.model.networks import LOSS
+from timm_parallel.model.networks import LOSS, Networks
 from timm_parallel.parallel.strategy import HasParameters, Strategy
 from timm_parallel.state.parts import (
     RunParts,
@@ -206,6 +206,19 @@ def _restore_network(
     for name, tensor in own.items():
         if name in saved:
             tensor.copy_(strategy.part(saved[name], tensor))
+
+
+def load_networks(networks: Networks, contents: dict[str, Any], which: str) -> None:
+    """Load the weights of a checkpoint into the networks of a task and their averages, for an
+    evaluation. `which`: see `load_model_state`.
+    """
+    load_model_state(networks["model"], contents, which)
+    for name, network in networks.items():
+        if name in contents["averages"]:
+            network.load_state_dict(contents["averages"][name])
+        elif name in contents["networks"] and name != LOSS:
+            # Tensors that the network shares with the model are not stored again.
+            network.load_state_dict(contents["networks"][name], strict=False)
 
 
 def load_model_state(model: nn.Module, contents: dict[str, Any], which: str) -> None:

@@ -94,8 +94,8 @@ def snapshot(state: TrainState, strategy: Strategy) -> dict[str, Any]:
 
 
 def state_of(schedule: Any) -> Any:
-    """Return the state of a schedule that observes evaluations. Other schedules are functions of the
-    step, and have none.
+    """Return the state of a schedule that observes evaluations. Other schedules are functions of
+    the step, and have none.
     """
     return schedule.state_dict() if hasattr(schedule, "observe") else None
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from src.train.loop import run_steps
 from torch import nn
 
 from src.train.build import build_run
-from src.train.loop import run_steps
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.parallel.build import build_strategy
 from timm_parallel.testing.configs import resolved

@@ -472,6 +472,7 @@ def two_steps(ranks: Ranks, store: object, find: bool) -> str:
     of the second step, or `trained`. All ranks must call this function.
     """
     from src.train.step import Autocast, TrainStep
+
     from timm_parallel.keys import ParallelConfig
     from timm_parallel.parallel.build import build_strategy
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import timm
 import torch
+from src.train.step import TrainStep
 from torch import Tensor, nn
 
 from src.train.optim import build_optimizer, build_schedule
-from src.train.step import TrainStep
 from timm_parallel.model.freeze import check_statistics_move, freeze, frozen_modules, write_counts
 from timm_parallel.testing.configs import resolved, task_of
 from timm_parallel.testing.ranks import train_warm

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import timm
 import torch
+from src.train.step import Autocast
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
@@ -20,7 +21,6 @@ from torch.utils._pytree import tree_leaves
 from src.schema import OPTIMIZERS_OF_PARTS
 from src.train.build import build_run
 from src.train.run import Trainer
-from src.train.step import Autocast
 from timm_parallel.data.samplers import EvalSampler
 from timm_parallel.parallel.blocks import blocks_of, vector_layers
 from timm_parallel.parallel.build import build_strategy

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image
+from src.train.loop import run_steps
+from src.train.step import AUTOCAST, Autocast
 from torch.utils._pytree import tree_leaves
 
 from src.schema import ResolvedConfig
 from src.train.build import build_run
-from src.train.loop import run_steps
-from src.train.step import AUTOCAST, Autocast
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.parallel.build import build_strategy
 from timm_parallel.record.result import read_result

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 import torch
+from src.train.step import TrainStep
 from torch import nn
 
 from src.train.run import run
-from src.train.step import TrainStep
 from timm_parallel.faults.liveness import liveness
 from timm_parallel.machine.nvidia import Gpu
 from timm_parallel.machine.ranks import Ranks

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from src.train.step import Autocast, TrainStep
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -28,7 +29,6 @@ from src.models.build import build_model
 from src.schema import ModelConfig
 from src.train import loop
 from src.train.run import Trainer
-from src.train.step import Autocast, TrainStep
 from timm_parallel.faults.failure import failure_record
 from timm_parallel.keys import ResolvedParallel
 from timm_parallel.machine import hardware

@@ -19,11 +19,11 @@ import torch
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from src.train.loop import run_steps
 
 from src.app import app
 from src.schema import Config, ResolvedConfig
 from src.tasks.classification import Classification
-from src.train.loop import run_steps
 from src.train.run import Trainer
 from timm_parallel.config.compose import load_config
 from timm_parallel.config.validate import check_combination, check_values

@@ -17,15 +17,15 @@ from typing import Any
 
 import pytest
 import torch
+from src.train.loop import run_steps
+from src.train.step import TrainStep, set_matmul_precision
 from torch import nn
 from torch.distributed import PrefixStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.tensorboard import SummaryWriter
 
 from src.train.build import build_run
-from src.train.loop import run_steps
 from src.train.run import Trainer
-from src.train.step import TrainStep, set_matmul_precision
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.parallel.build import build_strategy
 from timm_parallel.parallel.distributed import has_only_batch_norm_buffers

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from timm_parallel.runtime.epoch_steps import EpochSteps
 from torch.distributed import HashStore
 
 from timm_parallel.faults import heartbeat
@@ -27,7 +28,6 @@ from timm_parallel.machine.signals import exit_after_stop_signal, stop_handler
 from timm_parallel.measure.meter import Meter
 from timm_parallel.measure.step_hooks import StepHooks
 from timm_parallel.parallel.single import Single
-from timm_parallel.runtime.epoch_steps import EpochSteps
 from timm_parallel.state.progress import Progress
 from timm_parallel.testing.configs import resolved
 from timm_parallel.testing.ranks import in_ranks

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from src.train.step import Autocast, TrainStep
 from torch import Tensor, nn
 
-from src.train.step import Autocast, TrainStep
 from timm_parallel.keys import ResolvedParallel
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.parallel.data_parallel import DataParallelStrategy
