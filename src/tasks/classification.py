@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from src.schema import ResolvedConfig
-from src.tasks.images import LOSS, Criterion, ImageTask, Loss, per_image
+from src.tasks.images import LOSS, Criterion, LossTask, Loss, per_image
 from timm_parallel import Batch, Evaluation, Metric, draw_confusion, to_double
 
 # Number of bins of confidence for the expected calibration error.
@@ -191,7 +191,7 @@ def hits(outputs: Tensor, targets: Tensor) -> Tensor:
     return (outputs.argmax(1) == labels).float()
 
 
-class Classification(ImageTask):
+class Classification(LossTask):
     """Task in which each image has one class. Targets are class numbers: int64 [B]."""
 
     target = "label"

@@ -1,6 +1,4 @@
-"""Base class of tasks with one model, one loss and one target, whose targets do not change when an
-image is cropped or flipped.
-"""
+"""Base classes of tasks: with the transforms of timm, and with a loss that train.loss names."""
 
 from __future__ import annotations
 
@@ -47,7 +45,25 @@ class Loss:
     reads: tuple[str, ...] = ()
 
 
-class LossTask(Task[ResolvedConfig]):
+class ImageTask(Task[ResolvedConfig]):
+    """Base class of tasks that augment and prepare images as timm does. Transforms leave the
+    targets as they are.
+    """
+
+    def train_transform(self, size: tuple[int, int], resize: bool, mean: tuple[float, ...]) -> Any:
+        return OnImage.of(train_transform(self.config.data.augment, size, resize, mean))
+
+    def evaluation_transform(self, preprocessing: Preprocessing) -> Any:
+        return OnImage(evaluation_transform(preprocessing))
+
+    def batch_augmentation(self, rows: InMemory | None, size: tuple[int, int]) -> Any:
+        # A task with its own transform of single images must not lose it.
+        if type(self).train_transform is not ImageTask.train_transform:
+            return None
+        return batch_step(self.config.data.augment, rows, size)
+
+
+class LossTask(ImageTask):
     """Base class of tasks with a model, a loss that train.loss names, and one target."""
 
     # Name in train.loss -> loss. If train.loss is a class of the project, the first of these losses
@@ -138,24 +154,6 @@ class LossTask(Task[ResolvedConfig]):
                 f"model.name: expected {self.num_outputs} or more outputs per image, shape "
                 f"[1, {self.num_outputs}], got {list(shape) or type(outputs).__name__}"
             )
-
-
-class ImageTask(LossTask):
-    """Base class of tasks that augment and prepare images as timm does. Transforms leave the
-    targets as they are.
-    """
-
-    def train_transform(self, size: tuple[int, int], resize: bool, mean: tuple[float, ...]) -> Any:
-        return OnImage.of(train_transform(self.config.data.augment, size, resize, mean))
-
-    def evaluation_transform(self, preprocessing: Preprocessing) -> Any:
-        return OnImage(evaluation_transform(preprocessing))
-
-    def batch_augmentation(self, rows: InMemory | None, size: tuple[int, int]) -> Any:
-        # A task with its own transform of single images must not lose it.
-        if type(self).train_transform is not ImageTask.train_transform:
-            return None
-        return batch_step(self.config.data.augment, rows, size)
 
 
 def total_loss(task: LossTask, scores: Tensor, batch: Batch) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from src.schema import ResolvedConfig
-from src.tasks.images import LOSS, Criterion, ImageTask, Loss
+from src.tasks.images import LOSS, Criterion, LossTask, Loss
 from timm_parallel import Batch, Evaluation, Metric, to_double
 
 
@@ -77,7 +77,7 @@ def explained_share(sums: Tensor, samples: int) -> float | None:
     return float((1 - squared_error / spread).mean()) if bool((spread > 0).all()) else None
 
 
-class Regression(ImageTask):
+class Regression(LossTask):
     """Task in which the model predicts numbers of an image. Targets are float32 [B, numbers]."""
 
     target = "numbers"

@@ -1,0 +1,132 @@
+"""A small DETR (Carion et al. 2020, arXiv:2005.12872): boxes of any number per image, divided by
+the number of boxes of the whole step.
+
+    cp examples/detr.py src/tasks/ && cp examples/detr.yaml conf/experiment/
+    python train.py experiment=detr
+
+The dataset draws zero to four bright rectangles on noise.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from scipy.optimize import linear_sum_assignment
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits
+from torchvision.ops import box_iou
+
+from src.schema import DataConfig
+from src.tasks.images import ImageTask
+from timm_parallel import Batch, ImageDataset, Metric, to_double
+
+SIDE, QUERIES, MOST = 32, 8, 4
+
+
+class _Rectangles:
+    """Images uint8 [1, SIDE, SIDE], and the field `boxes` [K, 4]: left, top, right, bottom in
+    shares of the image.
+    """
+
+    def __init__(self, seed: int, count: int) -> None:
+        self.seed, self.count = seed, count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> tuple[Tensor, dict[str, Tensor]]:
+        draw = torch.Generator().manual_seed(self.seed + index)
+        image = torch.randint(0, 80, (1, SIDE, SIDE), generator=draw, dtype=torch.uint8)
+        number = int(torch.randint(0, MOST + 1, (), generator=draw))
+        corners = torch.randint(0, SIDE - 8, (number, 2), generator=draw)
+        sides = torch.randint(4, 9, (number, 2), generator=draw)
+        for (left, top), (width, height) in zip(corners.tolist(), sides.tolist(), strict=True):
+            image[:, top : top + height, left : left + width] += 120
+        return image.clamp(max=255), {"boxes": torch.cat([corners, corners + sides], 1) / SIDE}
+
+
+class Rectangles(ImageDataset):
+    """Made-up images with boxes."""
+
+    targets = ("boxes",)
+    target_names = ["rectangle"]
+    in_chans, image_size = 1, SIDE
+
+    def __init__(self, config: DataConfig, num_samples: int = 2048) -> None:
+        self.train, self.val = _Rectangles(0, num_samples), _Rectangles(10**6, 256)
+
+
+class SmallDetr(nn.Module):
+    """Maps images to QUERIES rows each, [B, QUERIES, 5]: a score, then center and size."""
+
+    def __init__(self, num_classes: int, in_chans: int, width: int = 64) -> None:
+        super().__init__()
+        self.backbone = nn.Sequential(
+            nn.Conv2d(in_chans, 32, 4, 4), nn.GELU(), nn.Conv2d(32, width, 3, 1, 1), nn.Flatten(2)
+        )
+        self.positions = nn.Parameter(0.02 * torch.randn((SIDE // 4) ** 2, width))
+        self.queries = nn.Parameter(torch.randn(QUERIES, width))
+        layer = nn.TransformerDecoderLayer(width, 4, 128, dropout=0.0, batch_first=True)
+        self.decoder = nn.TransformerDecoder(layer, 2)
+        self.head = nn.Linear(width, 5)
+
+    def forward(self, images: Tensor) -> Tensor:
+        memory = self.backbone(images).transpose(1, 2) + self.positions
+        rows: Tensor = self.head(self.decoder(self.queries.expand(len(images), -1, -1), memory))
+        return rows
+
+
+def corners(rows: Tensor) -> Tensor:
+    """Return the boxes of rows, [Q, 4]: left, top, right, bottom."""
+    center, half = rows[:, 1:3].sigmoid(), rows[:, 3:].sigmoid() / 2
+    return torch.cat([center - half, center + half], 1)
+
+
+def match(rows: Tensor, boxes: Tensor) -> tuple[Tensor, Tensor]:
+    """Assign each box [K, 4] to one row; return the numbers of rows and boxes, [K] each."""
+    cost = torch.cdist(corners(rows), boxes, p=1) - rows[:, :1].sigmoid()
+    pairs = linear_sum_assignment(cost.detach().double().cpu().numpy())
+    of_rows, of_boxes = (torch.as_tensor(numbers, device=rows.device) for numbers in pairs)
+    return of_rows, of_boxes
+
+
+def loss_of(rows: Tensor, boxes: Tensor) -> Tensor:
+    """Compute the loss of an image, summed over its boxes."""
+    of_rows, of_boxes = match(rows, boxes)
+    is_box = torch.zeros(QUERIES, device=rows.device).index_fill(0, of_rows, 1.0)
+    scores = binary_cross_entropy_with_logits(rows[:, 0], is_box, reduction="sum")
+    return 5 * (corners(rows)[of_rows] - boxes[of_boxes]).abs().sum() + scores
+
+
+def overlaps(task: Any, outputs: Tensor, batch: Batch) -> Tensor:
+    """Sum the overlaps of boxes and their rows, and count the boxes: [2]."""
+    total = torch.zeros(2, device=outputs.device)
+    for rows, boxes in zip(outputs, batch.boxes, strict=True):
+        if len(boxes):
+            of_rows, of_boxes = match(rows, boxes)
+            pairs = box_iou(corners(rows)[of_rows], boxes[of_boxes])
+            total += torch.stack([pairs.diag().sum(), pairs.new_tensor(len(boxes))])
+    return to_double(total)
+
+
+class Detr(ImageTask):
+    """Finds rectangles."""
+
+    target = "boxes"
+    metrics = {"iou": Metric(overlaps, lambda sums, samples: float(sums[0] / sums[1]))}
+    headline = "iou"
+
+    def collate(self, targets: Any) -> dict[str, Any]:
+        return {"boxes": [target["boxes"] for target in targets]}
+
+    def weight(self, batch: Batch) -> int:
+        return sum(map(len, batch.boxes))
+
+    def losses(self, networks: Any, batch: Batch, phase: str) -> tuple[Tensor, dict[str, Tensor]]:
+        pairs = zip(networks.model(batch.image), batch.boxes, strict=True)
+        return torch.stack([loss_of(rows, boxes) for rows, boxes in pairs]), {}
+
+    def predict(self, networks: Any, batch: Batch) -> Tensor:
+        outputs: Tensor = networks.model(batch.image)
+        return outputs
