@@ -1,5 +1,5 @@
-"""BYOL (Grill et al. 2020, arXiv:2006.07733): a student predicts what a teacher, its moving average,
-sees in another view of the image. The log has the distance of the views.
+"""BYOL (Grill et al. 2020, arXiv:2006.07733): a student predicts what a teacher, its moving
+average, sees in another view of the image. The log has the distance of the views.
 
     cp examples/byol.py src/tasks/ && cp examples/byol.yaml conf/experiment/
     python train.py experiment=byol

@@ -36,8 +36,8 @@ class TwoViews:
 
 
 def contrast(features: Tensor, rank: int, ranks: int) -> tuple[Tensor, Tensor]:
-    """Return the loss of each image of a rank [B], and whether its views find each other. `features`
-    [N, 2, D]: those of all ranks; image i belongs to the rank i % ranks.
+    """Return the loss of each image of a rank [B], and whether its views find each other.
+    `features` [N, 2, D]: those of all ranks; image i belongs to the rank i % ranks.
     """
     views = normalize(features, dim=-1).transpose(0, 1).flatten(0, 1)
     images = len(features)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from src.schema import ResolvedConfig
-from src.tasks.images import LOSS, Criterion, LossTask, Loss, per_image
+from src.tasks.images import LOSS, Criterion, Loss, LossTask, per_image
 from timm_parallel import Batch, Evaluation, Metric, draw_confusion, to_double
 
 # Number of bins of confidence for the expected calibration error.

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from src.schema import ResolvedConfig
-from src.tasks.images import LOSS, Criterion, LossTask, Loss
+from src.tasks.images import LOSS, Criterion, Loss, LossTask
 from timm_parallel import Batch, Evaluation, Metric, to_double
 
 

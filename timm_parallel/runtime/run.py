@@ -157,8 +157,8 @@ class Training:
         batches = parts.train_loader.epoch(progress.epoch, first)
         window = MetricWindow(self._strategy.device)
         self._train_mode()
-        while progress.step_in_epoch < parts.steps_per_epoch and not self._is_last(progress.step):
-            step = Step(parts, batches, window, self._is_logged_step(progress.step + 1))
+        while parts.has_steps:
+            step = Step(parts, batches, window, parts.is_logged(progress.step + 1))
             parts.hooks.start_step(step.number)
             step.seed()
             yield step
@@ -218,21 +218,6 @@ class Training:
             phase.wrapped.train()
 
     # What is due at a step.
-
-    def _is_last(self, step: int) -> bool:
-        last = self._config.train.max_steps
-        return last is not None and step >= last
-
-    def _is_logged_step(self, step: int) -> bool:
-        """Return True if a step logs, saves or evaluates, or is the last one of its epoch."""
-        config, progress = self._config, self.parts.progress
-        periods = (
-            config.train.log_every,
-            config.checkpoint.every_steps,
-            config.train.evaluate_every_steps,
-        )
-        is_last = progress.step_in_epoch + 1 == self.parts.steps_per_epoch or self._is_last(step)
-        return is_last or any(step % period == 0 for period in periods if period is not None)
 
     def _is_finished(self) -> bool:
         """Return True if all steps or epochs are done, or train.early_stop ends the run."""

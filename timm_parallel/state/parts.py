@@ -375,6 +375,27 @@ class RunParts:
         return self.progress.last_step(self.config.train, self.steps_per_epoch)
 
     @property
+    def has_steps(self) -> bool:
+        """True if the current epoch has another step before train.max_steps."""
+        last = self.config.train.max_steps
+        is_last = last is not None and self.progress.step >= last
+        return self.progress.step_in_epoch < self.steps_per_epoch and not is_last
+
+    def is_logged(self, step: int) -> bool:
+        """Return True if the next step, whose number is `step`, logs, saves or evaluates, or is the
+        last one of its epoch.
+        """
+        config = self.config
+        periods = (
+            config.train.log_every,
+            config.checkpoint.every_steps,
+            config.train.evaluate_every_steps,
+        )
+        is_last = self.progress.step_in_epoch + 1 == self.steps_per_epoch
+        is_last |= step == config.train.max_steps
+        return is_last or any(step % period == 0 for period in periods if period is not None)
+
+    @property
     def epochs_done(self) -> float:
         """Return the number of epochs trained so far, for example 2.5 in the middle of the third
         epoch.

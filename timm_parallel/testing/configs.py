@@ -13,8 +13,10 @@ from typing import Any, cast
 from src.schema import AugmentConfig, ResolvedConfig, ResolvedTrain, TrainConfig
 from timm_parallel.config.compose import compose_command
 from timm_parallel.config.resolve import resolve
+from timm_parallel.data.batch import Batch
 from timm_parallel.data.loader import Loader, TrainLoader
 from timm_parallel.metric import Metric
+from timm_parallel.model.networks import Networks
 from timm_parallel.parallel.strategy import Strategy
 from timm_parallel.runtime.evaluation import Evaluation, evaluate
 from timm_parallel.task import Task
@@ -99,15 +101,24 @@ def evaluate_batches(
     num_classes: int,
     metrics: Mapping[str, Metric] | None = None,
 ) -> Evaluation:
-    """Evaluate a model on given batches instead of a data loader, and return losses and metrics.
+    """Evaluate a model on given batches, or pairs of images and targets, instead of a data loader.
     Metrics that need the rows of all images are not supported, because they need a loader.
     """
+
+    def as_batch(batch: Any) -> Batch:
+        return batch if isinstance(batch, Batch) else Batch({"image": batch[0], "target": batch[1]})
+
     prefetcher = SimpleNamespace(device=strategy.device)
     fetcher = SimpleNamespace(split=range(num_samples))
     loader: Any = SimpleNamespace(prefetcher=prefetcher, unreadable=set(), fetcher=fetcher)
     task = task_of(num_classes)
     evaluation = evaluate(
-        model, loader, task, strategy.group, metrics=metrics, batches=iter(batches)
+        strategy.for_evaluation(Networks({"model": model})),
+        loader,
+        task,
+        strategy.group,
+        metrics=metrics,
+        batches=map(as_batch, batches),
     )
     assert evaluation is not None
     return evaluation

@@ -13,11 +13,6 @@ from timm_parallel import key
 FIXED = {
     "model.pretrained": False,
     "model.weights": None,
-    "train.precision": "auto",
-    "train.accumulate": 1,
-    "train.evaluate_every": 1,
-    "train.evaluate_every_steps": None,
-    "train.early_stop": None,
 }
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import Tensor
 
 from small.config import ResolvedConfig
 from small.data import SIDE
-from timm_parallel import Loss, Metric, Task
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from timm_parallel import Batch, Metric, Task, to_double
 
 # Distance from the center of the spot to that of the next pixel.
 PIXEL = 1 / (SIDE - 1)
@@ -25,8 +24,13 @@ def distances(scores: Tensor, targets: Tensor) -> Tensor:
     return (scores - targets).norm(dim=1)
 
 
-def build_mse(config: ResolvedConfig) -> Any:
-    return lambda scores, targets: squared_errors(scores, targets).mean()
+def error_sum(task: Any, scores: Tensor, batch: Batch) -> Tensor:
+    return to_double(squared_errors(scores, batch.target)).sum()
+
+
+def count_near(task: Any, scores: Tensor, batch: Batch) -> Tensor:
+    """Count the images whose predicted position is less than a pixel off."""
+    return (distances(scores, batch.target) < PIXEL).sum()
 
 
 def mean_of(total: Tensor, samples: int) -> float:
@@ -38,25 +42,16 @@ class Position(Task[ResolvedConfig]):
 
     target = "numbers"
     names_are = "numbers"
-    losses = {"mse": Loss(build_mse, squared_errors)}
     metrics = {
-        "loss": Metric(lambda scores, targets, losses: losses.sum(), mean_of, lower_is_better=True),
-        # Share of images whose predicted position is less than a pixel off.
-        "near": Metric(
-            lambda scores, targets, losses: (distances(scores, targets) < PIXEL).sum(),
-            mean_of,
-            is_proportion=True,
-        ),
+        "loss": Metric(error_sum, mean_of, lower_is_better=True),
+        "near": Metric(count_near, mean_of, is_proportion=True),
         "median_distance": Metric(
             from_rows=lambda scores, targets: float(distances(scores, targets).median()),
             lower_is_better=True,
         ),
     }
 
-    def train_metrics(self, scores: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        return {"distance": distances(scores, targets).mean()}
-
-    def blank(self, count: int, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        import torch
-
-        return torch.zeros(count, self.num_outputs), torch.zeros(count, self.num_outputs)
+    def losses(self, networks: Any, batch: Batch, phase: str) -> tuple[Tensor, dict[str, Tensor]]:
+        scores = networks.model(batch.image)
+        far = distances(scores.detach(), batch.target)
+        return squared_errors(scores, batch.target), {"distance": far}
