@@ -5,6 +5,7 @@ targets. The module of a task imports torch, so these rules run after all others
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from timm_parallel.app import current
 from timm_parallel.config.bounds import option_problems
@@ -43,6 +44,7 @@ def _task_problems(config: Config) -> Iterator[str]:
     ):
         if metric not in allowed:
             yield f"{key}={metric}: not a metric of train.task={name}{hint(metric, allowed)}"
+    yield from _phase_problems(config, task)
     kinds = _target_kinds(config.data.name)
     if kinds is not None and task.target not in (*kinds, "none"):
         able = [data for data in current().datasets if task.target in (_target_kinds(data) or ())]
@@ -50,6 +52,28 @@ def _task_problems(config: Config) -> Iterator[str]:
             f"train.task={name}: this task needs targets of type {task.target}, but "
             f"data={config.data.name} has targets of type {' or '.join(kinds)}; use "
             f"{' or '.join(f'data={name}' for name in able) or 'a dataset of your own'}"
+        )
+
+
+def _phase_problems(config: Config, task: type[Task[Any]]) -> Iterator[str]:
+    """Yield an error message for each key that works with one network or one phase only."""
+    name, phases = config.train.task, ", ".join(task.phases)
+    if config.parallel.strategy == "dp" and (task.averages or len(task.phases) > 1):
+        yield (
+            f"parallel=dp: DataParallel spreads one network, but train.task={name} has more; use "
+            "parallel=ddp"
+        )
+    if len(task.phases) == 1:
+        return
+    if config.train.precision == "fp16":
+        yield (
+            f"train.precision=fp16: train.task={name} has the phases {phases}, whose gradients need "
+            "a scale each; use bf16"
+        )
+    if config.parallel.static_graph:
+        yield (
+            f"parallel.static_graph=true: train.task={name} has the phases {phases}, which train "
+            "other parameters; leave it out"
         )
 
 

@@ -43,6 +43,17 @@ class Split(Protocol):
     def __getitem__(self, index: int) -> Sample: ...
 
 
+class StreamSplit(Protocol):
+    """A training split without an index: `stream(epoch)` yields its samples in the order of
+    training, as many as `len()` declares. Each process reads the whole stream and keeps its part,
+    so reading should be cheap, and the same epoch must yield the same samples.
+    """
+
+    def __len__(self) -> int: ...
+
+    def stream(self, epoch: int) -> Iterator[Sample]: ...
+
+
 class ImageDataset:
     """Base class of datasets, with a train split, a val split and an optional test split.
 

@@ -124,6 +124,12 @@ class BatchFetcher:
         self.num_images = substitutes or len(split)
         # If the images are in memory and no transform changes each image, a batch is read by one
         # indexing operation.
+        # A stream has no order of its own, so every process reads it from its start, and keeps the
+        # samples that it needs.
+        self.is_stream = hasattr(split, "stream")
+        self._stream: Iterator[Sample] | None = None
+        # Epoch of the stream that is being read, and the place of its next sample.
+        self._at = (0, 0)
         self.in_memory = InMemory.of(split)
         self.gathers = self.in_memory is not None and transform is None
         self.is_range_checked = False
@@ -191,13 +197,16 @@ class BatchFetcher:
 
     def _read_each(self, batch: IndexBatch) -> tuple[dict[str, Any], IndexBatch, list[int]]:
         unreadable: list[int] = []
+        start_epoch = getattr(self.transform, "start_epoch", None)
+        if start_epoch is not None:
+            start_epoch(batch.epoch)
         # Restore torch's global generator afterwards, because dropout uses it and augmentation
         # would advance it.
         with torch.random.fork_rng(devices=[]):
             samples = [
                 self._sample(batch.epoch, index, unreadable) for index in batch.indices.tolist()
             ]
-        is_read = np.array([sample is not None for sample in samples])
+        is_read = np.array([sample is not None for sample in samples], dtype=bool)
         read = batch._replace(indices=batch.indices[is_read])
         if not len(read.indices):
             return {"image": torch.empty(0)}, read, unreadable
@@ -254,7 +263,7 @@ class BatchFetcher:
             # Seed before reading, because a split may draw random numbers too.
             seed_draws(self.seed, epoch, index)
             try:
-                image, label = self.split[number]
+                image, label = self._read_sample(epoch, number)
             except UnreadableImageError as error:
                 if self.on_error == "raise":
                     raise UnreadableImageError(
@@ -270,6 +279,22 @@ class BatchFetcher:
         raise ValueError(
             f"data.on_error=skip: {MAX_IN_A_ROW} consecutive images cannot be read; the last of "
             f"them has the index {number}; check the files"
+        )
+
+    def _read_sample(self, epoch: int, number: int) -> Sample:
+        """Read a sample by its number, or the sample at this place in a stream."""
+        if not self.is_stream:
+            return self.split[number]
+        # Samples come in ascending order, except at the start of an epoch or after `peek`.
+        if self._stream is None or (epoch, number) < self._at or epoch != self._at[0]:
+            self._stream, self._at = iter(self.split.stream(epoch)), (epoch, 0)  # type: ignore[attr-defined]
+        for sample in self._stream:
+            place, self._at = self._at[1], (epoch, self._at[1] + 1)
+            if place == number:
+                return sample  # type: ignore[no-any-return]
+        raise ValueError(
+            f"data.name: the stream of epoch {epoch} ended after {self._at[1]} samples, but its "
+            f"length is {len(self.split)}; yield as many samples as len() declares"
         )
 
 
@@ -476,11 +501,30 @@ class TrainLoader(Loader):
         batches to read once and then replay; None: read all batches.
         """
         self.replay = replay
+        is_stream = hasattr(split, "stream")
+        for key, value, off in (
+            ("data.balance", balance, 0),
+            ("data.augment.aug_repeats", copies, 1),
+            ("data.limit_train", limit, None),
+        ):
+            if is_stream and value != off:
+                raise ValueError(
+                    f"{key}={value}: the dataset is a stream, which is read in its own order; set "
+                    f"{key}={'null' if off is None else off}"
+                )
         chosen = fixed_choice(len(split), limit)
         num_images = len(split) if chosen is None else len(chosen)
         weights = class_balance(train_labels(split, chosen), balance) if balance else None
         sampler = TrainSampler(
-            num_images, batch_size, group.rank, group.world_size, seed, copies, accumulate, weights
+            num_images,
+            batch_size,
+            group.rank,
+            group.world_size,
+            seed,
+            copies,
+            accumulate,
+            weights,
+            shuffle=not is_stream,
         )
         fetcher = BatchFetcher(
             split,

@@ -91,8 +91,10 @@ class TrainSampler(DistributedSampler[Any]):
         copies: int = 1,
         accumulate: int = 1,
         weights: Tensor | None = None,
+        shuffle: bool = True,
     ) -> None:
-        """Configure the sampler. `batch_size`: the global batch size.
+        """Configure the sampler. `batch_size`: the global batch size. `shuffle`: False for a
+        stream, which has an order of its own.
 
         `weights` [num_images]: draw images with replacement, with probabilities proportional to
         these weights. None: read each image once per epoch.
@@ -102,7 +104,7 @@ class TrainSampler(DistributedSampler[Any]):
             range(num_images),  # type: ignore[arg-type]
             world_size,
             rank,
-            shuffle=True,
+            shuffle=shuffle,
             seed=seed,
             drop_last=True,
         )
@@ -147,6 +149,8 @@ class TrainSampler(DistributedSampler[Any]):
         generator = torch.Generator().manual_seed(seed_for(self.seed, self.epoch))
         if self.weights is not None:
             return self._draw(self.weights, generator)
+        if not self.shuffle:
+            return torch.arange(self.batches_per_epoch * self.batch_size)
         order = torch.randperm(self.num_images, generator=generator)
         if self.copies > 1:
             chosen = order[: -(-self.num_images // self.copies)]

@@ -62,13 +62,15 @@ def _check_indexing(name: str, split: Split) -> None:
     with torch.random.fork_rng(devices=[]), suppress(UnreadableImageError):
         for _ in range(2):
             seed_draws(0, 0, 0)
-            samples.append(tree_leaves(split[0]))
+            first = next(iter(split.stream(0))) if hasattr(split, "stream") else split[0]
+            samples.append(tree_leaves(first))
     if len(samples) == 2 and not (
         len(samples[0]) == len(samples[1]) and all(map(_is_equal, *samples))
     ):
         raise ValueError(
-            f"data: two reads of index 0 of the {name} split differ; a split must return the same "
-            "sample for the same index, and draw from the generators of torch, random or numpy"
+            f"data: two reads of the first sample of the {name} split differ; a split must return "
+            "the same sample for the same index, and draw from the generators of torch, random or "
+            "numpy"
         )
 
 

@@ -215,6 +215,11 @@ def build_state(
         wrapped = strategy.wrap(step)
         # Build the optimizer after wrapping, because fsdp replaces parameters.
         learning = build(name, {network: bare[network] for network in task.phases[name]})
+        if precision == "fp16" and getattr(learning.optimizer, "needs_closure", False):
+            raise ValueError(
+                f"train.precision=fp16: {type(learning.optimizer).__name__} computes the loss "
+                "several times in a step, which the scale of gradients does not allow; use bf16"
+            )
         scaler = torch.amp.GradScaler(strategy.device.type) if precision == "fp16" else None
         state.phases.append(Phase(name, step, wrapped, parameters, learning, scaler))
     for phase in state.phases:
