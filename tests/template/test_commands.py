@@ -137,7 +137,7 @@ NOT_RUN = {
     r"wandb login": "needs an account",
     r"git (clone|remote add)": "the URL of the repository is a placeholder",
     r"make docs-outputs$": "runs the commands of the pages for minutes; "
-    "tests/template/test_readme.py checks the written output",
+    "tests/template/test_pages.py checks the written output",
     r"python src/eval\.py": "a command of lightning-hydra-template",
     r"(make bench$|python scripts/maintain/bench_)": "measures for minutes on an idle machine",
     r"(docker|mkdir .*docker|buildah|debootstrap|export STORAGE_DRIVER)": "needs a container "
@@ -172,7 +172,7 @@ def commands_of(path: Path) -> list[str]:
 
 def shown_commands() -> list[str]:
     """Return all documented commands except those of docs/extend*.md, which need its code: see
-    tests/template/test_bill.py.
+    tests/template/test_extend_pages.py.
     """
     pages = {*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")} - {
         ROOT / "CHANGELOG.md",

@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_bill import ALONE, EXAMPLES
+from test_extend_pages import ALONE, EXAMPLES
 from test_fork import git, make_template
 
 from scripts.maintain.fork import fork
