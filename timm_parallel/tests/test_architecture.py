@@ -35,7 +35,7 @@ ALLOWED = {
         "timm_parallel/machine/ranks.py",
         "timm_parallel/lab/doctor/probe.py",
         BENCHMARK,
-        "scripts/maintain/gpu_rounds.py",
+        "scripts/maintain/bench_rounds.py",
     ),
     r"(.*\.)?(DataParallel|DistributedDataParallel)": (
         "timm_parallel/parallel/",

@@ -1,6 +1,6 @@
 """Train a workload with several programs in turns, and measure images/s in each round.
 
-    python scripts/maintain/gpu_rounds.py ResNet-50 cuda 5    # workload, accelerator, rounds
+    python scripts/maintain/bench_rounds.py ResNet-50 cuda 5    # workload, accelerator, rounds
 
 All programs live in this process, and only one of them trains at a time. So they share the start,
 the device and its clocks, and a round takes a second. The first round of a program is not measured:
@@ -27,7 +27,7 @@ import torch
 from torch.distributed import TCPStore
 
 from scripts.maintain import bench_data, bench_loop
-from scripts.maintain.gpu_speed import (
+from scripts.maintain.bench_speed import (
     AUGMENTED,
     BY_HAND,
     COMPILED,
@@ -259,5 +259,5 @@ def measure(workload: Workload, accelerator: str, rounds: int, base: Path) -> No
 
 if __name__ == "__main__":
     workload, accelerator, rounds = sys.argv[1:]
-    with tempfile.TemporaryDirectory(prefix="gpu_rounds_") as folder:
+    with tempfile.TemporaryDirectory(prefix="bench_rounds_") as folder:
         measure(WORKLOADS[workload], accelerator, int(rounds), Path(folder))

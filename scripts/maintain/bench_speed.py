@@ -1,4 +1,4 @@
-"""Checks of `make gpu-check` that measure speed and start-up time. gpu_rounds.py trains each
+"""Checks of `make gpu-check` that measure speed and start-up time. bench_rounds.py trains each
 workload with several programs in turns.
 """
 
@@ -99,7 +99,7 @@ def in_turns(name: str) -> Check:
     """Return a check that trains a workload with all of its programs in turns."""
 
     def run(seconds: float) -> list[Row]:
-        done = python(["scripts/maintain/gpu_rounds.py", name, ACCELERATOR, str(ROUNDS)], seconds)
+        done = python(["scripts/maintain/bench_rounds.py", name, ACCELERATOR, str(ROUNDS)], seconds)
         lines = [line for line in done.output.splitlines() if line.startswith('{"rates"')]
         device = hardware.visible_cuda_devices()[0].name
         rows = compare(name, WORKLOADS[name], json.loads(lines[-1]), device) if lines else []
