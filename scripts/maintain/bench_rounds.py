@@ -10,7 +10,6 @@ of all rounds so far.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
@@ -19,6 +18,7 @@ from collections.abc import Callable, Generator
 from dataclasses import replace
 from itertools import chain, count, repeat
 from pathlib import Path
+from typing import Any
 
 # Python searches the folder of a script for modules, so add the root of the project.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -32,6 +32,7 @@ from scripts.maintain.bench_speed import (
     BY_HAND,
     COMPILED,
     COMPILED_BY_HAND,
+    CPU_WORKLOADS,
     FSDP,
     LIGHTNING,
     OURS,
@@ -46,11 +47,8 @@ from src.app import app
 from src.train.loop import run_steps
 from src.train.run import Trainer
 from timm_parallel.data import decode
-from timm_parallel.machine import hardware
 from timm_parallel.machine.ranks import Ranks
 
-# Number of batches of random images, which are read again and again.
-BATCHES = 16
 # Number of different JPEG files. They stay in the page cache, so reading them measures decoding.
 FILES = 64
 # Generator that trains the steps of an interval and then waits for the device. It yields the
@@ -66,13 +64,16 @@ def ours(
         *("data=folder", f"data.root={images}", "data.workers=auto"),
         *("data.augment.scale=[0.08,1.0]", "data.augment.hflip=0.5"),
     )
-    random = ("data=synthetic", f"data.kwargs.num_samples={BATCHES * workload.batch}")
+    random = ("data=synthetic", f"data.kwargs.num_samples={workload.samples}")
     config = app.resolve(
         app.compose(
             *("model=resnet18", f"model.name={workload.model}", "optim.warmup_epochs=0"),
             *(jpeg if workload.reads_jpeg else random),
             *(f"data.image_size={workload.pixels}", f"data.batch_size={workload.batch}"),
-            *("train.precision=bf16", f"model.channels_last={workload.channels_last}".lower()),
+            *(f"+model.kwargs.{key}={value}" for key, value in workload.kwargs.items()),
+            f"train.precision={workload.precision}",
+            f"model.channels_last={workload.channels_last}".lower(),
+            *(["parallel.threads_per_device=1"] if accelerator == "cpu" else []),
             *(f"train.log_every={workload.steps}", "print_config=false", "parallel=single"),
             *("train.evaluate_every=0", f"parallel.accelerator={accelerator}"),
             *overrides,
@@ -101,25 +102,21 @@ def ours(
 
 
 def by_hand(
-    workload: Workload, accelerator: str, folder: Path, images: Path, *words: str
+    workload: Workload, accelerator: str, folder: Path, images: Path, compiled: bool = False
 ) -> Program:
     """Train with bench_loop.py. Its batches come from memory or, if the workload reads JPEG files,
     from timm's loader.
     """
-    given = hand_options(workload, accelerator, folder, *words)
-    device = bench_loop.prepare(given)
-    batches = bench_loop.batches(given, device)
+    device = bench_loop.prepare(accelerator)
+    batches = bench_loop.batches(workload, device)
     if workload.reads_jpeg:
-        workers = hardware.cores()
-        loader = bench_data.timms_loader(
-            images, workers, workload.batch, accelerator, persistent_workers=workers > 0
-        )
+        loader = bench_data.timms_loader(workload, images, device)
         batches = (
-            (inputs.contiguous(memory_format=bench_loop.layout(given)), labels)
+            (inputs.contiguous(memory_format=bench_loop.layout(workload)), labels)
             for inputs, labels in chain.from_iterable(repeat(loader))
         )
     # The first report comes after one step.
-    for step in bench_loop.train(given, device, batches):
+    for step in bench_loop.train(workload, device, batches, folder, compiled):
         if step % workload.steps == 0:
             yield None, 0.0
 
@@ -132,13 +129,12 @@ def lightning(workload: Workload, accelerator: str, folder: Path, images: Path) 
     import torchmetrics
     from lightning.pytorch.loggers import TensorBoardLogger
 
-    given = hand_options(workload, accelerator, folder)
-    device = bench_loop.prepare(given)
+    device = bench_loop.prepare(accelerator)
 
     class Module(L.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.model, self.optimizer = bench_loop.model_and_optimizer(given, device)
+            self.model, self.optimizer = bench_loop.model_and_optimizer(workload, device)
             self.accuracy = torchmetrics.Accuracy("multiclass", num_classes=10)
             self.times: list[float] = []
 
@@ -159,13 +155,13 @@ def lightning(workload: Workload, accelerator: str, folder: Path, images: Path) 
                     torch.cuda.synchronize()
                 self.times.append(time.perf_counter())
 
-    module, batches = Module(), bench_loop.batches(given, device)
+    module, batches = Module(), bench_loop.batches(workload, device)
     while True:
         began, module.times = time.perf_counter(), []
         trainer = L.Trainer(
             accelerator="gpu" if accelerator == "cuda" else "cpu",
             devices=1,
-            precision="bf16-mixed",
+            precision="bf16-mixed" if workload.precision == "bf16" else "32-true",
             max_steps=workload.steps + 1,
             logger=TensorBoardLogger(folder),
             enable_checkpointing=False,
@@ -175,26 +171,10 @@ def lightning(workload: Workload, accelerator: str, folder: Path, images: Path) 
         yield None, time.perf_counter() - began - (last - first)
 
 
-def hand_options(
-    workload: Workload, accelerator: str, folder: Path, *words: str
-) -> argparse.Namespace:
-    """Return the options of bench_loop.py for a workload."""
-    return bench_loop.options(
-        [
-            *("--model", workload.model, "--image-size", str(workload.pixels)),
-            *("--batch-size", str(workload.batch), "--samples", str(BATCHES * workload.batch)),
-            *("--log-every", str(workload.steps), "--precision", "bf16"),
-            *("--accelerator", accelerator, "--tensorboard", str(folder)),
-            *(["--channels-last"] if workload.channels_last else []),
-            *words,
-        ]
-    )
-
-
 # Dictionary from the name of a program to its function and the further arguments of it.
-PROGRAMS: dict[str, tuple[Callable[..., Program], tuple[str, ...]]] = {
+PROGRAMS: dict[str, tuple[Callable[..., Program], tuple[Any, ...]]] = {
     BY_HAND: (by_hand, ()),
-    COMPILED_BY_HAND: (by_hand, ("--compile",)),
+    COMPILED_BY_HAND: (by_hand, (True,)),
     TIMMS_LOADER: (by_hand, ()),
     OURS: (ours, ()),
     FSDP: (ours, ("parallel=fsdp", "parallel.devices=1")),
@@ -260,4 +240,4 @@ def measure(workload: Workload, accelerator: str, rounds: int, base: Path) -> No
 if __name__ == "__main__":
     workload, accelerator, rounds = sys.argv[1:]
     with tempfile.TemporaryDirectory(prefix="bench_rounds_") as folder:
-        measure(WORKLOADS[workload], accelerator, int(rounds), Path(folder))
+        measure((WORKLOADS | CPU_WORKLOADS)[workload], accelerator, int(rounds), Path(folder))
