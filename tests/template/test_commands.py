@@ -1,5 +1,6 @@
 """Every command on the pages and in the comments of conf/ is accepted: files, make targets, options
-and keys in it exist, each training takes a step, and scripts run for a finished run.
+and keys in it exist, the config of each training is resolved, and scripts run for a finished run.
+tests/test_options.py trains a step with every option of conf/.
 
 Commands on the pages about extending the project need the code of these pages, see
 tests/template/test_extend_pages.py.
@@ -8,15 +9,12 @@ tests/template/test_extend_pages.py.
 from __future__ import annotations
 
 import importlib
-import math
 import re
 import shlex
 import shutil
 import sys
-import traceback
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, cast
 
 import pytest
 import timm
@@ -27,48 +25,34 @@ from pages import PAGES, all_commands, code_of, commands_of, read, spans
 from PIL import Image
 
 from src.app import app
-from src.schema import ResolvedConfig
-from src.train.build import build_run
-from src.train.loop import run_steps
-from src.train.step import AUTOCAST, Autocast
 from timm_parallel.config.compose import compose_command
 from timm_parallel.config.resolve import resolve
 from timm_parallel.config.suggest import is_known
 from timm_parallel.entry import run_command
-from timm_parallel.keys import SearchConfig, SweepConfig, is_timm_dataset
 from timm_parallel.lab.sweep.points import expand
-from timm_parallel.machine.ranks import Ranks
-from timm_parallel.parallel.build import build_strategy
-from timm_parallel.project import as_resolved
 from timm_parallel.testing import cluster_commands
 from timm_parallel.testing.commands import ROOT, Finished, Train
 from timm_parallel.testing.configs import parse
-from timm_parallel.testing.ranks import in_ranks
 
 COMMANDS = all_commands()
 TRAINING = re.compile(r"(?:python|torchrun --nproc-per-node (\d+|N)) train\.py ?(.*)")
 SCRIPT = re.compile(
     r"python (?:scripts/)?(plan|predict|export|compare_runs|report|evaluate)\.py ?(.*)"
 )
-# Trainings that need a cluster, a server, an earlier run or minutes, or that train nothing. They
-# are only composed, or their keys are checked.
-NOT_HERE = re.compile(
-    r"cluster=(slurm|kubernetes)|tracker=(wandb|mlflow|\[)|resume=|debug=profile|dry_run|"
-    "experiment=tune|--|[…]"
-)
-# Scripts with arguments that need other packages, or many seconds on large models.
-NOT_HERE_EITHER = re.compile(r"format=onnx|data\.root=/data/new|evaluation=slide|model=resnet18")
+# Trainings that need an earlier run or an optional package, or that print something instead.
+NOT_RESOLVED = re.compile(r"resume=|wandb|mlflow|--(?!nproc)|[<…]")
+# Commands of scripts that tests of these scripts run: they need other packages, data or seconds.
+SCRIPTS_ELSEWHERE = re.compile(r"format=onnx|data\.root=/data/new|evaluation=slide|model=resnet18")
 TRAININGS = [
     command
     for command in COMMANDS
-    if TRAINING.fullmatch(command) and not NOT_HERE.search(command.partition("train.py")[2])
+    if TRAINING.fullmatch(command) and not NOT_RESOLVED.search(command)
 ]
 SCRIPTS = [
     command
     for command in COMMANDS
-    if SCRIPT.fullmatch(command) and not NOT_HERE_EITHER.search(command)
+    if SCRIPT.fullmatch(command) and not SCRIPTS_ELSEWHERE.search(command)
 ]
-LARGE = re.compile("experiment=(small_layers|buckets|scaling_|imagenet_|finetune_)|-m seed=")
 # Patterns of script commands that need no run, a sweep, or ranks.
 ALONE, ON_A_SWEEP, WITH_RANKS = "/plan", "/report", "evaluate.*parallel=ddp"
 ON_A_RUN = "outputs/(…|train|finetune)|<run folder>"
@@ -167,17 +151,23 @@ def test_no_documented_command_opens_tensorboard_to_other_machines() -> None:
 @pytest.mark.parametrize(
     "command",
     [
-        command
-        for command in COMMANDS
-        if TRAINING.fullmatch(command)
-        and command not in TRAININGS
-        and not re.search("resume=|--|[<…]", command.partition("train.py")[2])
+        pytest.param(command, marks=pytest.mark.slow(seconds=1)) if " -m " in command else command
+        for command in TRAININGS
     ],
 )
-def test_documented_training_command_composes_when_no_test_can_train_it(command: str) -> None:
-    words = TRAINING.fullmatch(command)
-    assert words is not None
-    compose_command(parse(*shlex.split(words[2])))
+def test_config_of_a_documented_training_command_is_resolved(command: str) -> None:
+    """Of a sweep, each job that can run on this machine is resolved."""
+    match = TRAINING.fullmatch(command)
+    assert match is not None
+    parsed = parse(*shlex.split(match[2]))
+    if not parsed.multirun:
+        ranks = () if match[1] is None else (2, 2)
+        assert resolve(compose_command(parsed).config, *ranks)
+        return
+    jobs = [point for point in expand(parsed)[1] if not point.reason]
+    assert jobs
+    for job in jobs:
+        assert resolve(job.config)
 
 
 def documented_overrides() -> set[str]:
@@ -216,108 +206,7 @@ def test_every_documented_override_is_accepted_by_hydra_when_typed_in_a_shell() 
     assert re.search(str(value), "rose/p17_2.jpg")[1] == "p17"  # type: ignore[index]
 
 
-# --- trainings: each takes a step
-
-
-def configs_of(command: str) -> list[ResolvedConfig]:
-    """Return the resolved CPU configs of a training command; for a sweep, one config per model and
-    strategy.
-    """
-    match = TRAINING.fullmatch(command)
-    assert match is not None
-    # Leave out weights files of runs that the pages name, because these runs do not exist here.
-    parsed = parse(
-        *(word for word in shlex.split(match[2]) if not word.startswith("model.weights=outputs/"))
-    )
-    parsed.overrides.append("parallel.accelerator=cpu")
-    if not parsed.multirun:
-        ranks = () if match[1] is None else (2, 2)
-        return [cast(ResolvedConfig, resolve(compose_command(parsed).config, *ranks))]
-    points = [point.config for point in expand(parsed)[1] if not point.reason]
-    kinds = {
-        f"{c.model} {c.parallel.strategy}": cast(ResolvedConfig, as_resolved(c))
-        for c in points
-        if int(c.parallel.devices) <= 2
-    }
-    return list(kinds.values())
-
-
-def small(config: ResolvedConfig, folder: Path) -> ResolvedConfig:
-    """Reduce a config to one step on a few images and reset keys that do not affect a step.
-
-    Image folders are replaced by `folder`.
-    """
-    data, train, parallel = config.data, config.train, config.parallel
-    if data.batch_size_per_device is None:
-        data.batch_size = min(data.batch_size or 64, 4 * parallel.devices)
-    else:
-        data.batch_size_per_device = 4
-    # Replace datasets that timm would download.
-    if is_timm_dataset(data.name):
-        data.name, data.root, data.kwargs = "synthetic", None, {}
-    if data.name == "synthetic":
-        data.kwargs = {**data.kwargs, "num_samples": 64}
-    elif data.name == "folder":
-        data.root, data.val_fraction, data.test_fraction, data.group_pattern = (
-            str(folder),
-            None,
-            None,
-            None,
-        )
-    elif data.name == "csv":
-        data.root = str(folder / "labels.csv")
-    elif data.name == "segmentation":
-        data.name, data.root, data.kwargs, data.val_fraction = "shapes", None, {}, None
-    # Do not load weights: pretrained ones would be downloaded, and the run of a weights file does
-    # not exist here.
-    config.model.pretrained, config.model.weights = False, None
-    data.workers, data.limit_train, parallel.threads_per_device = 0, 64, 1
-    train.max_steps, train.log_every, train.evaluate_every, train.target_loss = 1, 1, 1, None
-    config.task_name, config.print_config, config.seed = "train", False, 42
-    config.sweep, config.search = SweepConfig(), SearchConfig()
-    return config
-
-
-def take_a_step(ranks: Ranks, store: Any, config: ResolvedConfig) -> float:
-    """Build the parts of a run, train one step, evaluate one batch and return the loss."""
-    torch.manual_seed(config.seed)
-    strategy = build_strategy(config.parallel, ranks, store)
-    try:
-        run = build_run(config, strategy)
-        batches = run.train_loader.epoch(0)
-        reports = list(run_steps(run, batches))
-        images, _ = next(iter(run.eval_loaders["val"]))
-        with torch.inference_mode():
-            autocast = Autocast(
-                run.state.model.eval(), strategy.device.type, AUTOCAST[config.train.precision]
-            )
-            outputs = strategy.for_evaluation(autocast)(images)
-        scores, _ = run.task.blank(len(images), (images.shape[2], images.shape[3]))
-        assert outputs.shape == scores.shape
-        assert bool(outputs.isfinite().all())
-        assert len(reports) == run.state.progress.step == 1
-        return reports[0].means["loss"]
-    finally:
-        strategy.close()
-
-
-def take_steps(
-    ranks: Ranks, store: Any, configs: dict[str, ResolvedConfig]
-) -> dict[str, float | str]:
-    """Train one step per config and return each loss, or the traceback of a failure."""
-    torch.set_num_threads(1)
-    actual: dict[str, float | str] = {}
-    for name, config in configs.items():
-        own = (
-            None
-            if store is None or ranks.world_size == 1
-            else torch.distributed.PrefixStore(name, store)
-        )
-        try:
-            actual[name] = take_a_step(ranks, own, config)
-        except Exception:
-            actual[name] = traceback.format_exc()
-    return actual
+# --- scripts: each with the arguments of the page, for one finished run or sweep
 
 
 @pytest.fixture(scope="module")
@@ -337,60 +226,6 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
         rows.append(f"{file.relative_to(root)},{file.parent.name},{number % 5},{number}")
     (root / "labels.csv").write_text("\n".join(rows))
     return root
-
-
-@pytest.fixture(scope="module")
-def losses(request: pytest.FixtureRequest, photos: Path) -> dict[str, list[float | str]]:
-    """Return losses or tracebacks by command. Commands share a group of ranks, and identical steps
-    run once.
-    """
-    chosen = {
-        item.callspec.params.get("command")
-        for item in request.session.items
-        if hasattr(item, "callspec")
-    }
-    of_command: dict[str, list[ResolvedConfig]] = {}
-    refused: dict[str, list[float | str]] = {}
-    for command in (command for command in TRAININGS if command in chosen):
-        try:
-            of_command[command] = [small(config, photos) for config in configs_of(command)]
-        except ValueError as error:
-            refused[command] = [str(error)]
-    distinct = {str(config): config for configs in of_command.values() for config in configs}
-    actual: dict[str, float | str] = {}
-    for world in (1, 2):
-        own = {
-            name: c
-            for name, c in distinct.items()
-            if world == (c.parallel.devices if c.parallel.has_ranks else 1)
-        }
-        actual |= in_ranks(take_steps, world, own, timeout=1500)[0]
-    return refused | {
-        command: [actual[str(config)] for config in configs]
-        for command, configs in of_command.items()
-    }
-
-
-# Only small commands of the README run in the quick tests.
-FIRST = set(commands_of(ROOT / "README.md"))
-QUICK = [command for command in TRAININGS if command in FIRST and not LARGE.search(command)]
-
-
-@pytest.mark.timeout(3600)
-@pytest.mark.sample(24)
-@pytest.mark.processes
-@pytest.mark.parametrize(
-    "command", [c if c in QUICK else pytest.param(c, marks=pytest.mark.slow) for c in TRAININGS]
-)
-def test_documented_training_command_trains_one_step(
-    losses: dict[str, list[float | str]], command: str
-) -> None:
-    assert losses[command]
-    for loss in losses[command]:
-        assert isinstance(loss, float) and math.isfinite(loss), loss
-
-
-# --- scripts: each with the arguments of the page, for one finished run or sweep
 
 
 # Dictionary from a pattern of placeholders on the pages to the path that replaces it.
