@@ -13,7 +13,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -30,11 +29,11 @@ from pages import EXTEND_PAGES, blocks, read, sections
 from PIL import Image
 from sklearn.metrics import f1_score
 
+from scripts.maintain.docs_outputs import copy_project
 from src.train.build import build_run
 from src.train.loop import run_steps
 from timm_parallel import InMemory, Ranks
 from timm_parallel.parallel.build import build_strategy
-from timm_parallel.testing.commands import ROOT
 from timm_parallel.testing.configs import read_lines, resolved, tiny
 
 SMALL = (
@@ -130,20 +129,11 @@ LOGGED = {
 }
 
 
-def copy_project(copy: Path) -> Path:
-    for name in ("train.py", "evaluate.py", "pyproject.toml", "requirements.txt"):
-        shutil.copy(ROOT / name, copy)
-    for folder in ("src", "timm_parallel", "conf", "scripts"):
-        shutil.copytree(
-            ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__", "local")
-        )
-    return copy
-
-
 @pytest.fixture(scope="module")
 def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Copy the project, and apply every example that can be combined with others."""
-    copy = copy_project(tmp_path_factory.mktemp("fork"))
+    copy = tmp_path_factory.mktemp("fork")
+    copy_project(copy)
     for name, example in EXAMPLES.items():
         if name not in ALONE:
             example.follow(copy)
@@ -160,7 +150,8 @@ def copy_with(scratch: Path, tmp_path_factory: pytest.TempPathFactory) -> Callab
     def copy_with_example(name: str) -> Path:
         if name not in ALONE:
             return scratch
-        copy = copy_project(tmp_path_factory.mktemp("alone"))
+        copy = tmp_path_factory.mktemp("alone")
+        copy_project(copy)
         EXAMPLES[name].follow(copy)
         return copy
 
