@@ -103,7 +103,7 @@ WORKLOADS = {
     ),
 }
 ON_CPU: dict[str, Any] = {"precision": "fp32", "batches": 200}
-TINY = {"img_size": 32, "embed_dim": 32, "depth": 2, "num_heads": 2}
+TINY = {"embed_dim": 32, "depth": 2, "num_heads": 2}
 # Workloads of `make bench`, with one thread on a CPU.
 CPU_WORKLOADS = {
     # A step takes 5 ms, so this shows what train.py adds to it.
@@ -112,7 +112,7 @@ CPU_WORKLOADS = {
         *(32, 32, False, 200),
         {OURS: BY_HAND, LIGHTNING: BY_HAND},
         is_judged=False,
-        kwargs=TINY,
+        kwargs={**TINY, "img_size": 32},
         **ON_CPU,
     ),
     "ResNet-18": Workload("resnet18", *(32, 32, False, 10), {OURS: BY_HAND}, **ON_CPU),
@@ -123,14 +123,14 @@ CPU_WORKLOADS = {
         kwargs={"img_size": 32, "patch_size": 4, "embed_dim": 96, "depth": 4, "num_heads": 3},
         **ON_CPU,
     ),
-    # The model is so small that the programs wait for the files.
+    # The model has few patches, so that the programs wait for the files.
     "JPEG files": Workload(
         "vit_tiny_patch16_224",
-        *(32, 32, False, 10),
+        *(224, 32, False, 10),
         {TORCHCODEC: TIMMS_LOADER, PIL: TIMMS_LOADER},
         reads_jpeg=True,
         untimed=2,
-        kwargs=TINY,
+        kwargs={**TINY, "img_size": 224, "patch_size": 56},
         **ON_CPU,
     ),
 }

@@ -286,28 +286,33 @@ def test_gpu_check_keeps_the_rounds_before_the_time_limit(
 
 
 @pytest.mark.slow(seconds=20)
-@pytest.mark.parametrize("name", ["ViT-B/16", "ResNet-50, JPEG files"])
+@pytest.mark.parametrize(
+    ("name", "model"),
+    [
+        ("ViT-B/16", {"model": "test_vit", "pixels": 160}),
+        ("ResNet-50, JPEG files", {"model": "test_vit", "pixels": 160}),
+        ("tiny ViT", {}),
+    ],
+)
 def test_programs_of_a_workload_train_in_turns_on_a_cpu(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    name: str,
+    tmp_path: Path, name: str, model: dict[str, Any]
 ) -> None:
     """The same code measures a GPU."""
     script = f"""
 from dataclasses import replace
 from pathlib import Path
 from scripts.maintain import bench_rounds
-workload = replace(bench_rounds.WORKLOADS[{name!r}], model="test_vit", pixels=160, batch=4, steps=2)
+workloads = bench_rounds.WORKLOADS | bench_rounds.CPU_WORKLOADS
+workload = replace(workloads[{name!r}], batch=4, steps=2, **{model!r})
 bench_rounds.FILES = 8
 bench_rounds.measure(workload, "cpu", 2, Path({str(tmp_path)!r}))
 """
     done = gpu_rows.python(["-c", script], 200)
     assert done.code == 0, done.output
     figures = json.loads(done.output.splitlines()[-1])
-    programs = {*WORKLOADS[name].programs, *WORKLOADS[name].programs.values()}
-    assert {*figures["rates"], *figures["missing"]} == programs
-    assert set(figures["missing"]) <= {bench_speed.TORCHCODEC}
+    programs = (WORKLOADS | bench_speed.CPU_WORKLOADS)[name].programs
+    assert {*figures["rates"], *figures["missing"]} == {*programs, *programs.values()}
+    assert set(figures["missing"]) <= {bench_speed.TORCHCODEC, bench_speed.LIGHTNING}
     assert all(len(rates) == 2 and min(rates) > 0 for rates in figures["rates"].values())
 
 
