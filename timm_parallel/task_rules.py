@@ -67,8 +67,8 @@ def _phase_problems(config: Config, task: type[Task[Any]]) -> Iterator[str]:
         return
     if config.train.precision == "fp16":
         yield (
-            f"train.precision=fp16: train.task={name} has the phases {phases}, whose gradients need "
-            "a scale each; use bf16"
+            f"train.precision=fp16: train.task={name} has the phases {phases}, whose gradients "
+            "need a scale each; use bf16"
         )
     if config.parallel.static_graph:
         yield (

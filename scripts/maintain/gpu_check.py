@@ -24,7 +24,7 @@ from pathlib import Path
 # Python searches the folder of a script for modules, so add the root of the project.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from scripts.maintain import gpu_runs, gpu_speed
+from scripts.maintain import bench_speed, gpu_runs
 from scripts.maintain.gpu_rows import ROOT, Check, Part, Row, tests
 from timm_parallel.machine import hardware
 from timm_parallel.machine.files import claim_folder, write_text
@@ -83,11 +83,13 @@ PARTS = (
         on_device("test_two_deterministic_trainings_end_with_equal_weights"),
     ),
     Part("compile and resume", 90, on_device("test_compiled_run_trains_and_resumes")),
-    Part("speed: ResNet-50", 120, gpu_speed.in_turns("ResNet-50"), alone=True),
-    Part("speed: ViT-B/16", 60, gpu_speed.in_turns("ViT-B/16"), alone=True),
-    Part("speed: launch-bound steps", 100, gpu_speed.in_turns("ResNet-18, 32 pixels"), alone=True),
-    Part("speed: JPEG files", 90, gpu_speed.in_turns("ResNet-50, JPEG files"), alone=True),
-    Part("speed: start", 45, gpu_speed.start, alone=True),
+    Part("speed: ResNet-50", 120, bench_speed.in_turns("ResNet-50"), alone=True),
+    Part("speed: ViT-B/16", 60, bench_speed.in_turns("ViT-B/16"), alone=True),
+    Part(
+        "speed: launch-bound steps", 100, bench_speed.in_turns("ResNet-18, 32 pixels"), alone=True
+    ),
+    Part("speed: JPEG files", 90, bench_speed.in_turns("ResNet-50, JPEG files"), alone=True),
+    Part("speed: start", 45, bench_speed.start, alone=True),
     Part("out of memory", 35, gpu_runs.out_of_memory, alone=True),
     Part(
         "device-side assert",
@@ -99,7 +101,7 @@ PARTS = (
     Part(
         "speed: compiled",
         200,
-        gpu_speed.in_turns("ResNet-50, compiled by hand"),
+        bench_speed.in_turns("ResNet-50, compiled by hand"),
         needs_full=True,
         alone=True,
     ),

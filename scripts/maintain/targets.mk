@@ -1,7 +1,7 @@
 .PHONY: bench size gpu-wheels gpu-check docs docs-outputs fork
 
-bench: $(VENV)/runtime ## measure train.py against a hand-written loop on this machine (ARGS="--rounds 5")
-	$(BIN)/python scripts/maintain/bench.py $(ARGS)
+bench: $(VENV)/runtime ## measure train.py against a hand-written loop on the CPU of this machine
+	$(BIN)/python scripts/maintain/bench.py
 
 size: ## print the number of statements of each folder
 	$(PYTHON) scripts/maintain/size.py

@@ -50,12 +50,11 @@ def test_dockerfile_runs_as_non_root_user_without_ssh_server() -> None:
         assert re.search(r"(?m)^USER 1000$", stages()[name]), name
         assert stages()[name].index("USER 1000") < stages()[name].index("CMD")
     assert "sshd" not in DOCKERFILE
-    assert "docker exec" in DOCKERFILE
 
 
 def test_compose_file_publishes_ports_on_loopback_only() -> None:
     ports = [port for service in services().values() for port in service.get("ports", [])]
-    assert len(ports) == 2
+    assert ports
     assert all(port.startswith("127.0.0.1:") for port in ports)
     assert "0.0.0.0" not in DOCKERFILE, (
         "expected loopback only when the image is started without compose"

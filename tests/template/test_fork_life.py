@@ -2,8 +2,7 @@
 checks pass.
 
 At every commit, `make lint` and the tests of the files of a project run in a fork with all examples
-together. Every night, `make lint test` runs there in full, and each example alone is checked by
-`ruff` and the quick tests of the files that it changes (QUICK).
+together. Every night, `make lint test` runs there in full.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_bill import ALONE, EXAMPLES
+from test_extend_pages import ALONE, EXAMPLES
 from test_fork import git, make_template
 
 from scripts.maintain.fork import fork
@@ -28,15 +27,6 @@ pytestmark = [
     ),
     pytest.mark.processes,
 ]
-# Dictionary from an example to the test files that run after it, besides those of conf/ and the
-# schema. These tests start no processes.
-QUICK = {
-    "A training metric": ("step",),
-    "An auxiliary loss": ("step",),
-    "A parameter-group rule": ("optim",),
-    "A schedule": ("optim",),
-    "LoRA": ("step",),
-}
 # Tests that depend on the files, keys and training step of a project.
 QUICKEST = " ".join(f"tests/test_{file}.py" for file in ("lock", "schema_json", "step"))
 
@@ -89,31 +79,6 @@ def fork_at_start(forked: Path) -> Path:
     git(forked, "checkout", "-q", ".")
     git(forked, "clean", "-qfd")
     return forked
-
-
-@pytest.mark.slow(seconds=9)
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_lint_and_quick_tests_of_a_fork_pass_with_one_example_of_docs_extend_md(
-    name: str, fork_at_start: Path
-) -> None:
-    EXAMPLES[name].follow(fork_at_start)
-    if "make schema" in EXAMPLES[name].commands:
-        run_in(fork_at_start, sys.executable, "scripts/schema.py")
-    run_in(fork_at_start, sys.executable, "-m", "ruff", "check", "--no-cache", ".")
-    run_in(fork_at_start, sys.executable, "-m", "ruff", "format", "--check", "--no-cache", ".")
-    files = [f"tests/test_{file}.py" for file in ("schema_json", *QUICK.get(name, ()))]
-    options = (
-        "-p",
-        "no:xdist",
-        "-p",
-        "no:cacheprovider",
-        "-m",
-        "not slow and not processes and not gpu",
-        "-k",
-        "not every_timm_optimizer and not ddp",
-    )
-    run_in(fork_at_start, sys.executable, "-m", "pytest", *options, *files)
 
 
 @pytest.mark.timeout(1800)

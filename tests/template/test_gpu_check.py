@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 
-from scripts.maintain import bench_measures, gpu_check, gpu_rows, gpu_speed, gpu_wheels
+from scripts.maintain import bench_speed, gpu_check, gpu_rows, gpu_wheels
+from scripts.maintain.bench_speed import WORKLOADS
 from scripts.maintain.gpu_check import NOT_SEEN, PARTS
 from scripts.maintain.gpu_rows import Done, Part, Row
-from scripts.maintain.gpu_speed import WORKLOADS
 from timm_parallel.machine import hardware
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -237,12 +237,12 @@ def test_gpu_check_compares_programs_in_the_same_round(ratios: list[float], wron
     """The speed is wrong if three quarters of the rounds miss the target."""
     ours = [ratio * rate for ratio, rate in zip(ratios, ROUNDS_BY_HAND, strict=True)]
     measured: dict[str, Any] = {
-        "rates": {gpu_speed.BY_HAND: ROUNDS_BY_HAND, gpu_speed.OURS: ours},
-        "bytes": {gpu_speed.BY_HAND: 1000, gpu_speed.OURS: 1030},
-        "waits": {gpu_speed.AUGMENTED: [0.0, 0.2, 0.3]},
-        "missing": {gpu_speed.LIGHTNING: "not installed"},
+        "rates": {bench_speed.BY_HAND: ROUNDS_BY_HAND, bench_speed.OURS: ours},
+        "bytes": {bench_speed.BY_HAND: 1000, bench_speed.OURS: 1030},
+        "waits": {bench_speed.AUGMENTED: [0.0, 0.2, 0.3]},
+        "missing": {bench_speed.LIGHTNING: "not installed"},
     }
-    rows = gpu_speed.compare("r", WORKLOADS["ResNet-50"], measured, "NVIDIA H100 80GB HBM3")
+    rows = bench_speed.compare("r", WORKLOADS["ResNet-50"], measured, "NVIDIA H100 80GB HBM3")
     figures = {row.what.partition(": ")[2]: row for row in rows}
     assert figures["loop by hand: images/s"].figure == "100 (50 … 200)"
     ratio = figures["train.py over the loop by hand (>= 0.99)"]
@@ -258,10 +258,10 @@ def test_gpu_check_compares_programs_in_the_same_round(ratios: list[float], wron
         "expected 4.1e9 multiply-adds per image, as in He et al."
     )
     launch_bound = WORKLOADS["ResNet-18, 32 pixels"]
-    rows = gpu_speed.compare("r", launch_bound, measured | {"waits": {}}, "another")
+    rows = bench_speed.compare("r", launch_bound, measured | {"waits": {}}, "another")
     assert [row.what for row in rows if row.wrong] == ["r: peak memory over it (<= 1.02)"]
     assert "of an unknown peak" in {
-        row.figure for row in gpu_speed.compare("r", WORKLOADS["ResNet-50"], measured, "another")
+        row.figure for row in bench_speed.compare("r", WORKLOADS["ResNet-50"], measured, "another")
     }
 
 
@@ -273,65 +273,69 @@ def test_gpu_check_keeps_the_rounds_before_the_time_limit(
 ) -> None:
     empty: dict[str, Any] = {"bytes": {}, "waits": {}, "missing": {}}
     output = "noise\n" + "".join(
-        json.dumps({"rates": {gpu_speed.FSDP: [7.0, 9.0][: count + 1]}, **empty}) + "\n"
+        json.dumps({"rates": {bench_speed.FSDP: [7.0, 9.0][: count + 1]}, **empty}) + "\n"
         for count in range(lines)
     )
-    monkeypatch.setattr(gpu_speed, "python", lambda *_: Done(code, output, 1.0))
+    monkeypatch.setattr(bench_speed, "python", lambda *_: Done(code, output, 1.0))
     device = SimpleNamespace(name="made up")
     monkeypatch.setattr(hardware, "visible_cuda_devices", lambda: (device,))
-    rows = gpu_speed.in_turns("ViT-B/16")(60)
+    rows = bench_speed.in_turns("ViT-B/16")(60)
     figures = [row.figure for row in rows if row.what.endswith("images/s")]
     assert figures == (["8 (7 … 9)"] if lines else [])
     assert all(row.is_run for row in rows) == is_run == (not any(row.wrong for row in rows))
 
 
 @pytest.mark.slow(seconds=20)
-@pytest.mark.parametrize("name", ["ViT-B/16", "ResNet-50, JPEG files"])
+@pytest.mark.parametrize(
+    ("name", "model"),
+    [
+        ("ViT-B/16", {"model": "test_vit", "pixels": 160}),
+        ("ResNet-50, JPEG files", {"model": "test_vit", "pixels": 160}),
+        ("tiny ViT", {}),
+    ],
+)
 def test_programs_of_a_workload_train_in_turns_on_a_cpu(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    name: str,
+    tmp_path: Path, name: str, model: dict[str, Any]
 ) -> None:
     """The same code measures a GPU."""
     script = f"""
 from dataclasses import replace
 from pathlib import Path
-from scripts.maintain import gpu_rounds
-workload = replace(gpu_rounds.WORKLOADS[{name!r}], model="test_vit", pixels=160, batch=4, steps=2)
-gpu_rounds.FILES = 8
-gpu_rounds.measure(workload, "cpu", 2, Path({str(tmp_path)!r}))
+from scripts.maintain import bench_rounds
+workloads = bench_rounds.WORKLOADS | bench_rounds.CPU_WORKLOADS
+workload = replace(workloads[{name!r}], batch=4, steps=2, **{model!r})
+bench_rounds.FILES = 8
+bench_rounds.measure(workload, "cpu", 2, Path({str(tmp_path)!r}))
 """
     done = gpu_rows.python(["-c", script], 200)
     assert done.code == 0, done.output
     figures = json.loads(done.output.splitlines()[-1])
-    programs = {*WORKLOADS[name].programs, *WORKLOADS[name].programs.values()}
-    assert {*figures["rates"], *figures["missing"]} == programs
-    assert set(figures["missing"]) <= {gpu_speed.TORCHCODEC}
+    programs = (WORKLOADS | bench_speed.CPU_WORKLOADS)[name].programs
+    assert {*figures["rates"], *figures["missing"]} == {*programs, *programs.values()}
+    assert set(figures["missing"]) <= {bench_speed.TORCHCODEC, bench_speed.LIGHTNING}
     assert all(len(rates) == 2 and min(rates) > 0 for rates in figures["rates"].values())
 
 
-def test_workloads_of_gpu_check_use_only_known_programs_and_state_their_settings() -> None:
-    known = vars(gpu_speed).values()
-    for name, workload in WORKLOADS.items():
+def test_workloads_of_benchmarks_use_only_known_programs_and_state_their_settings() -> None:
+    known = vars(bench_speed).values()
+    for name, workload in (WORKLOADS | bench_speed.CPU_WORKLOADS).items():
         assert {*workload.programs, *workload.programs.values()} <= {
             value for value in known if isinstance(value, str)
         }
-        rows = gpu_speed.compare(
+        rows = bench_speed.compare(
             name, workload, {"rates": {}, "bytes": {}, "waits": {}, "missing": {}}, "GPU"
         )
         assert [row.figure for row in rows] == [f"{workload.format}, {hardware.cores()} cores"]
-        assert workload.format.startswith("bf16, c")
 
 
 def test_start_rows_of_gpu_check_list_each_part_of_the_start() -> None:
     seconds = {"total": 9.0, "start_to_first_step": 3.25, "imports": 2.0}
-    rows = gpu_speed.start_rows("job", {"status": "done", "seconds": seconds})
+    rows = bench_speed.start_rows("job", {"status": "done", "seconds": seconds})
     assert [(row.what, row.figure) for row in rows] == [
         ("start, job: start_to_first_step, s", "3.2"),
         ("start, job: imports, s", "2.0"),
     ]
-    assert gpu_speed.start_rows("job", {})[0].wrong
+    assert bench_speed.start_rows("job", {})[0].wrong
 
 
 @pytest.mark.processes
@@ -358,18 +362,6 @@ def test_tests_of_gpu_check_start_where_pytest_timeout_is_installed_twice(
     assert [(row.what.rpartition("::")[2], row.figure) for row in rows] == [("test_one", "passed")]
 
 
-def test_make_bench_runs_only_existing_scripts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    scripts: list[str] = []
-    monkeypatch.setattr(bench_measures, "parse_output", lambda command: scripts.append(command[1]))
-    for part in bench_measures.parts(tmp_path, 1).values():
-        part()
-    assert (
-        scripts and [name for name in scripts if not (bench_measures.ROOT / name).is_file()] == []
-    )
-
-
 def test_make_gpu_wheels_excludes_packages_that_come_with_torch() -> None:
     names = gpu_wheels.closure(gpu_wheels.WANTED)
     assert {
@@ -386,4 +378,4 @@ def test_make_gpu_wheels_excludes_packages_that_come_with_torch() -> None:
 
 def test_benchmark_flops_of_a_vision_transformer_include_attention() -> None:
     workload = replace(WORKLOADS["ViT-B/16"], model="vit_small_patch16_224")
-    assert gpu_speed.model_flops(workload) == pytest.approx(3 * 9.197e9, rel=1e-3)
+    assert bench_speed.model_flops(workload) == pytest.approx(3 * 9.197e9, rel=1e-3)

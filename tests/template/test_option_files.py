@@ -7,10 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from src.schema import OptimConfig
-from timm_parallel.config.compose import compose_command
 from timm_parallel.testing.commands import ROOT
-from timm_parallel.testing.configs import conf, parse
 
 OPTION_FILES = sorted((ROOT / "conf").rglob("*.yaml"))
 
@@ -37,13 +34,3 @@ def test_hydra_yaml_file_starts_with_comments_on_its_purpose_and_command(path: P
         )
     if group == "experiment":
         assert any(line.startswith("# Expected: ") for line in comments)
-
-
-def test_experiment_on_the_hydra_page_sets_its_groups_and_keys(tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "hydra.md").read_text(encoding="utf-8")
-    [text] = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
-    conf(tmp_path, experiment__mine=text)
-    config = compose_command(parse("--config-dir", str(tmp_path), "experiment=mine")).config
-    assert (config.task_name, config.data.name) == ("mine", "folder")
-    assert isinstance(config.optim, OptimConfig)
-    assert (config.model.name, config.optim.momentum, config.train.epochs) == ("resnet50", 0.9, 30)

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from test_fork import make_template
 
 from scripts.maintain.fork import fork as make_fork
 from scripts.update import main
@@ -375,12 +376,7 @@ def test_make_update_refuses_an_unsuitable_fork_or_source_and_changes_nothing(
 def test_make_update_merges_a_newer_template_into_a_fork_of_this_project(
     shared: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    template = tmp_path / "template"
-    for name in git(ROOT, "ls-files", "--cached", "--others", "--exclude-standard").splitlines():
-        if (ROOT / name).is_file():
-            (template / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, template / name)
-    start_repository(template, {})
+    template = make_template(tmp_path / "template")
     mine = copy_of(template, tmp_path / "mine", shared)
     make_fork(mine, "my_project", "Ada Example", drop_demo=True)
     losses = read(mine / "src/tasks/multilabel.py")

@@ -5,9 +5,9 @@ A file is written completely or not at all. It is verified when it is read, and 
 the best evaluation. `best_step_N.pt` are the best few (checkpoint.top), and `step_N.pt` the newest
 few (checkpoint.keep). A `.json` file next to each has its checksum.
 
-The entry `model` has the weights of the model, with its names in timm. `networks` has the tensors of
-other networks, such as the parameters of a loss, `averages` the averaged weights, such as `ema`, and
-`phases` the state of each optimizer.
+The entry `model` has the weights of the model, with its names in timm. `networks` has the tensors
+of other networks, such as the parameters of a loss, `averages` the averaged weights, such as `ema`,
+and `phases` the state of each optimizer.
 """
 
 from __future__ import annotations

@@ -16,7 +16,6 @@ SOURCES = sorted(
     for path in (ROOT / "timm_parallel").rglob("*.py")
     if not {"tests", "testing"} & {*path.parts}
 )
-BENCHMARK = "scripts/maintain/bench_loop.py"
 
 # Dictionary from a pattern of library names to the files that may import the library. A name that
 # ends with a slash is a folder.
@@ -34,13 +33,9 @@ ALLOWED = {
         "timm_parallel/launch/",
         "timm_parallel/machine/ranks.py",
         "timm_parallel/lab/doctor/probe.py",
-        BENCHMARK,
-        "scripts/maintain/gpu_rounds.py",
+        "scripts/maintain/bench_rounds.py",
     ),
-    r"(.*\.)?(DataParallel|DistributedDataParallel)": (
-        "timm_parallel/parallel/",
-        BENCHMARK,
-    ),
+    r"(.*\.)?(DataParallel|DistributedDataParallel)": ("timm_parallel/parallel/",),
     r"timm": (
         "src/models/",
         "src/data/",

@@ -149,15 +149,6 @@ def test_config_error_is_printed_once_when_ranks_are_started_externally(train: T
     assert not (train.base / "run").exists()
 
 
-@pytest.mark.slow
-@pytest.mark.nightly
-def test_torchrun_fails_without_creating_folder_when_config_is_invalid(train: Train) -> None:
-    done = train("parallel=ddp", "optim.lr=-1", form="torchrun")
-    assert done.returncode != 0
-    assert done.stderr.count("train.py: optim.lr=-1") == 1, done.output
-    assert not done.folder.exists()
-
-
 @pytest.mark.slow(seconds=3)
 def test_sweep_is_refused_under_torchrun(train: Train) -> None:
     ranks = by_hand(

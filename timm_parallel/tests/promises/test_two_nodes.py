@@ -31,8 +31,8 @@ from timm_parallel.testing.configs import read_lines, tiny
 from timm_parallel.testing.ranks import run_warm
 
 NAMES = ("nodea", "nodeb")
-# Addresses of the two nodes. test_slurm_page.py replaces the first address in the commands of
-# docs/slurm.md.
+# Addresses of the two nodes. tests/template/test_commands.py replaces the first address in the
+# commands of docs/slurm.md.
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 # Longest allowed time in seconds between a fault and the end of all processes.
 PROMPT = 15.0
@@ -280,13 +280,6 @@ def test_nodes_refuse_to_train_when_code_differs_between_nodes(
     started = nodes.torchrun(mounts={str(ROOT / "src" / "train"): other})
     is_refused_on_both(nodes, started, "src/train/loop.py=")
     assert not list((nodes.base / nodes.names[0]).rglob("config.yaml"))
-
-
-@pytest.mark.nightly
-def test_nodes_refuse_to_train_when_command_line_arguments_differ_between_nodes(
-    nodes: Nodes,
-) -> None:
-    is_refused_on_both(nodes, nodes.torchrun(second=("nonsense.key=3",)), "nonsense.key=3")
 
 
 def images_of(root: Path, names: tuple[str, ...], count: int) -> Path:

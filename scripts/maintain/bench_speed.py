@@ -1,12 +1,13 @@
-"""Checks of `make gpu-check` that measure speed and start-up time. gpu_rounds.py trains each
-workload with several programs in turns.
+"""Workloads that measure the speed of train.py, for `make bench` and `make gpu-check`.
+bench_rounds.py trains each workload with several programs in turns.
 """
 
 from __future__ import annotations
 
 import json
 import statistics
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from scripts.maintain.gpu_rows import ACCELERATOR, Check, Clock, Row, Run, python, scratch, train
@@ -36,7 +37,7 @@ LIGHTNING = "Lightning, usual logging"
 
 @dataclass(frozen=True)
 class Workload:
-    """A model and its batches, which all programs train in bf16."""
+    """A model and its batches, which all programs train."""
 
     model: str
     pixels: int
@@ -53,12 +54,20 @@ class Workload:
     untimed: int = 0
     # True if train.py must be as fast as the loop by hand.
     is_judged: bool = True
+    precision: str = "bf16"
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    # Number of batches of random images, which are read again and again.
+    batches: int = 16
+
+    @property
+    def samples(self) -> int:
+        return self.batches * self.batch
 
     @property
     def format(self) -> str:
         """Precision, memory format and batch size, for the report."""
         layout = "channels last" if self.channels_last else "contiguous"
-        return f"bf16, {layout}, batch {self.batch}"
+        return f"{self.precision}, {layout}, batch {self.batch}"
 
 
 WORKLOADS = {
@@ -93,16 +102,50 @@ WORKLOADS = {
         "resnet50", *(224, 256, True, 20), {COMPILED: COMPILED_BY_HAND}
     ),
 }
+ON_CPU: dict[str, Any] = {"precision": "fp32", "batches": 200}
+TINY = {"embed_dim": 32, "depth": 2, "num_heads": 2}
+# Workloads of `make bench`, with one thread on a CPU.
+CPU_WORKLOADS = {
+    # A step takes 5 ms, so this shows what train.py adds to it.
+    "tiny ViT": Workload(
+        "vit_tiny_patch16_224",
+        *(32, 32, False, 200),
+        {OURS: BY_HAND, LIGHTNING: BY_HAND},
+        is_judged=False,
+        kwargs={**TINY, "img_size": 32},
+        **ON_CPU,
+    ),
+    "ResNet-18": Workload("resnet18", *(32, 32, False, 10), {OURS: BY_HAND}, **ON_CPU),
+    "small ViT": Workload(
+        "vit_tiny_patch16_224",
+        *(32, 32, False, 10),
+        {OURS: BY_HAND},
+        kwargs={"img_size": 32, "patch_size": 4, "embed_dim": 96, "depth": 4, "num_heads": 3},
+        **ON_CPU,
+    ),
+    # The model has few patches, so that the programs wait for the files.
+    "JPEG files": Workload(
+        "vit_tiny_patch16_224",
+        *(224, 32, False, 10),
+        {TORCHCODEC: TIMMS_LOADER, PIL: TIMMS_LOADER},
+        reads_jpeg=True,
+        untimed=2,
+        kwargs={**TINY, "img_size": 224, "patch_size": 56},
+        **ON_CPU,
+    ),
+}
 
 
-def in_turns(name: str) -> Check:
+def in_turns(name: str, accelerator: str = ACCELERATOR) -> Check:
     """Return a check that trains a workload with all of its programs in turns."""
 
     def run(seconds: float) -> list[Row]:
-        done = python(["scripts/maintain/gpu_rounds.py", name, ACCELERATOR, str(ROUNDS)], seconds)
+        done = python(["scripts/maintain/bench_rounds.py", name, accelerator, str(ROUNDS)], seconds)
         lines = [line for line in done.output.splitlines() if line.startswith('{"rates"')]
-        device = hardware.visible_cuda_devices()[0].name
-        rows = compare(name, WORKLOADS[name], json.loads(lines[-1]), device) if lines else []
+        devices = hardware.visible_cuda_devices() if accelerator == "cuda" else ()
+        device = devices[0].name if devices else "CPU"
+        workload = (WORKLOADS | CPU_WORKLOADS)[name]
+        rows = compare(name, workload, json.loads(lines[-1]), device) if lines else []
         if done.code != 0:
             reason = "the time limit was reached" if done.code is None else f"exit code {done.code}"
             rows.append(Row(f"{name}: all rounds", reason, True, is_run=False))
@@ -136,7 +179,8 @@ def compare(name: str, workload: Workload, measured: dict[str, Any], device: str
                     is_judged and sorted(ratios)[3 * len(ratios) // 4] < 0.99,
                 )
             )
-    if OURS in rates and BY_HAND in rates:
+    # Neither memory nor FLOPs are known on a CPU.
+    if OURS in rates and BY_HAND in rates and device != "CPU":
         memory = measured["bytes"][OURS] / max(1, measured["bytes"][BY_HAND])
         peak = next((peak for part, peak in PEAK_BF16.items() if part in device), None)
         flops = model_flops(workload) * statistics.median(rates[OURS])
@@ -171,7 +215,7 @@ def model_flops(workload: Workload) -> float:
     from torch.utils.flop_counter import FlopCounterMode
 
     with FlopCounterMode(display=False) as counter, torch.device("meta"):
-        model = timm.create_model(workload.model, num_classes=10)
+        model = timm.create_model(workload.model, num_classes=10, **workload.kwargs)
         # Use two images, because BatchNorm of one value per channel raises an error.
         model(torch.empty(2, 3, workload.pixels, workload.pixels))
     return 3 * counter.get_total_flops() / 2

@@ -1,6 +1,6 @@
 """Train a workload with several programs in turns, and measure images/s in each round.
 
-    python scripts/maintain/gpu_rounds.py ResNet-50 cuda 5    # workload, accelerator, rounds
+    python scripts/maintain/bench_rounds.py ResNet-50 cuda 5    # workload, accelerator, rounds
 
 All programs live in this process, and only one of them trains at a time. So they share the start,
 the device and its clocks, and a round takes a second. The first round of a program is not measured:
@@ -10,7 +10,6 @@ of all rounds so far.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
@@ -19,20 +18,21 @@ from collections.abc import Callable, Generator
 from dataclasses import replace
 from itertools import chain, count, repeat
 from pathlib import Path
+from typing import Any
 
 # Python searches the folder of a script for modules, so add the root of the project.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
-from src.train.loop import run_steps
 from torch.distributed import TCPStore
 
 from scripts.maintain import bench_data, bench_loop
-from scripts.maintain.gpu_speed import (
+from scripts.maintain.bench_speed import (
     AUGMENTED,
     BY_HAND,
     COMPILED,
     COMPILED_BY_HAND,
+    CPU_WORKLOADS,
     FSDP,
     LIGHTNING,
     OURS,
@@ -43,15 +43,11 @@ from scripts.maintain.gpu_speed import (
     WORKLOADS,
     Workload,
 )
-from src.app import app
-from src.train.run import Trainer
-from timm_parallel import compose, resolve
+from src.app import app  # noqa: F401 (makes the project known)
+from timm_parallel import Ranks, Run, compose, resolve
 from timm_parallel.data import decode
-from timm_parallel.machine import hardware
-from timm_parallel.machine.ranks import Ranks
+from timm_parallel.testing.runs import parts_of
 
-# Number of batches of random images, which are read again and again.
-BATCHES = 16
 # Number of different JPEG files. They stay in the page cache, so reading them measures decoding.
 FILES = 64
 # Generator that trains the steps of an interval and then waits for the device. It yields the
@@ -67,62 +63,59 @@ def ours(
         *("data=folder", f"data.root={images}", "data.workers=auto"),
         *("data.augment.scale=[0.08,1.0]", "data.augment.hflip=0.5"),
     )
-    random = ("data=synthetic", f"data.kwargs.num_samples={BATCHES * workload.batch}")
-    config = app.own_resolved(
-        resolve(
-            compose(
-                *("model=resnet18", f"model.name={workload.model}", "optim.warmup_epochs=0"),
-                *(jpeg if workload.reads_jpeg else random),
-                *(f"data.image_size={workload.pixels}", f"data.batch_size={workload.batch}"),
-                *("train.precision=bf16", f"model.channels_last={workload.channels_last}".lower()),
-                *(f"train.log_every={workload.steps}", "print_config=false", "parallel=single"),
-                *("train.evaluate_every=0", f"parallel.accelerator={accelerator}"),
-                *overrides,
-            )
+    random = ("data=synthetic", f"data.kwargs.num_samples={workload.samples}")
+    config = resolve(
+        compose(
+            *("model=resnet18", f"model.name={workload.model}", "optim.warmup_epochs=0"),
+            *(jpeg if workload.reads_jpeg else random),
+            *(f"data.image_size={workload.pixels}", f"data.batch_size={workload.batch}"),
+            *(f"+model.kwargs.{key}={value}" for key, value in workload.kwargs.items()),
+            f"train.precision={workload.precision}",
+            f"model.channels_last={workload.channels_last}".lower(),
+            *(["parallel.threads_per_device=1"] if accelerator == "cpu" else []),
+            *(f"train.log_every={workload.steps}", "print_config=false", "parallel=single"),
+            *("train.evaluate_every=0", f"parallel.accelerator={accelerator}"),
+            *overrides,
         )
     )
     folder.mkdir()
     store = None
     if config.parallel.has_ranks:
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    trainer = Trainer(config, folder, Ranks(), store)
-    run, meter = trainer.run, trainer.parts.hooks.meter
-    batches = chain.from_iterable(map(trainer.parts.train_loader.epoch, count()))
-    waited = 0.0
+    parts = parts_of(config, Ranks(), store)
+    # One endless epoch, because the end of an epoch saves a checkpoint.
+    epochs = chain.from_iterable(map(parts.train_loader.epoch, count()))
+    parts.train_loader.epoch = lambda *_: epochs  # type: ignore[method-assign]
+    meter, waited = parts.hooks.meter, 0.0
     try:
-        with run.begin():
-            for report in run_steps(replace(trainer.parts, steps_per_epoch=10**9), batches):
-                numbers = {f"train/{name}": value for name, value in report.means.items()}
-                run.log_step({**numbers, "lr": report.lr, "train/grad_norm": report.grad_norm})
-                run.save_if_due()
-                with trainer.parts.hooks.aside():
-                    yield meter.data_seconds - waited, 0.0
-                waited = meter.data_seconds
+        with Run(replace(parts, steps_per_epoch=10**9), folder).training() as training:
+            for step in training.steps():
+                numbers = step.train()
+                training.log(numbers)
+                if numbers:
+                    with parts.hooks.aside():
+                        yield meter.data_seconds - waited, 0.0
+                    waited = meter.data_seconds
     finally:
-        run.close()
-        trainer.strategy.close()
+        parts.strategy.close()
 
 
 def by_hand(
-    workload: Workload, accelerator: str, folder: Path, images: Path, *words: str
+    workload: Workload, accelerator: str, folder: Path, images: Path, compiled: bool = False
 ) -> Program:
     """Train with bench_loop.py. Its batches come from memory or, if the workload reads JPEG files,
     from timm's loader.
     """
-    given = hand_options(workload, accelerator, folder, *words)
-    device = bench_loop.prepare(given)
-    batches = bench_loop.batches(given, device)
+    device = bench_loop.prepare(accelerator)
+    batches = bench_loop.batches(workload, device)
     if workload.reads_jpeg:
-        workers = hardware.cores()
-        loader = bench_data.timms_loader(
-            images, workers, workload.batch, accelerator, persistent_workers=workers > 0
-        )
+        loader = bench_data.timms_loader(workload, images, device)
         batches = (
-            (inputs.contiguous(memory_format=bench_loop.layout(given)), labels)
+            (inputs.contiguous(memory_format=bench_loop.layout(workload)), labels)
             for inputs, labels in chain.from_iterable(repeat(loader))
         )
     # The first report comes after one step.
-    for step in bench_loop.train(given, device, batches):
+    for step in bench_loop.train(workload, device, batches, folder, compiled):
         if step % workload.steps == 0:
             yield None, 0.0
 
@@ -135,13 +128,12 @@ def lightning(workload: Workload, accelerator: str, folder: Path, images: Path) 
     import torchmetrics
     from lightning.pytorch.loggers import TensorBoardLogger
 
-    given = hand_options(workload, accelerator, folder)
-    device = bench_loop.prepare(given)
+    device = bench_loop.prepare(accelerator)
 
     class Module(L.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.model, self.optimizer = bench_loop.model_and_optimizer(given, device)
+            self.model, self.optimizer = bench_loop.model_and_optimizer(workload, device)
             self.accuracy = torchmetrics.Accuracy("multiclass", num_classes=10)
             self.times: list[float] = []
 
@@ -162,13 +154,13 @@ def lightning(workload: Workload, accelerator: str, folder: Path, images: Path) 
                     torch.cuda.synchronize()
                 self.times.append(time.perf_counter())
 
-    module, batches = Module(), bench_loop.batches(given, device)
+    module, batches = Module(), bench_loop.batches(workload, device)
     while True:
         began, module.times = time.perf_counter(), []
         trainer = L.Trainer(
             accelerator="gpu" if accelerator == "cuda" else "cpu",
             devices=1,
-            precision="bf16-mixed",
+            precision="bf16-mixed" if workload.precision == "bf16" else "32-true",
             max_steps=workload.steps + 1,
             logger=TensorBoardLogger(folder),
             enable_checkpointing=False,
@@ -178,26 +170,10 @@ def lightning(workload: Workload, accelerator: str, folder: Path, images: Path) 
         yield None, time.perf_counter() - began - (last - first)
 
 
-def hand_options(
-    workload: Workload, accelerator: str, folder: Path, *words: str
-) -> argparse.Namespace:
-    """Return the options of bench_loop.py for a workload."""
-    return bench_loop.options(
-        [
-            *("--model", workload.model, "--image-size", str(workload.pixels)),
-            *("--batch-size", str(workload.batch), "--samples", str(BATCHES * workload.batch)),
-            *("--log-every", str(workload.steps), "--precision", "bf16"),
-            *("--accelerator", accelerator, "--tensorboard", str(folder)),
-            *(["--channels-last"] if workload.channels_last else []),
-            *words,
-        ]
-    )
-
-
 # Dictionary from the name of a program to its function and the further arguments of it.
-PROGRAMS: dict[str, tuple[Callable[..., Program], tuple[str, ...]]] = {
+PROGRAMS: dict[str, tuple[Callable[..., Program], tuple[Any, ...]]] = {
     BY_HAND: (by_hand, ()),
-    COMPILED_BY_HAND: (by_hand, ("--compile",)),
+    COMPILED_BY_HAND: (by_hand, (True,)),
     TIMMS_LOADER: (by_hand, ()),
     OURS: (ours, ()),
     FSDP: (ours, ("parallel=fsdp", "parallel.devices=1")),
@@ -262,5 +238,5 @@ def measure(workload: Workload, accelerator: str, rounds: int, base: Path) -> No
 
 if __name__ == "__main__":
     workload, accelerator, rounds = sys.argv[1:]
-    with tempfile.TemporaryDirectory(prefix="gpu_rounds_") as folder:
-        measure(WORKLOADS[workload], accelerator, int(rounds), Path(folder))
+    with tempfile.TemporaryDirectory(prefix="bench_rounds_") as folder:
+        measure((WORKLOADS | CPU_WORKLOADS)[workload], accelerator, int(rounds), Path(folder))

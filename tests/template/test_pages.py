@@ -1,0 +1,292 @@
+"""Documentation pages: linked and named files exist, both languages show the same commands and
+code, shown code runs, and outputs come from named commands.
+
+tests/template/test_commands.py checks the commands of the pages.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import timm
+import torch
+from pages import (
+    PAGES,
+    anchors,
+    blocks,
+    code_of,
+    commands_of,
+    links_of,
+    name_of,
+    outputs_of,
+    read,
+    without_outputs,
+)
+from PIL import Image
+from sklearn.metrics import average_precision_score
+
+from scripts import plan
+from src.data.datasets import Digits
+from src.schema import DataConfig, OptimConfig, TrainConfig
+from timm_parallel.config.compose import compose_command
+from timm_parallel.data.dataset import InMemory
+from timm_parallel.runtime.evaluation import Evaluation
+from timm_parallel.testing.commands import ROOT, TEST_FILES, Train
+from timm_parallel.testing.configs import conf, parse, task_of
+from timm_parallel.testing.ranks import run_warm
+
+
+def test_links_on_pages_point_to_existing_files_and_headings() -> None:
+    for page in PAGES:
+        for link in links_of(read(page)):
+            name, _, place = link.partition("#")
+            target = (page.parent / name).resolve() if name else page
+            assert target.exists(), (page, link)
+            # A page may link only to pages and files below docs/, because the site contains no
+            # code, and a link to code breaks `make docs`.
+            assert target in PAGES or ROOT / "docs" in target.parents, (page, link)
+            assert not place or place in anchors(read(target)), (page, link)
+
+
+def test_user_pages_are_linked_from_the_readme_and_developer_pages_from_contributing() -> None:
+    for page in (page for page in PAGES if page.parent != ROOT):
+        index = "README.md" if page.parent.name == "docs" else "CONTRIBUTING.md"
+        assert name_of(page).replace(".zh-CN", "") in read(index), page
+
+
+def test_file_tree_on_architecture_page_names_existing_files_and_all_packages() -> None:
+    tree = read("docs/dev/architecture.md").split("```")[1]
+    packages = [path.parent for path in (ROOT / "src").rglob("*.py")]
+    names = re.findall(r"[\w/]+\.py|conf/|tests/|docs/|src/", tree)
+    assert "schema.py" in names
+    for name in names:
+        assert any((folder / name).exists() for folder in (ROOT, *packages)), name
+    assert all(f"{package.name}/" in tree for package in packages)
+
+
+def test_every_threat_on_security_page_names_existing_tests() -> None:
+    tests = {name for path in TEST_FILES for name in re.findall(r"def (test_\w+)", read(path))}
+    lines = read("docs/security.md").splitlines()
+    rows = [line for line in lines if line.startswith("| ") and not line.startswith("| who")]
+    assert rows
+    for row in rows:
+        named = set(re.findall(r"`(test_\w+)`", row))
+        assert named and named <= tests, row
+
+
+@pytest.mark.parametrize("name", ["README", "docs/dp_and_ddp"])
+def test_english_and_chinese_pages_show_the_same_commands_outputs_and_code(name: str) -> None:
+    english, chinese = ROOT / f"{name}.md", ROOT / f"{name}.zh-CN.md"
+    assert sorted(commands_of(english)) == sorted(commands_of(chinese)) != []
+    assert code_of(english, "python") == code_of(chinese, "python")
+    outputs = [
+        [(output.command, output.lines, output.text) for output in outputs_of(page)]
+        for page in (english, chinese)
+    ]
+    assert outputs[0] == outputs[1] != []
+
+
+def test_project_version_is_equal_in_pyproject_citation_and_changelog() -> None:
+    (version,) = re.findall(r'^version = "(.*)"$', read("pyproject.toml"), re.MULTILINE)
+    assert re.findall(r"^version: (.*)$", read("CITATION.cff"), re.MULTILINE) == [version]
+    assert f"## {version}" in read("CHANGELOG.md")
+
+
+# --- outputs
+
+
+OUTPUTS = [output for page in PAGES for output in outputs_of(page)]
+
+
+def test_command_outputs_on_pages_are_complete_and_contain_no_local_paths() -> None:
+    """A failure means that `make docs-outputs` was not run after an output block was added."""
+    assert OUTPUTS
+    for output in OUTPUTS:
+        assert output.text.strip(), output
+        assert all(re.search(output.lines or "", line) for line in output.text.splitlines()), output
+        assert not re.search(r"/tmp/|/home/|/root/|/work/", output.text), output
+
+
+def test_every_run_output_on_a_page_comes_from_a_named_command() -> None:
+    """Text that looks like output of a run or sweep, or like an error message, must be captured
+    from a command.
+    """
+    for page in PAGES:
+        typed = [
+            text
+            for language, text in blocks(without_outputs(page))
+            if not language and re.search("epoch |train.py:", text)
+        ]
+        assert typed == [], page
+
+
+REFUSALS = {
+    output.command: output
+    for output in OUTPUTS
+    if all(line.startswith("train.py: ") for line in output.text.splitlines())
+    and "auto" not in output.command
+}
+
+
+@pytest.mark.slow(seconds=2)
+@pytest.mark.processes
+@pytest.mark.parametrize("command", REFUSALS)
+def test_error_message_on_a_page_matches_command_output(command: str, tmp_path: Path) -> None:
+    (tmp_path / "flowers" / "daisy").mkdir(parents=True)
+    here = command.replace("/data/", f"{tmp_path}/").replace(
+        "python ", f"{shlex.quote(sys.executable)} "
+    )
+    done = subprocess.run(
+        here, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 2
+    assert done.stderr.replace(f"{tmp_path}/", "/data/") == REFUSALS[command].text
+
+
+TABLE = re.compile(r"^python scripts/plan\.py (.*)\n```\n\n((?:\|.*\n)+)", re.MULTILINE)
+PLANS = TABLE.findall(read("docs/several_gpus.md"))
+
+
+def test_page_on_several_gpus_shows_tables_of_plan_py() -> None:
+    assert PLANS
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+@pytest.mark.parametrize(("arguments", "table"), PLANS)
+def test_batch_tables_of_page_on_several_gpus_match_output_of_plan_py(
+    arguments: str, table: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = [[float(cell) for cell in re.findall(r"[\d.]+", row)] for row in table.splitlines()[2:]]
+    assert plan.main([*shlex.split(arguments), "--json"]) == 0
+    columns = (
+        *("devices", "batch_size", "batch_size_per_device"),
+        *("dropped_per_epoch", "steps", "learning_rate"),
+    )
+    planned = [[row[column] for column in columns] for row in json.loads(capsys.readouterr().out)]
+    assert [pytest.approx(row) for row in planned] == shown
+
+
+# --- code
+
+
+@pytest.mark.nightly
+@pytest.mark.slow(seconds=4)
+def test_documented_digits_script_writes_each_image_into_the_folder_of_the_class(
+    tmp_path: Path,
+) -> None:
+    script = ROOT / "notebooks" / "digits.py"
+    subprocess.run([sys.executable, str(script), str(tmp_path)], check=True, timeout=300)
+    files = list(tmp_path.rglob("*.jpg"))
+    assert len(files) == 1797
+    assert {path.parent.relative_to(tmp_path).as_posix() for path in files} == {
+        *(f"low/{digit}" for digit in range(5)),
+        *(f"high/{digit}" for digit in range(5, 10)),
+    }
+    with Image.open(files[0]) as image:
+        assert (image.format, image.size) == ("JPEG", (32, 32))
+
+
+# This test is nightly, because these examples contain no code of this project.
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.nightly
+def test_pytorch_examples_of_dp_and_ddp_page_run_without_error(
+    train: Train, tmp_path: Path
+) -> None:
+    for number, code in enumerate(code_of("docs/dp_and_ddp.md", "python")):
+        (tmp_path / f"{number}.py").write_text(code, encoding="utf-8")
+    torchrun = [str(Path(sys.executable).parent / "torchrun"), "--nproc-per-node", "2"]
+    rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    for command in (
+        [sys.executable, f"{tmp_path}/0.py"],
+        [*torchrun, *rendezvous, f"{tmp_path}/1.py"],
+    ):
+        done = train.start_command(command, tmp_path).finish()
+        assert done.returncode == 0, done.output
+
+
+@pytest.mark.nightly
+@pytest.mark.processes
+@pytest.mark.slow(seconds=4)
+def test_code_on_from_lightning_page_loads_a_checkpoint_and_reproduces_val_accuracy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = ("parallel=single", "data.limit_train=64", "train.max_steps=1", "print_config=false")
+    folder = run_warm(tmp_path / "run", "model=resnet18", "model.name=resnet10t", *small)
+    monkeypatch.chdir(folder)
+    scope: dict[str, Any] = {"torch": torch, "timm": timm}
+    [code] = [code for code in code_of("docs/from_lightning.md", "python") if "best.pt" in code]
+    exec(code, scope)
+    model = scope["model"].eval()
+    preprocessing, val = scope["contents"]["preprocessing"], Digits(DataConfig()).val
+    assert isinstance(val, InMemory)
+    images = (val.images / 255 - preprocessing["mean"][0]) / preprocessing["std"][0]
+    hits = (model(images).argmax(1) == val.labels).sum().item()
+    # The run counted the same number of correct predictions.
+    assert hits == json.loads((folder / "result.json").read_text())["val"]["correct"]
+
+
+def test_code_on_use_a_model_page_reads_scores_of_all_labels_with_full_precision(
+    tmp_path: Path,
+) -> None:
+    """The data has more than five classes, and some scores have equal sigmoids in single
+    precision.
+    """
+    draw = torch.Generator().manual_seed(0)
+    scores = torch.randn(60, 9, generator=draw) * 12
+    labels = (torch.rand(60, 9, generator=draw) < 0.3).float()
+    task = task_of(9, TrainConfig(task="multilabel", loss="bce"))
+    task.names = [f"class {number}" for number in range(9)]
+    table = Evaluation(60, {}, {}, (torch.arange(60), scores, labels)).table(None, task)
+    path = tmp_path / "predictions.csv"
+    table.to_csv(path, index=False)
+    [code] = [
+        code for code in code_of("docs/use_a_model.md", "python") if "predictions.csv" in code
+    ]
+    scope: dict[str, pd.DataFrame] = {}
+    exec(code.replace("predictions.csv", str(path)), scope)
+    expected = average_precision_score(labels.numpy(), scores.numpy(), average="macro")
+    assert average_precision_score(
+        scope["labels"].to_numpy(), scope["scores"].to_numpy(), average="macro"
+    ) == pytest.approx(expected, abs=1e-9)
+
+
+def test_experiment_on_hydra_page_sets_its_groups_and_keys(tmp_path: Path) -> None:
+    [text] = code_of("docs/hydra.md", "yaml")
+    conf(tmp_path, experiment__mine=text)
+    config = compose_command(parse("--config-dir", str(tmp_path), "experiment=mine")).config
+    assert (config.task_name, config.data.name) == ("mine", "folder")
+    assert isinstance(config.optim, OptimConfig)
+    assert (config.model.name, config.optim.momentum, config.train.epochs) == ("resnet50", 0.9, 30)
+
+
+# --- the site
+
+
+@pytest.mark.slow(seconds=20)
+@pytest.mark.processes
+@pytest.mark.skipif(
+    importlib.util.find_spec("mkdocs") is None, reason="needs requirements-docs.txt"
+)
+def test_documentation_site_builds_and_the_build_fails_on_a_broken_link(tmp_path: Path) -> None:
+    from scripts.maintain import site
+
+    assert site.build(tmp_path / "site") == 0
+    pages = {path.stem for path in (tmp_path / "site").rglob("*.html")}
+    assert {page.stem for page in (ROOT / "docs").rglob("*.md")} <= pages
+    assert (tmp_path / "site" / "sample_report" / "report.html").is_file()
+    index = read(tmp_path / "site" / "index.html")
+    assert not re.search(r"<(?:script|link)[^>]+(?:src|href)=\"https?://(?!squidfunk)", index), (
+        "the page loads a file from the network"
+    )
+    assert site.build(tmp_path / "broken", extra="[nowhere](nowhere.md)") != 0
