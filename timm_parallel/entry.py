@@ -1,7 +1,7 @@
 """Command line of train.py: train, sweep, or print help.
 
-This process composes and checks the config once, before torch is imported. It then starts the ranks
-as separate processes. Each rank reads the saved config from the run folder (timm_parallel/launch/).
+This process composes and checks the config once. It then starts the ranks as separate processes.
+Each rank reads the saved config from the run folder (timm_parallel/launch/).
 """
 
 from __future__ import annotations
