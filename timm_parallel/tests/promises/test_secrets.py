@@ -15,9 +15,9 @@ import pytest
 
 from src.schema import Config, OptimConfig, ResolvedConfig
 from timm_parallel import keys
+from timm_parallel.checked_configs import evaluation_config
 from timm_parallel.config.compose import compose_command, load_config, run_in_hydra, save_config
 from timm_parallel.config.resolve import resolve
-from timm_parallel.configs import evaluation_config
 from timm_parallel.keys import SearchConfig
 from timm_parallel.lab.jobs.folders import write_job_folder
 from timm_parallel.lab.search.space import freeze_search, read_space
