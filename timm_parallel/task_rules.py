@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 
 from timm_parallel.app import current
 from timm_parallel.config.bounds import option_problems
-from timm_parallel.config.hints import hint
+from timm_parallel.config.suggest import hint
 from timm_parallel.config.validate import refuse
 from timm_parallel.data.build import built_in
 from timm_parallel.data.dataset import ImageDataset

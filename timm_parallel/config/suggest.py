@@ -13,13 +13,34 @@ from typing import Any
 import yaml
 
 from timm_parallel.app import current
-from timm_parallel.config.hints import hint
 from timm_parallel.config.timm_names import timm_models, timm_optimizers
 from timm_parallel.keys import leaves
 from timm_parallel.machine.text import yaml_text
 
 # Table of key names in other programs, such as timm's train.py, with the names here.
 OTHER_NAMES = Path(__file__).with_name("other_names.yaml")
+
+
+def hint(name: str, known: Iterable[str]) -> str:
+    """Build the end of an error message for an unknown name: `; did you mean a, b?` with similar
+    names. Without a similar name, the text lists all known names if there are at most 20, and is
+    empty otherwise.
+    """
+    lower = {candidate.lower(): candidate for candidate in known}
+    close = [lower[match] for match in difflib.get_close_matches(name.lower(), lower)]
+    # Without a similar name, suggest names that start with the given one: cifar10_resnet18 for
+    # cifar.
+    close = (
+        close
+        or [
+            lower[match]
+            for match in sorted(lower)
+            if len(name) > 2 and match.startswith(name.lower())
+        ][:3]
+    )
+    if close:
+        return f"; did you mean {', '.join(close)}?"
+    return f"; allowed: {', '.join(sorted(lower.values()))}" if 0 < len(lower) <= 20 else ""
 
 
 def is_known(key: str) -> bool:
