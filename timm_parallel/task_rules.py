@@ -4,7 +4,7 @@ targets. The module of a task imports torch, so these rules run after all others
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 
 from timm_parallel.app import current
 from timm_parallel.config.bounds import option_problems
@@ -67,11 +67,11 @@ def _target_kinds(dataset: str) -> tuple[str, ...] | None:
     return None if own.targets is ImageDataset.targets else own.targets
 
 
-def _evaluated(split: str, metrics: Iterable[str]) -> list[str]:
+def _evaluated(split: str, metrics: Collection[str]) -> list[str]:
     return [f"{split}/{name}{suffix}" for suffix in ("", "_ema") for name in metrics]
 
 
-def objectives(metrics: Iterable[str]) -> list[str]:
+def objectives(metrics: Collection[str]) -> list[str]:
     """Build the list of allowed values of optimized_metric. `metrics`: names of the metrics of the
     task.
     """
