@@ -43,7 +43,7 @@ def _task_problems(config: Config) -> Iterator[str]:
         ("optimized_metric", config.objective, objectives(task.metrics)),
     ):
         if metric not in allowed:
-            yield f"{key}={metric}: not a metric of train.task={name}{hint(metric, allowed)}"
+            yield f"{key}={metric}: not a metric of the task {name}{hint(metric, allowed)}"
     kinds = _target_kinds(config.data.name)
     if kinds is not None and task.target not in (*kinds, "none"):
         able = [data for data in current().datasets if task.target in (_target_kinds(data) or ())]
@@ -90,5 +90,5 @@ def metric_of(task: str, measure: str) -> Metric:
     known = {"images_per_sec": Metric(), "loss": LOSS, **Task.find(task).metrics}
     name = metric_name(measure)
     if name not in known:
-        raise ValueError(f"{measure}: not a metric of train.task={task}{hint(name, known)}")
+        raise ValueError(f"{measure}: not a metric of the task {task}{hint(name, known)}")
     return known[name]

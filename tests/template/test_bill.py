@@ -146,6 +146,7 @@ ALONE = ("An auxiliary loss", "A training loop", "Pictures")
 # restore it.
 STATEFUL = ["A model", "A loss with parameters", "A strategy"]
 # Examples that define a task. Their results have another form, so other tests check them.
+OWN_TASK = "train.task=src.tasks.macro_f1.MacroF1"
 TASKS = ("A task", "Pretraining without labels", "Distillation")
 
 
@@ -876,7 +877,7 @@ def test_custom_training_loop_saves_a_checkpoint_at_sigterm_and_ends_at_max_step
 BUSY = (
     "model=patches",
     "train.loss=src.train.poly.PolyLoss",
-    "train.task=src.tasks.macro_f1.MacroF1",
+    OWN_TASK,
     "checkpoint.metric=val/f1_ema",
     "optimized_metric=val/f1",
     "model.ema.decay=0.5",
@@ -998,8 +999,8 @@ def test_resumed_local_sgd_run_continues_the_momentum_of_its_averages_bit_for_bi
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (("checkpoint.metric=val/f2",), "did you mean .*val/f1"),
-        (("optimized_metric=val/f2",), "did you mean .*val/f1"),
+        ((OWN_TASK, "checkpoint.metric=val/f2"), "did you mean .*val/f1"),
+        ((OWN_TASK, "optimized_metric=val/f2"), "did you mean .*val/f1"),
         (("train.loss=fokal",), "did you mean focal"),
         (("train.loss=focal", "train.smoothing=0.1"), "train.smoothing=0.1: train.loss=focal"),
         (("train.loss=focal", "data.augment.mixup=0.2"), "data.augment.mixup=0.2: "),
