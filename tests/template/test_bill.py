@@ -146,8 +146,9 @@ ALONE = ("An auxiliary loss", "A training loop", "Pictures")
 # restore it.
 STATEFUL = ["A model", "A loss with parameters", "A strategy"]
 # Examples that define a task. Their results have another form, so other tests check them.
-OWN_TASK = "train.task=src.tasks.macro_f1.MacroF1"
 TASKS = ("A task", "Pretraining without labels", "Distillation")
+# Override that chooses the task with a metric of its own.
+OWN_TASK = "train.task=src.tasks.macro_f1.MacroF1"
 
 
 @pytest.fixture(scope="module")
