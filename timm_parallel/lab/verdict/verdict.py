@@ -78,7 +78,7 @@ def start_verdict(
     folder = claim_folder(Path(str(command.tree.hydra.sweep.dir)))
     try:
         notes = _copy(folder, *commits)
-        _check(folder, overrides)
+        _check(folder, overrides, command.config.train.task)
         outputs = Path(command.config.paths.output_dir)
         number = _next_number(outputs, commits[0], folder, is_new)
         names = _name(base, commits[0]), _name(head, commits[1])
@@ -167,9 +167,9 @@ def _name(given: str | None, commit: str | None) -> str:
     return commit[:10] if commit.startswith(given) else f"{given} ({commit[:10]})"
 
 
-def _check(folder: Path, overrides: list[str]) -> None:
+def _check(folder: Path, overrides: list[str], task: str) -> None:
     """Raise ValueError if the train.py of a code version rejects the overrides, or if the two
-    versions measure different metrics.
+    versions measure different metrics. `task`: value of train.task.
     """
     base, head = _versions(folder)
     old, new = flat(base.compose(overrides)), flat(head.compose(overrides))
@@ -180,7 +180,7 @@ def _check(folder: Path, overrides: list[str]) -> None:
                 f"metric in both, so set {key} on the command line"
             )
     name = old["checkpoint.metric"]
-    metric = metric_of(old["train.task"], name)
+    metric = metric_of(task, name)
     if base.code_of(metric) != head.code_of(metric):
         raise ValueError(
             f"checkpoint.metric={name}: the code of this metric differs between base and head, so "
