@@ -22,8 +22,8 @@ from scipy.stats import beta
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from timm_parallel.lab.analysis.groups import with_contrasts
 from timm_parallel.lab.analysis.headline import recommend
-from timm_parallel.lab.analysis.questions import with_contrasts
 from timm_parallel.lab.analysis.runs import RunRecord
 from timm_parallel.lab.analysis.settings import setting_groups
 from timm_parallel.metric import metric_name

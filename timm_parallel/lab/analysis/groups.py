@@ -1,284 +1,214 @@
-"""Group runs whose speeds can be compared, because hardware, code, model and batch are equal. In a
-group, collect the runs of each strategy on each number of devices.
+"""Base classes of a comparison. A configuration is a set of runs with the same settings. A question
+is a group of configurations that are compared by a measure on a scale. One function estimates the
+differences and decides for all questions.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import groupby
-from typing import Any
+from typing import Any, Generic, TypeVar
 
-import pandas as pd
-
-from timm_parallel.lab.analysis.questions import (
-    NOT_A_SETTING,
-    Configuration,
-    Question,
-    summarize_columns,
-    varied,
-)
 from timm_parallel.lab.analysis.runs import RunRecord
-from timm_parallel.lab.analysis.statistics import LEVEL, Contrast, Row, Summary
-from timm_parallel.lab.analysis.wording import describe_settings, model_name, percent
-
-SPEED = "images_per_sec"
-# Chance of a wrong verdict, by measure. Speed is the subject of a sweep and has the usual level.
-# The other three measures share a fifth of that level. A page without any true difference therefore
-# has a wrong verdict in at most 6 % of cases.
-LEVELS = {SPEED: LEVEL} | dict.fromkeys(
-    ("first_step_seconds", "cpu_seconds", "busy"), LEVEL / 5 / 3
+from timm_parallel.lab.analysis.scales import RATIO, Scale
+from timm_parallel.lab.analysis.statistics import (
+    LEVEL,
+    NOT_MEASURABLE,
+    SMALLEST_DIFFERENCE,
+    Contrast,
+    Estimate,
+    Row,
+    Summary,
+    decide,
+    estimate,
+    summarize,
 )
-# Order of the strategies in a table. Custom strategies come last.
-COMPLEXITY = {"single": 0, "dp": 1, "ddp": 2, "fsdp": 3}
-# The report warns of a rank that takes this many times as long as the median rank.
-SLOW_RANK = 1.1
-# Keys that do not separate groups: the configurations of a group differ in them on purpose, or a
-# field of the group holds their value.
-_NOT_OF_A_GROUP = (*NOT_A_SETTING, "parallel.", "model.name", "data.batch_size")
+
+# Keys that do not change the training, or in which repeats differ on purpose.
+NOT_A_SETTING = (
+    *("paths.", "checkpoint.", "cluster.", "sweep.", "search.", "debug", "experiment", "tags"),
+    *("task_name", "seed", "resume", "print_config", "optimized_metric"),
+)
 
 
 @dataclass(frozen=True)
-class MeasuredPoint(Configuration):
-    """All runs of one strategy on the same number of devices and nodes. The runs are repeats of
-    each other.
-    """
+class Configuration:
+    """All runs with the same settings. The runs are repeats of each other."""
 
-    strategy: str
-    devices: int
-    nodes: int
-    # Options of `parallel` in which this configuration differs from others with the same strategy
-    # and number of devices.
-    options: str
-    # Last part of the configuration's label, such as ` on 2 nodes`. It names the nodes and the
-    # options.
-    suffix: str
+    runs: tuple[RunRecord, ...]
+    # Name of the configuration, which no other configuration of the report's table has.
+    label: str
 
     @property
-    def needless_threads(self) -> tuple[int, int] | None:
-        return next((run.needless_threads for run in self.runs if run.needless_threads), None)
+    def is_simulated(self) -> bool:
+        return any(run.is_simulated for run in self.runs)
+
+    def measure(self, name: str) -> Summary | None:
+        return summarize(run.measure(name) for run in self.runs)
+
+    @property
+    def speed(self) -> Summary | None:
+        """Median and range of images/s over the repeats. None for dp over CPU threads, whose speed
+        says nothing about GPUs.
+        """
+        return None if self.is_simulated else self.measure("images_per_sec")
 
     @cached_property
-    def metrics(self) -> dict[str, Summary]:
-        """Dictionary from the name of the headline metric (`checkpoint.metric`) to its median and
-        range over the repeats.
+    def peak_bytes(self) -> list[Summary]:
+        """Median and range of the peak memory over the repeats, in bytes, for each device. Repeats
+        that recorded fewer devices than others are ignored.
         """
-        return summarize_columns({run.metric: run.metric_value} for run in self.runs)
+        peaks = [dict(enumerate(run.peak_bytes)) for run in self.runs]
+        devices = max(map(len, peaks), default=0)
+        return list(
+            summarize_columns(of_run for of_run in peaks if len(of_run) == devices).values()
+        )
 
-    @property
-    def flagged(self) -> int:
-        return sum(bool(run.flags) for run in self.runs)
+
+C = TypeVar("C", bound=Configuration)
 
 
-@dataclass(frozen=True)
-class Group(Question[MeasuredPoint]):
-    """Configurations whose speeds are compared in one table, because hardware, model, batch and all
-    other settings are equal.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Question(Generic[C]):
+    """A group of configurations that are compared with each other by the measures of their runs,
+    with the results of the comparison.
     """
 
-    hardware: str
-    accelerator: str
-    model: str
-    # Scaling: strong if the global batch is fixed, weak if the batch per device is fixed.
-    kind: str
-    # The fixed batch size: the global one for strong scaling, the one per device for weak scaling.
-    batch: int | None
-    # Further settings that differ between the groups of a report.
-    settings: str
-    # Name of the model. If model.kwargs changes the model, the name includes its config file and
-    # size.
-    model_name: str
-
-    @property
-    def title(self) -> str:
-        return ", ".join(filter(None, (self.model_name, self.scaling, self.settings)))
-
-    @property
-    def scaling(self) -> str:
-        batch = "—" if self.batch is None else str(self.batch)
-        if self.kind == "weak":
-            return f"weak scaling, batch {batch} per device"
-        return f"strong scaling, global batch {batch}"
+    members: tuple[C, ...] = ()
+    by_measure: Mapping[str, Sequence[Contrast]] = field(default_factory=dict, compare=False)
+    # Smallest relative difference that matters. A smaller one does not count for a verdict.
+    smallest_difference: float = SMALLEST_DIFFERENCE
+    # Chance that any verdict on the measure of the headline result is wrong.
+    level: float = LEVEL
+    # The measure of the headline result.
+    metric: str = "images_per_sec"
+    scale: Scale = RATIO
 
     def rows(self, measure: str) -> list[Row]:
-        """Return (configuration, repeat on one host, value) of each run whose value of `measure`
-        can be compared.
-
-        `measure`: name of a measured value, such as `images_per_sec`. Runs that had concurrent jobs
-        are excluded. Runs of dp over CPU threads are excluded too, except for the time to the first
-        step.
+        """Return (configuration, repeat, value) of each run whose value can be compared. `measure`:
+        name of the value, such as `images_per_sec`.
         """
-        measured: list[Row] = []
-        for point in self.members:
-            for run in point.runs:
-                value = run.measure(measure)
-                is_meaningful = measure == "first_step_seconds" or not run.is_simulated
-                if value is not None and is_meaningful and not run.neighbours:
-                    measured.append((point.label, (run.sweep, run.block, run.hosts[:1]), value))
-        return measured
+        raise NotImplementedError
 
     def pairs(self, measure: str) -> list[tuple[str, str]]:
-        """Return the pairs of configurations to compare. Every measure compares ddp with dp on
-        equally many devices. The measure speed also compares each configuration with single.
+        """Return the pairs of configurations to compare. `measure`: name of the compared value,
+        such as `images_per_sec`.
         """
-        # Compare no further pairs, because each additional pair would widen all confidence
-        # intervals.
-        labels = []
-        for a in self.members:
-            opponents = [self.single] if measure == SPEED else []
-            if a.strategy == "ddp" and a.devices > 1:
-                opponents.append(self.at("dp", a.devices))
-            for b in opponents:
-                if b is not None and b is not a and (measure != SPEED or (a.speed and b.speed)):
-                    labels.append((a.label, b.label))
-        return labels
+        raise NotImplementedError
 
-    @cached_property
-    def speeds(self) -> pd.DataFrame:
-        """Table with the images/s of each run, in the order in which the runs started. The column
-        `relative` is the speed divided by the median speed of the configuration.
-        """
-        columns = ["point", "run", "sweep", "position", "block", "strategy", "devices", "series"]
-        columns += [SPEED, "relative", "flagged"]
-        rows = [
-            [p.label, run.name, run.sweep, run.position, run.block, p.strategy, p.devices]
-            + [p.strategy + p.suffix, value, value / speed.median, bool(run.flags)]
-            for p in self.members
-            if (speed := p.speed) and speed.median > 0
-            for run in p.runs
-            if (value := run.measure(SPEED)) is not None
-        ]
-        frame = pd.DataFrame(rows, columns=columns).astype({"position": "Int64", "block": "Int64"})
-        return frame.sort_values(["sweep", "position"], ignore_index=True)
+    def is_void(self, contrast: Contrast) -> bool:
+        """Return True if the measurements do not allow a verdict on a pair of configurations."""
+        return self.disturbed
 
     @property
-    def single(self) -> MeasuredPoint | None:
-        return self.at("single", 1)
-
-    def at(self, strategy: str, devices: int) -> MeasuredPoint | None:
-        """Return the configuration of a strategy on a number of devices. If there are several,
-        return the one on the fewest nodes with the fewest options.
-        """
-
-        def simplicity(point: MeasuredPoint) -> tuple[int, int, str]:
-            options_set = point.options.count("=") - point.options.count("=null")
-            return point.nodes, options_set, point.options
-
-        points = [
-            point
-            for point in self.members
-            if (point.strategy, point.devices) == (strategy, devices)
-        ]
-        return min(points, key=simplicity, default=None)
-
-    def over_single(self, point: MeasuredPoint) -> Contrast | None:
-        return self.contrast(point, self.single)
-
-    def efficiency(self, point: MeasuredPoint) -> float | None:
-        """Return the scaling efficiency of a configuration: its images/s per device divided by the
-        images/s of single. The ideal is 1.
-        """
-        contrast = self.over_single(point)
-        return (
-            contrast.ratio / point.devices
-            if contrast and contrast.ratio and point.devices
-            else None
-        )
-
-    def same_threads(self, point: MeasuredPoint) -> bool:
-        """Return False if a configuration and single ran on a CPU with different numbers of threads
-        per device.
-        """
-        if self.accelerator != "cpu" or self.single is None:
-            return True
-        threads, of_single = (
-            {run.integer("threads_per_device") for run in p.runs} for p in (point, self.single)
-        )
-        return threads == of_single
+    def runs(self) -> list[RunRecord]:
+        return [run for configuration in self.members for run in configuration.runs]
 
     @property
-    def warnings(self) -> list[str]:
-        """Sentences that warn of runs on several hosts and of slow ranks."""
-        warnings = []
-        hosts = sorted({run.hosts[0] for run in self.runs if run.hosts})
-        if len(hosts) > 1:
-            warnings.append(
-                f"Runs on {len(hosts)} hosts ({', '.join(hosts[:4])}): each host is a separate "
-                "block."
-            )
-        for point in self.members:
-            for rank, share in summarize_columns(run.rank_shares for run in point.runs).items():
-                if share.median >= SLOW_RANK:
-                    longer = (
-                        f"{percent(share.median - 1)} longer for its part of a step (data "
-                        "and computing)"
-                    )
-                    warnings.append(f"{point.label}: {rank} needs {longer} than the median rank.")
-        return warnings
+    def disturbed(self) -> bool:
+        """True if most runs were disturbed by other load, see RunRecord.flags. A page about speed
+        then gives no verdict.
+        """
+        return 2 * sum(bool(run.flags) for run in self.runs) > len(self.runs)
+
+    @property
+    def contrasts(self) -> Sequence[Contrast]:
+        """Effect, confidence interval and verdict of each compared pair of configurations, for the
+        measure of the headline result.
+        """
+        return self.by_measure.get(self.metric, ())
+
+    @property
+    def detectable(self) -> list[float]:
+        """Smallest difference that the comparison of each pair of configurations can show, for the
+        measure of the headline result.
+        """
+        return [c.detectable for c in self.contrasts if c.detectable is not None]
+
+    def named(self, label: str) -> C:
+        return next(c for c in self.members if c.label == label)
+
+    def contrast(self, a: Configuration, b: Configuration | None) -> Contrast | None:
+        """Return the comparison of two configurations by the measure of the headline result, or
+        None if they were not compared.
+        """
+        pair = (a.label, b.label if b else None)
+        return next((c for c in self.contrasts if (c.a, c.b) == pair), None)
+
+    def estimates(self, measure: str, pairs: Sequence[tuple[str, str]]) -> list[Estimate]:
+        """Estimate the difference of each pair of configurations, with its standard error."""
+        return estimate(self.rows(measure), pairs, self.scale)
 
 
-def group_runs(runs: Iterable[RunRecord]) -> list[Group]:
-    """Group the finished runs whose speeds can be compared. The largest group comes first, and each
-    group is sorted by strategy and number of devices. The result contains no comparisons yet;
-    `with_contrasts` adds them.
+Q = TypeVar("Q", bound=Question)
+
+
+def with_contrasts(
+    questions: Sequence[Q],
+    smallest_difference: float = SMALLEST_DIFFERENCE,
+    levels: Mapping[str, float] | None = None,
+) -> list[Q]:
+    """Compare pairs of configurations in each group, and return copies of the groups with the
+    results: effect, confidence interval and verdict of each pair.
+
+    `levels`: dictionary from measure to the chance that any verdict on this measure is wrong. The
+    key "" stands for the measure of the headline result. By default, only this measure is compared.
     """
-    comparable = [run for run in runs if run.comparable]
-    settings = [key for key in varied(comparable) if not key.startswith(_NOT_OF_A_GROUP)]
-    # Do not put strategies into separate groups because of their numbers of loader workers, which
-    # `data.workers=auto` may choose differently for each strategy.
-    workers = {(run.strategy, run.devices, run.config.get("data.workers")) for run in comparable}
-    if "data.workers" in settings and len(workers) == len(
-        {(strategy, devices) for strategy, devices, _ in workers}
-    ):
-        settings.remove("data.workers")
-    commits = {run.commit for run in comparable if run.commit}
-    data = {run.data for run in comparable if run.data}
-    groups: dict[Group, list[RunRecord]] = defaultdict(list)
-    for run in comparable:
-        batch = run.config.get("data.batch_size_per_device")
-        kind = "strong" if batch is None else "weak"
-        batch = batch or run.integer("batch_size") or run.config.get("data.batch_size")
-        differing = describe_settings(run, settings) if run.config else ""
-        code = f"code {run.commit or 'unknown'}" if len(commits) > 1 else ""
-        key = Group(
-            hardware=run.hardware,
-            accelerator=run.accelerator,
-            model=str(run.result.get("model") or "—"),
-            kind=kind,
-            batch=batch,
-            settings=", ".join(
-                filter(None, (differing, code, f"data {run.data}" if len(data) > 1 else ""))
-            ),
-            model_name=model_name(run),
+    known: list[dict[str, list[Contrast]]] = [{} for _ in questions]
+    for measure, level in (levels or {"": LEVEL}).items():
+        names = [measure or question.metric for question in questions]
+        asked = zip(questions, names, strict=True)
+        estimates = [q.estimates(name, q.pairs(name)) for q, name in asked]
+        # Decide on the pairs of all groups in one call, because Holm's rule corrects for the number
+        # of all pairs.
+        decided = iter(decide([e for of in estimates for e in of], smallest_difference, level))
+        for place, question in enumerate(questions):
+            contrasts = [next(decided) for _ in estimates[place]]
+            known[place][names[place]] = [
+                replace(contrast, verdict=NOT_MEASURABLE, blocks_needed=None)
+                if question.is_void(contrast)
+                else contrast
+                for contrast in contrasts
+            ]
+    level = (levels or {}).get("", LEVEL)
+    return [
+        replace(
+            question, by_measure=by_measure, smallest_difference=smallest_difference, level=level
         )
-        groups[key].append(run)
-    full = [replace(empty, members=_points(members)) for empty, members in groups.items()]
-    return sorted(full, key=lambda group: (-len(group.members), group.hardware, group.title))
+        for question, by_measure in zip(questions, known, strict=True)
+    ]
 
 
-def _points(runs: list[RunRecord]) -> tuple[MeasuredPoint, ...]:
-    points = []
-    for (_, strategy, devices, nodes), alike in groupby(sorted(runs, key=_sort_key), key=_sort_key):
-        members = list(alike)
-        options = [key for key in varied(members) if key.startswith("parallel.")]
-        members.sort(key=lambda run: [_natural(run.config.get(key)) for key in options])
-        for text, repeats in groupby(
-            members, key=lambda run: describe_settings(run, options, "parallel.")
-        ):
-            suffix = f" on {nodes} nodes" if nodes > 1 else ""
-            suffix += f" ({text})" if text else ""
-            label = f"{strategy} × {devices}{suffix}"
-            points.append(
-                MeasuredPoint(tuple(repeats), label, strategy, devices, nodes, text, suffix)
-            )
-    return tuple(points)
+def summarize_columns(rows: Iterable[Mapping[Any, float | None]]) -> dict[str, Summary]:
+    columns: dict[str, list[float | None]] = defaultdict(list)
+    for row in rows:
+        for name, value in row.items():
+            columns[str(name)].append(value)
+    summaries = {name: summarize(column) for name, column in columns.items()}
+    return {name: summary for name, summary in summaries.items() if summary}
 
 
-def _sort_key(run: RunRecord) -> tuple[int, str, int, int]:
-    return COMPLEXITY.get(run.strategy, len(COMPLEXITY)), run.strategy, run.devices, run.nodes
+def varied(runs: Iterable[RunRecord]) -> dict[str, list[Any]]:
+    """Return the config keys that differ between the runs, as a dictionary from key to values. A
+    missing key counts as null.
+    """
+    differing = {}
+    for key, seen in values(run.config for run in runs).items():
+        # The config of a job that has not started yet has auto where others have a value.
+        known = [value for value in seen if value != "auto"]
+        if len(known) > 1:
+            differing[key] = known
+    return differing
 
 
-def _natural(value: Any) -> tuple[int, float, str]:
-    return (0, float(value), "") if isinstance(value, int | float) else (1, 0.0, str(value))
+def values(trees: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Return the distinct values of each dotted key in several configs. A key that a config does
+    not have counts as None. Empty configs are ignored.
+    """
+    known = [tree for tree in trees if tree]
+    keys = dict.fromkeys(key for tree in known for key in tree)
+    return {
+        key: list({repr(tree.get(key)): tree.get(key) for tree in known}.values()) for key in keys
+    }

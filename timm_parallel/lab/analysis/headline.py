@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from statistics import fmean, median
 
 from timm_parallel.keys import TrainConfig
-from timm_parallel.lab.analysis.groups import SPEED, Group, MeasuredPoint
 from timm_parallel.lab.analysis.runs import RunRecord
 from timm_parallel.lab.analysis.selection import choose, corrected_values
 from timm_parallel.lab.analysis.settings import Setting, SettingGroup
@@ -22,6 +21,7 @@ from timm_parallel.lab.analysis.statistics import (
     SUPPORTED,
     Contrast,
 )
+from timm_parallel.lab.analysis.strategies import SPEED, Group, MeasuredPoint
 from timm_parallel.lab.analysis.wording import (
     difference_text,
     figure,

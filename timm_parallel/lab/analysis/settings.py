@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import fmean, stdev
 
-from timm_parallel.lab.analysis.questions import (
+from timm_parallel.lab.analysis.groups import (
     NOT_A_SETTING,
     Configuration,
     Question,

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from timm_parallel.lab.analysis.questions import with_contrasts
+from timm_parallel.lab.analysis.groups import with_contrasts
 from timm_parallel.lab.analysis.runs import IMAGES_PER_SECOND, RunRecord, parse_overrides
 from timm_parallel.lab.analysis.settings import SettingGroup, setting_groups
 from timm_parallel.lab.analysis.statistics import (

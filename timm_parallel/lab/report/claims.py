@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from timm_parallel.errors import ReplicasDifferError
-from timm_parallel.lab.analysis.groups import SPEED, Group, MeasuredPoint
 from timm_parallel.lab.analysis.runs import RunRecord
 from timm_parallel.lab.analysis.statistics import (
     INCONCLUSIVE,
@@ -19,6 +18,7 @@ from timm_parallel.lab.analysis.statistics import (
     SUPPORTED,
     Contrast,
 )
+from timm_parallel.lab.analysis.strategies import SPEED, Group, MeasuredPoint
 from timm_parallel.lab.analysis.wording import figure, join_short, percent, with_range
 from timm_parallel.lab.report.evidence import (
     ClaimResult,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from timm_parallel.lab.analysis.groups import Group
 from timm_parallel.lab.analysis.headline import Recommendation
 from timm_parallel.lab.analysis.runs import RunRecord
 from timm_parallel.lab.analysis.settings import SettingGroup
+from timm_parallel.lab.analysis.strategies import Group
 from timm_parallel.lab.analysis.verdict import Verdict
 from timm_parallel.lab.analysis.wording import join_short
 from timm_parallel.lab.report import tables

@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from timm_parallel.lab.analysis.groups import Group, MeasuredPoint
 from timm_parallel.lab.analysis.runs import RunRecord
 from timm_parallel.lab.analysis.statistics import (
     INCONCLUSIVE,
@@ -16,6 +15,7 @@ from timm_parallel.lab.analysis.statistics import (
     SUPPORTED,
     Contrast,
 )
+from timm_parallel.lab.analysis.strategies import Group, MeasuredPoint
 from timm_parallel.lab.analysis.wording import interval_text, join_short, times, verdict_text
 
 

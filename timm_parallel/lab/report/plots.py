@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from timm_parallel.lab.analysis.groups import SPEED, Group
 from timm_parallel.lab.analysis.settings import Setting, SettingGroup
+from timm_parallel.lab.analysis.strategies import SPEED, Group
 from timm_parallel.lab.report.collect import read_curve
 
 if TYPE_CHECKING:

@@ -7,11 +7,11 @@ import os
 from pathlib import Path
 from typing import Any
 
-from timm_parallel.lab.analysis.groups import Group, MeasuredPoint
-from timm_parallel.lab.analysis.questions import values, varied
+from timm_parallel.lab.analysis.groups import values, varied
 from timm_parallel.lab.analysis.runs import MEASURES, RunRecord
 from timm_parallel.lab.analysis.settings import SettingGroup
 from timm_parallel.lab.analysis.statistics import Contrast, Summary
+from timm_parallel.lab.analysis.strategies import Group, MeasuredPoint
 from timm_parallel.lab.report.contents import Report
 
 # Version of the format of report.json, which docs/dev/report_method.md describes.

@@ -15,12 +15,12 @@ from urllib.parse import quote
 import jinja2
 import pandas as pd
 
-from timm_parallel.lab.analysis.groups import LEVELS, Group, group_runs
+from timm_parallel.lab.analysis.groups import with_contrasts
 from timm_parallel.lab.analysis.headline import Recommendation, recommend
-from timm_parallel.lab.analysis.questions import with_contrasts
 from timm_parallel.lab.analysis.runs import RunRecord
 from timm_parallel.lab.analysis.settings import SettingGroup, setting_groups
 from timm_parallel.lab.analysis.statistics import SMALLEST_DIFFERENCE
+from timm_parallel.lab.analysis.strategies import LEVELS, Group, group_runs
 from timm_parallel.lab.analysis.verdict import judge
 from timm_parallel.lab.analysis.wording import percent
 from timm_parallel.lab.report import plots, tables

@@ -10,11 +10,11 @@ from textwrap import shorten
 
 import pandas as pd
 
-from timm_parallel.lab.analysis.groups import Group, MeasuredPoint
-from timm_parallel.lab.analysis.questions import values
+from timm_parallel.lab.analysis.groups import values
 from timm_parallel.lab.analysis.runs import RunRecord
 from timm_parallel.lab.analysis.settings import Setting, SettingGroup
 from timm_parallel.lab.analysis.statistics import Contrast, Summary
+from timm_parallel.lab.analysis.strategies import Group, MeasuredPoint
 from timm_parallel.lab.analysis.wording import (
     DASH,
     effect_text,
