@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 
+from timm_parallel.lab.analysis.groups import Group
 from timm_parallel.lab.analysis.statistics import (
     INCONCLUSIVE,
     NOT_MEASURABLE,
     NOT_SUPPORTED,
     SUPPORTED,
 )
-from timm_parallel.lab.analysis.strategies import Group, group_runs
+from timm_parallel.lab.analysis.strategies import group_runs
 from timm_parallel.lab.report.collect import collect
 from timm_parallel.lab.report.tables import disturbed_table
 from timm_parallel.testing.report_sweeps import SPEEDS, Sweep, full_sweep, read

@@ -197,7 +197,7 @@ def test_report_rounds_swept_values_in_labels_only_when_the_labels_stay_distinct
     plain = read(sweep_over_rates(tmp_path / "s", values, config=config).write())[2]
     [group] = plain["settings"]
     assert [setting["label"] for setting in group["settings"]] == labels
-    assert (group["baseline"], group["note"]) == (labels[0], "")
+    assert (group["baseline"], group["missing_baseline"]) == (labels[0], "")
     assert plain["lead"]["command"] == f"python train.py optim.lr={rates[1]}"
 
 
@@ -315,11 +315,11 @@ def test_report_uses_and_notes_another_baseline_when_sweep_baseline_has_no_finis
         sweep_over_rates(tmp_path / "s", config={"sweep": {"baseline": "optim.lr=9"}}).write()
     )
     [group] = plain["settings"]
-    assert (
-        group["baseline"] == "optim.lr=0.001"
-        and "optim.lr=9" in group["note"]
-        and group["note"] in html
+    assert (group["baseline"], group["missing_baseline"]) == (
+        "optim.lr=0.001",
+        "sweep.baseline=optim.lr=9",
     )
+    assert group["missing_baseline"] in html
 
 
 def test_sweep_baseline_is_refused_when_no_job_of_the_sweep_has_the_baseline_setting() -> None:

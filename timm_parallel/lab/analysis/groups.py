@@ -1,31 +1,37 @@
-"""Base classes of a comparison. A configuration is a set of runs with the same settings. A question
-is a group of configurations that are compared by a measure on a scale. One function estimates the
-differences and decides for all questions.
+"""Configurations and groups of configurations. A configuration is a set of runs that differ in
+their seed only, or in their fold. A group holds the configurations that are compared with each
+other. The same classes serve strategies and settings.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Generic, TypeVar
+from statistics import fmean, stdev
+from typing import Any, Literal
 
 from timm_parallel.lab.analysis.runs import RunRecord
 from timm_parallel.lab.analysis.scales import RATIO, Scale
+from timm_parallel.lab.analysis.selection import may_be_best
 from timm_parallel.lab.analysis.statistics import (
     LEVEL,
     NOT_MEASURABLE,
     SMALLEST_DIFFERENCE,
+    SUPPORTED,
     Contrast,
     Estimate,
+    Model,
     Row,
     Summary,
     decide,
-    estimate,
+    mean_interval,
     summarize,
 )
 
+SPEED = "images_per_sec"
 # Keys that do not change the training, or in which repeats differ on purpose.
 NOT_A_SETTING = (
     *("paths.", "checkpoint.", "cluster.", "sweep.", "search.", "debug", "experiment", "tags"),
@@ -33,17 +39,57 @@ NOT_A_SETTING = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Configuration:
     """All runs with the same settings. The runs are repeats of each other."""
 
+    # Runs that can be compared.
     runs: tuple[RunRecord, ...]
-    # Name of the configuration, which no other configuration of the report's table has.
+    # Name of the configuration, which no other configuration of the group has.
     label: str
+    # Key -> value, as far as configurations of the group differ in it. Among strategies, these are
+    # the options of `parallel` that the strategy and the number of devices do not determine.
+    settings: Mapping[str, str] = field(default_factory=dict)
+    # Runs that failed, or whose value of the metric is not finite.
+    lost: tuple[RunRecord, ...] = ()
+    # The key in which repeats differ: seed or data.fold.
+    block: str = "seed"
+
+    @property
+    def first(self) -> RunRecord:
+        """A run of the configuration, from which its settings can be read."""
+        return (*self.runs, *self.lost)[0]
+
+    @property
+    def strategy(self) -> str:
+        return self.first.strategy
+
+    @property
+    def devices(self) -> int:
+        return self.first.devices
+
+    @property
+    def nodes(self) -> int:
+        return self.first.nodes
+
+    @property
+    def options(self) -> str:
+        """Options of `parallel` as text, for example `bucket_cap_mb=1`."""
+        return ", ".join(
+            f"{key.removeprefix('parallel.')}={value}" for key, value in self.settings.items()
+        )
 
     @property
     def is_simulated(self) -> bool:
         return any(run.is_simulated for run in self.runs)
+
+    @property
+    def needless_threads(self) -> tuple[int, int] | None:
+        return next((run.needless_threads for run in self.runs if run.needless_threads), None)
+
+    @property
+    def flagged(self) -> int:
+        return sum(bool(run.flags) for run in self.runs)
 
     def measure(self, name: str) -> Summary | None:
         return summarize(run.measure(name) for run in self.runs)
@@ -53,7 +99,7 @@ class Configuration:
         """Median and range of images/s over the repeats. None for dp over CPU threads, whose speed
         says nothing about GPUs.
         """
-        return None if self.is_simulated else self.measure("images_per_sec")
+        return None if self.is_simulated else self.measure(SPEED)
 
     @cached_property
     def peak_bytes(self) -> list[Summary]:
@@ -66,45 +112,121 @@ class Configuration:
             summarize_columns(of_run for of_run in peaks if len(of_run) == devices).values()
         )
 
+    @cached_property
+    def metrics(self) -> dict[str, Summary]:
+        """Dictionary from the name of the headline metric (`checkpoint.metric`) to its median and
+        range over the runs.
+        """
+        return summarize_columns({run.metric: run.metric_value} for run in self.runs)
 
-C = TypeVar("C", bound=Configuration)
+    @cached_property
+    def values(self) -> dict[object, float]:
+        """Headline metric as a dictionary from repeat to value. A repeat is a seed, or a fold if
+        there are several folds. Several runs of a repeat count as their mean.
+        """
+        # Average the seeds of a fold, because they share its images and are not independent.
+        blocks: dict[object, list[float]] = defaultdict(list)
+        for run in self.runs:
+            if run.metric_value is not None:
+                blocks[run.config.get(self.block)].append(run.metric_value)
+        return {block: fmean(values) for block, values in blocks.items()}
+
+    @property
+    def mean(self) -> float | None:
+        """Mean of the headline metric over the repeats. None if all runs are lost."""
+        return fmean(self.values.values()) if self.values else None
+
+    @property
+    def deviation(self) -> float | None:
+        """Standard deviation of the headline metric over the repeats. None for a single repeat."""
+        return stdev(self.values.values()) if len(self.values) > 1 else None
+
+    @property
+    def is_sound(self) -> bool:
+        """True if no run ran out of memory or had a value that is not finite, and at least one run
+        has a value. A report recommends only such a setting.
+        """
+        return bool(self.values) and not any(run.lost_by_settings for run in self.lost)
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """Properties that all runs of a comparison of strategies share, because speeds can only be
+    compared if they are equal.
+    """
+
+    hardware: str
+    accelerator: str
+    model: str
+    # Scaling: strong if the global batch is fixed, weak if the batch per device is fixed.
+    kind: str
+    # The fixed batch size: the global one for strong scaling, the one per device for weak scaling.
+    batch: int | None
+    # Further settings that differ between the groups of a report.
+    settings: str
+    # Name of the model. If model.kwargs changes the model, the name includes its config file and
+    # size.
+    model_name: str
+
+    @property
+    def title(self) -> str:
+        return ", ".join(filter(None, (self.model_name, self.scaling, self.settings)))
+
+    @property
+    def scaling(self) -> str:
+        batch = "—" if self.batch is None else str(self.batch)
+        if self.kind == "weak":
+            return f"weak scaling, batch {batch} per device"
+        return f"strong scaling, global batch {batch}"
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Question(Generic[C]):
-    """A group of configurations that are compared with each other by the measures of their runs,
-    with the results of the comparison.
+class Group:
+    """Configurations that are compared with each other, with the results of the comparison. Groups
+    are compared by identity, so two of them are never equal.
     """
 
-    members: tuple[C, ...] = ()
-    by_measure: Mapping[str, Sequence[Contrast]] = field(default_factory=dict, compare=False)
+    # Strategies and numbers of devices are compared by their speed, settings by a metric, and the
+    # settings of a tuning by their speed.
+    kind: Literal["strategies", "settings", "tuning"]
+    # Differences from the other groups of the report, such as model, batch, data and code.
+    title: str
+    members: tuple[Configuration, ...]
+    # Label of the configuration with which the others are compared. Empty if there is none.
+    baseline: str
+    # Measure -> (configuration, repeat, value) of each run whose value can be compared.
+    rows: Mapping[str, Sequence[Row]]
+    # Measure -> pairs of configurations that are compared.
+    pairs: Mapping[str, Sequence[tuple[str, str]]]
+    # The measure of the headline result, and its scale.
+    metric: str = SPEED
+    scale: Scale = RATIO
+    # Smallest difference that the metric can have, such as the share of one image. 0 if unknown.
+    rounding: float = 0.0
+    # The requested baseline, if no run of it is done. Empty if the baseline is the requested one.
+    missing_baseline: str = ""
+    # Properties that all runs share. None if the group does not compare strategies.
+    shared: Conditions | None = None
+    # Results of the comparison, by measure.
+    by_measure: Mapping[str, Sequence[Contrast]] = field(default_factory=dict)
     # Smallest relative difference that matters. A smaller one does not count for a verdict.
     smallest_difference: float = SMALLEST_DIFFERENCE
     # Chance that any verdict on the measure of the headline result is wrong.
     level: float = LEVEL
-    # The measure of the headline result.
-    metric: str = "images_per_sec"
-    scale: Scale = RATIO
 
-    def rows(self, measure: str) -> list[Row]:
-        """Return (configuration, repeat, value) of each run whose value can be compared. `measure`:
-        name of the value, such as `images_per_sec`.
-        """
-        raise NotImplementedError
-
-    def pairs(self, measure: str) -> list[tuple[str, str]]:
-        """Return the pairs of configurations to compare. `measure`: name of the compared value,
-        such as `images_per_sec`.
-        """
-        raise NotImplementedError
-
-    def is_void(self, contrast: Contrast) -> bool:
-        """Return True if the measurements do not allow a verdict on a pair of configurations."""
-        return self.disturbed
+    @property
+    def conditions(self) -> Conditions:
+        """Properties that all runs of a comparison of strategies share."""
+        assert self.shared is not None, "the group does not compare strategies"
+        return self.shared
 
     @property
     def runs(self) -> list[RunRecord]:
         return [run for configuration in self.members for run in configuration.runs]
+
+    @property
+    def hardware(self) -> str:
+        return " and ".join(dict.fromkeys(run.hardware for run in self.runs))
 
     @property
     def disturbed(self) -> bool:
@@ -127,57 +249,182 @@ class Question(Generic[C]):
         """
         return [c.detectable for c in self.contrasts if c.detectable is not None]
 
-    def named(self, label: str) -> C:
+    def named(self, label: str) -> Configuration:
         return next(c for c in self.members if c.label == label)
 
-    def contrast(self, a: Configuration, b: Configuration | None) -> Contrast | None:
-        """Return the comparison of two configurations by the measure of the headline result, or
-        None if they were not compared.
+    def at(self, strategy: str, devices: int) -> Configuration | None:
+        """Return the configuration of a strategy on a number of devices. If there are several,
+        return the one on the fewest nodes with the fewest options.
         """
-        pair = (a.label, b.label if b else None)
+        return simplest(self.members, strategy, devices)
+
+    def over_baseline(self, configuration: Configuration) -> Contrast | None:
+        """Return the comparison of a configuration with the baseline by the measure of the headline
+        result, or None if they were not compared.
+        """
+        pair = (configuration.label, self.baseline)
         return next((c for c in self.contrasts if (c.a, c.b) == pair), None)
 
+    @property
+    def keys(self) -> list[str]:
+        return list(dict.fromkeys(key for member in self.members for key in member.settings))
+
+    @property
+    def alive(self) -> list[Configuration]:
+        """Settings that have at least one value of the headline metric."""
+        return [setting for setting in self.members if setting.values]
+
+    @property
+    def complete(self) -> list[Configuration]:
+        """Settings without lost runs. If there are none, all settings that have a value."""
+        return [setting for setting in self.alive if not setting.lost] or self.alive
+
+    @property
+    def blocks(self) -> int:
+        return len({block for _, block, _ in self.rows[self.metric]})
+
+    @property
+    def unit_of_repeats(self) -> str:
+        return self.members[0].block.removeprefix("data.") if self.kind == "settings" else "repeat"
+
+    def interval(self, setting: Configuration) -> tuple[float, float] | None:
+        """Return the 95 % confidence interval of the mean of a setting, or None for a single
+        value.
+        """
+        return mean_interval(setting.values.values(), self.scale, self.rounding)
+
+    @cached_property
+    def highest(self) -> str:
+        """Label of the setting with the best mean. A setting with lost runs is chosen only if every
+        setting has lost runs.
+        """
+        estimates = self.estimates(self.metric, self.pairs[self.metric])
+        better = {e.a: e.better for e in estimates if e.difference is not None}
+        better[self.baseline] = 0.0
+        candidates = [s.label for s in self.complete if s.label in better]
+        return max(candidates or [self.baseline], key=lambda label: better[label])
+
+    @cached_property
+    def may_be_best(self) -> set[str]:
+        """Labels of the settings that may be the best, because they are not shown to be worse than
+        another one.
+        """
+        others = [(self.highest, s.label) for s in self.alive if s.label != self.highest]
+        # Also remove settings that are shown to be worse than a setting with lost runs. Such a
+        # setting is never the highest, but it may be better than the baseline.
+        beaten = {contrast.b for contrast in self.contrasts if contrast.verdict == SUPPORTED}
+        return (may_be_best(self.estimates(self.metric, others)) | {self.highest}) - beaten
+
+    def best(self, count: int) -> list[Configuration]:
+        """Return `count` settings in the order of the sweep: the baseline, and those with the best
+        means.
+        """
+
+        def rank(setting: Configuration) -> tuple[bool, float]:
+            mean = setting.mean
+            value = -math.inf if mean is None else self.scale.sign * mean
+            return setting.label == self.baseline, value
+
+        ranked = sorted(self.members, key=rank, reverse=True)
+        return [setting for setting in self.members if setting in ranked[:count]]
+
     def estimates(self, measure: str, pairs: Sequence[tuple[str, str]]) -> list[Estimate]:
-        """Estimate the difference of each pair of configurations, with its standard error."""
-        return estimate(self.rows(measure), pairs, self.scale)
+        """Estimate the difference of each pair of configurations, with its standard error. The
+        estimates allow for any value that a lost run may have had.
+        """
+        model = self._models[measure]
+        return [self._bounded(model.compare(a, b), measure) for a, b in pairs]
+
+    @cached_property
+    def _models(self) -> dict[str, Model]:
+        # Speeds of all configurations have about equal noise. For a metric, each setting has its
+        # own noise.
+        equal_noise = self.kind != "settings"
+        return {
+            measure: Model(rows, self.scale, equal_noise, self.rounding)
+            for measure, rows in self.rows.items()
+        }
+
+    def _bounded(self, e: Estimate, measure: str) -> Estimate:
+        """Return an estimate that allows for the unknown values of lost runs. Each such value is
+        taken to be between the worst and the best value of the group.
+        """
+        a, b = self.named(e.a), self.named(e.b)
+        if not a.lost and not b.lost:
+            return e
+        values = [value for *_, value in self.rows[measure]]
+        sign = self.scale.sign
+        worst, best = sorted((min(values), max(values)), key=lambda value: sign * value)
+        down = _lost_shift(a, worst, self.scale) + _lost_shift(b, best, self.scale)
+        up = _lost_shift(a, best, self.scale) + _lost_shift(b, worst, self.scale)
+        return replace(e, slack=(up, down) if self.scale.lower_is_better else (down, up))
+
+    def is_void(self, contrast: Contrast) -> bool:
+        """Return True if the measurements do not allow a verdict on a pair of configurations: most
+        runs of a comparison of strategies were disturbed, or a setting is shown to be better
+        although some of its runs ran out of memory or diverged.
+        """
+        if self.kind == "strategies":
+            return self.disturbed
+        return contrast.verdict == SUPPORTED and not self.named(contrast.a).is_sound
 
 
-Q = TypeVar("Q", bound=Question)
+def simplest(members: Iterable[Configuration], strategy: str, devices: int) -> Configuration | None:
+    """Return the configuration of a strategy on a number of devices that has the fewest nodes and
+    the fewest options.
+    """
+
+    def simplicity(point: Configuration) -> tuple[int, int, str]:
+        options_set = sum(value != "null" for value in point.settings.values())
+        return point.nodes, options_set, point.options
+
+    points = [p for p in members if (p.strategy, p.devices) == (strategy, devices)]
+    return min(points, key=simplicity, default=None)
+
+
+def _lost_shift(setting: Configuration, end: float, scale: Scale) -> float:
+    """Return by how much the mean of a setting, on the scale, would change if each of its lost runs
+    had reached the value `end`. The caller passes the best or the worst value of the group.
+    """
+    if not setting.lost:
+        return 0.0
+    share = len(setting.lost) / (len(setting.lost) + len(setting.runs))
+    mean = fmean(scale.to(value) for value in setting.values.values())
+    shift = abs(scale.to(end) - mean)
+    return share * shift if math.isfinite(shift) else math.inf
 
 
 def with_contrasts(
-    questions: Sequence[Q],
+    groups: Sequence[Group],
     smallest_difference: float = SMALLEST_DIFFERENCE,
     levels: Mapping[str, float] | None = None,
-) -> list[Q]:
+) -> list[Group]:
     """Compare pairs of configurations in each group, and return copies of the groups with the
     results: effect, confidence interval and verdict of each pair.
 
     `levels`: dictionary from measure to the chance that any verdict on this measure is wrong. The
     key "" stands for the measure of the headline result. By default, only this measure is compared.
     """
-    known: list[dict[str, list[Contrast]]] = [{} for _ in questions]
+    known: list[dict[str, list[Contrast]]] = [{} for _ in groups]
     for measure, level in (levels or {"": LEVEL}).items():
-        names = [measure or question.metric for question in questions]
-        asked = zip(questions, names, strict=True)
-        estimates = [q.estimates(name, q.pairs(name)) for q, name in asked]
+        names = [measure or group.metric for group in groups]
+        asked = zip(groups, names, strict=True)
+        estimates = [group.estimates(name, group.pairs[name]) for group, name in asked]
         # Decide on the pairs of all groups in one call, because Holm's rule corrects for the number
         # of all pairs.
         decided = iter(decide([e for of in estimates for e in of], smallest_difference, level))
-        for place, question in enumerate(questions):
+        for place, group in enumerate(groups):
             contrasts = [next(decided) for _ in estimates[place]]
             known[place][names[place]] = [
                 replace(contrast, verdict=NOT_MEASURABLE, blocks_needed=None)
-                if question.is_void(contrast)
+                if group.is_void(contrast)
                 else contrast
                 for contrast in contrasts
             ]
     level = (levels or {}).get("", LEVEL)
     return [
-        replace(
-            question, by_measure=by_measure, smallest_difference=smallest_difference, level=level
-        )
-        for question, by_measure in zip(questions, known, strict=True)
+        replace(group, by_measure=by_measure, smallest_difference=smallest_difference, level=level)
+        for group, by_measure in zip(groups, known, strict=True)
     ]
 
 

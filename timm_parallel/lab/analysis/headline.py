@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from statistics import fmean, median
 
 from timm_parallel.keys import TrainConfig
+from timm_parallel.lab.analysis.groups import SPEED, Configuration, Group
 from timm_parallel.lab.analysis.runs import RunRecord
 from timm_parallel.lab.analysis.selection import choose, corrected_values
-from timm_parallel.lab.analysis.settings import Setting, SettingGroup
 from timm_parallel.lab.analysis.statistics import (
     INCONCLUSIVE,
     NOT_SUPPORTED,
@@ -21,7 +21,6 @@ from timm_parallel.lab.analysis.statistics import (
     SUPPORTED,
     Contrast,
 )
-from timm_parallel.lab.analysis.strategies import SPEED, Group, MeasuredPoint
 from timm_parallel.lab.analysis.wording import (
     difference_text,
     figure,
@@ -56,7 +55,7 @@ class Recommendation:
     measurements are inconclusive.
     """
 
-    group: Group | SettingGroup
+    group: Group
     sentence: str
     command: str = ""
     # Label of the recommended configuration.
@@ -119,17 +118,17 @@ def _disturbed(runs: Sequence[RunRecord]) -> str:
     )
 
 
-def recommend(group: Group | SettingGroup) -> Recommendation:
+def recommend(group: Group) -> Recommendation:
     """Choose the headline result of a group of configurations. Among strategies, it is the simplest
     one that is not relevantly slower than the fastest. Among settings, it is the best one that is
     shown to be better than the baseline. In a tuning, it is the fastest one that is shown to be
     faster than the current settings.
     """
-    if isinstance(group, SettingGroup) and not group.is_about_speed:
+    if group.kind == "settings":
         return _recommend_better(group)
     if group.disturbed:
         return Recommendation(group, _disturbed(group.runs))
-    return _recommend_simple(group) if isinstance(group, Group) else _recommend_fastest(group)
+    return _recommend_simple(group) if group.kind == "strategies" else _recommend_fastest(group)
 
 
 def _recommend_simple(group: Group) -> Recommendation:
@@ -140,7 +139,7 @@ def _recommend_simple(group: Group) -> Recommendation:
     # devices keep their order: single, dp, ddp.
     simplest_first = sorted(group.members, key=lambda point: (point.nodes, point.devices))
     chosen = choose(
-        group.rows(SPEED), [point.label for point in simplest_first], group.smallest_difference
+        group.rows[SPEED], [point.label for point in simplest_first], group.smallest_difference
     )
     if chosen is None:
         return Recommendation(group, "No finished run here has images/s to compare yet.")
@@ -166,13 +165,15 @@ def _recommend_simple(group: Group) -> Recommendation:
     return Recommendation(group, sentence, command(point.runs[0]), point.label, contrast)
 
 
-def _compare_with_single(group: Group, point: MeasuredPoint) -> tuple[Contrast | None, str]:
+def _compare_with_single(group: Group, point: Configuration) -> tuple[Contrast | None, str]:
     """Compare a configuration with strategy single. If the configuration is single itself, compare
     it with the fastest other one. Return (comparison, sentence for the report).
     """
     assert point.speed is not None
-    if point is group.single:
-        against = [c for p in group.members if (c := group.over_single(p)) and c.ratio is not None]
+    if point.label == group.baseline:
+        against = [
+            c for p in group.members if (c := group.over_baseline(p)) and c.ratio is not None
+        ]
         if not against:
             return (
                 None,
@@ -190,7 +191,7 @@ def _compare_with_single(group: Group, point: MeasuredPoint) -> tuple[Contrast |
         )
         ratio = f"runs at {times(second)} the speed of {_describe(point)}{interval_text(second)}"
         return second, f"No gain {gain} here: {_describe(other)} {ratio}."
-    contrast = group.over_single(point)
+    contrast = group.over_baseline(point)
     if contrast is None or contrast.ratio is None:
         return None, (
             f"{_describe(point)} has the highest estimate, {with_range(point.speed)} images/s. To "
@@ -204,14 +205,14 @@ def _compare_with_single(group: Group, point: MeasuredPoint) -> tuple[Contrast |
     return contrast, sentence + _second_device(group, point)
 
 
-def _second_device(group: Group, point: MeasuredPoint) -> str:
+def _second_device(group: Group, point: Configuration) -> str:
     """Format a sentence on the gain from a second device. The text is empty if the recommended
     configuration has two devices, or if the gain is unknown.
     """
     pairs = [
         (p, c)
         for p in group.members
-        if p.devices == 2 and (c := group.over_single(p)) and c.ratio is not None
+        if p.devices == 2 and (c := group.over_baseline(p)) and c.ratio is not None
     ]
     if point.devices == 2 or not pairs:
         return ""
@@ -224,7 +225,7 @@ def _second_device(group: Group, point: MeasuredPoint) -> str:
     )
 
 
-def _describe(point: MeasuredPoint) -> str:
+def _describe(point: Configuration) -> str:
     if point.strategy == "single" and not point.options:
         return "single"
     text = f"{point.strategy} on {plural(point.devices, 'device')}"
@@ -235,14 +236,14 @@ def _describe(point: MeasuredPoint) -> str:
     return text
 
 
-def _recommend_better(group: SettingGroup) -> Recommendation:
+def _recommend_better(group: Group) -> Recommendation:
     """Recommend the best setting that is shown to be better than the baseline. If there is none,
     state the smallest difference that the sweep could have detected.
     """
     shown = [c for c in group.contrasts if c.verdict == SUPPORTED]
     if len(group.alive) == 1:
         lead = _only_setting(group)
-    elif shown or (group.may_be_best == {group.baseline.label} and group.baseline.is_sound):
+    elif shown or (group.may_be_best == {group.baseline} and group.named(group.baseline).is_sound):
         # Take the best of the settings that are shown to be better than the baseline. If there are
         # none, the baseline itself is shown to be best, so compare it with the next one.
         contrast = max(shown or group.contrasts, key=lambda c: group.scale.sign * (c.effect or 0))
@@ -252,11 +253,11 @@ def _recommend_better(group: SettingGroup) -> Recommendation:
     return replace(lead, notes=tuple(_notes(group)))
 
 
-def _shown_best(group: SettingGroup, contrast: Contrast) -> Recommendation:
+def _shown_best(group: Group, contrast: Contrast) -> Recommendation:
     """Recommend the setting that is shown to be better than the baseline, or the baseline if it is
     shown to be the best. `contrast`: comparison of the best other setting with the baseline.
     """
-    other, baseline = group.named(contrast.a), group.baseline
+    other, baseline = group.named(contrast.a), group.named(group.baseline)
     chosen = other if contrast.verdict == SUPPORTED else baseline
     expected = _expected(group, chosen)
     source = f"from {plural(contrast.n, group.unit_of_repeats)}"
@@ -284,9 +285,9 @@ def _shown_best(group: SettingGroup, contrast: Contrast) -> Recommendation:
     )
 
 
-def _none_better(group: SettingGroup) -> Recommendation:
+def _none_better(group: Group) -> Recommendation:
     highest, unit = group.named(group.highest), group.unit_of_repeats
-    sentence = f"No setting is shown to be better than {_name(group.baseline)}"
+    sentence = f"No setting is shown to be better than {_name(group.named(group.baseline))}"
     detectable = group.detectable
     if not detectable:
         word = "lowest" if group.scale.lower_is_better else "highest"
@@ -302,10 +303,10 @@ def _none_better(group: SettingGroup) -> Recommendation:
     sentence += (
         f"; this sweep could detect a difference of {size_text(group.scale, median(detectable))}."
     )
-    if highest is group.baseline:
+    if highest.label == group.baseline:
         sentence += f" It has the best mean {group.metric} itself."
     else:
-        contrast = group.contrast(highest, group.baseline)
+        contrast = group.over_baseline(highest)
         decide = ""
         if contrast is not None and contrast.verdict == INCONCLUSIVE:
             needed = (
@@ -317,7 +318,7 @@ def _none_better(group: SettingGroup) -> Recommendation:
     return replace(expected, sentence=sentence)
 
 
-def _only_setting(group: SettingGroup) -> Recommendation:
+def _only_setting(group: Group) -> Recommendation:
     [setting] = group.alive
     ends = group.interval(setting)
     interval = f" (95 % interval {range_text(group.scale, ends)})" if ends else ""
@@ -334,13 +335,13 @@ def _only_setting(group: SettingGroup) -> Recommendation:
     return replace(lead, command=command(setting.runs[0]), point=setting.label)
 
 
-def _expected(group: SettingGroup, chosen: Setting) -> Recommendation:
+def _expected(group: Group, chosen: Configuration) -> Recommendation:
     """Estimate which value the chosen setting will have in new runs, and its difference from the
     baseline, without the bias of choosing the best. The estimate is the mean of one value per
     repeat: that of the setting which is best in all other repeats.
     """
     # Leave out settings with lost runs, because chance decided which of their runs have a value.
-    settings, blocks = group.complete, {block for _, block, _ in group.rows()}
+    settings, blocks = group.complete, {block for _, block, _ in group.rows[group.metric]}
     if chosen not in settings:
         settings, blocks = [*settings, chosen], set(chosen.values)
     rows = [
@@ -352,7 +353,7 @@ def _expected(group: SettingGroup, chosen: Setting) -> Recommendation:
     scores = corrected_values(rows, group.scale)
     if not scores:
         return Recommendation(group, "")
-    value, baseline = fmean(scores.values()), group.baseline.values
+    value, baseline = fmean(scores.values()), group.named(group.baseline).values
     differences = [score - baseline[block] for block, score in scores.items() if block in baseline]
     interval = group.interval(chosen)
     if interval is not None and chosen.mean is not None:
@@ -366,7 +367,7 @@ def _expected(group: SettingGroup, chosen: Setting) -> Recommendation:
     return Recommendation(group, "", value=value, value_interval=interval, difference=difference)
 
 
-def _value(group: SettingGroup, chosen: Setting, expected: Recommendation) -> str:
+def _value(group: Group, chosen: Configuration, expected: Recommendation) -> str:
     interval = (
         f" (95 % interval {range_text(group.scale, expected.value_interval)})"
         if expected.value_interval
@@ -378,7 +379,7 @@ def _value(group: SettingGroup, chosen: Setting, expected: Recommendation) -> st
     )
 
 
-def _rivals(group: SettingGroup, named: Setting) -> str:
+def _rivals(group: Group, named: Configuration) -> str:
     """Format a sentence that names the settings which are not shown to be worse than the
     recommended one. If there are none, the sentence says that it is the best.
     """
@@ -395,14 +396,14 @@ def _rivals(group: SettingGroup, named: Setting) -> str:
     return f" Not shown to be worse than it: {join_short(sound, 3)}." if sound else ""
 
 
-def _name(setting: Setting) -> str:
+def _name(setting: Configuration) -> str:
     """Return the label of a setting. If runs were lost, add their number and the reason, for
     example `lr=1 (2 of 5 runs failed)`.
     """
     return f"{setting.label} ({_lost(setting)})" if setting.lost else setting.label
 
 
-def _lost(setting: Setting) -> str:
+def _lost(setting: Configuration) -> str:
     reasons = Counter(
         "not finite" if run.status == "done" else run.status.replace("_", " ")
         for run in setting.lost
@@ -411,8 +412,13 @@ def _lost(setting: Setting) -> str:
     return ", ".join(f"{count} of {total} runs {reason}" for reason, count in reasons.items())
 
 
-def _notes(group: SettingGroup) -> list[str]:
-    notes = [group.note] if group.note else []
+def _notes(group: Group) -> list[str]:
+    notes = []
+    if group.missing_baseline:
+        notes.append(
+            f"No run of the baseline {group.missing_baseline} is done, so settings are compared "
+            f"with {group.baseline}."
+        )
     lost = [setting for setting in group.members if setting.lost]
     if lost:
         notes.append(
@@ -437,7 +443,7 @@ def _notes(group: SettingGroup) -> list[str]:
                 "The intervals are over folds: they hold, approximately, for other images like "
                 "these."
             )
-        elif group.is_on_fixed_images:
+        elif _is_on_fixed_images(group):
             notes.append(
                 "The intervals are over seeds on the same images: they hold for training again, "
                 "not for others."
@@ -445,11 +451,19 @@ def _notes(group: SettingGroup) -> list[str]:
     return notes
 
 
-def _far_off(group: SettingGroup) -> Iterable[tuple[Setting, RunRecord]]:
+def _is_on_fixed_images(group: Group) -> bool:
+    """Return True if all runs were evaluated on the same images, so that the noise comes only from
+    training.
+    """
+    key = f"data.{group.metric.partition('/')[0]}"
+    return len({run.result.get(key) for run in group.runs}) == 1
+
+
+def _far_off(group: Group) -> Iterable[tuple[Configuration, RunRecord]]:
     """Yield (setting, run) for each run that is much worse than the median of its setting, for
     example because the training diverged.
     """
-    shortfalls: list[tuple[float, Setting, RunRecord]] = []
+    shortfalls: list[tuple[float, Configuration, RunRecord]] = []
     for setting in group.alive:
         known = {
             run: group.scale.to(run.metric_value)
@@ -469,11 +483,11 @@ def _far_off(group: SettingGroup) -> Iterable[tuple[Setting, RunRecord]]:
         )
 
 
-def _recommend_fastest(group: SettingGroup) -> Recommendation:
+def _recommend_fastest(group: Group) -> Recommendation:
     """Recommend the fastest setting of a tuning that is shown to train faster than the current
     settings. If there is none, state the smallest gain that the tuning could have detected.
     """
-    baseline, repeats = group.baseline, plural(group.blocks, "repeat")
+    baseline, repeats = group.named(group.baseline), plural(group.blocks, "repeat")
     shown = {contrast.a: contrast for contrast in group.contrasts if contrast.verdict == SUPPORTED}
     smallest = float(group.runs[0].config.get("sweep.smallest_difference") or SMALLEST_DIFFERENCE)
     if not shown:
@@ -492,7 +506,7 @@ def _recommend_fastest(group: SettingGroup) -> Recommendation:
     )
 
 
-def _no_gain(group: SettingGroup, smallest: float) -> str:
+def _no_gain(group: Group, smallest: float) -> str:
     sentence = (
         f"No setting is shown to train more than {percent(smallest)} faster than the current ones"
     )
@@ -502,7 +516,7 @@ def _no_gain(group: SettingGroup, smallest: float) -> str:
     return f"{sentence}: without repeats the noise is unknown; use sweep.repeats=5."
 
 
-def _memory(winner: Setting, baseline: Setting) -> list[str]:
+def _memory(winner: Configuration, baseline: Configuration) -> list[str]:
     if not (winner.peak_bytes and baseline.peak_bytes):
         return []
     peaks = [max(peak.median for peak in setting.peak_bytes) for setting in (winner, baseline)]
@@ -510,7 +524,7 @@ def _memory(winner: Setting, baseline: Setting) -> list[str]:
     return [f"Peak memory: {of_winner} MiB instead of {of_baseline} MiB."]
 
 
-def _advice(winner: Setting, baseline: Setting) -> list[str]:
+def _advice(winner: Configuration, baseline: Configuration) -> list[str]:
     """Return sentences of advice: a warning for each changed setting that changes more than speed,
     and the time that compiling takes.
     """
@@ -527,37 +541,39 @@ def _advice(winner: Setting, baseline: Setting) -> list[str]:
     return lines
 
 
-def _changed(setting: Setting, baseline: Setting) -> dict[str, str]:
+def _changed(setting: Configuration, baseline: Configuration) -> dict[str, str]:
     return {
         key: value for key, value in setting.settings.items() if value != baseline.settings.get(key)
     }
 
 
-def _changes(setting: Setting, baseline: Setting) -> str:
+def _changes(setting: Configuration, baseline: Configuration) -> str:
     return ", ".join(f"{key}={value}" for key, value in _changed(setting, baseline).items())
 
 
-def _start_seconds(setting: Setting) -> str:
+def _start_seconds(setting: Configuration) -> str:
     seconds = setting.measure("first_step_seconds")
     return figure(seconds.median) if seconds else "an unknown number of"
 
 
 def _without_changes(
-    group: SettingGroup, winner: Setting, shown: Mapping[str, Contrast]
+    group: Group, winner: Configuration, shown: Mapping[str, Contrast]
 ) -> list[str]:
     """Return a list with one sentence, which names the fastest of the settings that change only
     speed and memory. Return an empty list if the recommended setting is one of them, or if there
     are none.
     """
 
-    def only_speed(setting: Setting) -> bool:
-        return not CHANGES_TRAINING.keys() & _changed(setting, group.baseline).keys()
+    baseline = group.named(group.baseline)
+
+    def only_speed(setting: Configuration) -> bool:
+        return not CHANGES_TRAINING.keys() & _changed(setting, baseline).keys()
 
     others = [contrast for label, contrast in shown.items() if only_speed(group.named(label))]
     if only_speed(winner) or not others:
         return []
     best = max(others, key=lambda contrast: contrast.ratio or 0)
-    text = _changes(group.named(best.a), group.baseline)
+    text = _changes(group.named(best.a), baseline)
     return [
         f"Of the settings that change only speed and memory, {text} is the fastest: "
         f"{times(best)}{interval_text(best)}."

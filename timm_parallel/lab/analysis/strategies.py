@@ -5,9 +5,7 @@ group, collect the runs of each strategy on each number of devices.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -15,16 +13,19 @@ import pandas as pd
 
 from timm_parallel.lab.analysis.groups import (
     NOT_A_SETTING,
+    SPEED,
+    Conditions,
     Configuration,
-    Question,
+    Group,
+    simplest,
     summarize_columns,
     varied,
 )
 from timm_parallel.lab.analysis.runs import RunRecord
-from timm_parallel.lab.analysis.statistics import LEVEL, Contrast, Row, Summary
+from timm_parallel.lab.analysis.statistics import LEVEL, Row
 from timm_parallel.lab.analysis.wording import describe_settings, model_name, percent
+from timm_parallel.machine.text import yaml_text
 
-SPEED = "images_per_sec"
 # Chance of a wrong verdict, by measure. Speed is the subject of a sweep and has the usual level.
 # The other three measures share a fifth of that level. A page without any true difference therefore
 # has a wrong verdict in at most 6 % of cases.
@@ -36,187 +37,8 @@ COMPLEXITY = {"single": 0, "dp": 1, "ddp": 2, "fsdp": 3}
 # The report warns of a rank that takes this many times as long as the median rank.
 SLOW_RANK = 1.1
 # Keys that do not separate groups: the configurations of a group differ in them on purpose, or a
-# field of the group holds their value.
+# condition of the group holds their value.
 _NOT_OF_A_GROUP = (*NOT_A_SETTING, "parallel.", "model.name", "data.batch_size")
-
-
-@dataclass(frozen=True)
-class MeasuredPoint(Configuration):
-    """All runs of one strategy on the same number of devices and nodes. The runs are repeats of
-    each other.
-    """
-
-    strategy: str
-    devices: int
-    nodes: int
-    # Options of `parallel` in which this configuration differs from others with the same strategy
-    # and number of devices.
-    options: str
-    # Last part of the configuration's label, such as ` on 2 nodes`. It names the nodes and the
-    # options.
-    suffix: str
-
-    @property
-    def needless_threads(self) -> tuple[int, int] | None:
-        return next((run.needless_threads for run in self.runs if run.needless_threads), None)
-
-    @cached_property
-    def metrics(self) -> dict[str, Summary]:
-        """Dictionary from the name of the headline metric (`checkpoint.metric`) to its median and
-        range over the repeats.
-        """
-        return summarize_columns({run.metric: run.metric_value} for run in self.runs)
-
-    @property
-    def flagged(self) -> int:
-        return sum(bool(run.flags) for run in self.runs)
-
-
-@dataclass(frozen=True)
-class Group(Question[MeasuredPoint]):
-    """Configurations whose speeds are compared in one table, because hardware, model, batch and all
-    other settings are equal.
-    """
-
-    hardware: str
-    accelerator: str
-    model: str
-    # Scaling: strong if the global batch is fixed, weak if the batch per device is fixed.
-    kind: str
-    # The fixed batch size: the global one for strong scaling, the one per device for weak scaling.
-    batch: int | None
-    # Further settings that differ between the groups of a report.
-    settings: str
-    # Name of the model. If model.kwargs changes the model, the name includes its config file and
-    # size.
-    model_name: str
-
-    @property
-    def title(self) -> str:
-        return ", ".join(filter(None, (self.model_name, self.scaling, self.settings)))
-
-    @property
-    def scaling(self) -> str:
-        batch = "—" if self.batch is None else str(self.batch)
-        if self.kind == "weak":
-            return f"weak scaling, batch {batch} per device"
-        return f"strong scaling, global batch {batch}"
-
-    def rows(self, measure: str) -> list[Row]:
-        """Return (configuration, repeat on one host, value) of each run whose value of `measure`
-        can be compared.
-
-        `measure`: name of a measured value, such as `images_per_sec`. Runs that had concurrent jobs
-        are excluded. Runs of dp over CPU threads are excluded too, except for the time to the first
-        step.
-        """
-        measured: list[Row] = []
-        for point in self.members:
-            for run in point.runs:
-                value = run.measure(measure)
-                is_meaningful = measure == "first_step_seconds" or not run.is_simulated
-                if value is not None and is_meaningful and not run.neighbours:
-                    measured.append((point.label, (run.sweep, run.block, run.hosts[:1]), value))
-        return measured
-
-    def pairs(self, measure: str) -> list[tuple[str, str]]:
-        """Return the pairs of configurations to compare. Every measure compares ddp with dp on
-        equally many devices. The measure speed also compares each configuration with single.
-        """
-        # Compare no further pairs, because each additional pair would widen all confidence
-        # intervals.
-        labels = []
-        for a in self.members:
-            opponents = [self.single] if measure == SPEED else []
-            if a.strategy == "ddp" and a.devices > 1:
-                opponents.append(self.at("dp", a.devices))
-            for b in opponents:
-                if b is not None and b is not a and (measure != SPEED or (a.speed and b.speed)):
-                    labels.append((a.label, b.label))
-        return labels
-
-    @cached_property
-    def speeds(self) -> pd.DataFrame:
-        """Table with the images/s of each run, in the order in which the runs started. The column
-        `relative` is the speed divided by the median speed of the configuration.
-        """
-        columns = ["point", "run", "sweep", "position", "block", "strategy", "devices", "series"]
-        columns += [SPEED, "relative", "flagged"]
-        rows = [
-            [p.label, run.name, run.sweep, run.position, run.block, p.strategy, p.devices]
-            + [p.strategy + p.suffix, value, value / speed.median, bool(run.flags)]
-            for p in self.members
-            if (speed := p.speed) and speed.median > 0
-            for run in p.runs
-            if (value := run.measure(SPEED)) is not None
-        ]
-        frame = pd.DataFrame(rows, columns=columns).astype({"position": "Int64", "block": "Int64"})
-        return frame.sort_values(["sweep", "position"], ignore_index=True)
-
-    @property
-    def single(self) -> MeasuredPoint | None:
-        return self.at("single", 1)
-
-    def at(self, strategy: str, devices: int) -> MeasuredPoint | None:
-        """Return the configuration of a strategy on a number of devices. If there are several,
-        return the one on the fewest nodes with the fewest options.
-        """
-
-        def simplicity(point: MeasuredPoint) -> tuple[int, int, str]:
-            options_set = point.options.count("=") - point.options.count("=null")
-            return point.nodes, options_set, point.options
-
-        points = [
-            point
-            for point in self.members
-            if (point.strategy, point.devices) == (strategy, devices)
-        ]
-        return min(points, key=simplicity, default=None)
-
-    def over_single(self, point: MeasuredPoint) -> Contrast | None:
-        return self.contrast(point, self.single)
-
-    def efficiency(self, point: MeasuredPoint) -> float | None:
-        """Return the scaling efficiency of a configuration: its images/s per device divided by the
-        images/s of single. The ideal is 1.
-        """
-        contrast = self.over_single(point)
-        return (
-            contrast.ratio / point.devices
-            if contrast and contrast.ratio and point.devices
-            else None
-        )
-
-    def same_threads(self, point: MeasuredPoint) -> bool:
-        """Return False if a configuration and single ran on a CPU with different numbers of threads
-        per device.
-        """
-        if self.accelerator != "cpu" or self.single is None:
-            return True
-        threads, of_single = (
-            {run.integer("threads_per_device") for run in p.runs} for p in (point, self.single)
-        )
-        return threads == of_single
-
-    @property
-    def warnings(self) -> list[str]:
-        """Sentences that warn of runs on several hosts and of slow ranks."""
-        warnings = []
-        hosts = sorted({run.hosts[0] for run in self.runs if run.hosts})
-        if len(hosts) > 1:
-            warnings.append(
-                f"Runs on {len(hosts)} hosts ({', '.join(hosts[:4])}): each host is a separate "
-                "block."
-            )
-        for point in self.members:
-            for rank, share in summarize_columns(run.rank_shares for run in point.runs).items():
-                if share.median >= SLOW_RANK:
-                    longer = (
-                        f"{percent(share.median - 1)} longer for its part of a step (data "
-                        "and computing)"
-                    )
-                    warnings.append(f"{point.label}: {rank} needs {longer} than the median rank.")
-        return warnings
 
 
 def group_runs(runs: Iterable[RunRecord]) -> list[Group]:
@@ -235,14 +57,14 @@ def group_runs(runs: Iterable[RunRecord]) -> list[Group]:
         settings.remove("data.workers")
     commits = {run.commit for run in comparable if run.commit}
     data = {run.data for run in comparable if run.data}
-    groups: dict[Group, list[RunRecord]] = defaultdict(list)
+    alike: dict[Conditions, list[RunRecord]] = defaultdict(list)
     for run in comparable:
         batch = run.config.get("data.batch_size_per_device")
         kind = "strong" if batch is None else "weak"
         batch = batch or run.integer("batch_size") or run.config.get("data.batch_size")
         differing = describe_settings(run, settings) if run.config else ""
         code = f"code {run.commit or 'unknown'}" if len(commits) > 1 else ""
-        key = Group(
+        conditions = Conditions(
             hardware=run.hardware,
             accelerator=run.accelerator,
             model=str(run.result.get("model") or "—"),
@@ -253,27 +75,46 @@ def group_runs(runs: Iterable[RunRecord]) -> list[Group]:
             ),
             model_name=model_name(run),
         )
-        groups[key].append(run)
-    full = [replace(empty, members=_points(members)) for empty, members in groups.items()]
-    return sorted(full, key=lambda group: (-len(group.members), group.hardware, group.title))
+        alike[conditions].append(run)
+    groups = [_group(conditions, members) for conditions, members in alike.items()]
+    return sorted(groups, key=lambda group: (-len(group.members), group.hardware, group.title))
 
 
-def _points(runs: list[RunRecord]) -> tuple[MeasuredPoint, ...]:
+def _group(conditions: Conditions, runs: list[RunRecord]) -> Group:
+    members = _configurations(runs)
+    single = simplest(members, "single", 1)
+    return Group(
+        kind="strategies",
+        title=conditions.title,
+        members=members,
+        baseline=single.label if single else "",
+        rows={measure: _rows(members, measure) for measure in LEVELS},
+        pairs={measure: _pairs(members, single, measure) for measure in LEVELS},
+        shared=conditions,
+    )
+
+
+def _configurations(runs: list[RunRecord]) -> tuple[Configuration, ...]:
     points = []
     for (_, strategy, devices, nodes), alike in groupby(sorted(runs, key=_sort_key), key=_sort_key):
         members = list(alike)
-        options = [key for key in varied(members) if key.startswith("parallel.")]
-        members.sort(key=lambda run: [_natural(run.config.get(key)) for key in options])
+        keys = [key for key in varied(members) if key.startswith("parallel.")]
+        members.sort(key=lambda run: [_natural(run.config.get(key)) for key in keys])
         for text, repeats in groupby(
-            members, key=lambda run: describe_settings(run, options, "parallel.")
+            members, key=lambda run: describe_settings(run, keys, "parallel.")
         ):
-            suffix = f" on {nodes} nodes" if nodes > 1 else ""
-            suffix += f" ({text})" if text else ""
-            label = f"{strategy} × {devices}{suffix}"
-            points.append(
-                MeasuredPoint(tuple(repeats), label, strategy, devices, nodes, text, suffix)
-            )
+            of_point = tuple(repeats)
+            options = {key: yaml_text(of_point[0].config.get(key)) for key in keys}
+            label = f"{strategy} × {devices}{_suffix(nodes, text)}"
+            points.append(Configuration(of_point, label, options))
     return tuple(points)
+
+
+def _suffix(nodes: int, options: str) -> str:
+    """Return the last part of a configuration's label, such as ` on 2 nodes`. It names the nodes
+    and the options.
+    """
+    return (f" on {nodes} nodes" if nodes > 1 else "") + (f" ({options})" if options else "")
 
 
 def _sort_key(run: RunRecord) -> tuple[int, str, int, int]:
@@ -282,3 +123,96 @@ def _sort_key(run: RunRecord) -> tuple[int, str, int, int]:
 
 def _natural(value: Any) -> tuple[int, float, str]:
     return (0, float(value), "") if isinstance(value, int | float) else (1, 0.0, str(value))
+
+
+def _rows(members: Sequence[Configuration], measure: str) -> list[Row]:
+    """Return (configuration, repeat on one host, value) of each run whose value of `measure` can be
+    compared.
+
+    `measure`: name of a measured value, such as `images_per_sec`. Runs that had concurrent jobs are
+    excluded. Runs of dp over CPU threads are excluded too, except for the time to the first step.
+    """
+    measured: list[Row] = []
+    for point in members:
+        for run in point.runs:
+            value = run.measure(measure)
+            is_meaningful = measure == "first_step_seconds" or not run.is_simulated
+            if value is not None and is_meaningful and not run.neighbours:
+                measured.append((point.label, (run.sweep, run.block, run.hosts[:1]), value))
+    return measured
+
+
+def _pairs(
+    members: Sequence[Configuration], single: Configuration | None, measure: str
+) -> list[tuple[str, str]]:
+    """Return the pairs of configurations to compare. Every measure compares ddp with dp on equally
+    many devices. The measure speed also compares each configuration with single.
+    """
+    # Compare no further pairs, because each additional pair would widen all confidence intervals.
+    labels = []
+    for a in members:
+        opponents = [single] if measure == SPEED else []
+        if a.strategy == "ddp" and a.devices > 1:
+            opponents.append(simplest(members, "dp", a.devices))
+        for b in opponents:
+            if b is not None and b is not a and (measure != SPEED or (a.speed and b.speed)):
+                labels.append((a.label, b.label))
+    return labels
+
+
+def speed_table(group: Group) -> pd.DataFrame:
+    """Build a table with the images/s of each run, in the order in which the runs started. The
+    column `relative` is the speed divided by the median speed of the configuration.
+    """
+    columns = ["point", "run", "sweep", "position", "block", "strategy", "devices", "series"]
+    columns += [SPEED, "relative", "flagged"]
+    rows = [
+        [p.label, run.name, run.sweep, run.position, run.block, p.strategy, p.devices]
+        + [p.strategy + _suffix(p.nodes, p.options), value, value / speed.median, bool(run.flags)]
+        for p in group.members
+        if (speed := p.speed) and speed.median > 0
+        for run in p.runs
+        if (value := run.measure(SPEED)) is not None
+    ]
+    frame = pd.DataFrame(rows, columns=columns).astype({"position": "Int64", "block": "Int64"})
+    return frame.sort_values(["sweep", "position"], ignore_index=True)
+
+
+def efficiency(group: Group, point: Configuration) -> float | None:
+    """Return the scaling efficiency of a configuration: its images/s per device divided by the
+    images/s of single. The ideal is 1.
+    """
+    contrast = group.over_baseline(point)
+    return contrast.ratio / point.devices if contrast and contrast.ratio and point.devices else None
+
+
+def same_threads(group: Group, point: Configuration) -> bool:
+    """Return False if a configuration and single ran on a CPU with different numbers of threads per
+    device.
+    """
+    if point.first.accelerator != "cpu" or not group.baseline:
+        return True
+    threads, of_single = (
+        {run.integer("threads_per_device") for run in p.runs}
+        for p in (point, group.named(group.baseline))
+    )
+    return threads == of_single
+
+
+def warnings(group: Group) -> list[str]:
+    """Sentences that warn of runs on several hosts and of slow ranks."""
+    warnings = []
+    hosts = sorted({run.hosts[0] for run in group.runs if run.hosts})
+    if len(hosts) > 1:
+        warnings.append(
+            f"Runs on {len(hosts)} hosts ({', '.join(hosts[:4])}): each host is a separate block."
+        )
+    for point in group.members:
+        for rank, share in summarize_columns(run.rank_shares for run in point.runs).items():
+            if share.median >= SLOW_RANK:
+                longer = (
+                    f"{percent(share.median - 1)} longer for its part of a step (data "
+                    "and computing)"
+                )
+                warnings.append(f"{point.label}: {rank} needs {longer} than the median rank.")
+    return warnings

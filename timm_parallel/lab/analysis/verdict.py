@@ -13,9 +13,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from timm_parallel.lab.analysis.groups import with_contrasts
+from timm_parallel.lab.analysis.groups import Group, with_contrasts
 from timm_parallel.lab.analysis.runs import IMAGES_PER_SECOND, RunRecord, parse_overrides
-from timm_parallel.lab.analysis.settings import SettingGroup, setting_groups
+from timm_parallel.lab.analysis.settings import setting_groups
 from timm_parallel.lab.analysis.statistics import (
     LEVEL,
     NOT_MEASURABLE,
@@ -102,7 +102,7 @@ class Verdict:
     rows: list[dict[str, str]]
     # Measure -> comparison of head with base.
     contrasts: Mapping[str, Contrast]
-    groups: list[SettingGroup]
+    groups: list[Group]
 
 
 def judge(
@@ -187,7 +187,7 @@ def _answer(
     runs: Sequence[RunRecord],
     record: Record,
     contrasts: Mapping[str, Contrast],
-    groups: Sequence[SettingGroup],
+    groups: Sequence[Group],
 ) -> tuple[str, str]:
     """Return the verdict in one word, and the sentence that states it."""
     if reason := refusal(runs):
@@ -285,7 +285,7 @@ def _rows(
     runs: Sequence[RunRecord],
     record: Record,
     contrasts: Mapping[str, Contrast],
-    groups: Sequence[SettingGroup],
+    groups: Sequence[Group],
 ) -> list[dict[str, str]]:
     """Return the rows of the table of a verdict on a code change: metric, images/s and memory of
     base and head.

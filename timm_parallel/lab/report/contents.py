@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from timm_parallel.lab.analysis.groups import Group
 from timm_parallel.lab.analysis.headline import Recommendation
 from timm_parallel.lab.analysis.runs import RunRecord
-from timm_parallel.lab.analysis.settings import SettingGroup
-from timm_parallel.lab.analysis.strategies import Group
 from timm_parallel.lab.analysis.verdict import Verdict
 from timm_parallel.lab.analysis.wording import join_short
 from timm_parallel.lab.report import tables
@@ -28,7 +27,7 @@ class Report:
     recommendations: list[Recommendation]
     groups: list[Group]
     # Groups of settings that are compared by a metric. Empty on a page about speed.
-    settings: list[SettingGroup]
+    settings: list[Group]
     # Hardware -> results of the claims about DP and DDP.
     claims: dict[str, list[ClaimResult]]
     # Verdict on a change of the code. None on any other page.

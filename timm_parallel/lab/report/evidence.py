@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from timm_parallel.lab.analysis.groups import Configuration, Group
 from timm_parallel.lab.analysis.runs import RunRecord
 from timm_parallel.lab.analysis.statistics import (
     INCONCLUSIVE,
@@ -15,7 +16,6 @@ from timm_parallel.lab.analysis.statistics import (
     SUPPORTED,
     Contrast,
 )
-from timm_parallel.lab.analysis.strategies import Group, MeasuredPoint
 from timm_parallel.lab.analysis.wording import interval_text, join_short, times, verdict_text
 
 
@@ -44,8 +44,8 @@ class Comparison:
     # Name of the first configuration, with the title of its group if there are several groups.
     label: str
     group: Group
-    a: MeasuredPoint
-    b: MeasuredPoint
+    a: Configuration
+    b: Configuration
     contrast: Contrast
     verdict: str
 
@@ -70,7 +70,7 @@ class Evidence:
 
     @property
     def on_cpu(self) -> bool:
-        return any(group.accelerator == "cpu" for group in self.groups)
+        return any(group.conditions.accelerator == "cpu" for group in self.groups)
 
     def ran(self, *strategies: str) -> bool:
         """Return True if all `strategies` have a result on 2 devices or more. A skipped job does
@@ -92,7 +92,7 @@ class Evidence:
             if run.comparable and run.strategy == strategy and run.devices > 1
         ]
 
-    def points(self, strategy: str) -> list[tuple[Group, MeasuredPoint]]:
+    def points(self, strategy: str) -> list[tuple[Group, Configuration]]:
         return [
             (group, point)
             for group in self.groups
@@ -120,7 +120,7 @@ class Evidence:
                     )
         return comparisons
 
-    def label(self, group: Group, point: MeasuredPoint) -> str:
+    def label(self, group: Group, point: Configuration) -> str:
         """Return the label of a configuration. If there are several groups, add the title of its
         group.
         """

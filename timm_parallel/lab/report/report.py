@@ -15,12 +15,12 @@ from urllib.parse import quote
 import jinja2
 import pandas as pd
 
-from timm_parallel.lab.analysis.groups import with_contrasts
+from timm_parallel.lab.analysis.groups import Group, with_contrasts
 from timm_parallel.lab.analysis.headline import Recommendation, recommend
 from timm_parallel.lab.analysis.runs import RunRecord
-from timm_parallel.lab.analysis.settings import SettingGroup, setting_groups
+from timm_parallel.lab.analysis.settings import setting_groups
 from timm_parallel.lab.analysis.statistics import SMALLEST_DIFFERENCE
-from timm_parallel.lab.analysis.strategies import LEVELS, Group, group_runs
+from timm_parallel.lab.analysis.strategies import LEVELS, group_runs, warnings
 from timm_parallel.lab.analysis.verdict import judge
 from timm_parallel.lab.analysis.wording import percent
 from timm_parallel.lab.report import plots, tables
@@ -41,7 +41,7 @@ MOST_GROUPS_SHOWN = 30
 # Folder of the plots, next to report.html.
 PLOTS = "report_plots"
 
-Drawn = dict[Group | SettingGroup, list[plots.Plot]]
+Drawn = dict[Group, list[plots.Plot]]
 
 
 def compare(runs: list[RunRecord], folders: Sequence[Path]) -> Report:
@@ -133,6 +133,7 @@ def _render(kind: str, report: Report, drawn: Drawn, out: Path) -> str:
         page_href=page_href,
         report=report,
         plots=drawn,
+        warnings=warnings,
         groups=report.groups[:MOST_GROUPS_SHOWN],
         smallest=percent(report.smallest_difference),
     )
@@ -150,7 +151,7 @@ def _draw(report: Report, folder: Path) -> Drawn:
     of_speed = [group for group in report.groups if not report.settings or len(group.members) > 1]
     drawn: Drawn = {}
     size = 0
-    groups: list[Group | SettingGroup] = [*report.settings, *of_speed]
+    groups: list[Group] = [*report.settings, *of_speed]
     for number, group in enumerate(groups[:MOST_GROUPS_PLOTTED], start=1):
         of_group = plots.draw(group)
         size += sum(len(plot.svg) for plot in of_group)

@@ -10,11 +10,10 @@ from textwrap import shorten
 
 import pandas as pd
 
-from timm_parallel.lab.analysis.groups import values
+from timm_parallel.lab.analysis.groups import Configuration, Group, values
 from timm_parallel.lab.analysis.runs import RunRecord
-from timm_parallel.lab.analysis.settings import Setting, SettingGroup
 from timm_parallel.lab.analysis.statistics import Contrast, Summary
-from timm_parallel.lab.analysis.strategies import Group, MeasuredPoint
+from timm_parallel.lab.analysis.strategies import efficiency, same_threads, speed_table
 from timm_parallel.lab.analysis.wording import (
     DASH,
     effect_text,
@@ -69,11 +68,11 @@ class Table:
     runs: Sequence[Sequence[RunRecord]] = ()
 
 
-def results_table(group: Group | SettingGroup) -> Table:
+def results_table(group: Group) -> Table:
     """Build the table of a group, with a row per configuration and without columns that have no
     value.
     """
-    return _settings_table(group) if isinstance(group, SettingGroup) else _points_table(group)
+    return _points_table(group) if group.kind == "strategies" else _settings_table(group)
 
 
 def _without_empty(rows: Sequence[dict[str, str]], kept: Sequence[str]) -> list[dict[str, str]]:
@@ -93,8 +92,9 @@ def _points_table(group: Group) -> Table:
     metrics = list(dict.fromkeys(name for point in group.members for name in point.metrics))
     largest = max((peak.high for point in group.members for peak in point.peak_bytes), default=0)
     unit, factor = ("GiB", 2**-30) if largest >= 2**30 else ("MiB", 2**-20)
-    memory = f"{'resident' if group.accelerator == 'cpu' else 'peak'} memory, {unit}, by device"
-    rows = []
+    peak = "resident" if group.conditions.accelerator == "cpu" else "peak"
+    memory = f"{peak} memory, {unit}, by device"
+    rows, scaling = [], group.conditions.scaling
     for point in group.members:
         row = _point_row(group, point)
         for name in metrics:
@@ -107,27 +107,27 @@ def _points_table(group: Group) -> Table:
         rows.append(row | {memory: _peaks(point, factor)})
     return Table(
         _without_empty(rows, ["images/s"]),
-        caption=f"{group.scaling.capitalize()}: medians (smallest–largest) of the repeats",
+        caption=f"{scaling.capitalize()}: medians (smallest–largest) of the repeats",
         notes=_notes(group),
         text_columns=["point"],
         runs=[point.runs for point in group.members],
     )
 
 
-def _point_row(group: Group, point: MeasuredPoint) -> dict[str, str]:
-    efficiency, steps = group.efficiency(point), point.measure("steps_timed")
+def _point_row(group: Group, point: Configuration) -> dict[str, str]:
+    share, steps = efficiency(group, point), point.measure("steps_timed")
     marks = {
         " *": point.is_simulated,
         " †": point.needless_threads,
-        " ‡": not group.same_threads(point),
+        " ‡": not same_threads(group, point),
     }
     flagged = f", {point.flagged} flagged" if point.flagged else ""
     row = {
         "point": point.label + "".join(mark for mark, is_set in marks.items() if is_set),
         "runs": f"{len(point.runs)}{flagged}",
         "images/s": _summary(point.speed),
-        "over single (95 %)": effect_text(group.over_single(point)),
-        "efficiency": figure(efficiency) if efficiency else DASH,
+        "over single (95 %)": effect_text(group.over_baseline(point)),
+        "efficiency": figure(share) if share else DASH,
         "ms per step": _summary(point.measure("step_ms")),
         "p95": _median(point.measure("step_ms_p95")),
         "steps timed": f"{steps.median:,.0f}" if steps else DASH,
@@ -140,18 +140,23 @@ def _point_row(group: Group, point: MeasuredPoint) -> dict[str, str]:
     return row | dict.fromkeys(_OF_GPUS, NOT_HERE) if point.is_simulated else row
 
 
-def _settings_table(group: SettingGroup) -> Table:
+def _settings_table(group: Group) -> Table:
     """Build the table of the metric of a group of settings, with a row per setting in the order of
     the sweep.
     """
     shown = group.best(MOST_SETTINGS)
-    notes = [group.note] if group.note else []
+    notes = []
+    if group.missing_baseline:
+        notes.append(
+            f"No run of the baseline {group.missing_baseline} is done, so settings are compared "
+            f"with {group.baseline}."
+        )
     if any(setting.lost for setting in group.members):
         notes.append(
             "The mean of a setting that lost runs is that of the runs that are left, and may be "
             "too good."
         )
-    if not group.is_about_speed and any(
+    if not group.scale.is_ratio and any(
         _differs_from_means(group, contrast) for contrast in group.contrasts
     ):
         notes.append(
@@ -168,18 +173,18 @@ def _settings_table(group: SettingGroup) -> Table:
     )
 
 
-def _differs_from_means(group: SettingGroup, contrast: Contrast) -> bool:
+def _differs_from_means(group: Group, contrast: Contrast) -> bool:
     a, b = group.named(contrast.a).mean, group.named(contrast.b).mean
     if a is None or b is None or contrast.effect is None:
         return False
     return abs(contrast.effect - (a - b)) > (0.001 if group.scale.is_proportion else 0.01 * abs(b))
 
 
-def _setting_row(group: SettingGroup, setting: Setting) -> dict[str, str]:
-    is_baseline = setting is group.baseline and len(group.members) > 1
-    contrast = group.contrast(setting, group.baseline)
+def _setting_row(group: Group, setting: Configuration) -> dict[str, str]:
+    is_baseline = setting.label == group.baseline and len(group.members) > 1
+    contrast = group.over_baseline(setting)
     unit = ", points" if group.scale.is_proportion else ""
-    effect = f"{'ratio' if group.is_about_speed else 'difference'}{unit}"
+    effect = f"{'ratio' if group.scale.is_ratio else 'difference'}{unit}"
     lower = ", lower is better" if group.scale.lower_is_better else ""
     peak = max((peak.median for peak in setting.peak_bytes), default=None)
     detectable = contrast.detectable if contrast else None
@@ -304,7 +309,7 @@ def unfinished_table(runs: Sequence[RunRecord]) -> Table:
 
 def _notes(group: Group) -> list[str]:
     notes = []
-    if group.single is None:
+    if not group.baseline:
         notes.append(
             "No run of single on 1 device is done here, so there is no ratio to it and no "
             "efficiency."
@@ -318,12 +323,12 @@ def _notes(group: Group) -> list[str]:
         {point.needless_threads for point in group.members if point.needless_threads}
     ):
         notes.append(f"† {threads} threads on {cores} cores.")
-    if not all(map(group.same_threads, group.members)):
+    if not all(same_threads(group, point) for point in group.members):
         notes.append(
             "‡ Its devices have another number of threads than single's: the ratio mixes both "
             "effects."
         )
-    speeds = group.speeds
+    speeds = speed_table(group)
     outliers = speeds[speeds["relative"] < OUTLIER]
     slow = [
         f"run {run.run} ({run.point}) at {figure(run.images_per_sec)} images/s."
@@ -351,7 +356,7 @@ def _median(summary: Summary | None, factor: float = 1) -> str:
     return figure(summary.median * factor) if summary else DASH
 
 
-def _peaks(point: MeasuredPoint, factor: float) -> str:
+def _peaks(point: Configuration, factor: float) -> str:
     peaks = [figure(peak.median * factor) for peak in point.peak_bytes]
     if peaks and any(run.shared_memory for run in point.runs):
         return f"{peaks[0]} shared by {point.devices}" if point.devices > 1 else peaks[0]
