@@ -15,9 +15,9 @@ from timm_parallel.lab.analysis.groups import (
     Group,
     varied,
 )
+from timm_parallel.lab.analysis.labels import join_short, model_name
 from timm_parallel.lab.analysis.runs import IMAGES_PER_SECOND, RunRecord, parse_overrides
 from timm_parallel.lab.analysis.scales import RATIO, Scale, level_scale, proportion_scale
-from timm_parallel.lab.analysis.wording import join_short, model_name
 from timm_parallel.machine.text import yaml_text
 
 BLOCKS = ("seed", "data.fold")

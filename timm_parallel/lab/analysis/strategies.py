@@ -11,6 +11,7 @@ from typing import Any
 
 import pandas as pd
 
+from timm_parallel.lab.analysis.findings import Finding
 from timm_parallel.lab.analysis.groups import (
     NOT_A_SETTING,
     SPEED,
@@ -21,9 +22,9 @@ from timm_parallel.lab.analysis.groups import (
     summarize_columns,
     varied,
 )
+from timm_parallel.lab.analysis.labels import describe_settings, model_name
 from timm_parallel.lab.analysis.runs import RunRecord
 from timm_parallel.lab.analysis.statistics import LEVEL, Row
-from timm_parallel.lab.analysis.wording import describe_settings, model_name, percent
 from timm_parallel.machine.text import yaml_text
 
 # Chance of a wrong verdict, by measure. Speed is the subject of a sweep and has the usual level.
@@ -199,20 +200,15 @@ def same_threads(group: Group, point: Configuration) -> bool:
     return threads == of_single
 
 
-def warnings(group: Group) -> list[str]:
-    """Sentences that warn of runs on several hosts and of slow ranks."""
-    warnings = []
+def warnings(group: Group) -> list[Finding]:
+    """Return findings that warn of runs on several hosts and of slow ranks."""
+    findings = []
     hosts = sorted({run.hosts[0] for run in group.runs if run.hosts})
     if len(hosts) > 1:
-        warnings.append(
-            f"Runs on {len(hosts)} hosts ({', '.join(hosts[:4])}): each host is a separate block."
-        )
+        findings.append(Finding("several_hosts", {"hosts": hosts}))
     for point in group.members:
         for rank, share in summarize_columns(run.rank_shares for run in point.runs).items():
             if share.median >= SLOW_RANK:
-                longer = (
-                    f"{percent(share.median - 1)} longer for its part of a step (data "
-                    "and computing)"
-                )
-                warnings.append(f"{point.label}: {rank} needs {longer} than the median rank.")
-    return warnings
+                numbers = {"label": point.label, "rank": rank, "ratio": share.median}
+                findings.append(Finding("slow_rank", numbers))
+    return findings

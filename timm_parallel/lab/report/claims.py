@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from timm_parallel.errors import ReplicasDifferError
 from timm_parallel.lab.analysis.groups import SPEED, Configuration, Group
+from timm_parallel.lab.analysis.labels import join_short
 from timm_parallel.lab.analysis.runs import RunRecord
 from timm_parallel.lab.analysis.statistics import (
     INCONCLUSIVE,
@@ -20,7 +21,6 @@ from timm_parallel.lab.analysis.statistics import (
     Contrast,
 )
 from timm_parallel.lab.analysis.strategies import efficiency, same_threads
-from timm_parallel.lab.analysis.wording import figure, join_short, percent, with_range
 from timm_parallel.lab.report.evidence import (
     ClaimResult,
     Comparison,
@@ -28,6 +28,7 @@ from timm_parallel.lab.report.evidence import (
     evaluate_claim,
     missing,
 )
+from timm_parallel.lab.report.formats import figure, percent, with_range
 
 # Efficiency that counts as close to linear. The articles call 3.2 × on 4 devices close to linear.
 CLOSE_TO_LINEAR = 0.8

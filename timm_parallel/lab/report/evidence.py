@@ -7,7 +7,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from timm_parallel.lab.analysis.findings import Finding
 from timm_parallel.lab.analysis.groups import Configuration, Group
+from timm_parallel.lab.analysis.labels import join_short
 from timm_parallel.lab.analysis.runs import RunRecord
 from timm_parallel.lab.analysis.statistics import (
     INCONCLUSIVE,
@@ -16,7 +18,7 @@ from timm_parallel.lab.analysis.statistics import (
     SUPPORTED,
     Contrast,
 )
-from timm_parallel.lab.analysis.wording import interval_text, join_short, times, verdict_text
+from timm_parallel.lab.report.sentences import sentence
 
 
 @dataclass(frozen=True)
@@ -51,8 +53,9 @@ class Comparison:
 
     @property
     def doubt(self) -> str:
+        numbers = {"contrast": self.contrast.fields}
         if self.contrast.verdict == INCONCLUSIVE:
-            return f"{self.label}: {verdict_text(self.contrast)}"
+            return f"{self.label}: {sentence(Finding('pair', numbers))}"
         # The ratio is shown to differ from 1, but not from the limit of this claim.
         return (
             f"{self.label}: the interval contains the limit of the claim; more repeats would decide"
@@ -191,7 +194,8 @@ def evaluate_claim(
     elif verdict == INCONCLUSIVE:
         reason = join_short(comparison.doubt for comparison in deciding)
     figure = join_short(
-        f"{c.label}: {times(c.contrast)} {unit}{interval_text(c.contrast)}" for c in comparisons
+        sentence(Finding("ratio", {"label": c.label, "of": unit, "contrast": c.contrast.fields}))
+        for c in comparisons
     )
     runs = tuple(dict.fromkeys(run for c in comparisons for run in (*c.a.runs, *c.b.runs)))
     return ClaimResult(verdict, figure, "; ".join(filter(None, (rule, reason))), runs)

@@ -12,6 +12,7 @@ from timm_parallel.lab.analysis.runs import MEASURES, RunRecord
 from timm_parallel.lab.analysis.statistics import Contrast, Summary
 from timm_parallel.lab.analysis.strategies import efficiency, warnings
 from timm_parallel.lab.report.contents import Report
+from timm_parallel.lab.report.sentences import sentence, sentences
 
 # Version of the format of report.json, which docs/dev/report_method.md describes.
 FORMAT = 5
@@ -38,14 +39,18 @@ def plain(report: Report, out: Path) -> dict[str, Any]:
             **_place(lead.group),
             **_pick(
                 lead,
-                "sentence",
                 "command",
                 "point",
                 "value",
                 "value_interval",
                 "difference",
-                "notes",
             ),
+            "sentence": sentences(lead.findings),
+            "notes": [sentence(note) for note in lead.notes],
+            "findings": [
+                {"kind": finding.kind, **finding.numbers}
+                for finding in (*lead.findings, *lead.notes)
+            ],
             "contrast": _fields(lead.contrast),
         }
         for lead in report.recommendations
@@ -58,7 +63,7 @@ def plain(report: Report, out: Path) -> dict[str, Any]:
             for sweep in report.sweeps
         ],
         "counts": report.counts,
-        "notes": report.notes,
+        "notes": [sentence(note) for note in report.notes],
         "smallest_difference": report.smallest_difference,
         "lead": leads[0] if leads else None,
         "leads": leads,
@@ -67,7 +72,7 @@ def plain(report: Report, out: Path) -> dict[str, Any]:
                 "title": group.title,
                 **_pick(group.conditions, *_CONDITIONS),
                 "disturbed": group.disturbed,
-                "warnings": warnings(group),
+                "warnings": [sentence(warning) for warning in warnings(group)],
                 "points": [point.label for point in group.members],
             }
             for group in report.groups

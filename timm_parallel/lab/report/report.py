@@ -22,13 +22,14 @@ from timm_parallel.lab.analysis.settings import setting_groups
 from timm_parallel.lab.analysis.statistics import SMALLEST_DIFFERENCE
 from timm_parallel.lab.analysis.strategies import LEVELS, group_runs, warnings
 from timm_parallel.lab.analysis.verdict import judge
-from timm_parallel.lab.analysis.wording import percent
 from timm_parallel.lab.report import plots, tables
 from timm_parallel.lab.report.claims import evaluate_claims
 from timm_parallel.lab.report.collect import collect, read_record
 from timm_parallel.lab.report.contents import Report
 from timm_parallel.lab.report.evidence import Evidence
+from timm_parallel.lab.report.formats import percent
 from timm_parallel.lab.report.records import plain, relative, row
+from timm_parallel.lab.report.sentences import sentence, sentences
 from timm_parallel.machine.files import write_json, write_text
 from timm_parallel.project import root
 from timm_parallel.record.jobs import read_jobs
@@ -65,7 +66,7 @@ def compare(runs: list[RunRecord], folders: Sequence[Path]) -> Report:
         of_group = leads[0].notes if leads else ()
         verdict = replace(verdict, notes=(*verdict.notes, *of_group))
         leads = [
-            Recommendation(lead.group, verdict.sentence, notes=verdict.notes) for lead in leads[:1]
+            Recommendation(lead.group, verdict.findings, notes=verdict.notes) for lead in leads[:1]
         ]
     claims = {}
     for hardware in dict.fromkeys(group.hardware for group in groups):
@@ -134,6 +135,8 @@ def _render(kind: str, report: Report, drawn: Drawn, out: Path) -> str:
         report=report,
         plots=drawn,
         warnings=warnings,
+        sentence=sentence,
+        sentences=sentences,
         groups=report.groups[:MOST_GROUPS_SHOWN],
         smallest=percent(report.smallest_difference),
     )

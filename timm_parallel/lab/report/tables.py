@@ -10,23 +10,24 @@ from textwrap import shorten
 
 import pandas as pd
 
+from timm_parallel.lab.analysis.findings import Finding
 from timm_parallel.lab.analysis.groups import Configuration, Group, values
-from timm_parallel.lab.analysis.runs import RunRecord
+from timm_parallel.lab.analysis.labels import DASH, join_short
+from timm_parallel.lab.analysis.runs import IMAGES_PER_SECOND, RunRecord
 from timm_parallel.lab.analysis.statistics import Contrast, Summary
 from timm_parallel.lab.analysis.strategies import efficiency, same_threads, speed_table
-from timm_parallel.lab.analysis.wording import (
-    DASH,
+from timm_parallel.lab.analysis.verdict import BASE, CODE, HEAD, METRIC, SPEED, Verdict, word_of
+from timm_parallel.lab.report.formats import (
     effect_text,
     figure,
-    join_short,
     level_text,
     percent,
     points,
     size_text,
     value_text,
-    verdict_text,
     with_range,
 )
+from timm_parallel.lab.report.sentences import sentence
 from timm_parallel.machine.text import yaml_text
 
 NOT_HERE = "n/a"
@@ -147,10 +148,8 @@ def _settings_table(group: Group) -> Table:
     shown = group.best(MOST_SETTINGS)
     notes = []
     if group.missing_baseline:
-        notes.append(
-            f"No run of the baseline {group.missing_baseline} is done, so settings are compared "
-            f"with {group.baseline}."
-        )
+        numbers = {"missing": group.missing_baseline, "baseline": group.baseline}
+        notes.append(sentence(Finding("other_baseline", numbers)))
     if any(setting.lost for setting in group.members):
         notes.append(
             "The mean of a setting that lost runs is that of the runs that are left, and may be "
@@ -196,13 +195,13 @@ def _setting_row(group: Group, setting: Configuration) -> dict[str, str]:
         "runs lost": f"{len(setting.lost)} of {len(setting.lost) + len(setting.runs)}"
         if setting.lost
         else DASH,
-        f"{group.metric}{lower}": value_text(group.scale, setting.mean),
+        f"{group.metric}{lower}": value_text(setting.mean, group.scale.unit),
         "sd": deviation,
         f"{effect} ({level_text(group.level)})": "baseline"
         if is_baseline
         else effect_text(contrast),
-        VERDICT: verdict_text(contrast).partition(":")[0] if contrast else "",
-        DETECTABLE: DASH if detectable is None else size_text(group.scale, detectable),
+        VERDICT: contrast.verdict if contrast else "",
+        DETECTABLE: DASH if detectable is None else size_text(detectable, group.scale.unit),
         "images/s": _summary(setting.speed),
         "memory, MiB": DASH if peak is None else figure(peak / 2**20),
         "J per image": _median(setting.measure("joules_per_image")),
@@ -236,13 +235,54 @@ def contrasts_table(group: Group) -> Table:
             "ratio (95 %)": effect_text(contrast),
             "A faster than B?": "disturbed: no verdict"
             if group.disturbed
-            else verdict_text(contrast),
+            else sentence(Finding("pair", {"contrast": contrast.fields})),
             DETECTABLE: DASH if contrast.detectable is None else percent(contrast.detectable, 1),
             "runs of each": str(contrast.n),
         }
         for contrast in group.contrasts
     ]
     return Table(rows, "Comparisons", text_columns=["A over B, images/s", "A faster than B?"])
+
+
+def verdict_table(verdict: Verdict) -> Table:
+    """Build the table of a verdict on a code change: metric, images/s and memory of base and
+    head.
+    """
+    of_speed, of_metric = verdict.contrasts[SPEED], verdict.contrasts.get(METRIC)
+    rows = []
+    if of_metric is not None:
+        group = verdict.groups[0]
+        means = [group.named(f"{CODE}={code}").mean for code in (BASE, HEAD)]
+        texts = [value_text(mean, group.scale.unit) for mean in means]
+        level = verdict.record.level_of(METRIC)
+        rows.append(_verdict_row(group.metric, texts) | _compared(of_metric, level))
+    texts = [_summary(speed) for speed in verdict.speeds]
+    level = verdict.record.level_of(SPEED)
+    rows.append(_verdict_row(IMAGES_PER_SECOND, texts) | _compared(of_speed, level))
+    old, new = verdict.peaks
+    ratio = f"{new.median / old.median:.2f} ×" if old and new else DASH
+    texts = [_median(peak, 2**-20) for peak in verdict.peaks]
+    memory = _verdict_row("memory, MiB", texts) | {"difference": ratio}
+    rows.append({**dict.fromkeys(rows[0], DASH), **memory})
+    return Table(rows, text_columns=("measure", "verdict"))
+
+
+def _verdict_row(name: str, texts: Sequence[str]) -> dict[str, str]:
+    return {"measure": name, BASE: texts[0], HEAD: texts[1]}
+
+
+def _compared(contrast: Contrast, level: float) -> dict[str, str]:
+    """Return the cells that compare head with base by one measure."""
+    unit, least = contrast.scale.unit, contrast.detectable
+    is_known = contrast.effect is not None
+    return {
+        "difference": effect_text(contrast)
+        + (" points" if unit == "proportion" and is_known else ""),
+        "interval": level_text(level),
+        "verdict": word_of(contrast) if is_known else "not measured",
+        "could have shown": DASH if least is None else size_text(least, unit),
+        "seeds to decide": str(contrast.blocks_needed or DASH),
+    }
 
 
 def disturbed_table(group: Group) -> Table:
