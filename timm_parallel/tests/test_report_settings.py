@@ -23,7 +23,7 @@ from timm_parallel.lab.analysis.statistics import (
     decide,
     estimate,
 )
-from timm_parallel.lab.sweep.headline import show_headline
+from timm_parallel.lab.sweep.board import show_headline
 from timm_parallel.testing.report_sweeps import Sweep, findings, full_sweep, read
 
 RATES = {"0.001": 0.70, "0.003": 0.80, "0.01": 0.60}

@@ -35,7 +35,7 @@ from timm_parallel.lab.report.report import compare, write_report
 from timm_parallel.lab.report.sentences import sentence, sentences
 from timm_parallel.lab.report.tables import verdict_table
 from timm_parallel.lab.sweep.blocks import append_shuffled
-from timm_parallel.lab.sweep.headline import show_table
+from timm_parallel.lab.sweep.board import show_results
 from timm_parallel.lab.sweep.points import keys_that_may_change
 from timm_parallel.lab.sweep.runner import Runner
 from timm_parallel.lab.verdict.versions import (
@@ -314,7 +314,7 @@ class VerdictRun(Runner):
         text = sentences([self._refused] if self._refused else verdict.findings)
         notes = [sentence(note) for note in verdict.notes]
         print("\n".join([text, *notes]))
-        show_table(verdict_table(verdict).rows)
+        show_results(verdict_table(verdict).rows)
         print(f"versions     base {self._record.base}, head {self._record.head}")
         print(f"report       {page}")
         code = EXIT_CODES.get(word, 1)
