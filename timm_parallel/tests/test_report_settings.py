@@ -167,14 +167,11 @@ def test_report_states_the_detectable_difference_when_no_setting_is_shown_to_be_
     lead, contrasts = plain["lead"], compared(plain)
     assert (lead["point"], lead["command"], lead["contrast"]) == (None, "", None)
     assert {contrast["verdict"] for contrast in contrasts.values()} == {INCONCLUSIVE}
-    detectable = np.median([contrast["detectable"] for contrast in contrasts.values()])
     found = findings(lead)
-    assert found["none_better"]["baseline"]["label"] == "optim.lr=0.001"
-    assert found["none_better"]["detectable"] == pytest.approx(detectable)
-    assert (found["best_mean"]["setting"]["label"], found["best_mean"]["is_open"]) == (
-        "optim.lr=0.003",
-        True,
-    )
+    best = found["best_mean"]
+    assert best["baseline"]["label"] == "optim.lr=0.001"
+    assert best["contrast"].items() <= contrasts[best["setting"]["label"]].items()
+    assert best["contrast"]["detectable"] > 0
 
 
 @pytest.mark.parametrize(
@@ -282,6 +279,31 @@ def test_report_on_settings_with_one_seed_has_no_interval_and_suggests_sweep_rep
     assert (finding["kind"], finding["shared"]) == ("too_few_repeats", 1)
     assert "sweep.repeats=5" in plain["lead"]["sentence"] and plain["lead"]["point"] is None
     assert all(contrast["low"] is None for contrast in compared(plain).values())
+
+
+def test_report_says_that_settings_with_equal_values_in_every_seed_are_equal(
+    tmp_path: Path,
+) -> None:
+    rates = {"0.001": 0.7, "0.003": 0.7}
+    lead = read(sweep_over_rates(tmp_path / "s", rates, noise=0).write())[2]["lead"]
+    equal = {"keys": ["optim.lr"], "settings": 2, "repeats": "seed"}
+    assert findings(lead) == {"all_equal": equal, "over_seeds": {}}
+    assert lead["point"] is None
+
+
+def test_report_counts_the_seeds_without_which_another_setting_would_be_chosen(
+    tmp_path: Path,
+) -> None:
+    values = {"0.001": [0.4, 0.4, 0.4], "0.003": [0.5, 0.5, 0.5], "0.01": [0.3, 0.3, 1.0]}
+    sweep = Sweep(tmp_path / "s")
+    for rate, accuracies in values.items():
+        for seed, accuracy in enumerate(accuracies):
+            config = {"optim": {"lr": float(rate)}, "checkpoint": {"metric": "val/acc"}}
+            value = {"acc": accuracy}
+            add(sweep, [f"optim.lr={rate}"], {**config, "seed": seed}, block=seed, val=value)
+    expected = findings(read(sweep.write())[2]["lead"])["expected"]
+    # Without the third seed, 0.003 is chosen instead of 0.01, which has the best mean.
+    assert (expected["others"], expected["count"]) == (1, 3)
 
 
 def test_report_baseline_is_the_first_swept_value_when_jobs_ran_in_another_order(
@@ -688,5 +710,9 @@ def test_accuracy_corrected_for_selection_chooses_each_setting_by_the_other_seed
     # Without seed 0, b has the higher mean, and b reaches 0.5 with seed 0. Without seed 1, a has
     # the higher mean (0.70 to 0.60), and reaches 0.4 with seed 1. Without seed 2, a is chosen
     # again, and reaches 0.5.
-    assert corrected_values(rows, proportion_scale()) == {0: 0.5, 1: 0.4, 2: 0.5}
+    assert corrected_values(rows, proportion_scale()) == {
+        0: ("b", 0.5),
+        1: ("a", 0.4),
+        2: ("a", 0.5),
+    }
     assert corrected_values(rows[:2], proportion_scale()) == {}

@@ -56,7 +56,6 @@ SAMPLES: dict[str, tuple[Any, tuple[str, ...]]] = {
     "ratio": (1.31, ("31 %",)),
     "number": (11, ("11",)),
     "shared": (2, ("2 seeds",)),
-    "needed": (29, ("29",)),
     "of": (0.05, ("5 %",)),
     "share": (0.8, ("80 %",)),
     "bytes": (2.0 * 2**30, ("2,048 MiB",)),
@@ -66,8 +65,9 @@ SAMPLES: dict[str, tuple[Any, tuple[str, ...]]] = {
     "repeats": ("seed", ()),
     "unit": ("proportion", ()),
     "lower_is_better": (False, ()),
-    "is_baseline": (False, ()),
-    "is_open": (True, ()),
+    "is_all": (True, ("all 57",)),
+    "keys": (["optim.lr", "seed"], ("optim.lr, seed",)),
+    "most": (5, ("in common",)),
     "is_left": (True, ()),
     "status": ("interrupted", ()),
     "measure": ("metric", ("metric",)),
@@ -83,6 +83,7 @@ OTHER: dict[str, dict[str, tuple[Any, tuple[str, ...]]]] = {
     "trains_faster": {"repeats": (13, ("13 repeats",))},
     "first_step": {"before": (41.0, ("41.0 s",))},
     "changes_training": {"value": ("bf16", ("bf16",))},
+    "expected": {"others": (3, ("3 of 23 cases",))},
     "other_baseline": {"baseline": ("optim.lr=1", ("optim.lr=1",))},
     "lost_runs": {"settings": ([SETTING], ("optim.lr=0.02 (2 of 6 runs failed",))},
     "not_worse": {"others": ([SETTING] * 2, ("optim.lr=0.02",))},
@@ -103,8 +104,9 @@ OF_DIFFERENCE = ("2.7 points lower", "1.3 to 4.2", "7 seeds")
 def samples(kind: Kind) -> dict[str, tuple[Any, tuple[str, ...]]]:
     """Return a value, and the texts that the sentence must have, for each parameter of a kind."""
     known = SAMPLES | OTHER.get(kind, {})
-    settings = ("better", "baseline_is_best", "head_is", "no_difference")
-    if kind in settings:
+    if kind == "best_mean":
+        known["contrast"] = (DIFFERENCE, (*OF_DIFFERENCE[:2], "12.3 points"))
+    elif kind in ("better", "baseline_is_best", "head_is", "no_difference"):
         known["contrast"] = (DIFFERENCE, OF_DIFFERENCE)
     elif kind == "pair":
         known["contrast"] = (RATIO, ("inconclusive", "12.3 %", "19"))
@@ -155,8 +157,27 @@ def test_sentence_of_a_verdict_states_its_reason(change: dict[str, Any], text: s
     assert text in sentence(Finding("pair", {"contrast": RATIO | change}))
 
 
+@pytest.mark.parametrize(
+    ("kind", "change", "text"),
+    [
+        ("best_mean", {"setting": {**SETTING, "lost": {}}}, "lost runs"),
+        ("best_mean", {"contrast": DIFFERENCE | {"verdict": "not supported"}}, "smallest_diff"),
+        ("expected", {"value": None}, "one seed cannot"),
+        ("best_is_baseline", {"setting": {**SETTING, "label": "optim.lr=0.9"}}, "baseline itself"),
+    ],
+)
+def test_sentence_depends_on_the_numbers(kind: Kind, change: dict[str, Any], text: str) -> None:
+    assert text in sentence(Finding(kind, numbers_of(kind) | change))
+
+
+def test_sentence_on_the_best_mean_states_the_seeds_that_would_decide_if_no_run_is_lost() -> None:
+    whole = {"setting": {**SETTING, "lost": {}}, "baseline": {**SETTING, "lost": {}}}
+    assert "about 19 seeds" in sentence(Finding("best_mean", numbers_of("best_mean") | whole))
+    assert "19" not in sentence(Finding("best_mean", numbers_of("best_mean")))
+
+
 def test_sentences_of_several_findings_are_joined_in_their_order() -> None:
-    found = [Finding("none_worse"), Finding("noted", {"text": "x."})]
+    found = [Finding("over_folds"), Finding("noted", {"text": "x."})]
     assert sentences(found) == f"{sentence(found[0])} x."
 
 

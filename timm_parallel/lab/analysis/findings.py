@@ -28,9 +28,10 @@ Kind = Literal[
     # Settings, compared by a metric.
     "better",
     "baseline_is_best",
-    "none_better",
     "too_few_repeats",
+    "all_equal",
     "best_mean",
+    "best_is_baseline",
     "only_setting",
     "expected",
     "best_of_all",

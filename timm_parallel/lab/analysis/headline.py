@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import fmean, median
+from typing import Any
 
 from timm_parallel.keys import TrainConfig
 from timm_parallel.lab.analysis.findings import Finding, Kind, point_numbers, setting_numbers
@@ -16,7 +17,6 @@ from timm_parallel.lab.analysis.groups import SPEED, Configuration, Group
 from timm_parallel.lab.analysis.runs import RunRecord
 from timm_parallel.lab.analysis.selection import choose, corrected_values
 from timm_parallel.lab.analysis.statistics import (
-    INCONCLUSIVE,
     SMALLEST_DIFFERENCE,
     SUPPORTED,
     Contrast,
@@ -216,43 +216,33 @@ def _recommend_better(group: Group) -> Recommendation:
 
 def _none_better(group: Group) -> Recommendation:
     highest, baseline = group.named(group.highest), group.named(group.baseline)
-    detectable = group.detectable
-    best = {
+    contrast = group.over_baseline(highest)
+    numbers: dict[str, Any] = {
         "metric": group.metric,
         "setting": setting_numbers(highest),
+        "baseline": setting_numbers(baseline),
         "repeats": group.unit_of_repeats,
     }
-    if not detectable:
-        shared = max((contrast.n for contrast in group.contrasts), default=0)
-        numbers = {
-            **best,
-            "baseline": setting_numbers(baseline),
-            "shared": shared,
+    if not group.detectable:
+        numbers |= {
+            "shared": max((contrast.n for contrast in group.contrasts), default=0),
+            "most": max(len(setting.values) for setting in group.alive),
             "value": highest.mean,
             "unit": group.scale.unit,
             "lower_is_better": group.scale.lower_is_better,
         }
         return Recommendation(group, (Finding("too_few_repeats", numbers),))
-    contrast = group.over_baseline(highest)
-    none_better = Finding(
-        "none_better",
-        {
-            "baseline": setting_numbers(baseline),
-            "detectable": median(detectable),
-            "unit": group.scale.unit,
-        },
-    )
-    is_open = contrast is not None and contrast.verdict == INCONCLUSIVE
-    best_mean = Finding(
-        "best_mean",
-        {
-            **best,
-            "is_baseline": highest is baseline,
-            "is_open": is_open,
-            "needed": contrast.blocks_needed if contrast else None,
-        },
-    )
-    return _expect(group, highest, [none_better, best_mean])
+    if all(setting.values == baseline.values for setting in group.alive):
+        equal = {
+            "keys": group.keys,
+            "settings": len(group.alive),
+            "repeats": group.unit_of_repeats,
+        }
+        return replace(_expect(group, highest, []), findings=(Finding("all_equal", equal),))
+    if contrast is None or contrast.effect is None:
+        numbers |= {"detectable": median(group.detectable), "unit": group.scale.unit}
+        return _expect(group, highest, [Finding("best_is_baseline", numbers)])
+    return _expect(group, highest, [Finding("best_mean", numbers | {"contrast": contrast.fields})])
 
 
 def _only_setting(group: Group) -> Recommendation:
@@ -298,8 +288,9 @@ def _expect(
     scores = corrected_values(rows, group.scale)
     value = difference = interval = None
     if scores:
-        value, of_baseline = fmean(scores.values()), group.named(group.baseline).values
-        pairs = [(score, of_baseline.get(block)) for block, score in scores.items()]
+        value = fmean(score for _, score in scores.values())
+        of_baseline = group.named(group.baseline).values
+        pairs = [(score, of_baseline.get(block)) for block, (_, score) in scores.items()]
         differences = [score - other for score, other in pairs if other is not None]
         difference = fmean(differences) if differences else None
         interval = _widened(group, chosen, value)
@@ -311,6 +302,10 @@ def _expect(
             "unit": group.scale.unit,
             "settings": len(group.members),
             "mean": chosen.mean,
+            # In how many repeats another setting is the best of all other repeats.
+            "others": sum(label != chosen.label for label, _ in scores.values()),
+            "count": len(scores),
+            "repeats": group.unit_of_repeats,
         },
     )
     of_rivals = _rivals(group, chosen) if rivals else []
@@ -339,13 +334,15 @@ def _widened(group: Group, chosen: Configuration, value: float) -> tuple[float, 
 def _rivals(group: Group, named: Configuration) -> list[Finding]:
     """Return which settings are not shown to be worse than the recommended one."""
     rivals = [s for s in group.alive if s.label in group.may_be_best and s is not named]
-    settings = len(group.alive)
+    numbers: dict[str, Any] = {"setting": setting_numbers(named)}
     if not rivals:
-        return [Finding("best_of_all", {"settings": settings})]
-    if len(rivals) > 1 and len(rivals) + 1 == settings:
-        return [Finding("none_worse")]
+        is_all = len(group.alive) == len(group.members)
+        numbers |= {"settings": len(group.alive), "is_all": is_all}
+        return [Finding("best_of_all", numbers)]
+    if len(rivals) > 1 and len(rivals) + 1 == len(group.alive):
+        return [Finding("none_worse", numbers)]
     sound = [setting_numbers(setting) for setting in rivals if setting.is_sound]
-    return [Finding("not_worse", {"others": sound})] if sound else []
+    return [Finding("not_worse", numbers | {"others": sound})] if sound else []
 
 
 def _notes(group: Group) -> Iterable[Finding]:

@@ -66,22 +66,30 @@ def _decimals(share: float, limit: float) -> int:
     return 1 if share == 0 or abs(share) >= limit else 1 + math.ceil(-math.log10(100 * abs(share)))
 
 
-def value_text(value: float | None, unit: Unit) -> str:
+def value_text(value: float | None, unit: Unit, *alike: float) -> str:
     """Format a value of the metric. A proportion near 0 or 100 % gets enough decimal places to show
     its distance from 0 or 100 % with two significant digits.
+
+    `alike`: values next to it in a sentence, which determine the decimal places instead.
     """
     if value is None:
         return DASH
     if unit != "proportion":
         return figure(value)
-    rest = min(value, 1 - value)
+    return percent(value, max(map(_places, alike or (value,))))
+
+
+def _places(value: float) -> int:
     # Round away the error of floating point, because 1 - 0.996 is not exactly 0.004.
-    return percent(value, _decimals(round(rest, 12), 0.01) if rest > 0 else 1)
+    rest = round(min(value, 1 - value), 12)
+    return _decimals(rest, 0.01) if rest > 0 else 1
 
 
-def range_text(ends: Sequence[float], unit: Unit) -> str:
-    """Format the ends of an interval of metric values, for example `70.1 % to 72.3 %`."""
-    return " to ".join(value_text(end, unit) for end in ends)
+def range_text(ends: Sequence[float], unit: Unit, *alike: float) -> str:
+    """Format the ends of an interval of metric values, for example `70.1 % to 72.3 %`. `alike`:
+    see value_text.
+    """
+    return " to ".join(value_text(end, unit, *alike) for end in ends)
 
 
 def level_text(chance: float) -> str:
