@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from timm_parallel.lab.analysis.groups import Configuration
+from timm_parallel.lab.analysis.groups import Configuration, Group
 
 Kind = Literal[
     # Strategies and numbers of devices, compared by their speed.
@@ -80,6 +80,16 @@ class Finding:
 
     kind: Kind
     numbers: Mapping[str, Any] = field(default_factory=dict)
+
+
+def finding(kind: Kind, **numbers: Any) -> Finding:
+    """Build a finding from its numbers."""
+    return Finding(kind, numbers)
+
+
+def other_baseline(group: Group) -> Finding:
+    """Build the finding that no run of the requested baseline is done."""
+    return finding("other_baseline", missing=group.missing_baseline, baseline=group.baseline)
 
 
 def point_numbers(point: Configuration) -> dict[str, Any]:

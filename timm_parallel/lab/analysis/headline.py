@@ -12,7 +12,14 @@ from statistics import fmean, median
 from typing import Any
 
 from timm_parallel.keys import TrainConfig
-from timm_parallel.lab.analysis.findings import Finding, Kind, point_numbers, setting_numbers
+from timm_parallel.lab.analysis.findings import (
+    Finding,
+    Kind,
+    finding,
+    other_baseline,
+    point_numbers,
+    setting_numbers,
+)
 from timm_parallel.lab.analysis.groups import SPEED, Configuration, Group
 from timm_parallel.lab.analysis.runs import RunRecord
 from timm_parallel.lab.analysis.selection import choose, corrected_values
@@ -103,7 +110,7 @@ def recommend(group: Group) -> Recommendation:
 def _disturbed(runs: Sequence[RunRecord]) -> Finding:
     disturbed = [run for run in runs if run.flags]
     [(reason, _)] = Counter(flag for run in disturbed for flag in run.flags).most_common(1)
-    return Finding("disturbed", {"count": len(disturbed), "runs": len(runs), "reason": reason})
+    return finding("disturbed", count=len(disturbed), runs=len(runs), reason=reason)
 
 
 def _recommend_simple(group: Group) -> Recommendation:
@@ -117,24 +124,25 @@ def _recommend_simple(group: Group) -> Recommendation:
         group.rows[SPEED], [point.label for point in simplest_first], group.smallest_difference
     )
     if chosen is None:
-        return Recommendation(group, (Finding("no_speed"),))
+        return Recommendation(group, (finding("no_speed"),))
     label, contrast, others = chosen
     point = group.named(label)
     if contrast is None:
         contrast, findings = _compare_with_single(group, point)
         if others and contrast is None:
-            apart = Finding("no_common_host", {"point": point_numbers(point), "others": others})
+            apart = finding("no_common_host", point=point_numbers(point), others=others)
             return Recommendation(group, (apart,))
     else:
-        numbers = {
-            "point": point_numbers(point),
-            "fastest": point_numbers(group.named(contrast.b)),
-            "smallest_difference": group.smallest_difference,
-            "contrast": contrast.fields,
-        }
-        findings = [Finding("simplest", numbers)]
+        simplest = finding(
+            "simplest",
+            point=point_numbers(point),
+            fastest=point_numbers(group.named(contrast.b)),
+            smallest_difference=group.smallest_difference,
+            contrast=contrast.fields,
+        )
+        findings = [simplest]
     if others:
-        findings.append(Finding("not_compared", {"others": others}))
+        findings.append(finding("not_compared", others=others))
     return Recommendation(group, tuple(findings), command(point.runs[0]), point.label, contrast)
 
 
@@ -150,14 +158,14 @@ def _compare_with_single(
         contrasts = map(group.over_baseline, group.members)
         against = [c for c in contrasts if c and c.ratio is not None]
         if not against:
-            return None, [Finding("only_strategy", alone)]
+            return None, [finding("only_strategy", **alone)]
         # Prefer a configuration on several devices to another one on a single device, because the
         # report must say if more devices pay.
         second = max(against, key=lambda c: (group.named(c.a).devices > 1, c.ratio or 0))
         return second, [_over_single("no_gain", group, second)]
     contrast = group.over_baseline(point)
     if contrast is None or contrast.ratio is None:
-        return None, [Finding("no_single", alone)]
+        return None, [finding("no_single", **alone)]
     findings = [_over_single("faster_than_single", group, contrast)]
     return contrast, findings + _second_device(group, point)
 
@@ -165,7 +173,7 @@ def _compare_with_single(
 def _over_single(kind: Kind, group: Group, contrast: Contrast) -> Finding:
     """Return a finding on a strategy and its comparison with single."""
     point, single = (point_numbers(group.named(label)) for label in (contrast.a, contrast.b))
-    return Finding(kind, {"point": point, "single": single, "contrast": contrast.fields})
+    return finding(kind, point=point, single=single, contrast=contrast.fields)
 
 
 def _second_device(group: Group, point: Configuration) -> list[Finding]:
@@ -203,9 +211,9 @@ def _recommend_better(group: Group) -> Recommendation:
         "repeats": group.unit_of_repeats,
     }
     if shown:
-        first = [Finding("better", numbers)]
+        first = [finding("better", **numbers)]
     else:
-        first = [Finding("baseline_is_best", {**numbers, "settings": len(group.alive)})]
+        first = [finding("baseline_is_best", **numbers, settings=len(group.alive))]
     return replace(
         _expect(group, chosen, first, rivals=bool(shown)),
         command=command(chosen.runs[0]),
@@ -231,35 +239,38 @@ def _none_better(group: Group) -> Recommendation:
             "unit": group.scale.unit,
             "lower_is_better": group.scale.lower_is_better,
         }
-        return Recommendation(group, (Finding("too_few_repeats", numbers),))
+        return Recommendation(group, (finding("too_few_repeats", **numbers),))
     if all(setting.values == baseline.values for setting in group.alive):
-        equal = {
-            "keys": group.keys,
-            "settings": len(group.alive),
-            "repeats": group.unit_of_repeats,
-        }
-        return replace(_expect(group, highest, []), findings=(Finding("all_equal", equal),))
+        equal = finding(
+            "all_equal",
+            keys=group.keys,
+            settings=len(group.alive),
+            repeats=group.unit_of_repeats,
+        )
+        return replace(_expect(group, highest, []), findings=(equal,))
     if contrast is None or contrast.effect is None:
-        numbers |= {"detectable": median(group.detectable), "unit": group.scale.unit}
-        return _expect(group, highest, [Finding("best_is_baseline", numbers)])
-    return _expect(group, highest, [Finding("best_mean", numbers | {"contrast": contrast.fields})])
+        detectable = median(group.detectable)
+        best = finding("best_is_baseline", **numbers, detectable=detectable, unit=group.scale.unit)
+    else:
+        best = finding("best_mean", **numbers, contrast=contrast.fields)
+    return _expect(group, highest, [best])
 
 
 def _only_setting(group: Group) -> Recommendation:
     [setting] = group.alive
     interval = group.interval(setting)
-    numbers = {
-        "metric": group.metric,
-        "setting": setting_numbers(setting),
-        "value": setting.mean,
-        "interval": interval,
-        "unit": group.scale.unit,
-        "count": len(setting.values),
-        "repeats": group.unit_of_repeats,
-        "is_left": len(group.members) > 1,
-    }
-    findings = (Finding("only_setting", numbers),)
-    lead = Recommendation(group, findings, value=setting.mean, value_interval=interval)
+    only = finding(
+        "only_setting",
+        metric=group.metric,
+        setting=setting_numbers(setting),
+        value=setting.mean,
+        interval=interval,
+        unit=group.scale.unit,
+        count=len(setting.values),
+        repeats=group.unit_of_repeats,
+        is_left=len(group.members) > 1,
+    )
+    lead = Recommendation(group, (only,), value=setting.mean, value_interval=interval)
     if not setting.is_sound:
         return lead
     return replace(lead, command=command(setting.runs[0]), point=setting.label)
@@ -294,19 +305,17 @@ def _expect(
         differences = [score - other for score, other in pairs if other is not None]
         difference = fmean(differences) if differences else None
         interval = _widened(group, chosen, value)
-    expected = Finding(
+    expected = finding(
         "expected",
-        {
-            "value": value,
-            "interval": interval,
-            "unit": group.scale.unit,
-            "settings": len(group.members),
-            "mean": chosen.mean,
-            # In how many repeats another setting is the best of all other repeats.
-            "others": sum(label != chosen.label for label, _ in scores.values()),
-            "count": len(scores),
-            "repeats": group.unit_of_repeats,
-        },
+        value=value,
+        interval=interval,
+        unit=group.scale.unit,
+        settings=len(group.members),
+        mean=chosen.mean,
+        # In how many repeats another setting is the best of all other repeats.
+        others=sum(label != chosen.label for label, _ in scores.values()),
+        count=len(scores),
+        repeats=group.unit_of_repeats,
     )
     of_rivals = _rivals(group, chosen) if rivals else []
     return Recommendation(
@@ -334,37 +343,36 @@ def _widened(group: Group, chosen: Configuration, value: float) -> tuple[float, 
 def _rivals(group: Group, named: Configuration) -> list[Finding]:
     """Return which settings are not shown to be worse than the recommended one."""
     rivals = [s for s in group.alive if s.label in group.may_be_best and s is not named]
-    numbers: dict[str, Any] = {"setting": setting_numbers(named)}
+    of_named = setting_numbers(named)
     if not rivals:
         is_all = len(group.alive) == len(group.members)
-        numbers |= {"settings": len(group.alive), "is_all": is_all}
-        return [Finding("best_of_all", numbers)]
+        settings = len(group.alive)
+        return [finding("best_of_all", setting=of_named, settings=settings, is_all=is_all)]
     if len(rivals) > 1 and len(rivals) + 1 == len(group.alive):
-        return [Finding("none_worse", numbers)]
+        return [finding("none_worse", setting=of_named)]
     sound = [setting_numbers(setting) for setting in rivals if setting.is_sound]
-    return [Finding("not_worse", numbers | {"others": sound})] if sound else []
+    return [finding("not_worse", setting=of_named, others=sound)] if sound else []
 
 
 def _notes(group: Group) -> Iterable[Finding]:
     if group.missing_baseline:
-        numbers = {"missing": group.missing_baseline, "baseline": group.baseline}
-        yield Finding("other_baseline", numbers)
+        yield other_baseline(group)
     lost = [setting for setting in group.members if setting.lost]
     if lost:
-        yield Finding("lost_runs", {"settings": [setting_numbers(setting) for setting in lost]})
+        yield finding("lost_runs", settings=[setting_numbers(setting) for setting in lost])
         if not all(setting.is_sound for setting in lost if setting.values):
-            yield Finding("not_recommended")
+            yield finding("not_recommended")
     far = [
         {"run": run.name, "setting": setting.label, "value": run.metric_value}
         for setting, run in _far_off(group)
     ]
     if far:
-        yield Finding("far_off", {"runs": far, "unit": group.scale.unit})
+        yield finding("far_off", runs=far, unit=group.scale.unit)
     if any(len(setting.values) > 1 for setting in group.members):
         if group.unit_of_repeats == "fold":
-            yield Finding("over_folds")
+            yield finding("over_folds")
         elif _is_on_fixed_images(group):
-            yield Finding("over_seeds")
+            yield finding("over_seeds")
 
 
 def _is_on_fixed_images(group: Group) -> bool:
@@ -408,22 +416,22 @@ def _recommend_fastest(group: Group) -> Recommendation:
     if not shown:
         smallest = group.runs[0].config.get("sweep.smallest_difference") or SMALLEST_DIFFERENCE
         detectable = max(group.detectable, default=None)
-        none = {"smallest_difference": float(smallest), "detectable": detectable}
-        return Recommendation(group, (Finding("none_faster", none),))
+        none = finding("none_faster", smallest_difference=float(smallest), detectable=detectable)
+        return Recommendation(group, (none,))
     contrast = _fastest(shown)
     winner = group.named(contrast.a)
     changed = _changed(winner, baseline)
-    numbers = {"changes": changed, "contrast": contrast.fields, "repeats": group.blocks}
-    findings = [Finding("trains_faster", numbers)]
+    fields, repeats = contrast.fields, group.blocks
+    findings = [finding("trains_faster", changes=changed, contrast=fields, repeats=repeats)]
     if winner.peak_bytes and baseline.peak_bytes:
         peaks = [max(peak.median for peak in s.peak_bytes) for s in (winner, baseline)]
-        findings.append(Finding("peak_memory", {"bytes": peaks[0], "before": peaks[1]}))
+        findings.append(finding("peak_memory", bytes=peaks[0], before=peaks[1]))
     advised = {key: value for key, value in changed.items() if key in CHANGES_TRAINING}
-    findings += [Finding("changes_training", {"key": k, "value": v}) for k, v in advised.items()]
+    findings += [finding("changes_training", key=k, value=v) for k, v in advised.items()]
     if "model.compile" in changed:
         starts = [s.measure("first_step_seconds") for s in (winner, baseline)]
         seconds, before = (start.median if start else None for start in starts)
-        findings.append(Finding("first_step", {"seconds": seconds, "before": before}))
+        findings.append(finding("first_step", seconds=seconds, before=before))
     # Also name the fastest of the settings that change only speed and memory.
     only_speed = [
         contrast
@@ -432,8 +440,8 @@ def _recommend_fastest(group: Group) -> Recommendation:
     ]
     if advised and only_speed:
         best = _fastest(only_speed)
-        numbers = {"changes": _changed(group.named(best.a), baseline), "contrast": best.fields}
-        findings.append(Finding("fastest_of_only_speed", numbers))
+        changes = _changed(group.named(best.a), baseline)
+        findings.append(finding("fastest_of_only_speed", changes=changes, contrast=best.fields))
     return Recommendation(group, tuple(findings), command(winner.runs[0]), winner.label, contrast)
 
 

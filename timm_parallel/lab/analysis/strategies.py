@@ -11,7 +11,7 @@ from typing import Any
 
 import pandas as pd
 
-from timm_parallel.lab.analysis.findings import Finding
+from timm_parallel.lab.analysis.findings import Finding, finding
 from timm_parallel.lab.analysis.groups import (
     NOT_A_SETTING,
     SPEED,
@@ -205,10 +205,11 @@ def warnings(group: Group) -> list[Finding]:
     findings = []
     hosts = sorted({run.hosts[0] for run in group.runs if run.hosts})
     if len(hosts) > 1:
-        findings.append(Finding("several_hosts", {"hosts": hosts}))
+        findings.append(finding("several_hosts", hosts=hosts))
     for point in group.members:
         for rank, share in summarize_columns(run.rank_shares for run in point.runs).items():
             if share.median >= SLOW_RANK:
-                numbers = {"label": point.label, "rank": rank, "ratio": share.median}
-                findings.append(Finding("slow_rank", numbers))
+                findings.append(
+                    finding("slow_rank", label=point.label, rank=rank, ratio=share.median)
+                )
     return findings

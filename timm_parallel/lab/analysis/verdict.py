@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from timm_parallel.lab.analysis.findings import Finding
+from timm_parallel.lab.analysis.findings import Finding, finding
 from timm_parallel.lab.analysis.groups import SPEED as IMAGES_PER_SEC
 from timm_parallel.lab.analysis.groups import Group, with_contrasts
 from timm_parallel.lab.analysis.runs import IMAGES_PER_SECOND, RunRecord, parse_overrides
@@ -132,16 +132,22 @@ def _peak(runs: Sequence[RunRecord]) -> Summary | None:
 
 
 def _notes(runs: Sequence[RunRecord], record: Record, speed: Contrast) -> Iterable[Finding]:
-    yield from (Finding("noted", {"text": text}) for text in record.notes)
+    yield from (finding("noted", text=text) for text in record.notes)
     yield from _not_equal(runs)
-    share = {"number": record.number, "level": record.level, "of": LEVEL}
-    yield Finding("level_of_verdict", share | {"share": DECIDING_SHARE, "measure": record.on})
+    yield finding(
+        "level_of_verdict",
+        number=record.number,
+        level=record.level,
+        of=LEVEL,
+        share=DECIDING_SHARE,
+        measure=record.on,
+    )
     crowded = sum(bool(run.neighbours) for run in runs)
     flagged = sum(bool(run.flags) for run in runs)
     if speed.effect is None and crowded:
-        yield Finding("speed_next_to_jobs", {"count": crowded, "runs": len(runs)})
+        yield finding("speed_next_to_jobs", count=crowded, runs=len(runs))
     elif speed.effect is not None and flagged:
-        yield Finding("speed_on_busy_machine", {"count": flagged, "runs": len(runs)})
+        yield finding("speed_on_busy_machine", count=flagged, runs=len(runs))
 
 
 def refusal(runs: Iterable[RunRecord]) -> Finding | None:
@@ -154,7 +160,7 @@ def refusal(runs: Iterable[RunRecord]) -> Finding | None:
         for key in (*keys, f"{split}.samples"):
             old, new = base.result.get(key), head.result.get(key)
             if old != new:
-                return Finding("refused", {"key": key, "base": old, "head": new})
+                return finding("refused", key=key, base=old, head=new)
     return None
 
 
@@ -189,18 +195,18 @@ def _answer(
         return REFUSED, (refused,)
     waiting = sum(run.status in UNFINISHED for run in runs)
     if waiting:
-        return UNKNOWN, (Finding("not_ended", {"count": waiting, "jobs": len(runs)}),)
+        return UNKNOWN, (finding("not_ended", count=waiting, jobs=len(runs)),)
     broken = [run for run in runs if run.status == "failed"]
     if broken:
         first = {"run": broken[0].name, "reason": broken[0].reason}
-        return FAILED, (Finding("failed", {"count": len(broken), "jobs": len(runs), **first}),)
+        return FAILED, (finding("failed", count=len(broken), jobs=len(runs), **first),)
     lost, of_base = _lost_alone(runs, HEAD), _lost_alone(runs, BASE)
     if lost and not of_base:
         seeds = [{"seed": run.seed, "status": run.status.replace("_", " ")} for run in lost]
-        return WORSE, (Finding("loses_runs", {"runs": seeds}),)
+        return WORSE, (finding("loses_runs", runs=seeds),)
     contrast = contrasts.get(record.on)
     if contrast is None or contrast.effect is None:
-        return NO_DIFFERENCE, (Finding("not_measured", {"measure": record.on}),)
+        return NO_DIFFERENCE, (finding("not_measured", measure=record.on),)
     word = word_of(contrast)
     numbers = {
         "metric": IMAGES_PER_SECOND if record.on == SPEED else groups[0].metric,
@@ -208,8 +214,8 @@ def _answer(
         "level": record.level_of(record.on),
     }
     if word == NO_DIFFERENCE:
-        return word, (Finding("no_difference", numbers),)
-    return word, (Finding("head_is", {"word": word, **numbers}),)
+        return word, (finding("no_difference", **numbers),)
+    return word, (finding("head_is", word=word, **numbers),)
 
 
 def word_of(contrast: Contrast) -> str:
@@ -247,4 +253,4 @@ def _not_equal(runs: Sequence[RunRecord]) -> Iterable[Finding]:
         ]
         if any(old != new for old, new in known):
             old, new = (median(column) for column in zip(*known, strict=True))
-            yield Finding("not_equal", {"key": key, "base": old, "head": new})
+            yield finding("not_equal", key=key, base=old, head=new)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from timm_parallel.lab.analysis.findings import Finding
+from timm_parallel.lab.analysis.findings import Finding, finding
 from timm_parallel.lab.analysis.groups import Group
 from timm_parallel.lab.analysis.headline import Recommendation
 from timm_parallel.lab.analysis.runs import RunRecord
@@ -47,21 +47,21 @@ class Report:
         for sweep in self.sweeps:
             left = sum(job.status in UNFINISHED for job in sweep.jobs)
             if left:
-                numbers = {"status": sweep.status, "count": left, "jobs": len(sweep.jobs)}
-                notes.append(Finding("sweep_not_ended", numbers))
+                jobs = len(sweep.jobs)
+                notes.append(finding("sweep_not_ended", status=sweep.status, count=left, jobs=jobs))
         edited = [run.name for run in self.runs if run.is_edited]
         if edited:
-            notes.append(Finding("edited_seed", {"runs": edited}))
+            notes.append(finding("edited_seed", runs=edited))
         with_value = [run for run in self.runs if run.metric_value is not None]
         unknown = [run.name for run in with_value if run.metric_is is None]
         if unknown:
-            notes.append(Finding("unknown_direction", {"runs": unknown}))
+            notes.append(finding("unknown_direction", runs=unknown))
         for sweep in self.sweeps:
             folder = sweep.folder.resolve()
             of_sweep = [run for run in self.runs if folder in run.folder.resolve().parents]
             commits = list(dict.fromkeys(run.commit for run in of_sweep if run.commit))
             if len(commits) > 1:
-                notes.append(Finding("code_changed", {"commits": commits}))
+                notes.append(finding("code_changed", commits=commits))
         return notes
 
     @property

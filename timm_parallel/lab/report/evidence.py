@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from timm_parallel.lab.analysis.findings import Finding
+from timm_parallel.lab.analysis.findings import finding
 from timm_parallel.lab.analysis.groups import Configuration, Group
 from timm_parallel.lab.analysis.labels import join_short
 from timm_parallel.lab.analysis.runs import RunRecord
@@ -53,9 +53,8 @@ class Comparison:
 
     @property
     def doubt(self) -> str:
-        numbers = {"contrast": self.contrast.fields}
         if self.contrast.verdict == INCONCLUSIVE:
-            return f"{self.label}: {sentence(Finding('pair', numbers))}"
+            return f"{self.label}: {sentence(finding('pair', contrast=self.contrast.fields))}"
         # The ratio is shown to differ from 1, but not from the limit of this claim.
         return (
             f"{self.label}: the interval contains the limit of the claim; more repeats would decide"
@@ -194,7 +193,7 @@ def evaluate_claim(
     elif verdict == INCONCLUSIVE:
         reason = join_short(comparison.doubt for comparison in deciding)
     figure = join_short(
-        sentence(Finding("ratio", {"label": c.label, "of": unit, "contrast": c.contrast.fields}))
+        sentence(finding("ratio", label=c.label, of=unit, contrast=c.contrast.fields))
         for c in comparisons
     )
     runs = tuple(dict.fromkeys(run for c in comparisons for run in (*c.a.runs, *c.b.runs)))

@@ -10,7 +10,7 @@ from textwrap import shorten
 
 import pandas as pd
 
-from timm_parallel.lab.analysis.findings import Finding
+from timm_parallel.lab.analysis.findings import finding, other_baseline
 from timm_parallel.lab.analysis.groups import Configuration, Group, values
 from timm_parallel.lab.analysis.labels import DASH, join_short
 from timm_parallel.lab.analysis.runs import IMAGES_PER_SECOND, RunRecord
@@ -148,8 +148,7 @@ def _settings_table(group: Group) -> Table:
     shown = group.best(MOST_SETTINGS)
     notes = []
     if group.missing_baseline:
-        numbers = {"missing": group.missing_baseline, "baseline": group.baseline}
-        notes.append(sentence(Finding("other_baseline", numbers)))
+        notes.append(sentence(other_baseline(group)))
     if any(setting.lost for setting in group.members):
         notes.append(
             "The mean of a setting that lost runs is that of the runs that are left, and may be "
@@ -235,7 +234,7 @@ def contrasts_table(group: Group) -> Table:
             "ratio (95 %)": effect_text(contrast),
             "A faster than B?": "disturbed: no verdict"
             if group.disturbed
-            else sentence(Finding("pair", {"contrast": contrast.fields})),
+            else sentence(finding("pair", contrast=contrast.fields)),
             DETECTABLE: DASH if contrast.detectable is None else percent(contrast.detectable, 1),
             "runs of each": str(contrast.n),
         }

@@ -14,7 +14,7 @@ from timm_parallel.config.arguments import parse_command_line
 from timm_parallel.config.compose import Command, compose_command
 from timm_parallel.config.resolve import resolve
 from timm_parallel.config.suggest import metric_of
-from timm_parallel.lab.analysis.findings import Finding
+from timm_parallel.lab.analysis.findings import Finding, finding
 from timm_parallel.lab.analysis.verdict import (
     BASE,
     BETTER,
@@ -302,8 +302,7 @@ class VerdictRun(Runner):
         if not self._refused:
             self._refused = refusal(collect([self.jobs.folder]))
             if job.code == REFUSED:
-                numbers = {"code": code_of(job), "reason": job.reason}
-                self._refused = Finding("refused_by_code", numbers)
+                self._refused = finding("refused_by_code", code=code_of(job), reason=job.reason)
 
     def _close(self) -> int:
         folder = self.jobs.folder
