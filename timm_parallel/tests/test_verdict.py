@@ -44,6 +44,7 @@ from timm_parallel.lab.analysis.verdict import (
     word_of,
 )
 from timm_parallel.lab.multirun import main as multirun
+from timm_parallel.lab.report.sentences import sentences
 from timm_parallel.lab.report.tables import verdict_table
 from timm_parallel.lab.verdict import versions
 from timm_parallel.metric import metric_name
@@ -101,7 +102,10 @@ def shifted(difference: float) -> list[float]:
 
 
 def verdict_on(runs: Sequence[RunRecord], number: int = 1, on: str = METRIC) -> Verdict:
-    return judge(runs, Record(BASE, HEAD, number, on))
+    verdict = judge(runs, Record(BASE, HEAD, number, on))
+    # Each finding must have the numbers that its sentence needs.
+    assert sentences([*verdict.findings, *verdict.notes])
+    return verdict
 
 
 def words_of(verdict: Verdict) -> dict[str, str]:

@@ -64,6 +64,14 @@ Kind = Literal[
     "level_of_verdict",
     "speed_next_to_jobs",
     "speed_on_busy_machine",
+    # Notes below a table.
+    "mean_of_lost",
+    "means_on_scale",
+    "single_is_missing",
+    "devices_are_threads",
+    "more_threads_than_cores",
+    "unlike_threads",
+    "outlier",
     # A pair of configurations, and the jobs of a page.
     "pair",
     "ratio",

@@ -148,24 +148,21 @@ def _settings_table(group: Group) -> Table:
     shown = group.best(MOST_SETTINGS)
     notes = []
     if group.missing_baseline:
-        notes.append(sentence(other_baseline(group)))
+        notes.append(other_baseline(group))
     if any(setting.lost for setting in group.members):
-        notes.append(
-            "The mean of a setting that lost runs is that of the runs that are left, and may be "
-            "too good."
-        )
+        notes.append(finding("mean_of_lost"))
     if not group.scale.is_ratio and any(
         _differs_from_means(group, contrast) for contrast in group.contrasts
     ):
-        notes.append(
-            f"A difference comes from means on the {group.scale.name} scale in the "
-            f"{group.unit_of_repeats}s that both settings have, so it is not exactly the "
-            "difference of two means of this table."
-        )
+        repeats = group.unit_of_repeats
+        notes.append(finding("means_on_scale", scale=group.scale.name, repeats=repeats))
     return Table(
         _without_empty([_setting_row(group, setting) for setting in shown], group.keys),
         caption=f"{group.metric} by setting: mean over the {group.unit_of_repeats}s",
-        notes=notes + _rest(len(group.members) - len(shown), "{} more settings, in report.json."),
+        notes=[
+            *map(sentence, notes),
+            *_rest(len(group.members) - len(shown), "{} more settings, in report.json."),
+        ],
         text_columns=[*group.keys, "setting", VERDICT],
         runs=[setting.runs for setting in shown],
     )
@@ -349,32 +346,23 @@ def unfinished_table(runs: Sequence[RunRecord]) -> Table:
 def _notes(group: Group) -> list[str]:
     notes = []
     if not group.baseline:
-        notes.append(
-            "No run of single on 1 device is done here, so there is no ratio to it and no "
-            "efficiency."
-        )
+        notes.append(finding("single_is_missing"))
     if any(point.is_simulated for point in group.members):
-        notes.append(
-            "* Its devices are threads on CPU: its speed says nothing about GPUs and is not "
-            "compared."
-        )
-    for threads, cores in sorted(
-        {point.needless_threads for point in group.members if point.needless_threads}
-    ):
-        notes.append(f"† {threads} threads on {cores} cores.")
+        notes.append(finding("devices_are_threads"))
+    crowded = {point.needless_threads for point in group.members if point.needless_threads}
+    for threads, cores in sorted(crowded):
+        notes.append(finding("more_threads_than_cores", threads=threads, cores=cores))
     if not all(same_threads(group, point) for point in group.members):
-        notes.append(
-            "‡ Its devices have another number of threads than single's: the ratio mixes both "
-            "effects."
-        )
+        notes.append(finding("unlike_threads"))
     speeds = speed_table(group)
-    outliers = speeds[speeds["relative"] < OUTLIER]
-    slow = [
-        f"run {run.run} ({run.point}) at {figure(run.images_per_sec)} images/s."
-        for run in outliers.itertuples()
+    slow = speeds[speeds["relative"] < OUTLIER]
+    for run in slow[:MOST_NAMED].itertuples():
+        speed = float(run.images_per_sec)
+        notes.append(finding("outlier", run=run.run, label=run.point, speed=speed))
+    return [
+        *map(sentence, notes),
+        *_rest(len(slow) - MOST_NAMED, "Outlier, kept: {} more, in report.csv."),
     ]
-    notes += [f"Outlier, kept: {text}" for text in slow[:MOST_NAMED]]
-    return notes + _rest(len(slow) - MOST_NAMED, "Outlier, kept: {} more, in report.csv.")
 
 
 def _rest(count: int, note: str) -> list[str]:
