@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from timm_parallel.app import current
-from timm_parallel.data.batch import Batch
+from timm_parallel.batch import Batch
 from timm_parallel.keys import ResolvedConfig
 from timm_parallel.machine.imports import import_class
 from timm_parallel.metric import Metric
