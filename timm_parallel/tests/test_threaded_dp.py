@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from timm_parallel.data.batch import Batch
+from timm_parallel.batch import Batch
 from timm_parallel.keys import ResolvedParallel
 from timm_parallel.machine.ranks import Ranks
-from timm_parallel.model.networks import Autocast, Networks, PhaseStep
 from timm_parallel.parallel.data_parallel import DataParallelStrategy
+from timm_parallel.parallel.networks import Autocast, Networks, PhaseStep
 from timm_parallel.parallel.threaded_data_parallel import ThreadedDataParallel
 from timm_parallel.task import Task
 
@@ -232,7 +232,7 @@ def test_evaluation_with_dp_replicas_in_threads_does_not_build_an_autograd_graph
     model = Small().eval()
     images = torch.randn(7, 6)
     with mode():
-        outputs = strategy(3).for_evaluation(Networks({"model": model})).model(images)
+        outputs = strategy(3).for_evaluation(Networks({"model": model}))["model"](images)
         assert torch.allclose(outputs, model(images), atol=1e-6)
     assert not outputs.requires_grad
 
