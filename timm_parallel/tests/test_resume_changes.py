@@ -169,6 +169,8 @@ def reference(config: ResolvedConfig, contents: dict[str, Any]) -> RunParts:
     phase.learning.schedule.step_update(
         state.progress.epoch * run.steps_per_epoch + state.progress.step_in_epoch
     )
+    if run.mixing is not None:
+        run.mixing.batch = state.progress.step * config.train.accumulate
     return run
 
 
