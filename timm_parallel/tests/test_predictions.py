@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from sklearn.calibration import calibration_curve
 
 from src.tasks.classification import calibration_error, count_by_confidence
+from timm_parallel.data.batch import Batch
 from timm_parallel.runtime.evaluation import Evaluation
 from timm_parallel.runtime.predictions import write_predictions
 from timm_parallel.testing.configs import task_of
@@ -86,9 +87,8 @@ def test_calibration_error_equals_the_error_from_scikit_learn_calibration_curve(
     draw = torch.Generator().manual_seed(seed)
     scores = torch.randn(images, classes, generator=draw) * 3
     labels = torch.randint(classes, (images,), generator=draw)
-    sums = count_by_confidence(
-        lambda s: s.softmax(1), scores, labels, torch.zeros(0, dtype=torch.float64)
-    )
+    batch = Batch({"image": scores, "target": labels})
+    sums = count_by_confidence(task_of(classes), scores, batch)
     confidence, predicted = scores.softmax(1).max(1)
     share, mean = calibration_curve(predicted == labels, confidence, n_bins=15)
     counts = np.histogram(confidence, bins=np.linspace(0, 1, 16))[0]
