@@ -20,6 +20,7 @@ from timm_parallel.model.networks import Networks
 from timm_parallel.parallel.strategy import Strategy
 from timm_parallel.runtime.evaluation import Evaluation, evaluate
 from timm_parallel.task import Task
+from timm_parallel.task_rules import check_task
 
 TINY = (
     "print_config=false",
@@ -36,7 +37,9 @@ def resolved(*overrides: str) -> ResolvedConfig:
     """Build the resolved config that `python train.py` would use with the overrides in TINY and the
     given overrides. TINY sets a tiny model and 192 training images.
     """
-    return cast(ResolvedConfig, resolve(compose_command(parse(*tiny(*overrides))).config))
+    config = compose_command(parse(*tiny(*overrides))).config
+    check_task(config)
+    return cast(ResolvedConfig, resolve(config))
 
 
 def parse(*words: str) -> Any:
