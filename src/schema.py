@@ -401,6 +401,11 @@ class DataConfig(timm_parallel.DataConfig):
                 f"data.eval_image_size={self.eval_image_size}: images of {self.name} have one "
                 "size; leave it at null"
             )
+        if self.root is not None and self.name in MADE_IN_MEMORY:
+            yield (
+                f"data.root={self.root}: data.name={self.name} reads no folder; give data=folder "
+                "too, or data.root=null"
+            )
         for name, values in (("mean", self.mean), ("std", self.std)):
             if values is not None and not all(0 <= value <= 1 for value in values):
                 yield f"data.{name}={values}: expected a number in 0..1 per channel"

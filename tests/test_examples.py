@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 import src.tasks
+from timm_parallel.checked_configs import check_config
 from timm_parallel.config.compose import compose_command
 from timm_parallel.config.resolve import resolve
-from timm_parallel.configs import check_config
 from timm_parallel.launch.job import prepare
 from timm_parallel.state import checkpoint
 from timm_parallel.testing.commands import ROOT

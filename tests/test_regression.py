@@ -235,7 +235,7 @@ def test_transformers_computes_squared_error_loss_for_a_regression_hub_export(
 @pytest.mark.parametrize(
     ("words", "key"),
     [
-        (("data=digits",), "train.task=regression"),
+        (("data=digits", "data.root=null"), "train.task=regression"),
         (("data.augment.mixup=0.2",), "data.augment.mixup=0.2"),
         (("train.smoothing=0.1",), "train.smoothing=0.1"),
         (("train.loss=ce",), "train.loss=ce"),

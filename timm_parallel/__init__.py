@@ -13,6 +13,10 @@ from timm_parallel.public_names import attach
 
 if TYPE_CHECKING:
     from timm_parallel.app import App as App
+    from timm_parallel.checked_configs import check_config as check_config
+    from timm_parallel.checked_configs import compose as compose
+    from timm_parallel.checked_configs import evaluation_config as evaluation_config
+    from timm_parallel.checked_configs import resolve_parallel as resolve_parallel
     from timm_parallel.config.arguments import CommandLine as CommandLine
     from timm_parallel.config.arguments import counts_argument as counts_argument
     from timm_parallel.config.arguments import errors_in_one_line as errors_in_one_line
@@ -21,10 +25,6 @@ if TYPE_CHECKING:
     from timm_parallel.config.bounds import option_problems as option_problems
     from timm_parallel.config.compose import load_config as load_config
     from timm_parallel.config.resolve import resolve as resolve
-    from timm_parallel.configs import check_config as check_config
-    from timm_parallel.configs import compose as compose
-    from timm_parallel.configs import evaluation_config as evaluation_config
-    from timm_parallel.configs import resolve_parallel as resolve_parallel
     from timm_parallel.data.batch import Batch as Batch
     from timm_parallel.data.build import load_dataset as load_dataset
     from timm_parallel.data.csv_listing import CsvDataset as CsvDataset
@@ -116,12 +116,12 @@ _GROUPS = {
         "leaves": "keys",
         "is_own_class": "keys",
         "option_problems": "config.bounds",
-        "compose": "configs",
-        "check_config": "configs",
+        "compose": "checked_configs",
+        "check_config": "checked_configs",
         "resolve": "config.resolve",
-        "resolve_parallel": "configs",
+        "resolve_parallel": "checked_configs",
         "load_config": "config.compose",
-        "evaluation_config": "configs",
+        "evaluation_config": "checked_configs",
     },
     "Tasks": {
         "Task": "task",

@@ -1,7 +1,7 @@
 """Command line of train.py: train, sweep, or print help.
 
-This process composes and checks the config once, before torch is imported. It then starts the ranks
-as separate processes. Each rank reads the saved config from the run folder (timm_parallel/launch/).
+This process composes and checks the config once. It then starts the ranks as separate processes.
+Each rank reads the saved config from the run folder (timm_parallel/launch/).
 """
 
 from __future__ import annotations
@@ -161,6 +161,7 @@ def _run(app: App[Any, Any], arguments: Any, ranks: Ranks | None) -> int:
     )
     from timm_parallel.launch.torchrun import negotiate, remembered_folder, run_rank_zero
     from timm_parallel.machine.files import claim_folder
+    from timm_parallel.machine.imports import imports_without_gc
     from timm_parallel.machine.lock import lock_folder
     from timm_parallel.record.console import print_config
 
@@ -174,9 +175,10 @@ def _run(app: App[Any, Any], arguments: Any, ranks: Ranks | None) -> int:
         check_root(config)
     # Import the rules of the task only after all checks that need no torch, because the import of a
     # task takes seconds.
-    from timm_parallel.task_rules import check_task
+    with imports_without_gc():
+        from timm_parallel.task_rules import check_task
 
-    check_task(config)
+        check_task(config)
     if is_local:
         app.call(app.check_data, config)
         app.call(app.check_batch, config)

@@ -107,6 +107,20 @@ def leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
             yield key, value, entry
 
 
+def plain_values(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (dotted key, value) for each single value in nested dicts and lists. Items of a list
+    have the key of the list.
+    """
+    if isinstance(node, dict):
+        for name, value in node.items():
+            yield from plain_values(value, f"{key}.{name}" if key else str(name))
+    elif isinstance(node, list):
+        for value in node:
+            yield from plain_values(value, key)
+    else:
+        yield key, node
+
+
 def is_below(key: str, sections: Iterable[str]) -> bool:
     """Return True if a dotted key is one of the given keys, or is in one of the given sections."""
     return any(f"{key}.".startswith(f"{section}.") for section in sections)

@@ -4,12 +4,12 @@ targets. The module of a task imports torch, so these rules run after all others
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from timm_parallel.app import current
 from timm_parallel.config.bounds import option_problems
-from timm_parallel.config.hints import hint
+from timm_parallel.config.suggest import hint
 from timm_parallel.config.validate import refuse
 from timm_parallel.data.build import built_in
 from timm_parallel.data.dataset import ImageDataset
@@ -43,7 +43,7 @@ def _task_problems(config: Config) -> Iterator[str]:
         ("optimized_metric", config.objective, objectives(task.metrics)),
     ):
         if metric not in allowed:
-            yield f"{key}={metric}: not a metric of train.task={name}{hint(metric, allowed)}"
+            yield f"{key}={metric}: not a metric of the task {name}{hint(metric, allowed)}"
     yield from _phase_problems(config, task)
     kinds = _target_kinds(config.data.name)
     if kinds is not None and task.target not in (*kinds, "none"):
@@ -90,11 +90,11 @@ def _target_kinds(dataset: str) -> tuple[str, ...] | None:
     return None if own.targets is ImageDataset.targets else own.targets
 
 
-def _evaluated(split: str, metrics: Iterable[str]) -> list[str]:
+def _evaluated(split: str, metrics: Collection[str]) -> list[str]:
     return [f"{split}/{name}{suffix}" for suffix in ("", "_ema") for name in metrics]
 
 
-def objectives(metrics: Iterable[str]) -> list[str]:
+def objectives(metrics: Collection[str]) -> list[str]:
     """Build the list of allowed values of optimized_metric. `metrics`: names of the metrics of the
     task.
     """
@@ -113,5 +113,5 @@ def metric_of(task: str, measure: str) -> Metric:
     known = {"images_per_sec": Metric(), "loss": LOSS, **Task.find(task).metrics}
     name = metric_name(measure)
     if name not in known:
-        raise ValueError(f"{measure}: not a metric of train.task={task}{hint(name, known)}")
+        raise ValueError(f"{measure}: not a metric of the task {task}{hint(name, known)}")
     return known[name]

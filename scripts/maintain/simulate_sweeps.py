@@ -22,8 +22,8 @@ from scipy.stats import beta
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from timm_parallel.lab.analysis.groups import with_contrasts
 from timm_parallel.lab.analysis.headline import recommend
-from timm_parallel.lab.analysis.questions import with_contrasts
 from timm_parallel.lab.analysis.runs import RunRecord
 from timm_parallel.lab.analysis.settings import setting_groups
 from timm_parallel.metric import metric_name
@@ -131,10 +131,10 @@ def judge(sweep: Sweep) -> Verdict:
         low, high = contrast.interval
         false |= (low > 0 and between <= 0) or (high < 0 and between >= 0)
     best_value = float(max(sweep.sign * truth))
-    named = lead.point is not None and lead.point != group.baseline.label
-    falsely = named and sweep.sign * (true(str(lead.point)) - true(group.baseline.label)) <= 0
-    if lead.point == group.baseline.label:
-        falsely |= best_value > sweep.sign * true(group.baseline.label)
+    named = lead.point is not None and lead.point != group.baseline
+    falsely = named and sweep.sign * (true(str(lead.point)) - true(group.baseline)) <= 0
+    if lead.point == group.baseline:
+        falsely |= best_value > sweep.sign * true(group.baseline)
     best = {s.label for s in group.alive if math.isclose(sweep.sign * true(s.label), best_value)}
     false |= not best & group.may_be_best
     chosen = lead.point or group.highest
@@ -143,7 +143,7 @@ def judge(sweep: Sweep) -> Verdict:
     stated = math.nan if lead.value is None else lead.value - of_page
     difference = covered = math.nan
     if named and lead.contrast is not None and lead.contrast.effect is not None:
-        of_pair = of_page - true(group.baseline.label)
+        of_pair = of_page - true(group.baseline)
         stated_difference = lead.contrast.effect if lead.difference is None else lead.difference
         difference = sweep.sign * (stated_difference - of_pair) / sweep.error
         covered = float(lead.contrast.interval[0] <= of_pair <= lead.contrast.interval[1])

@@ -21,7 +21,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from timm_parallel.lab.analysis.runs import RunRecord
 from timm_parallel.lab.analysis.statistics import LEVEL
-from timm_parallel.lab.analysis.verdict import BASE, BETTER, CODE, HEAD, WORSE, Record, judge
+from timm_parallel.lab.analysis.verdict import (
+    BASE,
+    BETTER,
+    CODE,
+    HEAD,
+    WORSE,
+    Record,
+    judge,
+    word_of,
+)
 
 SEEDS = (3, 5, 8)
 # Number of successive verdicts on one base.
@@ -68,10 +77,11 @@ def run_records(draw: np.random.Generator, seeds: int, difference: float = 0) ->
 
 def words(draw: np.random.Generator, seeds: int, number: int, difference: float = 0) -> list[str]:
     """Simulate a verdict. Return its conclusion (better, worse or no difference shown), followed by
-    the conclusion of each row of its table.
+    the conclusion of each measure.
     """
     verdict = judge(run_records(draw, seeds, difference), Record(BASE, HEAD, number))
-    return [verdict.word, *(row.get("verdict", "") for row in verdict.rows)]
+    measured = [contrast for contrast in verdict.contrasts.values() if contrast.effect is not None]
+    return [verdict.word, *map(word_of, measured)]
 
 
 def is_false(said: list[str]) -> bool:
@@ -81,7 +91,7 @@ def is_false(said: list[str]) -> bool:
 
 def count_equal(verdicts: int, seeds: int) -> tuple[int, int]:
     """Simulate verdicts on equal code, each the first on its base. Return (number of verdicts that
-    say better or worse, number of verdicts with a difference in any row of the table).
+    say better or worse, number of verdicts with a difference in any measure).
     """
     draw = np.random.default_rng([39, seeds])
     said = [words(draw, seeds, 1) for _ in range(verdicts)]

@@ -45,7 +45,7 @@ def export_safetensors(trained: Trained, folder: Path) -> list[str]:
     Raises RuntimeError if the exported model has other outputs than the checkpoint.
     """
     path, name = folder / "model.safetensors", trained.config.model.name
-    if name.startswith("src."):
+    if trained.config.model.is_own:
         folder.mkdir(parents=True, exist_ok=True)
         save_file(
             {key: tensor.contiguous() for key, tensor in trained.model.state_dict().items()}, path

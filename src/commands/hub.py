@@ -28,7 +28,7 @@ def export_hub(trained: Trained, folder: Path) -> list[str]:
     checkpoint.
     """
     name, saved = trained.config.model.name, SavedRun(trained.run)
-    if name.startswith("src."):
+    if trained.config.model.is_own:
         raise ValueError(
             f"format=hub: model.name={name}: expected a model of timm; use another format"
         )

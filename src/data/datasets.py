@@ -1,8 +1,5 @@
 """Built-in datasets that are made in memory. A dataset of your own is a class
 `src.<module>.<Class>` that extends ImageDataset and takes a DataConfig.
-
-This module imports torch inside functions only. train.py checks the data before it imports torch,
-so a wrong key stops it at once.
 """
 
 from __future__ import annotations
@@ -11,26 +8,14 @@ import gzip
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
+import torch
+
 from src.schema import DataConfig
 from timm_parallel import ImageDataset, InMemory, as_size
 
 
-class MadeInMemory(ImageDataset):
-    """Base of the datasets that are made in memory and read no folder."""
-
-    @classmethod
-    def check(cls, config: DataConfig, evaluated: str | None = None, target: str = "label") -> None:
-        """Raise ValueError if data.root is set, because a dataset that is made in memory reads no
-        folder.
-        """
-        if config.root is not None:
-            raise ValueError(
-                f"data.root={config.root}: data.name={config.name} reads no folder; give "
-                "data=folder too, or data.root=null"
-            )
-
-
-class Digits(MadeInMemory):
+class Digits(ImageDataset):
     """Handwritten digits of scikit-learn (UCI, Alpaydin and Kaynak 1998): 1,797 images of 8x8 gray
     values 0..16, which are resized.
     """
@@ -42,9 +27,6 @@ class Digits(MadeInMemory):
     std = (0.3513,)
 
     def __init__(self, config: DataConfig) -> None:
-        import numpy as np
-        import torch
-
         self.image_size = as_size(config.image_size or 32)
         # Read scikit-learn's file directly, because importing sklearn.datasets takes 0.8 s.
         spec = find_spec("sklearn")
@@ -70,7 +52,7 @@ class Digits(MadeInMemory):
         return 1257
 
 
-class Synthetic(MadeInMemory):
+class Synthetic(ImageDataset):
     """Random images and labels in memory. Loading them costs almost no time, which helps to measure
     the speed of training alone.
     """
@@ -78,9 +60,6 @@ class Synthetic(MadeInMemory):
     def __init__(
         self, config: DataConfig, num_samples: int = 2048, num_classes: int = 10, in_chans: int = 3
     ) -> None:
-        import numpy as np
-        import torch
-
         self.target_names = [f"class_{index}" for index in range(num_classes)]
         self.in_chans = in_chans
         self.image_size = as_size(config.image_size or 32)
@@ -100,7 +79,7 @@ class Synthetic(MadeInMemory):
         return int(config.kwargs.get("num_samples", 2048))
 
 
-class Shapes(MadeInMemory):
+class Shapes(ImageDataset):
     """Discs and squares on noise, for segmentation. The masks are uint8 [N, H, W]; class 0 is the
     background.
     """
@@ -109,8 +88,6 @@ class Shapes(MadeInMemory):
     target_names = ["background", "disc", "square"]
 
     def __init__(self, config: DataConfig, num_samples: int = 512) -> None:
-        import torch
-
         self.image_size = as_size(config.image_size or 64)
         height, width = self.image_size
         rows, columns = torch.arange(height)[:, None], torch.arange(width)

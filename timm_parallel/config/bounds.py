@@ -11,8 +11,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from timm_parallel.config import timm_rules
-from timm_parallel.config.hints import hint
-from timm_parallel.config.suggest import type_text
+from timm_parallel.config.explain import type_text
+from timm_parallel.config.suggest import hint
 from timm_parallel.keys import Config, leaves
 
 

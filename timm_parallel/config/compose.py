@@ -25,15 +25,16 @@ from yaml import YAMLError
 from timm_parallel.app import as_resolved, current, root
 from timm_parallel.config.aliases import check_aliases
 from timm_parallel.config.arguments import parse_command_line
+from timm_parallel.config.explain import explain, required
 from timm_parallel.config.hydra_allowlist import (
     check_before_composing,
     check_hydra_block,
     check_hydra_types,
 )
 from timm_parallel.config.resolvers import by_device, device_counts
-from timm_parallel.config.suggest import explain, is_known, key_hint, plain_values, required
+from timm_parallel.config.suggest import is_known, key_hint
 from timm_parallel.config.validate import check_combination, check_values
-from timm_parallel.keys import PATHS, Config, ResolvedConfig, leaves
+from timm_parallel.keys import PATHS, Config, ResolvedConfig, leaves, plain_values
 from timm_parallel.machine.files import write_text
 from timm_parallel.machine.secrets import IN_URL, REFERENCE, hide_in, is_written_out
 from timm_parallel.patches import check_files_first, keep_missing_values, share_config_store

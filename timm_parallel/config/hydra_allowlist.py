@@ -12,15 +12,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from timm_parallel.app import root
-from timm_parallel.config.suggest import (
-    check_option,
-    explain,
-    is_declared,
-    is_known,
-    key_hint,
-    plain_values,
-)
-from timm_parallel.keys import is_below
+from timm_parallel.config.explain import explain
+from timm_parallel.config.suggest import check_option, is_declared, is_known, key_hint
+from timm_parallel.keys import is_below, plain_values
 
 SETTABLE = ("run", "sweep", "sweeper.params", "job.name", "job.chdir", "verbose")
 FIXED = (

@@ -1,47 +1,46 @@
-"""Suggestions for misspelled names of a config, and one-line texts for errors of Hydra and
-OmegaConf. Names of timm are read from its source files, because importing timm takes 3 s.
+"""Suggestions for misspelled names of a config. Names of timm are read from its source files,
+because importing timm takes 3 s.
 """
 
 from __future__ import annotations
 
 import difflib
-import itertools
-import re
-import shlex
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf.errors import ConfigTypeError, ValidationError
 
-from timm_parallel.app import current, root
-from timm_parallel.config.hints import hint
+from timm_parallel.app import current
 from timm_parallel.config.timm_names import timm_models, timm_optimizers
 from timm_parallel.keys import leaves
-from timm_parallel.machine.secrets import is_secret_key
 from timm_parallel.machine.text import yaml_text
 
 # Table of key names in other programs, such as timm's train.py, with the names here.
 OTHER_NAMES = Path(__file__).with_name("other_names.yaml")
-UNPARSABLE = (
-    "cannot be parsed; write a list as [a,b], and quote a text with special characters: "
-    "'key=\"a=b\"'"
-)
-# Type annotation of a config key -> its description in a message.
-TYPES = {
-    "int": "an integer",
-    "int | str": "auto or an integer",
-    "float": "a number",
-    "bool": "true or false",
-    "str": "a text",
-    "None": "null",
-    "dict[str, Any]": "a dictionary, {name: value}",
-    "list[int]": "a list of integers, [0,1]",
-    "list[float]": "a list of numbers, [0.5,1.0]",
-    "list[str]": "a list of texts, [a,b]",
-}
+
+
+def hint(name: str, known: Iterable[str]) -> str:
+    """Build the end of an error message for an unknown name: `; did you mean a, b?` with similar
+    names. Without a similar name, the text lists all known names if there are at most 20, and is
+    empty otherwise.
+    """
+    lower = {candidate.lower(): candidate for candidate in known}
+    close = [lower[match] for match in difflib.get_close_matches(name.lower(), lower)]
+    # Without a similar name, suggest names that start with the given one: cifar10_resnet18 for
+    # cifar.
+    close = (
+        close
+        or [
+            lower[match]
+            for match in sorted(lower)
+            if len(name) > 2 and match.startswith(name.lower())
+        ][:3]
+    )
+    if close:
+        return f"; did you mean {', '.join(close)}?"
+    return f"; allowed: {', '.join(sorted(lower.values()))}" if 0 < len(lower) <= 20 else ""
 
 
 def is_known(key: str) -> bool:
@@ -62,20 +61,6 @@ def is_declared(key: str) -> bool:
     return any(f"{known}.".startswith(f"{key}.") for known, _, _ in leaves(current().config()))
 
 
-def plain_values(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value) for each single value in nested dicts and lists. Items of a list
-    have the key of the list.
-    """
-    if isinstance(node, dict):
-        for name, value in node.items():
-            yield from plain_values(value, f"{key}.{name}" if key else str(name))
-    elif isinstance(node, list):
-        for value in node:
-            yield from plain_values(value, key)
-    else:
-        yield key, node
-
-
 def key_hint(key: str, more: Iterable[str] = (), value: Any = None, program: str = "train") -> str:
     """Build the end of an error message for an unknown key: `; did you mean …?` with similar keys,
     or the reason why no such key exists. The text is empty if there is neither.
@@ -84,10 +69,10 @@ def key_hint(key: str, more: Iterable[str] = (), value: Any = None, program: str
     that the user gave to the key. `program`: `train` or `evaluate`, because evaluate.py has an
     additional table of suggestions.
     """
-    tables = _other_names()
+    tables = other_names()
     if reason := _entry(key, value, tables["no_key"]):
         return f"; there is no such key: {reason}"
-    if found := _meant(key, value, tables["names"] | tables.get(program, {})):
+    if found := similar_keys(key, value, tables["names"] | tables.get(program, {})):
         return f"; did you mean {', '.join(found[:3])}?"
     keys, sections = _keys_and_sections()
     similar = hint(key, [*keys, *sections, *more])
@@ -106,7 +91,7 @@ def _keys_and_sections() -> tuple[list[str], list[str]]:
     )
 
 
-def _meant(key: str, value: Any, table: dict[str, str]) -> list[str]:
+def similar_keys(key: str, value: Any, table: dict[str, str]) -> list[str]:
     """Find the config keys that a user most likely meant by an unknown key. Return similar keys of
     the same section, if there are any. Otherwise return the keys that replace a name of another
     program (`table`), and the keys of other sections with the same last part.
@@ -143,7 +128,8 @@ def _entry(key: str, value: Any, table: dict[str, str]) -> str:
 
 
 @cache
-def _other_names() -> dict[str, dict[str, str]]:
+def other_names() -> dict[str, dict[str, str]]:
+    """Read the tables of other_names.yaml: {table: {name in another program: name here}}."""
     tables: dict[str, dict[str, str]] = yaml.safe_load(OTHER_NAMES.read_text(encoding="utf-8"))
     return tables
 
@@ -167,181 +153,8 @@ def check_option(group: str, choice: Any, options: list[str]) -> None:
                 f"optim={name}: no such option; timm has an optimizer of this name: "
                 f"optim.opt={name}"
             )
-        other = _other_names()["names"].get(f"{group}={name}".lower())
+        other = other_names()["names"].get(f"{group}={name}".lower())
         suggestion = f"; did you mean {other}?" if other else hint(name, options)
         raise ValueError(
             f"{group}={name}: no such option{suggestion}; python train.py --help lists all"
         )
-
-
-def explain(error: Exception, overrides: Iterable[str] = ()) -> str:
-    """Convert an error of Hydra, OmegaConf or the YAML parser to a message of one line, with key,
-    reason and fix.
-
-    `overrides`: the `key=value` arguments of the command line.
-    """
-    cause = error.__cause__ if getattr(error.__cause__, "full_key", None) else error
-    text = " ".join(str(cause).split())
-    if hasattr(error, "override"):
-        return _not_parsed(str(error.override), text, list(overrides))
-    if ambiguous := re.match(r"Ambiguous value for argument '(.*)' 1\. ", text):
-        given = ambiguous.group(1)
-        text_key = _as_text(given)
-        return (
-            f"{given}: expected one value (0.1, not 0,1); write a list as [a,b], or add -m to sweep"
-            f"{f'; for a comma in a text: write {text_key}' if text_key else ''}"
-        )
-    in_text = re.search(r"full_key: (\S+)", str(error))
-    key = str(getattr(cause, "full_key", None) or (in_text.group(1) if in_text else ""))
-    if not key:
-        # Find the key within Hydra's sentence, e.g. 'x' in: Could not append to config. An item is
-        # already at 'x'.
-        named = [
-            given for given in overrides if f"'{given.lstrip('+~').partition('=')[0]}'" in text
-        ]
-        return f"{named[0]}: {text}" if named else text
-    if re.search(r"Key '.*' not in|not in struct|is not in", text):
-        if is_known(key) and not key.startswith("hydra"):
-            section, _, last = key.partition(".kwargs.")
-            # Distinguish an argument of a class, such as model.kwargs.depth, from a config key that
-            # was written below kwargs, such as optim.kwargs.momentum for optim.momentum.
-            meant = _meant(f"{section}.{last}", None, _other_names()["names"])
-            declared_there = next(
-                (known for known in meant if known.startswith(f"{section}.")), None
-            )
-            fix = f"did you mean {declared_there}?" if declared_there else f"add it with +{key}=…"
-            return f"{key}: not set yet; {fix}"
-        file = re.match(r"In '(.+?)': ", str(error))
-        # Without the line, Hydra puts the keys of a file below the name of its folder.
-        is_package = file and key == file.group(1).partition("/")[0]
-        if file and (is_package or re.fullmatch("_.*_?", key)):
-            return (
-                f"{key}: unknown key; write # @package _global_ as the first line of the file "
-                f"{file.group(1)}.yaml, and save the file without a byte order mark"
-            )
-        return f"{key}: unknown key{key_hint(key)}"
-    if "Missing mandatory" in text:
-        return required(key)
-    as_given = {
-        override.lstrip("+~").partition("=")[0]: override.lstrip("+~") for override in overrides
-    }
-    # Remove the index of a list item, because the schema declares the type of the whole list.
-    declared = key.partition("[")[0]
-    if isinstance(cause, ValidationError) and (expected := _expected(declared)):
-        return f"{as_given.get(declared, f'{key}={yaml_text(cause.value)}')}: {expected}"
-    # Handle an override that gives a list to a section of keys.
-    if (
-        isinstance(cause, ConfigTypeError)
-        and declared in as_given
-        and (expected := _expected(declared))
-    ):
-        return f"{as_given[declared]}: {expected}"
-    return f"{as_given.get(key, key)}: {text.split(' full_key: ')[0]}"
-
-
-def required(key: str) -> str:
-    """Build the error message for a key whose value is `???`, with the help text of the key."""
-    helps = {known: entry.metadata["help"] for known, _, entry in leaves(current().config())}
-    meaning = f" ({helps[key].rstrip('.')})" if key in helps else ""
-    return f"{key}=???: required{meaning}; set {key}=…"
-
-
-def _not_parsed(word: str, reason: str, words: list[str]) -> str:
-    """Build the error message for an argument of the command line that Hydra could not parse.
-
-    `word`: the argument. `reason`: Hydra's message. `words`: all arguments of the command line.
-    """
-    key, equals, value = word.partition("=")
-    if not equals:
-        return f"{word}: {_without_equals(word, words)}"
-    if is_secret_key(key):
-        return f"{word}: {UNPARSABLE}"
-    if (key, value) != (key.strip(), value.strip()):
-        return f"{word}: expected no space next to =; write {key.strip()}={value.strip()}"
-    if re.match("~(/|$)", value):
-        return (
-            f"{word}: neither the shell nor train.py expands ~ here; write {key}=$HOME{value[1:]}"
-        )
-    # Replace Hydra's parse error by a plain text, because the error quotes only fragments of the
-    # value.
-    if re.search(r"input '|NoViableAlt|token recognition", reason):
-        text = _as_text(word)
-        reason = f"cannot be parsed; for a text with special characters: write {text}"
-        if not text or value[:1] in ("[", "{"):
-            reason = UNPARSABLE
-    return f"{word}: {reason.split(' See https')[0]}"
-
-
-def _as_text(word: str) -> str:
-    """Return an argument `key=value` with its value quoted as a text, for the shell. The result is
-    empty if the key takes no text.
-    """
-    key, _, value = word.partition("=")
-    types = {known: str(entry.type) for known, _, entry in leaves(current().config())}
-    name = key.lstrip("+")
-    if not re.search("str|Any", types.get(name, "str")):
-        return ""
-    escaped = value.replace('"', '\\"')
-    return shlex.quote(f'{key}="{escaped}"')
-
-
-def _without_equals(word: str, words: list[str]) -> str:
-    """Suggest how to fix an argument of the command line without `=`: join it with its neighbors,
-    choose an option of the group, or add a value.
-
-    `word`: the argument. `words`: all arguments of the command line.
-    """
-    place = words.index(word) if word in words else 0
-    before, after = words[place - 1 : place], words[place + 1 : place + 3]
-    if before and before[0].endswith("="):
-        return f"expected no space next to =; write {before[0]}{word}"
-    if after and after[0].startswith("="):
-        return (
-            "expected no space next to =; write "
-            f"{''.join([word, *after[: 1 if len(after[0]) > 1 else 2]])}"
-        )
-    options = (
-        sorted(path.stem for path in (root() / "conf").glob(f"{word}/*.yaml"))
-        if word.isidentifier()
-        else []
-    )
-    if options:
-        return f"expected a value; write {' or '.join(f'{word}={option}' for option in options)}"
-    if is_known(word):
-        return f"a value is missing; write {word}=…: {_expected(word)}"
-    key, _, value = "".join(before).partition("=")
-    if "/" in value:
-        rest = itertools.takewhile(lambda other: "=" not in other, words[place:])
-        text = _as_text(" ".join([*before, *rest]))
-        return f"expected key=value; if it belongs to {key}, write {text}"
-    if "/" in word:
-        return f"expected key=value; to continue a run, write resume={word}"
-    return f"expected key=value{key_hint(word)}"
-
-
-def _expected(key: str) -> str:
-    """Describe the values that a config key accepts: its choices or type, and its default. For a
-    section of keys, the text names the first key of the section. The text is empty for an unknown
-    key.
-    """
-    below = [
-        (known, value, entry)
-        for known, value, entry in leaves(current().config())
-        if f"{known}.".startswith(f"{key}.")
-    ]
-    if not below:
-        return ""
-    known, value, entry = below[0]
-    if known != key:
-        return f"expected keys below it; set one, e.g. {known}=…"
-    default = "" if value is None else f"; the default is {key}={yaml_text(value)}"
-    if "choices" in entry.metadata:
-        return f"allowed: {', '.join(map(yaml_text, entry.metadata['choices']))}{default}"
-    return f"expected {type_text(entry)}{default}"
-
-
-def type_text(entry: Any) -> str:
-    """Describe the type of a config key in words, e.g. `auto or an integer`. `entry`: its dataclass
-    field.
-    """
-    return TYPES.get(entry.type) or " or ".join(TYPES[name] for name in entry.type.split(" | "))

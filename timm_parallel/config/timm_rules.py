@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 
-from timm_parallel.config.hints import hint
+from timm_parallel.config.suggest import hint
 from timm_parallel.config.timm_names import timm_models, timm_optimizers, timm_tags
 from timm_parallel.keys import is_timm_dataset
 

@@ -17,7 +17,7 @@ from timm_parallel.app import current
 from timm_parallel.config import timm_rules
 from timm_parallel.config.bounds import key_problems
 from timm_parallel.config.cluster import cluster_rules
-from timm_parallel.config.hints import hint
+from timm_parallel.config.suggest import hint
 from timm_parallel.errors import RefusedError
 from timm_parallel.keys import STRATEGIES, TRACKERS, Config, is_own_class
 from timm_parallel.machine.imports import find_class

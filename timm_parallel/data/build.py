@@ -77,8 +77,10 @@ def check_root(config: Config) -> None:
     """Raise ValueError with the message of the dataset if data.root does not exist. Unlike
     `check_data`, this check does not import the task, which takes seconds.
     """
-    dataset_class, root = built_in(config.data.name), config.data.root
-    if dataset_class is not None and root is not None and not Path(root).exists():
+    root = config.data.root
+    if root is None or Path(root).exists():
+        return
+    if (dataset_class := built_in(config.data.name)) is not None:
         dataset_class.check(config.data)
     elif config.data.is_from_timm:
         _check_timm_dataset(config.data)

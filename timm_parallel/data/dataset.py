@@ -87,8 +87,8 @@ class ImageDataset:
     # Number of files and folders below data.root that were left out, by their suffix or kind.
     left_out: Counter[str] = Counter()
 
-    # The modules of the built-in datasets import torch only inside functions, because train.py
-    # checks the data before it imports torch.
+    # The modules of the library's datasets import torch only inside functions, because a wrong
+    # data.root is reported before torch is imported.
 
     @classmethod
     def check(cls, config: Any, evaluated: str | None = None, target: str = "label") -> None:

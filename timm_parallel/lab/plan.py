@@ -12,13 +12,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from timm_parallel.data.batch import Batch
 from timm_parallel.keys import ResolvedParallel
+from timm_parallel.lab.sweep.board import plain_console, show_table
 from timm_parallel.measure.flops import step_costs
 from timm_parallel.model.networks import Networks
 from timm_parallel.task import Task
@@ -115,35 +114,29 @@ def show_plan(plans: list[Plan]) -> None:
     """Print a table with a row per number of devices: batches, steps, learning rate, FLOPs and
     memory of a run. Warnings follow below the table.
     """
-    console = Console(width=None if Console().is_terminal else 200, markup=False, emoji=False)
-    table = Table(*COLUMNS)
+    console = plain_console()
     possible = [row for row in plans if not row.reason]
-    for row in possible:
-        table.add_row(
-            f"{row.devices} {row.strategy}",
-            *map(
-                str,
-                (
-                    row.batch_size,
-                    row.batch_size_per_device,
-                    row.images_per_device,
-                    row.dropped_per_epoch,
-                ),
-            ),
-            f"{row.steps} = {row.steps / row.steps_per_epoch:g} x {row.steps_per_epoch}",
-            f"{row.learning_rate:g}",
-            f"{row.flops_per_step / 1e9:.4g}",
-            f"{row.bytes_per_device / 2**20:,.1f}",
-        )
     if possible:
-        console.print(table)
+        show_table(COLUMNS, map(_cells, possible))
         parameters = f"{possible[0].parameters:,} parameters"
         console.print(f"{parameters}; memory of tensors, without libraries and caches")
     for row in plans:
         if row.reason:
-            console.print(f"{row.devices} devices: cannot run: {row.reason}", highlight=False)
+            console.print(f"{row.devices} devices: cannot run: {row.reason}")
         for warning in row.warnings:
-            console.print(f"{row.devices} devices: {warning}", highlight=False)
+            console.print(f"{row.devices} devices: {warning}")
+
+
+def _cells(row: Plan) -> list[str]:
+    counts = (row.batch_size, row.batch_size_per_device, row.images_per_device)
+    return [
+        f"{row.devices} {row.strategy}",
+        *map(str, (*counts, row.dropped_per_epoch)),
+        f"{row.steps} = {row.steps / row.steps_per_epoch:g} x {row.steps_per_epoch}",
+        f"{row.learning_rate:g}",
+        f"{row.flops_per_step / 1e9:.4g}",
+        f"{row.bytes_per_device / 2**20:,.1f}",
+    ]
 
 
 def _size(tensors: Iterable[Tensor]) -> int:

@@ -243,6 +243,16 @@ def read(folder: Path, *more: Path) -> tuple[str, str, dict[str, Any]]:
     )
 
 
+def findings(lead: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the findings of a headline result of report.json, as a dictionary from kind to
+    numbers.
+    """
+    return {
+        finding["kind"]: {key: value for key, value in finding.items() if key != "kind"}
+        for finding in lead["findings"]
+    }
+
+
 def verdicts(*folders: Path) -> dict[int, str]:
     """Write the report on sweep folders, and return the verdict on each claim, as a dictionary from
     claim number to verdict.

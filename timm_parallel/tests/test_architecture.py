@@ -63,7 +63,6 @@ NO_TORCH_AT_THE_TOP = (
     "timm_parallel/app.py",
     "timm_parallel/entry.py",
     "src/data/__init__.py",
-    "src/data/datasets.py",
     "timm_parallel/data/csv_listing.py",
     "timm_parallel/data/folder.py",
     "timm_parallel/data/tar_index.py",

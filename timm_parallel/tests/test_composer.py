@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from omegaconf import DictConfig, OmegaConf
 
 from timm_parallel.config.compose import Command, compose_command
-from timm_parallel.config.suggest import explain
+from timm_parallel.config.explain import explain
 from timm_parallel.lab.sweep.composer import Composer
 from timm_parallel.lab.sweep.points import expand, make_point
 from timm_parallel.testing.configs import conf, parse, tiny

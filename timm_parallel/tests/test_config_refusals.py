@@ -488,10 +488,11 @@ def test_option_in_a_subfolder_of_its_group_is_taken(tmp_path: Path) -> None:
 def test_error_for_a_path_with_special_characters_is_the_argument_to_paste(
     path: str, key: str
 ) -> None:
+    folder = "data.name=folder"
     with pytest.raises(ValueError, match=re.escape(f"{key}={path}")) as refusal:
-        compose_command(parse(f"{key}={path}"))
+        compose_command(parse(folder, f"{key}={path}"))
     [pasted] = shlex.split(str(refusal.value).rpartition(": write ")[2])
-    config = compose_command(parse(pasted)).config
+    config = compose_command(parse(folder, pasted)).config
     assert path in (config.data.root, config.model.kwargs.get("file"))
 
 

@@ -9,16 +9,18 @@ from typing import Any
 
 import pytest
 
-from timm_parallel.lab.analysis.groups import Group, group_runs
+from timm_parallel.lab.analysis.findings import Finding
+from timm_parallel.lab.analysis.groups import Group
 from timm_parallel.lab.analysis.statistics import (
     INCONCLUSIVE,
     NOT_MEASURABLE,
     NOT_SUPPORTED,
     SUPPORTED,
 )
+from timm_parallel.lab.analysis.strategies import group_runs, warnings
 from timm_parallel.lab.report.collect import collect
 from timm_parallel.lab.report.tables import disturbed_table
-from timm_parallel.testing.report_sweeps import SPEEDS, Sweep, full_sweep, read
+from timm_parallel.testing.report_sweeps import SPEEDS, Sweep, findings, full_sweep, read
 
 pytestmark = pytest.mark.usefixtures("without_plots")
 
@@ -40,12 +42,14 @@ def test_report_recommendation_has_a_speed_ratio_with_interval_and_a_command(
     html, markdown, plain = read(full_sweep(tmp_path / "s").write())
     lead = plain["lead"]
     contrast = lead["contrast"]
-    ratio, low, high = (f"{contrast[key]:.2f}" for key in ("ratio", "low", "high"))
-    first, _, second = lead["sentence"].partition(" A second")
-    assert (
-        first == f"ddp on 4 devices is {ratio} × as fast as single (95 % interval {low} to {high})."
-    )
-    assert second.startswith(" device pays: ddp on 2 devices runs at 1.9")
+    found = findings(lead)
+    assert list(found) == ["faster_than_single", "second_device"]
+    assert found["faster_than_single"]["contrast"] == contrast
+    assert found["second_device"]["point"]["devices"] == 2
+    assert found["second_device"]["contrast"]["verdict"] == SUPPORTED
+    assert found["second_device"]["contrast"]["ratio"] == pytest.approx(1.9, abs=0.05)
+    for key in ("ratio", "low", "high"):
+        assert f"{contrast[key]:.2f}" in lead["sentence"]
     assert lead["command"] == "python train.py parallel=ddp parallel.devices=4"
     assert lead["contrast"]["verdict"] == SUPPORTED
     assert lead["sentence"] in html and lead["command"] in html and lead["command"] in markdown
@@ -57,9 +61,10 @@ def test_report_states_no_gain_from_more_devices_when_single_is_fastest(
     speeds = SPEEDS | {("ddp", 4): 500.0, ("ddp", 2): 600.0, ("dp", 2): 700.0, ("dp", 4): 800.0}
     lead = read(full_sweep(tmp_path / "s", speeds).write())[2]["lead"]
     assert lead["point"] == "single × 1"
-    assert lead["sentence"].startswith(
-        "No gain from more devices here: dp on 4 devices runs at 0.80 × the speed of single"
-    )
+    [finding] = lead["findings"]
+    assert (finding["kind"], finding["point"]["strategy"]) == ("no_gain", "dp")
+    assert finding["point"]["devices"] == 4 and finding["contrast"] == lead["contrast"]
+    assert lead["contrast"]["ratio"] == pytest.approx(0.8, abs=0.02)
 
 
 def test_command_in_the_report_on_a_benchmark_has_no_max_steps_and_no_sweep_keys(
@@ -108,7 +113,8 @@ def test_report_recommends_dp_only_when_shown_to_be_at_most_3_percent_slower_tha
         sweep.repeat("ddp", 2, [1507 * (1 + noise * k) for k in (1, 0, -1)])
         results.append(read(sweep.write())[2]["lead"])
     assert [lead["point"] for lead in results] == ["dp × 2", "ddp × 2"]
-    assert "at most 3 % slower" in results[0]["sentence"]
+    assert results[0]["findings"][0]["kind"] == "simplest"
+    assert results[0]["findings"][0]["smallest_difference"] == 0.03
 
 
 def test_report_compares_dp_and_ddp_with_single_and_ddp_with_dp_but_no_other_pairs(
@@ -143,10 +149,9 @@ def test_report_speed_verdicts_are_inconclusive_when_a_sweep_has_one_repeat(tmp_
         sweep.add(strategy, devices, speed)
     _, _, plain = read(sweep.write())
     assert {c["verdict"] for c in plain["contrasts"]} == {INCONCLUSIVE}
-    assert (
-        "inconclusive" in plain["lead"]["sentence"]
-        and "sweep.repeats=" in plain["lead"]["sentence"]
-    )
+    contrast = findings(plain["lead"])["faster_than_single"]["contrast"]
+    assert (contrast["verdict"], contrast["detectable"]) == (INCONCLUSIVE, None)
+    assert "sweep.repeats=" in plain["lead"]["sentence"]
 
 
 def test_report_text_never_calls_a_configuration_fastest(tmp_path: Path) -> None:
@@ -163,14 +168,12 @@ def test_report_gives_no_verdict_when_most_runs_were_disturbed_by_other_programs
     for place, (strategy, devices) in enumerate(SPEEDS):
         sweep.repeat(strategy, devices, [1000 * devices + place] * 4, flags=flags)
     html, _, plain = read(sweep.write())
-    assert plain["lead"]["sentence"].startswith(
-        "No verdict: 20 of 35 runs were disturbed (another program used 0.9"
-    )
+    assert findings(plain["lead"])["disturbed"] == {"count": 20, "runs": 35, "reason": flags[0]}
     assert plain["lead"]["command"] == ""
     assert {c["verdict"] for c in plain["contrasts"]} == {NOT_MEASURABLE}
     claims = {c["number"]: c["verdict"] for c in plain["claims"]}
     assert claims[1] == claims[2] == claims[11] == NOT_MEASURABLE
-    assert html.index("No verdict") < html.index("<h2>")
+    assert html.index(flags[0]) < html.index("<h2>")
 
 
 def test_report_compares_a_disturbed_run_and_lists_the_reason_of_the_disturbance(
@@ -209,7 +212,8 @@ def test_report_recommends_to_run_single_when_the_sweep_has_no_comparable_single
         if changes:
             sweep.repeat("single", 1, [1000, 1010, 990], **changes)
         lead = read(sweep.write())[2]["lead"]
-        assert lead["sentence"].startswith("ddp on 2 devices has the highest estimate")
+        [finding] = lead["findings"]
+        assert (finding["kind"], finding["point"]["strategy"]) == ("no_single", "ddp")
         assert "parallel=single parallel.devices=1" in lead["sentence"] and lead["contrast"] is None
 
 
@@ -223,11 +227,12 @@ def test_report_warning_names_rank_and_host_when_one_rank_is_slower_than_the_med
     ]
     sweep.repeat("ddp", 4, [3600, 3610, 3590], ranks=ranks)
     html, _, plain = read(sweep.write())
-    assert plain["groups"][0]["warnings"] == [
-        "ddp × 4: rank 3 on node3 needs 30 % longer for its part of a step (data and computing) "
-        "than the median rank."
-    ]
-    assert "rank 3 on node3" in html
+    [finding] = warnings(group_of(sweep.folder))
+    assert finding.kind == "slow_rank"
+    assert (finding.numbers["label"], finding.numbers["rank"]) == ("ddp × 4", "rank 3 on node3")
+    assert finding.numbers["ratio"] == pytest.approx(1.3)
+    [warning] = plain["groups"][0]["warnings"]
+    assert warning in html and "30 %" in warning
 
 
 UNLIKE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -280,7 +285,10 @@ def test_report_compares_only_runs_on_the_same_host_and_names_the_hosts(
     html, _, plain = read(sweep.write())
     results = contrasts(plain)["ddp × 2", "single × 1"]
     assert results["verdict"] == SUPPORTED and results["high"] / results["low"] < 1.1
-    assert "Runs on 2 hosts (node1, node2)" in html
+    assert warnings(group_of(sweep.folder)) == [
+        Finding("several_hosts", {"hosts": ["node1", "node2"]})
+    ]
+    assert plain["groups"][0]["warnings"][0] in html
 
 
 def test_report_recommendation_excludes_configurations_that_share_no_host_with_single(
@@ -296,16 +304,12 @@ def test_report_recommendation_excludes_configurations_that_share_no_host_with_s
                 strategy, devices, [speed, speed + 5, speed - 5], environment={"host": host}
             )
         results[len(set(hosts))] = read(sweep.write())[2]["lead"]
-    assert results[3]["sentence"].startswith("No verdict:")
-    assert "dp × 2; ddp × 2" in results[3]["sentence"]
+    assert findings(results[3])["no_common_host"]["others"] == ["dp × 2", "ddp × 2"]
     assert results[3]["command"] == "" and results[3]["point"] is None
-    assert (
-        results[2]["sentence"].startswith("dp on 2 devices is 1.50 ×")
-        and results[2]["point"] == "dp × 2"
-    )
-    assert results[2]["sentence"].endswith(
-        "Not compared, because no repeat ran them on the same host: ddp × 2."
-    )
+    found = findings(results[2])
+    assert results[2]["point"] == "dp × 2"
+    assert found["faster_than_single"]["contrast"]["ratio"] == pytest.approx(1.5, abs=0.01)
+    assert found["not_compared"] == {"others": ["ddp × 2"]}
 
 
 def test_report_counts_a_run_once_when_both_the_run_and_its_sweep_are_given(tmp_path: Path) -> None:
@@ -332,7 +336,8 @@ def test_report_names_the_first_disturbance_when_20_runs_had_different_disturban
             flags=[f"other programs kept {number} processors busy"],
         )
     html, _, plain = read(sweep.write())
-    assert "(other programs kept 0 processors busy)" in plain["lead"]["sentence"]
+    reason = findings(plain["lead"])["disturbed"]["reason"]
+    assert reason == "other programs kept 0 processors busy"
     table = disturbed_table(group_of(sweep.folder))
     assert len(table.rows) == 12 and "8 more" in table.notes[0] and table.notes[0] in html
 

@@ -23,8 +23,8 @@ from timm_parallel.lab.analysis.statistics import (
     decide,
     estimate,
 )
-from timm_parallel.lab.sweep.headline import show_headline
-from timm_parallel.testing.report_sweeps import Sweep, full_sweep, read
+from timm_parallel.lab.sweep.board import show_headline
+from timm_parallel.testing.report_sweeps import Sweep, findings, full_sweep, read
 
 RATES = {"0.001": 0.70, "0.003": 0.80, "0.01": 0.60}
 
@@ -141,25 +141,21 @@ def test_report_recommends_the_best_learning_rate_with_its_accuracy_gain_and_a_c
         contrast["low"] < contrast["difference"] < contrast["high"]
         and contrast["verdict"] == SUPPORTED
     )
-    first = "optim.lr=0.003 is better than optim.lr=0.001: val/acc is "
-    points = (
-        f"{100 * lead['difference']:.1f} points higher (95 % interval "
-        f"{100 * contrast['low']:.1f} to "
-    )
-    assert lead["sentence"].startswith(first + points)
+    found = findings(lead)
+    better, expected = found["better"], found["expected"]
+    assert (better["setting"]["label"], better["contrast"]) == ("optim.lr=0.003", contrast)
     low, high = lead["value_interval"]
-    ends = f"(95 % interval {100 * low:.1f} % to {100 * high:.1f} %)"
     assert low < lead["value"] < high
-    assert (
-        f"Expect {100 * lead['value']:.1f} % {ends}, corrected for choosing among 3 settings"
-        in lead["sentence"]
-    )
+    assert (expected["value"], expected["interval"]) == (lead["value"], [low, high])
+    assert expected["settings"] == 3 and "best_of_all" in found
+    for number in (contrast["difference"], contrast["low"], lead["value"], low, high):
+        assert f"{100 * number:.1f}" in lead["sentence"]
     assert [setting["may_be_best"] for setting in plain["settings"][0]["settings"]] == [
         False,
         True,
         False,
     ]
-    assert first in html and "optim.lr=0.003 is better" in markdown
+    assert lead["sentence"] in html and lead["command"] in markdown
     assert compared(plain)["optim.lr=0.01"]["verdict"] == NOT_SUPPORTED
 
 
@@ -171,12 +167,11 @@ def test_report_states_the_detectable_difference_when_no_setting_is_shown_to_be_
     lead, contrasts = plain["lead"], compared(plain)
     assert (lead["point"], lead["command"], lead["contrast"]) == (None, "", None)
     assert {contrast["verdict"] for contrast in contrasts.values()} == {INCONCLUSIVE}
-    detectable = np.median([contrast["detectable"] for contrast in contrasts.values()])
-    expected = (
-        "No setting is shown to be better than optim.lr=0.001; this sweep could detect a "
-        "difference of "
-    )
-    assert lead["sentence"].startswith(f"{expected}{100 * detectable:.1f} points.")
+    found = findings(lead)
+    best = found["best_mean"]
+    assert best["baseline"]["label"] == "optim.lr=0.001"
+    assert best["contrast"].items() <= contrasts[best["setting"]["label"]].items()
+    assert best["contrast"]["detectable"] > 0
 
 
 @pytest.mark.parametrize(
@@ -197,7 +192,7 @@ def test_report_rounds_swept_values_in_labels_only_when_the_labels_stay_distinct
     plain = read(sweep_over_rates(tmp_path / "s", values, config=config).write())[2]
     [group] = plain["settings"]
     assert [setting["label"] for setting in group["settings"]] == labels
-    assert (group["baseline"], group["note"]) == (labels[0], "")
+    assert (group["baseline"], group["missing_baseline"]) == (labels[0], "")
     assert plain["lead"]["command"] == f"python train.py optim.lr={rates[1]}"
 
 
@@ -223,9 +218,8 @@ def test_report_reads_in_result_json_if_a_lower_value_of_the_metric_is_better(
     known = {name: {"lower_is_better": is_lower_better, "is_proportion": False}}
     sweep = sweep_over_rates(tmp_path / "s", rates, metric=metric, metrics=known)
     lead = read(sweep.write())[2]["lead"]
-    direction, sign = ("lower", -1) if is_lower_better else ("higher", 1)
-    assert lead["point"] == winner and f" {direction} (95 % interval 0." in lead["sentence"]
-    assert sign * lead["contrast"]["difference"] > 0
+    assert (lead["point"], lead["findings"][0]["kind"]) == (winner, "better")
+    assert (lead["contrast"]["difference"] < 0) == is_lower_better
     assert lead["value"] == pytest.approx(rates[winner.partition("=")[2]] + 0.015, abs=0.01)
 
 
@@ -235,7 +229,7 @@ def test_report_does_not_compare_settings_by_a_metric_of_unknown_direction(
 ) -> None:
     plain = read(sweep_over_rates(tmp_path / "s", metrics=metrics).write())[2]
     assert plain["settings"] == []
-    assert "result.json" in " ".join(plain["notes"])
+    assert len(plain["notes"]) == 1
 
 
 def test_report_does_not_compare_settings_whose_code_defines_the_metric_differently(
@@ -264,7 +258,7 @@ def test_first_sentence_states_the_difference_of_the_table(tmp_path: Path) -> No
             add(sweep, [f"optim.lr={rate}"], config, block=seed, val={"acc": accuracy})
     lead = read(sweep.write())[2]["lead"]
     difference = lead["contrast"]["difference"]
-    assert f"{100 * difference:.1f} points higher (95 % interval" in lead["sentence"]
+    assert findings(lead)["better"]["contrast"]["difference"] == difference
     assert difference - lead["difference"] > 0.01
 
 
@@ -281,11 +275,35 @@ def test_report_on_settings_with_one_seed_has_no_interval_and_suggests_sweep_rep
     tmp_path: Path,
 ) -> None:
     plain = read(sweep_over_rates(tmp_path / "s", seeds=1).write())[2]
-    assert plain["lead"]["sentence"].startswith(
-        "No setting is shown to be better than optim.lr=0.001: with 1 seed,"
-    )
+    [finding] = plain["lead"]["findings"]
+    assert (finding["kind"], finding["shared"]) == ("too_few_repeats", 1)
     assert "sweep.repeats=5" in plain["lead"]["sentence"] and plain["lead"]["point"] is None
     assert all(contrast["low"] is None for contrast in compared(plain).values())
+
+
+def test_report_says_that_settings_with_equal_values_in_every_seed_are_equal(
+    tmp_path: Path,
+) -> None:
+    rates = {"0.001": 0.7, "0.003": 0.7}
+    lead = read(sweep_over_rates(tmp_path / "s", rates, noise=0).write())[2]["lead"]
+    equal = {"keys": ["optim.lr"], "settings": 2, "repeats": "seed"}
+    assert findings(lead) == {"all_equal": equal, "over_seeds": {}}
+    assert lead["point"] is None
+
+
+def test_report_counts_the_seeds_without_which_another_setting_would_be_chosen(
+    tmp_path: Path,
+) -> None:
+    values = {"0.001": [0.4, 0.4, 0.4], "0.003": [0.5, 0.5, 0.5], "0.01": [0.3, 0.3, 1.0]}
+    sweep = Sweep(tmp_path / "s")
+    for rate, accuracies in values.items():
+        for seed, accuracy in enumerate(accuracies):
+            config = {"optim": {"lr": float(rate)}, "checkpoint": {"metric": "val/acc"}}
+            value = {"acc": accuracy}
+            add(sweep, [f"optim.lr={rate}"], {**config, "seed": seed}, block=seed, val=value)
+    expected = findings(read(sweep.write())[2]["lead"])["expected"]
+    # Without the third seed, 0.003 is chosen instead of 0.01, which has the best mean.
+    assert (expected["others"], expected["count"]) == (1, 3)
 
 
 def test_report_baseline_is_the_first_swept_value_when_jobs_ran_in_another_order(
@@ -315,11 +333,11 @@ def test_report_uses_and_notes_another_baseline_when_sweep_baseline_has_no_finis
         sweep_over_rates(tmp_path / "s", config={"sweep": {"baseline": "optim.lr=9"}}).write()
     )
     [group] = plain["settings"]
-    assert (
-        group["baseline"] == "optim.lr=0.001"
-        and "optim.lr=9" in group["note"]
-        and group["note"] in html
+    assert (group["baseline"], group["missing_baseline"]) == (
+        "optim.lr=0.001",
+        "sweep.baseline=optim.lr=9",
     )
+    assert group["missing_baseline"] in html
 
 
 def test_sweep_baseline_is_refused_when_no_job_of_the_sweep_has_the_baseline_setting() -> None:
@@ -408,12 +426,13 @@ def test_report_never_recommends_a_setting_whose_runs_diverged_or_ran_out_of_mem
     sweep = sweep_over_rates(tmp_path / "s", {"0.001": 0.70, "0.003": 0.72, "0.01": 0.95})
     lose(sweep, status, 2, 5, 8)
     plain = read(sweep.write())[2]
-    assert (
-        plain["lead"]["point"] != "optim.lr=0.01"
-        and "optim.lr=0.01 is better" not in plain["lead"]["sentence"]
-    )
+    assert plain["lead"]["point"] != "optim.lr=0.01"
     assert compared(plain)["optim.lr=0.01"]["verdict"] != SUPPORTED
-    assert any("optim.lr=0.01 (3 of 4 runs" in note for note in plain["lead"]["notes"])
+    found = findings(plain["lead"])
+    assert found["lost_runs"]["settings"] == [
+        {"label": "optim.lr=0.01", "lost": {status.replace("_", " "): 3}, "runs": 4}
+    ]
+    assert "not_recommended" in found
 
 
 def test_report_widens_the_interval_of_a_recommended_setting_when_one_of_the_runs_failed(
@@ -428,12 +447,11 @@ def test_report_widens_the_interval_of_a_recommended_setting_when_one_of_the_run
     sweep = sweep_over_rates(tmp_path / "s", {"0.001": 0.70, "0.003": 0.95})
     lose(sweep, "failed", 1)
     lead = read(sweep.write())[2]["lead"]
-    assert lead["sentence"].startswith(
-        "optim.lr=0.003 (1 of 4 runs failed) is better than optim.lr=0.001"
-    )
-    assert lead["contrast"]["n"] == 3 and "from 3 seeds" in lead["sentence"]
+    found = findings(lead)
+    assert found["better"]["setting"]["lost"] == {"failed": 1}
+    assert found["better"]["contrast"]["n"] == lead["contrast"]["n"] == 3
     assert lead["contrast"]["low"] < whole["contrast"]["low"] - 0.05
-    assert "worse than it: optim.lr=0.001" not in lead["sentence"]
+    assert "best_of_all" in found and "not_worse" not in found
 
 
 def test_report_uses_and_notes_another_baseline_when_all_runs_of_the_baseline_failed(
@@ -445,10 +463,9 @@ def test_report_uses_and_notes_another_baseline_when_all_runs_of_the_baseline_fa
     [group] = plain["settings"]
     assert (group["baseline"], len(group["settings"])) == ("optim.lr=0.003", 3)
     assert group["settings"][0] | {"mean": None, "values": []} == group["settings"][0]
-    assert (
-        "optim.lr=0.001" in plain["lead"]["notes"][0]
-        and "among 3 settings" in plain["lead"]["sentence"]
-    )
+    found = findings(plain["lead"])
+    assert found["other_baseline"] == {"missing": "optim.lr=0.001", "baseline": "optim.lr=0.003"}
+    assert found["expected"]["settings"] == 3
 
 
 def test_report_names_the_swept_key_and_the_only_setting_that_did_not_diverge(
@@ -457,10 +474,9 @@ def test_report_names_the_swept_key_and_the_only_setting_that_did_not_diverge(
     sweep = sweep_over_rates(tmp_path / "s")
     lose(sweep, "not_finite", *(job for job in range(12) if job % 3))
     html, _, plain = read(sweep.write())
-    assert (
-        plain["lead"]["sentence"].startswith("optim.lr=0.001 reaches val/acc")
-        and "Sweep over optim.lr" in html
-    )
+    first = plain["lead"]["findings"][0]
+    assert (first["kind"], first["setting"]["label"]) == ("only_setting", "optim.lr=0.001")
+    assert first["is_left"] and "Sweep over optim.lr" in html
     assert [row["runs lost"] for row in plain["table"]] == ["—", "4 of 4", "4 of 4"]
 
 
@@ -474,7 +490,8 @@ def test_report_names_a_diverged_run_and_still_recommends_the_best_setting(
     path.write_text(json.dumps(json.loads(path.read_text()) | {"val": {"loss": 2.3}}))
     lead = read(sweep.write())[2]["lead"]
     assert lead["point"] == "optim.lr=0.003"
-    assert any("5 (optim.lr=0.01): 2.30" in note for note in lead["notes"])
+    diverged = {"run": "5", "setting": "optim.lr=0.01", "value": 2.3}
+    assert findings(lead)["far_off"]["runs"] == [diverged]
 
 
 def test_report_says_that_the_baseline_is_the_best_setting(tmp_path: Path) -> None:
@@ -485,9 +502,9 @@ def test_report_says_that_the_baseline_is_the_best_setting(tmp_path: Path) -> No
         "python train.py optim.lr=0.001"
     )
     assert (lead["contrast"]["a"], lead["contrast"]["high"] < 0) == ("optim.lr=0.01", True)
-    assert lead["sentence"].startswith(
-        "optim.lr=0.001, the baseline, is shown to be the best of 3 settings"
-    )
+    first = findings(lead)["baseline_is_best"]
+    assert (first["baseline"]["label"], first["settings"]) == ("optim.lr=0.001", 3)
+    assert first["contrast"] == lead["contrast"]
 
 
 @pytest.mark.parametrize(("images", "verdict"), [(270, INCONCLUSIVE), (10_000, SUPPORTED)])
@@ -521,7 +538,7 @@ def test_report_on_a_stopped_sweep_with_one_finished_job_still_compares_the_metr
         job["status"] = "waiting"
     plain = read(sweep.write("interrupted"))[2]
     assert plain["question"] == "metric" and plain["settings"][0]["keys"] == ["optim.lr"]
-    assert len(plain["notes"]) == 1 and "11 of 12 jobs" in plain["notes"][0]
+    assert len(plain["notes"]) == 1 and "11 of 12" in plain["notes"][0]
 
 
 def test_report_excludes_a_run_whose_seed_in_jobs_json_differs_from_its_config(
@@ -542,9 +559,7 @@ def test_report_does_not_compare_runs_with_different_uncommitted_changes(tmp_pat
         (sweep.folder / str(job) / "code.diff").write_text("+ one" if job < 9 else "+ two")
     plain = read(sweep.write())[2]
     assert [group["blocks"] for group in plain["settings"]] == [3, 1]
-    assert len(plain["notes"]) == 1 and plain["notes"][0].startswith(
-        "The code changed during the sweep"
-    )
+    assert len(plain["notes"]) == 1 and "0123abc" in plain["notes"][0]
 
 
 @pytest.mark.parametrize(
@@ -575,7 +590,8 @@ def test_report_on_a_search_compares_trials_by_the_metric_that_the_search_optimi
         )
     plain = read(sweep.write())[2]
     assert plain["settings"][0]["metric"] == "val/acc_best"
-    assert "optim.lr=1, 70.0 %" in plain["lead"]["sentence"]
+    [finding] = plain["lead"]["findings"]
+    assert (finding["setting"]["label"], finding["value"]) == ("optim.lr=1", 0.7)
 
 
 def test_command_in_the_report_keeps_max_steps_when_the_runs_are_no_benchmark(
@@ -629,9 +645,8 @@ def test_html_report_on_settings_shows_speed_in_a_collapsed_section_below_the_co
 ) -> None:
     html, _, _ = read(sweep_over_rates(tmp_path / "s").write())
     start, end = html.index('<details class="fold">'), html.index("Jobs without figures")
-    assert (
-        html.index("is better than") < start < html.index("strong scaling, global batch 64") < end
-    )
+    lead = html.index('<p class="lead">')
+    assert lead < start < html.index("strong scaling, global batch 64") < end
 
 
 @pytest.mark.usefixtures("plots")
@@ -695,5 +710,9 @@ def test_accuracy_corrected_for_selection_chooses_each_setting_by_the_other_seed
     # Without seed 0, b has the higher mean, and b reaches 0.5 with seed 0. Without seed 1, a has
     # the higher mean (0.70 to 0.60), and reaches 0.4 with seed 1. Without seed 2, a is chosen
     # again, and reaches 0.5.
-    assert corrected_values(rows, proportion_scale()) == {0: 0.5, 1: 0.4, 2: 0.5}
+    assert corrected_values(rows, proportion_scale()) == {
+        0: ("b", 0.5),
+        1: ("a", 0.4),
+        2: ("a", 0.5),
+    }
     assert corrected_values(rows[:2], proportion_scale()) == {}

@@ -21,8 +21,8 @@ from PIL import Image
 from src.app import app
 from src.schema import Config, OptimConfig
 from timm_parallel import keys
+from timm_parallel.checked_configs import evaluation_config
 from timm_parallel.config.compose import load_config, read_saved, save_config
-from timm_parallel.configs import evaluation_config
 from timm_parallel.entry import run_command
 from timm_parallel.keys import SweepConfig, leaves
 from timm_parallel.lab.jobs.folders import config_folder

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from src.schema import (
 from src.tasks.classification import Classification, ClassLoss
 from timm_parallel.config.validate import check_combination
 from timm_parallel.keys import STRATEGIES, ParallelConfig, strategy_options
-from timm_parallel.machine.imports import import_name
+from timm_parallel.machine.imports import find_class, import_name
 from timm_parallel.task_rules import check_task
 from timm_parallel.testing.commands import ROOT
 
@@ -125,6 +126,23 @@ def test_option_is_refused_when_the_chosen_loss_does_not_read_the_option(
     for loss in ("plain", "src.models.segmenter.Segmenter"):
         with pytest.raises(ValueError, match=rf"^{key}=.* train\.loss={loss} does not read it"):
             check_task(config_with(loss))
+
+
+def test_class_is_found_only_if_the_package_defines_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "own_package"
+    package.mkdir()
+    (package / "models.py").write_text("from pathlib import Path\nclass Net: ...\ndef f(): ...\n")
+    (package / "broken.py").write_text("import package_that_is_not_installed\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = find_class("own_package.models.Net", "own_package")
+    assert found is not None and found.__name__ == "Net"
+    for name in ("models.Nett", "models.Path", "models.f", "nowhere.Net", "models.x.Net"):
+        assert find_class(f"own_package.{name}", "own_package") is None, name
+    assert find_class("own_package.models.Net", "src") is None
+    with pytest.raises(ModuleNotFoundError, match="package_that_is_not_installed"):
+        find_class("own_package.broken.Net", "own_package")
 
 
 def test_config_validation_imports_no_torch_timm_or_hydra() -> None:

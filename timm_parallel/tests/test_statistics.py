@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
+from timm_parallel.lab.analysis.findings import Finding
 from timm_parallel.lab.analysis.selection import choose
 from timm_parallel.lab.analysis.statistics import (
     INCONCLUSIVE,
@@ -25,7 +26,8 @@ from timm_parallel.lab.analysis.statistics import (
     estimate,
     summarize,
 )
-from timm_parallel.lab.analysis.wording import figure, times, verdict_text
+from timm_parallel.lab.report.formats import effect_text, figure
+from timm_parallel.lab.report.sentences import sentence
 
 pytestmark = pytest.mark.portable
 
@@ -158,7 +160,8 @@ def test_speed_ratio_is_inconclusive_when_its_confidence_interval_overflows() ->
     )
     assert (result.low, result.high, result.detectable) == (0.0, math.inf, math.inf)
     assert result.verdict == INCONCLUSIVE
-    assert "0.00 to inf" not in times(result) and "inf %" not in verdict_text(result)
+    text = effect_text(result) + sentence(Finding("pair", {"contrast": result.fields}))
+    assert "0.00 to inf" not in text and "inf %" not in text
 
 
 @pytest.mark.parametrize(

@@ -346,8 +346,8 @@ def test_tracker_use_is_refused_when_the_named_class_does_not_exist() -> None:
 def test_evaluation_of_a_run_that_used_mlflow_uses_the_default_tracker_instead(
     tmp_path: Path,
 ) -> None:
+    from timm_parallel.checked_configs import evaluation_config
     from timm_parallel.config.compose import save_config
-    from timm_parallel.configs import evaluation_config
 
     config = resolved(*SHORT)
     config.tracker.use = {"mlflow": True}

@@ -19,7 +19,7 @@ from timm_parallel.lab.sweep.sweep import Sweep as SweepRunner
 from timm_parallel.machine import hardware
 from timm_parallel.record.jobs import read_jobs
 from timm_parallel.testing.commands import ROOT
-from timm_parallel.testing.report_sweeps import Sweep, read
+from timm_parallel.testing.report_sweeps import Sweep, findings, read
 
 SHORT = (
     "experiment=tune",
@@ -86,10 +86,11 @@ def test_tuning_report_recommends_the_fastest_settings_and_shows_their_command(
     assert lead["contrast"]["low"] < 1.5 < lead["contrast"]["high"]
     # bf16 may change the accuracy. Therefore the sentence must also name the fastest setting
     # without bf16.
-    assert (
-        "train.precision=bf16" in lead["sentence"]
-        and "model.channels_last=true is the fastest: 1.10" in lead["sentence"]
-    )
+    found = findings(lead)
+    assert found["changes_training"] == {"key": "train.precision", "value": "bf16"}
+    best = found["fastest_of_only_speed"]
+    assert best["changes"] == {"model.channels_last": "true"}
+    assert best["contrast"]["ratio"] == pytest.approx(1.102, abs=0.005)
 
 
 @pytest.mark.usefixtures("without_plots")
@@ -115,6 +116,7 @@ def test_tuning_report_recommends_nothing_when_no_setting_is_shown_to_be_faster(
     tmp_path: Path, speeds: dict[str, list[float]], flags: tuple[str, ...]
 ) -> None:
     lead = tuned(tmp_path / "sweep", speeds, flags)
+    assert list(findings(lead)) == ["disturbed" if flags else "none_faster"]
     assert lead["sentence"] and not lead["command"] and lead["point"] is None
 
 

@@ -24,6 +24,7 @@ from scripts.verdict import main
 from timm_parallel.app import root
 from timm_parallel.config.arguments import parse_command_line
 from timm_parallel.config.compose import compose_command
+from timm_parallel.lab.analysis.findings import Finding
 from timm_parallel.lab.analysis.runs import RunRecord
 from timm_parallel.lab.analysis.statistics import LEVEL
 from timm_parallel.lab.analysis.verdict import (
@@ -41,8 +42,11 @@ from timm_parallel.lab.analysis.verdict import (
     Record,
     Verdict,
     judge,
+    word_of,
 )
 from timm_parallel.lab.multirun import main as multirun
+from timm_parallel.lab.report.sentences import sentences
+from timm_parallel.lab.report.tables import verdict_table
 from timm_parallel.lab.verdict import versions
 from timm_parallel.metric import metric_name
 from timm_parallel.record.jobs import read_jobs
@@ -98,12 +102,19 @@ def shifted(difference: float) -> list[float]:
 
 
 def verdict_on(runs: Sequence[RunRecord], number: int = 1, on: str = METRIC) -> Verdict:
-    return judge(runs, Record(BASE, HEAD, number, on))
+    verdict = judge(runs, Record(BASE, HEAD, number, on))
+    # Each finding must have the numbers that its sentence needs.
+    assert sentences([*verdict.findings, *verdict.notes])
+    return verdict
 
 
-def rows_of(verdict: Verdict) -> dict[str, str]:
-    """Return a dictionary from measure to verdict, as in the table of the verdict."""
-    return {row["measure"]: row["verdict"] for row in verdict.rows}
+def words_of(verdict: Verdict) -> dict[str, str]:
+    """Return a dictionary from measure to the verdict on it."""
+    return {measure: word_of(contrast) for measure, contrast in verdict.contrasts.items()}
+
+
+def kinds(findings: Sequence[Finding]) -> list[str]:
+    return [finding.kind for finding in findings]
 
 
 @pytest.mark.parametrize(
@@ -114,7 +125,12 @@ def test_verdict_is_better_worse_or_no_difference_depending_on_the_accuracy_diff
 ) -> None:
     verdict = verdict_on(runs_of(ACCURACIES, shifted(difference)))
     assert verdict.word == word
-    assert rows_of(verdict) == {"val/acc": word, "images/s": NO_DIFFERENCE, "memory, MiB": "—"}
+    assert words_of(verdict) == {METRIC: word, SPEED: NO_DIFFERENCE}
+    rows = {row["measure"]: row["verdict"] for row in verdict_table(verdict).rows}
+    assert rows == {"val/acc": word, "images/s": NO_DIFFERENCE, "memory, MiB": "—"}
+    [finding] = verdict.findings
+    assert finding.kind == ("no_difference" if word == NO_DIFFERENCE else "head_is")
+    assert finding.numbers["contrast"] == verdict.contrasts[METRIC].fields
     assert verdict.contrasts[METRIC].effect == pytest.approx(difference, abs=0.003)
 
 
@@ -136,8 +152,10 @@ def test_verdict_no_difference_states_the_difference_that_the_seeds_could_have_s
     contrast = verdict.contrasts[METRIC]
     assert verdict.word == NO_DIFFERENCE
     assert contrast.detectable is not None and 0 < contrast.detectable < 0.05
-    metric = verdict.rows[0]
-    assert metric["could have shown"].endswith("points")
+    [finding] = verdict.findings
+    assert finding.kind == "no_difference"
+    assert finding.numbers["contrast"]["detectable"] == contrast.detectable
+    assert verdict_table(verdict).rows[0]["could have shown"].endswith("points")
 
 
 def test_later_verdict_on_the_same_base_commit_needs_a_larger_difference() -> None:
@@ -165,7 +183,9 @@ def test_verdict_is_worse_when_a_run_of_the_new_code_diverges_or_exceeds_memory(
     lost = record_of(HEAD, len(ACCURACIES) - 1, None, status=status)
     verdict = verdict_on([*runs_of(ACCURACIES, []), *head, lost])
     assert verdict.word == WORSE
-    assert f"seed {lost.seed} ({status.replace('_', ' ')})" in verdict.sentence
+    [finding] = verdict.findings
+    seeds = [{"seed": lost.seed, "status": status.replace("_", " ")}]
+    assert (finding.kind, finding.numbers["runs"]) == ("loses_runs", seeds)
 
 
 def test_verdict_is_no_difference_when_the_same_seed_diverges_in_both_versions() -> None:
@@ -195,7 +215,8 @@ def test_verdict_is_refused_with_the_name_of_the_field_when_validation_images_di
 ) -> None:
     verdict = verdict_on(runs_of(ACCURACIES, shifted(0.03), result={key: 7}))
     assert verdict.word == REFUSED
-    assert key in verdict.sentence
+    [finding] = verdict.findings
+    assert (finding.kind, finding.numbers["key"], finding.numbers["head"]) == ("refused", key, 7)
 
 
 @pytest.mark.parametrize("key", ["parameters", "steps", "samples_seen", "flops_per_step"])
@@ -204,8 +225,9 @@ def test_verdict_has_a_note_when_parameters_steps_samples_or_flops_differ(key: s
     head = [record_of(HEAD, i, a, result={key: 2500}) for i, a in enumerate(shifted(0.03))]
     verdict = verdict_on(base + head)
     assert verdict.word == BETTER
-    assert any("2,500" in note and "1,000" in note for note in verdict.notes)
-    assert not any("Not equal" in note for note in verdict_on(base).notes)
+    numbers = {"key": key, "base": 1000, "head": 2500}
+    assert [n.numbers for n in verdict.notes if n.kind == "not_equal"] == [numbers]
+    assert "not_equal" not in kinds(verdict_on(base).notes)
 
 
 def slower(**changes: Any) -> list[RunRecord]:
@@ -220,16 +242,17 @@ def slower(**changes: Any) -> list[RunRecord]:
 def test_slower_code_with_equal_accuracy_is_worse_only_in_a_verdict_on_speed() -> None:
     verdict = verdict_on(slower())
     assert verdict.word == NO_DIFFERENCE
-    assert rows_of(verdict)["images/s"] == WORSE
+    assert words_of(verdict)[SPEED] == WORSE
     assert verdict_on(slower(), on=SPEED).word == WORSE
 
 
 def test_verdict_does_not_compare_the_speed_of_concurrent_runs() -> None:
     verdict = verdict_on(slower(result={"neighbours": 1}), on=SPEED)
-    assert rows_of(verdict)["images/s"] == "not measured"
-    assert "6 of 12 runs were next to other jobs" in verdict.notes[-1]
+    assert verdict.contrasts[SPEED].effect is None
+    assert verdict.findings == (Finding("not_measured", {"measure": SPEED}),)
+    assert verdict.notes[-1] == Finding("speed_next_to_jobs", {"count": 6, "runs": 12})
     waiting = [record_of(BASE, 0, 0.7, result={"flags": ["load"]})]
-    assert not any("images/s" in note for note in verdict_on(waiting).notes)
+    assert kinds(verdict_on(waiting).notes) == ["level_of_verdict"]
 
 
 def test_verdict_finds_a_speed_difference_that_all_seeds_show_on_a_disturbed_machine() -> None:
@@ -245,7 +268,7 @@ def test_verdict_finds_a_speed_difference_that_all_seeds_show_on_a_disturbed_mac
     verdict = verdict_on(runs, on=SPEED)
     assert verdict.word == WORSE
     assert verdict.contrasts[SPEED].effect == pytest.approx(0.8, abs=0.05)
-    assert "12 of 12 runs had other load" in verdict.notes[-1]
+    assert verdict.notes[-1] == Finding("speed_on_busy_machine", {"count": 12, "runs": 12})
 
 
 # Program of a train.py that writes the files of a run without training. The file settings.json of

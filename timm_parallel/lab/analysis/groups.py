@@ -1,81 +1,158 @@
-"""Group runs whose speeds can be compared, because hardware, code, model and batch are equal. In a
-group, collect the runs of each strategy on each number of devices.
+"""Configurations and groups of configurations. A configuration is a set of runs that differ in
+their seed only, or in their fold. A group holds the configurations that are compared with each
+other. The same classes serve strategies and settings.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import groupby
-from typing import Any
+from statistics import fmean, stdev
+from typing import Any, Literal
 
-import pandas as pd
-
-from timm_parallel.lab.analysis.questions import (
-    NOT_A_SETTING,
-    Configuration,
-    Question,
-    summarize_columns,
-    varied,
-)
 from timm_parallel.lab.analysis.runs import RunRecord
-from timm_parallel.lab.analysis.statistics import LEVEL, Contrast, Row, Summary
-from timm_parallel.lab.analysis.wording import describe_settings, model_name, percent
+from timm_parallel.lab.analysis.scales import RATIO, Scale
+from timm_parallel.lab.analysis.selection import may_be_best
+from timm_parallel.lab.analysis.statistics import (
+    LEVEL,
+    NOT_MEASURABLE,
+    SMALLEST_DIFFERENCE,
+    SUPPORTED,
+    Contrast,
+    Estimate,
+    Model,
+    Row,
+    Summary,
+    decide,
+    mean_interval,
+    summarize,
+)
 
 SPEED = "images_per_sec"
-# Chance of a wrong verdict, by measure. Speed is the subject of a sweep and has the usual level.
-# The other three measures share a fifth of that level. A page without any true difference therefore
-# has a wrong verdict in at most 6 % of cases.
-LEVELS = {SPEED: LEVEL} | dict.fromkeys(
-    ("first_step_seconds", "cpu_seconds", "busy"), LEVEL / 5 / 3
+# Keys that do not change the training, or in which repeats differ on purpose.
+NOT_A_SETTING = (
+    *("paths.", "checkpoint.", "cluster.", "sweep.", "search.", "debug", "experiment", "tags"),
+    *("task_name", "seed", "resume", "print_config", "optimized_metric"),
 )
-# Order of the strategies in a table. Custom strategies come last.
-COMPLEXITY = {"single": 0, "dp": 1, "ddp": 2, "fsdp": 3}
-# The report warns of a rank that takes this many times as long as the median rank.
-SLOW_RANK = 1.1
-# Keys that do not separate groups: the configurations of a group differ in them on purpose, or a
-# field of the group holds their value.
-_NOT_OF_A_GROUP = (*NOT_A_SETTING, "parallel.", "model.name", "data.batch_size")
 
 
-@dataclass(frozen=True)
-class MeasuredPoint(Configuration):
-    """All runs of one strategy on the same number of devices and nodes. The runs are repeats of
-    each other.
-    """
+@dataclass(frozen=True, eq=False)
+class Configuration:
+    """All runs with the same settings. The runs are repeats of each other."""
 
-    strategy: str
-    devices: int
-    nodes: int
-    # Options of `parallel` in which this configuration differs from others with the same strategy
-    # and number of devices.
-    options: str
-    # Last part of the configuration's label, such as ` on 2 nodes`. It names the nodes and the
-    # options.
-    suffix: str
+    # Runs that can be compared.
+    runs: tuple[RunRecord, ...]
+    # Name of the configuration, which no other configuration of the group has.
+    label: str
+    # Key -> value, as far as configurations of the group differ in it. Among strategies, these are
+    # the options of `parallel` that the strategy and the number of devices do not determine.
+    settings: Mapping[str, str] = field(default_factory=dict)
+    # Runs that failed, or whose value of the metric is not finite.
+    lost: tuple[RunRecord, ...] = ()
+    # The key in which repeats differ: seed or data.fold.
+    block: str = "seed"
+
+    @property
+    def first(self) -> RunRecord:
+        """A run of the configuration, from which its settings can be read."""
+        return (*self.runs, *self.lost)[0]
+
+    @property
+    def strategy(self) -> str:
+        return self.first.strategy
+
+    @property
+    def devices(self) -> int:
+        return self.first.devices
+
+    @property
+    def nodes(self) -> int:
+        return self.first.nodes
+
+    @property
+    def options(self) -> str:
+        """Options of `parallel` as text, for example `bucket_cap_mb=1`."""
+        return ", ".join(
+            f"{key.removeprefix('parallel.')}={value}" for key, value in self.settings.items()
+        )
+
+    @property
+    def is_simulated(self) -> bool:
+        return any(run.is_simulated for run in self.runs)
 
     @property
     def needless_threads(self) -> tuple[int, int] | None:
         return next((run.needless_threads for run in self.runs if run.needless_threads), None)
 
-    @cached_property
-    def metrics(self) -> dict[str, Summary]:
-        """Dictionary from the name of the headline metric (`checkpoint.metric`) to its median and
-        range over the repeats.
-        """
-        return summarize_columns({run.metric: run.metric_value} for run in self.runs)
-
     @property
     def flagged(self) -> int:
         return sum(bool(run.flags) for run in self.runs)
 
+    def measure(self, name: str) -> Summary | None:
+        return summarize(run.measure(name) for run in self.runs)
+
+    @property
+    def speed(self) -> Summary | None:
+        """Median and range of images/s over the repeats. None for dp over CPU threads, whose speed
+        says nothing about GPUs.
+        """
+        return None if self.is_simulated else self.measure(SPEED)
+
+    @cached_property
+    def peak_bytes(self) -> list[Summary]:
+        """Median and range of the peak memory over the repeats, in bytes, for each device. Repeats
+        that recorded fewer devices than others are ignored.
+        """
+        peaks = [dict(enumerate(run.peak_bytes)) for run in self.runs]
+        devices = max(map(len, peaks), default=0)
+        return list(
+            summarize_columns(of_run for of_run in peaks if len(of_run) == devices).values()
+        )
+
+    @cached_property
+    def metrics(self) -> dict[str, Summary]:
+        """Dictionary from the name of the headline metric (`checkpoint.metric`) to its median and
+        range over the runs.
+        """
+        return summarize_columns({run.metric: run.metric_value} for run in self.runs)
+
+    @cached_property
+    def values(self) -> dict[object, float]:
+        """Headline metric as a dictionary from repeat to value. A repeat is a seed, or a fold if
+        there are several folds. Several runs of a repeat count as their mean.
+        """
+        # Average the seeds of a fold, because they share its images and are not independent.
+        blocks: dict[object, list[float]] = defaultdict(list)
+        for run in self.runs:
+            if run.metric_value is not None:
+                blocks[run.config.get(self.block)].append(run.metric_value)
+        return {block: fmean(values) for block, values in blocks.items()}
+
+    @property
+    def mean(self) -> float | None:
+        """Mean of the headline metric over the repeats. None if all runs are lost."""
+        return fmean(self.values.values()) if self.values else None
+
+    @property
+    def deviation(self) -> float | None:
+        """Standard deviation of the headline metric over the repeats. None for a single repeat."""
+        return stdev(self.values.values()) if len(self.values) > 1 else None
+
+    @property
+    def is_sound(self) -> bool:
+        """True if no run ran out of memory or had a value that is not finite, and at least one run
+        has a value. A report recommends only such a setting.
+        """
+        return bool(self.values) and not any(run.lost_by_settings for run in self.lost)
+
 
 @dataclass(frozen=True)
-class Group(Question[MeasuredPoint]):
-    """Configurations whose speeds are compared in one table, because hardware, model, batch and all
-    other settings are equal.
+class Conditions:
+    """Properties that all runs of a comparison of strategies share, because speeds can only be
+    compared if they are equal.
     """
 
     hardware: str
@@ -102,183 +179,283 @@ class Group(Question[MeasuredPoint]):
             return f"weak scaling, batch {batch} per device"
         return f"strong scaling, global batch {batch}"
 
-    def rows(self, measure: str) -> list[Row]:
-        """Return (configuration, repeat on one host, value) of each run whose value of `measure`
-        can be compared.
 
-        `measure`: name of a measured value, such as `images_per_sec`. Runs that had concurrent jobs
-        are excluded. Runs of dp over CPU threads are excluded too, except for the time to the first
-        step.
-        """
-        measured: list[Row] = []
-        for point in self.members:
-            for run in point.runs:
-                value = run.measure(measure)
-                is_meaningful = measure == "first_step_seconds" or not run.is_simulated
-                if value is not None and is_meaningful and not run.neighbours:
-                    measured.append((point.label, (run.sweep, run.block, run.hosts[:1]), value))
-        return measured
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Group:
+    """Configurations that are compared with each other, with the results of the comparison. Groups
+    are compared by identity, so two of them are never equal.
+    """
 
-    def pairs(self, measure: str) -> list[tuple[str, str]]:
-        """Return the pairs of configurations to compare. Every measure compares ddp with dp on
-        equally many devices. The measure speed also compares each configuration with single.
-        """
-        # Compare no further pairs, because each additional pair would widen all confidence
-        # intervals.
-        labels = []
-        for a in self.members:
-            opponents = [self.single] if measure == SPEED else []
-            if a.strategy == "ddp" and a.devices > 1:
-                opponents.append(self.at("dp", a.devices))
-            for b in opponents:
-                if b is not None and b is not a and (measure != SPEED or (a.speed and b.speed)):
-                    labels.append((a.label, b.label))
-        return labels
-
-    @cached_property
-    def speeds(self) -> pd.DataFrame:
-        """Table with the images/s of each run, in the order in which the runs started. The column
-        `relative` is the speed divided by the median speed of the configuration.
-        """
-        columns = ["point", "run", "sweep", "position", "block", "strategy", "devices", "series"]
-        columns += [SPEED, "relative", "flagged"]
-        rows = [
-            [p.label, run.name, run.sweep, run.position, run.block, p.strategy, p.devices]
-            + [p.strategy + p.suffix, value, value / speed.median, bool(run.flags)]
-            for p in self.members
-            if (speed := p.speed) and speed.median > 0
-            for run in p.runs
-            if (value := run.measure(SPEED)) is not None
-        ]
-        frame = pd.DataFrame(rows, columns=columns).astype({"position": "Int64", "block": "Int64"})
-        return frame.sort_values(["sweep", "position"], ignore_index=True)
+    # Strategies and numbers of devices are compared by their speed, settings by a metric, and the
+    # settings of a tuning by their speed.
+    kind: Literal["strategies", "settings", "tuning"]
+    # Differences from the other groups of the report, such as model, batch, data and code.
+    title: str
+    members: tuple[Configuration, ...]
+    # Label of the configuration with which the others are compared. Empty if there is none.
+    baseline: str
+    # Measure -> (configuration, repeat, value) of each run whose value can be compared.
+    rows: Mapping[str, Sequence[Row]]
+    # Measure -> pairs of configurations that are compared.
+    pairs: Mapping[str, Sequence[tuple[str, str]]]
+    # The measure of the headline result, and its scale.
+    metric: str = SPEED
+    scale: Scale = RATIO
+    # Smallest difference that the metric can have, such as the share of one image. 0 if unknown.
+    rounding: float = 0.0
+    # The requested baseline, if no run of it is done. Empty if the baseline is the requested one.
+    missing_baseline: str = ""
+    # Properties that all runs share. None if the group does not compare strategies.
+    shared: Conditions | None = None
+    # Results of the comparison, by measure.
+    by_measure: Mapping[str, Sequence[Contrast]] = field(default_factory=dict)
+    # Smallest relative difference that matters. A smaller one does not count for a verdict.
+    smallest_difference: float = SMALLEST_DIFFERENCE
+    # Chance that any verdict on the measure of the headline result is wrong.
+    level: float = LEVEL
 
     @property
-    def single(self) -> MeasuredPoint | None:
-        return self.at("single", 1)
+    def conditions(self) -> Conditions:
+        """Properties that all runs of a comparison of strategies share."""
+        assert self.shared is not None, "the group does not compare strategies"
+        return self.shared
 
-    def at(self, strategy: str, devices: int) -> MeasuredPoint | None:
+    @property
+    def runs(self) -> list[RunRecord]:
+        return [run for configuration in self.members for run in configuration.runs]
+
+    @property
+    def hardware(self) -> str:
+        return " and ".join(dict.fromkeys(run.hardware for run in self.runs))
+
+    @property
+    def disturbed(self) -> bool:
+        """True if most runs were disturbed by other load, see RunRecord.flags. A page about speed
+        then gives no verdict.
+        """
+        return 2 * sum(bool(run.flags) for run in self.runs) > len(self.runs)
+
+    @property
+    def contrasts(self) -> Sequence[Contrast]:
+        """Effect, confidence interval and verdict of each compared pair of configurations, for the
+        measure of the headline result.
+        """
+        return self.by_measure.get(self.metric, ())
+
+    @property
+    def detectable(self) -> list[float]:
+        """Smallest difference that the comparison of each pair of configurations can show, for the
+        measure of the headline result.
+        """
+        return [c.detectable for c in self.contrasts if c.detectable is not None]
+
+    def named(self, label: str) -> Configuration:
+        return next(c for c in self.members if c.label == label)
+
+    def at(self, strategy: str, devices: int) -> Configuration | None:
         """Return the configuration of a strategy on a number of devices. If there are several,
         return the one on the fewest nodes with the fewest options.
         """
+        return simplest(self.members, strategy, devices)
 
-        def simplicity(point: MeasuredPoint) -> tuple[int, int, str]:
-            options_set = point.options.count("=") - point.options.count("=null")
-            return point.nodes, options_set, point.options
-
-        points = [
-            point
-            for point in self.members
-            if (point.strategy, point.devices) == (strategy, devices)
-        ]
-        return min(points, key=simplicity, default=None)
-
-    def over_single(self, point: MeasuredPoint) -> Contrast | None:
-        return self.contrast(point, self.single)
-
-    def efficiency(self, point: MeasuredPoint) -> float | None:
-        """Return the scaling efficiency of a configuration: its images/s per device divided by the
-        images/s of single. The ideal is 1.
+    def over_baseline(self, configuration: Configuration) -> Contrast | None:
+        """Return the comparison of a configuration with the baseline by the measure of the headline
+        result, or None if they were not compared.
         """
-        contrast = self.over_single(point)
-        return (
-            contrast.ratio / point.devices
-            if contrast and contrast.ratio and point.devices
-            else None
-        )
-
-    def same_threads(self, point: MeasuredPoint) -> bool:
-        """Return False if a configuration and single ran on a CPU with different numbers of threads
-        per device.
-        """
-        if self.accelerator != "cpu" or self.single is None:
-            return True
-        threads, of_single = (
-            {run.integer("threads_per_device") for run in p.runs} for p in (point, self.single)
-        )
-        return threads == of_single
+        pair = (configuration.label, self.baseline)
+        return next((c for c in self.contrasts if (c.a, c.b) == pair), None)
 
     @property
-    def warnings(self) -> list[str]:
-        """Sentences that warn of runs on several hosts and of slow ranks."""
-        warnings = []
-        hosts = sorted({run.hosts[0] for run in self.runs if run.hosts})
-        if len(hosts) > 1:
-            warnings.append(
-                f"Runs on {len(hosts)} hosts ({', '.join(hosts[:4])}): each host is a separate "
-                "block."
-            )
-        for point in self.members:
-            for rank, share in summarize_columns(run.rank_shares for run in point.runs).items():
-                if share.median >= SLOW_RANK:
-                    longer = (
-                        f"{percent(share.median - 1)} longer for its part of a step (data "
-                        "and computing)"
-                    )
-                    warnings.append(f"{point.label}: {rank} needs {longer} than the median rank.")
-        return warnings
+    def keys(self) -> list[str]:
+        return list(dict.fromkeys(key for member in self.members for key in member.settings))
+
+    @property
+    def alive(self) -> list[Configuration]:
+        """Settings that have at least one value of the headline metric."""
+        return [setting for setting in self.members if setting.values]
+
+    @property
+    def complete(self) -> list[Configuration]:
+        """Settings without lost runs. If there are none, all settings that have a value."""
+        return [setting for setting in self.alive if not setting.lost] or self.alive
+
+    @property
+    def blocks(self) -> int:
+        return len({block for _, block, _ in self.rows[self.metric]})
+
+    @property
+    def unit_of_repeats(self) -> str:
+        return self.members[0].block.removeprefix("data.") if self.kind == "settings" else "repeat"
+
+    def interval(self, setting: Configuration) -> tuple[float, float] | None:
+        """Return the 95 % confidence interval of the mean of a setting, or None for a single
+        value.
+        """
+        return mean_interval(setting.values.values(), self.scale, self.rounding)
+
+    @cached_property
+    def highest(self) -> str:
+        """Label of the setting with the best mean. A setting with lost runs is chosen only if every
+        setting has lost runs.
+        """
+        estimates = self.estimates(self.metric, self.pairs[self.metric])
+        better = {e.a: e.better for e in estimates if e.difference is not None}
+        better[self.baseline] = 0.0
+        candidates = [s.label for s in self.complete if s.label in better]
+        return max(candidates or [self.baseline], key=lambda label: better[label])
+
+    @cached_property
+    def may_be_best(self) -> set[str]:
+        """Labels of the settings that may be the best, because they are not shown to be worse than
+        another one.
+        """
+        others = [(self.highest, s.label) for s in self.alive if s.label != self.highest]
+        # Also remove settings that are shown to be worse than a setting with lost runs. Such a
+        # setting is never the highest, but it may be better than the baseline.
+        beaten = {contrast.b for contrast in self.contrasts if contrast.verdict == SUPPORTED}
+        return (may_be_best(self.estimates(self.metric, others)) | {self.highest}) - beaten
+
+    def best(self, count: int) -> list[Configuration]:
+        """Return `count` settings in the order of the sweep: the baseline, and those with the best
+        means.
+        """
+
+        def rank(setting: Configuration) -> tuple[bool, float]:
+            mean = setting.mean
+            value = -math.inf if mean is None else self.scale.sign * mean
+            return setting.label == self.baseline, value
+
+        ranked = sorted(self.members, key=rank, reverse=True)
+        return [setting for setting in self.members if setting in ranked[:count]]
+
+    def estimates(self, measure: str, pairs: Sequence[tuple[str, str]]) -> list[Estimate]:
+        """Estimate the difference of each pair of configurations, with its standard error. The
+        estimates allow for any value that a lost run may have had.
+        """
+        model = self._models[measure]
+        return [self._bounded(model.compare(a, b), measure) for a, b in pairs]
+
+    @cached_property
+    def _models(self) -> dict[str, Model]:
+        # Speeds of all configurations have about equal noise. For a metric, each setting has its
+        # own noise.
+        equal_noise = self.kind != "settings"
+        return {
+            measure: Model(rows, self.scale, equal_noise, self.rounding)
+            for measure, rows in self.rows.items()
+        }
+
+    def _bounded(self, e: Estimate, measure: str) -> Estimate:
+        """Return an estimate that allows for the unknown values of lost runs. Each such value is
+        taken to be between the worst and the best value of the group.
+        """
+        a, b = self.named(e.a), self.named(e.b)
+        if not a.lost and not b.lost:
+            return e
+        values = [value for *_, value in self.rows[measure]]
+        sign = self.scale.sign
+        worst, best = sorted((min(values), max(values)), key=lambda value: sign * value)
+        down = _lost_shift(a, worst, self.scale) + _lost_shift(b, best, self.scale)
+        up = _lost_shift(a, best, self.scale) + _lost_shift(b, worst, self.scale)
+        return replace(e, slack=(up, down) if self.scale.lower_is_better else (down, up))
+
+    def is_void(self, contrast: Contrast) -> bool:
+        """Return True if the measurements do not allow a verdict on a pair of configurations: most
+        runs of a comparison of strategies were disturbed, or a setting is shown to be better
+        although some of its runs ran out of memory or diverged.
+        """
+        if self.kind == "strategies":
+            return self.disturbed
+        return contrast.verdict == SUPPORTED and not self.named(contrast.a).is_sound
 
 
-def group_runs(runs: Iterable[RunRecord]) -> list[Group]:
-    """Group the finished runs whose speeds can be compared. The largest group comes first, and each
-    group is sorted by strategy and number of devices. The result contains no comparisons yet;
-    `with_contrasts` adds them.
+def simplest(members: Iterable[Configuration], strategy: str, devices: int) -> Configuration | None:
+    """Return the configuration of a strategy on a number of devices that has the fewest nodes and
+    the fewest options.
     """
-    comparable = [run for run in runs if run.comparable]
-    settings = [key for key in varied(comparable) if not key.startswith(_NOT_OF_A_GROUP)]
-    # Do not put strategies into separate groups because of their numbers of loader workers, which
-    # `data.workers=auto` may choose differently for each strategy.
-    workers = {(run.strategy, run.devices, run.config.get("data.workers")) for run in comparable}
-    if "data.workers" in settings and len(workers) == len(
-        {(strategy, devices) for strategy, devices, _ in workers}
-    ):
-        settings.remove("data.workers")
-    commits = {run.commit for run in comparable if run.commit}
-    data = {run.data for run in comparable if run.data}
-    groups: dict[Group, list[RunRecord]] = defaultdict(list)
-    for run in comparable:
-        batch = run.config.get("data.batch_size_per_device")
-        kind = "strong" if batch is None else "weak"
-        batch = batch or run.integer("batch_size") or run.config.get("data.batch_size")
-        differing = describe_settings(run, settings) if run.config else ""
-        code = f"code {run.commit or 'unknown'}" if len(commits) > 1 else ""
-        key = Group(
-            hardware=run.hardware,
-            accelerator=run.accelerator,
-            model=str(run.result.get("model") or "—"),
-            kind=kind,
-            batch=batch,
-            settings=", ".join(
-                filter(None, (differing, code, f"data {run.data}" if len(data) > 1 else ""))
-            ),
-            model_name=model_name(run),
-        )
-        groups[key].append(run)
-    full = [replace(empty, members=_points(members)) for empty, members in groups.items()]
-    return sorted(full, key=lambda group: (-len(group.members), group.hardware, group.title))
+
+    def simplicity(point: Configuration) -> tuple[int, int, str]:
+        options_set = sum(value != "null" for value in point.settings.values())
+        return point.nodes, options_set, point.options
+
+    points = [p for p in members if (p.strategy, p.devices) == (strategy, devices)]
+    return min(points, key=simplicity, default=None)
 
 
-def _points(runs: list[RunRecord]) -> tuple[MeasuredPoint, ...]:
-    points = []
-    for (_, strategy, devices, nodes), alike in groupby(sorted(runs, key=_sort_key), key=_sort_key):
-        members = list(alike)
-        options = [key for key in varied(members) if key.startswith("parallel.")]
-        members.sort(key=lambda run: [_natural(run.config.get(key)) for key in options])
-        for text, repeats in groupby(
-            members, key=lambda run: describe_settings(run, options, "parallel.")
-        ):
-            suffix = f" on {nodes} nodes" if nodes > 1 else ""
-            suffix += f" ({text})" if text else ""
-            label = f"{strategy} × {devices}{suffix}"
-            points.append(
-                MeasuredPoint(tuple(repeats), label, strategy, devices, nodes, text, suffix)
-            )
-    return tuple(points)
+def _lost_shift(setting: Configuration, end: float, scale: Scale) -> float:
+    """Return by how much the mean of a setting, on the scale, would change if each of its lost runs
+    had reached the value `end`. The caller passes the best or the worst value of the group.
+    """
+    if not setting.lost:
+        return 0.0
+    share = len(setting.lost) / (len(setting.lost) + len(setting.runs))
+    mean = fmean(scale.to(value) for value in setting.values.values())
+    shift = abs(scale.to(end) - mean)
+    return share * shift if math.isfinite(shift) else math.inf
 
 
-def _sort_key(run: RunRecord) -> tuple[int, str, int, int]:
-    return COMPLEXITY.get(run.strategy, len(COMPLEXITY)), run.strategy, run.devices, run.nodes
+def with_contrasts(
+    groups: Sequence[Group],
+    smallest_difference: float = SMALLEST_DIFFERENCE,
+    levels: Mapping[str, float] | None = None,
+) -> list[Group]:
+    """Compare pairs of configurations in each group, and return copies of the groups with the
+    results: effect, confidence interval and verdict of each pair.
+
+    `levels`: dictionary from measure to the chance that any verdict on this measure is wrong. The
+    key "" stands for the measure of the headline result. By default, only this measure is compared.
+    """
+    known: list[dict[str, list[Contrast]]] = [{} for _ in groups]
+    for measure, level in (levels or {"": LEVEL}).items():
+        names = [measure or group.metric for group in groups]
+        asked = zip(groups, names, strict=True)
+        estimates = [group.estimates(name, group.pairs[name]) for group, name in asked]
+        # Decide on the pairs of all groups in one call, because Holm's rule corrects for the number
+        # of all pairs.
+        decided = iter(decide([e for of in estimates for e in of], smallest_difference, level))
+        for place, group in enumerate(groups):
+            contrasts = [next(decided) for _ in estimates[place]]
+            known[place][names[place]] = [
+                replace(contrast, verdict=NOT_MEASURABLE, blocks_needed=None)
+                if group.is_void(contrast)
+                else contrast
+                for contrast in contrasts
+            ]
+    level = (levels or {}).get("", LEVEL)
+    return [
+        replace(group, by_measure=by_measure, smallest_difference=smallest_difference, level=level)
+        for group, by_measure in zip(groups, known, strict=True)
+    ]
 
 
-def _natural(value: Any) -> tuple[int, float, str]:
-    return (0, float(value), "") if isinstance(value, int | float) else (1, 0.0, str(value))
+def summarize_columns(rows: Iterable[Mapping[Any, float | None]]) -> dict[str, Summary]:
+    columns: dict[str, list[float | None]] = defaultdict(list)
+    for row in rows:
+        for name, value in row.items():
+            columns[str(name)].append(value)
+    summaries = {name: summarize(column) for name, column in columns.items()}
+    return {name: summary for name, summary in summaries.items() if summary}
+
+
+def varied(runs: Iterable[RunRecord]) -> dict[str, list[Any]]:
+    """Return the config keys that differ between the runs, as a dictionary from key to values. A
+    missing key counts as null.
+    """
+    differing = {}
+    for key, seen in values(run.config for run in runs).items():
+        # The config of a job that has not started yet has auto where others have a value.
+        known = [value for value in seen if value != "auto"]
+        if len(known) > 1:
+            differing[key] = known
+    return differing
+
+
+def values(trees: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Return the distinct values of each dotted key in several configs. A key that a config does
+    not have counts as None. Empty configs are ignored.
+    """
+    known = [tree for tree in trees if tree]
+    keys = dict.fromkeys(key for tree in known for key in tree)
+    return {
+        key: list({repr(tree.get(key)): tree.get(key) for tree in known}.values()) for key in keys
+    }

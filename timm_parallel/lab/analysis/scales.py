@@ -13,6 +13,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
+
+# Kind of numbers in which a comparison is stated: a ratio, a difference of proportions, or a
+# difference in the unit of the measure.
+Unit = Literal["ratio", "proportion", "number"]
 
 
 @dataclass(frozen=True)
@@ -34,6 +39,12 @@ class Scale:
     @property
     def sign(self) -> int:
         return -1 if self.lower_is_better else 1
+
+    @property
+    def unit(self) -> Unit:
+        if self.is_ratio:
+            return "ratio"
+        return "proportion" if self.is_proportion else "number"
 
     @property
     def none(self) -> float:

@@ -69,10 +69,10 @@ def best(rows: Iterable[Row], scale: Scale) -> str | None:
     return max(known, key=lambda name: known[name], default=None)
 
 
-def corrected_values(rows: Iterable[Row], scale: Scale) -> dict[object, float]:
+def corrected_values(rows: Iterable[Row], scale: Scale) -> dict[object, tuple[str, float]]:
     """For each repeat, choose the configuration that is best in all other repeats, and take its
-    value in this repeat. Return a dictionary from repeat to value, which is empty for a single
-    repeat.
+    value in this repeat. Return a dictionary from repeat to (configuration, value), which is empty
+    for a single repeat.
 
     The mean of these values estimates the value of the best configuration in new runs. The mean
     over the repeats that made the choice would be too good, because chance helped (Stone, 1974).
@@ -83,7 +83,7 @@ def corrected_values(rows: Iterable[Row], scale: Scale) -> dict[object, float]:
         here = {name: value for name, of, value in rows if of == block}
         chosen = best([row for row in rows if row[1] != block and row[0] in here], scale)
         if chosen is not None:
-            scores[block] = here[chosen]
+            scores[block] = chosen, here[chosen]
     return scores
 
 

@@ -8,28 +8,16 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
-from statistics import fmean, stdev
 
-from timm_parallel.lab.analysis.questions import (
+from timm_parallel.lab.analysis.groups import (
     NOT_A_SETTING,
     Configuration,
-    Question,
+    Group,
     varied,
 )
+from timm_parallel.lab.analysis.labels import join_short, model_name
 from timm_parallel.lab.analysis.runs import IMAGES_PER_SECOND, RunRecord, parse_overrides
 from timm_parallel.lab.analysis.scales import RATIO, Scale, level_scale, proportion_scale
-from timm_parallel.lab.analysis.selection import may_be_best
-from timm_parallel.lab.analysis.statistics import (
-    SUPPORTED,
-    Contrast,
-    Estimate,
-    Model,
-    Row,
-    mean_interval,
-)
-from timm_parallel.lab.analysis.wording import join_short, model_name
 from timm_parallel.machine.text import yaml_text
 
 BLOCKS = ("seed", "data.fold")
@@ -37,196 +25,7 @@ _NOT_SWEPT = (*BLOCKS, "sweep.", "hydra.", "hydra/", "debug", "print_config")
 _OF_SPEED = ("parallel.", "data.batch_size_per_device", "data.workers")
 
 
-@dataclass(frozen=True)
-class Setting(Configuration):
-    """All runs of one configuration of a sweep over settings."""
-
-    # Swept key -> value, as the user wrote it.
-    settings: Mapping[str, str]
-    # Runs that failed, or whose value of the metric is not finite.
-    lost: tuple[RunRecord, ...] = ()
-    # The key in which repeats differ: seed or data.fold.
-    block: str = "seed"
-
-    @cached_property
-    def values(self) -> dict[object, float]:
-        """Headline metric as a dictionary from repeat to value. A repeat is a seed, or a fold if
-        there are several folds. Several runs of a repeat count as their mean.
-        """
-        # Average the seeds of a fold, because they share its images and are not independent.
-        blocks: dict[object, list[float]] = defaultdict(list)
-        for run in self.runs:
-            if run.metric_value is not None:
-                blocks[run.config.get(self.block)].append(run.metric_value)
-        return {block: fmean(values) for block, values in blocks.items()}
-
-    @property
-    def mean(self) -> float | None:
-        """Mean of the headline metric over the repeats. None if all runs are lost."""
-        return fmean(self.values.values()) if self.values else None
-
-    @property
-    def is_sound(self) -> bool:
-        """True if no run of the setting ran out of memory or had a value that is not finite, and at
-        least one run has a value. A report recommends only such a setting.
-        """
-        return bool(self.values) and not any(run.lost_by_settings for run in self.lost)
-
-    @property
-    def deviation(self) -> float | None:
-        """Standard deviation of the headline metric over the repeats. None for a single repeat."""
-        return stdev(self.values.values()) if len(self.values) > 1 else None
-
-
-# Groups of settings are compared by identity, so two of them are never equal.
-@dataclass(frozen=True, eq=False)
-class SettingGroup(Question[Setting]):
-    """Settings of a sweep on the same data and code, which are compared by their headline
-    metric.
-    """
-
-    # Data and code of the group, as far as other groups of the report differ in them.
-    title: str
-    baseline: Setting
-    # Sentence that explains why the baseline is not the requested one. Empty if it is.
-    note: str = ""
-
-    @property
-    def keys(self) -> list[str]:
-        return list(dict.fromkeys(key for setting in self.members for key in setting.settings))
-
-    def rows(self, measure: str = "") -> list[Row]:
-        """Return (setting, repeat, value of the headline metric) of all settings."""
-        return [(s.label, block, value) for s in self.members for block, value in s.values.items()]
-
-    def pairs(self, measure: str) -> list[tuple[str, str]]:
-        """Return the pairs of settings that are compared: each setting with the baseline."""
-        return [(s.label, self.baseline.label) for s in self.alive if s is not self.baseline]
-
-    def estimates(self, measure: str, pairs: Sequence[tuple[str, str]]) -> list[Estimate]:
-        """Estimate the differences of pairs of settings. The estimates allow for any value that a
-        lost run may have had.
-        """
-        return [self._bounded(self.model.compare(a, b)) for a, b in pairs]
-
-    @cached_property
-    def model(self) -> Model:
-        # Speeds of all settings have about equal noise. For a metric, each setting has its own
-        # noise.
-        return Model(self.rows(), self.scale, self.is_about_speed, self.rounding)
-
-    def _bounded(self, e: Estimate) -> Estimate:
-        """Return an estimate that allows for the unknown values of lost runs. Each such value is
-        taken to be between the worst and the best value of the group.
-        """
-        a, b = self.named(e.a), self.named(e.b)
-        if not a.lost and not b.lost:
-            return e
-        values = [value for *_, value in self.rows()]
-        sign = self.scale.sign
-        worst, best = sorted((min(values), max(values)), key=lambda value: sign * value)
-        down = _lost_shift(a, worst, self.scale) + _lost_shift(b, best, self.scale)
-        up = _lost_shift(a, best, self.scale) + _lost_shift(b, worst, self.scale)
-        return replace(e, slack=(up, down) if self.scale.lower_is_better else (down, up))
-
-    def is_void(self, contrast: Contrast) -> bool:
-        """Return True if a setting is shown to be better, although some of its runs ran out of
-        memory or diverged. The comparison then gets no verdict, because it only uses the runs that
-        succeeded.
-        """
-        return contrast.verdict == SUPPORTED and not self.named(contrast.a).is_sound
-
-    @cached_property
-    def highest(self) -> str:
-        """Label of the setting with the best mean. A setting with lost runs is chosen only if every
-        setting has lost runs.
-        """
-        estimates = self.estimates(self.metric, self.pairs(self.metric))
-        better = {e.a: e.better for e in estimates if e.difference is not None}
-        better[self.baseline.label] = 0.0
-        candidates = [s.label for s in self.complete if s.label in better]
-        return max(candidates or [self.baseline.label], key=lambda label: better[label])
-
-    @cached_property
-    def may_be_best(self) -> set[str]:
-        """Labels of the settings that may be the best, because they are not shown to be worse than
-        another one.
-        """
-        others = [(self.highest, s.label) for s in self.alive if s.label != self.highest]
-        # Also remove settings that are shown to be worse than a setting with lost runs. Such a
-        # setting is never the highest, but it may be better than the baseline.
-        beaten = {contrast.b for contrast in self.contrasts if contrast.verdict == SUPPORTED}
-        return (may_be_best(self.estimates(self.metric, others)) | {self.highest}) - beaten
-
-    @property
-    def is_about_speed(self) -> bool:
-        return self.scale.is_ratio
-
-    @property
-    def blocks(self) -> int:
-        return len({block for _, block, _ in self.rows()})
-
-    @property
-    def unit_of_repeats(self) -> str:
-        return "repeat" if self.is_about_speed else self.members[0].block.removeprefix("data.")
-
-    @property
-    def alive(self) -> list[Setting]:
-        """Settings that have at least one value of the headline metric."""
-        return [setting for setting in self.members if setting.values]
-
-    @property
-    def complete(self) -> list[Setting]:
-        """Settings without lost runs. If there are none, all settings that have a value."""
-        return [setting for setting in self.alive if not setting.lost] or self.alive
-
-    @cached_property
-    def rounding(self) -> float:
-        """Share of one image in the images that were evaluated. An accuracy cannot show a smaller
-        difference. 0 if the number of images is unknown, or if the metric is not a proportion.
-        """
-        key = f"{self.metric.partition('/')[0]}.samples"
-        counts = [count for run in self.runs if (count := run.integer(key))]
-        if not counts or not self.scale.is_proportion:
-            return 0.0
-        # Each fold evaluates other images, so the numbers of images of all folds add up.
-        return 1 / min(counts) / (self.blocks if self.unit_of_repeats == "fold" else 1)
-
-    @property
-    def is_on_fixed_images(self) -> bool:
-        """True if all runs were evaluated on the same images, so that the noise comes only from
-        training.
-        """
-        key = f"data.{self.metric.partition('/')[0]}"
-        return len({run.result.get(key) for run in self.runs}) == 1
-
-    @property
-    def hardware(self) -> str:
-        return " and ".join(dict.fromkeys(run.hardware for run in self.runs))
-
-    def interval(self, setting: Setting) -> tuple[float, float] | None:
-        """Return the 95 % confidence interval of the mean of a setting, or None for a single
-        value.
-        """
-        return mean_interval(setting.values.values(), self.scale, self.rounding)
-
-    def best(self, count: int) -> list[Setting]:
-        """Return `count` settings in the order of the sweep: the baseline, and those with the best
-        means.
-        """
-
-        ranked = sorted(
-            self.members,
-            key=lambda s: (
-                s is self.baseline,
-                -math.inf if s.mean is None else self.scale.sign * s.mean,
-            ),
-            reverse=True,
-        )
-        return [setting for setting in self.members if setting in ranked[:count]]
-
-
-def setting_groups(runs: Iterable[RunRecord]) -> list[SettingGroup]:
+def setting_groups(runs: Iterable[RunRecord]) -> list[Group]:
     """Group the runs of a sweep over settings by metric, data and code. The largest group comes
     first, and the settings are not compared yet. Return an empty list for a sweep over strategies
     and numbers of devices.
@@ -263,31 +62,40 @@ def setting_groups(runs: Iterable[RunRecord]) -> list[SettingGroup]:
         )
         settings = _settings(of_group, keys)
         if any(setting.values for setting in settings):
-            baseline, note = _baseline(settings)
-            groups.append(
-                SettingGroup(
-                    title,
-                    baseline,
-                    note,
-                    members=settings,
-                    metric=names[0],
-                    scale=_scale(names[0], names[3], settings),
-                )
-            )
-    return sorted(groups, key=lambda group: -len(group.rows()))
+            groups.append(_group(title, names[0], _scale(names[0], names[3], settings), settings))
+    return sorted(groups, key=lambda group: -len(group.rows[group.metric]))
 
 
-def _lost_shift(setting: Setting, end: float, scale: Scale) -> float:
-    """Return by how much the mean of a setting, on the scale, would change if each of its lost runs
-    had reached the value `end`. The caller passes the best or the worst value of the group.
-    """
-    share = len(setting.lost) / (len(setting.lost) + len(setting.runs)) if setting.lost else 0.0
-    shift = (
-        abs(scale.to(end) - fmean(scale.to(value) for value in setting.values.values()))
-        if share
-        else 0.0
+def _group(title: str, metric: str, scale: Scale, settings: tuple[Configuration, ...]) -> Group:
+    baseline, missing = _baseline(settings)
+    rows = [(s.label, block, value) for s in settings for block, value in s.values.items()]
+    others = [s for s in settings if s.values and s is not baseline]
+    return Group(
+        kind="tuning" if metric == IMAGES_PER_SECOND else "settings",
+        title=title,
+        members=settings,
+        baseline=baseline.label,
+        rows={metric: rows},
+        pairs={metric: [(s.label, baseline.label) for s in others]},
+        metric=metric,
+        scale=scale,
+        rounding=_rounding(metric, settings) if scale.is_proportion else 0.0,
+        missing_baseline=missing,
     )
-    return share * shift if math.isfinite(shift) else math.inf
+
+
+def _rounding(metric: str, settings: Sequence[Configuration]) -> float:
+    """Return the share of one image in the images that were evaluated. An accuracy cannot show a
+    smaller difference. The result is 0 if the number of images is unknown.
+    """
+    key = f"{metric.partition('/')[0]}.samples"
+    counts = [count for s in settings for run in s.runs if (count := run.integer(key))]
+    if not counts:
+        return 0.0
+    # Each fold evaluates other images, so the numbers of images of all folds add up.
+    is_over_folds = settings[0].block == "data.fold"
+    folds = len({block for s in settings for block in s.values}) if is_over_folds else 1
+    return 1 / min(counts) / folds
 
 
 def _is_about_settings(runs: Sequence[RunRecord], keys: Sequence[str]) -> bool:
@@ -305,7 +113,7 @@ def _is_about_settings(runs: Sequence[RunRecord], keys: Sequence[str]) -> bool:
     return is_swept and not any(key.startswith("parallel.") for key in keys)
 
 
-def _settings(runs: Sequence[RunRecord], keys: Sequence[str]) -> tuple[Setting, ...]:
+def _settings(runs: Sequence[RunRecord], keys: Sequence[str]) -> tuple[Configuration, ...]:
     """Group runs into settings, in the order of the sweep. The label of a setting shows the keys in
     which the settings differ. `keys`: config keys whose values differ between the runs.
     """
@@ -331,7 +139,7 @@ def _settings(runs: Sequence[RunRecord], keys: Sequence[str]) -> tuple[Setting, 
     for members, of_setting, label in zip(alike.values(), texts, labels, strict=True):
         lost = tuple(run for run in members if run.is_lost)
         settings.append(
-            Setting(
+            Configuration(
                 tuple(run for run in members if run not in lost), label, of_setting, lost, block
             )
         )
@@ -391,7 +199,7 @@ def _sweep_order(run: RunRecord) -> tuple[str, float, int]:
     return run.sweep, int(number[0]) if number else math.inf, run.position or 0
 
 
-def _scale(metric: str, metric_is: tuple[bool, bool], settings: Sequence[Setting]) -> Scale:
+def _scale(metric: str, metric_is: tuple[bool, bool], settings: Sequence[Configuration]) -> Scale:
     lower_is_better, is_proportion = metric_is
     values = [value for setting in settings for value in setting.values.values()]
     if metric == IMAGES_PER_SECOND:
@@ -402,11 +210,12 @@ def _scale(metric: str, metric_is: tuple[bool, bool], settings: Sequence[Setting
     return level_scale(lower_is_better and min(values) > 0, lower_is_better)
 
 
-def _baseline(settings: Sequence[Setting]) -> tuple[Setting, str]:
-    """Return (baseline, note). The baseline is the setting that sweep.baseline names, else the
-    first one. The note tells why another setting is used if the named one has no finished run.
+def _baseline(settings: Sequence[Configuration]) -> tuple[Configuration, str]:
+    """Return (baseline, missing baseline). The baseline is the setting that sweep.baseline names,
+    else the first one. If that setting has no finished run, the baseline is the first setting that
+    has one, and the second value names the setting that is missing.
     """
-    first = [(*setting.runs, *setting.lost)[0] for setting in settings]
+    first = [setting.first for setting in settings]
     wanted = next((text for run in first if (text := run.config.get("sweep.baseline"))), None)
     index: int | None = 0
     if wanted is not None:
@@ -418,11 +227,7 @@ def _baseline(settings: Sequence[Setting]) -> tuple[Setting, str]:
     if index is not None and settings[index].values:
         return settings[index], ""
     instead = next(setting for setting in settings if setting.values)
-    name = f"sweep.baseline={wanted}" if index is None else settings[index].label
-    return (
-        instead,
-        f"No run of the baseline {name} is done, so settings are compared with {instead.label}.",
-    )
+    return instead, f"sweep.baseline={wanted}" if index is None else settings[index].label
 
 
 def find_baseline(baseline: str, configurations: Sequence[Mapping[str, object]]) -> int | None:

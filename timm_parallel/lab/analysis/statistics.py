@@ -143,7 +143,10 @@ class Contrast:
         named `ratio` or `difference`.
         """
         names = {"effect": "ratio" if self.scale.is_ratio else "difference"}
-        return {names.get(key, key): value for key, value in vars(self).items() if key != "scale"}
+        values = {key: value for key, value in vars(self).items() if key != "scale"}
+        return {names.get(key, key): value for key, value in values.items()} | {
+            "unit": self.scale.unit
+        }
 
     @property
     def interval(self) -> tuple[float, float]:

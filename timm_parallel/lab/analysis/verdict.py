@@ -13,33 +13,21 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from timm_parallel.lab.analysis.questions import with_contrasts
+from timm_parallel.lab.analysis.findings import Finding, finding
+from timm_parallel.lab.analysis.groups import SPEED as IMAGES_PER_SEC
+from timm_parallel.lab.analysis.groups import Group, with_contrasts
 from timm_parallel.lab.analysis.runs import IMAGES_PER_SECOND, RunRecord, parse_overrides
-from timm_parallel.lab.analysis.settings import SettingGroup, setting_groups
+from timm_parallel.lab.analysis.settings import setting_groups
 from timm_parallel.lab.analysis.statistics import (
     LEVEL,
     NOT_MEASURABLE,
     SMALLEST_DIFFERENCE,
     Contrast,
+    Summary,
     decide,
     estimate,
     summarize,
 )
-from timm_parallel.lab.analysis.wording import (
-    DASH,
-    difference_text,
-    effect_text,
-    figure,
-    interval_text,
-    join_short,
-    level_text,
-    percent,
-    size_text,
-    times,
-    value_text,
-    with_range,
-)
-from timm_parallel.machine.text import plural
 from timm_parallel.record.jobs import UNFINISHED, Job
 
 # Name and values of the only setting in which the jobs of a verdict differ: the version of the
@@ -51,13 +39,8 @@ BETTER, WORSE, NO_DIFFERENCE = "better", "worse", "no difference shown"
 FAILED, REFUSED, UNKNOWN = "failed", "refused", "no verdict yet"
 # Share of a verdict's level that the deciding measure gets. The other measure gets the rest.
 DECIDING_SHARE = 0.8
-# Keys of result.json that state how much a run computed -> their names in a report.
-COMPUTE = {
-    "parameters": "parameters",
-    "steps": "steps",
-    "samples_seen": "images seen",
-    "flops_per_step": "FLOPs per step",
-}
+# Keys of result.json that state how much a run computed.
+COMPUTE = ("parameters", "steps", "samples_seen", "flops_per_step")
 
 
 @dataclass(frozen=True)
@@ -95,14 +78,17 @@ class Verdict:
     """
 
     word: str
-    sentence: str
-    # Sentences that a reader must know to rely on the verdict.
-    notes: tuple[str, ...]
-    # Table of the results with a row per measure: column -> text.
-    rows: list[dict[str, str]]
+    record: Record
+    # The first says why the verdict is what it is.
+    findings: tuple[Finding, ...]
+    # Findings that a reader must know to rely on the verdict.
+    notes: tuple[Finding, ...]
     # Measure -> comparison of head with base.
     contrasts: Mapping[str, Contrast]
-    groups: list[SettingGroup]
+    groups: list[Group]
+    # Images/s and peak memory in bytes of base and head.
+    speeds: tuple[Summary | None, Summary | None]
+    peaks: tuple[Summary | None, Summary | None]
 
 
 def judge(
@@ -115,7 +101,7 @@ def judge(
     # Disturbed runs count too. Both versions use equally many devices, so that other load slows
     # both alike.
     timed = [
-        (code_of(run), run.block, run.measure("images_per_sec") or 0.0)
+        (code_of(run), run.block, run.measure(IMAGES_PER_SEC) or 0.0)
         for run in runs
         if _has_speed(run)
     ]
@@ -123,32 +109,50 @@ def judge(
     contrasts = {SPEED: contrast}
     if groups and groups[0].contrasts:
         contrasts[METRIC] = groups[0].contrasts[0]
-    word, sentence = _answer(runs, record, contrasts, groups)
-    notes = [*record.notes, *_compute(runs), _share(record)]
-    crowded = sum(bool(run.neighbours) for run in runs)
-    flagged = sum(bool(run.flags) for run in runs)
-    if contrast.effect is None and crowded:
-        notes.append(
-            f"images/s is not compared: {crowded} of {len(runs)} runs were next to other jobs."
-        )
-    elif contrast.effect is not None and flagged:
-        notes.append(
-            f"images/s is that of a busy machine: {flagged} of {len(runs)} runs had other load, "
-            "which widens its interval."
-        )
+    word, findings = _answer(runs, record, contrasts, groups)
+    old, new = ([r for r in runs if r.comparable and code_of(r) == code] for code in (BASE, HEAD))
     return Verdict(
         word,
-        sentence,
-        tuple(notes),
-        rows=_rows(runs, record, contrasts, groups),
-        contrasts=contrasts,
-        groups=groups,
+        record,
+        findings,
+        tuple(_notes(runs, record, contrast)),
+        contrasts,
+        groups,
+        speeds=(_speed(old), _speed(new)),
+        peaks=(_peak(old), _peak(new)),
     )
 
 
-def refusal(runs: Iterable[RunRecord]) -> str:
+def _speed(runs: Sequence[RunRecord]) -> Summary | None:
+    return summarize(run.measure(IMAGES_PER_SEC) for run in runs)
+
+
+def _peak(runs: Sequence[RunRecord]) -> Summary | None:
+    return summarize(max(run.peak_bytes, default=None) for run in runs)
+
+
+def _notes(runs: Sequence[RunRecord], record: Record, speed: Contrast) -> Iterable[Finding]:
+    yield from (finding("noted", text=text) for text in record.notes)
+    yield from _not_equal(runs)
+    yield finding(
+        "level_of_verdict",
+        number=record.number,
+        level=record.level,
+        of=LEVEL,
+        share=DECIDING_SHARE,
+        measure=record.on,
+    )
+    crowded = sum(bool(run.neighbours) for run in runs)
+    flagged = sum(bool(run.flags) for run in runs)
+    if speed.effect is None and crowded:
+        yield finding("speed_next_to_jobs", count=crowded, runs=len(runs))
+    elif speed.effect is not None and flagged:
+        yield finding("speed_on_busy_machine", count=flagged, runs=len(runs))
+
+
+def refusal(runs: Iterable[RunRecord]) -> Finding | None:
     """Return the reason why base and head cannot be compared: their runs trained or evaluated on
-    different images. The text is empty if they can be compared.
+    different images. Return None if they can be compared.
     """
     for base, head in pairs(runs):
         split = base.metric.partition("/")[0]
@@ -156,11 +160,8 @@ def refusal(runs: Iterable[RunRecord]) -> str:
         for key in (*keys, f"{split}.samples"):
             old, new = base.result.get(key), head.result.get(key)
             if old != new:
-                return (
-                    f"{key} of result.json is {old} in base and {new} in head; a verdict needs the "
-                    "same images in both: commit the change of the data, and use it as base"
-                )
-    return ""
+                return finding("refused", key=key, base=old, head=new)
+    return None
 
 
 def pairs(runs: Iterable[RunRecord]) -> list[tuple[RunRecord, RunRecord]]:
@@ -174,7 +175,7 @@ def _has_speed(run: RunRecord) -> bool:
     """Return True if a run has finished and its measured speed can be compared: it ran without
     concurrent jobs of the verdict, and on devices that are not simulated.
     """
-    is_measured = run.comparable and bool(run.measure("images_per_sec"))
+    is_measured = run.comparable and bool(run.measure(IMAGES_PER_SEC))
     return is_measured and not run.neighbours and not run.is_simulated
 
 
@@ -187,34 +188,37 @@ def _answer(
     runs: Sequence[RunRecord],
     record: Record,
     contrasts: Mapping[str, Contrast],
-    groups: Sequence[SettingGroup],
-) -> tuple[str, str]:
-    """Return the verdict in one word, and the sentence that states it."""
-    if reason := refusal(runs):
-        return REFUSED, f"Refused: {reason}."
+    groups: Sequence[Group],
+) -> tuple[str, tuple[Finding, ...]]:
+    """Return the verdict in one word, and the findings that state it."""
+    if refused := refusal(runs):
+        return REFUSED, (refused,)
     waiting = sum(run.status in UNFINISHED for run in runs)
     if waiting:
-        return UNKNOWN, f"No verdict yet: {waiting} of {len(runs)} jobs have not ended."
-    broken = [f"{run.name}: {run.reason}" for run in runs if run.status == "failed"]
+        return UNKNOWN, (finding("not_ended", count=waiting, jobs=len(runs)),)
+    broken = [run for run in runs if run.status == "failed"]
     if broken:
-        return FAILED, f"No verdict: {len(broken)} of {len(runs)} jobs failed ({broken[0]})."
+        first = {"run": broken[0].name, "reason": broken[0].reason}
+        return FAILED, (finding("failed", count=len(broken), jobs=len(runs), **first),)
     lost, of_base = _lost_alone(runs, HEAD), _lost_alone(runs, BASE)
     if lost and not of_base:
-        names = join_short(f"seed {run.seed} ({run.status.replace('_', ' ')})" for run in lost)
-        return WORSE, f"Head is worse than base: it has no value where base has one, with {names}."
-    contrast, level = contrasts.get(record.on), record.level_of(record.on)
+        seeds = [{"seed": run.seed, "status": run.status.replace("_", " ")} for run in lost]
+        return WORSE, (finding("loses_runs", runs=seeds),)
+    contrast = contrasts.get(record.on)
     if contrast is None or contrast.effect is None:
-        why = "no images/s without other jobs" if record.on == SPEED else "no metric"
-        return NO_DIFFERENCE, f"No difference shown: there is {why} of both versions."
-    word = _word(contrast)
-    name = IMAGES_PER_SECOND if record.on == SPEED else groups[0].metric
-    told = f"{name} is {_difference(contrast, level)}, from {plural(contrast.n, 'seed')}"
-    if word != NO_DIFFERENCE:
-        return word, f"Head is {word} than base: {told}."
-    return word, f"No difference shown: {told}. {_what_would_decide(contrast)}"
+        return NO_DIFFERENCE, (finding("not_measured", measure=record.on),)
+    word = word_of(contrast)
+    numbers = {
+        "metric": IMAGES_PER_SECOND if record.on == SPEED else groups[0].metric,
+        "contrast": contrast.fields,
+        "level": record.level_of(record.on),
+    }
+    if word == NO_DIFFERENCE:
+        return word, (finding("no_difference", **numbers),)
+    return word, (finding("head_is", word=word, **numbers),)
 
 
-def _word(contrast: Contrast) -> str:
+def word_of(contrast: Contrast) -> str:
     """Return better or worse if the confidence interval excludes equality, else no difference
     shown.
     """
@@ -223,25 +227,6 @@ def _word(contrast: Contrast) -> str:
     if most < 0:
         return WORSE
     return BETTER if least > 0 and contrast.verdict != NOT_MEASURABLE else NO_DIFFERENCE
-
-
-def _difference(contrast: Contrast, level: float) -> str:
-    """Format the difference of head, the changed code, from base, for example `1.2 points higher
-    (98 % interval 0.4 to 2.0)`.
-    """
-    interval = f"{level_text(level)} interval "
-    if contrast.scale.is_ratio:
-        return f"{times(contrast)} that of base{interval_text(contrast, interval)}"
-    if contrast.effect == 0:
-        return "equal on average"
-    return difference_text(contrast, level=interval)
-
-
-def _what_would_decide(contrast: Contrast) -> str:
-    if contrast.detectable is None:
-        return "The noise is unknown, because no two seeds have values of both versions."
-    text = f"These could have shown {size_text(contrast.scale, contrast.detectable)}"
-    return text + (f"; about {n} would decide." if (n := contrast.blocks_needed) else ".")
 
 
 def _lost_alone(runs: Sequence[RunRecord], code: str) -> list[RunRecord]:
@@ -256,12 +241,11 @@ def _lost_alone(runs: Sequence[RunRecord], code: str) -> list[RunRecord]:
     return [r for r in runs if r.lost_by_settings and code_of(r) == code and r.block in ended]
 
 
-def _compute(runs: Sequence[RunRecord]) -> list[str]:
-    """Return a sentence for each measure of computing in which base and head differ. Better results
+def _not_equal(runs: Sequence[RunRecord]) -> Iterable[Finding]:
+    """Yield a finding for each measure of computing in which base and head differ. Better results
     may come from more computing.
     """
-    notes = []
-    for key, name in COMPUTE.items():
+    for key in COMPUTE:
         known = [
             (old, new)
             for base, head in pairs(runs)
@@ -269,61 +253,4 @@ def _compute(runs: Sequence[RunRecord]) -> list[str]:
         ]
         if any(old != new for old, new in known):
             old, new = (median(column) for column in zip(*known, strict=True))
-            notes.append(f"Not equal: {new:,.0f} {name} in head, {old:,.0f} in base.")
-    return notes
-
-
-def _share(record: Record) -> str:
-    return (
-        f"This is verdict {record.number} on this base: its level is {100 * record.level:.2g} % of "
-        f"the {percent(LEVEL)} for all verdicts on it, {percent(DECIDING_SHARE)} of that for "
-        f"{record.on}."
-    )
-
-
-def _rows(
-    runs: Sequence[RunRecord],
-    record: Record,
-    contrasts: Mapping[str, Contrast],
-    groups: Sequence[SettingGroup],
-) -> list[dict[str, str]]:
-    """Return the rows of the table of a verdict on a code change: metric, images/s and memory of
-    base and head.
-    """
-    of = [[r for r in runs if r.comparable and code_of(r) == code] for code in (BASE, HEAD)]
-    speeds = [summarize(run.measure("images_per_sec") for run in of_code) for of_code in of]
-    peaks = [summarize(max(run.peak_bytes, default=None) for run in of_code) for of_code in of]
-    rows = []
-    if METRIC in contrasts:
-        scale = groups[0].scale
-        means = [value_text(scale, groups[0].named(f"{CODE}={code}").mean) for code in (BASE, HEAD)]
-        rows.append(_row(groups[0].metric, means, contrasts[METRIC], record.level_of(METRIC)))
-    texts = [with_range(speed) if speed else DASH for speed in speeds]
-    rows.append(_row(IMAGES_PER_SECOND, texts, contrasts[SPEED], record.level_of(SPEED)))
-    texts = [figure(peak.median / 2**20) if peak else DASH for peak in peaks]
-    ratio = f"{peaks[1].median / peaks[0].median:.2f} ×" if peaks[0] and peaks[1] else DASH
-    return [
-        *rows,
-        {**dict.fromkeys(rows[0], DASH), **_row("memory, MiB", texts), "difference": ratio},
-    ]
-
-
-def _row(
-    name: str, texts: Sequence[str], contrast: Contrast | None = None, level: float = LEVEL
-) -> dict[str, str]:
-    """Return one row of the table of a verdict on a code change. Without a comparison, it has only
-    the values of base and head.
-    """
-    row = {"measure": name, BASE: texts[0], HEAD: texts[1], "difference": effect_text(contrast)}
-    if contrast is None:
-        return row
-    unit = " points" if contrast.scale.is_proportion and contrast.effect is not None else ""
-    least = contrast.detectable
-    return {
-        **row,
-        "difference": effect_text(contrast) + unit,
-        "interval": level_text(level),
-        "verdict": "not measured" if contrast.effect is None else _word(contrast),
-        "could have shown": DASH if least is None else size_text(contrast.scale, least),
-        "seeds to decide": str(contrast.blocks_needed or DASH),
-    }
+            yield finding("not_equal", key=key, base=old, head=new)

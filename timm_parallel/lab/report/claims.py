@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from timm_parallel.errors import ReplicasDifferError
-from timm_parallel.lab.analysis.groups import SPEED, Group, MeasuredPoint
+from timm_parallel.lab.analysis.groups import SPEED, Configuration, Group
+from timm_parallel.lab.analysis.labels import join_short
 from timm_parallel.lab.analysis.runs import RunRecord
 from timm_parallel.lab.analysis.statistics import (
     INCONCLUSIVE,
@@ -19,7 +20,7 @@ from timm_parallel.lab.analysis.statistics import (
     SUPPORTED,
     Contrast,
 )
-from timm_parallel.lab.analysis.wording import figure, join_short, percent, with_range
+from timm_parallel.lab.analysis.strategies import efficiency, same_threads
 from timm_parallel.lab.report.evidence import (
     ClaimResult,
     Comparison,
@@ -27,6 +28,7 @@ from timm_parallel.lab.report.evidence import (
     evaluate_claim,
     missing,
 )
+from timm_parallel.lab.report.formats import figure, percent, with_range
 
 # Efficiency that counts as close to linear. The articles call 3.2 × on 4 devices close to linear.
 CLOSE_TO_LINEAR = 0.8
@@ -80,11 +82,10 @@ def _is_below(a: Contrast, b: Contrast) -> str:
 def ddp_is_close_to_linear(e: Evidence) -> ClaimResult:
     results, efficiencies = [], []
     for c in e.comparisons(SPEED, "ddp", "single"):
-        if not c.a.needless_threads and c.group.same_threads(c.a):
+        if not c.a.needless_threads and same_threads(c.group, c.a):
             results.append(replace(c, verdict=c.contrast.exceeds(CLOSE_TO_LINEAR * c.a.devices)))
-            efficiencies.append(
-                f"{figure(c.group.efficiency(c.a) or 0)} for {c.label}, {c.group.kind} scaling"
-            )
+            share, kind = efficiency(c.group, c.a) or 0, c.group.conditions.kind
+            efficiencies.append(f"{figure(share)} for {c.label}, {kind} scaling")
     return evaluate_claim(
         results,
         "the images/s of single",
@@ -130,13 +131,14 @@ def _peaks(e: Evidence, strategy: str) -> str:
     for group, point in e.points(strategy):
         if point.peak_bytes:
             text = f"{e.label(group, point)}: {_gib(point)}"
-            if group.single and group.single.peak_bytes:
-                text += f", single {_gib(group.single)}"
+            single = group.at("single", 1)
+            if single and single.peak_bytes:
+                text += f", single {_gib(single)}"
             texts.append(text)
     return join_short(texts)
 
 
-def _gib(point: MeasuredPoint) -> str:
+def _gib(point: Configuration) -> str:
     return ", ".join(f"{peak.median / 2**30:.2f}" for peak in point.peak_bytes) + " GiB"
 
 
@@ -163,7 +165,7 @@ def lock_hurts_small_layers(e: Evidence) -> ClaimResult:
     shallowest: dict[tuple[int, str], Comparison] = {}
     results, references = [], []
     for deep in sorted(with_depth, key=lambda c: _depth(c.group)):
-        shallow = shallowest.setdefault((deep.a.devices, deep.group.scaling), deep)
+        shallow = shallowest.setdefault((deep.a.devices, deep.group.conditions.scaling), deep)
         if _depth(deep.group) > _depth(shallow.group):
             results.append(replace(deep, verdict=_is_below(deep.contrast, shallow.contrast)))
             references.append(

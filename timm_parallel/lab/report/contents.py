@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from timm_parallel.lab.analysis.findings import Finding, finding
 from timm_parallel.lab.analysis.groups import Group
 from timm_parallel.lab.analysis.headline import Recommendation
 from timm_parallel.lab.analysis.runs import RunRecord
-from timm_parallel.lab.analysis.settings import SettingGroup
 from timm_parallel.lab.analysis.verdict import Verdict
-from timm_parallel.lab.analysis.wording import join_short
 from timm_parallel.lab.report import tables
 from timm_parallel.lab.report.evidence import ClaimResult
 from timm_parallel.record.jobs import UNFINISHED, Jobs
@@ -28,7 +27,7 @@ class Report:
     recommendations: list[Recommendation]
     groups: list[Group]
     # Groups of settings that are compared by a metric. Empty on a page about speed.
-    settings: list[SettingGroup]
+    settings: list[Group]
     # Hardware -> results of the claims about DP and DDP.
     claims: dict[str, list[ClaimResult]]
     # Verdict on a change of the code. None on any other page.
@@ -42,43 +41,27 @@ class Report:
         return f"Sweep over {', '.join(keys)}" if keys else "Repeats of one configuration"
 
     @property
-    def notes(self) -> list[str]:
-        """Sentences about the jobs that a reader must know to rely on the report."""
+    def notes(self) -> list[Finding]:
+        """Findings on the jobs that a reader must know to rely on the report."""
         notes = []
         for sweep in self.sweeps:
             left = sum(job.status in UNFINISHED for job in sweep.jobs)
             if left:
-                state = "runs" if sweep.status == "running" else "was stopped"
-                notes.append(
-                    f"The sweep {state}: {left} of {len(sweep.jobs)} jobs have not ended, so the "
-                    "results may change."
-                )
+                jobs = len(sweep.jobs)
+                notes.append(finding("sweep_not_ended", status=sweep.status, count=left, jobs=jobs))
         edited = [run.name for run in self.runs if run.is_edited]
         if edited:
-            notes.append(
-                "Not compared, because jobs.json has another seed than config.yaml: "
-                f"{join_short(edited)}."
-            )
-        unknown = [
-            run.name for run in self.runs if run.metric_value is not None and run.metric_is is None
-        ]
+            notes.append(finding("edited_seed", runs=edited))
+        with_value = [run for run in self.runs if run.metric_value is not None]
+        unknown = [run.name for run in with_value if run.metric_is is None]
         if unknown:
-            notes.append(
-                "Not compared, because result.json does not state if a lower value of the metric "
-                f"is better: {join_short(unknown)}."
-            )
+            notes.append(finding("unknown_direction", runs=unknown))
         for sweep in self.sweeps:
             folder = sweep.folder.resolve()
-            code = dict.fromkeys(
-                run.commit
-                for run in self.runs
-                if run.commit and folder in run.folder.resolve().parents
-            )
-            if len(code) > 1:
-                notes.append(
-                    f"The code changed during the sweep: {join_short(code)}. Runs of unlike code "
-                    "are not compared."
-                )
+            of_sweep = [run for run in self.runs if folder in run.folder.resolve().parents]
+            commits = list(dict.fromkeys(run.commit for run in of_sweep if run.commit))
+            if len(commits) > 1:
+                notes.append(finding("code_changed", commits=commits))
         return notes
 
     @property
@@ -92,6 +75,4 @@ class Report:
         """Table of a verdict on a change of the code, with a row per measure. None on any other
         page.
         """
-        if self.verdict is None:
-            return None
-        return tables.Table(self.verdict.rows, text_columns=("measure", "verdict"))
+        return tables.verdict_table(self.verdict) if self.verdict else None

@@ -7,7 +7,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from timm_parallel.lab.analysis.groups import Group, MeasuredPoint
+from timm_parallel.lab.analysis.findings import finding
+from timm_parallel.lab.analysis.groups import Configuration, Group
+from timm_parallel.lab.analysis.labels import join_short
 from timm_parallel.lab.analysis.runs import RunRecord
 from timm_parallel.lab.analysis.statistics import (
     INCONCLUSIVE,
@@ -16,7 +18,7 @@ from timm_parallel.lab.analysis.statistics import (
     SUPPORTED,
     Contrast,
 )
-from timm_parallel.lab.analysis.wording import interval_text, join_short, times, verdict_text
+from timm_parallel.lab.report.sentences import sentence
 
 
 @dataclass(frozen=True)
@@ -44,15 +46,15 @@ class Comparison:
     # Name of the first configuration, with the title of its group if there are several groups.
     label: str
     group: Group
-    a: MeasuredPoint
-    b: MeasuredPoint
+    a: Configuration
+    b: Configuration
     contrast: Contrast
     verdict: str
 
     @property
     def doubt(self) -> str:
         if self.contrast.verdict == INCONCLUSIVE:
-            return f"{self.label}: {verdict_text(self.contrast)}"
+            return f"{self.label}: {sentence(finding('pair', contrast=self.contrast.fields))}"
         # The ratio is shown to differ from 1, but not from the limit of this claim.
         return (
             f"{self.label}: the interval contains the limit of the claim; more repeats would decide"
@@ -70,7 +72,7 @@ class Evidence:
 
     @property
     def on_cpu(self) -> bool:
-        return any(group.accelerator == "cpu" for group in self.groups)
+        return any(group.conditions.accelerator == "cpu" for group in self.groups)
 
     def ran(self, *strategies: str) -> bool:
         """Return True if all `strategies` have a result on 2 devices or more. A skipped job does
@@ -92,7 +94,7 @@ class Evidence:
             if run.comparable and run.strategy == strategy and run.devices > 1
         ]
 
-    def points(self, strategy: str) -> list[tuple[Group, MeasuredPoint]]:
+    def points(self, strategy: str) -> list[tuple[Group, Configuration]]:
         return [
             (group, point)
             for group in self.groups
@@ -120,7 +122,7 @@ class Evidence:
                     )
         return comparisons
 
-    def label(self, group: Group, point: MeasuredPoint) -> str:
+    def label(self, group: Group, point: Configuration) -> str:
         """Return the label of a configuration. If there are several groups, add the title of its
         group.
         """
@@ -191,7 +193,8 @@ def evaluate_claim(
     elif verdict == INCONCLUSIVE:
         reason = join_short(comparison.doubt for comparison in deciding)
     figure = join_short(
-        f"{c.label}: {times(c.contrast)} {unit}{interval_text(c.contrast)}" for c in comparisons
+        sentence(finding("ratio", label=c.label, of=unit, contrast=c.contrast.fields))
+        for c in comparisons
     )
     runs = tuple(dict.fromkeys(run for c in comparisons for run in (*c.a.runs, *c.b.runs)))
     return ClaimResult(verdict, figure, "; ".join(filter(None, (rule, reason))), runs)

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from timm_parallel.lab.analysis.groups import SPEED, Group
-from timm_parallel.lab.analysis.settings import Setting, SettingGroup
+from timm_parallel.lab.analysis.groups import SPEED, Configuration, Group
+from timm_parallel.lab.analysis.strategies import speed_table
 from timm_parallel.lab.report.collect import read_curve
 
 if TYPE_CHECKING:
@@ -54,13 +54,13 @@ class Plot:
     data: pd.DataFrame
 
 
-def draw(group: Group | SettingGroup) -> list[Plot]:
+def draw(group: Group) -> list[Plot]:
     """Draw all plots for which a group of configurations has measurements."""
-    return list(_of_settings(group) if isinstance(group, SettingGroup) else _of_speed(group))
+    return list(_of_speed(group) if group.kind == "strategies" else _of_settings(group))
 
 
 def _plot(
-    group: Group | SettingGroup,
+    group: Group,
     name: str,
     paint: Callable[[Axes, pd.DataFrame], None],
     frame: pd.DataFrame,
@@ -112,7 +112,7 @@ def _of_speed(group: Group) -> Iterable[Plot]:
         reverse=True,
     )
     shown = [point.label for point in fastest[:MOST_POINTS]]
-    runs, ratios = group.speeds, _ratios(group)
+    runs, ratios = speed_table(group), _ratios(group)
     scales = len(runs[["strategy", "devices"]].drop_duplicates()) > 1
     tables: list[tuple[str, Callable[[Axes, pd.DataFrame], None], pd.DataFrame]] = [
         ("ratios", _paint_ratios, ratios.assign(label=ratios["a"] + " over " + ratios["b"])),
@@ -125,7 +125,7 @@ def _of_speed(group: Group) -> Iterable[Plot]:
             yield _plot(group, name, paint, picked, table.drop(columns="label", errors="ignore"))
 
 
-def _of_settings(group: SettingGroup) -> Iterable[Plot]:
+def _of_settings(group: Group) -> Iterable[Plot]:
     """Draw the metric of a group of settings by seed and over the steps. If there are many
     settings, the plots show the baseline and the best ones.
     """
@@ -254,7 +254,7 @@ def _memory(group: Group) -> pd.DataFrame:
     share memory.
     """
     rows = []
-    for point in group.members if group.accelerator != "cpu" else ():
+    for point in group.members if group.conditions.accelerator != "cpu" else ():
         for device, peak in enumerate(point.peak_bytes):
             gib = [value / 2**30 for value in (peak.median, peak.low, peak.high)]
             rows.append([point.label, point.strategy, device, *gib])
@@ -288,7 +288,7 @@ def _name_bars(axes: Axes, names: list[str], height: str) -> None:
     axes.set_ylabel(height)
 
 
-def _means(group: SettingGroup, settings: list[Setting], factor: int) -> pd.DataFrame:
+def _means(group: Group, settings: list[Configuration], factor: int) -> pd.DataFrame:
     """Build a table with the mean of each setting and its 95 % confidence interval. The interval is
     empty for a setting with a single value.
     """
@@ -315,7 +315,7 @@ def _paint_values(axes: Axes, frame: pd.DataFrame, runs: pd.DataFrame, name: str
     axes.set_xlabel(name)
 
 
-def _curves(settings: list[Setting], metric: str, factor: int) -> pd.DataFrame:
+def _curves(settings: list[Configuration], metric: str, factor: int) -> pd.DataFrame:
     """Build a table of learning curves: mean, smallest and largest value over the seeds, for each
     step that all runs of a setting evaluated.
     """

@@ -7,15 +7,15 @@ import os
 from pathlib import Path
 from typing import Any
 
-from timm_parallel.lab.analysis.groups import Group, MeasuredPoint
-from timm_parallel.lab.analysis.questions import values, varied
+from timm_parallel.lab.analysis.groups import Configuration, Group, values, varied
 from timm_parallel.lab.analysis.runs import MEASURES, RunRecord
-from timm_parallel.lab.analysis.settings import SettingGroup
 from timm_parallel.lab.analysis.statistics import Contrast, Summary
+from timm_parallel.lab.analysis.strategies import efficiency, warnings
 from timm_parallel.lab.report.contents import Report
+from timm_parallel.lab.report.sentences import sentence, sentences
 
 # Version of the format of report.json, which docs/dev/report_method.md describes.
-FORMAT = 4
+FORMAT = 5
 _OF_A_RUN = (
     "status",
     "commit",
@@ -28,35 +28,29 @@ _OF_A_RUN = (
     "neighbours",
 )
 _SETTINGS_OF_A_RUN = ("train.precision", "data.batch_size_per_device", "data.workers", "seed")
-_OF_A_GROUP = (
-    "title",
-    "hardware",
-    "accelerator",
-    "model",
-    "kind",
-    "batch",
-    "settings",
-    "disturbed",
-    "warnings",
-)
+_CONDITIONS = ("hardware", "accelerator", "model", "kind", "batch", "settings")
 
 
 def plain(report: Report, out: Path) -> dict[str, Any]:
     """Convert a report to the contents of report.json, which are plain dictionaries and lists."""
-    questions: list[Group | SettingGroup] = [*report.groups, *report.settings]
+    questions: list[Group] = [*report.groups, *report.settings]
     leads = [
         {
             **_place(lead.group),
             **_pick(
                 lead,
-                "sentence",
                 "command",
                 "point",
                 "value",
                 "value_interval",
                 "difference",
-                "notes",
             ),
+            "sentence": sentences(lead.findings),
+            "notes": [sentence(note) for note in lead.notes],
+            "findings": [
+                {"kind": finding.kind, **finding.numbers}
+                for finding in (*lead.findings, *lead.notes)
+            ],
             "contrast": _fields(lead.contrast),
         }
         for lead in report.recommendations
@@ -69,13 +63,16 @@ def plain(report: Report, out: Path) -> dict[str, Any]:
             for sweep in report.sweeps
         ],
         "counts": report.counts,
-        "notes": report.notes,
+        "notes": [sentence(note) for note in report.notes],
         "smallest_difference": report.smallest_difference,
         "lead": leads[0] if leads else None,
         "leads": leads,
         "groups": [
             {
-                **_pick(group, *_OF_A_GROUP),
+                "title": group.title,
+                **_pick(group.conditions, *_CONDITIONS),
+                "disturbed": group.disturbed,
+                "warnings": [sentence(warning) for warning in warnings(group)],
                 "points": [point.label for point in group.members],
             }
             for group in report.groups
@@ -141,7 +138,7 @@ def row(run: RunRecord, out: Path) -> dict[str, Any]:
     }
 
 
-def _plain_point(group: Group, point: MeasuredPoint) -> dict[str, Any]:
+def _plain_point(group: Group, point: Configuration) -> dict[str, Any]:
     return {
         **_place(group),
         **_pick(
@@ -149,15 +146,15 @@ def _plain_point(group: Group, point: MeasuredPoint) -> dict[str, Any]:
         ),
         "stand_in": point.is_simulated,
         "runs": [run.name for run in point.runs],
-        "over_single": _fields(group.over_single(point)),
-        "efficiency": group.efficiency(point),
+        "over_single": _fields(group.over_baseline(point)),
+        "efficiency": efficiency(group, point),
         **{name: _fields(point.measure(name)) for name in MEASURES},
         "metrics": {name: _fields(metric) for name, metric in point.metrics.items()},
         "peak_bytes": [_fields(peak) for peak in point.peak_bytes],
     }
 
 
-def _plain_settings(group: SettingGroup) -> dict[str, Any]:
+def _plain_settings(group: Group) -> dict[str, Any]:
     settings = [
         {
             **_pick(setting, "label", "settings", "mean", "deviation"),
@@ -172,14 +169,14 @@ def _plain_settings(group: SettingGroup) -> dict[str, Any]:
     ]
     return {
         **_place(group),
-        **_pick(group, "metric", "unit_of_repeats", "blocks", "keys", "note"),
+        **_pick(group, "metric", "unit_of_repeats", "blocks", "keys", "missing_baseline"),
         "scale": group.scale.name,
-        "baseline": group.baseline.label,
+        "baseline": group.baseline,
         "settings": settings,
     }
 
 
-def _place(group: Group | SettingGroup) -> dict[str, Any]:
+def _place(group: Group) -> dict[str, Any]:
     return {"group": group.title, "hardware": group.hardware}
 
 

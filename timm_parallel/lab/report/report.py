@@ -16,20 +16,21 @@ import jinja2
 import pandas as pd
 
 from timm_parallel.app import root
-from timm_parallel.lab.analysis.groups import LEVELS, Group, group_runs
+from timm_parallel.lab.analysis.groups import Group, with_contrasts
 from timm_parallel.lab.analysis.headline import Recommendation, recommend
-from timm_parallel.lab.analysis.questions import with_contrasts
 from timm_parallel.lab.analysis.runs import RunRecord
-from timm_parallel.lab.analysis.settings import SettingGroup, setting_groups
+from timm_parallel.lab.analysis.settings import setting_groups
 from timm_parallel.lab.analysis.statistics import SMALLEST_DIFFERENCE
+from timm_parallel.lab.analysis.strategies import LEVELS, group_runs, warnings
 from timm_parallel.lab.analysis.verdict import judge
-from timm_parallel.lab.analysis.wording import percent
 from timm_parallel.lab.report import plots, tables
 from timm_parallel.lab.report.claims import evaluate_claims
 from timm_parallel.lab.report.collect import collect, read_record
 from timm_parallel.lab.report.contents import Report
 from timm_parallel.lab.report.evidence import Evidence
+from timm_parallel.lab.report.formats import percent
 from timm_parallel.lab.report.records import plain, relative, row
+from timm_parallel.lab.report.sentences import sentence, sentences
 from timm_parallel.machine.files import write_json, write_text
 from timm_parallel.record.jobs import read_jobs
 
@@ -41,7 +42,7 @@ MOST_GROUPS_SHOWN = 30
 # Folder of the plots, next to report.html.
 PLOTS = "report_plots"
 
-Drawn = dict[Group | SettingGroup, list[plots.Plot]]
+Drawn = dict[Group, list[plots.Plot]]
 
 
 def compare(runs: list[RunRecord], folders: Sequence[Path]) -> Report:
@@ -65,7 +66,7 @@ def compare(runs: list[RunRecord], folders: Sequence[Path]) -> Report:
         of_group = leads[0].notes if leads else ()
         verdict = replace(verdict, notes=(*verdict.notes, *of_group))
         leads = [
-            Recommendation(lead.group, verdict.sentence, notes=verdict.notes) for lead in leads[:1]
+            Recommendation(lead.group, verdict.findings, notes=verdict.notes) for lead in leads[:1]
         ]
     claims = {}
     for hardware in dict.fromkeys(group.hardware for group in groups):
@@ -133,6 +134,9 @@ def _render(kind: str, report: Report, drawn: Drawn, out: Path) -> str:
         page_href=page_href,
         report=report,
         plots=drawn,
+        warnings=warnings,
+        sentence=sentence,
+        sentences=sentences,
         groups=report.groups[:MOST_GROUPS_SHOWN],
         smallest=percent(report.smallest_difference),
     )
@@ -150,7 +154,7 @@ def _draw(report: Report, folder: Path) -> Drawn:
     of_speed = [group for group in report.groups if not report.settings or len(group.members) > 1]
     drawn: Drawn = {}
     size = 0
-    groups: list[Group | SettingGroup] = [*report.settings, *of_speed]
+    groups: list[Group] = [*report.settings, *of_speed]
     for number, group in enumerate(groups[:MOST_GROUPS_PLOTTED], start=1):
         of_group = plots.draw(group)
         size += sum(len(plot.svg) for plot in of_group)

@@ -10,24 +10,24 @@ from textwrap import shorten
 
 import pandas as pd
 
-from timm_parallel.lab.analysis.groups import Group, MeasuredPoint
-from timm_parallel.lab.analysis.questions import values
-from timm_parallel.lab.analysis.runs import RunRecord
-from timm_parallel.lab.analysis.settings import Setting, SettingGroup
+from timm_parallel.lab.analysis.findings import finding, other_baseline
+from timm_parallel.lab.analysis.groups import Configuration, Group, values
+from timm_parallel.lab.analysis.labels import DASH, join_short
+from timm_parallel.lab.analysis.runs import IMAGES_PER_SECOND, RunRecord
 from timm_parallel.lab.analysis.statistics import Contrast, Summary
-from timm_parallel.lab.analysis.wording import (
-    DASH,
+from timm_parallel.lab.analysis.strategies import efficiency, same_threads, speed_table
+from timm_parallel.lab.analysis.verdict import BASE, CODE, HEAD, METRIC, SPEED, Verdict, word_of
+from timm_parallel.lab.report.formats import (
     effect_text,
     figure,
-    join_short,
     level_text,
     percent,
     points,
     size_text,
     value_text,
-    verdict_text,
     with_range,
 )
+from timm_parallel.lab.report.sentences import sentence
 from timm_parallel.machine.text import yaml_text
 
 NOT_HERE = "n/a"
@@ -69,11 +69,11 @@ class Table:
     runs: Sequence[Sequence[RunRecord]] = ()
 
 
-def results_table(group: Group | SettingGroup) -> Table:
+def results_table(group: Group) -> Table:
     """Build the table of a group, with a row per configuration and without columns that have no
     value.
     """
-    return _settings_table(group) if isinstance(group, SettingGroup) else _points_table(group)
+    return _points_table(group) if group.kind == "strategies" else _settings_table(group)
 
 
 def _without_empty(rows: Sequence[dict[str, str]], kept: Sequence[str]) -> list[dict[str, str]]:
@@ -93,8 +93,9 @@ def _points_table(group: Group) -> Table:
     metrics = list(dict.fromkeys(name for point in group.members for name in point.metrics))
     largest = max((peak.high for point in group.members for peak in point.peak_bytes), default=0)
     unit, factor = ("GiB", 2**-30) if largest >= 2**30 else ("MiB", 2**-20)
-    memory = f"{'resident' if group.accelerator == 'cpu' else 'peak'} memory, {unit}, by device"
-    rows = []
+    peak = "resident" if group.conditions.accelerator == "cpu" else "peak"
+    memory = f"{peak} memory, {unit}, by device"
+    rows, scaling = [], group.conditions.scaling
     for point in group.members:
         row = _point_row(group, point)
         for name in metrics:
@@ -107,27 +108,27 @@ def _points_table(group: Group) -> Table:
         rows.append(row | {memory: _peaks(point, factor)})
     return Table(
         _without_empty(rows, ["images/s"]),
-        caption=f"{group.scaling.capitalize()}: medians (smallest–largest) of the repeats",
+        caption=f"{scaling.capitalize()}: medians (smallest–largest) of the repeats",
         notes=_notes(group),
         text_columns=["point"],
         runs=[point.runs for point in group.members],
     )
 
 
-def _point_row(group: Group, point: MeasuredPoint) -> dict[str, str]:
-    efficiency, steps = group.efficiency(point), point.measure("steps_timed")
+def _point_row(group: Group, point: Configuration) -> dict[str, str]:
+    share, steps = efficiency(group, point), point.measure("steps_timed")
     marks = {
         " *": point.is_simulated,
         " †": point.needless_threads,
-        " ‡": not group.same_threads(point),
+        " ‡": not same_threads(group, point),
     }
     flagged = f", {point.flagged} flagged" if point.flagged else ""
     row = {
         "point": point.label + "".join(mark for mark, is_set in marks.items() if is_set),
         "runs": f"{len(point.runs)}{flagged}",
         "images/s": _summary(point.speed),
-        "over single (95 %)": effect_text(group.over_single(point)),
-        "efficiency": figure(efficiency) if efficiency else DASH,
+        "over single (95 %)": effect_text(group.over_baseline(point)),
+        "efficiency": figure(share) if share else DASH,
         "ms per step": _summary(point.measure("step_ms")),
         "p95": _median(point.measure("step_ms_p95")),
         "steps timed": f"{steps.median:,.0f}" if steps else DASH,
@@ -140,46 +141,45 @@ def _point_row(group: Group, point: MeasuredPoint) -> dict[str, str]:
     return row | dict.fromkeys(_OF_GPUS, NOT_HERE) if point.is_simulated else row
 
 
-def _settings_table(group: SettingGroup) -> Table:
+def _settings_table(group: Group) -> Table:
     """Build the table of the metric of a group of settings, with a row per setting in the order of
     the sweep.
     """
     shown = group.best(MOST_SETTINGS)
-    notes = [group.note] if group.note else []
+    notes = []
+    if group.missing_baseline:
+        notes.append(other_baseline(group))
     if any(setting.lost for setting in group.members):
-        notes.append(
-            "The mean of a setting that lost runs is that of the runs that are left, and may be "
-            "too good."
-        )
-    if not group.is_about_speed and any(
+        notes.append(finding("mean_of_lost"))
+    if not group.scale.is_ratio and any(
         _differs_from_means(group, contrast) for contrast in group.contrasts
     ):
-        notes.append(
-            f"A difference comes from means on the {group.scale.name} scale in the "
-            f"{group.unit_of_repeats}s that both settings have, so it is not exactly the "
-            "difference of two means of this table."
-        )
+        repeats = group.unit_of_repeats
+        notes.append(finding("means_on_scale", scale=group.scale.name, repeats=repeats))
     return Table(
         _without_empty([_setting_row(group, setting) for setting in shown], group.keys),
         caption=f"{group.metric} by setting: mean over the {group.unit_of_repeats}s",
-        notes=notes + _rest(len(group.members) - len(shown), "{} more settings, in report.json."),
+        notes=[
+            *map(sentence, notes),
+            *_rest(len(group.members) - len(shown), "{} more settings, in report.json."),
+        ],
         text_columns=[*group.keys, "setting", VERDICT],
         runs=[setting.runs for setting in shown],
     )
 
 
-def _differs_from_means(group: SettingGroup, contrast: Contrast) -> bool:
+def _differs_from_means(group: Group, contrast: Contrast) -> bool:
     a, b = group.named(contrast.a).mean, group.named(contrast.b).mean
     if a is None or b is None or contrast.effect is None:
         return False
     return abs(contrast.effect - (a - b)) > (0.001 if group.scale.is_proportion else 0.01 * abs(b))
 
 
-def _setting_row(group: SettingGroup, setting: Setting) -> dict[str, str]:
-    is_baseline = setting is group.baseline and len(group.members) > 1
-    contrast = group.contrast(setting, group.baseline)
+def _setting_row(group: Group, setting: Configuration) -> dict[str, str]:
+    is_baseline = setting.label == group.baseline and len(group.members) > 1
+    contrast = group.over_baseline(setting)
     unit = ", points" if group.scale.is_proportion else ""
-    effect = f"{'ratio' if group.is_about_speed else 'difference'}{unit}"
+    effect = f"{'ratio' if group.scale.is_ratio else 'difference'}{unit}"
     lower = ", lower is better" if group.scale.lower_is_better else ""
     peak = max((peak.median for peak in setting.peak_bytes), default=None)
     detectable = contrast.detectable if contrast else None
@@ -191,13 +191,13 @@ def _setting_row(group: SettingGroup, setting: Setting) -> dict[str, str]:
         "runs lost": f"{len(setting.lost)} of {len(setting.lost) + len(setting.runs)}"
         if setting.lost
         else DASH,
-        f"{group.metric}{lower}": value_text(group.scale, setting.mean),
+        f"{group.metric}{lower}": value_text(setting.mean, group.scale.unit),
         "sd": deviation,
         f"{effect} ({level_text(group.level)})": "baseline"
         if is_baseline
         else effect_text(contrast),
-        VERDICT: verdict_text(contrast).partition(":")[0] if contrast else "",
-        DETECTABLE: DASH if detectable is None else size_text(group.scale, detectable),
+        VERDICT: contrast.verdict if contrast else "",
+        DETECTABLE: DASH if detectable is None else size_text(detectable, group.scale.unit),
         "images/s": _summary(setting.speed),
         "memory, MiB": DASH if peak is None else figure(peak / 2**20),
         "J per image": _median(setting.measure("joules_per_image")),
@@ -231,13 +231,54 @@ def contrasts_table(group: Group) -> Table:
             "ratio (95 %)": effect_text(contrast),
             "A faster than B?": "disturbed: no verdict"
             if group.disturbed
-            else verdict_text(contrast),
+            else sentence(finding("pair", contrast=contrast.fields)),
             DETECTABLE: DASH if contrast.detectable is None else percent(contrast.detectable, 1),
             "runs of each": str(contrast.n),
         }
         for contrast in group.contrasts
     ]
     return Table(rows, "Comparisons", text_columns=["A over B, images/s", "A faster than B?"])
+
+
+def verdict_table(verdict: Verdict) -> Table:
+    """Build the table of a verdict on a code change: metric, images/s and memory of base and
+    head.
+    """
+    of_speed, of_metric = verdict.contrasts[SPEED], verdict.contrasts.get(METRIC)
+    rows = []
+    if of_metric is not None:
+        group = verdict.groups[0]
+        means = [group.named(f"{CODE}={code}").mean for code in (BASE, HEAD)]
+        texts = [value_text(mean, group.scale.unit) for mean in means]
+        level = verdict.record.level_of(METRIC)
+        rows.append(_verdict_row(group.metric, texts) | _compared(of_metric, level))
+    texts = [_summary(speed) for speed in verdict.speeds]
+    level = verdict.record.level_of(SPEED)
+    rows.append(_verdict_row(IMAGES_PER_SECOND, texts) | _compared(of_speed, level))
+    old, new = verdict.peaks
+    ratio = f"{new.median / old.median:.2f} ×" if old and new else DASH
+    texts = [_median(peak, 2**-20) for peak in verdict.peaks]
+    memory = _verdict_row("memory, MiB", texts) | {"difference": ratio}
+    rows.append({**dict.fromkeys(rows[0], DASH), **memory})
+    return Table(rows, text_columns=("measure", "verdict"))
+
+
+def _verdict_row(name: str, texts: Sequence[str]) -> dict[str, str]:
+    return {"measure": name, BASE: texts[0], HEAD: texts[1]}
+
+
+def _compared(contrast: Contrast, level: float) -> dict[str, str]:
+    """Return the cells that compare head with base by one measure."""
+    unit, least = contrast.scale.unit, contrast.detectable
+    is_known = contrast.effect is not None
+    return {
+        "difference": effect_text(contrast)
+        + (" points" if unit == "proportion" and is_known else ""),
+        "interval": level_text(level),
+        "verdict": word_of(contrast) if is_known else "not measured",
+        "could have shown": DASH if least is None else size_text(least, unit),
+        "seeds to decide": str(contrast.blocks_needed or DASH),
+    }
 
 
 def disturbed_table(group: Group) -> Table:
@@ -304,33 +345,24 @@ def unfinished_table(runs: Sequence[RunRecord]) -> Table:
 
 def _notes(group: Group) -> list[str]:
     notes = []
-    if group.single is None:
-        notes.append(
-            "No run of single on 1 device is done here, so there is no ratio to it and no "
-            "efficiency."
-        )
+    if not group.baseline:
+        notes.append(finding("single_is_missing"))
     if any(point.is_simulated for point in group.members):
-        notes.append(
-            "* Its devices are threads on CPU: its speed says nothing about GPUs and is not "
-            "compared."
-        )
-    for threads, cores in sorted(
-        {point.needless_threads for point in group.members if point.needless_threads}
-    ):
-        notes.append(f"† {threads} threads on {cores} cores.")
-    if not all(map(group.same_threads, group.members)):
-        notes.append(
-            "‡ Its devices have another number of threads than single's: the ratio mixes both "
-            "effects."
-        )
-    speeds = group.speeds
-    outliers = speeds[speeds["relative"] < OUTLIER]
-    slow = [
-        f"run {run.run} ({run.point}) at {figure(run.images_per_sec)} images/s."
-        for run in outliers.itertuples()
+        notes.append(finding("devices_are_threads"))
+    crowded = {point.needless_threads for point in group.members if point.needless_threads}
+    for threads, cores in sorted(crowded):
+        notes.append(finding("more_threads_than_cores", threads=threads, cores=cores))
+    if not all(same_threads(group, point) for point in group.members):
+        notes.append(finding("unlike_threads"))
+    speeds = speed_table(group)
+    slow = speeds[speeds["relative"] < OUTLIER]
+    for run in slow[:MOST_NAMED].itertuples():
+        speed = float(run.images_per_sec)
+        notes.append(finding("outlier", run=run.run, label=run.point, speed=speed))
+    return [
+        *map(sentence, notes),
+        *_rest(len(slow) - MOST_NAMED, "Outlier, kept: {} more, in report.csv."),
     ]
-    notes += [f"Outlier, kept: {text}" for text in slow[:MOST_NAMED]]
-    return notes + _rest(len(slow) - MOST_NAMED, "Outlier, kept: {} more, in report.csv.")
 
 
 def _rest(count: int, note: str) -> list[str]:
@@ -351,7 +383,7 @@ def _median(summary: Summary | None, factor: float = 1) -> str:
     return figure(summary.median * factor) if summary else DASH
 
 
-def _peaks(point: MeasuredPoint, factor: float) -> str:
+def _peaks(point: Configuration, factor: float) -> str:
     peaks = [figure(peak.median * factor) for peak in point.peak_bytes]
     if peaks and any(run.shared_memory for run in point.runs):
         return f"{peaks[0]} shared by {point.devices}" if point.devices > 1 else peaks[0]

@@ -1,22 +1,27 @@
-"""Show the progress of a sweep: a line for each job that has ended, and a progress bar if the
-output is a terminal.
+"""Console output of sweeps: tables and lines, the headline result, a line for each job that has
+ended, and a progress bar if the output is a terminal.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
 
+from timm_parallel.machine.files import read_json
 from timm_parallel.record.jobs import UNFINISHED, Job, Jobs
 
 UPDATE_SECONDS = 0.25
 SILENT_SECONDS = 2.0
 LINE_SECONDS = 10.0
+# Largest number of rows of a printed table. The report has all.
+MOST_ROWS = 20
 COLUMNS = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
 
 
@@ -29,6 +34,60 @@ class PipeSafeConsole(Console):
         os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
 
 
+def plain_console(stderr: bool = False) -> Console:
+    """Build the console of a sweep. It prints texts as they are, and does not break lines."""
+    console = PipeSafeConsole(
+        stderr=stderr, soft_wrap=True, markup=False, emoji=False, highlight=False
+    )
+    # Give a table enough room in a log file.
+    if not console.is_terminal:
+        console.width = 200
+    return console
+
+
+def show_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print a table, whose cells may be broken into several lines."""
+    table = Table(*header)
+    for row in rows:
+        table.add_row(*row)
+    plain_console().print(table, soft_wrap=False)
+
+
+def show_results(rows: Sequence[Mapping[str, str]]) -> None:
+    """Print the first rows of a table of a report, and how many rows are left out."""
+    if rows:
+        show_table(list(rows[0]), (list(row.values()) for row in rows[:MOST_ROWS]))
+    if len(rows) > MOST_ROWS:
+        plain_console().print(f"… {len(rows) - MOST_ROWS} more rows in the report")
+
+
+def show_headline(folder: Path) -> None:
+    """Print the table and the headline result of report.json in `folder`, and the command that the
+    report recommends.
+    """
+    # Import this module only at the end of a sweep, because the import is slow.
+    from timm_parallel.lab.report.records import FORMAT
+
+    report = read_json(folder / "report.json", FORMAT, "was a report written here?")
+    show_results(report["table"])
+    # A report without a finished job has no headline result. An inconclusive one has no command.
+    lead = report["lead"] or {"sentence": "", "command": ""}
+    for line in filter(None, (lead["sentence"], lead["command"])):
+        plain_console().print(line)
+
+
+def _progress_bar(console: Console) -> Progress:
+    # Switch off the refresh thread of rich, because a sweep forks jobs, and threads do not survive
+    # a fork.
+    return Progress(
+        *COLUMNS,
+        console=console,
+        auto_refresh=False,
+        transient=True,
+        disable=not console.is_terminal,
+    )
+
+
 class Board:
     """Console output of a running sweep: a line for each job that has ended, and a progress bar in
     a terminal.
@@ -36,13 +95,8 @@ class Board:
 
     def __init__(self, jobs: Jobs) -> None:
         self._jobs = jobs
-        self._console = PipeSafeConsole(soft_wrap=True, markup=False, emoji=False, highlight=False)
-        # Switch off the refresh thread of rich, because this process forks jobs, and threads do not
-        # survive a fork.
-        hide_bar = not self._console.is_terminal
-        self._bar = Progress(
-            *COLUMNS, console=self._console, auto_refresh=False, transient=True, disable=hide_bar
-        )
+        self._console = plain_console()
+        self._bar = _progress_bar(self._console)
         self._task = self._bar.add_task("")
         self._updated = 0.0
         self._began = time.monotonic()
@@ -100,16 +154,8 @@ def counted(doing: str, total: int) -> Iterator[Callable[[], None]]:
     """Show the progress of a slow loop on stderr. The context manager yields a function that the
     loop must call after each of `total` items. `doing`: word for the loop, such as `composing`.
     """
-    console = PipeSafeConsole(
-        stderr=True, soft_wrap=True, markup=False, emoji=False, highlight=False
-    )
-    bar = Progress(
-        *COLUMNS,
-        console=console,
-        auto_refresh=False,
-        transient=True,
-        disable=not console.is_terminal,
-    )
+    console = plain_console(stderr=True)
+    bar = _progress_bar(console)
     task = bar.add_task(doing, total=total)
     shown_next = time.monotonic() + SILENT_SECONDS
 

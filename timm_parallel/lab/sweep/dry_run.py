@@ -6,10 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from rich.console import Console
-from rich.table import Table
-
 from timm_parallel.keys import DataConfig, ResolvedConfig, SweepConfig
+from timm_parallel.lab.sweep.board import plain_console, show_table
 from timm_parallel.lab.sweep.points import Point, names_of
 from timm_parallel.machine.text import plural
 
@@ -35,19 +33,16 @@ def show_points(
     varying = [0, *(column for column in range(1, 5) if len(values[column]) > 1)]
     if any(point.reason for point in points):
         varying.append(5)
-    table = Table("job", *(HEADINGS[column] for column in varying))
-    for number, row in enumerate(rows):
-        table.add_row(str(number), *(row[column] for column in varying))
     same = [
         f"{HEADINGS[column]} {min(values[column])}"
         for column in range(1, 5)
         if len(values[column]) == 1
     ]
-    console = Console(
-        width=None if Console().is_terminal else 200, markup=False, emoji=False, highlight=False
+    show_table(
+        ["job", *(HEADINGS[column] for column in varying)],
+        ([str(number), *(row[column] for column in varying)] for number, row in enumerate(rows)),
     )
-    console.print(table)
-    console.print(", ".join([count_runs(points, settings), *same]))
+    plain_console().print(", ".join([count_runs(points, settings), *same]))
 
 
 def count_runs(points: list[Point], settings: SweepConfig) -> str:

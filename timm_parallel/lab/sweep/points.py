@@ -21,8 +21,8 @@ from timm_parallel.config.compose import (
     save_hydra_files,
     to_config,
 )
+from timm_parallel.config.explain import explain
 from timm_parallel.config.resolve import notices, resolve
-from timm_parallel.config.suggest import explain
 from timm_parallel.config.validate import check_combination
 from timm_parallel.keys import Config, SearchConfig
 from timm_parallel.lab.jobs.folders import claim_job_folder, config_folder

@@ -16,7 +16,7 @@ from timm_parallel.lab.jobs.devices import jobs_at_a_time
 from timm_parallel.lab.jobs.folders import config_folder, frozen_config
 from timm_parallel.lab.jobs.local_job import sync_from_result
 from timm_parallel.lab.sweep.blocks import check_blocks, freeze_jobs
-from timm_parallel.lab.sweep.headline import show_headline
+from timm_parallel.lab.sweep.board import show_headline
 from timm_parallel.lab.sweep.points import Point, check_jobs_data, keys_that_may_change
 from timm_parallel.lab.sweep.runner import Runner
 from timm_parallel.machine.files import claim_folder

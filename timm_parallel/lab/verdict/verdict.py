@@ -13,6 +13,7 @@ from typing import Any
 from timm_parallel.config.arguments import parse_command_line
 from timm_parallel.config.compose import Command, compose_command
 from timm_parallel.config.resolve import resolve
+from timm_parallel.lab.analysis.findings import Finding, finding
 from timm_parallel.lab.analysis.verdict import (
     BASE,
     BETTER,
@@ -30,8 +31,10 @@ from timm_parallel.lab.jobs.local_job import LocalJob, sync_from_result
 from timm_parallel.lab.jobs.scheduler import Requirement
 from timm_parallel.lab.report.collect import collect, flat, read_record
 from timm_parallel.lab.report.report import compare, write_report
+from timm_parallel.lab.report.sentences import sentence, sentences
+from timm_parallel.lab.report.tables import verdict_table
 from timm_parallel.lab.sweep.blocks import append_shuffled
-from timm_parallel.lab.sweep.headline import show_table
+from timm_parallel.lab.sweep.board import show_results
 from timm_parallel.lab.sweep.points import keys_that_may_change
 from timm_parallel.lab.sweep.runner import Runner
 from timm_parallel.lab.verdict.versions import (
@@ -78,7 +81,7 @@ def start_verdict(
     folder = claim_folder(Path(str(command.tree.hydra.sweep.dir)))
     try:
         notes = _copy(folder, *commits)
-        _check(folder, overrides)
+        _check(folder, overrides, command.config.train.task)
         outputs = Path(command.config.paths.output_dir)
         number = _next_number(outputs, commits[0], folder, is_new)
         names = _name(base, commits[0]), _name(head, commits[1])
@@ -167,9 +170,9 @@ def _name(given: str | None, commit: str | None) -> str:
     return commit[:10] if commit.startswith(given) else f"{given} ({commit[:10]})"
 
 
-def _check(folder: Path, overrides: list[str]) -> None:
+def _check(folder: Path, overrides: list[str], task: str) -> None:
     """Raise ValueError if the train.py of a code version rejects the overrides, or if the two
-    versions measure different metrics.
+    versions measure different metrics. `task`: value of train.task.
     """
     base, head = _versions(folder)
     old, new = flat(base.compose(overrides)), flat(head.compose(overrides))
@@ -180,7 +183,7 @@ def _check(folder: Path, overrides: list[str]) -> None:
                 f"metric in both, so set {key} on the command line"
             )
     name = old["checkpoint.metric"]
-    metric = metric_of(old["train.task"], name)
+    metric = metric_of(task, name)
     if base.code_of(metric) != head.code_of(metric):
         raise ValueError(
             f"checkpoint.metric={name}: the code of this metric differs between base and head, so "
@@ -275,7 +278,7 @@ class VerdictRun(Runner):
         # compared.
         self._record, self._need_of_each = record, need_of(resolve(config))
         self._versions = {version.name: version for version in _versions(jobs.folder)}
-        self._refused = ""
+        self._refused: Finding | None = None
         self._values: Values = {}
 
     def conclude(self) -> tuple[int, Values]:
@@ -297,8 +300,9 @@ class VerdictRun(Runner):
     def ended(self, job: Job) -> None:
         super().ended(job)
         if not self._refused:
-            reason = refusal(collect([self.jobs.folder]))
-            self._refused = f"{code_of(job)}: {job.reason}" if job.code == REFUSED else reason
+            self._refused = refusal(collect([self.jobs.folder]))
+            if job.code == REFUSED:
+                self._refused = finding("refused_by_code", code=code_of(job), reason=job.reason)
 
     def _close(self) -> int:
         folder = self.jobs.folder
@@ -306,9 +310,10 @@ class VerdictRun(Runner):
         verdict = compare(collect([folder]), [folder]).verdict
         assert verdict is not None
         word = REFUSED if self._refused else verdict.word
-        sentence = f"Refused: {self._refused}" if self._refused else verdict.sentence
-        print("\n".join([sentence, *verdict.notes]))
-        show_table(verdict.rows)
+        text = sentences([self._refused] if self._refused else verdict.findings)
+        notes = [sentence(note) for note in verdict.notes]
+        print("\n".join([text, *notes]))
+        show_results(verdict_table(verdict).rows)
         print(f"versions     base {self._record.base}, head {self._record.head}")
         print(f"report       {page}")
         code = EXIT_CODES.get(word, 1)
@@ -318,8 +323,8 @@ class VerdictRun(Runner):
                 **dataclasses.asdict(self._record),
                 "verdict": word,
                 "exit_code": code,
-                "sentence": sentence,
-                "notes": verdict.notes,
+                "sentence": text,
+                "notes": notes,
                 "level": self._record.level,
                 "measures": measures,
                 "sweep": str(folder),

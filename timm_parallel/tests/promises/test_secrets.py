@@ -15,9 +15,9 @@ import pytest
 
 from src.schema import Config, OptimConfig, ResolvedConfig
 from timm_parallel import keys
+from timm_parallel.checked_configs import evaluation_config
 from timm_parallel.config.compose import compose_command, load_config, run_in_hydra, save_config
 from timm_parallel.config.resolve import resolve
-from timm_parallel.configs import evaluation_config
 from timm_parallel.keys import SearchConfig
 from timm_parallel.lab.jobs.folders import write_job_folder
 from timm_parallel.lab.search.space import freeze_search, read_space
@@ -112,6 +112,7 @@ def test_value_of_a_secret_environment_variable_is_saved_and_printed_as_a_refere
     words = (
         "tags=['0123456789abcdef']",
         "+model.kwargs.anything='0123456789abcdef'",
+        "data.name=folder",
         "data.root=/x/0123456789abcdef/y",
     )
     frozen = save_by_command(tmp_path / "run", "model=tiny", *words)
@@ -149,6 +150,7 @@ def test_environment_reference_stays_unresolved_in_saved_yaml_and_resolves_on_lo
     keys = ("+model.kwargs.token=${oc.env:SHORT_TOKEN}", "data.root=/x/${oc.env:HARMLESS_NAME}")
     words = (
         "model=tiny",
+        "data.name=folder",
         *keys,
         "+optim.kwargs={password:'${oc.env:HARMLESS_NAME}',nested:[1,{a:2}]}",
         "train.epochs=1",

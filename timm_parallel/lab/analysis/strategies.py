@@ -1,0 +1,215 @@
+"""Group runs whose speeds can be compared, because hardware, code, model and batch are equal. In a
+group, collect the runs of each strategy on each number of devices.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from typing import Any
+
+import pandas as pd
+
+from timm_parallel.lab.analysis.findings import Finding, finding
+from timm_parallel.lab.analysis.groups import (
+    NOT_A_SETTING,
+    SPEED,
+    Conditions,
+    Configuration,
+    Group,
+    simplest,
+    summarize_columns,
+    varied,
+)
+from timm_parallel.lab.analysis.labels import describe_settings, model_name
+from timm_parallel.lab.analysis.runs import RunRecord
+from timm_parallel.lab.analysis.statistics import LEVEL, Row
+from timm_parallel.machine.text import yaml_text
+
+# Chance of a wrong verdict, by measure. Speed is the subject of a sweep and has the usual level.
+# The other three measures share a fifth of that level. A page without any true difference therefore
+# has a wrong verdict in at most 6 % of cases.
+LEVELS = {SPEED: LEVEL} | dict.fromkeys(
+    ("first_step_seconds", "cpu_seconds", "busy"), LEVEL / 5 / 3
+)
+# Order of the strategies in a table. Custom strategies come last.
+COMPLEXITY = {"single": 0, "dp": 1, "ddp": 2, "fsdp": 3}
+# The report warns of a rank that takes this many times as long as the median rank.
+SLOW_RANK = 1.1
+# Keys that do not separate groups: the configurations of a group differ in them on purpose, or a
+# condition of the group holds their value.
+_NOT_OF_A_GROUP = (*NOT_A_SETTING, "parallel.", "model.name", "data.batch_size")
+
+
+def group_runs(runs: Iterable[RunRecord]) -> list[Group]:
+    """Group the finished runs whose speeds can be compared. The largest group comes first, and each
+    group is sorted by strategy and number of devices. The result contains no comparisons yet;
+    `with_contrasts` adds them.
+    """
+    comparable = [run for run in runs if run.comparable]
+    settings = [key for key in varied(comparable) if not key.startswith(_NOT_OF_A_GROUP)]
+    # Do not put strategies into separate groups because of their numbers of loader workers, which
+    # `data.workers=auto` may choose differently for each strategy.
+    workers = {(run.strategy, run.devices, run.config.get("data.workers")) for run in comparable}
+    if "data.workers" in settings and len(workers) == len(
+        {(strategy, devices) for strategy, devices, _ in workers}
+    ):
+        settings.remove("data.workers")
+    commits = {run.commit for run in comparable if run.commit}
+    data = {run.data for run in comparable if run.data}
+    alike: dict[Conditions, list[RunRecord]] = defaultdict(list)
+    for run in comparable:
+        batch = run.config.get("data.batch_size_per_device")
+        kind = "strong" if batch is None else "weak"
+        batch = batch or run.integer("batch_size") or run.config.get("data.batch_size")
+        differing = describe_settings(run, settings) if run.config else ""
+        code = f"code {run.commit or 'unknown'}" if len(commits) > 1 else ""
+        conditions = Conditions(
+            hardware=run.hardware,
+            accelerator=run.accelerator,
+            model=str(run.result.get("model") or "—"),
+            kind=kind,
+            batch=batch,
+            settings=", ".join(
+                filter(None, (differing, code, f"data {run.data}" if len(data) > 1 else ""))
+            ),
+            model_name=model_name(run),
+        )
+        alike[conditions].append(run)
+    groups = [_group(conditions, members) for conditions, members in alike.items()]
+    return sorted(groups, key=lambda group: (-len(group.members), group.hardware, group.title))
+
+
+def _group(conditions: Conditions, runs: list[RunRecord]) -> Group:
+    members = _configurations(runs)
+    single = simplest(members, "single", 1)
+    return Group(
+        kind="strategies",
+        title=conditions.title,
+        members=members,
+        baseline=single.label if single else "",
+        rows={measure: _rows(members, measure) for measure in LEVELS},
+        pairs={measure: _pairs(members, single, measure) for measure in LEVELS},
+        shared=conditions,
+    )
+
+
+def _configurations(runs: list[RunRecord]) -> tuple[Configuration, ...]:
+    points = []
+    for (_, strategy, devices, nodes), alike in groupby(sorted(runs, key=_sort_key), key=_sort_key):
+        members = list(alike)
+        keys = [key for key in varied(members) if key.startswith("parallel.")]
+        members.sort(key=lambda run: [_natural(run.config.get(key)) for key in keys])
+        for text, repeats in groupby(
+            members, key=lambda run: describe_settings(run, keys, "parallel.")
+        ):
+            of_point = tuple(repeats)
+            options = {key: yaml_text(of_point[0].config.get(key)) for key in keys}
+            label = f"{strategy} × {devices}{_suffix(nodes, text)}"
+            points.append(Configuration(of_point, label, options))
+    return tuple(points)
+
+
+def _suffix(nodes: int, options: str) -> str:
+    """Return the last part of a configuration's label, such as ` on 2 nodes`. It names the nodes
+    and the options.
+    """
+    return (f" on {nodes} nodes" if nodes > 1 else "") + (f" ({options})" if options else "")
+
+
+def _sort_key(run: RunRecord) -> tuple[int, str, int, int]:
+    return COMPLEXITY.get(run.strategy, len(COMPLEXITY)), run.strategy, run.devices, run.nodes
+
+
+def _natural(value: Any) -> tuple[int, float, str]:
+    return (0, float(value), "") if isinstance(value, int | float) else (1, 0.0, str(value))
+
+
+def _rows(members: Sequence[Configuration], measure: str) -> list[Row]:
+    """Return (configuration, repeat on one host, value) of each run whose value of `measure` can be
+    compared.
+
+    `measure`: name of a measured value, such as `images_per_sec`. Runs that had concurrent jobs are
+    excluded. Runs of dp over CPU threads are excluded too, except for the time to the first step.
+    """
+    measured: list[Row] = []
+    for point in members:
+        for run in point.runs:
+            value = run.measure(measure)
+            is_meaningful = measure == "first_step_seconds" or not run.is_simulated
+            if value is not None and is_meaningful and not run.neighbours:
+                measured.append((point.label, (run.sweep, run.block, run.hosts[:1]), value))
+    return measured
+
+
+def _pairs(
+    members: Sequence[Configuration], single: Configuration | None, measure: str
+) -> list[tuple[str, str]]:
+    """Return the pairs of configurations to compare. Every measure compares ddp with dp on equally
+    many devices. The measure speed also compares each configuration with single.
+    """
+    # Compare no further pairs, because each additional pair would widen all confidence intervals.
+    labels = []
+    for a in members:
+        opponents = [single] if measure == SPEED else []
+        if a.strategy == "ddp" and a.devices > 1:
+            opponents.append(simplest(members, "dp", a.devices))
+        for b in opponents:
+            if b is not None and b is not a and (measure != SPEED or (a.speed and b.speed)):
+                labels.append((a.label, b.label))
+    return labels
+
+
+def speed_table(group: Group) -> pd.DataFrame:
+    """Build a table with the images/s of each run, in the order in which the runs started. The
+    column `relative` is the speed divided by the median speed of the configuration.
+    """
+    columns = ["point", "run", "sweep", "position", "block", "strategy", "devices", "series"]
+    columns += [SPEED, "relative", "flagged"]
+    rows = [
+        [p.label, run.name, run.sweep, run.position, run.block, p.strategy, p.devices]
+        + [p.strategy + _suffix(p.nodes, p.options), value, value / speed.median, bool(run.flags)]
+        for p in group.members
+        if (speed := p.speed) and speed.median > 0
+        for run in p.runs
+        if (value := run.measure(SPEED)) is not None
+    ]
+    frame = pd.DataFrame(rows, columns=columns).astype({"position": "Int64", "block": "Int64"})
+    return frame.sort_values(["sweep", "position"], ignore_index=True)
+
+
+def efficiency(group: Group, point: Configuration) -> float | None:
+    """Return the scaling efficiency of a configuration: its images/s per device divided by the
+    images/s of single. The ideal is 1.
+    """
+    contrast = group.over_baseline(point)
+    return contrast.ratio / point.devices if contrast and contrast.ratio and point.devices else None
+
+
+def same_threads(group: Group, point: Configuration) -> bool:
+    """Return False if a configuration and single ran on a CPU with different numbers of threads per
+    device.
+    """
+    if point.first.accelerator != "cpu" or not group.baseline:
+        return True
+    threads, of_single = (
+        {run.integer("threads_per_device") for run in p.runs}
+        for p in (point, group.named(group.baseline))
+    )
+    return threads == of_single
+
+
+def warnings(group: Group) -> list[Finding]:
+    """Return findings that warn of runs on several hosts and of slow ranks."""
+    findings = []
+    hosts = sorted({run.hosts[0] for run in group.runs if run.hosts})
+    if len(hosts) > 1:
+        findings.append(finding("several_hosts", hosts=hosts))
+    for point in group.members:
+        for rank, share in summarize_columns(run.rank_shares for run in point.runs).items():
+            if share.median >= SLOW_RANK:
+                findings.append(
+                    finding("slow_rank", label=point.label, rank=rank, ratio=share.median)
+                )
+    return findings

@@ -1,0 +1,193 @@
+"""Test the sentences of a report: every kind of finding has one, which contains its numbers."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, get_args
+
+import pytest
+from jinja2 import UndefinedError
+
+from timm_parallel.lab.analysis.findings import Finding, Kind
+from timm_parallel.lab.report.sentences import macros, sentence, sentences
+
+KINDS: tuple[Kind, ...] = get_args(Kind)
+RATIO = {
+    "a": "x",
+    "b": "y",
+    "ratio": 1.27,
+    "low": 1.13,
+    "high": 1.42,
+    "n": 7,
+    "verdict": "inconclusive",
+    "detectable": 0.123,
+    "blocks_needed": 19,
+    "unit": "ratio",
+}
+DIFFERENCE = {
+    **{key: value for key, value in RATIO.items() if key != "ratio"},
+    **{"difference": -0.027, "low": -0.042, "high": -0.013, "unit": "proportion"},
+}
+POINT = {"strategy": "ddp", "devices": 3, "nodes": 2, "options": "bucket_cap_mb=5"}
+SETTING = {"label": "optim.lr=0.02", "lost": {"failed": 2, "not finite": 1}, "runs": 6}
+SUMMARY = {"median": 812.0, "low": 801.0, "high": 823.0, "count": 3}
+# Parameter of a macro -> a value, and the texts that a sentence with this value contains.
+SAMPLES: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "point": (POINT, ("ddp on 3 devices of 2 nodes with bucket_cap_mb=5",)),
+    "fastest": ({**POINT, "devices": 4}, ("4 devices",)),
+    "single": ({**POINT, "strategy": "single", "devices": 1, "options": ""}, ("single",)),
+    "setting": (SETTING, ("optim.lr=0.02", "2 of 6 runs failed", "1 of 6 runs not finite")),
+    "baseline": ({**SETTING, "label": "optim.lr=0.9"}, ("optim.lr=0.9",)),
+    "settings": (57, ("57",)),
+    "metric": ("val/acc", ("val/acc",)),
+    "value": (0.8125, ("81.2 %",)),
+    "interval": ((0.791, 0.834), ("79.1 %", "83.4 %")),
+    "mean": (0.823, ("82.3 %",)),
+    "detectable": (0.034, ("3.4",)),
+    "smallest_difference": (0.03, ("3 %",)),
+    "speed": (SUMMARY, ("812", "801–823")),
+    "others": (["a=1", "b=2", "c=3", "d=4", "e=5"], ("a=1", "and 1 more")),
+    "hosts": (["one", "two"], ("2 hosts", "one, two")),
+    "changes": ({"train.precision": "bf16", "a": "1"}, ("train.precision=bf16, a=1",)),
+    "level": (0.02, ("2 %",)),
+    "runs": (41, ("41",)),
+    "jobs": (43, ("43",)),
+    "count": (23, ("23",)),
+    "ratio": (1.31, ("31 %",)),
+    "number": (11, ("11",)),
+    "shared": (2, ("2 seeds",)),
+    "of": (0.05, ("5 %",)),
+    "share": (0.8, ("80 %",)),
+    "bytes": (2.0 * 2**30, ("2,048 MiB",)),
+    "before": (3.0 * 2**20, ("3.00 MiB",)),
+    "seconds": (31.0, ("31.0 s",)),
+    "commits": (["0123abc", "4567def"], ("0123abc; 4567def",)),
+    "repeats": ("seed", ()),
+    "scale": ("arcsine", ("arcsine scale",)),
+    "threads": (8, ("8 threads",)),
+    "cores": (4, ("4 cores",)),
+    "unit": ("proportion", ()),
+    "lower_is_better": (False, ()),
+    "is_all": (True, ("all 57",)),
+    "keys": (["optim.lr", "seed"], ("optim.lr, seed",)),
+    "most": (5, ("in common",)),
+    "is_left": (True, ()),
+    "status": ("interrupted", ()),
+    "measure": ("metric", ("metric",)),
+    "base": (1500, ("1,500",)),
+    "head": (2500, ("2,500",)),
+    **{
+        name: (f"<{name}>", (f"<{name}>",))
+        for name in ("label", "rank", "reason", "run", "text", "code", "key", "missing", "word")
+    },
+}
+# Numbers that differ from SAMPLES for some kinds.
+OTHER: dict[str, dict[str, tuple[Any, tuple[str, ...]]]] = {
+    "trains_faster": {"repeats": (13, ("13 repeats",))},
+    "first_step": {"before": (41.0, ("41.0 s",))},
+    "changes_training": {"value": ("bf16", ("bf16",))},
+    "expected": {"others": (3, ("3 of 23 cases",))},
+    "outlier": {"speed": (740.0, ("740 images/s",))},
+    "other_baseline": {"baseline": ("optim.lr=1", ("optim.lr=1",))},
+    "lost_runs": {"settings": ([SETTING], ("optim.lr=0.02 (2 of 6 runs failed",))},
+    "not_worse": {"others": ([SETTING] * 2, ("optim.lr=0.02",))},
+    "loses_runs": {"runs": ([{"seed": 17, "status": "x"}] * 5, ("seed 17", "1 more"))},
+    "far_off": {"runs": ([{"run": "r", "setting": "s", "value": 0.4}], ("r (s): 40.0 %",))},
+    "edited_seed": {"runs": (["r", "s"], ("r; s",))},
+    "unknown_direction": {"runs": (["r", "s"], ("r; s",))},
+    "refused": {"base": ("b1", ("b1",)), "head": ("h1", ("h1",))},
+    "ratio": {"of": ("the speed of x", ("the speed of x",))},
+    "not_measured": {"measure": ("metric", ())},
+    "head_is": {"level": (0.02, ("98 % interval",))},
+    "no_difference": {"level": (0.02, ("98 % interval",))},
+}
+OF_RATIO = ("1.27", "1.13", "1.42")
+OF_DIFFERENCE = ("2.7 points lower", "1.3 to 4.2", "7 seeds")
+
+
+def samples(kind: Kind) -> dict[str, tuple[Any, tuple[str, ...]]]:
+    """Return a value, and the texts that the sentence must have, for each parameter of a kind."""
+    known = SAMPLES | OTHER.get(kind, {})
+    if kind == "best_mean":
+        known["contrast"] = (DIFFERENCE, (*OF_DIFFERENCE[:2], "12.3 points"))
+    elif kind in ("better", "baseline_is_best", "head_is", "no_difference"):
+        known["contrast"] = (DIFFERENCE, OF_DIFFERENCE)
+    elif kind == "pair":
+        known["contrast"] = (RATIO, ("inconclusive", "12.3 %", "19"))
+    else:
+        known["contrast"] = (RATIO, OF_RATIO)
+    return {name: known[name] for name in getattr(macros(), kind).arguments}
+
+
+def numbers_of(kind: Kind) -> dict[str, Any]:
+    return {name: value for name, (value, _) in samples(kind).items()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sentence_of_each_kind_has_all_of_its_numbers(kind: Kind) -> None:
+    text = sentence(Finding(kind, numbers_of(kind)))
+    for name, (_, words) in samples(kind).items():
+        for word in words:
+            assert word in text, name
+    assert text and not re.search(r"[{}]|None|Undefined|  | [.,;]", text)
+
+
+def test_every_macro_is_a_kind_of_finding_or_a_part_of_a_sentence() -> None:
+    names = [name for name in vars(macros()) if not name.startswith(("_", "part_"))]
+    assert sorted(names) == sorted(KINDS)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "noted"])
+def test_sentence_of_a_finding_with_a_number_of_another_kind_is_an_error(kind: Kind) -> None:
+    with pytest.raises(TypeError, match="text"):
+        sentence(Finding(kind, {**numbers_of(kind), "text": "x"}))
+
+
+def test_sentence_of_a_finding_without_its_numbers_is_an_error() -> None:
+    with pytest.raises(UndefinedError):
+        sentence(Finding("slow_rank"))
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"verdict": "supported"}, "supported"),
+        ({"detectable": None}, "sweep.repeats=5"),
+        ({"blocks_needed": None}, "more than 1,000"),
+        ({"ratio": None, "verdict": "not measurable"}, "not measurable: no repeat"),
+    ],
+)
+def test_sentence_of_a_verdict_states_its_reason(change: dict[str, Any], text: str) -> None:
+    assert text in sentence(Finding("pair", {"contrast": RATIO | change}))
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "text"),
+    [
+        ("best_mean", {"setting": {**SETTING, "lost": {}}}, "lost runs"),
+        ("best_mean", {"contrast": DIFFERENCE | {"verdict": "not supported"}}, "smallest_diff"),
+        ("expected", {"value": None}, "one seed cannot"),
+        ("best_is_baseline", {"setting": {**SETTING, "label": "optim.lr=0.9"}}, "baseline itself"),
+    ],
+)
+def test_sentence_depends_on_the_numbers(kind: Kind, change: dict[str, Any], text: str) -> None:
+    assert text in sentence(Finding(kind, numbers_of(kind) | change))
+
+
+def test_sentence_on_the_best_mean_states_the_seeds_that_would_decide_if_no_run_is_lost() -> None:
+    whole = {"setting": {**SETTING, "lost": {}}, "baseline": {**SETTING, "lost": {}}}
+    assert "about 19 seeds" in sentence(Finding("best_mean", numbers_of("best_mean") | whole))
+    assert "19" not in sentence(Finding("best_mean", numbers_of("best_mean")))
+
+
+def test_sentences_of_several_findings_are_joined_in_their_order() -> None:
+    found = [Finding("over_folds"), Finding("noted", {"text": "x."})]
+    assert sentences(found) == f"{sentence(found[0])} x."
+
+
+@pytest.mark.parametrize("kind", ["faster_than_single", "better", "head_is"])
+def test_sentence_has_no_interval_when_the_noise_is_unknown(kind: Kind) -> None:
+    numbers = numbers_of(kind)
+    assert "interval" in sentence(Finding(kind, numbers))
+    numbers["contrast"] = {**numbers["contrast"], "low": None, "high": None}
+    assert "interval" not in sentence(Finding(kind, numbers))
