@@ -71,7 +71,7 @@ def test_images_in_memory_are_evaluated_with_the_transform_of_an_own_task(
 
     def val_images() -> Tensor:
         loader = build_data_and_model(config, Single(config.parallel, Ranks())).eval_loaders["val"]
-        return next(iter(loader))[0]
+        return next(iter(loader)).image
 
     before, inherited = val_images(), ImageTask.evaluation_transform
 

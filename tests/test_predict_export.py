@@ -124,8 +124,8 @@ def test_predict_py_names_the_image_of_which_the_prediction_is_not_a_number(
     """Finite weights may overflow, for example in half precision."""
     predict_scores = Classification.predict
 
-    def overflowing(task: Classification, model: Any, images: torch.Tensor) -> torch.Tensor:
-        scores = predict_scores(task, model, images)
+    def overflowing(task: Classification, networks: Any, batch: Batch) -> torch.Tensor:
+        scores = predict_scores(task, networks, batch)
         scores[1, 3] = float("inf")
         return scores
 
