@@ -26,9 +26,11 @@ from src.data.transforms import Preprocessing, evaluation_transform
 from src.models.build import build_model
 from src.models.preprocessing import preprocessing_for, train_image_size
 from src.schema import DataConfig, ModelConfig, ResolvedConfig
+from src.train.build import build_run
 from timm_parallel.config.compose import compose_command
 from timm_parallel.data.build import build_dataset
 from timm_parallel.machine.ranks import Ranks
+from timm_parallel.parallel.build import build_strategy
 from timm_parallel.runtime.replica_checks import parameters_hash
 from timm_parallel.testing.configs import parse, resolved
 from timm_parallel.testing.ranks import in_ranks
