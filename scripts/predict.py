@@ -92,12 +92,12 @@ def _predict(
         folder=given.folder,
         output=given.output,
     )
-    predictions, task = predict(request, ranks, store)
+    predictions = predict(request, ranks, store)
     if ranks.is_first:
         form = given.format or "console"
         if given.format is None and given.output is not None:
             form = "json" if given.output.suffix == ".json" else "csv"
-        write_predictions(predictions, task, form, given.output)
+        write_predictions(predictions, form, given.output)
         unreadable = sum(values is None for values in predictions.values())
         count = f"{len(predictions)} image{'' if len(predictions) == 1 else 's'}"
         print(

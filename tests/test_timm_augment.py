@@ -33,8 +33,8 @@ from timm_parallel.data.dataset import InMemory
 from timm_parallel.data.erasing import Erasing
 from timm_parallel.data.mixing import Mixing
 from timm_parallel.data.samplers import seed_draws
-from timm_parallel.data.seeds import seeds_for
 from timm_parallel.machine.ranks import Ranks
+from timm_parallel.machine.seeds import seeds_for
 from timm_parallel.parallel.build import build_strategy
 from timm_parallel.testing.configs import resolved, task_of
 

@@ -13,6 +13,7 @@ from timm_parallel.public_names import attach
 
 if TYPE_CHECKING:
     from timm_parallel.app import App as App
+    from timm_parallel.batch import Batch as Batch
     from timm_parallel.checked_configs import check_config as check_config
     from timm_parallel.checked_configs import compose as compose
     from timm_parallel.checked_configs import evaluation_config as evaluation_config
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from timm_parallel.config.bounds import option_problems as option_problems
     from timm_parallel.config.compose import load_config as load_config
     from timm_parallel.config.resolve import resolve as resolve
-    from timm_parallel.data.batch import Batch as Batch
     from timm_parallel.data.build import load_dataset as load_dataset
     from timm_parallel.data.csv_listing import CsvDataset as CsvDataset
     from timm_parallel.data.dataset import ImageDataset as ImageDataset
@@ -68,11 +68,11 @@ if TYPE_CHECKING:
     from timm_parallel.model.freeze import freeze as freeze
     from timm_parallel.model.freeze import head_names as head_names
     from timm_parallel.model.load_weights import load_weights as load_weights
-    from timm_parallel.model.networks import Networks as Networks
-    from timm_parallel.model.networks import autocast as autocast
     from timm_parallel.model.weights import preprocessing_of as preprocessing_of
     from timm_parallel.parallel.build import build_strategy as build_strategy
     from timm_parallel.parallel.distributed import Distributed as Distributed
+    from timm_parallel.parallel.networks import Networks as Networks
+    from timm_parallel.parallel.networks import autocast as autocast
     from timm_parallel.parallel.single import Single as Single
     from timm_parallel.parallel.strategy import Strategy as Strategy
     from timm_parallel.patches import create_model_with_filter as create_model_with_filter
@@ -125,7 +125,7 @@ _GROUPS = {
     },
     "Tasks": {
         "Task": "task",
-        "Batch": "data.batch",
+        "Batch": "batch",
         "Metric": "metric",
         "to_double": "metric",
     },
@@ -151,8 +151,8 @@ _GROUPS = {
         "create_model_with_filter": "patches",
         "refuse_failed_download": "model.checks",
         "compile_model": "model.checks",
-        "Networks": "model.networks",
-        "autocast": "model.networks",
+        "Networks": "parallel.networks",
+        "autocast": "parallel.networks",
         "check_networks": "model.checks",
         "freeze": "model.freeze",
         "head_names": "model.freeze",

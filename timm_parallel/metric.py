@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from timm_parallel.data.batch import Batch
+    from timm_parallel.batch import Batch
 
 
 @dataclass(frozen=True)

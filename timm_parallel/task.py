@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from timm_parallel.app import current
-from timm_parallel.data.batch import Batch
+from timm_parallel.batch import Batch
 from timm_parallel.keys import ResolvedConfig
 from timm_parallel.machine.imports import import_class
 from timm_parallel.metric import Metric
@@ -297,26 +297,12 @@ class Task(Targets, Generic[C]):
             "this option"
         )
 
-    def predictions(self, scores: Tensor, topk: int) -> list[dict[str, Any]]:
-        """Convert the scores of images [B, …] to one prediction per image, a dictionary of plain
-        values. `topk`: number of classes to include, for tasks with classes.
+    def predictions(self, outputs: Any, topk: int) -> dict[str, list[Any]]:
+        """Build the columns of the table that predict.py writes, from the outputs of a batch.
+        Return a dictionary from column name to one plain value per image. `topk`: number of classes
+        to include, for tasks with classes.
         """
-        return [dict(zip(self.names, row, strict=True)) for row in scores.tolist()]
-
-    @property
-    def unreadable(self) -> dict[str, Any]:
-        """Prediction, in JSON, for an image that cannot be read."""
-        return dict.fromkeys(self.names)
-
-    def columns(self, prediction: Mapping[str, Any]) -> dict[str, str]:
-        """Convert a prediction to the columns of a CSV file. Return a dictionary from column name
-        to text.
-        """
-        return {name: str(value) for name, value in prediction.items()}
-
-    def text(self, prediction: Mapping[str, Any]) -> str:
-        """Format a prediction as one line for the console."""
-        return ", ".join(f"{name} {value:.4f}" for name, value in prediction.items())
+        return dict(zip(self.names, outputs.T.tolist(), strict=True))
 
     def write(self, scores: Tensor, image: Path, folder: Path, name: str) -> None:
         """Write the prediction of one image as files into `folder`. Raises ValueError if the task

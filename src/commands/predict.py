@@ -62,9 +62,9 @@ class PredictionRequest:
     output: Path | None = None
 
 
-def predict(request: PredictionRequest, ranks: Ranks, store: Any) -> tuple[Predictions, Task[Any]]:
+def predict(request: PredictionRequest, ranks: Ranks, store: Any) -> Predictions:
     """Predict image files, divided among the ranks. Return, on every rank, the predictions of all
-    files, and the task that formats them. All ranks must call this function.
+    files. All ranks must call this function.
     """
     split = Files.below(request.images)
     files, notes = split.files, "; ".join(split.notes)
@@ -97,7 +97,7 @@ def predict(request: PredictionRequest, ranks: Ranks, store: Any) -> tuple[Predi
     strategy.close()
     merged = {int(number): values for gathered in by_rank for number, values in gathered.items()}
     assert len(merged) == len(paths), f"{len(merged)} predictions for {len(paths)} files"
-    return {str(path): merged[number] for number, path in enumerate(paths)}, trained.task
+    return {str(path): merged[number] for number, path in enumerate(paths)}
 
 
 def _file_names(
@@ -193,7 +193,8 @@ def _predict(
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     numbers = batch.target.tolist()
     outputs = trained.task.predict(networks, batch)
-    values = trained.task.predictions(outputs, request.topk)
+    columns = trained.task.predictions(outputs, request.topk)
+    values = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
     # A comparison with NaN is false. A score of minus infinity excludes a class.
     are_finite = torch.stack(
         [(of.flatten(1) < math.inf).all(1) for of in tree_leaves(outputs)]

@@ -357,43 +357,17 @@ class Classification(LossTask):
         assert evaluation.rows is not None
         _, scores, labels = evaluation.rows
         columns = {"label": [self.names[label] for label in labels.tolist()]}
-        return columns | self.best_columns(scores, min(5, len(self.names)), "{:.6f}")
+        return columns | self.predictions(scores, 5)
 
-    def best_columns(self, scores: Tensor, count: int, form: str) -> dict[str, list[Any]]:
-        """Return the columns `class_<k>` and `probability_<k>` of the most likely classes of each
-        image, the most likely class first.
+    def predictions(self, outputs: Tensor, topk: int) -> dict[str, list[Any]]:
+        """Return the columns `class_<k>` and `probability_<k>` of the `topk` most likely classes of
+        each image, the most likely class first.
         """
-        best, columns = self.loss.probabilities(scores).topk(count), {}
+        count = min(topk, len(self.names))
+        best, columns = self.loss.probabilities(outputs).topk(count), {}
         for place in range(count):
             columns[f"class_{place + 1}"] = [
                 self.names[index] for index in best.indices[:, place].tolist()
             ]
-            columns[f"probability_{place + 1}"] = [
-                form.format(value) for value in best.values[:, place].tolist()
-            ]
+            columns[f"probability_{place + 1}"] = best.values[:, place].tolist()
         return columns
-
-    def predictions(self, scores: Tensor, topk: int) -> list[dict[str, Any]]:
-        """Return a dictionary for each image: names and probabilities of its most likely classes,
-        the most likely class first.
-        """
-        best = self.loss.probabilities(scores).topk(min(topk, len(self.names)))
-        return [
-            {"classes": [self.names[index] for index in indices], "probabilities": values}
-            for indices, values in zip(best.indices.tolist(), best.values.tolist(), strict=True)
-        ]
-
-    @property
-    def unreadable(self) -> dict[str, Any]:
-        return {"classes": [], "probabilities": []}
-
-    def columns(self, prediction: Mapping[str, Any]) -> dict[str, str]:
-        columns: dict[str, str] = {}
-        pairs = zip(prediction["classes"], prediction["probabilities"], strict=True)
-        for place, (name, share) in enumerate(pairs, start=1):
-            columns |= {f"class_{place}": name, f"probability_{place}": f"{share:.6f}"}
-        return columns
-
-    def text(self, prediction: Mapping[str, Any]) -> str:
-        pairs = zip(prediction["classes"], prediction["probabilities"], strict=True)
-        return ", ".join(f"{name} {share:.4f}" for name, share in pairs)

@@ -161,6 +161,5 @@ class Multilabel(Classification):
             for row in labels.tolist()
         ]
         # Use double precision, because in single precision all scores above 17 have the probability
-        # 1. `repr` writes all digits.
-        best = self.best_columns(scores.double(), len(self.names), "{!r}")
-        return {"label": joined} | best
+        # 1.
+        return {"label": joined} | self.predictions(scores.double(), len(self.names))

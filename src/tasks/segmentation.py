@@ -394,13 +394,13 @@ class Segmentation(LossTask):
             columns[f"iou_{name}"] = [of_image[place] for of_image in values]
         return columns
 
-    def predictions(self, scores: Tensor, topk: int) -> list[dict[str, Any]]:
-        """Return a dictionary for each image: the share of its pixels that each class has."""
-        winners = scores.argmax(1).flatten(1)
-        shares = [
-            (winners == number).float().mean(1).tolist() for number in range(self.num_outputs)
-        ]
-        return [dict(zip(self.names, row, strict=True)) for row in zip(*shares, strict=True)]
+    def predictions(self, outputs: Tensor, topk: int) -> dict[str, list[Any]]:
+        """Return a column for each class: the share of an image's pixels that it has."""
+        winners = outputs.argmax(1).flatten(1)
+        return {
+            name: (winners == number).float().mean(1).tolist()
+            for number, name in enumerate(self.names)
+        }
 
     def write(self, scores: Tensor, image: Path, folder: Path, name: str) -> None:
         """Write the predicted mask and an overlay, both in the size of the image. The mask is a PNG

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import DataLoader
 
-from timm_parallel.data.batch import Batch
+from timm_parallel.batch import Batch
 from timm_parallel.data.dataset import InMemory, Sample, Split, train_labels
 from timm_parallel.data.prefetch import DevicePrefetcher
 from timm_parallel.data.samplers import (
@@ -33,10 +33,10 @@ from timm_parallel.data.samplers import (
     fixed_choice,
     seed_draws,
 )
-from timm_parallel.data.seeds import seeds_for
 from timm_parallel.errors import UnreadableImageError, UnsentBatchError
 from timm_parallel.machine import hardware
 from timm_parallel.machine.process import kill_on_parent_exit
+from timm_parallel.machine.seeds import seeds_for
 from timm_parallel.machine.signals import ignore_stop_signals
 from timm_parallel.parallel.group import ProcessGroup
 from timm_parallel.patches import report_unsent_batches

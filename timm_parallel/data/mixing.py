@@ -11,8 +11,8 @@ from timm.data import Mixup
 from timm.data.mixup import rand_bbox_minmax
 from torch import Tensor
 
-from timm_parallel.data.batch import Batch
-from timm_parallel.data.seeds import seed_for
+from timm_parallel.batch import Batch
+from timm_parallel.machine.seeds import seed_for
 
 
 class BatchedMixup(Mixup):

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import DistributedSampler
 
 from timm_parallel.data.fractions import batches_per_epoch
-from timm_parallel.data.seeds import seed_for
+from timm_parallel.machine.seeds import seed_for
 
 
 def seed_draws(seed: int, epoch: int, index: int) -> None:

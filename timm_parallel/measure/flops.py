@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 if TYPE_CHECKING:
-    from timm_parallel.data.batch import Batch
+    from timm_parallel.batch import Batch
     from timm_parallel.task import Task
 
 Shape = tuple[int, ...]

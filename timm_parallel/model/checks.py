@@ -25,12 +25,12 @@ from timm_parallel.keys import ResolvedConfig
 from timm_parallel.machine.text import yaml_text
 from timm_parallel.measure.flops import without_storage
 from timm_parallel.model.freeze import frozen_modules
-from timm_parallel.model.networks import Networks
 from timm_parallel.parallel.group import ProcessGroup
 from timm_parallel.parallel.lockstep import LockstepNetworks
+from timm_parallel.parallel.networks import Networks
 
 if TYPE_CHECKING:
-    from timm_parallel.data.batch import Batch
+    from timm_parallel.batch import Batch
     from timm_parallel.data.loader import Loader
     from timm_parallel.task import Task
 

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from timm_parallel.keys import ResolvedParallel
 from timm_parallel.machine.ranks import Ranks
-from timm_parallel.model.networks import LOSS, Networks, PhaseStep
 from timm_parallel.parallel.communication import Communication, UnmeasuredCommunication
 from timm_parallel.parallel.dp_step import StepInReplicas, StepOnOutputs, chunk_sizes
+from timm_parallel.parallel.networks import LOSS, Networks, PhaseStep
 from timm_parallel.parallel.strategy import Strategy
 from timm_parallel.parallel.threaded_data_parallel import ThreadedDataParallel
 

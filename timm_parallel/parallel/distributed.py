@@ -15,13 +15,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from timm_parallel.keys import strategy_options
 from timm_parallel.machine.ranks import Ranks
-from timm_parallel.model.networks import PhaseStep
 from timm_parallel.parallel.communication import Communication, UnmeasuredCommunication
 from timm_parallel.parallel.ddp_timing import (
     DdpCommunication,
     TimedDistributedDataParallel,
     has_only_batch_norm_buffers,
 )
+from timm_parallel.parallel.networks import PhaseStep
 from timm_parallel.parallel.strategy import Strategy
 
 

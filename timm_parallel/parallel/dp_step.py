@@ -9,8 +9,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from timm_parallel.data.batch import Batch
-from timm_parallel.model.networks import PhaseStep
+from timm_parallel.batch import Batch
+from timm_parallel.parallel.networks import PhaseStep
 
 Numbers = dict[str, Tensor]
 

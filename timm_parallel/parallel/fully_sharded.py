@@ -18,11 +18,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from timm_parallel.model.networks import LOSS, Networks, PhaseStep
 from timm_parallel.parallel import shards
 from timm_parallel.parallel.blocks import blocks_of, vector_layers
 from timm_parallel.parallel.distributed import Distributed
 from timm_parallel.parallel.lockstep import LockstepNetworks
+from timm_parallel.parallel.networks import LOSS, Networks, PhaseStep
 
 
 class FullySharded(Distributed):

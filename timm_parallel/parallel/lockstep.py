@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from timm_parallel.faults.liveness import COUNTING, EVALUATING, liveness
-from timm_parallel.model.networks import Networks
 from timm_parallel.parallel.group import ProcessGroup
+from timm_parallel.parallel.networks import Networks
 
 
 class LockstepNetworks(Networks):

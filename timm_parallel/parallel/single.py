@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from timm_parallel.model.networks import PhaseStep
+from timm_parallel.parallel.networks import PhaseStep
 from timm_parallel.parallel.strategy import Strategy
 
 

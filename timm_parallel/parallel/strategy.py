@@ -13,9 +13,9 @@ from timm_parallel.keys import ResolvedParallel, TrainConfig
 from timm_parallel.machine import hardware
 from timm_parallel.machine.allocator import keep_freed_memory
 from timm_parallel.machine.ranks import Ranks
-from timm_parallel.model.networks import Networks, PhaseStep
 from timm_parallel.parallel.communication import Communication
 from timm_parallel.parallel.group import BufferSync, ProcessGroup, TorchProcessGroup
+from timm_parallel.parallel.networks import Networks, PhaseStep
 from timm_parallel.parallel.openmp import watch_openmp_oversubscription
 from timm_parallel.parallel.telemetry import Telemetry
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from timm_parallel.data.seeds import seed_for
+from timm_parallel.machine.seeds import seed_for
 
 
 def seed_step(seed: int, step: int, rank: int, devices: Sequence[torch.device]) -> None:

@@ -16,9 +16,9 @@ from timm_parallel.data.loader import Loader
 from timm_parallel.data.samplers import EvalSampler
 from timm_parallel.faults.liveness import COUNTING, EVALUATING, liveness
 from timm_parallel.metric import Metric
-from timm_parallel.model.networks import Networks
 from timm_parallel.parallel.group import ProcessGroup
 from timm_parallel.parallel.lockstep import LockstepNetworks
+from timm_parallel.parallel.networks import Networks
 from timm_parallel.task import Evaluation, Task
 
 

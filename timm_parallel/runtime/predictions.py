@@ -12,48 +12,38 @@ import pandas as pd
 
 from timm_parallel.machine.files import write_text
 from timm_parallel.machine.text import for_terminal
-from timm_parallel.task import Task
 
-# Dictionary from the path of an image to its predicted values by name, or to None if the file
+# Dictionary from the path of an image to its predicted values by column, or to None if the file
 # cannot be read.
 Predictions = Mapping[str, dict[str, Any] | None]
 
 
-def write_predictions(
-    predictions: Predictions, task: Task[Any], form: str, output: Path | None
-) -> None:
-    """Write predictions to a file, or to the standard output if `output` is None.
+def write_predictions(predictions: Predictions, form: str, output: Path | None) -> None:
+    """Write a table of predictions to a file, or to the standard output if `output` is None. It has
+    a row per image; the row of an image that cannot be read has only its path.
 
     `form`: console, csv or json.
     """
+    columns = next((list(values) for values in predictions.values() if values is not None), [])
+    rows = [
+        {"path": path, **(dict.fromkeys(columns) if values is None else values)}
+        for path, values in predictions.items()
+    ]
     if form == "json":
-        rows = [
-            {"path": path, **(values or task.unreadable)} for path, values in predictions.items()
-        ]
         text = json.dumps(rows, indent=1) + "\n"
-    elif form == "csv":
-        text = _as_csv(predictions, task)
     else:
-        text = "".join(
-            f"{path}  {'unreadable' if values is None else task.text(values)}\n"
-            for path, values in predictions.items()
-        )
+        # Keep Python's texts, because pyarrow, if it is installed, refuses names that are not
+        # UTF-8.
+        table = pd.DataFrame(rows, dtype=object)
+        if form == "csv":
+            text = table.to_csv(index=False, lineterminator="\n")
+        else:
+            text = (
+                table.to_string(index=False, na_rep="unreadable", float_format="{:.4f}".format)
+                + "\n"
+            )
     if output is None:
         # A file keeps all bytes of a name, but a terminal would obey control characters.
         sys.stdout.write(for_terminal(text))
     else:
         write_text(output, text)
-
-
-def _as_csv(predictions: Predictions, task: Task[Any]) -> str:
-    rows = [
-        {"path": path, **({} if values is None else task.columns(values))}
-        for path, values in predictions.items()
-    ]
-    # Take the column names from the longest row, because the row of an unreadable image has no
-    # values.
-    columns = max((list(row) for row in rows), key=len)
-    # Keep Python's texts, because pyarrow, if it is installed, refuses names that are not UTF-8.
-    return pd.DataFrame(rows, columns=columns, dtype=object).to_csv(
-        index=False, lineterminator="\n"
-    )

@@ -21,8 +21,8 @@ from timm_parallel.faults.liveness import SAVING
 from timm_parallel.machine.signals import Stopped, stop_handler
 from timm_parallel.machine.start_clock import start_clock
 from timm_parallel.measure.metric_window import MetricWindow
-from timm_parallel.model.networks import LOSS, Networks
 from timm_parallel.parallel.lockstep import LockstepNetworks
+from timm_parallel.parallel.networks import LOSS, Networks
 from timm_parallel.record.console import Console
 from timm_parallel.record.recorder import SHOWN, Numbers, Recorder
 from timm_parallel.record.result import write_result

@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from timm_parallel.model.networks import Networks
+from timm_parallel.parallel.networks import Networks
 from timm_parallel.record.environment import read_environment
 from timm_parallel.record.result import Result, read_metrics, read_result
 from timm_parallel.state.checkpoint import read_checkpoint

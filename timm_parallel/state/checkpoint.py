@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_map_only
 
 from timm_parallel.errors import UnknownFormatError
 from timm_parallel.machine.files import write_text, write_whole
-from timm_parallel.model.networks import LOSS
+from timm_parallel.parallel.networks import LOSS
 from timm_parallel.record.result import CHECKPOINT_FORMAT, check_format, read_result, read_status
 
 log = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from timm_parallel.data.batch import Batch
+from timm_parallel.batch import Batch
 from timm_parallel.data.dataset import ImageDataset, split_fingerprint
 from timm_parallel.data.loader import Loader, TrainLoader
 from timm_parallel.keys import ResolvedConfig, leaves
@@ -27,8 +27,8 @@ from timm_parallel.measure.step_profiler import build_hooks
 from timm_parallel.model.checks import check_batch_norm, check_is_complete, check_sharded_model
 from timm_parallel.model.ema import build_ema
 from timm_parallel.model.freeze import frozen_modules
-from timm_parallel.model.networks import AUTOCAST, Networks, PhaseStep, autocast
 from timm_parallel.parallel.communication import Communication
+from timm_parallel.parallel.networks import AUTOCAST, Networks, PhaseStep, autocast
 from timm_parallel.parallel.strategy import HasParameters, Strategy
 from timm_parallel.state.progress import Progress
 from timm_parallel.task import Task

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from timm_parallel.faults.liveness import liveness
 from timm_parallel.machine.text import change_text
-from timm_parallel.model.networks import LOSS, Networks
+from timm_parallel.parallel.networks import LOSS, Networks
 from timm_parallel.parallel.strategy import HasParameters, Strategy
 from timm_parallel.state.parts import (
     RunParts,

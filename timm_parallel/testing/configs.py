@@ -11,12 +11,12 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from src.schema import AugmentConfig, ResolvedConfig, ResolvedTrain, TrainConfig
+from timm_parallel.batch import Batch
 from timm_parallel.config.compose import compose_command
 from timm_parallel.config.resolve import resolve
-from timm_parallel.data.batch import Batch
 from timm_parallel.data.loader import Loader, TrainLoader
 from timm_parallel.metric import Metric
-from timm_parallel.model.networks import Networks
+from timm_parallel.parallel.networks import Networks
 from timm_parallel.parallel.strategy import Strategy
 from timm_parallel.runtime.evaluation import Evaluation, evaluate
 from timm_parallel.task import Task

@@ -10,7 +10,7 @@ import torch
 
 from src.train.build import build_run
 from src.train.run import train
-from timm_parallel.data.batch import Batch
+from timm_parallel.batch import Batch
 from timm_parallel.keys import ResolvedConfig
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.measure.metric_window import MetricWindow

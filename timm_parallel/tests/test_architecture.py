@@ -75,7 +75,7 @@ NO_TORCH_AT_THE_TOP = (
     "timm_parallel/lab/analysis/",
     "timm_parallel/config/",
     "timm_parallel/data/dataset.py",
-    "timm_parallel/data/seeds.py",
+    "timm_parallel/machine/seeds.py",
     "timm_parallel/lab/doctor/",
     "timm_parallel/faults/",
     "timm_parallel/lab/jobs/",

@@ -17,7 +17,7 @@ from torch import Tensor
 from timm_parallel.data.batch import Batch
 from timm_parallel.data.erasing import Erasing
 from timm_parallel.data.mixing import Mixing
-from timm_parallel.data.seeds import seed_for, seeds_for
+from timm_parallel.machine.seeds import seed_for, seeds_for
 
 
 @pytest.mark.parametrize("mode", ["const", "rand", "pixel"])

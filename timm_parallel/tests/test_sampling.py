@@ -27,8 +27,8 @@ from timm_parallel.data.fractions import batches_per_epoch
 from timm_parallel.data.loader import BatchFetcher
 from timm_parallel.data.prefetch import DevicePrefetcher
 from timm_parallel.data.samplers import EvalSampler, IndexBatch, TrainSampler, class_balance
-from timm_parallel.data.seeds import seed_for
 from timm_parallel.machine.ranks import Ranks
+from timm_parallel.machine.seeds import seed_for
 from timm_parallel.parallel.group import ProcessGroup
 from timm_parallel.runtime.replica_checks import check_same_data
 from timm_parallel.task import Targets

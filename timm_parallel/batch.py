@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from timm_parallel.data.seeds import seeds_for
+from timm_parallel.machine.seeds import seeds_for
 
 # Added to the values that make the seeds of draws, so that they differ from the seeds of
 # augmentation.

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from timm_parallel.data.batch import Batch
-
-if TYPE_CHECKING:
-    from timm_parallel.task import Task
+from timm_parallel.batch import Batch
 
 # Value of train.precision -> type in which autocast computes; None: float32.
 AUTOCAST = {"fp32": None, "tf32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -78,11 +75,19 @@ def autocast(networks: Mapping[str, nn.Module], device: torch.device, precision:
     )
 
 
+class HasLosses(Protocol):
+    """Interface of a task, as far as a training step needs it."""
+
+    def losses(
+        self, networks: Any, batch: Batch, phase: str
+    ) -> tuple[Tensor, dict[str, Tensor]]: ...
+
+
 class PhaseStep(nn.Module):
     """Computes the losses of one phase for a batch. A strategy wraps this module from outside."""
 
     def __init__(
-        self, task: Task[Any], networks: Networks, phase: str, frozen: Sequence[nn.Module] = ()
+        self, task: HasLosses, networks: Networks, phase: str, frozen: Sequence[nn.Module] = ()
     ) -> None:
         """`frozen`: modules that stay in evaluation mode, so that their BatchNorm statistics and
         dropout stay fixed.
