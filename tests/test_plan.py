@@ -17,10 +17,10 @@ from torch.profiler import profile
 
 from scripts import plan as plan_script
 from src.commands.plan import plan
-from timm_parallel.data.batch import Batch
+from timm_parallel.batch import Batch
 from timm_parallel.lab.plan import Plan
 from timm_parallel.measure.flops import count_flops
-from timm_parallel.model.networks import Networks
+from timm_parallel.parallel.networks import Networks
 from timm_parallel.testing.configs import TINY, resolved, task_of
 from timm_parallel.testing.ranks import run_warm
 from timm_parallel.testing.runs import parts_of

@@ -28,7 +28,7 @@ from src.commands.load import load_trained
 from src.commands.predict import PredictionRequest, Predictions, predict
 from src.schema import DataConfig
 from src.tasks.classification import Classification
-from timm_parallel.data.batch import Batch
+from timm_parallel.batch import Batch
 from timm_parallel.data.build import build_dataset
 from timm_parallel.data.dataset import InMemory
 from timm_parallel.keys import ResolvedParallel

@@ -26,8 +26,8 @@ from timm_parallel.data.dataset import InMemory
 from timm_parallel.data.loader import EvalLoader
 from timm_parallel.data.prefetch import DevicePrefetcher
 from timm_parallel.machine.ranks import Ranks
-from timm_parallel.model.networks import Networks
 from timm_parallel.parallel.build import build_strategy
+from timm_parallel.parallel.networks import Networks
 from timm_parallel.record.result import read_result
 from timm_parallel.runtime.evaluation import evaluate
 from timm_parallel.task import Task

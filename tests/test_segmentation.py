@@ -28,7 +28,7 @@ from src.models.build import build_model
 from src.models.segmenter import Segmenter
 from src.schema import Config, DataConfig, ResolvedParallel, ResolvedTrain, TrainConfig
 from src.tasks.segmentation import IGNORED, dice_losses, image_losses, pixel_losses
-from timm_parallel.data.batch import Batch
+from timm_parallel.batch import Batch
 from timm_parallel.data.build import build_dataset, check_data
 from timm_parallel.data.dataset import InMemory
 from timm_parallel.data.decode import decode
@@ -38,8 +38,8 @@ from timm_parallel.data.samplers import TrainSampler
 from timm_parallel.errors import UnreadableImageError
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.model.freeze import freeze
-from timm_parallel.model.networks import Networks
 from timm_parallel.parallel.build import build_strategy
+from timm_parallel.parallel.networks import Networks
 from timm_parallel.record.result import read_result
 from timm_parallel.runtime.evaluation import evaluate
 from timm_parallel.task import Task

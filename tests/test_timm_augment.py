@@ -28,7 +28,7 @@ from src.schema import AugmentConfig, OptimConfig, TrainConfig
 from src.tasks.classification import Classification
 from src.train.build import build_run
 from src.train.optim import build_schedule, clip_adaptively, clip_gradients
-from timm_parallel.data.batch import Batch
+from timm_parallel.batch import Batch
 from timm_parallel.data.dataset import InMemory
 from timm_parallel.data.erasing import Erasing
 from timm_parallel.data.mixing import Mixing

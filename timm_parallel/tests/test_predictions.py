@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from sklearn.calibration import calibration_curve
 
 from src.tasks.classification import calibration_error, count_by_confidence
-from timm_parallel.data.batch import Batch
+from timm_parallel.batch import Batch
 from timm_parallel.runtime.evaluation import Evaluation
 from timm_parallel.runtime.predictions import write_predictions
 from timm_parallel.testing.configs import task_of
