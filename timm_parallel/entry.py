@@ -108,9 +108,8 @@ def _lead(app: App[Any, Any], ranks: Ranks | None) -> int:
 
 
 def _parse(command_line: list[str]) -> Any:
-    from hydra._internal.utils import get_args_parser
-
     from timm_parallel.config.suggest import key_hint
+    from timm_parallel.patches import hydra_parser
 
     def refuse(message: str) -> NoReturn:
         # torch.distributed.launch adds --local-rank to the command line of every script that it
@@ -134,7 +133,7 @@ def _parse(command_line: list[str]) -> Any:
                 break
         raise ValueError(f"{message}; python train.py --help lists the valid arguments")
 
-    parser = get_args_parser()
+    parser = hydra_parser()
     # Raise an error with a one-line message, where argparse would print its usage and exit.
     parser.error = refuse  # type: ignore[method-assign]
     # Use the intermixed parser, because overrides may stand before and after a flag: `model=tiny -m

@@ -7,9 +7,29 @@ and timm.
 
 from __future__ import annotations
 
+from argparse import ArgumentParser
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+
+def hydra_parser() -> ArgumentParser:
+    """Hydra 1.3 with Python 3.14 or later: build Hydra's argument parser.
+
+    Since 3.14, argparse checks each help text when an argument is added. Hydra has one that is no
+    string, but an object that builds its text when it is printed, and the check fails with a
+    TypeError (facebookresearch/hydra#3121). Skip the check during this call.
+    """
+    from hydra._internal.utils import get_args_parser
+
+    if not hasattr(ArgumentParser, "_check_help"):
+        return get_args_parser()
+    check = ArgumentParser._check_help
+    ArgumentParser._check_help = lambda parser, action: None
+    try:
+        return get_args_parser()
+    finally:
+        ArgumentParser._check_help = check
 
 
 def share_config_store() -> None:

@@ -119,6 +119,6 @@ def parse_command_line(words: list[str]) -> Any:
     """Parse the arguments of train.py, e.g. `["model=tiny", "-m"]`, with Hydra's parser. Returns
     the argparse namespace.
     """
-    from hydra._internal.utils import get_args_parser
+    from timm_parallel.patches import hydra_parser
 
-    return get_args_parser().parse_intermixed_args(words)
+    return hydra_parser().parse_intermixed_args(words)

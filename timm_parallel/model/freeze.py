@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -58,12 +59,12 @@ def frozen_modules(model: nn.Module) -> list[nn.Module]:
     return [frozen for child in model.children() for frozen in frozen_modules(child)]
 
 
-def write_counts(module: nn.Module) -> list[tuple[int, int]]:
-    """Count how often torch has written the parameters and the BatchNorm statistics of each frozen
-    module that has both, as pairs of integers.
+def write_counts(modules: Iterable[nn.Module]) -> list[tuple[int, int]]:
+    """Count how often torch has written the parameters and the BatchNorm statistics of each of the
+    frozen modules that has both, as pairs of integers.
     """
     counts = []
-    for frozen in frozen_modules(module):
+    for frozen in modules:
         norms = [m for m in frozen.modules() if getattr(m, "running_mean", None) is not None]
         if norms:
             written = sum(parameter._version for parameter in frozen.parameters())

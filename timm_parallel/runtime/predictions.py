@@ -38,10 +38,8 @@ def write_predictions(predictions: Predictions, form: str, output: Path | None) 
         if form == "csv":
             text = table.to_csv(index=False, lineterminator="\n")
         else:
-            text = (
-                table.to_string(index=False, na_rep="unreadable", float_format="{:.4f}".format)
-                + "\n"
-            )
+            shown = table.where(table.notna(), "unreadable")
+            text = shown.to_string(index=False, float_format="{:.4f}".format) + "\n"
     if output is None:
         # A file keeps all bytes of a name, but a terminal would obey control characters.
         sys.stdout.write(for_terminal(text))

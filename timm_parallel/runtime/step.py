@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from timm_parallel.batch import Batch
 from timm_parallel.faults.liveness import FORWARD, READING
 from timm_parallel.measure.metric_window import LOSS, MetricWindow
+from timm_parallel.metric import to_double
 from timm_parallel.model.freeze import check_statistics_move, write_counts
 from timm_parallel.parallel.networks import Networks
 from timm_parallel.runtime.determinism import seed_step
@@ -53,7 +54,8 @@ class Step:
         self.stops = False
         # In the first step of an epoch, how often its frozen modules had been written before.
         is_first = parts.progress.step_in_epoch == 0
-        self._written = write_counts(parts.state.networks) if is_first else None
+        self._frozen = parts.state.phases[0].step.frozen
+        self._written = write_counts(self._frozen) if is_first else None
 
     def train(self) -> dict[str, float | None]:
         """Train all phases on the batches of this step. All ranks must call this function.
@@ -82,7 +84,8 @@ class Step:
         if self._has_weight and not self._read:
             self._read = [self._fetch() for _ in range(self._accumulate)]
             weights = [torch.as_tensor(self.parts.task.weight(batch)) for batch in self._read]
-            own = torch.stack([w.to(self._strategy.device, torch.float64) for w in weights]).sum()
+            device = self._strategy.device
+            own = torch.stack([to_double(weight.to(device)) for weight in weights]).sum()
             total = self._strategy.group.sum(own)
             self._total = torch.where(total == 0, 1.0, total).float()
         if self._read:
@@ -251,7 +254,7 @@ class Step:
             with torch.no_grad():
                 parts.task.after_step(Networks(state.modules), parts.task.ranks)
         if self._written is not None:
-            check_statistics_move(self._written, write_counts(state.networks))
+            check_statistics_move(self._written, write_counts(self._frozen))
         progress.step, progress.step_in_epoch = self.number, progress.step_in_epoch + 1
         self.stops = parts.hooks.end_step()
         if self.is_logged or self.stops:

@@ -4,6 +4,7 @@ needs the patch, delete the patch.
 
 from __future__ import annotations
 
+import argparse
 import copy
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import timm
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import CachingConfigRepository, ConfigRepository
 from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
+from hydra._internal.utils import get_args_parser
 from hydra.core.config_store import ConfigStore
 from hydra.core.default_element import ResultDefault
 from hydra.core.plugins import Plugins
@@ -24,6 +26,7 @@ from timm.models import _builder
 from timm_parallel.patches import (
     check_files_first,
     create_model_with_filter,
+    hydra_parser,
     keep_missing_values,
     posterize_to_black,
     share_config_store,
@@ -36,6 +39,33 @@ def repository_of(folder: str) -> ConfigRepository:
     search = ConfigSearchPathImpl()
     search.append("main", folder)
     return ConfigRepository(search)
+
+
+def test_hydra_parser_is_built_although_argparse_checks_help_texts_as_in_python_3_14(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    add = argparse.ArgumentParser.add_argument
+    checked: list[Any] = []
+
+    def check(parser: argparse.ArgumentParser, action: argparse.Action) -> None:
+        checked.append(action.help)
+        assert isinstance(action.help, str), "argument of type 'LazyCompletionHelp'"
+
+    def add_argument(parser: Any, *names: str, **options: Any) -> Any:
+        action = add(parser, *names, **options)
+        if isinstance(parser, argparse.ArgumentParser):
+            parser._check_help(action)  # type: ignore[attr-defined]
+        return action
+
+    monkeypatch.setattr(argparse.ArgumentParser, "_check_help", check, raising=False)
+    monkeypatch.setattr(argparse.ArgumentParser, "add_argument", add_argument)
+    with pytest.raises(AssertionError, match="LazyCompletionHelp"):
+        get_args_parser()
+    checked.clear()
+    assert hydra_parser().parse_args(["seed=1"]).overrides == ["seed=1"]
+    # The check is on again for other parsers.
+    argparse.ArgumentParser(add_help=False).add_argument("--seed", help="a number")
+    assert checked == ["a number"]
 
 
 def test_patch_makes_hydra_share_the_config_store_instead_of_copying_the_store(
