@@ -198,7 +198,7 @@ def test_parameters_of_a_loss_are_scaled_by_head_lr_scale_but_not_by_layer_decay
     state = built("optim.head_lr_scale=10", "optim.layer_decay=0.5", "optim.lr=1e-3").state
     groups = state.phases[0].optimizer.param_groups
     scale_of = {id(p): group["lr_scale"] for group in groups for p in group["params"]}
-    own = state.networks.loss.parameters()
+    own = state.networks["loss"].parameters()
     assert [scale_of[id(parameter)] for parameter in own] == [10.0, 10.0]
 
 
@@ -249,7 +249,7 @@ def test_parameters_hash_of_a_run_covers_the_parameters_of_the_loss(
 
 def test_checkpoint_of_a_loss_with_a_non_finite_parameter_is_not_saved() -> None:
     run = built()
-    run.state.networks.loss.temperature.data.fill_(math.nan)
+    dict(run.state.named_parameters())["loss.temperature"].data.fill_(math.nan)
     with pytest.raises(NotFiniteError):
         saving.checkpoint_of(run, [])
 
@@ -349,12 +349,12 @@ def test_each_dp_replica_has_its_own_copy_of_the_class_weights() -> None:
     def note(replica: nn.Module, *_: Any) -> None:
         weights[id(replica)] = replica.weight.data_ptr()  # type: ignore[operator]
 
-    networks.loss.register_forward_pre_hook(note)
+    networks["loss"].register_forward_pre_hook(note)
     images, labels = torch.randn(6, 4), torch.tensor([0, 1, 2, 0, 1, 2])
     wrapped = strategy.wrap(PhaseStep(task, networks, "train"))
     losses_of_images, _ = wrapped(Batch({"image": images, "target": labels}))
     assert len(weights) == len(set(weights.values())) == 2
-    assert torch.allclose(losses_of_images, networks.loss(model(images), labels))
+    assert torch.allclose(losses_of_images, networks["loss"](model(images), labels))
 
 
 @pytest.mark.parametrize(("mixup", "expected"), [(0.0, 0.1), (0.2, 0.0)])

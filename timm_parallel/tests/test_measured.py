@@ -148,7 +148,7 @@ def slow_rank(ranks: Ranks, store: Any, folder: str, slow: int, *overrides: str)
         clip(step, phase)
         time.sleep(0.02 if ranks.rank == slow else 0)
 
-    Step._clip = slower  # type: ignore[method-assign]
+    Step._clip = slower  # type: ignore[assignment, method-assign]
     return trained(ranks, store, folder, *overrides)
 
 
