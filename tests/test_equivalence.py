@@ -14,12 +14,12 @@ import pytest
 from torch import Tensor
 
 from src.schema import ResolvedConfig
-from src.train.run import Trainer
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.record.result import read_result
 from timm_parallel.state import checkpoint
 from timm_parallel.testing.configs import read_lines, resolved
 from timm_parallel.testing.ranks import in_ranks, run_warm
+from timm_parallel.testing.runs import train_run
 
 SPREADS = {
     "dp2": ("parallel=dp", "parallel.devices=2"),
@@ -84,7 +84,7 @@ class Trained:
 
 
 def train(ranks: Ranks, store: Any, config: ResolvedConfig, folder: str) -> None:
-    Trainer(config, Path(folder), ranks, store).train()
+    train_run(config, Path(folder), ranks, store)
 
 
 @pytest.fixture(scope="module")

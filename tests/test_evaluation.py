@@ -71,7 +71,7 @@ def test_images_in_memory_are_evaluated_with_the_transform_of_an_own_task(
 
     def val_images() -> Tensor:
         loader = build_data_and_model(config, Single(config.parallel, Ranks())).eval_loaders["val"]
-        return next(iter(loader))[0]
+        return next(iter(loader)).image
 
     before, inherited = val_images(), ImageTask.evaluation_transform
 
@@ -193,12 +193,11 @@ def test_bce_prediction_returns_sigmoid_of_each_class(with_sigmoids: Path, tmp_p
     asked = PredictionRequest(
         with_sigmoids, tmp_path, None, None, topk=10, batch_size=1, workers=0, parallel=parallel
     )
-    predictions, _ = predict(asked, Ranks(), None)
+    predictions = predict(asked, Ranks(), None)
     (actual,) = predictions.values()
     assert actual is not None
-    assert actual["probabilities"] == pytest.approx(
-        sorted(scores.sigmoid().tolist(), reverse=True), rel=1e-4
-    )
+    shares = [actual[f"probability_{place}"] for place in range(1, 11)]
+    assert shares == pytest.approx(sorted(scores.sigmoid().tolist(), reverse=True), rel=1e-4)
 
 
 @pytest.mark.parametrize("fault", ["in the data", "in evaluating"])

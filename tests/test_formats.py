@@ -15,7 +15,6 @@ import torch
 from src.app import app
 from src.models.build import build_model, is_convolutional
 from src.schema import TrainConfig
-from src.train.run import Trainer
 from timm_parallel.config.compose import load_config
 from timm_parallel.config.resolve import resolve
 from timm_parallel.lab.sweep.points import expand
@@ -32,8 +31,10 @@ from timm_parallel.machine.ranks import Ranks
 from timm_parallel.parallel.single import Single
 from timm_parallel.parallel.strategy import Strategy
 from timm_parallel.record.result import Result, write_result
+from timm_parallel.task_rules import check_task
 from timm_parallel.testing.configs import parse, resolved, tiny
 from timm_parallel.testing.ranks import in_ranks
+from timm_parallel.testing.runs import train_run
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 RUN = ("data.limit_train=64", "train.epochs=1", "tracker=none", "parallel.accelerator=cpu")
@@ -120,11 +121,7 @@ def train(ranks: Ranks, store: Any, folder: str, bf16: bool, *overrides: str) ->
         config = resolved(*RUN, *overrides)
         if ranks.rank == 0 and not (Path(folder) / "config.yaml").exists():
             prepare(config, Path(folder))
-        trainer = Trainer(config, Path(folder), ranks, store)
-        trainer.resume()
-        trainer.train()
-        trainer.run.close()
-        return trainer.config.train.precision
+        return train_run(config, Path(folder), ranks, store).parts.config.train.precision
 
 
 @pytest.mark.parametrize("bf16", [False, True])
@@ -165,6 +162,7 @@ def test_resume_keeps_the_formats_that_the_run_has_chosen_for_auto(tmp_path: Pat
     for words in (given, ["resume=auto", outputs]):
         command = compose_run(parse(*words))
         config = resolve(command.config)
+        check_task(config)
         assert folder_to_resume(config, command.config) == folder
         saved = load_config(folder)
         kept: Any = keep_chosen(config, saved, False)

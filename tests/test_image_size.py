@@ -160,9 +160,9 @@ def test_run_on_non_square_images_can_be_evaluated_exported_and_used_to_predict(
     assert evaluated["loss"] == pytest.approx(result.val["loss"])
     parallel = loaded.config.parallel
     request = PredictionRequest(trained, images / "val", "last", None, 2, 4, 0, parallel)
-    predictions, _ = predict(request, Ranks(), None)
+    predictions = predict(request, Ranks(), None)
     right = [
-        values["classes"][0] == Path(path).parent.name
+        values["class_1"] == Path(path).parent.name
         for path, values in predictions.items()
         if values
     ]

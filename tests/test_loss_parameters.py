@@ -18,31 +18,32 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from src.train.loop import _clip_gradients
-from src.train.step import TrainStep
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 
 from src.commands.export import export_safetensors
 from src.commands.load import load_trained
-from src.schema import OptimConfig, ResolvedConfig, TrainConfig
-from src.train.build import build_run
-from src.train.run import Trainer
+from src.schema import ResolvedConfig, TrainConfig
+from src.train.run import train as take_all_steps
+from timm_parallel.batch import Batch
 from timm_parallel.errors import NotFiniteError
 from timm_parallel.keys import ResolvedParallel
 from timm_parallel.launch.job import prepare
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.machine.signals import Stopped
+from timm_parallel.measure.metric_window import MetricWindow
 from timm_parallel.model.checks import check_is_complete
-from timm_parallel.parallel.build import build_strategy
 from timm_parallel.parallel.data_parallel import DataParallelStrategy
 from timm_parallel.parallel.ddp_timing import has_only_batch_norm_buffers
+from timm_parallel.parallel.networks import Networks, PhaseStep
 from timm_parallel.record.result import read_result
+from timm_parallel.runtime.step import Step
 from timm_parallel.state import checkpoint, restoring, saving
 from timm_parallel.state.parts import RunParts
 from timm_parallel.testing.configs import read_lines, resolved, task_of
 from timm_parallel.testing.ranks import in_ranks
+from timm_parallel.testing.runs import parts_of, start_run
 
 # Total number of steps in two epochs.
 STEPS = 8
@@ -67,7 +68,7 @@ SPREADS = {
 # Module name under which configs find this file, because they may name only classes of src/.
 HERE = "src.loss_parameters_of_test"
 sys.modules[HERE] = sys.modules[__name__]
-NAMES = ["criterion.centers", "criterion.temperature", "criterion.batches"]
+NAMES = ["centers", "temperature", "batches"]
 
 
 class ArcFace(nn.Module):
@@ -105,20 +106,19 @@ def train(
 ) -> None:
     """Train from the checkpoint in `folder`, if there is one, to the end or to step `stop_at`."""
     torch.set_num_threads(1)
-    training = Trainer(config, Path(folder), ranks, store)
-    training.resume()
+    run = start_run(config, Path(folder), ranks, store)
+    strategy, (phase,) = run.parts.strategy, run.parts.state.phases
 
     def stop_if_due(*_: Any) -> None:
-        if training.parts.progress.step + 1 == stop_at:
-            training.strategy.group.stop.request(signal.SIGTERM)
+        if run.parts.progress.step + 1 == stop_at:
+            strategy.group.stop.request(signal.SIGTERM)
 
-    training.state.wrapped.register_forward_hook(stop_if_due)
+    phase.wrapped.register_forward_hook(stop_if_due)
     try:
-        training.train()
+        with run.training() as training:
+            take_all_steps(training)
     except Stopped:
-        training.strategy.close()
-    finally:
-        training.run.close()
+        strategy.close()
 
 
 def train_in(folder: Path, config: ResolvedConfig, stop_at: int | None = None) -> Path:
@@ -155,9 +155,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 def built(*overrides: str) -> RunParts:
     """Build a run on one device, with the loss of this file."""
-    config = config_of("parallel=single", *overrides)
-    torch.manual_seed(0)
-    return build_run(config, build_strategy(config.parallel, Ranks(), None))
+    return parts_of(config_of("parallel=single", *overrides))
 
 
 def saved(run: RunParts) -> dict[str, Any]:
@@ -173,11 +171,10 @@ def test_loss_with_parameters_trains_equally_under_every_strategy(
 ) -> None:
     expected, actual = contents(trained("single")), contents(trained(spread))
     assert losses(trained(spread)) == pytest.approx(losses(trained("single")), rel=1e-5)
-    assert list(actual["train_step"]) == list(expected["train_step"]) == NAMES
-    for name in ("criterion.centers", "criterion.temperature"):
-        assert torch.allclose(
-            actual["train_step"][name], expected["train_step"][name], rtol=1e-4, atol=1e-5
-        ), name
+    theirs, ours = expected["networks"]["loss"], actual["networks"]["loss"]
+    assert list(ours) == list(theirs) == NAMES
+    for name in ("centers", "temperature"):
+        assert torch.allclose(ours[name], theirs[name], rtol=1e-4, atol=1e-5), name
     assert read_result(trained(spread)).proof["hashes_equal"]
 
 
@@ -185,33 +182,32 @@ def test_loss_with_parameters_trains_equally_under_every_strategy(
 def test_parameters_of_a_loss_are_trained_with_weight_decay_for_matrices_only(
     trained: Callable[[str], Path],
 ) -> None:
-    last, initial = contents(trained("single")), built().state.own_tensors()
-    for name in ("criterion.centers", "criterion.temperature"):
-        assert (last["train_step"][name] - initial[name]).abs().max() > 1e-4, name
-    assert last["train_step"]["criterion.batches"] == 2 * STEPS
+    last, initial = contents(trained("single")), built().state.own_tensors("loss")
+    own = last["networks"]["loss"]
+    for name in ("centers", "temperature"):
+        assert (own[name] - initial[name]).abs().max() > 1e-4, name
+    assert own["batches"] == 2 * STEPS
     groups = {
         tuple(group["params"]): group["weight_decay"]
-        for group in last["optimizer"]["param_groups"][-2:]
+        for group in last["phases"]["train"]["optimizer"]["param_groups"][-2:]
     }
-    assert groups == {
-        ("train_step.criterion.temperature",): 0.0,
-        ("train_step.criterion.centers",): 0.05,
-    }
+    assert groups == {("loss.temperature",): 0.0, ("loss.centers",): 0.05}
 
 
 def test_parameters_of_a_loss_are_scaled_by_head_lr_scale_but_not_by_layer_decay() -> None:
     state = built("optim.head_lr_scale=10", "optim.layer_decay=0.5", "optim.lr=1e-3").state
-    scale_of = {
-        id(p): group["lr_scale"] for group in state.optimizer.param_groups for p in group["params"]
-    }
-    assert [scale_of[id(parameter)] for parameter in state.own_parameters.values()] == [10.0, 10.0]
+    groups = state.phases[0].optimizer.param_groups
+    scale_of = {id(p): group["lr_scale"] for group in groups for p in group["params"]}
+    own = state.networks["loss"].parameters()
+    assert [scale_of[id(parameter)] for parameter in own] == [10.0, 10.0]
 
 
 def test_freezing_the_backbone_leaves_the_parameters_of_a_loss_trainable() -> None:
     state = built("model.freeze=backbone").state
     trainable = {name.partition(".")[0] for name, p in state.named_parameters() if p.requires_grad}
-    assert trainable == {"head", "train_step"}
-    assert sum(len(group["params"]) for group in state.optimizer.param_groups) == 4
+    assert trainable == {"head", "loss"}
+    (phase,) = state.phases
+    assert sum(len(group["params"]) for group in phase.optimizer.param_groups) == 4
 
 
 @pytest.mark.parametrize(("mode", "expected"), [("norm", 5.0), ("value", 0.5), ("agc", 10.0)])
@@ -221,24 +217,23 @@ def test_gradient_norm_and_clipping_include_the_parameters_of_a_loss(
     run = built(
         "optim.clip_grad=0.5" if mode == "value" else "optim.clip_grad=5", f"optim.clip_mode={mode}"
     )
+    step = Step(run, iter(()), MetricWindow(run.strategy.device), is_logged=True)
     for parameter in run.state.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    temperature = run.state.own_parameters["criterion.temperature"]
+    temperature = dict(run.state.named_parameters())["loss.temperature"]
     assert temperature.grad is not None
     temperature.grad.fill_(10)
-    config = run.config.optim
-    assert isinstance(config, OptimConfig)
-    norm = _clip_gradients(run.state, config, run.strategy, needed=True)
-    assert norm == 10
+    step._clip(run.state.phases[0])
+    assert step._norms["train"] == 10
     # Adaptive clipping (agc) does not change the head.
     assert temperature.grad.item() == pytest.approx(expected)
 
 
 def test_optimizer_without_a_trainable_parameter_is_refused() -> None:
-    state = built().state
-    state.optimizer.param_groups.pop()
-    with pytest.raises(ValueError, match=r"train_step\.criterion\.centers"):
-        check_is_complete(state.optimizer, state)
+    (phase,) = built().state.phases
+    phase.optimizer.param_groups.pop()
+    with pytest.raises(ValueError, match=r"loss\.centers"):
+        check_is_complete(phase.optimizer, phase.parameters)
 
 
 @pytest.mark.slow(seconds=1)
@@ -246,19 +241,17 @@ def test_parameters_hash_of_a_run_covers_the_parameters_of_the_loss(
     trained: Callable[[str], Path],
 ) -> None:
     last, digest = contents(trained("single")), hashlib.sha256()
-    own = [last["train_step"][f"criterion.{name}"] for name in ("centers", "temperature")]
+    own = [last["networks"]["loss"][name] for name in ("centers", "temperature")]
     for tensor in (*last["model"].values(), *own):
         digest.update(tensor.numpy().tobytes())
     assert read_result(trained("single")).parameters_hash == digest.hexdigest()[:16]
 
 
-def test_checkpoint_of_a_loss_with_a_non_finite_parameter_is_not_saved(tmp_path: Path) -> None:
-    training = Trainer(config_of("parallel=single"), tmp_path, Ranks(), None)
-    training.state.own_parameters["criterion.temperature"].data.fill_(math.nan)
+def test_checkpoint_of_a_loss_with_a_non_finite_parameter_is_not_saved() -> None:
+    run = built()
+    dict(run.state.named_parameters())["loss.temperature"].data.fill_(math.nan)
     with pytest.raises(NotFiniteError):
-        training.run.save()
-    training.run.close()
-    assert not (tmp_path / "checkpoints").exists()
+        saving.checkpoint_of(run, [])
 
 
 @pytest.mark.parametrize(("old", "new"), [("fsdp", "ddp"), ("single", "single"), ("fsdp", "fsdp")])
@@ -273,12 +266,15 @@ def test_run_with_a_loss_with_parameters_resumes_in_mid_epoch(
     train_in(folder, config_of(*SPREADS[new]))
     expected, actual = contents(trained(new)), contents(folder)
     assert losses(folder) == pytest.approx(losses(trained(new)), rel=1e-5)
-    for part in ("model", "ema", "train_step"):
-        for name, tensor in expected[part].items():
-            is_equal = torch.equal if old == new else partial(torch.allclose, rtol=1e-3, atol=1e-4)
-            assert is_equal(actual[part][name], tensor), name
+    parts = [
+        {**of["model"], **of["averages"]["ema"], **of["networks"]["loss"]}
+        for of in (expected, actual)
+    ]
+    for name, tensor in parts[0].items():
+        is_equal = torch.equal if old == new else partial(torch.allclose, rtol=1e-3, atol=1e-4)
+        assert is_equal(parts[1][name], tensor), name
     if old == new:
-        states = expected["optimizer"]["state"], actual["optimizer"]["state"]
+        states = [of["phases"]["train"]["optimizer"]["state"] for of in (expected, actual)]
         assert all(
             map(
                 torch.equal, *(tree_leaves([state[name] for name in states[0]]) for state in states)
@@ -289,10 +285,10 @@ def test_run_with_a_loss_with_parameters_resumes_in_mid_epoch(
 @pytest.mark.slow(seconds=2)
 def test_checkpoint_without_the_parameters_of_the_loss_is_refused_in_one_line() -> None:
     run = built()
-    old = {**saved(run), "train_step": {}}
-    other = {**saved(run), "train_step": {name: torch.zeros(3) for name in NAMES}}
+    old = {**saved(run), "networks": {}}
+    other = {**saved(run), "networks": {"loss": {name: torch.zeros(3) for name in NAMES}}}
     for contents_of_run in (old, other):
-        with pytest.raises(ValueError, match=r"train\.loss: .*criterion\.centers") as refusal:
+        with pytest.raises(ValueError, match=r"^train\.loss: .*centers") as refusal:
             restoring.restore(built().state, run.strategy, contents_of_run)
         assert "\n" not in str(refusal.value)
 
@@ -301,8 +297,9 @@ def test_checkpoint_without_the_parameters_of_the_loss_is_refused_in_one_line() 
 def test_built_in_losses_store_no_class_weights_in_checkpoints(loss: str) -> None:
     name = "multilabel" if loss == "asl" else "classification"
     train = TrainConfig(task=name, loss=loss, class_weights=torch.rand(10).tolist())
-    criterion = task_of(10, train).build_criterion(None)
-    assert isinstance(criterion, nn.Module)
+    task = task_of(10, train)
+    task.prepare(None)
+    criterion = task.networks(nn.Identity())["loss"]
     assert list(criterion.buffers())
     assert not criterion.state_dict()
     assert has_only_batch_norm_buffers(criterion), "ddp would send class weights in every step"
@@ -319,10 +316,8 @@ def test_exported_model_contains_no_parameters_of_the_loss(
     exported = load_file(tmp_path / "model.safetensors")
     assert exported.keys() == contents(trained("single"))["model"].keys()
     fresh = built(f"model.weights={trained('single')}/checkpoints/best.pt").state
-    assert not torch.equal(
-        fresh.own_tensors()["criterion.centers"],
-        contents(trained("single"))["train_step"]["criterion.centers"],
-    )
+    own = contents(trained("single"))["networks"]["loss"]
+    assert not torch.equal(fresh.own_tensors("loss")["centers"], own["centers"])
 
 
 def test_dp_moves_the_loss_to_the_device_of_the_outputs() -> None:
@@ -330,12 +325,12 @@ def test_dp_moves_the_loss_to_the_device_of_the_outputs() -> None:
     strategy, criterion = DataParallelStrategy(config, Ranks()), ArcFace()
     # The device meta exists on every machine.
     strategy.output_device = torch.device("meta")
-    step = TrainStep(nn.Linear(4, 18), criterion, task_of(10))
-    strategy.wrap(step)
+    model = nn.Linear(4, 18)
+    strategy.wrap(PhaseStep(task_of(10), Networks({"model": model, "loss": criterion}), "train"))
     assert {tensor.device.type for tensor in (*criterion.parameters(), *criterion.buffers())} == {
         "meta"
     }
-    assert {parameter.device.type for parameter in step.model.parameters()} == {"cpu"}
+    assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
 
 
 def test_each_dp_replica_has_its_own_copy_of_the_class_weights() -> None:
@@ -346,19 +341,20 @@ def test_each_dp_replica_has_its_own_copy_of_the_class_weights() -> None:
         DataParallelStrategy(config, Ranks()),
         task_of(3, TrainConfig(class_weights=[1.0, 2.0, 3.0])),
     )
-    criterion = task.build_criterion(None)
-    assert isinstance(criterion, nn.Module)
+    task.prepare(None)
+    model = nn.Linear(4, 3)
+    networks = Networks(task.networks(model))
     weights: dict[int, int] = {}
 
     def note(replica: nn.Module, *_: Any) -> None:
         weights[id(replica)] = replica.weight.data_ptr()  # type: ignore[operator]
 
-    criterion.register_forward_pre_hook(note)
+    networks["loss"].register_forward_pre_hook(note)
     images, labels = torch.randn(6, 4), torch.tensor([0, 1, 2, 0, 1, 2])
-    model = nn.Linear(4, 3)
-    loss, _ = strategy.wrap(TrainStep(model, criterion, task))(images, labels)
+    wrapped = strategy.wrap(PhaseStep(task, networks, "train"))
+    losses_of_images, _ = wrapped(Batch({"image": images, "target": labels}))
     assert len(weights) == len(set(weights.values())) == 2
-    assert loss.item() == pytest.approx(criterion(model(images), labels).item())
+    assert torch.allclose(losses_of_images, networks["loss"](model(images), labels))
 
 
 @pytest.mark.parametrize(("mixup", "expected"), [(0.0, 0.1), (0.2, 0.0)])
@@ -376,6 +372,6 @@ def test_custom_loss_receives_label_smoothing_unless_mixup_smooths_the_targets(
     module.Reader = Reader  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
     train = TrainConfig(loss="src.train.reader.Reader", smoothing=0.1)
-    criterion = task_of(3, train, mixup=mixup).build_criterion(None)
+    criterion = task_of(3, train, mixup=mixup).networks(nn.Identity())["loss"]
     assert isinstance(criterion, Reader)
     assert criterion.smoothing == expected

@@ -57,7 +57,7 @@ QUICK_OPTIMIZERS = ("adamw", "sgd", "momentum", "lamb", "lion", "muon")
 def test_every_timm_optimizer_updates_all_weights_within_two_steps(opt: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 4))
-    optimizer = build_optimizer(resolved(f"optim.opt={opt}").optim, 1e-3, model)
+    optimizer = build_optimizer(resolved(f"optim.opt={opt}").optim, 1e-3, {"model": model})
     before = [parameter.detach().clone() for parameter in model.parameters()]
     # Run two steps, because some optimizers do not change the weights in the first step.
     for _ in range(2):
@@ -75,7 +75,7 @@ def test_apex_and_bitsandbytes_optimizers_are_refused_when_there_is_no_cuda(opt:
     if torch.cuda.is_available():
         pytest.skip("Apex or bitsandbytes may work here")
     with pytest.raises(ValueError, match=rf"optim\.opt={opt}: CUDA required"):
-        build_optimizer(resolved(f"optim.opt={opt}").optim, 1e-3, nn.Linear(2, 2))
+        build_optimizer(resolved(f"optim.opt={opt}").optim, 1e-3, {"model": nn.Linear(2, 2)})
 
 
 @pytest.mark.parametrize("opt", sorted({"momentum", "sgdp", "lars", "rmsprop", *NESTEROV}))
@@ -88,10 +88,10 @@ def test_momentum_0_is_refused_only_for_optimizers_that_reject_momentum_0(opt: s
     if early:
         # The error must not blame optim.kwargs, which is empty.
         with pytest.raises(ValueError, match=rf"optim: {opt} ") as error:
-            build_optimizer(config, 1e-3, nn.Linear(2, 2))
+            build_optimizer(config, 1e-3, {"model": nn.Linear(2, 2)})
         assert "kwargs" not in str(error.value)
     else:
-        build_optimizer(config, 1e-3, nn.Linear(2, 2))
+        build_optimizer(config, 1e-3, {"model": nn.Linear(2, 2)})
     assert (
         list(OptimConfig(opt=opt, momentum=0, kwargs={"nesterov": False}).problems(Config())) == []
     )
@@ -115,13 +115,17 @@ def test_rsqrt_schedule_without_warmup_is_refused_unless_the_time_scale_is_given
 def test_waits_for_scaler_is_true_only_for_optimizers_without_a_fused_kernel(
     opt: str, waits: bool
 ) -> None:
-    optimizer = build_optimizer(resolved(f"optim.opt={opt}").optim, 1e-3, nn.Linear(2, 2))
+    optimizer = build_optimizer(
+        resolved(f"optim.opt={opt}").optim, 1e-3, {"model": nn.Linear(2, 2)}
+    )
     assert waits_for_scaler(optimizer) == waits
 
 
 def test_optimizer_gives_norms_and_biases_no_weight_decay() -> None:
     for model in (timm.create_model("test_resnet"), timm.create_model("test_vit")):
-        optimizer = build_optimizer(resolved("optim.weight_decay=0.1").optim, 1e-3, model)
+        optimizer = build_optimizer(
+            resolved("optim.weight_decay=0.1").optim, 1e-3, {"model": model}
+        )
         decay = {
             id(p): group["weight_decay"]
             for group in optimizer.param_groups
@@ -244,7 +248,7 @@ def own_optimizer(monkeypatch: pytest.MonkeyPatch) -> str:
 def test_custom_optimizer_gets_parameter_groups_and_settings_of_timm(own_optimizer: str) -> None:
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
     config = OptimConfig(opt=own_optimizer, momentum=0.3, weight_decay=0.2)
-    optimizer = build_optimizer(config, 0.1, model)
+    optimizer = build_optimizer(config, 0.1, {"model": model})
     assert type(optimizer) is Signs
     groups = [
         {name: group[name] for name in ("lr", "weight_decay", "momentum")}
@@ -256,9 +260,9 @@ def test_custom_optimizer_gets_parameter_groups_and_settings_of_timm(own_optimiz
 def test_wrong_class_or_argument_of_a_custom_optimizer_is_refused(own_optimizer: str) -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(ValueError, match=r"^optim\.kwargs=\{'gamma': 1\}: "):
-        build_optimizer(OptimConfig(opt=own_optimizer, kwargs={"gamma": 1}), 0.1, model)
+        build_optimizer(OptimConfig(opt=own_optimizer, kwargs={"gamma": 1}), 0.1, {"model": model})
     with pytest.raises(ValueError, match=r"^optim\.opt=src\.train\.signs\.Module: "):
-        build_optimizer(OptimConfig(opt="src.train.signs.Module"), 0.1, model)
+        build_optimizer(OptimConfig(opt="src.train.signs.Module"), 0.1, {"model": model})
 
 
 def test_misspelled_class_name_of_a_custom_optimizer_is_refused() -> None:

@@ -17,13 +17,13 @@ from torch.profiler import profile
 
 from scripts import plan as plan_script
 from src.commands.plan import plan
-from src.train.build import build_run
+from timm_parallel.batch import Batch
 from timm_parallel.lab.plan import Plan
-from timm_parallel.machine.ranks import Ranks
 from timm_parallel.measure.flops import count_flops
-from timm_parallel.parallel.build import build_strategy
-from timm_parallel.testing.configs import TINY, resolved
+from timm_parallel.parallel.networks import Networks
+from timm_parallel.testing.configs import TINY, resolved, task_of
 from timm_parallel.testing.ranks import run_warm
+from timm_parallel.testing.runs import parts_of
 
 ROOT = Path(__file__).parents[1]
 LARGE = (
@@ -53,29 +53,29 @@ def test_plan_memory_estimate_matches_memory_allocated_by_a_training_step(
 ) -> None:
     config = resolved("parallel=single", *overrides)
     expected = plan_for("parallel=single", *overrides)
-    torch.manual_seed(0)
-    parts = build_run(config, build_strategy(config.parallel, Ranks(), None))
+    parts = parts_of(config)
     assert parts.flops_per_step == expected.flops_per_step > 0
-    trainee = parts.state
-    images, labels = next(parts.train_loader.epoch(0))
-    targets = parts.mixing(images, labels, 0)[1] if parts.mixing else labels
-    activations = allocated(lambda: trainee.wrapped.train()(images, targets))
-    trainee.wrapped(images, targets)[0].backward()
-    trainee.optimizer.step()
+    trainee, (phase,) = parts.state, parts.state.phases
+    batch = next(parts.train_loader.epoch(0))
+    if parts.mixing:
+        batch = parts.mixing(batch)
+    activations = allocated(lambda: phase.wrapped.train()(batch))
+    phase.wrapped(batch)[0].mean().backward()
+    phase.optimizer.step()
     state = [
         v
-        for state in trainee.optimizer.state.values()
+        for state in phase.optimizer.state.values()
         for v in state.values()
         if isinstance(v, torch.Tensor)
     ]
-    averaged = None if trainee.ema is None else trainee.ema.module
+    averaged = trainee.ema
     real = (
         size([*trainee.model.parameters(), *trainee.model.buffers()])
         + size([p.grad for p in trainee.model.parameters() if p.grad is not None])
         + size(state)
         + (0 if averaged is None else size([*averaged.parameters(), *averaged.buffers()]))
         + activations
-        + size([images, targets])
+        + size([batch.image, batch.target])
     )
     assert expected.bytes_per_device == pytest.approx(real, rel=0.02)
 
@@ -184,7 +184,11 @@ def test_flop_count_leaves_model_and_random_state_unchanged_and_is_none_when_imp
     )
     # A multiply-add counts as 2 FLOPs. The input needs no gradient, so the backward pass costs as
     # much as the forward pass.
-    assert count_flops(model, (7, 3, 2, 2)) == (None if reads_a_value else 2 * 2 * 7 * 12 * 5)
+    task = task_of(5)
+    networks = Networks(task.networks(model))
+    sample = Batch({"image": torch.zeros(2, 3, 2, 2), "target": torch.zeros(2, dtype=torch.int64)})
+    counted = count_flops(task, networks, sample.stretched(7))
+    assert counted == (None if reads_a_value else 2 * 2 * 7 * 12 * 5)
     assert model.first is None and model.layer.weight.grad is None
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), state)

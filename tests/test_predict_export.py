@@ -28,6 +28,7 @@ from src.commands.load import load_trained
 from src.commands.predict import PredictionRequest, Predictions, predict
 from src.schema import DataConfig
 from src.tasks.classification import Classification
+from timm_parallel.batch import Batch
 from timm_parallel.data.build import build_dataset
 from timm_parallel.data.dataset import InMemory
 from timm_parallel.keys import ResolvedParallel
@@ -74,28 +75,33 @@ def wanted(run: Path, images: Path, **more: Any) -> PredictionRequest:
 
 
 def predicted(ranks: Ranks, store: Any, what: PredictionRequest) -> Predictions:
-    return predict(what, ranks, store)[0]
+    return predict(what, ranks, store)
 
 
 def share_right(actual: Predictions) -> float:
     right = [
-        values["classes"][0] == Path(path).parent.name for path, values in actual.items() if values
+        values["class_1"] == Path(path).parent.name for path, values in actual.items() if values
     ]
     return sum(right) / len(right)
+
+
+def shares_of(values: dict[str, Any]) -> list[float]:
+    return [share for name, share in values.items() if name.startswith("probability_")]
 
 
 def test_predict_reaches_test_accuracy_of_run_and_lists_unreadable_images(
     finished_run: Finished, digits: Path
 ) -> None:
-    actual = predict(wanted(finished_run.folder, digits), Ranks(), None)[0]
+    actual = predict(wanted(finished_run.folder, digits), Ranks(), None)
     assert share_right(actual) == pytest.approx(finished_run.result["test"]["acc"], abs=1e-9)
     assert [Path(path).name for path, values in actual.items() if values is None] == ["torn.png"]
     assert list(actual) == sorted(str(path) for path in digits.rglob("*.png"))
     for of_image in actual.values():
-        values = of_image or {"classes": "abc", "probabilities": []}
-        assert values["probabilities"] == sorted(values["probabilities"], reverse=True)
-        assert len(values["classes"]) == 3
-        assert all(0 <= share <= 1 for share in values["probabilities"])
+        if of_image is not None:
+            shares = shares_of(of_image)
+            assert shares == sorted(shares, reverse=True) and len(shares) == 3
+            assert all(0 <= share <= 1 for share in shares)
+            assert len({of_image[f"class_{place}"] for place in (1, 2, 3)}) == 3
 
 
 def test_predict_states_which_files_are_no_images(
@@ -124,8 +130,8 @@ def test_predict_py_names_the_image_of_which_the_prediction_is_not_a_number(
     """Finite weights may overflow, for example in half precision."""
     predict_scores = Classification.predict
 
-    def overflowing(task: Classification, model: Any, images: torch.Tensor) -> torch.Tensor:
-        scores = predict_scores(task, model, images)
+    def overflowing(task: Classification, networks: Any, batch: Batch) -> torch.Tensor:
+        scores = predict_scores(task, networks, batch)
         scores[1, 3] = float("inf")
         return scores
 
@@ -145,14 +151,14 @@ def test_predictions_of_dp_and_ddp_match_those_of_single(
     finished_run: Finished, digits: Path, parallel: str, world: int
 ) -> None:
     what = wanted(finished_run.folder, digits, parallel=parallel, devices=max(2, world))
-    alone = predict(wanted(finished_run.folder, digits), Ranks(), None)[0]
+    alone = predict(wanted(finished_run.folder, digits), Ranks(), None)
     for actual in in_ranks(predicted, world, what):
         assert list(actual) == list(alone)
         for one, other in zip(actual.values(), alone.values(), strict=True):
             assert (one is None) == (other is None)
             if one is not None and other is not None:
-                assert one["classes"][:1] == other["classes"][:1]
-                assert one["probabilities"] == pytest.approx(other["probabilities"], abs=1e-5)
+                assert one["class_1"] == other["class_1"]
+                assert shares_of(one) == pytest.approx(shares_of(other), abs=1e-5)
 
 
 @pytest.mark.parametrize("channels", [2, 4, 5])
@@ -171,10 +177,11 @@ def test_predict_lists_all_classes_when_topk_exceeds_the_number_of_classes(
     finished_run: Finished, digits: Path
 ) -> None:
     file = next((digits / "7").glob("*.png"))
-    (actual,) = predict(wanted(finished_run.folder, file, topk=99), Ranks(), None)[0].values()
+    (actual,) = predict(wanted(finished_run.folder, file, topk=99), Ranks(), None).values()
     assert actual is not None
-    assert sorted(actual["classes"]) == [str(n) for n in range(10)]
-    assert sum(actual["probabilities"]) == pytest.approx(1, abs=1e-5)
+    names = [actual[f"class_{place}"] for place in range(1, 11)]
+    assert sorted(names) == [str(n) for n in range(10)]
+    assert sum(shares_of(actual)) == pytest.approx(1, abs=1e-5)
 
 
 @pytest.mark.nightly
@@ -216,11 +223,9 @@ def test_predict_py_uses_srun_tasks_as_ranks(
     )
     monkeypatch.setattr("timm_parallel.launch.torchrun.open_store", lambda ranks: None)
 
-    def predict(
-        request: PredictionRequest, ranks: Ranks, store: Any
-    ) -> tuple[dict[str, Any], None]:
+    def predict(request: PredictionRequest, ranks: Ranks, store: Any) -> dict[str, Any]:
         given.append(ranks)
-        return {}, None
+        return {}
 
     monkeypatch.setattr("src.commands.predict.predict", predict)
     (tmp_path / "config.yaml").touch()
@@ -676,6 +681,6 @@ def test_predictions_are_unchanged_when_the_run_folder_is_copied_elsewhere(
     moved = tmp_path / "elsewhere"
     shutil.copytree(finished_run.folder, moved)
     there, here = (
-        predict(wanted(run, digits / "3"), Ranks(), None)[0] for run in (moved, finished_run.folder)
+        predict(wanted(run, digits / "3"), Ranks(), None) for run in (moved, finished_run.folder)
     )
     assert there == here

@@ -27,7 +27,8 @@ from scripts import predict
 from src.models.build import build_model
 from src.models.segmenter import Segmenter
 from src.schema import Config, DataConfig, ResolvedParallel, ResolvedTrain, TrainConfig
-from src.tasks.segmentation import IGNORED, dice_losses, pixel_losses
+from src.tasks.segmentation import IGNORED, dice_losses, image_losses, pixel_losses
+from timm_parallel.batch import Batch
 from timm_parallel.data.build import build_dataset, check_data
 from timm_parallel.data.dataset import InMemory
 from timm_parallel.data.decode import decode
@@ -38,6 +39,7 @@ from timm_parallel.errors import UnreadableImageError
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.model.freeze import freeze
 from timm_parallel.parallel.build import build_strategy
+from timm_parallel.parallel.networks import Networks
 from timm_parallel.record.result import read_result
 from timm_parallel.runtime.evaluation import evaluate
 from timm_parallel.task import Task
@@ -145,7 +147,8 @@ def measured(ranks: Ranks, store: Any, mode: str) -> dict[str, Any]:
     split: Any = InMemory(*truth()) if mode == "resize" else Truth(larger=3)
     batch = ranks.world_size if task.evaluates_one_by_one else 4
     loader = EvalLoader(split, task, prefetcher, strategy.group, batch_size=batch, workers=0)
-    evaluation = evaluate(pixelwise(), loader, task, strategy.group, keep_rows=True)
+    networks = Networks({"model": pixelwise()})
+    evaluation = evaluate(networks, loader, task, strategy.group, keep_rows=True)
     assert evaluation is not None
     strategy.close()
     return {**evaluation.numbers, **task.details(evaluation), "table": task.table(evaluation)}
@@ -197,7 +200,7 @@ def test_sliding_window_scores_are_the_mean_over_windows_that_contain_a_pixel(
 
     image = torch.randn(1, 3, *size, generator=torch.Generator().manual_seed(3))
     task = task_for(list(window), evaluation="slide", stride=stride)
-    actual = task.predict(OfWindow(), image)
+    actual = task.predict(Networks({"model": OfWindow()}), Batch({"image": image}))
     sides = [max(side, length) for side, length in zip(size, window, strict=True)]
     whole = torch.zeros(1, 3, *sides)
     whole[..., : size[0], : size[1]] = image
@@ -226,7 +229,8 @@ def test_evaluation_of_whole_images_pads_inputs_and_crops_outputs() -> None:
             return images.repeat(1, 2, 1, 1)
 
     image = torch.randn(1, 3, 33, 64)
-    scores = task_for([8, 8], evaluation="whole").predict(Noted(), image)
+    networks = Networks({"model": Noted()})
+    scores = task_for([8, 8], evaluation="whole").predict(networks, Batch({"image": image}))
     assert shapes == [(64, 64)]
     assert torch.equal(scores, image.repeat(1, 2, 1, 1)[:, :4])
 
@@ -251,11 +255,11 @@ def test_segmentation_losses_ignore_unlabeled_pixels() -> None:
     _, masks = truth()
     scores = torch.randn(11, 4, 6, 5, generator=torch.Generator().manual_seed(2))
     changed = scores + 9 * (masks == IGNORED)[:, None] * torch.randn(1, 4, 1, 1)
-    for losses in (pixel_losses, dice_losses):
+    for losses in (pixel_losses, image_losses, dice_losses):
         assert torch.allclose(losses(scores, masks), losses(changed, masks), atol=1e-6)
     one = masks[0] != IGNORED
     expected = nn.functional.cross_entropy(scores[0][:, one].T, masks[0][one].long())
-    assert pixel_losses(scores, masks)[0].item() == pytest.approx(expected.item(), rel=1e-5)
+    assert image_losses(scores, masks)[0].item() == pytest.approx(expected.item(), rel=1e-5)
 
 
 @pytest.mark.parametrize("loss", ["ce", "ce_dice"])
@@ -263,11 +267,15 @@ def test_segmentation_class_weights_have_mean_1_and_move_with_the_loss(loss: str
     _, masks = truth()
     scores = torch.randn(11, 4, 6, 5, generator=torch.Generator().manual_seed(2))
     train = TrainConfig(task="segmentation", loss=loss, class_weights=[2, 4, 1, 1])
-    criterion = task_of(4, train).build_criterion(None)
-    expected = pixel_losses(scores, masks, torch.tensor([1.0, 2.0, 0.5, 0.5])).mean()
-    if loss == "ce_dice":
-        expected += dice_losses(scores, masks).mean()
-    assert criterion(scores, masks).item() == pytest.approx(expected.item(), rel=1e-6)
+    task = task_of(4, train)
+    task.prepare(None)
+    criterion = task.build_criterion()
+    weights = torch.tensor([1.0, 2.0, 0.5, 0.5])
+    if loss == "ce":
+        expected = pixel_losses(scores, masks, weights)
+    else:
+        expected = image_losses(scores, masks, weights) + dice_losses(scores, masks)
+    assert torch.allclose(criterion(scores, masks), expected)
     assert criterion.state_dict() == {}
     assert criterion.to("meta").class_weight.device.type == "meta"
 

@@ -4,7 +4,6 @@ timm.
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from src.train.loop import _clip_gradients
 from timm.data import IMAGENET_DEFAULT_MEAN
 from timm.data.transforms_factory import transforms_imagenet_train
 from timm.loss import BinaryCrossEntropy
@@ -29,7 +27,8 @@ from src.data.transforms import CropAndFlip, OnImage, batch_step, train_transfor
 from src.schema import AugmentConfig, OptimConfig, TrainConfig
 from src.tasks.classification import Classification
 from src.train.build import build_run
-from src.train.optim import build_schedule, clip_adaptively
+from src.train.optim import build_schedule, clip_adaptively, clip_gradients
+from timm_parallel.batch import Batch
 from timm_parallel.data.dataset import InMemory
 from timm_parallel.data.erasing import Erasing
 from timm_parallel.data.mixing import Mixing
@@ -193,7 +192,7 @@ def test_batched_crops_and_flips_equal_those_of_single_images_bit_for_bit(
         return
     indices = np.arange(base, base + batch)
     before = torch.get_rng_state()
-    found, _ = step(images, images, *step.draw(seeds_for(3, 5, indices), images.shape))
+    found = step(images, *step.draw(seeds_for(3, 5, indices), images.shape))
     assert torch.equal(torch.get_rng_state(), before)
     expected = []
     for index, image in zip(indices.tolist(), images, strict=True):
@@ -202,7 +201,7 @@ def test_batched_crops_and_flips_equal_those_of_single_images_bit_for_bit(
     assert torch.equal(found, torch.stack(expected))
     # Augment the last image alone: its random numbers must not depend on the rest of the batch.
     last, draws = images[-1:], step.draw(seeds_for(3, 5, indices[-1:]), images[-1:].shape)
-    alone, _ = step(last, last, *draws)
+    alone = step(last, *draws)
     assert torch.equal(alone, found[-1:])
 
 
@@ -219,10 +218,10 @@ def test_training_batches_of_digits_are_equal_with_and_without_batched_augmentat
     seen = []
     for batched in (True, False):
         if not batched:
-            monkeypatch.setattr("src.data.transforms.batch_step", lambda *_: None)
+            monkeypatch.setattr("src.tasks.images.batch_step", lambda *_: None)
         run = build_run(config, build_strategy(config.parallel, Ranks(), None))
         assert run.train_loader.fetcher.gathers == batched
-        seen.append([images for images, _ in run.train_loader.epoch(1, first_batch=2)])
+        seen.append([batch.image for batch in run.train_loader.epoch(1, first_batch=2)])
     assert len(seen[0]) == 4
     assert all(torch.equal(own, other) for own, other in zip(*seen, strict=True))
 
@@ -290,15 +289,14 @@ def test_batch_augmentation_needs_equally_many_operations_for_every_batch_size(n
         kind, _, mode = name.partition(" ")
         if kind == "mixup":
             mixing = Mixing(0, 0, mixup_alpha=0.8, cutmix_alpha=1.0, mode=mode, num_classes=5)
-            counts.add(
-                count_operations(mixing, images.float(), torch.zeros(size, dtype=torch.int64), 0)
-            )
+            labels = torch.zeros(size, dtype=torch.int64)
+            batch = Batch({"image": images.float(), "target": labels})
+            counts.add(count_operations(mixing, batch))
             continue
         erasing = kind == "erase"
         step = Erasing(1.0, mode) if erasing else CropAndFlip(AugmentConfig(crop_padding=2))
         draws = step.draw(list(range(size)), images.shape)
-        inputs = (images.float(),) if erasing else (images, images)
-        counts.add(count_operations(step, *inputs, *draws))
+        counts.add(count_operations(step, images.float() if erasing else images, *draws))
     assert len(counts) == 1 and counts.pop() < 40
 
 
@@ -331,8 +329,7 @@ def test_adaptive_clipping_matches_timm_up_to_rounding(scales: list[float], fact
 
 
 @pytest.mark.parametrize("mode", ["norm", "value", "agc"])
-@pytest.mark.parametrize("needed", [True, False])
-def test_gradient_clipping_matches_timm(mode: str, needed: bool) -> None:
+def test_gradient_clipping_matches_timm(mode: str) -> None:
     torch.manual_seed(0)
     ours, theirs = (
         nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(8 * 36, 4)) for _ in range(2)
@@ -341,15 +338,10 @@ def test_gradient_clipping_matches_timm(mode: str, needed: bool) -> None:
     images = torch.randn(4, 3, 8, 8)
     for model in (ours, theirs):
         (model(images) ** 2).sum().backward()
-    whole = torch.cat([p.grad.flatten() for p in theirs.parameters() if p.grad is not None]).norm()
     dispatch_clip_grad(model_parameters(theirs, exclude_head="agc" in mode), 0.05, mode)
-    state: Any = SimpleNamespace(model=ours, parameters=ours.parameters, scaler=None)
-    strategy: Any = SimpleNamespace(whole=lambda norm: norm)
-    norm = _clip_gradients(state, OptimConfig(clip_grad=0.05, clip_mode=mode), strategy, needed)
+    clip_gradients(OptimConfig(clip_grad=0.05, clip_mode=mode), {"model": ours})
     for our, their in zip(ours.parameters(), theirs.parameters(), strict=True):
         assert torch.equal(our.grad, their.grad)  # type: ignore[arg-type]
-    assert (norm is None) == (not needed and mode != "norm")
-    assert norm is None or torch.allclose(norm, whole)
 
 
 @pytest.mark.parametrize("sched", ["cosine", "step", "multistep", "poly", "tanh"])
@@ -384,7 +376,7 @@ def test_bce_loss_matches_timm_with_sum_classes_and_pos_weight() -> None:
     )
     scores, labels = torch.randn(6, 4), torch.randint(0, 4, (6,))
     expected = BinaryCrossEntropy(smoothing=0.1, sum_classes=True, pos_weight=2.0)(scores, labels)
-    criterion = task_of(4, config).build_criterion(None)
+    criterion = task_of(4, config).build_criterion()
     assert torch.equal(criterion(scores, labels), expected)
 
 

@@ -18,7 +18,6 @@ import pytest
 import timm
 import torch
 from PIL import Image
-from src.train.loop import run_steps
 from timm.data import create_transform
 from torch import nn
 from torchvision.transforms import v2
@@ -35,6 +34,7 @@ from timm_parallel.parallel.build import build_strategy
 from timm_parallel.runtime.replica_checks import parameters_hash
 from timm_parallel.testing.configs import parse, resolved
 from timm_parallel.testing.ranks import in_ranks
+from timm_parallel.testing.runs import parts_of, take_steps
 
 SMALL_SWIN = (
     "model.name=swin_tiny_patch4_window7_224",
@@ -186,19 +186,15 @@ def config_of(option: str) -> ResolvedConfig:
 
 
 def three_steps(ranks: Ranks, store: Any, option: str, config: ResolvedConfig) -> Outcome:
-    torch.manual_seed(config.seed)
     own = None if store is None else torch.distributed.PrefixStore(option, store)
-    spread = build_strategy(config.parallel, ranks, own)
+    config.train.log_every = 1
+    parts = parts_of(config, ranks, own)
+    state, spread = parts.state, parts.strategy
     try:
-        run = build_run(config, spread)
-        state, config.train.log_every = run.state, 1
-        steps = run_steps(run, run.train_loader.epoch(0))
-        losses = [report.means["loss"] for report in steps]
-        ema = state.ema
         return {
-            "losses": losses,
+            "losses": [numbers["train/loss"] for numbers in take_steps(parts)],
             "parameters_equal": parameters_hash(state.model, spread)[1],
-            "ema_equal": None if ema is None else parameters_hash(ema.module, spread)[1],
+            "ema_equal": None if state.ema is None else parameters_hash(state.ema, spread)[1],
             "finite": all(bool(p.isfinite().all()) for p in state.model.parameters()),
         }
     finally:

@@ -73,8 +73,9 @@ class Targets:
     images: ClassVar[tuple[str, ...]] = ("image",)
 
     def collate(self, targets: Sequence[Any]) -> Any:
-        """Build the targets of a batch from those of its samples: numbers and tensors of equal
-        shape become a tensor [B, …], other values a list, and dictionaries a dictionary of fields.
+        """Build the targets of a batch from those of its samples: numbers, and lists or tensors of
+        them of equal shape, become a tensor [B, …], other values a list, and dictionaries a
+        dictionary of fields.
         """
         first = targets[0]
         if isinstance(first, dict):
@@ -82,7 +83,11 @@ class Targets:
         if isinstance(first, Tensor):
             is_equal = all(target.shape == first.shape for target in targets)
             return torch.stack(list(targets)) if is_equal else list(targets)
-        return torch.tensor(targets) if isinstance(first, int | float) else list(targets)
+        try:
+            return torch.tensor(targets)
+        # Texts, and lists of unequal length.
+        except (TypeError, ValueError):
+            return list(targets)
 
     def check_targets(self, targets: Any) -> None:
         """Raise ValueError if the task cannot learn from the targets of a batch, for example

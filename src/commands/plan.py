@@ -210,8 +210,11 @@ def _step(
     # Build the networks with real tensors, because a loss may load a model, such as a teacher.
     with unset_fake_temporarily():
         networks = task.networks(model)
-    for network in networks.values():
-        network.to_empty(device="cpu")
+    # The model has fake tensors already, and torch could not replace them again.
+    of_model = set(model.modules())
+    for module in Networks(networks).modules():
+        if module not in of_model:
+            module.to_empty(device="cpu", recurse=False)
     for name, (source, _) in task.averages.items():
         networks[name] = copy.deepcopy(networks[source]).requires_grad_(False)
     check_networks(task, Networks(networks), batch)

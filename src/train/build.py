@@ -87,6 +87,11 @@ def build_data_and_model(
         model = build_model(config.model, task.num_outputs, dataset.in_chans, size, strategy.device)
         if is_chosen:
             strategy.chosen.add("model.channels_last")
+    outputs = config.model.num_classes or task.num_outputs
+    if outputs > task.num_outputs and strategy.is_first:
+        log.warning(
+            "the model has %d outputs; evaluation uses the first %d", outputs, task.num_outputs
+        )
     # Use the weights of a file with the mean and std with which they were trained.
     weights = config.model.weights
     of_weights = None if weights is None else preprocessing_of(Path(weights))

@@ -64,7 +64,7 @@ class StepInReplicas(nn.Module):
                     "which DataParallel cannot split; set parallel.loss_in_replica=false"
                 )
         self.replica.batch = batch
-        indices = torch.from_numpy(batch.indices)
+        indices = torch.from_numpy(batch.indices).to(batch.device, non_blocking=True)
         losses, numbers = self.spread(*batch.fields.values(), indices)
         for name, (buffer, version) in self._written.items():
             if buffer._version != version:
@@ -95,7 +95,7 @@ class _StepOfTensors(nn.Module):
         whole = self.batch
         chunk = Batch(
             dict(zip(whole.fields, fields, strict=True)),
-            indices.cpu().numpy(),
+            indices,
             seed=whole.seed,
             epoch=whole.epoch,
             share=whole.share,

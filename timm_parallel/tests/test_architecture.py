@@ -148,8 +148,8 @@ def test_source_file_follows_import_and_naming_rules(path: Path) -> None:
     [
         (
             "timm_parallel/record/console.py",
-            "import src.train.loop",
-            "the library imports src.train.loop",
+            "import src.train.optim",
+            "the library imports src.train.optim",
         ),
         (
             "timm_parallel/launch/job.py",

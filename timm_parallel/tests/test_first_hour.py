@@ -471,10 +471,10 @@ def two_steps(ranks: Ranks, store: object, find: bool) -> str:
     """Train two steps under ddp with a model that has unused parameters. Return the error message
     of the second step, or `trained`. All ranks must call this function.
     """
-    from src.train.step import Autocast, TrainStep
-
+    from timm_parallel.batch import Batch
     from timm_parallel.keys import ParallelConfig
     from timm_parallel.parallel.build import build_strategy
+    from timm_parallel.parallel.networks import Networks, PhaseStep
 
     config = ParallelConfig(
         strategy="ddp",
@@ -485,11 +485,12 @@ def two_steps(ranks: Ranks, store: object, find: bool) -> str:
         find_unused_parameters=find or None,
     )
     strategy = build_strategy(config, ranks, store)  # type: ignore[arg-type]
-    step = TrainStep(Autocast(HalfUsed(), "cpu", None), nn.functional.cross_entropy, task_of(10))
-    wrapped = strategy.wrap(step)
+    task = task_of(2)
+    wrapped = strategy.wrap(PhaseStep(task, Networks(task.networks(HalfUsed())), "train"))
+    sample = Batch({"image": torch.ones(2, 4), "target": torch.tensor([0, 1])})
     try:
         for _ in range(2):
-            wrapped(torch.ones(2, 4), torch.tensor([0, 1]))[0].backward()
+            wrapped(sample)[0].mean().backward()
     except RuntimeError as error:
         return str(error)
     finally:

@@ -12,21 +12,18 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image
-from src.train.loop import run_steps
-from src.train.step import AUTOCAST, Autocast
 from torch.utils._pytree import tree_leaves
 
 from src.schema import ResolvedConfig
-from src.train.build import build_run
-from timm_parallel.machine.ranks import Ranks
-from timm_parallel.parallel.build import build_strategy
 from timm_parallel.record.result import read_result
 from timm_parallel.runtime.evaluation import evaluate
 from timm_parallel.state import checkpoint
+from timm_parallel.state.parts import evaluation_networks
 from timm_parallel.testing.commands import Finished, Train
 from timm_parallel.testing.configs import resolved
 from timm_parallel.testing.gpu import EACH_ACCELERATOR, ON_CUDA, ONLY_CUDA
 from timm_parallel.testing.ranks import run_warm
+from timm_parallel.testing.runs import parts_of, take_steps
 
 # Disable TF32, which convolutions of cuDNN use by default, to compare losses with those on a CPU.
 WITHOUT_TF32 = {"NVIDIA_TF32_OVERRIDE": "0"}
@@ -247,15 +244,12 @@ def test_sync_bn_step_on_gpus_uses_statistics_of_the_whole_batch(
 
 def losses_and_evaluation(config: ResolvedConfig) -> tuple[list[float], float]:
     """Train one epoch, evaluate, and return (list of the losses of all steps, validation loss)."""
-    torch.manual_seed(config.seed)
-    strategy = build_strategy(config.parallel, Ranks(), None)
-    run = build_run(config, strategy)
+    run = parts_of(config)
+    strategy = run.strategy
     assert strategy.measured_world_size() == config.parallel.devices
-    steps = run_steps(run, run.train_loader.epoch(0))
-    losses = [report.means["loss"] for report in steps]
-    autocast = Autocast(run.state.model, strategy.device.type, AUTOCAST[config.train.precision])
+    losses = [numbers["train/loss"] or 0.0 for numbers in take_steps(run)]
     evaluation = evaluate(
-        strategy.for_evaluation(autocast),
+        evaluation_networks(run.state.evaluated(), config, strategy),
         run.eval_loaders["val"],
         run.task,
         strategy.group,

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 import torch
-from src.train.step import TrainStep
 from torch import nn
 
 from src.train.run import run
+from timm_parallel.batch import Batch
 from timm_parallel.faults.liveness import liveness
 from timm_parallel.machine.nvidia import Gpu
 from timm_parallel.machine.ranks import Ranks
@@ -26,8 +26,10 @@ from timm_parallel.parallel import telemetry
 from timm_parallel.parallel.build import build_strategy
 from timm_parallel.parallel.ddp_timing import TimedDistributedDataParallel
 from timm_parallel.parallel.distributed import Distributed
+from timm_parallel.parallel.networks import Networks, PhaseStep
 from timm_parallel.record.guard import flags, guard
 from timm_parallel.record.result import read_result
+from timm_parallel.runtime.step import Step
 from timm_parallel.testing.commands import ROOT, Train
 from timm_parallel.testing.configs import read_lines, resolved, task_of
 from timm_parallel.testing.ranks import in_ranks
@@ -140,15 +142,13 @@ def slow_rank(ranks: Ranks, store: Any, folder: str, slow: int, *overrides: str)
     """Train a run in which one rank computes 20 ms longer in every step. Return the result of
     the run.
     """
-    from src.train import loop
+    clip = Step._clip
 
-    update = loop._step_optimizer
-
-    def slower(state: Any) -> None:
-        update(state)
+    def slower(step: Step, phase: Any) -> None:
+        clip(step, phase)
         time.sleep(0.02 if ranks.rank == slow else 0)
 
-    loop._step_optimizer = slower
+    Step._clip = slower  # type: ignore[assignment, method-assign]
     return trained(ranks, store, folder, *overrides)
 
 
@@ -164,6 +164,15 @@ def test_ddp_result_shows_a_longer_compute_time_only_for_the_slowed_rank(
     words = ("parallel=ddp", "parallel.devices=2", "train.epochs=4")
     ranks = in_ranks(slow_rank, 2, str(tmp_path / "run"), slow, *words)[0]["ranks"]
     assert ranks[slow]["compute_ms"] > ranks[1 - slow]["compute_ms"] + 10
+
+
+def step_of(model: nn.Module) -> PhaseStep:
+    task = task_of(10)
+    return PhaseStep(task, Networks(task.networks(model)), "train")
+
+
+def random_batch() -> Batch:
+    return Batch({"image": torch.randn(4, 8), "target": torch.zeros(4, dtype=torch.int64)})
 
 
 def hooked(ranks: Ranks, store: Any, delay: float, blocks: int, norm: bool) -> tuple[float, float]:
@@ -182,7 +191,7 @@ def hooked(ranks: Ranks, store: Any, delay: float, blocks: int, norm: bool) -> t
         nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8) if norm else nn.Identity())
         for _ in range(blocks)
     ]
-    wrapped = strategy.wrap(TrainStep(nn.Sequential(*layers), nn.CrossEntropyLoss(), task_of(10)))
+    wrapped = strategy.wrap(step_of(nn.Sequential(*layers)))
     assert isinstance(wrapped, TimedDistributedDataParallel)
 
     def hook(state: Any, bucket: Any) -> Any:
@@ -212,7 +221,7 @@ def hooked(ranks: Ranks, store: Any, delay: float, blocks: int, norm: bool) -> t
         # the next step begins.
         if step == 5:
             communication.start_measuring()
-        wrapped(torch.randn(4, 8), torch.zeros(4, dtype=torch.int64))[0].backward()
+        wrapped(random_batch())[0].mean().backward()
     measured = communication.seconds()
     strategy.close()
     assert measured is not None
@@ -231,12 +240,12 @@ def test_ddp_communication_time_matches_the_delay_added_by_a_comm_hook(norm: boo
 def alone(ranks: Ranks, store: Any) -> Any:
     strategy = build_strategy(resolved("parallel=ddp", "parallel.devices=1").parallel, ranks, store)
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
-    wrapped = strategy.wrap(TrainStep(model, nn.CrossEntropyLoss(), task_of(10)))
+    wrapped = strategy.wrap(step_of(model))
     communication = strategy.communication(wrapped)
     communication.start_measuring()
     for _ in range(3):
-        wrapped(torch.randn(4, 8), torch.zeros(4, dtype=torch.int64))[0].backward()
-    measured = communication.seconds(), communication.bytes(model)
+        wrapped(random_batch())[0].mean().backward()
+    measured = communication.seconds(), communication.bytes(model.parameters())
     strategy.close()
     return measured
 
@@ -248,7 +257,10 @@ def test_ddp_on_one_rank_reports_zero_communication_time_and_bytes() -> None:
 def of_strategy(ranks: Ranks, store: Any, *overrides: str) -> Any:
     strategy = build_strategy(resolved(*overrides).parallel, ranks, store)
     step = nn.Linear(8, 8)
-    measured = strategy.communication(step).seconds(), strategy.communication(step).bytes(step)
+    measured = (
+        strategy.communication(step).seconds(),
+        strategy.communication(step).bytes(step.parameters()),
+    )
     strategy.close()
     return measured
 

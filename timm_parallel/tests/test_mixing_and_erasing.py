@@ -14,6 +14,7 @@ from timm.data import Mixup
 from timm.data.random_erasing import RandomErasing
 from torch import Tensor
 
+from timm_parallel.batch import Batch
 from timm_parallel.data.erasing import Erasing
 from timm_parallel.data.mixing import Mixing
 from timm_parallel.machine.seeds import seed_for, seeds_for
@@ -108,15 +109,16 @@ def test_mixup_and_cutmix_equal_timm_when_random_seeds_are_equal(name: str) -> N
         images, labels = torch.randn(8, 3, 16, 20), torch.randint(0, 5, (8,))
         np.random.seed(seed_for(3, batch, 1) & 0xFFFFFFFF)
         expected = theirs(images.clone(), labels)
-        found = mixing(images.clone(), labels, epoch=0)
-        assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
+        found = mixing(Batch({"image": images.clone(), "target": labels}))
+        assert torch.equal(found.image, expected[0]) and torch.equal(found.target, expected[1])
 
 
 def test_mixup_stops_at_mixup_off_epoch_but_label_smoothing_continues() -> None:
     mixing = Mixing(3, 0, off_epoch=2, mixup_alpha=0.8, num_classes=5)
     images, labels = torch.randn(8, 3, 4, 4), torch.arange(8) % 5
     for epoch, is_mixed in ((0, True), (1, True), (2, False), (3, False)):
-        found, targets = mixing(images.clone(), labels, epoch)
-        assert torch.equal(found, images) != is_mixed
+        found = mixing(Batch({"image": images.clone(), "target": labels}, epoch=epoch))
+        targets = found.target
+        assert torch.equal(found.image, images) != is_mixed
         assert targets.shape == (8, 5) and targets.sum(1).allclose(torch.ones(8))
         assert is_mixed or targets.max(1).values.allclose(torch.tensor(0.92))

@@ -439,8 +439,9 @@ def _train(
 ) -> tuple[dict[str, Any], list[int]]:
     from pathlib import Path
 
-    from src.train.run import Trainer
     from timm_parallel.record.result import read_result
+    from timm_parallel.runtime.run import Training
+    from timm_parallel.testing.runs import train_run
 
     config = resolved(
         "parallel=ddp",
@@ -449,19 +450,22 @@ def _train(
         "data.limit_train=64",
         *overrides,
     )
-    run = Trainer(config, Path(folder), ranks, store)
-    if ranks.rank == 1:
-        # By the clock of rank 1, a checkpoint is overdue. Only the clock of rank 0 may decide.
-        run.run.saved_at -= 1e6
     saved: list[int] = []
-    ordinary = run.run.save
+    save_if_due, save = Training._save_if_due, Training._save
 
-    def save(is_best: bool = False) -> None:
-        saved.append(run.parts.progress.step)
-        ordinary(is_best)
+    def with_fast_clock(training: Training) -> None:
+        # By the clock of rank 1, a checkpoint is overdue. Only the clock of rank 0 may decide.
+        training._saved_at -= 1e6 * ranks.rank
+        save_if_due(training)
 
-    run.run.save = save  # type: ignore[method-assign]
-    run.train()
+    def noted(training: Training, is_best: bool = False) -> None:
+        saved.append(training.parts.progress.step)
+        save(training, is_best)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Training, "_save_if_due", with_fast_clock)
+        patch.setattr(Training, "_save", noted)
+        train_run(config, Path(folder), ranks, store)
     result = read_result(Path(folder))
     return {**result.communication, "parameters": result.parameters}, saved
 

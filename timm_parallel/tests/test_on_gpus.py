@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from src.train.step import Autocast, TrainStep
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -27,8 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from src.models.build import build_model
 from src.schema import ModelConfig
-from src.train import loop
-from src.train.run import Trainer
+from timm_parallel.batch import Batch
 from timm_parallel.faults.failure import failure_record
 from timm_parallel.keys import ResolvedParallel
 from timm_parallel.machine import hardware
@@ -37,14 +35,18 @@ from timm_parallel.machine.ranks import Ranks
 from timm_parallel.measure.meter import Meter
 from timm_parallel.measure.metric_window import MetricWindow
 from timm_parallel.measure.step_hooks import StepHooks
-from timm_parallel.model.checks import run_on_black_image
+from timm_parallel.model.checks import check_networks
 from timm_parallel.parallel.build import build_strategy, use_deterministic_algorithms
 from timm_parallel.parallel.group import ProcessGroup
+from timm_parallel.parallel.networks import Autocast, Networks, PhaseStep
 from timm_parallel.runtime.determinism import seed_step
 from timm_parallel.runtime.run import Run
+from timm_parallel.runtime.step import Step
 from timm_parallel.state import checkpoint, restoring
-from timm_parallel.state.parts import TrainState
+from timm_parallel.state.parts import Learning, Phase
+from timm_parallel.state.progress import Progress
 from timm_parallel.testing.configs import evaluate_batches, resolved, task_of
+from timm_parallel.testing.runs import train_run
 
 # Fake tensors raise these errors where an operation needs the data of a tensor. All earlier
 # operations have then succeeded.
@@ -171,10 +173,9 @@ def test_strategy_error_has_the_reason_of_the_driver_or_of_torch_when_cuda_is_un
         assert (problem or "torch's reason") in str(failure.value)
 
 
-def batch(size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    return torch.zeros(size, 3, 2, 2, device=device), torch.zeros(
-        size, dtype=torch.int64, device=device
-    )
+def batch(size: int, device: torch.device) -> Batch:
+    labels = torch.zeros(size, dtype=torch.int64, device=device)
+    return Batch({"image": torch.zeros(size, 3, 2, 2, device=device), "target": labels})
 
 
 @pytest.mark.sample(4)
@@ -196,22 +197,27 @@ def test_dp_places_the_training_loss_on_the_configured_output_device(
     )
     with strategy.device:
         model: nn.Module = Seen()
-    wrapped = strategy.wrap(TrainStep(model, nn.CrossEntropyLoss(), task_of(10)))
-    schedule: Any = None
-    state = TrainState(
-        model, model, wrapped, torch.optim.SGD(model.parameters(), 0.1), schedule, None, None
-    )
+    task = task_of(5)
+    step = PhaseStep(task, Networks(task.networks(model)), "train")
+    wrapped = strategy.wrap(step)
+    learning = Learning(torch.optim.SGD(model.parameters(), 0.1), None)
+    phase = Phase("train", step, wrapped, dict(model.named_parameters()), learning, None)
     hooks = StepHooks(Meter(7, 1), strategy.group.stop)
     losses: list[Tensor] = []
     monkeypatch.setattr(Tensor, "backward", lambda loss: losses.append(loss))
     for accumulate in (1, 2):
-        train = SimpleNamespace(accumulate=accumulate)
-        run: Any = SimpleNamespace(state=state, hooks=hooks, config=SimpleNamespace(train=train))
+        parts: Any = SimpleNamespace(
+            config=SimpleNamespace(train=SimpleNamespace(accumulate=accumulate)),
+            progress=Progress(step_in_epoch=1),
+            state=SimpleNamespace(phases=[phase]),
+            strategy=strategy,
+            task=task,
+            hooks=hooks,
+        )
         window = MetricWindow(strategy.device)
+        whole = Step(parts, iter(()), window, is_logged=True)
         for _ in range(accumulate):
-            images, targets = batch(7, strategy.device)
-            loss, metrics = loop._add_gradients(run, images, targets)
-            window.add(1, loss, metrics, len(images))
+            whole.backward(batch(7, strategy.device))
         with pytest.raises(NEEDS_DATA):
             window.fetch(strategy.group)
     assert [loss.device for loss in losses] == [strategy.device] * 3
@@ -221,7 +227,7 @@ def test_dp_places_the_training_loss_on_the_configured_output_device(
 
 def evaluate_with(strategy: Any, model: nn.Module, dtype: torch.dtype | None, batches: Any) -> Any:
     autocast = Autocast(model, strategy.device.type, dtype)
-    return evaluate_batches(strategy.for_evaluation(autocast), batches, strategy, 7, 5)
+    return evaluate_batches(autocast, batches, strategy, 7, 5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, None])
@@ -307,16 +313,16 @@ def test_resume_loads_checkpoint_into_cpu_memory(
     """
     (tmp_path / "checkpoints").mkdir()
     contents = {
-        "format": 2,
+        "format": checkpoint.FORMAT,
         "model": {"weight": torch.ones(2)},
-        "optimizer": {"state": {0: {"step": torch.ones(())}}},
+        "phases": {"train": {"optimizer": {"state": {"weight": {"step": torch.ones(())}}}}},
         "segments": [],
     }
     torch.save(contents, tmp_path / "checkpoints" / "step_1.pt")
     run: Any = object.__new__(Run)
-    run.folder, run.group = tmp_path, ProcessGroup(Ranks())
+    run.folder = tmp_path
     run.parts = SimpleNamespace(
-        strategy=SimpleNamespace(device=torch.device("meta")),
+        strategy=SimpleNamespace(device=torch.device("meta"), group=ProcessGroup(Ranks())),
         config=SimpleNamespace(parallel=SimpleNamespace(devices=1)),
         progress=SimpleNamespace(step=1),
         train_loader=SimpleNamespace(replay=None),
@@ -328,8 +334,9 @@ def test_resume_loads_checkpoint_into_cpu_memory(
         return {}
 
     monkeypatch.setattr(restoring, "restore_run", restore_run)
-    run.resume()
-    tensors = [restored[0]["model"]["weight"], restored[0]["optimizer"]["state"][0]["step"]]
+    run._resume()
+    state = restored[0]["phases"]["train"]["optimizer"]["state"]
+    tensors = [restored[0]["model"]["weight"], state["weight"]["step"]]
     assert [tensor.device.type for tensor in tensors] == ["cpu", "cpu"]
 
 
@@ -347,9 +354,9 @@ def test_checkpoint_file_has_only_cpu_tensors_and_stores_tied_weights_once(
     tied, here = torch.zeros(4, device="cuda"), torch.zeros(2, device="cpu")
     contents = {
         "model": {"in": tied, "out": tied.detach(), "part": tied[:2]},
-        "optimizer": {"state": {"in": {"step": torch.zeros((), device="cuda:1"), "mean": here}}},
+        "phases": {"train": {"in": {"step": torch.zeros((), device="cuda:1"), "mean": here}}},
         "buffers_by_rank": {"model": torch.zeros(2, 3, device="cuda")},
-        **{"scaler": None, "classes": ["a"], "made_by": {}},
+        **{"classes": ["a"], "made_by": {}},
         "progress": {"step": 1, "epoch": 0, "best_values": {}},
     }
     checkpoint.save(tmp_path, contents, 1, keep=1, is_best=False)
@@ -357,7 +364,7 @@ def test_checkpoint_file_has_only_cpu_tensors_and_stores_tied_weights_once(
     assert {tensor.device.type for tensor in leaves} == {"cpu"}
     assert saved[0]["model"]["in"] is saved[0]["model"]["out"]
     assert saved[0]["model"]["part"].shape == (2,)
-    assert saved[0]["optimizer"]["state"]["in"]["mean"] is here, (
+    assert saved[0]["phases"]["train"]["in"]["mean"] is here, (
         "expected no copy of what is in CPU memory"
     )
 
@@ -380,14 +387,12 @@ def test_deterministic_training_uses_only_deterministic_algorithms(tmp_path: Pat
         "train.deterministic=true",
         "train.max_steps=1",
     )
-    training = Trainer(config, tmp_path, Ranks(), None)
+    train_run(config, tmp_path)
     assert (
         torch.are_deterministic_algorithms_enabled()
         and not torch.is_deterministic_algorithms_warn_only_enabled()
     )
     assert not torch.backends.cudnn.benchmark and os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
-    training.train()
-    training.run.close()
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -413,8 +418,9 @@ def test_image_size_check_disables_cudnn_benchmark_mode_for_its_forward_pass(
             return images.flatten(1).view(1, 3 if fails else -1)
 
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    sample = Batch({"image": torch.zeros(1, 1, 4, 4), "target": torch.zeros(1)})
     with pytest.raises(ValueError, match=r"data\.image_size=4") if fails else nullcontext():
-        run_on_black_image(Model(), (1, 4, 4), torch.device("cpu"))
+        check_networks(task_of(16), Networks({"model": Model()}), sample)
     assert seen == [False] and torch.backends.cudnn.benchmark
 
 

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from sklearn.calibration import calibration_curve
 
 from src.tasks.classification import calibration_error, count_by_confidence
+from timm_parallel.batch import Batch
 from timm_parallel.runtime.evaluation import Evaluation
 from timm_parallel.runtime.predictions import write_predictions
 from timm_parallel.testing.configs import task_of
@@ -26,7 +27,7 @@ from timm_parallel.testing.configs import task_of
 def test_predictions_are_written_as_csv_as_json_or_as_lines_on_stdout(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_predictions(FOUND, task_of(2), "csv", tmp_path / "x.csv")
+    write_predictions(FOUND, "csv", tmp_path / "x.csv")
     with open(tmp_path / "x.csv", newline="", encoding="utf-8") as file:
         first, second = csv.DictReader(file)
     assert (
@@ -35,12 +36,16 @@ def test_predictions_are_written_as_csv_as_json_or_as_lines_on_stdout(
         and first["class_1"] == "cat"
     )
     assert second["path"] == "torn.png" and second["class_1"] == ""
-    write_predictions(FOUND, task_of(2), "json", tmp_path / "x.json")
-    assert json.loads((tmp_path / "x.json").read_text())[0]["probabilities"] == [0.75, 0.25]
-    write_predictions(FOUND, task_of(2), "console", None)
-    assert capsys.readouterr().out.splitlines() == [
-        "a, b.png  cat 0.7500, dog 0.2500",
-        "torn.png  unreadable",
+    write_predictions(FOUND, "json", tmp_path / "x.json")
+    first, second = json.loads((tmp_path / "x.json").read_text())
+    assert (first["class_2"], first["probability_2"]) == ("dog", 0.25)
+    assert second == {"path": "torn.png", **dict.fromkeys(FOUND["a, b.png"] or {})}
+    write_predictions(FOUND, "console", None)
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert rows == [
+        ["path", "class_1", "probability_1", "class_2", "probability_2"],
+        ["a,", "b.png", "cat", "0.7500", "dog", "0.2500"],
+        ["torn.png", *["unreadable"] * 4],
     ]
 
 
@@ -50,14 +55,14 @@ LATIN_1 = os.fsdecode(b"r\xf6se\xff.png")
 def test_file_names_that_are_not_utf_8_keep_their_bytes(
     tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
-    predictions = {LATIN_1: {"classes": ["cat"], "probabilities": [1.0]}}
-    write_predictions(predictions, task_of(2), "csv", tmp_path / "x.csv")
+    predictions = {LATIN_1: {"class_1": "cat", "probability_1": 1.0}}
+    write_predictions(predictions, "csv", tmp_path / "x.csv")
     assert (tmp_path / "x.csv").read_bytes().splitlines()[1].startswith(b"r\xf6se\xff.png,cat")
-    write_predictions(predictions, task_of(2), "json", tmp_path / "x.json")
+    write_predictions(predictions, "json", tmp_path / "x.json")
     (row,) = json.loads((tmp_path / "x.json").read_bytes())
     assert os.fsencode(row["path"]) == b"r\xf6se\xff.png"
     for form in ("csv", "console"):
-        write_predictions(predictions, task_of(2), form, None)
+        write_predictions(predictions, form, None)
     sys.stdout.flush()
     # A terminal gets them as text.
     assert capfdbinary.readouterr().out.count(rb"r\udcf6se\udcff.png") == 2
@@ -70,10 +75,8 @@ def test_predictions_on_the_console_have_no_control_characters(
 ) -> None:
     """Names of files and classes may contain commands for a terminal."""
     name = "a\x1b]0;title\x07\x1b[2J\u202e\x9b.png"
-    task = task_of(2)
-    task.names[0] = "dog\x1b[31m"
-    written: Any = {name: {"classes": [task.names[0]], "probabilities": [0.5]}}
-    write_predictions(written, task, form, None)
+    written: Any = {name: {"class_1": "dog\x1b[31m", "probability_1": 0.5}}
+    write_predictions(written, form, None)
     shown = capsys.readouterr().out
     assert "dog" in shown and not set(shown) & set("\x1b\x07\u202e\x9b")
 
@@ -86,9 +89,8 @@ def test_calibration_error_equals_the_error_from_scikit_learn_calibration_curve(
     draw = torch.Generator().manual_seed(seed)
     scores = torch.randn(images, classes, generator=draw) * 3
     labels = torch.randint(classes, (images,), generator=draw)
-    sums = count_by_confidence(
-        lambda s: s.softmax(1), scores, labels, torch.zeros(0, dtype=torch.float64)
-    )
+    batch = Batch({"image": scores, "target": labels})
+    sums = count_by_confidence(task_of(classes), scores, batch)
     confidence, predicted = scores.softmax(1).max(1)
     share, mean = calibration_curve(predicted == labels, confidence, n_bins=15)
     counts = np.histogram(confidence, bins=np.linspace(0, 1, 16))[0]
@@ -107,6 +109,11 @@ def test_prediction_table_of_a_single_label_task_has_the_five_most_probable_clas
 
 
 FOUND: dict[str, dict[str, Any] | None] = {
-    "a, b.png": {"classes": ["cat", "dog"], "probabilities": [0.75, 0.25]},
+    "a, b.png": {
+        "class_1": "cat",
+        "probability_1": 0.75,
+        "class_2": "dog",
+        "probability_2": 0.25,
+    },
     "torn.png": None,
 }

@@ -19,6 +19,7 @@ from timm_parallel.errors import RefusedError
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.measure.step_hooks import StepHooks
 from timm_parallel.measure.step_profiler import summary_lines
+from timm_parallel.parallel.networks import PhaseStep
 from timm_parallel.record.result import read_result
 from timm_parallel.testing.commands import Train
 from timm_parallel.testing.configs import resolved
@@ -165,15 +166,13 @@ def test_profile_of_ddp_writes_a_trace_for_every_rank(tmp_path: Path) -> None:
 def test_profiled_forward_time_contains_the_time_that_the_model_takes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from src.train.step import TrainStep
-
-    forward = TrainStep.forward
+    forward = PhaseStep.forward
 
     def slow(self: Any, *args: Any) -> Any:
         time.sleep(0.05)
         return forward(self, *args)
 
-    monkeypatch.setattr(TrainStep, "forward", slow)
+    monkeypatch.setattr(PhaseStep, "forward", slow)
     result = trained(
         Ranks(), None, str(tmp_path / "run"), "parallel=single", "train.evaluate_every=1"
     )

@@ -164,7 +164,11 @@ def test_reproduction_names_the_changed_code_file_and_the_changed_number_of_thre
 ) -> None:
     def changed_code(repository: Path, commit: str, folder: Path) -> None:
         copied_code(repository, commit, folder)
-        edit(folder / "src/train/loop.py", "return loss.detach()", "return 2 * loss.detach()")
+        edit(
+            folder / "timm_parallel/runtime/step.py",
+            "return loss.detach()",
+            "return 2 * loss.detach()",
+        )
 
     monkeypatch.setattr(reproduce, "copy_commit", changed_code)
     change_the_threads(copy)
@@ -173,7 +177,10 @@ def test_reproduction_names_the_changed_code_file_and_the_changed_number_of_thre
     was, now = found["first_difference"]["was"], found["first_difference"]["now"]
     assert now == pytest.approx(2 * was, rel=1e-5)
     assert (found["losses"], found["equal_losses"]) == (3, 0)
-    assert found["differences"].keys() == {"threads_per_device", "code of src/train/loop.py"}
+    assert found["differences"].keys() == {
+        "threads_per_device",
+        "code of timm_parallel/runtime/step.py",
+    }
     assert found["differences"]["threads_per_device"] == [1, 2]
 
 

@@ -118,12 +118,12 @@ def test_option_is_refused_when_the_chosen_loss_does_not_read_the_option(
         return Config(train=TrainConfig(loss=loss, **train), data=data)
 
     check_task(config_with("ce"))
-    losses = Classification.losses
+    losses = Classification.known_losses
     monkeypatch.setattr(
-        Classification, "losses", {**losses, "plain": ClassLoss(losses["ce"].build)}
+        Classification, "known_losses", {**losses, "plain": ClassLoss(losses["ce"].build)}
     )
     # The second value of train.loss names a class that does not declare the options that it reads.
-    for loss in ("plain", "src.train.step.TrainStep"):
+    for loss in ("plain", "src.models.segmenter.Segmenter"):
         with pytest.raises(ValueError, match=rf"^{key}=.* train\.loss={loss} does not read it"):
             check_task(config_with(loss))
 

@@ -125,15 +125,17 @@ def test_batch_gathered_from_a_torchvision_array_equals_the_images_read_one_by_o
         assert {loader.num_workers == 0 for loader in loaders} == {side == 28}
         fetcher, request = run.train_loader.fetcher, IndexBatch(0, np.arange(6))
         if side == 28:
-            images, labels, _, draws = fetcher.read(request)
-            batches.append(fetcher.finish(images, labels, draws, lambda pixels: pixels))
+            fields, _, _, draws = fetcher.read(request)
+            batches.append(fetcher.finish(fields, draws, lambda pixels: pixels))
             each = train_transform(resolved.data.augment, (side, side), resize=True)
             fetcher.transform = OnImage.of(each)
             fetcher.gathers, fetcher.on_pixels = False, None
-            batches.append(fetcher.read(request)[:2])
+            batches.append(fetcher.read(request)[0])
         for loader in loaders:
             loader.close()
-    assert all(torch.equal(gathered, single) for gathered, single in zip(*batches, strict=True))
+    gathered, single = batches
+    assert list(gathered) == list(single) == ["image", "target"]
+    assert all(torch.equal(gathered[name], single[name]) for name in gathered)
 
 
 def read_in_rank(ranks: Ranks, store: Any, root: str) -> tuple[int, int, int]:

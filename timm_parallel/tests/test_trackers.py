@@ -33,6 +33,7 @@ from timm_parallel.machine.ranks import Ranks
 from timm_parallel.machine.signals import Stopped
 from timm_parallel.record import recorder
 from timm_parallel.record.confusion import draw_confusion, short
+from timm_parallel.runtime.run import Training
 from timm_parallel.testing.commands import Refuse, Train
 from timm_parallel.testing.configs import read_lines, resolved
 from timm_parallel.trackers import tracker as trackers
@@ -196,10 +197,10 @@ def test_tracker_receives_status_failed_or_interrupted_when_the_run_raises(
         (Stopped(15), "interrupted"),
     ):
 
-        def end_epoch(self: lifecycle.Trainer, error: BaseException = error) -> None:
+        def end_epoch(self: Training, error: BaseException = error) -> None:
             raise error
 
-        monkeypatch.setattr(lifecycle.Trainer, "end_epoch", end_epoch)
+        monkeypatch.setattr(Training, "_end_epoch", end_epoch)
         with pytest.raises(type(error)):
             lifecycle.run(config_with(kept=Kept), tmp_path, Ranks(), None)
         assert Kept.calls[-1] == ("end", status, {})
