@@ -2,8 +2,8 @@
 trained teacher, which stays as it is.
 
     cp examples/distillation.py src/tasks/ && cp examples/distillation.yaml conf/experiment/
-    python train.py experiment=digits_vit hydra.run.dir=outputs/teacher
-    python train.py experiment=distillation train.task_kwargs.teacher=outputs/teacher
+    python train.py model=tiny optim.lr=0.003 train.epochs=30 hydra.run.dir=outputs/teacher
+    python train.py experiment=distillation
 
 Checkpoints have the teacher too, but evaluate.py and predict.py need its folder, which says how to
 build it. An export has the student alone.

@@ -8,22 +8,20 @@ The dataset draws a red and a blue dot on noise.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torchvision import tv_tensors
 from torchvision.transforms import v2
 
 from src.data.transforms import evaluation_transform, train_transform
 from src.schema import DataConfig
 from src.tasks.images import ImageTask
-from timm_parallel import Batch, Evaluation, ImageDataset, Metric, to_double
+from timm_parallel import Batch, ImageDataset, Metric, to_double
 
 SIDE, MARGIN = 40, 8
-# Largest distance of a point that counts as near, as a share of the image.
-NEAR = 0.05
 
 
 class _Dots:
@@ -41,17 +39,38 @@ class _Dots:
         image, points = self.images[index].clone(), self.points[index]
         for channel, (x, y) in zip((0, 2), points.tolist(), strict=True):
             image[channel, y - 2 : y + 3, x - 2 : x + 3] = 255
-        return image, points.float()
+        return image, points + 0.5
 
 
 class Dots(ImageDataset):
     """Made-up images with two points."""
 
     targets = ("keypoints",)
-    target_names = ["red", "blue"]
+    target_names = ["red x", "red y", "blue x", "blue y"]
 
     def __init__(self, config: DataConfig, num_samples: int = 1024) -> None:
         self.train, self.val = _Dots(num_samples, 0), _Dots(256, 1)
+
+
+class PointNet(nn.Module):
+    """Maps images to the mean place of each heatmap, [B, 2 K], in shares of the image."""
+
+    def __init__(self, num_classes: int, in_chans: int, width: int = 32) -> None:
+        super().__init__()
+        self.heatmaps = nn.Sequential(
+            nn.Conv2d(in_chans, width, 5, padding=2),
+            nn.GELU(),
+            nn.Conv2d(width, num_classes // 2, 5, padding=2),
+        )
+
+    def forward(self, images: Tensor) -> Tensor:
+        heatmaps = self.heatmaps(images)
+        height, width = heatmaps.shape[2:]
+        shares = heatmaps.flatten(2).softmax(2).unflatten(2, (height, width))
+        columns = (torch.arange(width, device=images.device) + 0.5) / width
+        rows = (torch.arange(height, device=images.device) + 0.5) / height
+        points = [shares.sum(2) @ columns, shares.sum(3) @ rows]
+        return torch.stack(points, 2).flatten(1)
 
 
 class WithPoints:
@@ -78,28 +97,17 @@ def distance(task: Any, outputs: Tensor, batch: Batch) -> Tensor:
     return to_double(distances(outputs, batch.target)).sum()
 
 
-def near(task: Any, outputs: Tensor, batch: Batch) -> Tensor:
-    return (distances(outputs, batch.target) < NEAR).sum()
-
-
-def per_image(total: Tensor, samples: int) -> float:
-    return float(total) / samples
-
-
 class Keypoints(ImageTask):
-    """Targets are float [B, K, 2]; the model has 2 K outputs."""
+    """Targets are float [B, K, 2], and outputs [B, 2 K]."""
 
     target = "keypoints"
-    names_are = "points"
+    names_are = "coordinates"
     metrics = {
-        "distance": Metric(distance, per_image, lower_is_better=True),
-        "near": Metric(near, per_image, is_proportion=True),
+        "distance": Metric(
+            distance, lambda total, samples: float(total) / samples, lower_is_better=True
+        )
     }
     headline = "distance"
-
-    @property
-    def num_outputs(self) -> int:
-        return 2 * len(self.names)
 
     def train_transform(self, size: tuple[int, int], resize: bool, mean: tuple[float, ...]) -> Any:
         steps = train_transform(self.config.data.augment, size, resize, mean)
@@ -110,15 +118,3 @@ class Keypoints(ImageTask):
 
     def losses(self, networks: Any, batch: Batch, phase: str) -> tuple[Tensor, dict[str, Tensor]]:
         return distances(networks.model(batch.image), batch.target), {}
-
-    def table(self, evaluation: Evaluation) -> dict[str, list[Any]]:
-        assert evaluation.rows is not None
-        return {"distance": distances(*evaluation.rows[1:]).tolist()}
-
-    def predictions(self, scores: Tensor, topk: int) -> list[dict[str, Any]]:
-        """Return column and row of each point, as shares of width and height."""
-        points = scores.unflatten(1, (-1, 2)).tolist()
-        return [dict(zip(self.names, row, strict=True)) for row in points]
-
-    def text(self, prediction: Mapping[str, Any]) -> str:
-        return ", ".join(f"{name} {x:.3f} {y:.3f}" for name, (x, y) in prediction.items())

@@ -1,12 +1,15 @@
-"""LoRA (Hu et al. 2021, arXiv:2106.09685): a trained ViT stays as it is. Two small matrices next to
-each linear layer of the attention are trained, and the head.
+r"""LoRA (Hu et al. 2021, arXiv:2106.09685): a trained ViT stays as it is. Only two small matrices
+next to each linear layer of the attention, and the head, are trained.
 
     cp examples/lora.py src/models/ && cp examples/lora.yaml conf/experiment/
-    python train.py model=tiny train.epochs=3 hydra.run.dir=outputs/base
-    python train.py experiment=lora model.weights=outputs/base/checkpoints/last.pt
+    python train.py model=tiny optim.lr=0.003 train.epochs=30 data.augment.vflip=1 \
+        hydra.run.dir=outputs/base
+    python train.py experiment=lora model.weights=outputs/base/checkpoints/last.pt \
+        model.weights_strict=false
 
-Checkpoints have the whole model. For a model of timm, give its arguments in model.kwargs, and its
-weights as a file.
+The first command trains on digits that are upside down, and the second adapts the model to upright
+ones. The file has no adapters, so model.weights_strict=false. Checkpoints of the second run have
+the whole model.
 """
 
 from __future__ import annotations

@@ -25,17 +25,21 @@ from timm_parallel import Batch, InMemory, Metric, key
 
 
 class FewLabels(Digits):
-    """Digits with the field `is_labeled`, which is 1 for the first `labeled` training images and
-    all others of val and test.
+    """Digits with the field `is_labeled`: 1 for some training images, and 0 for the others. An
+    epoch has the labeled images several times, so that each batch has some of them.
     """
 
-    def __init__(self, config: DataConfig, labeled: int = 50) -> None:
+    def __init__(self, config: DataConfig, labeled: int = 50, repeats: int = 10) -> None:
         super().__init__(config)
-        for split in (self.train, self.val, self.test):
-            assert isinstance(split, InMemory)
-            count = labeled if split is self.train else len(split)
-            is_labeled = (torch.arange(len(split)) < count).float()
-            split.labels = {"target": split.labels, "is_labeled": is_labeled}
+        self.train = self._with_labels(self.train, labeled, repeats)
+        self.val = self._with_labels(self.val)
+        self.test = self._with_labels(self.test)
+
+    def _with_labels(self, split: Any, labeled: int | None = None, repeats: int = 0) -> InMemory:
+        count = len(split) if labeled is None else labeled
+        order = torch.cat([torch.arange(count).repeat(repeats), torch.arange(len(split))])
+        fields = {"target": split.labels[order], "is_labeled": (order < count).float()}
+        return InMemory(split.images[order], fields)
 
 
 class TwoViews:
@@ -71,8 +75,7 @@ class MeanTeacher(ImageTask):
     Options: ClassVar[type[Any]] = MeanTeacherOptions
 
     def train_transform(self, size: tuple[int, int], resize: bool, mean: tuple[float, ...]) -> Any:
-        crop = v2.RandomResizedCrop(size, (0.7, 1.0), (0.9, 1.1))
-        return TwoViews(v2.Compose([crop, v2.RandomAffine(10, (0.1, 0.1))]))
+        return TwoViews(v2.RandomResizedCrop(size, (0.7, 1.0), (0.9, 1.1)))
 
     def losses(self, networks: Any, batch: Batch, phase: str) -> tuple[Tensor, dict[str, Tensor]]:
         scores = networks.model(batch.image)

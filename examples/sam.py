@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD
+from torch.optim import AdamW
 
 
-class Sam(SGD):
-    """SGD with momentum at the gradients of the worst weights nearby. `optim.kwargs.rho`: distance
-    of these weights.
+class Sam(AdamW):
+    """AdamW with the gradients of the worst weights nearby. `optim.kwargs.rho`: distance of these
+    weights.
 
     It needs the norm of whole gradients, so fsdp rejects it.
     """
@@ -28,14 +28,9 @@ class Sam(SGD):
     needs_closure = True
 
     def __init__(
-        self,
-        params: Any,
-        lr: float,
-        weight_decay: float = 0.0,
-        momentum: float = 0.9,
-        rho: float = 0.05,
+        self, params: Any, lr: float, weight_decay: float = 0.01, rho: float = 0.05
     ) -> None:
-        super().__init__(params, lr=lr, momentum=momentum, weight_decay=weight_decay)
+        super().__init__(params, lr=lr, weight_decay=weight_decay)
         self.rho = rho
 
     @torch.no_grad()

@@ -24,15 +24,13 @@ SIDE = 32
 
 
 def draw_sample(draw: torch.Generator) -> tuple[Tensor, int]:
-    """Draw a disc (0) or a square (1) of any size and place on noise, uint8 [1, SIDE, SIDE]."""
+    """Draw horizontal (0) or vertical (1) stripes of any width on noise, uint8 [1, SIDE, SIDE]."""
     image = torch.randint(0, 120, (1, SIDE, SIDE), generator=draw, dtype=torch.uint8)
-    label, half, top, left = torch.randint(0, 2**16, (4,), generator=draw).tolist()
-    label, half, top, left = label % 2, 4 + half % 5, 8 + top % 16, 8 + left % 16
-    rows, columns = torch.arange(SIDE)[:, None] - top, torch.arange(SIDE) - left
-    is_disc = rows**2 + columns**2 <= half**2
-    is_square = (rows.abs() <= half) & (columns.abs() <= half)
-    image[:, is_square if label else is_disc] += 100
-    return image, label
+    label, width, start = torch.randint(0, 2**16, (3,), generator=draw).tolist()
+    label, width = label % 2, 3 + width % 6
+    is_light = (torch.arange(start, start + SIDE) // width) % 2 == 0
+    stripes = is_light[None, :] if label else is_light[:, None]
+    return image + 60 * stripes.byte(), label
 
 
 class _Stream:
@@ -51,9 +49,9 @@ class _Stream:
 
 
 class Stream(ImageDataset):
-    """Discs and squares without end. Evaluation needs an index, so val is in memory."""
+    """Stripes without end. Evaluation needs an index, so val is in memory."""
 
-    target_names = ["disc", "square"]
+    target_names = ["horizontal", "vertical"]
     in_chans, image_size = 1, SIDE
     train: Any
 
