@@ -29,16 +29,14 @@ def draw_sample(seed: int) -> tuple[Tensor, dict[str, Tensor]]:
     draw = torch.Generator().manual_seed(seed)
     image = torch.randint(0, 80, (1, SIDE, SIDE), generator=draw, dtype=torch.uint8)
     number = int(torch.randint(0, MOST + 1, (), generator=draw))
-    corners = torch.randint(0, SIDE - 8, (number, 2), generator=draw)
-    sides = torch.randint(4, 9, (number, 2), generator=draw)
-    for (left, top), (width, height) in zip(corners.tolist(), sides.tolist(), strict=True):
-        image[:, top : top + height, left : left + width] = 200
-    return image, {"boxes": torch.cat([corners, corners + sides], 1) / SIDE}
+    starts = torch.randint(0, SIDE - 8, (number, 2), generator=draw)
+    ends = starts + torch.randint(4, 9, (number, 2), generator=draw)
+    for (left, top), (right, bottom) in zip(starts.tolist(), ends.tolist(), strict=True):
+        image[:, top:bottom, left:right] = 200
+    return image, {"boxes": torch.cat([starts, ends], 1) / SIDE}
 
 
 class Rectangles(ImageDataset):
-    """Made-up images with boxes."""
-
     targets = ("boxes",)
     target_names = ["rectangle"]
     in_chans, image_size = 1, SIDE
