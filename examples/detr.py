@@ -24,37 +24,26 @@ from timm_parallel import Batch, ImageDataset, Metric, to_double
 SIDE, QUERIES, MOST = 32, 8, 4
 
 
-class _Rectangles:
-    """Images uint8 [1, SIDE, SIDE], and the field `boxes` [K, 4]: left, top, right, bottom in
-    shares of the image.
-    """
-
-    def __init__(self, seed: int, count: int) -> None:
-        self.seed, self.count = seed, count
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, index: int) -> tuple[Tensor, dict[str, Tensor]]:
-        draw = torch.Generator().manual_seed(self.seed + index)
-        image = torch.randint(0, 80, (1, SIDE, SIDE), generator=draw, dtype=torch.uint8)
-        number = int(torch.randint(0, MOST + 1, (), generator=draw))
-        corners = torch.randint(0, SIDE - 8, (number, 2), generator=draw)
-        sides = torch.randint(4, 9, (number, 2), generator=draw)
-        for (left, top), (width, height) in zip(corners.tolist(), sides.tolist(), strict=True):
-            image[:, top : top + height, left : left + width] += 120
-        return image.clamp(max=255), {"boxes": torch.cat([corners, corners + sides], 1) / SIDE}
+def draw_sample(seed: int) -> tuple[Tensor, dict[str, Tensor]]:
+    """Draw an image, and its boxes [K, 4]: left, top, right, bottom in shares of the image."""
+    draw = torch.Generator().manual_seed(seed)
+    image = torch.randint(0, 80, (1, SIDE, SIDE), generator=draw, dtype=torch.uint8)
+    number = int(torch.randint(0, MOST + 1, (), generator=draw))
+    starts = torch.randint(0, SIDE - 8, (number, 2), generator=draw)
+    ends = starts + torch.randint(4, 9, (number, 2), generator=draw)
+    for (left, top), (right, bottom) in zip(starts.tolist(), ends.tolist(), strict=True):
+        image[:, top:bottom, left:right] = 200
+    return image, {"boxes": torch.cat([starts, ends], 1) / SIDE}
 
 
 class Rectangles(ImageDataset):
-    """Made-up images with boxes."""
-
     targets = ("boxes",)
     target_names = ["rectangle"]
     in_chans, image_size = 1, SIDE
 
     def __init__(self, config: DataConfig, num_samples: int = 2048) -> None:
-        self.train, self.val = _Rectangles(0, num_samples), _Rectangles(10**6, 256)
+        self.train = [draw_sample(seed) for seed in range(num_samples)]
+        self.val = [draw_sample(10**6 + seed) for seed in range(256)]
 
 
 class SmallDetr(nn.Module):
@@ -86,9 +75,9 @@ def corners(rows: Tensor) -> Tensor:
 def match(rows: Tensor, boxes: Tensor) -> tuple[Tensor, Tensor]:
     """Assign each box [K, 4] to one row; return the numbers of rows and boxes, [K] each."""
     cost = torch.cdist(corners(rows), boxes, p=1) - rows[:, :1].sigmoid()
-    pairs = linear_sum_assignment(cost.detach().double().cpu().numpy())
-    of_rows, of_boxes = (torch.as_tensor(numbers, device=rows.device) for numbers in pairs)
-    return of_rows, of_boxes
+    of_rows, of_boxes = linear_sum_assignment(cost.detach().double().cpu().numpy())
+    device = rows.device
+    return torch.as_tensor(of_rows, device=device), torch.as_tensor(of_boxes, device=device)
 
 
 def loss_of(rows: Tensor, boxes: Tensor) -> Tensor:
@@ -103,10 +92,9 @@ def overlaps(task: Any, outputs: Tensor, batch: Batch) -> Tensor:
     """Sum the overlaps of boxes and their rows, and count the boxes: [2]."""
     total = torch.zeros(2, device=outputs.device)
     for rows, boxes in zip(outputs, batch.boxes, strict=True):
-        if len(boxes):
-            of_rows, of_boxes = match(rows, boxes)
-            pairs = box_iou(corners(rows)[of_rows], boxes[of_boxes])
-            total += torch.stack([pairs.diag().sum(), pairs.new_tensor(len(boxes))])
+        of_rows, of_boxes = match(rows, boxes)
+        pairs = box_iou(corners(rows)[of_rows], boxes[of_boxes])
+        total += torch.stack([pairs.diag().sum(), pairs.new_tensor(len(boxes))])
     return to_double(total)
 
 

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor
 
-import src.tasks
-from timm_parallel.checked_configs import check_config
-from timm_parallel.config.compose import compose_command
+from src.app import app
+from src.commands.evaluate import evaluate_config
+from src.commands.predict import PredictionRequest, predict
+from src.schema import ResolvedParallel
+from timm_parallel.checked_configs import check_config, evaluation_config
+from timm_parallel.config.compose import compose_command, load_config
 from timm_parallel.config.resolve import resolve
+from timm_parallel.data.build import load_dataset
+from timm_parallel.errors import RefusedError
 from timm_parallel.launch.job import prepare
+from timm_parallel.machine.ranks import Ranks
+from timm_parallel.record.result import read_result
 from timm_parallel.state import checkpoint
 from timm_parallel.testing.commands import ROOT
 from timm_parallel.testing.configs import parse
@@ -23,64 +33,97 @@ from timm_parallel.testing.ranks import warm_ranks
 
 EXAMPLES = ROOT / "examples"
 NAMES = sorted(path.stem for path in EXAMPLES.glob("*.yaml"))
-COMMON = (
-    "print_config=false",
-    "parallel.threads_per_device=1",
-    "data.batch_size=24",
-    "data.limit_train=144",
-    "train.epochs=2",
-    "train.max_steps=8",
-    "train.log_every=2",
-    "checkpoint.every_steps=4",
-    "checkpoint.keep=9",
-    "optim.warmup_epochs=0",
-    "tracker=none",
-)
-SPREADS = {
-    "single": ("parallel=single",),
-    "ddp2": ("parallel=ddp", "parallel.devices=2"),
-    "ddp3": ("parallel=ddp", "parallel.devices=3"),
-    "fsdp2": ("parallel=fsdp", "parallel.devices=2"),
-    "accumulated": ("parallel=single", "data.batch_size=12", "train.accumulate=2"),
-    "ddp2_accumulated": (
-        "parallel=ddp",
-        "parallel.devices=2",
-        "data.batch_size=12",
-        "train.accumulate=2",
-    ),
-    "fsdp2_accumulated": (
-        "parallel=fsdp",
-        "parallel.devices=2",
-        "data.batch_size=12",
-        "train.accumulate=2",
-    ),
+COMMON = {
+    "print_config": "false",
+    "parallel.threads_per_device": "1",
+    "data.batch_size": "24",
+    "data.limit_train": "144",
+    "train.epochs": "2",
+    "train.max_steps": "8",
+    "train.log_every": "2",
+    "checkpoint.every_steps": "4",
+    "checkpoint.keep": "9",
+    "optim.warmup_epochs": "0",
+    "tracker": "none",
 }
-# Module that lets a process import the examples as files of src/tasks/.
-IMPORT = f"import src.tasks\nsrc.tasks.__path__.append({str(EXAMPLES)!r})\n"
+HALVES = {"data.batch_size": "12", "train.accumulate": "2"}
+SPREADS: dict[str, dict[str, str]] = {
+    "single": {"parallel": "single"},
+    "ddp2": {"parallel": "ddp", "parallel.devices": "2"},
+    "ddp3": {"parallel": "ddp", "parallel.devices": "3"},
+    "fsdp2": {"parallel": "fsdp", "parallel.devices": "2"},
+    "accumulated": {"parallel": "single", **HALVES},
+    "ddp2_accumulated": {"parallel": "ddp", "parallel.devices": "2", **HALVES},
+    "fsdp2_accumulated": {"parallel": "fsdp", "parallel.devices": "2", **HALVES},
+}
+# Spreads of the example of a strategy, which runs under this strategy only.
+LOCAL_SGD = {
+    "local_sgd": {"parallel.devices": "2", "parallel.options.period": "4"},
+    "local_sgd_of_each_step": {"parallel.devices": "2", "parallel.options.period": "1"},
+    "local_sgd_on_one_device": {"parallel.devices": "1"},
+}
+# Spreads that the config of an example rejects, and the key that it names.
+REFUSED = {
+    # SAM needs the norm of whole gradients.
+    ("sam", "fsdp2"): "optim.opt",
+    ("sam", "fsdp2_accumulated"): "optim.opt",
+}
+# Options of an example in addition to COMMON.
+OPTIONS = {
+    # A stream has no indices of which some could be chosen.
+    "stream": {"data.limit_train": "null", "+data.kwargs.num_samples": "144"},
+    # The ranks have momentum of their own, and a checkpoint that of rank 0 only.
+    "local_sgd": {"optim.momentum": "0"},
+}
+# Rounding errors change the weights more with AdamW, which divides by gradients that are near 0.
+TOLERANCE = {"sam": 1e-5}
+PACKAGES = ("tasks", "models", "data", "train")
+# Module that lets a process import the examples as files of the packages of src.
+IMPORT = f"""
+from importlib import import_module
+
+for name in {PACKAGES}:
+    import_module(f"src.{{name}}").__path__.append({str(EXAMPLES)!r})
+"""
 
 
 @pytest.fixture(scope="module")
-def train(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Return a function `(example, spread, folder) -> folder` that trains an example."""
-    base = tmp_path_factory.mktemp("examples")
-    src.tasks.__path__.append(str(EXAMPLES))
-    (base / "first.py").write_text(IMPORT, encoding="utf-8")
-    options = base / "conf" / "experiment"
-    options.mkdir(parents=True)
+def conf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder of configs that has the experiments of all examples, and let this process
+    import the examples.
+    """
+    folder = tmp_path_factory.mktemp("examples") / "conf"
+    (folder / "experiment").mkdir(parents=True)
     for path in EXAMPLES.glob("*.yaml"):
-        shutil.copy(path, options)
+        shutil.copy(path, folder / "experiment")
+    for name in PACKAGES:
+        import_module(f"src.{name}").__path__.append(str(EXAMPLES))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def train(conf: Path) -> Callable[..., Path]:
+    """Return a function `(example, spread, folder) -> folder` that trains an example."""
+    base = conf.parent
+    (base / "first.py").write_text(IMPORT, encoding="utf-8")
+
+    def needed(example: str) -> dict[str, str]:
+        """Return the options without which an example has no data or no teacher."""
+        if example == "tiff":
+            if not (base / "tiff").exists():
+                import_module("src.data.tiff").make_up(base / "tiff")
+            return {"data.root": str(base / "tiff")}
+        if example == "distillation":
+            return {"train.task_kwargs.teacher": str(get("lora", "single"))}
+        return {}
 
     def get(example: str, spread: str, folder: Path | None = None) -> Path:
         at = folder or base / f"{example}_{spread}"
         if folder is None and at.exists():
             return at
+        options = needed(example)
         at.mkdir(exist_ok=True)
-        words = [f"experiment={example}", *COMMON, *SPREADS[spread]]
-        given = parse(*words, "--config-dir", str(base / "conf"))
-        config = compose_command(given).config
-        # With SGD, rounding errors stay small. AdamW divides gradients that are near 0.
-        config.optim.opt, config.optim.lr, config.optim.kwargs = "sgd", 0.01, {}
-        config.optim.of = {phase: {"lr": 0.02} for phase in config.optim.of}
+        config = compose(conf, example, spread, options)
         check_config(config)
         config = resolve(config)
         prepare(config, at)
@@ -89,6 +132,19 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         return at
 
     return get
+
+
+def compose(conf: Path, example: str, spread: str, options: dict[str, str]) -> Any:
+    """Compose the config of an example."""
+    how = (SPREADS | LOCAL_SGD)[spread]
+    words = {"experiment": example, **COMMON, **OPTIONS.get(example, {}), **how, **options}
+    given = parse(*(f"{key}={value}" for key, value in words.items()), "--config-dir", str(conf))
+    config: Any = compose_command(given).config
+    # With SGD, rounding errors stay small.
+    if not config.optim.is_own:
+        config.optim.opt, config.optim.lr, config.optim.kwargs = "momentum", 0.01, {}
+        config.optim.of = {phase: {"lr": 0.02} for phase in config.optim.of}
+    return config
 
 
 def weights_of(folder: Path, name: str = "last") -> dict[str, Tensor]:
@@ -108,18 +164,46 @@ def difference(first: dict[str, Tensor], second: dict[str, Tensor]) -> float:
     return float((squares / sum(float(of.square().sum()) for of in first.values())) ** 0.5)
 
 
-@pytest.mark.parametrize("spread", [name for name in SPREADS if name != "single"])
-@pytest.mark.parametrize("example", NAMES)
+def _cases() -> list[Any]:
+    """Return each example under each spread that it accepts. At every commit, all examples run
+    under ddp with accumulation.
+    """
+    cases = []
+    for example in NAMES:
+        for spread in SPREADS:
+            is_left_out = spread == "single" or example == "local_sgd"
+            if is_left_out or (example, spread) in REFUSED:
+                continue
+            marks = [pytest.mark.processes, pytest.mark.slow(seconds=3)]
+            if spread != "ddp2_accumulated":
+                marks.append(pytest.mark.nightly)
+            cases.append(pytest.param(example, spread, marks=marks))
+    return cases
+
+
+@pytest.mark.parametrize(("example", "spread"), _cases())
 def test_example_trains_alike(train: Any, example: str, spread: str) -> None:
     # The negatives of SimCLR are those of a batch, so it differs with accumulation.
     is_accumulated = example == "simclr" and "accumulated" in spread
     single = weights_of(train(example, "accumulated" if is_accumulated else "single"))
-    assert difference(single, weights_of(train(example, spread))) <= 1e-6
+    tolerance = TOLERANCE.get(example, 1e-6)
+    assert difference(single, weights_of(train(example, spread))) <= tolerance
 
 
+@pytest.mark.parametrize(("example", "spread"), REFUSED)
+def test_example_is_refused_under_strategies_that_it_does_not_support(
+    conf: Path, example: str, spread: str
+) -> None:
+    with pytest.raises(RefusedError, match=rf"^{re.escape(REFUSED[example, spread])}="):
+        check_config(compose(conf, example, spread, {}))
+
+
+@pytest.mark.processes
+@pytest.mark.slow(seconds=3)
 @pytest.mark.parametrize("example", NAMES)
 def test_example_resumes_exactly(train: Any, example: str, tmp_path: Path) -> None:
-    whole = train(example, "single")
+    spread = example if example in LOCAL_SGD else "single"
+    whole = train(example, spread)
     folder = tmp_path / "resumed"
     (folder / "checkpoints").mkdir(parents=True)
     for suffix in (".pt", ".json"):
@@ -128,6 +212,88 @@ def test_example_resumes_exactly(train: Any, example: str, tmp_path: Path) -> No
                 whole / "checkpoints" / f"step_4{suffix}",
                 folder / "checkpoints" / f"{name}{suffix}",
             )
-    train(example, "single", folder)
+    train(example, spread, folder)
     for name, tensor in weights_of(whole).items():
         assert torch.equal(tensor, weights_of(folder)[name]), name
+
+
+@pytest.mark.processes
+@pytest.mark.slow(seconds=3)
+def test_local_sgd_trains_like_a_single_device_when_it_averages_after_each_step(train: Any) -> None:
+    single = weights_of(train("local_sgd", "local_sgd_on_one_device"))
+    each_step = weights_of(train("local_sgd", "local_sgd_of_each_step"))
+    every_4_steps = weights_of(train("local_sgd", "local_sgd"))
+    assert difference(single, each_step) <= 1e-6 < difference(single, every_4_steps)
+
+
+def evaluated(run: Path) -> dict[str, Any]:
+    """Evaluate the last checkpoint of a run on val, as evaluate.py does."""
+    config = app.own_resolved(evaluation_config(run, ["parallel=single"]))
+    return dict(evaluate_config(config, run, "val", "last", Ranks(), None))["val"]
+
+
+def _evaluated_cases() -> list[Any]:
+    at_every_commit = ("detr", "mean_teacher")
+    return [
+        pytest.param(name, marks=[] if name in at_every_commit else [pytest.mark.nightly])
+        for name in NAMES
+        if name not in LOCAL_SGD
+    ]
+
+
+@pytest.mark.processes
+@pytest.mark.slow(seconds=3)
+@pytest.mark.parametrize("example", _evaluated_cases())
+def test_evaluation_of_an_example_repeats_the_numbers_of_its_run(train: Any, example: str) -> None:
+    run = train(example, "single")
+    result, repeated = read_result(run), evaluated(run)
+    assert result is not None
+    last = {name: value for name, value in result.val.items() if not name.endswith("_best")}
+    assert last and last == {name: pytest.approx(repeated[name], rel=1e-6) for name in last}
+
+
+def predicted(run: Path, split: Any, folder: Path) -> list[dict[str, Any]]:
+    """Write the images of a split to files, and predict them as predict.py does. Return the
+    predictions in the order of the split.
+    """
+    for index in range(len(split)):
+        # Squeeze gray images, which Pillow stores without a dimension for channels.
+        pixels = split[index][0].permute(1, 2, 0).squeeze(2).numpy()
+        Image.fromarray(pixels).save(folder / f"{index:04}.png")
+    parallel = ResolvedParallel(
+        strategy="single", devices=1, accelerator="cpu", threads_per_device=1
+    )
+    request = PredictionRequest(run, folder, "last", None, 1, 32, 0, parallel)
+    predictions, _ = predict(request, Ranks(), None)
+    ordered = [predictions[name] for name in sorted(predictions)]
+    assert len(ordered) == len(split) and None not in ordered
+    return [prediction for prediction in ordered if prediction is not None]
+
+
+@pytest.mark.processes
+@pytest.mark.slow(seconds=3)
+def test_predictions_of_keypoints_have_the_distance_of_the_evaluation(
+    train: Any, tmp_path: Path
+) -> None:
+    run = train("keypoints", "single")
+    dataset = load_dataset(app.own_resolved(load_config(run)))
+    predictions = predicted(run, dataset.val, tmp_path)
+    outputs = torch.tensor([list(prediction.values()) for prediction in predictions])
+    points = torch.stack([points for _, points in map(dataset.val.__getitem__, range(256))])
+    distances = (outputs.view_as(points) - points / 40).norm(dim=2).mean(1)
+    assert distances.mean().item() == pytest.approx(evaluated(run)["distance"], rel=1e-4)
+
+
+@pytest.mark.processes
+@pytest.mark.slow(seconds=3)
+def test_predictions_of_lora_have_the_accuracy_of_the_evaluation(
+    train: Any, tmp_path: Path
+) -> None:
+    run = train("lora", "single")
+    val = load_dataset(app.own_resolved(load_config(run))).val
+    predictions = predicted(run, val, tmp_path)
+    hits = [
+        prediction["classes"][0] == str(val[index][1])
+        for index, prediction in enumerate(predictions)
+    ]
+    assert sum(hits) / len(hits) == pytest.approx(evaluated(run)["acc"])
