@@ -38,6 +38,9 @@ NOTICE = (
 def collect_pages(target: Path) -> None:
     """Copy all documentation pages into one folder, and adapt their links to this folder."""
     shutil.copytree(ROOT / "docs", target)
+    shutil.copytree(
+        ROOT / "examples", target / "examples", ignore=shutil.ignore_patterns("__pycache__")
+    )
     for name, copied in AT_ROOT.items():
         text = (ROOT / name).read_text(encoding="utf-8")
         text = text.replace("](docs/", "](").replace('src="docs/', 'src="')

@@ -104,7 +104,10 @@ class CsvDataset(ImageDataset):
         if columns:
             _complete(_list_numbers(divided), path, config, evaluated is None)
         else:
-            _list(divided, path, config, None, several)
+            # An evaluation needs neither several labels nor a val split, and knows the classes of
+            # its run only later.
+            present = sorted({label for row in rows for label in row.labels})
+            _list(divided, path, config, None if evaluated is None else present, several)
         if evaluated is None:
             _check_files(divided, path)
             _check_groups(divided, path)

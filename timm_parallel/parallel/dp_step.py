@@ -101,7 +101,7 @@ class _StepOfTensors(nn.Module):
             share=whole.share,
         )
         losses, numbers = self.step(chunk)
-        # DataParallel concatenates, so a mean is repeated for each sample of the chunk.
-        return losses.expand(len(chunk)), {
-            name: values.expand(len(chunk)) for name, values in numbers.items()
-        }
+        # DataParallel concatenates, so a mean over the chunk is divided among its samples.
+        if losses.ndim == 0:
+            losses = (losses * (self.step.task.weight(chunk) / len(chunk))).expand(len(chunk))
+        return losses, {name: values.expand(len(chunk)) for name, values in numbers.items()}

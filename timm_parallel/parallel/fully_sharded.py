@@ -57,8 +57,8 @@ class FullySharded(Distributed):
         by_size = sorted(networks.items(), key=lambda pair: len(list(pair[1].parameters())))
         sharded = []
         for name, network in by_size:
+            shards.refuse_scalars(network, name)
             if any(p.ndim and not isinstance(p, DTensor) for p in network.parameters()):
-                shards.refuse_scalars(network, name)
                 # The loss is computed in float32.
                 self._lay_out(network, None if name == LOSS else dtype)
                 sharded.append(network)

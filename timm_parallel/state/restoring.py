@@ -55,6 +55,9 @@ def restore_run(parts: RunParts, contents: dict[str, Any]) -> dict[str, list[Any
             f"{progress.step_in_epoch} steps of epoch {progress.epoch + 1}; set a larger value to "
             "continue"
         )
+    # Mixup and cutmix draw from the number of the batch.
+    if parts.mixing is not None:
+        parts.mixing.batch = progress.step * train.accumulate
     parts.hooks.meter.expect(parts.total_steps - progress.step)
     now = plain_config(parts)
     changed = {

@@ -45,16 +45,18 @@ def train_run(
 
 
 def take_steps(
-    parts: RunParts, batches: Iterator[Batch] | None = None
+    parts: RunParts, batches: Iterator[Batch] | None = None, count: int | None = None
 ) -> Iterator[dict[str, float | None]]:
-    """Take the remaining steps of an epoch, and yield the numbers of each logged step. Nothing is
-    evaluated, logged or saved. `batches`: replaces those of the training loader.
+    """Take steps of an epoch, and yield the numbers of each logged step. Nothing is evaluated,
+    logged or saved. `batches`: replaces those of the training loader. `count`: number of steps;
+    None: all that are left.
     """
+    until = None if count is None else parts.progress.step + count
     progress, window = parts.progress, MetricWindow(parts.strategy.device)
     if batches is None:
         batches = parts.train_loader.epoch(progress.epoch)
     stops = False
-    while parts.has_steps and not stops:
+    while parts.has_steps and not stops and progress.step != until:
         for phase in parts.state.phases:
             phase.wrapped.train()
         step = Step(parts, batches, window, parts.is_logged(progress.step + 1))

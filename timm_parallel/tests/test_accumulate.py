@@ -32,6 +32,7 @@ from timm_parallel.launch.resume import (
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.record.jobs import Job
 from timm_parallel.record.result import read_result
+from timm_parallel.task_rules import check_task
 from timm_parallel.testing.commands import ROOT, Train
 from timm_parallel.testing.configs import parse, resolved, tiny
 from timm_parallel.testing.ranks import run_warm, warm_ranks
@@ -67,6 +68,7 @@ def halved(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return warm_ranks(config, folder, environment, first)
 
     command = compose_command(parse(*tiny(*DDP, "train.accumulate=auto", "train.log_every=1")))
+    check_task(command.config)
     folder.mkdir()
     save_hydra_files(command.tree, folder)
     with pytest.MonkeyPatch.context() as patch:

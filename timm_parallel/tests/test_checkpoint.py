@@ -43,17 +43,21 @@ Contents = dict[str, Any]
 SETTINGS = ("parallel.accelerator=cpu", "model.ema.decay=0.9")
 
 
-def run_of(*overrides: str, ranks: Ranks | None = None, store: Any = None) -> RunParts:
+def run_of(
+    *overrides: str, ranks: Ranks | None = None, store: Any = None, loss: str | None = None
+) -> RunParts:
     """Build a run, train one step, and return the model, optimizer and loaders of the run. If a
-    store is given, the caller must close the strategy of the run.
+    store is given, the caller must close the strategy of the run. `loss`: class of a loss.
     """
     config, ranks = resolved(*SETTINGS, *overrides), ranks or Ranks()
+    config.train.loss = loss or config.train.loss
     torch.manual_seed(0)
     strategy = build_strategy(config.parallel, ranks, store)
     run = build_run(config, strategy)
-    images, labels = next(run.train_loader.epoch(0))
-    run.state.wrapped(images, labels)[0].backward()
-    run.state.optimizer.step()
+    phase = run.state.phases[0]
+    losses, _ = phase.wrapped(next(run.train_loader.epoch(0)))
+    losses.mean().backward()
+    phase.optimizer.step()
     if store is None:
         strategy.close()
     return run
@@ -112,7 +116,7 @@ def names_of_ranks(ranks: Ranks, store: Any, strategy: str) -> dict[str, list[st
 
 
 def names(contents: Contents) -> dict[str, list[str]]:
-    return {part: list(contents[part]) for part in ("model", "ema")}
+    return {"model": list(contents["model"]), "ema": list(contents["averages"]["ema"])}
 
 
 @pytest.mark.processes
@@ -142,7 +146,7 @@ def test_watchdog_does_not_count_optimizer_steps_during_a_checkpoint_restore(
         ticks = liveness.ticks
         restoring.restore(single.state, single.strategy, contents)
         assert (liveness.steps_done, liveness.ticks > ticks) == (0, True)
-        single.state.optimizer.step()
+        single.state.phases[0].optimizer.step()
         assert liveness.steps_done == 1
     finally:
         handle.remove()
@@ -161,7 +165,8 @@ def test_checkpoint_restore_reproduces_saved_model_ema_optimizer_and_progress(
         for name, tensor in restored.state_dict().items():
             assert torch.equal(saved.state_dict()[name], tensor), name
     moments = [
-        list(state.optimizer.state_dict()["state"].values()) for state in (single.state, other)
+        list(state.phases[0].optimizer.state_dict()["state"].values())
+        for state in (single.state, other)
     ]
     assert len(moments[0]) == len(list(other.model.parameters()))
     for saved, restored in zip(*moments, strict=True):
@@ -203,9 +208,9 @@ def test_checkpoint_restore_starts_ema_from_model_weights_when_ema_is_missing(
     would need many steps to become useful.
     """
     other = run_of("parallel=single", "seed=8").state
-    restoring.restore(other, single.strategy, {**contents, "ema": None})
+    restoring.restore(other, single.strategy, {**contents, "averages": {}})
     assert other.ema is not None
-    for name, tensor in other.ema.module.state_dict().items():
+    for name, tensor in other.ema.state_dict().items():
         assert torch.equal(tensor, contents["model"][name]), name
 
 
@@ -530,7 +535,7 @@ FOREIGN: dict[str, tuple[Callable[[Contents], Any], str]] = {
         f"expected {checkpoint.FORMAT}",
     ),
     "older": (
-        lambda contents: {**contents, "format": checkpoint.FORMAT - 1},
+        lambda contents: {**contents, "format": 1},
         f"expected {checkpoint.FORMAT}",
     ),
     "a_module": (
@@ -552,7 +557,7 @@ def test_checkpoint_load_refuses_a_file_of_another_format_in_one_line(
     assert str(refusal.value).startswith(f"{path}: ") and "\n" not in str(refusal.value)
 
 
-@pytest.mark.parametrize("other", [checkpoint.FORMAT - 1, checkpoint.FORMAT + 5])
+@pytest.mark.parametrize("other", [1, checkpoint.FORMAT + 5])
 @pytest.mark.parametrize("has_sidecar", [True, False])
 def test_load_newest_checkpoint_refuses_an_unknown_format_and_uses_no_older_file(
     contents: Contents, tmp_path: Path, other: int, has_sidecar: bool
@@ -610,10 +615,97 @@ def test_checkpoint_restore_accepts_state_of_the_same_optimizer(before: str, aft
 def test_checkpoint_restore_refuses_a_file_that_contains_only_weights(
     single: RunParts, contents: Contents
 ) -> None:
-    with pytest.raises(ValueError, match="only weights, no ema, optimizer, progress, scaler"):
+    with pytest.raises(ValueError, match="only weights, no averages, networks, phases, progress"):
         restoring.restore(
-            replace(single.state), single.strategy, {"format": 1, "model": contents["model"]}
+            replace(single.state), single.strategy, {"format": 3, "model": contents["model"]}
         )
+
+
+# Tests of files of format 2.
+# --------------------------------------------------------------------------------------------------
+
+
+class Scaled(nn.Module):
+    """Loss with a parameter and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        self.get_buffer("calls").add_(1)
+        return nn.functional.cross_entropy(outputs * self.scale, targets)
+
+
+# Let a config refer to the class of this file by a name below src.
+HERE = "src.checkpoint_of_test"
+sys.modules[HERE] = sys.modules[__name__]
+
+
+def as_format_2(contents: Contents) -> Contents:
+    """Build what format 2 stored of a run: one optimizer, one average, and the tensors of the loss
+    as those of a training step.
+    """
+
+    def renamed(name: str) -> str:
+        return name.replace("loss.", "train_step.criterion.", 1) if name[:5] == "loss." else name
+
+    phase, own = contents["phases"]["train"], contents["networks"]["loss"]
+    optimizer = phase["optimizer"]
+    new = ("networks", "averages", "phases")
+    return {
+        **{key: value for key, value in contents.items() if key not in new},
+        "format": 2,
+        "ema": contents["averages"]["ema"],
+        "train_step": {f"criterion.{name}": tensor for name, tensor in own.items()},
+        "scaler": phase["scaler"],
+        "optimizer": {
+            "kind": optimizer["kind"],
+            "state": {renamed(name): state for name, state in optimizer["state"].items()},
+            "param_groups": [
+                {**group, "params": [renamed(name) for name in group["params"]]}
+                for group in optimizer["param_groups"]
+            ],
+        },
+    }
+
+
+def tensors_after_a_step(contents: Contents) -> list[torch.Tensor]:
+    """Restore a checkpoint into a new run, and train a step."""
+    run = run_of("parallel=single", "seed=8", loss=f"{HERE}.Scaled")
+    phase = run.state.phases[0]
+    phase.optimizer.zero_grad()
+    restoring.restore(run.state, run.strategy, contents)
+    losses, _ = phase.wrapped(next(run.train_loader.epoch(1)))
+    losses.mean().backward()
+    phase.optimizer.step()
+    assert run.state.ema is not None
+    return [*run.state.networks.state_dict().values(), *run.state.ema.state_dict().values()]
+
+
+@pytest.mark.slow(seconds=1)
+def test_checkpoint_of_format_2_continues_like_the_same_one_of_format_3(tmp_path: Path) -> None:
+    contents = contents_of(run_of("parallel=single", loss=f"{HERE}.Scaled"))
+    assert contents["networks"]["loss"].keys() == {"scale", "calls"}
+    path = save(tmp_path, contents, 3)
+    expected = tensors_after_a_step(checkpoint.load(path))
+    for sidecar in tmp_path.glob("*.json"):
+        sidecar.unlink()
+    torch.save(as_format_2(checkpoint.load(path)), tmp_path / "old.pt")
+    actual = tensors_after_a_step(checkpoint.load(tmp_path / "old.pt"))
+    assert all(map(torch.equal, actual, expected)) and len(actual) == len(expected)
+
+
+@pytest.mark.parametrize("part", ["model", "ema", "train_step"])
+def test_checkpoint_of_format_2_with_weights_that_are_not_finite_is_refused(
+    tmp_path: Path, part: str
+) -> None:
+    saved = {name: {"weight": torch.ones(2)} for name in ("model", "ema", "train_step")}
+    saved[part]["weight"][0] = math.nan
+    torch.save({"format": 2, **saved}, tmp_path / "old.pt")
+    with pytest.raises(ValueError, match="weight has values that are not finite"):
+        checkpoint.load(tmp_path / "old.pt")
 
 
 # Tests of the option resume=.

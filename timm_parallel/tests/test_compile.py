@@ -15,12 +15,12 @@ import torch
 from torch import nn
 
 from src.schema import COMPILE_MODES
-from src.train.run import Trainer
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.model.checks import compile_model
 from timm_parallel.state import checkpoint
 from timm_parallel.testing.configs import resolved
 from timm_parallel.testing.ranks import in_ranks
+from timm_parallel.testing.runs import train_run
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 SPREADS = {"single": ("parallel=single",), "ddp": ("parallel=ddp", "parallel.devices=2")}
@@ -54,7 +54,7 @@ def train(ranks: Ranks, store: Any, folder: str, overrides: tuple[str, ...], cac
     # server, not those of the test.
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
     counters.clear()
-    Trainer(resolved(*COMMON, *overrides), Path(folder), ranks, store).train()
+    train_run(resolved(*COMMON, *overrides), Path(folder), ranks, store)
     return int(counters["stats"]["unique_graphs"])
 
 
@@ -88,8 +88,11 @@ def test_compiled_training_matches_uncompiled_training(
         graphs = in_ranks(train, world_size, str(folder), overrides, str(cache), timeout=600)
         assert all(count > 0 for count in graphs) == (mode == "true")
         contents[mode] = checkpoint.load(folder / "checkpoints" / "last.pt")
+    of_modes = {
+        mode: {"model": saved["model"], **saved["averages"]} for mode, saved in contents.items()
+    }
     for part in ("model", "ema"):
-        eager, compiled = contents["false"][part], contents["true"][part]
+        eager, compiled = of_modes["false"][part], of_modes["true"][part]
         assert list(compiled) == list(eager)
         for name, tensor in eager.items():
             torch.testing.assert_close(

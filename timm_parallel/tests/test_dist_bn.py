@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from src.train.loop import run_steps
 from torch import nn
 
-from src.train.build import build_run
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.parallel.build import build_strategy
 from timm_parallel.testing.configs import resolved
 from timm_parallel.testing.ranks import in_ranks
+from timm_parallel.testing.runs import parts_of, take_steps
 
 STRATEGIES = {
     "single": ("parallel=single",),
@@ -76,16 +75,14 @@ def evaluated_and_own_statistics(ranks: Ranks, store: Any) -> tuple[list[float],
     config = resolved(
         *COMMON, *STRATEGIES["ddp2"], *overrides, "parallel.dist_bn=reduce", "train.max_steps=null"
     )
-    torch.manual_seed(config.seed)
-    strategy = build_strategy(config.parallel, ranks, store)
-    run = build_run(config, strategy)
+    run = parts_of(config, ranks, store)
     alone = copy.deepcopy(run.state.model).train()
-    for images, _ in run.train_loader.epoch(0):
-        alone(images)
-    for _ in run_steps(run, run.train_loader.epoch(0)):
+    for batch in run.train_loader.epoch(0):
+        alone(batch.image)
+    for _ in take_steps(run):
         pass
-    strategy.buffers.share(run.state.model)
-    strategy.close()
+    run.strategy.buffers.share(run.state.model)
+    run.strategy.close()
     return averages(run.state.model), averages(alone)
 
 

@@ -21,6 +21,7 @@ from timm_parallel.keys import ResolvedParallel
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.metric import Metric
 from timm_parallel.parallel.build import build_strategy
+from timm_parallel.parallel.networks import Networks
 from timm_parallel.runtime.evaluation import evaluate
 from timm_parallel.testing.configs import evaluate_batches, plain, task_of
 from timm_parallel.testing.ranks import in_ranks
@@ -64,7 +65,7 @@ def measured(ranks: Ranks, store: Any, kind: str, devices: int) -> list[dict[str
         requests = EvalSampler(len(data), 6, strategy.group.rank, strategy.group.world_size)
         feed = DevicePrefetcher(torch.device("cpu"), **plain(1, 0.5, 0.25), channels_last=False)
         evaluation = evaluate(
-            strategy.for_evaluation(model(num_classes)),
+            strategy.for_evaluation(Networks({"model": model(num_classes)})),
             Loader(BatchFetcher(data, task, None, 0), requests, feed, 0),
             task,
             strategy.group,
@@ -223,7 +224,8 @@ def value_of_rows(ranks: Ranks, store: Any) -> list[float | None]:
             "acc": Classification.metrics["acc"],
             "by_row": Metric(from_rows=weighted_by_row),
         }
-        actual = evaluate(model(4), loader, task_of(4), strategy.group, metrics=metrics)
+        networks = Networks({"model": model(4)})
+        actual = evaluate(networks, loader, task_of(4), strategy.group, metrics=metrics)
         assert actual is not None and actual.samples == num_samples - len(unreadable)
         values.append(actual.numbers["by_row"])
     strategy.close()

@@ -15,9 +15,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from src.data.transforms import CropAndFlip, OnImage
 from src.schema import AugmentConfig
@@ -27,7 +29,7 @@ from timm_parallel.data.erasing import Erasing
 from timm_parallel.data.loader import BatchFetcher, num_workers
 from timm_parallel.data.masks import MaskFiles
 from timm_parallel.data.prefetch import BatchMemory, DevicePrefetcher
-from timm_parallel.data.samplers import TrainSampler
+from timm_parallel.data.samplers import IndexBatch, TrainSampler
 from timm_parallel.errors import UnsentBatchError
 from timm_parallel.machine import hardware
 from timm_parallel.task import Targets
@@ -61,7 +63,7 @@ def test_batch_that_a_worker_cannot_send_ends_the_epoch_with_the_limit_and_the_f
         split, Targets(), without_files if limited == "files" else lambda *sample: sample, 0
     )
     if limited == "queue":
-        cannot_be_sent: Any = (lambda: None, [1], [], [])
+        cannot_be_sent: Any = ({"image": lambda: None}, IndexBatch(0, np.array([1])), [], [])
         monkeypatch.setattr(BatchFetcher, "__getitems__", lambda *_: cannot_be_sent)
     prefetcher = DevicePrefetcher(torch.device("cpu"), **plain(3), channels_last=False)
     loader = train_loader_of(fetcher, TrainSampler(12, 4, 0, 1, seed=0), prefetcher, 1)
@@ -169,9 +171,9 @@ def test_loader_yields_a_batch_before_loading_the_next_and_does_not_keep_the_bat
     sent: list[weakref.ref[Tensor]] = []
     to_device = prefetcher.send
 
-    def send(batch: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        copies = to_device(tuple(tensor.clone() for tensor in batch))
-        sent.append(weakref.ref(copies[0]))
+    def send(batch: Any) -> Any:
+        copies = to_device(tree_map_only(Tensor, Tensor.clone, batch))
+        sent.append(weakref.ref(copies[0]["image"]))
         return copies
 
     monkeypatch.setattr(prefetcher, "send", send)
@@ -208,8 +210,8 @@ def test_train_loader_gathers_batches_into_pinned_memory_in_a_thread(
     monkeypatch.setattr(torch, "empty", recording_empty)
     received = list(loader.epoch(0))
     assert len(received) == len(expected) == 5
-    for (images, labels), (other_images, other_labels) in zip(received, expected, strict=True):
-        assert torch.equal(images, other_images) and torch.equal(labels, other_labels)
+    for batch, other in zip(received, expected, strict=True):
+        assert torch.equal(batch.image, other.image) and torch.equal(batch.target, other.target)
     assert len(pinned) == 2 * 5 and threading.get_ident() not in pinned
     monkeypatch.setattr(loader.fetcher, "_rows", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -321,7 +323,7 @@ def test_peek_reads_only_the_first_images_of_the_first_batch_as_training_reads_t
     loader = train_loader_of(fetcher, TrainSampler(60, 20, 0, 1, seed=5), prefetcher, 0)
     peeked = loader.peek(7)
     assert len(peeked) == split.read == 7
-    assert torch.equal(peeked, next(loader.epoch(0))[0][:7])
+    assert torch.equal(peeked.image, next(loader.epoch(0)).image[:7])
     assert len(loader.peek(99)) == 20
 
 
@@ -343,11 +345,11 @@ def test_loader_with_replay_reads_its_first_batches_once_and_repeats_them_in_eac
     loader.replay = None
     if not workers:
         ordinary = [*loader.epoch(0)]
-        assert torch.equal(first[1][0], ordinary[1][0])
-    labels = [targets.tolist() for _, targets in first]
+        assert torch.equal(first[1].image, ordinary[1].image)
+    labels = [batch.target.tolist() for batch in first]
     assert labels == labels[:2] * 3 and labels[0] != labels[1]
-    assert [targets.tolist() for _, targets in second] == labels
-    assert [targets.tolist() for _, targets in third] == labels[:5]
+    assert [batch.target.tolist() for batch in second] == labels
+    assert [batch.target.tolist() for batch in third] == labels[:5]
 
 
 def listed_files(labels: str, count: int) -> Split:
@@ -435,14 +437,10 @@ def test_batch_augmentation_on_gpu_does_not_synchronize_and_equals_that_on_cpu(
     erasing, crop = Erasing(0.9, max_count=2), CropAndFlip(AugmentConfig(crop_padding=4, hflip=0.5))
     pixels, seeds = torch.randint(0, 256, (16, 3, 64, 64), dtype=torch.uint8), list(range(16))
 
-    def apply(step: Any, images: Tensor, draws: list[Tensor]) -> Tensor:
-        if step is crop:
-            return step(images, images, *draws)[0]
-        return step(images, *draws)
-
-    for step, images in ((crop, pixels), (erasing, pixels.float())):
+    steps: list[tuple[Any, Tensor]] = [(crop, pixels), (erasing, pixels.float())]
+    for step, images in steps:
         draws, copies = step.draw(seeds, images.shape), images.to(device)
         sent = [draw.to(device) for draw in draws]
         with error_on_waits(accelerator):
-            found = apply(step, copies.clone(), sent)
-        assert torch.equal(found.cpu(), apply(step, images.clone(), draws))
+            found = step(copies.clone(), *sent)
+        assert torch.equal(found.cpu(), step(images.clone(), *draws))

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import evaluate as entry
 from src.train.build import build_run
-from src.train.run import Trainer
+from src.train.run import train
 from timm_parallel.data.decode import Files
 from timm_parallel.faults.failure import failure_text, first_failure
 from timm_parallel.launch.job import prepare
@@ -28,6 +28,7 @@ from timm_parallel.record.result import read_result
 from timm_parallel.state.parts import RunParts
 from timm_parallel.testing.configs import resolved
 from timm_parallel.testing.ranks import in_ranks, train_warm, warm_ranks
+from timm_parallel.testing.runs import start_run
 
 CLASSES = ("circle", "square", "star")
 OTHER_CLASSES = ("cross", "flower", "star")
@@ -142,7 +143,7 @@ def test_fine_tuning_adapts_weights_to_different_image_size_or_channels(
     resized weights bit for bit.
     """
     state = run_of(data, best(trained), *words).state.model.state_dict()
-    before = contents(best(trained))["ema"]
+    before = contents(best(trained))["averages"]["ema"]
     adapted = {"pos_embed", "patch_embed.proj.weight", "head.weight", "head.bias"}
     assert all(torch.equal(state[name], before[name]) for name in before.keys() - adapted)
 
@@ -165,7 +166,8 @@ def test_fine_tuning_refuses_weights_that_lack_layers_other_than_the_head(
 
 def test_fine_tuning_keeps_loaded_head_when_classes_are_the_same(trained: Path, data: Path) -> None:
     assert is_equal(
-        run_of(data, best(trained)).state.model.state_dict(), contents(best(trained))["ema"]
+        run_of(data, best(trained)).state.model.state_dict(),
+        contents(best(trained))["averages"]["ema"],
     )
 
 
@@ -181,7 +183,10 @@ def test_fine_tuning_reinitializes_head_when_class_names_differ(
     (line,) = (line for line in message.splitlines() if "weights  " in line)
     for name in ("head.weight", "head.bias", "circle, square", "cross, flower"):
         assert name in line
-    before, after = contents(best(trained))["ema"], contents(best(tmp_path / "run"))["model"]
+    before, after = (
+        contents(best(trained))["averages"]["ema"],
+        contents(best(tmp_path / "run"))["model"],
+    )
     for name, tensor in before.items():
         assert torch.allclose(tensor, after[name], atol=1e-6) == (not name.startswith("head.")), (
             name
@@ -194,7 +199,7 @@ def test_fine_tuning_reinitializes_head_when_number_of_classes_differs(
     root = images(tmp_path / "more", (*CLASSES, "tree"))
     state = run_of(root, best(trained)).state.model.state_dict()
     assert state["head.weight"].shape[0] == 4
-    body = contents(best(trained))["ema"]
+    body = contents(best(trained))["averages"]["ema"]
     assert all(
         torch.equal(state[name], body[name]) for name in body if not name.startswith("head.")
     )
@@ -214,11 +219,12 @@ def test_fine_tuning_loads_ema_weights_only_when_checkpoint_metric_is_computed_w
     trained: Path, data: Path, tmp_path: Path, metric: str, kind: str
 ) -> None:
     saved = contents(best(trained))
-    assert not is_equal(saved["model"], saved["ema"])
+    weights = {"model": saved["model"], **saved["averages"]}
+    assert not is_equal(weights["model"], weights["ema"])
     assert saved["made_by"]["metric"] == "val/acc_ema"
     saved["made_by"]["metric"] = metric
     torch.save(saved, tmp_path / "other.pt")
-    assert is_equal(run_of(data, tmp_path / "other.pt").state.model.state_dict(), saved[kind])
+    assert is_equal(run_of(data, tmp_path / "other.pt").state.model.state_dict(), weights[kind])
 
 
 # --- Tests of the evaluation of a weights file.
@@ -366,14 +372,13 @@ def test_limit_train_error_names_the_unreadable_file(data: Path, tmp_path: Path)
 def test_error_gives_image_indices_within_the_whole_split_when_limit_train_is_set(
     data: Path, tmp_path: Path
 ) -> None:
-    training = Trainer(
-        resolved(*SMALL, f"data.root={data}", "data.limit_train=12"), tmp_path, Ranks(), None
-    )
-    files: Any = training.parts.dataset.train
-    message = training.run.describe_step(1)
+    run = start_run(resolved(*SMALL, f"data.root={data}", "data.limit_train=12"), tmp_path)
+    files: Any = run.parts.dataset.train
+    with run.training() as training:
+        message = training.describe_step(1)
+        train(training)
     numbers = [int(number) for number in re.findall(r"\d+", message.partition("…")[0])]
     wanted = [files.files[number] for number in numbers]
-    labels = next(training.parts.train_loader.epoch(0))[1].tolist()
+    labels = next(run.parts.train_loader.epoch(0)).target.tolist()
     assert [label for _, label in wanted] == labels
     assert max(numbers) >= 12, "expected indices in the whole split, not among the twelve images"
-    training.run.close()

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import timm
 import torch
-from src.train.step import TrainStep
 from torch import Tensor, nn
 
 from src.train.optim import build_optimizer, build_schedule
 from timm_parallel.model.freeze import check_statistics_move, freeze, frozen_modules, write_counts
+from timm_parallel.parallel.networks import Networks, PhaseStep
 from timm_parallel.testing.configs import resolved, task_of
 from timm_parallel.testing.ranks import train_warm
 
@@ -80,11 +80,12 @@ def test_model_freeze_refuses_an_invalid_number_of_groups_or_pattern(
 def test_train_step_keeps_frozen_modules_in_evaluation_mode() -> None:
     model = timm.create_model("resnet18", num_classes=4)
     freeze(model, 2)
-    step = TrainStep(model, nn.CrossEntropyLoss(), task_of(4)).train()
+    networks = Networks({"model": model})
+    step = PhaseStep(task_of(4), networks, "train", frozen_modules(networks)).train()
     modes = {name: module.training for name, module in model.named_modules()}
     assert not any(modes[name] for name in ("bn1", "layer1", "layer1.0.bn1"))
     assert all(modes[name] for name in ("", "layer2", "layer2.0.bn1", "fc"))
-    assert {id(module) for module in frozen_modules(model)} == {
+    assert {id(module) for module in step.frozen} == {
         id(model.conv1),
         id(model.bn1),
         id(model.layer1),
@@ -92,12 +93,10 @@ def test_train_step_keeps_frozen_modules_in_evaluation_mode() -> None:
     assert step.training
 
 
-class WithTeacher(nn.CrossEntropyLoss):
-    """Loss with a frozen teacher, which a task may move after the student."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.teacher = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).requires_grad_(False)
+def with_teacher() -> Networks:
+    """Build a model and a frozen teacher, which a task may move after the student."""
+    teacher = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).requires_grad_(False)
+    return Networks({"model": nn.Linear(2, 2), "teacher": teacher})
 
 
 @pytest.mark.parametrize(
@@ -107,13 +106,12 @@ class WithTeacher(nn.CrossEntropyLoss):
 def test_teacher_that_moves_without_its_batchnorm_statistics_is_refused(
     moves: tuple[str, ...], is_refused: bool
 ) -> None:
-    loss = WithTeacher()
-    step = TrainStep(nn.Linear(2, 2), loss, task_of(2)).train()
-    before = write_counts(step)
+    networks = with_teacher()
+    before = write_counts(networks)
     for name in moves:
-        loss.teacher.state_dict()[name].lerp_(torch.ones(()), 0.1)
+        networks["teacher"].state_dict()[name].lerp_(torch.ones(()), 0.1)
     with pytest.raises(ValueError, match="BatchNorm") if is_refused else nullcontext():
-        check_statistics_move(before, write_counts(step))
+        check_statistics_move(before, write_counts(networks))
 
 
 @pytest.mark.slow(seconds=1)
@@ -122,10 +120,11 @@ def test_head_lr_scale_multiplies_head_learning_rate_at_every_step() -> None:
         "optim.head_lr_scale=10", "optim.lr=1e-3", "optim.layer_decay=0.5", "parallel=single"
     )
     model = timm.create_model("resnet18", num_classes=4)
-    optimizer = build_optimizer(config.optim, 1e-3, model)
+    optimizer = build_optimizer(config.optim, 1e-3, {"model": model})
     schedule = build_schedule(config.optim, config.train, optimizer, steps_per_epoch=5)
     head = {id(parameter) for parameter in model.get_submodule("fc").parameters()}
-    plain = build_optimizer(resolved("optim.layer_decay=0.5", "optim.lr=1e-3").optim, 1e-3, model)
+    other_config = resolved("optim.layer_decay=0.5", "optim.lr=1e-3").optim
+    plain = build_optimizer(other_config, 1e-3, {"model": model})
     other = build_schedule(config.optim, config.train, plain, steps_per_epoch=5)
     for step in (0, 7, 20):
         schedule.step_update(step)
@@ -176,8 +175,9 @@ def test_resume_with_freeze_null_trains_the_previously_frozen_backbone(tmp_path:
     words = (*SMALL, "parallel=ddp", "parallel.devices=2")
     train_warm(resolved(*words), tmp_path)
     frozen = weights(tmp_path)
-    saved = torch.load(tmp_path / "checkpoints" / "last.pt", weights_only=True)["optimizer"]
-    names = {name for group in saved["param_groups"] for name in group["params"]}
+    saved = torch.load(tmp_path / "checkpoints" / "last.pt", weights_only=True)
+    groups = saved["phases"]["train"]["optimizer"]["param_groups"]
+    names = {name for group in groups for name in group["params"]}
     assert names == {name for name in frozen if name.startswith("fc")}
     train_warm(resolved(*words, "model.freeze=null", "train.epochs=2"), tmp_path)
     trained = weights(tmp_path)

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import timm
 import torch
-from src.train.step import Autocast
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
@@ -20,16 +19,20 @@ from torch.utils._pytree import tree_leaves
 
 from src.schema import OPTIMIZERS_OF_PARTS
 from src.train.build import build_run
-from src.train.run import Trainer
+from src.train.run import train
+from timm_parallel.batch import Batch
 from timm_parallel.data.samplers import EvalSampler
 from timm_parallel.parallel.blocks import blocks_of, vector_layers
 from timm_parallel.parallel.build import build_strategy
-from timm_parallel.parallel.lockstep import Lockstep
+from timm_parallel.parallel.lockstep import LockstepNetworks
+from timm_parallel.parallel.networks import Networks, PhaseStep
 from timm_parallel.runtime.evaluation import evaluate
 from timm_parallel.state import checkpoint, restoring, saving
-from timm_parallel.state.parts import RunParts
+from timm_parallel.state.parts import RunParts, evaluation_networks
+from timm_parallel.task import Task
 from timm_parallel.testing.configs import resolved
 from timm_parallel.testing.ranks import in_ranks
+from timm_parallel.testing.runs import start_run
 
 SETTINGS = (
     "model=tiny",
@@ -55,6 +58,12 @@ def built(ranks: Any, store: Any, name: str, *overrides: str) -> RunParts:
     return build_run(
         config, build_strategy(config.parallel, ranks, torch.distributed.PrefixStore(name, store))
     )
+
+
+def backward(parts: RunParts) -> None:
+    """Compute the gradients of the first training batch of this rank."""
+    losses, _ = parts.state.phases[0].wrapped(next(parts.train_loader.epoch(0)))
+    losses.mean().backward()
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -135,15 +144,16 @@ def sizes_of_parts(ranks: Any, store: Any) -> dict[str, tuple[int, int]]:
     """
     parts = built(ranks, store, "sizes", "model.ema.decay=0.9")
     state = parts.state
-    state.wrapped(*next(parts.train_loader.epoch(0)))[0].backward()
+    backward(parts)
     gradients = [parameter.grad for parameter in state.model.parameters()]
-    state.optimizer.step()
+    optimizer = state.phases[0].optimizer
+    optimizer.step()
     assert state.ema is not None
     held: dict[str, list[Any]] = {
         "weights": list(state.model.parameters()),
         "gradients": gradients,
-        "optimizer": [s["exp_avg"] for s in state.optimizer.state.values()],
-        "ema": list(state.ema.module.parameters()),
+        "optimizer": [s["exp_avg"] for s in optimizer.state.values()],
+        "ema": list(state.ema.parameters()),
     }
     sizes = {
         name: (sum(local(t).numel() for t in ts), sum(t.numel() for t in ts))
@@ -164,35 +174,44 @@ def test_each_of_3_fsdp_ranks_holds_a_third_of_weights_gradients_optimizer_and_e
         assert max(sizes[name][0] for sizes in of_ranks) < 0.36 * total, name
 
 
-class PlainStep(nn.Module):
-    """Training step that has the attribute `model`, and nothing else that a strategy may read."""
+class Squares(Task[Any]):
+    """Task that only has losses, of a model and of a network that it does not train."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.model = nn.Linear(3, 2)
+        pass
 
-    def forward(self, images: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        return (self.model(images) - targets).square().mean(), {}
+    def losses(self, networks: Any, batch: Batch, phase: str) -> tuple[Tensor, dict[str, Tensor]]:
+        outputs = networks.model(batch.image) + networks.teacher(batch.image)
+        return (outputs - batch.target).square().mean(1), {}
 
 
-def gradient_of_a_plain_step(ranks: Any, store: Any) -> tuple[bool, list[float]]:
+def gradient_of_two_networks(ranks: Any, store: Any) -> tuple[list[bool], list[float]]:
+    """Return whether the parameters of two networks are sharded, and the gradient of one."""
     strategy = build_strategy(fsdp(ranks.world_size).parallel, ranks, store)
-    step = PlainStep()
-    loss, _ = strategy.wrap(step)(torch.ones(4, 3), torch.full((4, 2), float(ranks.rank)))
-    loss.backward()
-    gradient = step.model.bias.grad
-    assert gradient is not None
-    whole = strategy.whole(gradient).tolist()
+    torch.manual_seed(0)
+    model, teacher = nn.Linear(3, 2), nn.Linear(3, 2).requires_grad_(False)
+    networks = Networks({"model": model, "teacher": teacher})
+    strategy.shard(networks, None)
+    targets = torch.full((4, 2), float(ranks.rank))
+    batch = Batch({"image": torch.ones(4, 3), "target": targets})
+    losses, _ = strategy.wrap(PhaseStep(Squares(), networks, "train"))(batch)
+    losses.mean().backward()
+    assert model.bias.grad is not None
+    whole = strategy.whole(model.bias.grad).tolist()
     strategy.close()
-    return isinstance(gradient, DTensor), whole
+    return [isinstance(of.weight, DTensor) for of in (model, teacher)], whole
 
 
 @pytest.mark.processes
 @pytest.mark.slow(seconds=2)
-def test_fsdp_shards_a_training_step_that_has_only_a_model() -> None:
-    (is_sharded, one), (_, other) = in_ranks(gradient_of_a_plain_step, 2)
-    assert is_sharded
-    assert one == other
+def test_fsdp_shards_each_network_of_a_task_and_averages_gradients() -> None:
+    torch.manual_seed(0)
+    model, teacher = nn.Linear(3, 2), nn.Linear(3, 2)
+    outputs = model(torch.ones(8, 3)) + teacher(torch.ones(8, 3)).detach()
+    (outputs - torch.arange(2.0).repeat_interleave(4)[:, None]).square().mean().backward()
+    assert model.bias.grad is not None
+    expected = pytest.approx(model.bias.grad.tolist())
+    assert in_ranks(gradient_of_two_networks, 2) == [([True, True], expected)] * 2
 
 
 def contents_of_checkpoint(ranks: Any, store: Any) -> int:
@@ -200,10 +219,10 @@ def contents_of_checkpoint(ranks: Any, store: Any) -> int:
     rank. All ranks must call this function.
     """
     parts = built(ranks, store, "contents", "model.ema.decay=0.9")
-    parts.state.wrapped(*next(parts.train_loader.epoch(0)))[0].backward()
-    parts.state.optimizer.step()
+    backward(parts)
+    parts.state.phases[0].optimizer.step()
     saved = saving.snapshot(parts.state, parts.strategy)
-    tensors = tree_leaves([saved["model"], saved["optimizer"], saved["ema"]])
+    tensors = tree_leaves([saved["model"], saved["phases"], saved["averages"]])
     assert not any(isinstance(tensor, DTensor) for tensor in tensors)
     parts.strategy.close()
     return sum(tensor.numel() for tensor in tensors if isinstance(tensor, Tensor))
@@ -241,8 +260,8 @@ def three_steps_of_each_optimizer(ranks: Any, store: Any) -> dict[str, Any]:
                     torch.randn(parameter.shape, generator=draw), parameter
                 )
             nn.utils.clip_grad_norm_(state.model.parameters(), 1)
-            state.optimizer.step()
-            state.optimizer.zero_grad()
+            state.phases[0].optimizer.step()
+            state.phases[0].optimizer.zero_grad()
             if step == 1:
                 saved = parts.strategy.group.share_state(saving.snapshot(state, parts.strategy))
                 restoring.restore(state, parts.strategy, saved)
@@ -277,14 +296,13 @@ def collectives_of_a_step(ranks: Any, store: Any, precision: str) -> list[dict[s
     counts = []
     for batches in (1, 3):
         parts = built(ranks, store, str(batches), f"train.precision={precision}")
-        images, labels = next(parts.train_loader.epoch(0))
         # Do not count the first step, because it also initializes fsdp.
-        parts.state.wrapped(images, labels)[0].backward()
+        backward(parts)
         with CommDebugMode() as communication:
             for _ in range(batches - 1):
-                with parts.strategy.skip_sync(parts.state.wrapped):
-                    parts.state.wrapped(images, labels)[0].backward()
-            parts.state.wrapped(images, labels)[0].backward()
+                with parts.strategy.skip_sync(parts.state.phases[0].wrapped):
+                    backward(parts)
+            backward(parts)
         counts.append({str(op): number for op, number in communication.get_comm_counts().items()})
         parts.strategy.close()
     return counts
@@ -320,17 +338,18 @@ def trained(ranks: Any, store: Any, folder: str, *overrides: str) -> dict[str, A
         *overrides,
     )
     Path(folder).mkdir(exist_ok=True)
-    trainer = Trainer(config, Path(folder), ranks, store if ranks.world_size > 1 else None)
+    run = start_run(config, Path(folder), ranks, store if ranks.world_size > 1 else None)
     seen = {}
-    for module in (m for block in blocks_of(trainer.state.model) for m in block.modules()):
+    for module in (m for block in blocks_of(run.parts.state.model) for m in block.modules()):
         if isinstance(module, nn.Linear | nn.LayerNorm | nn.BatchNorm2d | nn.Conv2d):
 
             def see(module: Any, inputs: Any, kind: str = type(module).__name__) -> None:
                 seen[kind] = str(module.weight.dtype)
 
             module.register_forward_pre_hook(see)
-    trainer.train()
-    return {"seen": seen, "loss": trainer.parts.progress.epoch_means["loss"]}
+    with run.training() as training:
+        train(training)
+    return {"seen": seen, "loss": run.parts.progress.epoch_means["loss"]}
 
 
 @pytest.mark.nightly
@@ -408,12 +427,11 @@ def evaluated(ranks: Any, store: Any, stops: bool) -> list[float | None] | None:
     loader.sampler.indices = loader.sampler.indices[
         : {0: 9, 1: 8, 2: 0}[ranks.rank] if store is not None else 540
     ]
-    autocast = Autocast(parts.state.model, "cpu", None)
-    model = parts.strategy.for_evaluation(autocast)
-    assert isinstance(model, Lockstep)
+    networks = evaluation_networks(parts.state.evaluated(), parts.config, parts.strategy)
+    assert isinstance(networks, LockstepNetworks)
     calls = itertools.count()
     actual = evaluate(
-        model,
+        networks,
         loader,
         parts.task,
         parts.strategy.group,
@@ -423,7 +441,8 @@ def evaluated(ranks: Any, store: Any, stops: bool) -> list[float | None] | None:
         "still gathered"
     )
     # Check that a training step still works after the evaluation.
-    parts.state.wrapped.train()(*next(parts.train_loader.epoch(0)))[0].backward()
+    parts.state.phases[0].wrapped.train()
+    backward(parts)
     parts.strategy.close()
     return None if actual is None else [actual.samples, actual.numbers["loss"]]
 

@@ -21,7 +21,7 @@ import evaluate as entry
 from src.data.datasets import Digits
 from src.schema import Config, DataConfig, TrainConfig
 from timm_parallel.data.build import build_dataset, check_data, training_size
-from timm_parallel.data.csv_listing import path_key, read_rows
+from timm_parallel.data.csv_listing import CsvDataset, path_key, read_rows
 from timm_parallel.data.dataset import Split, data_fingerprints
 from timm_parallel.data.decode import Files
 from timm_parallel.data.fractions import split_of
@@ -511,6 +511,16 @@ def test_one_label_is_enough_for_multilabel_if_some_images_have_none(flowers: Pa
     assert build_dataset(config, ["scratch"], "labels").target_names == ["scratch"]
     with pytest.raises(ValueError, match="1 label in 36 lines"):
         check_data(Config(data=config, train=train))
+
+
+def test_csv_with_one_label_and_a_test_split_only_is_refused_in_training_alone(
+    flowers: Path,
+) -> None:
+    rows = [{**row, "label": "rose", "split": "test"} for row in rows_of(flowers)]
+    config = DataConfig(name="csv", root=str(write_csv(flowers / "test.csv", rows)))
+    CsvDataset.check(config, "test")
+    with pytest.raises(ValueError, match="1 label in 36 lines"):
+        CsvDataset.check(config)
 
 
 def test_csv_that_is_not_utf8_is_refused_with_key_file_and_fix(tmp_path: Path) -> None:

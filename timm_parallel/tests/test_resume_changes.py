@@ -19,12 +19,11 @@ import torch
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from src.train.loop import run_steps
 
 from src.app import app
 from src.schema import Config, ResolvedConfig
 from src.tasks.classification import Classification
-from src.train.run import Trainer
+from src.train.run import train
 from timm_parallel.config.compose import load_config
 from timm_parallel.config.validate import check_combination, check_values
 from timm_parallel.entry import run_command
@@ -36,11 +35,15 @@ from timm_parallel.machine import hardware
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.parallel.single import Single
 from timm_parallel.record.result import read_result
+from timm_parallel.runtime.run import Run
+from timm_parallel.state import checkpoint
+from timm_parallel.state.parts import RunParts
 from timm_parallel.state.progress import Progress
 from timm_parallel.state.restoring import restore_optimizer
-from timm_parallel.state.saving import optimizer_state
+from timm_parallel.state.saving import checkpoint_of, optimizer_state
 from timm_parallel.testing.configs import read_lines, resolved
 from timm_parallel.testing.ranks import RANK_VARIABLES, warm_ranks
+from timm_parallel.testing.runs import parts_of, start_run, take_steps
 
 STEPS_PER_EPOCH = 4
 SETTINGS = (
@@ -96,28 +99,17 @@ def config_of(root: Path, *overrides: str) -> ResolvedConfig:
     return copy.deepcopy(composed(root, *overrides))
 
 
-def attempt(config: ResolvedConfig, folder: Path, resume: bool = True) -> Trainer:
-    """Build the trainer of a run. If `resume` is true, load the newest checkpoint in the run
-    folder.
-    """
-    training = Trainer(config, folder, Ranks(), None)
-    if resume:
-        training.resume()
-    return training
-
-
-def step(training: Trainer, count: int = 1) -> None:
+def step(parts: RunParts, count: int = 1) -> None:
     """Train the given number of steps without evaluation, also across the end of an epoch."""
-    run, state = training.parts, training.state
-    until = state.progress.step + count
-    while state.progress.step < until:
-        first = state.progress.step_in_epoch * training.config.train.accumulate
-        batches = run.train_loader.epoch(state.progress.epoch, first)
-        for _ in run_steps(run, batches):
-            if state.progress.step == until:
-                break
-        if state.progress.step_in_epoch == run.steps_per_epoch:
-            state.progress.end_epoch(is_whole=True)
+    progress = parts.progress
+    until = progress.step + count
+    while progress.step < until:
+        first = progress.step_in_epoch * parts.config.train.accumulate
+        batches = parts.train_loader.epoch(progress.epoch, first)
+        for _ in take_steps(parts, batches, until - progress.step):
+            pass
+        if progress.step_in_epoch == parts.steps_per_epoch:
+            progress.end_epoch(is_whole=True)
 
 
 Folders = Callable[..., Path]
@@ -135,10 +127,9 @@ def stopped(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Folders:
             folder = tmp_path_factory.mktemp("stopped")
             config = config_of(data, *overrides)
             prepare(config, folder)
-            training = attempt(config, folder, resume=False)
-            step(training, at_step)
-            training.run.save()
-            training.run.close()
+            run = start_run(config, folder)
+            step(run.parts, at_step)
+            save(run)
             record_end(config, folder, "interrupted", "stopped")
             made[at_step, *overrides] = folder
         return made[at_step, *overrides]
@@ -146,61 +137,68 @@ def stopped(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Folders:
     return at
 
 
+def save(run: Run) -> None:
+    """Save a checkpoint as a run does after a step."""
+    contents = checkpoint_of(run.parts, run.segments)
+    folder = run.folder / "checkpoints"
+    checkpoint.save(folder, contents, run.parts.progress.step, keep=50, is_best=False)
+
+
 def contents_of(folder: Path) -> dict[str, Any]:
     return torch.load(folder / "checkpoints" / "last.pt", weights_only=True)  # type: ignore[no-any-return]
 
 
-def reference(config: ResolvedConfig, contents: dict[str, Any], tmp_path: Path) -> Trainer:
+def reference(config: ResolvedConfig, contents: dict[str, Any]) -> RunParts:
     """Build a new run of `config`. Copy the weights, the optimizer state and the progress from
     the checkpoint into this run, without the code of a resume.
     """
-    training = attempt(config, tmp_path, resume=False)
-    state, run = training.state, training.parts
+    run = parts_of(config)
+    state = run.state
     state.model.load_state_dict(contents["model"])
     if state.ema is not None:
-        state.ema.module.load_state_dict(contents["ema"] or contents["model"])
+        state.ema.load_state_dict(contents["averages"].get("ema", contents["model"]))
     state.progress = Progress(**contents["progress"])
-    optimizer, saved = state.optimizer, contents["optimizer"]
+    [phase] = state.phases
+    optimizer, saved = phase.optimizer, contents["phases"]["train"]["optimizer"]
     if saved["kind"] == type(optimizer).__name__:
         for name, parameter in state.model.named_parameters():
             optimizer.state[parameter] = copy.deepcopy(saved["state"][name])
         if "step" in saved["param_groups"][0]:
             for group in optimizer.param_groups:
                 group["step"] = copy.deepcopy(saved["param_groups"][0]["step"])
-    if state.schedule is not None:
-        state.schedule.step_update(
-            state.progress.epoch * run.steps_per_epoch + state.progress.step_in_epoch
-        )
+    phase.learning.schedule.step_update(
+        state.progress.epoch * run.steps_per_epoch + state.progress.step_in_epoch
+    )
     if run.mixing is not None:
         run.mixing.batch = state.progress.step * config.train.accumulate
-    return training
+    return run
 
 
-def groups_of(training: Trainer) -> list[dict[str, Any]]:
+def groups_of(parts: RunParts) -> list[dict[str, Any]]:
     """Return the hyper-parameters of each parameter group of the optimizer, with the names of
     the parameters in the group.
     """
-    names = {id(parameter): name for name, parameter in training.state.model.named_parameters()}
+    names = {id(parameter): name for name, parameter in parts.state.model.named_parameters()}
     return [
         {
             **{key: value for key, value in group.items() if key != "params"},
             "names": [names[id(p)] for p in group["params"]],
         }
-        for group in training.state.optimizer.param_groups
+        for group in parts.state.phases[0].optimizer.param_groups
     ]
 
 
-def assert_trains_as(training: Trainer, expected: Trainer, steps: int = 2) -> None:
+def assert_trains_as(parts: RunParts, expected: RunParts, steps: int = 2) -> None:
     """Check that two runs have equal parameter groups now and after each of the next steps, and
     equal weights after the last step.
     """
-    assert groups_of(training) == groups_of(expected)
+    assert groups_of(parts) == groups_of(expected)
     for _ in range(steps):
-        step(training)
+        step(parts)
         step(expected)
-        assert groups_of(training) == groups_of(expected)
+        assert groups_of(parts) == groups_of(expected)
     for name, tensor in expected.state.model.state_dict().items():
-        assert torch.equal(training.state.model.state_dict()[name], tensor), name
+        assert torch.equal(parts.state.model.state_dict()[name], tensor), name
 
 
 # The next tests resume a run with changed settings of the optimizer.
@@ -227,6 +225,7 @@ OPTIM: dict[str, tuple[str, ...]] = {
     "decay_epochs": ("optim.sched=step", "optim.decay_epochs=1"),
     "decay_milestones": ("optim.sched=multistep", "optim.decay_milestones=[1,2]"),
     "decay_rate": ("optim.sched=step", "optim.decay_epochs=1", "optim.decay_rate=0.5"),
+    "of": ("+optim.of.train.lr=0.002",),
 }
 
 
@@ -246,14 +245,14 @@ def test_resume_with_a_changed_optim_key_trains_like_a_new_run_from_the_checkpoi
         base: tuple[str, ...] = ("optim=sgd",) if name == "momentum" else ()
         folder = stopped(5, *base)
         config = config_of(data, *base, *overrides)
-        training = attempt(config, folder)
-        expected = reference(config, contents_of(folder), tmp_path)
-        assert_trains_as(training, expected, steps=1)
+        parts = start_run(config, folder).parts
+        expected = reference(config, contents_of(folder))
+        assert_trains_as(parts, expected, steps=1)
         if base not in unchanged:
-            as_before = reference(config_of(data, *base), contents_of(folder), tmp_path)
+            as_before = reference(config_of(data, *base), contents_of(folder))
             step(as_before)
             unchanged[base] = list(as_before.state.model.parameters())
-        same = all(map(torch.equal, training.state.model.parameters(), unchanged[base]))
+        same = all(map(torch.equal, parts.state.model.parameters(), unchanged[base]))
         has_no_effect_here = name in ("cooldown_epochs", "warmup_epochs") and same
         assert not same or has_no_effect_here, f"{name}: the change has no effect"
 
@@ -265,9 +264,10 @@ def test_resume_continues_the_step_counters_in_parameter_groups_of_lamb_and_adan
 ) -> None:
     folder = stopped(5, f"optim.opt={opt}")
     config = config_of(data, f"optim.opt={opt}", "optim.layer_decay=0.5", "optim.weight_decay=0.5")
-    training = attempt(config, folder)
-    assert {int(group["step"]) for group in training.state.optimizer.param_groups} == {5}
-    assert_trains_as(training, reference(config, contents_of(folder), tmp_path), steps=8)
+    parts = start_run(config, folder).parts
+    groups = parts.state.phases[0].optimizer.param_groups
+    assert {int(group["step"]) for group in groups} == {5}
+    assert_trains_as(parts, reference(config, contents_of(folder)), steps=8)
 
 
 @pytest.mark.slow(seconds=2)
@@ -278,10 +278,10 @@ def test_resume_with_a_different_optimizer_discards_the_optimizer_state_and_logs
     with pytest.raises(ValueError, match=r"optim\.opt=momentum"):
         check_resumable(config, folder)
     with caplog.at_level("INFO", logger="timm_parallel"):
-        training = attempt(config, folder)
+        parts = start_run(config, folder).parts
     assert any("AdamW -> SGD" in line for line in caplog.messages)
-    assert not training.state.optimizer.state
-    assert_trains_as(training, reference(config, contents_of(folder), tmp_path))
+    assert not parts.state.phases[0].optimizer.state
+    assert_trains_as(parts, reference(config, contents_of(folder)))
 
 
 @pytest.mark.slow(seconds=1)
@@ -289,7 +289,7 @@ def test_resume_refuses_amsgrad_when_the_checkpoint_has_no_amsgrad_state(
     stopped: Folders, data: Path
 ) -> None:
     with pytest.raises(ValueError, match="max_exp_avg_sq"):
-        attempt(config_of(data, "+optim.kwargs.amsgrad=true"), stopped(5))
+        start_run(config_of(data, "+optim.kwargs.amsgrad=true"), stopped(5))
 
 
 class NeedsClosure(torch.optim.SGD):
@@ -329,9 +329,9 @@ def test_resume_refuses_train_epochs_or_max_steps_that_the_run_has_already_reach
     config = config_of(data, change)
     if is_refused:
         with pytest.raises(ValueError, match=f"{change} is reached: .*step 5"):
-            attempt(config, stopped(5))
+            start_run(config, stopped(5))
     else:
-        assert attempt(config, stopped(5)).parts.total_steps in (5, 8)
+        assert start_run(config, stopped(5)).parts.total_steps in (5, 8)
 
 
 # The next tests resume a run with changed training images.
@@ -383,13 +383,13 @@ def test_resume_accepts_changed_data_only_at_the_start_of_an_epoch(
     config = config_of(changed_data(data, tmp_path / "other", change))
     if outcome is not None:
         with pytest.raises(ValueError, match=outcome):
-            attempt(config, stopped(at_step))
+            start_run(config, stopped(at_step))
         return
     with caplog.at_level("INFO", logger="timm_parallel"):
-        training = attempt(config, stopped(at_step))
+        parts = start_run(config, stopped(at_step)).parts
     announced = [line for line in caplog.messages if line.startswith("resume: training data")]
     assert len(announced) == (change != "move")
-    assert_trains_as(training, reference(config, contents_of(stopped(at_step)), tmp_path))
+    assert_trains_as(parts, reference(config, contents_of(stopped(at_step))))
 
 
 @pytest.mark.slow(seconds=1)
@@ -402,9 +402,9 @@ def test_resume_with_fewer_images_trains_all_remaining_epochs_of_the_schedule(
     config = config_of(changed_data(data, tmp_path / "other", "remove"))
     folder = tmp_path / "run"
     shutil.copytree(stopped(12), folder)
-    training = attempt(config, folder)
-    training.train()
-    training.run.close()
+    run = start_run(config, folder)
+    with run.training() as training:
+        train(training)
     result = read_result(folder)
     assert (result.status, result.steps, result.epochs) == ("done", 14, 4.0)
     lines = [line for line in read_lines(folder / "metrics.jsonl") if "lr" in line]
@@ -413,14 +413,17 @@ def test_resume_with_fewer_images_trains_all_remaining_epochs_of_the_schedule(
     ] > config.optim.min_lr
 
 
-def test_trainer_raises_when_step_in_epoch_exceeds_the_steps_of_an_epoch(
-    stopped: Folders, data: Path
+def test_run_raises_when_step_in_epoch_exceeds_the_steps_of_an_epoch(
+    stopped: Folders, data: Path, tmp_path: Path
 ) -> None:
-    training = attempt(config_of(data), stopped(5))
-    training.parts.progress.step_in_epoch = 9
-    with pytest.raises(RuntimeError, match=r"step 9 of .* 4 steps"):
-        training.train()
-    training.run.close()
+    shutil.copytree(stopped(5), tmp_path / "run")
+    run = start_run(config_of(data), tmp_path / "run")
+    run.parts.progress.step_in_epoch = 9
+    with (
+        pytest.raises(RuntimeError, match=r"step 9 of .* 4 steps"),
+        run.training() as training,
+    ):
+        train(training)
 
 
 @pytest.mark.slow(seconds=3)
@@ -435,8 +438,8 @@ def test_resume_within_an_epoch_refuses_changed_batches_even_with_resume_strict_
         "data.balance=1",
     ):
         with pytest.raises(ValueError, match="mid-epoch"):
-            attempt(config_of(data, override, "resume_strict=false"), stopped(5))
-    attempt(config_of(data, "data.batch_size=3", "train.accumulate=2"), stopped(5))
+            start_run(config_of(data, override, "resume_strict=false"), stopped(5))
+    start_run(config_of(data, "data.batch_size=3", "train.accumulate=2"), stopped(5))
 
 
 # The next test resumes a run with another checkpoint.metric.
@@ -448,14 +451,14 @@ def test_resume_with_a_different_checkpoint_metric_resets_the_best_value(
 ) -> None:
     folder = tmp_path / "run"
     shutil.copytree(stopped(4), folder)
-    first = attempt(config_of(data), folder)
+    first = start_run(config_of(data), folder)
     first.parts.progress.add_evaluation({"loss": 1.0, "acc": 0.5}, "acc", Classification.metrics)
     first.parts.progress.add_evaluation({"loss": 0.9, "acc": 0.5}, "acc", Classification.metrics)
-    first.run.save()
-    same = attempt(config_of(data), folder).parts.progress
+    save(first)
+    same = start_run(config_of(data), folder).parts.progress
     assert (same.best, same.best_metric, same.evaluations_since_best) == (0.5, "acc", 1)
     with caplog.at_level("INFO", logger="timm_parallel"):
-        other = attempt(
+        other = start_run(
             config_of(data, "checkpoint.metric=val/loss", "train.early_stop=2"), folder
         ).parts.progress
     assert (other.best, other.evaluations_since_best, other.best_values["acc"]) == (None, 0, 0.5)
@@ -569,9 +572,8 @@ def test_train_py_resumes_and_records_allowed_changes_or_exits_2_without_changin
     failures = [path for path in records() if path.name.startswith("failure_")]
     assert {path: text for path, text in records().items() if path not in failures} == before
     assert main(f"resume={folder}", more, "optim.layer_decay=0.5") == 0
-    assert (
-        len({group["lr_scale"] for group in contents_of(folder)["optimizer"]["param_groups"]}) == 4
-    )
+    groups = contents_of(folder)["phases"]["train"]["optimizer"]["param_groups"]
+    assert len({group["lr_scale"] for group in groups}) == 4
     assert read_result(folder).segments[-1]["changed"]["optim.layer_decay"] == [None, 0.5]
     assert (
         main(
@@ -583,7 +585,7 @@ def test_train_py_resumes_and_records_allowed_changes_or_exits_2_without_changin
         )
         == 0
     )
-    assert contents_of(folder)["optimizer"]["kind"] == "SGD"
+    assert contents_of(folder)["phases"]["train"]["optimizer"]["kind"] == "SGD"
     assert "AdamW -> SGD" in (folder / "logs" / "rank_0.log").read_text()
     assert (read_result(folder).steps, len(read_result(folder).segments)) == (8, 3)
 
@@ -636,6 +638,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "optim.decay_epochs": (1.0,),
     "optim.decay_milestones": ([1.0, 2.0],),
     "optim.decay_rate": (0.5,),
+    "optim.of": ({"train": {"lr": 0.05}},),
     "train.epochs": (3, 6),
     "train.precision": ("bf16",),
     "train.accumulate": (2,),
@@ -707,6 +710,7 @@ NOT_DRAWN = (
     ),
     *(
         "train.deterministic",
+        "train.loop",
         "train.evaluate_every",
         "train.target_loss",
         "train.bce_target_thresh",
@@ -779,14 +783,13 @@ def check_any_change(
         check_values(config)
         check_combination(config)
         check_resumable(config, scratch)
-        training = attempt(config, scratch)
+        run = start_run(config, scratch)
     except ValueError:
         event("refused")
         return
     event("trained")
-    expected = reference(config, contents_of(folder), scratch)
-    assert_trains_as(training, expected)
-    announced = training.run.segments[-1]["changed"]
+    assert_trains_as(run.parts, reference(config, contents_of(folder)))
+    announced = run.segments[-1]["changed"]
     before, now = contents_of(folder)["config"], {key: value for key, value, _ in leaves(config)}
     ignored = ("resume", "print_config")
     assert set(announced) == {

@@ -194,11 +194,11 @@ def images_by_index(world: int, epoch: int, num_workers: int, seed: int = 7) -> 
         sampler = TrainSampler(len(split), 6, rank, world, seed)
         prefetcher = DevicePrefetcher(torch.device("cpu"), **plain(3), channels_last=False)
         loader = train_loader_of(fetcher, sampler, prefetcher, num_workers)
-        for indices, (images, labels) in zip(
-            _indices(sampler, epoch), loader.epoch(epoch), strict=True
-        ):
-            assert torch.equal(labels, split.labels[indices])
-            images_of.update(zip(indices, images, strict=True))
+        batches = loader.epoch(epoch)
+        for indices, batch in zip(_indices(sampler, epoch), batches, strict=True):
+            assert batch.indices.tolist() == indices
+            assert torch.equal(batch.target, split.labels[indices])
+            images_of.update(zip(indices, batch.image, strict=True))
     return images_of
 
 
@@ -238,10 +238,10 @@ def test_augmentation_of_an_image_does_not_depend_on_earlier_random_numbers() ->
     fetcher = BatchFetcher(
         split, Targets(), OnImage.of(train_transform(EVERYTHING, (16, 16), resize=False)), 7
     )
-    first = fetcher.read(IndexBatch(0, np.array([5])))[0][0]
+    first = fetcher.read(IndexBatch(0, np.array([5])))[0]["image"][0]
     fetcher.read(IndexBatch(0, np.arange(4)))
     torch.rand(100)
-    assert torch.equal(fetcher.read(IndexBatch(0, np.array([4, 5])))[0][1], first)
+    assert torch.equal(fetcher.read(IndexBatch(0, np.array([4, 5])))[0]["image"][1], first)
 
 
 @pytest.mark.parametrize(
@@ -264,8 +264,8 @@ def test_random_erasing_differs_between_copies_of_an_image_but_not_with_the_rank
             sampler = TrainSampler(12, 6, rank, world, 7, copies=2)
             prefetcher = DevicePrefetcher(torch.device("cpu"), **plain(3), channels_last=False)
             batches = train_loader_of(fetcher, sampler, prefetcher, num_workers).epoch(epoch)
-            for indices, (batch, _) in zip(_indices(sampler, epoch), batches, strict=True):
-                images.update(zip(indices, batch, strict=True))
+            for indices, batch in zip(_indices(sampler, epoch), batches, strict=True):
+                images.update(zip(indices, batch.image, strict=True))
         erased.append(images)
     first, spread, later = erased
     assert len(first) == 12 and first.keys() == spread.keys()
@@ -296,8 +296,9 @@ def noisy_images(ranks: Ranks, store: Any, world: int, epoch: int, workers: int)
         prefetcher = DevicePrefetcher(torch.device("cpu"), **plain(3), channels_last=False)
         sampler = TrainSampler(12, 6, rank, world, 7)
         loader = train_loader_of(fetcher, sampler, prefetcher, workers)
-        for images, indices in loader.epoch(epoch):
-            pixels |= dict(zip(indices.tolist(), images[:, :, 0, 0].tolist(), strict=True))
+        for batch in loader.epoch(epoch):
+            drawn = batch.image[:, :, 0, 0].tolist()
+            pixels |= dict(zip(batch.target.tolist(), drawn, strict=True))
     return pixels
 
 
@@ -318,7 +319,7 @@ def test_draws_inside_a_split_are_equal_in_loader_workers() -> None:
 
 def test_an_evaluation_draws_the_same_numbers_inside_a_split_each_time() -> None:
     sampler, fetcher = EvalSampler(12, 4, 0, 1), BatchFetcher(Noisy(), Targets(), None, 7)
-    first, second = ([fetcher.read(batch)[0] for batch in sampler] for _ in range(2))
+    first, second = ([fetcher.read(batch)[0]["image"] for batch in sampler] for _ in range(2))
     assert all(torch.equal(*pair) for pair in zip(first, second, strict=True))
 
 
@@ -494,8 +495,8 @@ def test_images_whose_pixels_are_not_from_0_to_255_are_refused(
     split: Any = rows if in_memory else [rows[0], rows[1]]
     refusal = pytest.raises(ValueError, match=r"^data\.name: .*255")
     with refusal if is_refused else nullcontext():
-        read = BatchFetcher(split, Targets(), None, 0).read(IndexBatch(0, np.arange(2)))
-        assert torch.equal(read[0], images)
+        fields, *_ = BatchFetcher(split, Targets(), None, 0).read(IndexBatch(0, np.arange(2)))
+        assert torch.equal(fields["image"], images)
 
 
 def test_draws_in_the_constructor_of_a_dataset_depend_on_the_seed_only(
@@ -529,5 +530,6 @@ class Darker(InMemory):
 def test_images_in_memory_are_read_by_the_own_method_of_their_class() -> None:
     images = torch.arange(48, dtype=torch.uint8).view(2, 3, 2, 4)
     fetcher = BatchFetcher(Darker(images, torch.tensor([1, 0])), Targets(), None, 0)
-    read, labels, *_ = fetcher.read(IndexBatch(0, np.array([1, 0])))
-    assert torch.equal(read, images.flip(0) // 2) and labels.tolist() == [0, 1]
+    fields, *_ = fetcher.read(IndexBatch(0, np.array([1, 0])))
+    assert torch.equal(fields["image"], images.flip(0) // 2)
+    assert fields["target"].tolist() == [0, 1]

@@ -10,6 +10,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -22,6 +24,7 @@ from torch.utils._pytree import tree_flatten
 
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.machine.signals import Stopped
+from timm_parallel.runtime.step import Step
 from timm_parallel.testing.commands import NOT_HANDED_ON, heed_signals, processes_of
 from timm_parallel.testing.configs import read_lines
 from timm_parallel.testing.ranks import in_ranks
@@ -117,22 +120,31 @@ def train_jobs(ranks: Ranks, store: Any, jobs: list[Job]) -> None:
     from small.app import app
     from torch import distributed
 
-    from timm_parallel import EpochSteps, compose, resolve
+    from timm_parallel import Run, Training, compose, resolve
 
-    class StoppingSteps(EpochSteps):
-        """Steps of an epoch, which a signal stops."""
+    class StoppingRun(Run):
+        """Run that a signal stops in the step `stop_at`."""
 
-        def end(self) -> dict[str, float] | None:
-            stop = self.strategy.group.stop
-            if self.progress.step + 1 == job.stop_at:
-                stop.request(signal.SIGTERM)
-                # Wait until all ranks have agreed on their last step, because the steps are so fast
-                # that the run could end before.
-                while not stop.stop_requested():
-                    time.sleep(0.01)
-            return super().end()
+        @contextmanager
+        def training(self) -> Iterator[Training]:
+            stop = self.parts.strategy.group.stop
+            with super().training() as started:
+                steps = started.steps
 
-    training.EpochSteps = StoppingSteps  # type: ignore[misc]
+                def stopping_steps() -> Iterator[Step]:
+                    for step in steps():
+                        if step.number == job.stop_at:
+                            stop.request(signal.SIGTERM)
+                            # Wait until all ranks have agreed on their last step, because the steps
+                            # are so fast that the run could end before.
+                            while not stop.stop_requested():
+                                time.sleep(0.01)
+                        yield step
+
+                started.steps = stopping_steps  # type: ignore[method-assign]
+                yield started
+
+    training.Run = StoppingRun  # type: ignore[misc]
     composed = compose("parallel.threads_per_device=1")
     for number, job in enumerate(jobs):
         composed.parallel.strategy, composed.parallel.devices = job.strategy, job.devices
@@ -200,7 +212,7 @@ def assert_equally_trained(folders: list[Path]) -> None:
 def assert_equal_bits(folder: Path, expected: Path) -> None:
     """Compare weights, optimizer state and progress of two runs bit for bit."""
     one, other = contents_of(folder), contents_of(expected)
-    for part in ("model", "optimizer", "progress", "trained_on"):
+    for part in ("model", "networks", "averages", "phases", "progress", "trained_on"):
         leaves, structure = tree_flatten(one[part])
         expected_leaves, expected_structure = tree_flatten(other[part])
         assert structure == expected_structure
@@ -339,7 +351,7 @@ REFUSED = {
     "data.name=spot": "did you mean spots",
     "model.name=small.model.Tin": "model.name=small.model.Tin: no such class",
     "train.task=positon": "did you mean position",
-    "train.loss=mae": "did you mean mse",
+    "train.loss=mae": "train.loss=mae: not supported",
     "checkpoint.metric=val/nea": "did you mean val/near",
     "parallel=eech": "each",
     "parallel.strategy=sngle": "did you mean single",
@@ -347,7 +359,6 @@ REFUSED = {
     "parallel=single parallel.devices=2": "choose parallel=ddp",
     "parallel=each parallel.devices=5": "nearest sizes: 10, 15",
     "data.batch_size=62": "use 61 or less",
-    "train.precision=bf16": "use train.precision=auto",
 }
 REFUSE = """
 import contextlib, io, json, sys

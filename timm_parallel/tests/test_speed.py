@@ -17,24 +17,24 @@ from typing import Any
 
 import pytest
 import torch
-from src.train.loop import run_steps
-from src.train.step import TrainStep, set_matmul_precision
 from torch import nn
 from torch.distributed import PrefixStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.tensorboard import SummaryWriter
 
-from src.train.build import build_run
-from src.train.run import Trainer
+from timm_parallel.batch import Batch
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.parallel.build import build_strategy
 from timm_parallel.parallel.distributed import has_only_batch_norm_buffers
+from timm_parallel.parallel.networks import PhaseStep
 from timm_parallel.record.console import Console
 from timm_parallel.record.result import MetricsLog
+from timm_parallel.state.parts import build_networks
 from timm_parallel.state.progress import Progress
 from timm_parallel.testing.configs import evaluate_batches, resolved, task_of
 from timm_parallel.testing.gpu import EACH_ACCELERATOR, error_on_waits
 from timm_parallel.testing.ranks import in_ranks
+from timm_parallel.testing.runs import parts_of, take_steps, train_run
 
 # These options add work to a training step. None of them needs the CPU to read tensor values.
 BUSY = (
@@ -92,11 +92,9 @@ def count_reads(steps: int, *overrides: str) -> int:
         "train.log_every=100",
         *overrides,
     )
-    strategy = build_strategy(config.parallel, Ranks(), None)
-    run = build_run(config, strategy)
+    run = parts_of(config)
     with ValueReads() as reads:
-        for _ in run_steps(replace(run, steps_per_epoch=steps), run.train_loader.epoch(0)):
-            pass
+        assert len(list(take_steps(replace(run, steps_per_epoch=steps)))) == 1
     return reads.count
 
 
@@ -141,7 +139,9 @@ def test_train_precision_sets_the_float32_matmul_precision_of_torch() -> None:
     before = torch.get_float32_matmul_precision()
     try:
         for precision, expected in (("tf32", "high"), ("fp32", "highest")):
-            set_matmul_precision(precision)
+            config = resolved("parallel=single")
+            config.train.precision = precision
+            parts_of(config)
             assert torch.get_float32_matmul_precision() == expected
     finally:
         torch.set_float32_matmul_precision(before)
@@ -172,9 +172,7 @@ def count_writes(steps: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> C
             "parallel=single", "parallel.accelerator=cpu", "data.batch_size=8", "data.limit_train=640",  # noqa: E501
             f"train.max_steps={steps}", "train.epochs=1", "train.log_every=1000", "data=synthetic",
         )  # fmt: skip
-        training = Trainer(config, folder, Ranks(), None)
-        training.train()
-        training.run.close()
+        train_run(config, folder)
     monkeypatch.undo()
     return calls
 
@@ -207,11 +205,13 @@ def buffers_and_bits(ranks: Ranks, store: Any, broadcast: str) -> tuple[bool, li
     model = nn.Sequential(
         nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4 * 36, 10)
     )
-    wrapped = strategy.wrap(TrainStep(model, nn.CrossEntropyLoss(), task_of(10)))
+    task = task_of(10)
+    wrapped = strategy.wrap(PhaseStep(task, build_networks(task, model, strategy.device), "train"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     torch.manual_seed(ranks.rank)
     for _ in range(5):
-        wrapped(torch.randn(4, 3, 8, 8), torch.randint(0, 10, (4,)))[0].backward()
+        fields = {"image": torch.randn(4, 3, 8, 8), "target": torch.randint(0, 10, (4,))}
+        wrapped(Batch(fields))[0].mean().backward()
         optimizer.step()
         optimizer.zero_grad()
     strategy.buffers.share(model)
@@ -304,13 +304,12 @@ def test_training_step_between_log_steps_does_not_wait_for_the_gpu(
     """
     on = ("parallel=single", f"parallel.accelerator={accelerator}", "data.batch_size=8")
     config = resolved(*on, *options, "data=synthetic")
-    strategy = build_strategy(config.parallel, Ranks(), None)
-    run = build_run(config, strategy)
+    run = parts_of(config)
 
     def train(sync_step: int, progress: Progress) -> None:
         """Train up to the given step, which is the next one that is logged."""
         run.state.progress, config.train.log_every = progress, sync_step
-        next(run_steps(replace(run, steps_per_epoch=10**9), run.train_loader.epoch(0)))
+        next(take_steps(replace(run, steps_per_epoch=10**9)))
 
     # Train the first steps outside of the check, because the throughput meter waits for the GPU
     # after the first step and after the warm-up.

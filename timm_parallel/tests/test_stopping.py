@@ -10,27 +10,20 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-from timm_parallel.runtime.epoch_steps import EpochSteps
 from torch.distributed import HashStore
 
 from timm_parallel.faults import heartbeat
 from timm_parallel.faults.stop import StopCoordinator
-from timm_parallel.keys import ResolvedConfig
 from timm_parallel.machine.ranks import Ranks
-from timm_parallel.machine.signals import exit_after_stop_signal, stop_handler
-from timm_parallel.measure.meter import Meter
-from timm_parallel.measure.step_hooks import StepHooks
-from timm_parallel.parallel.single import Single
-from timm_parallel.state.progress import Progress
+from timm_parallel.machine.signals import Stopped, exit_after_stop_signal, stop_handler
 from timm_parallel.testing.configs import resolved
 from timm_parallel.testing.ranks import in_ranks
+from timm_parallel.testing.runs import start_run
 
 
 def test_stop_request_stops_a_single_process_after_the_current_step() -> None:
@@ -41,73 +34,48 @@ def test_stop_request_stops_a_single_process_after_the_current_step() -> None:
     assert stopping.signal == 15
 
 
-def parts_of_steps(config: ResolvedConfig) -> Any:
-    """Build the parts of a run that EpochSteps reads: 6 steps of 4 images per epoch."""
-    strategy = Single(config.parallel, Ranks())
-    return SimpleNamespace(
-        progress=Progress(),
-        config=config,
-        strategy=strategy,
-        hooks=StepHooks(Meter(4, 6), strategy.group.stop),
-        mixing=None,
-        steps_per_epoch=6,
-        state=SimpleNamespace(
-            ema=None,
-            train_step=torch.nn.Linear(1, 1),
-            optimizer=SimpleNamespace(param_groups=[{"lr": 0.1}]),
-            schedule=SimpleNamespace(step_update=lambda step: None),
-        ),
-    )
-
-
+@pytest.mark.slow(seconds=1)
 @pytest.mark.parametrize(
-    ("max_steps", "stop_at", "means"),
-    [
-        (3, None, [None, {"loss": 1.5}, {"loss": 3.0}]),
-        ("null", 5, [None, {"loss": 1.5}, None, {"loss": 3.5}, None]),
-        ("null", None, [None, {"loss": 1.5}, None, {"loss": 3.5}, None, {"loss": 5.5}]),
-    ],
+    ("max_steps", "stop_at", "logged"),
+    [(3, None, [2, 3]), ("null", 5, [2, 4]), ("null", None, [2, 4, 6])],
 )
 def test_epoch_ends_after_the_last_batch_or_earlier_at_max_steps_or_a_stop_request(
-    max_steps: int | str, stop_at: int | None, means: list[dict[str, float] | None]
+    tmp_path: Path, max_steps: int | str, stop_at: int | None, logged: list[int]
 ) -> None:
     config = resolved(
         "parallel=single",
         "parallel.accelerator=cpu",
+        "data.batch_size=4",
+        "data.limit_train=24",
+        "train.epochs=1",
         "train.log_every=2",
         f"train.max_steps={max_steps}",
     )
-    parts = parts_of_steps(config)
-    strategy, progress, hooks = parts.strategy, parts.progress, parts.hooks
-    steps = EpochSteps(parts)
-    batches = iter([(torch.zeros(4, 1), torch.zeros(4))] * 6)
-    reported = []
-    for step in steps:
-        images, _ = steps.fetch(batches)
-        steps.add(torch.tensor(float(step)), {}, len(images))
-        if step == stop_at:
-            strategy.group.stop.request(signal.SIGTERM)
-        reported.append(steps.end())
-    assert reported == means
-    assert progress.step == progress.step_in_epoch == len(means)
-    # A stop between two logged steps must not lose images. Each of the steps has trained 4 images.
-    assert progress.epoch_images + progress.window_images == 4 * len(means)
+    run = start_run(config, tmp_path)
+    progress, hooks = run.parts.progress, run.parts.hooks
+    losses: list[float] = []
+    means: dict[int, float | None] = {}
+    stopped = nullcontext() if stop_at is None else pytest.raises(Stopped)
+    with stopped, run.training() as training:
+        for step in training.steps():
+            [batch] = step.batches()
+            losses.append(step.backward(batch).item())
+            if step.number == stop_at:
+                run.parts.strategy.group.stop.request(signal.SIGTERM)
+            numbers = step.update()
+            training.log(numbers)
+            if numbers:
+                means[step.number] = numbers["train/loss"]
+            # A stop between two logged steps must not lose images. Each step trains 4 images.
+            assert progress.epoch_images + progress.window_images == 4 * (
+                step.number if numbers or step.number == stop_at else step.number - 1
+            )
+    assert list(means) == logged
+    for end, start in zip(logged, [0, *logged], strict=False):
+        of_window = losses[start:end]
+        assert means[end] == pytest.approx(sum(of_window) / len(of_window), rel=1e-6)
+    assert progress.step == len(losses) == (stop_at or logged[-1])
     assert hooks.meter.steps_timed > 0
-
-
-@pytest.mark.parametrize(("accumulate", "added"), [(2, 1), (1, 0), (1, 2)])
-def test_training_loop_that_does_not_add_every_batch_of_a_step_fails_in_its_first_step(
-    accumulate: int, added: int
-) -> None:
-    parts = parts_of_steps(resolved("parallel=single", f"train.accumulate={accumulate}"))
-    steps = EpochSteps(parts)
-    for _ in steps:
-        for _ in range(added):
-            steps.add(torch.tensor(1.0), {}, 4)
-        with pytest.raises(RuntimeError, match=f"train.accumulate={accumulate}"):
-            steps.end()
-        break
-    assert parts.progress.step == 0
 
 
 def test_stop_request_stops_all_ranks_after_the_last_step_announced_by_the_fastest_rank() -> None:

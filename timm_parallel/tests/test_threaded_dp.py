@@ -12,14 +12,15 @@ from typing import Any
 
 import pytest
 import torch
-from src.train.step import Autocast, TrainStep
 from torch import Tensor, nn
 
+from timm_parallel.batch import Batch
 from timm_parallel.keys import ResolvedParallel
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.parallel.data_parallel import DataParallelStrategy
+from timm_parallel.parallel.networks import Autocast, Networks, PhaseStep
 from timm_parallel.parallel.threaded_data_parallel import ThreadedDataParallel
-from timm_parallel.testing.configs import task_of
+from timm_parallel.task import Task
 
 
 class Small(nn.Module):
@@ -46,6 +47,30 @@ class Recurrent(nn.Module):
         return self.head(self.lstm(images.view(-1, 3, 2))[0].mean(1))  # type: ignore[no-any-return]
 
 
+class OneLoss(Task[Any]):
+    """Task with a model, and a loss of outputs and targets."""
+
+    def __init__(self, loss: Callable[[Tensor, Tensor], Tensor] | None = None) -> None:
+        self.loss = loss
+
+    def losses(self, networks: Any, batch: Batch, phase: str) -> tuple[Tensor, dict[str, Tensor]]:
+        outputs = networks.model(batch.image)
+        targets = batch.target.to(outputs.device)
+        loss = networks.loss if self.loss is None else self.loss
+        return loss(outputs, targets), {"first": outputs.detach()[:, 0]}
+
+
+def step_of(model: nn.Module, loss: Any) -> PhaseStep:
+    """Build a step with a loss, which is a network if it is a module."""
+    if isinstance(loss, nn.Module):
+        return PhaseStep(OneLoss(), Networks({"model": model, "loss": loss}), "train")
+    return PhaseStep(OneLoss(loss), Networks({"model": model}), "train")
+
+
+def batch_of(images: Tensor, labels: Tensor) -> Batch:
+    return Batch({"image": images, "target": labels})
+
+
 def strategy(devices: int, loss_in_replica: bool | None = None) -> DataParallelStrategy:
     config = ResolvedParallel(
         strategy="dp",
@@ -63,20 +88,25 @@ def strategy(devices: int, loss_in_replica: bool | None = None) -> DataParallelS
     ("batch", "devices"), [(8, 2), (9, 3), (7, 3), (4, 3), (2, 3), (1, 2), (5, 1)]
 )
 @pytest.mark.parametrize("model", [Small, Recurrent])
+@pytest.mark.parametrize("reduction", ["none", "mean"])
 def test_gradients_of_dp_with_threads_on_cpu_equal_those_of_the_unwrapped_model(
-    model: type[nn.Module], batch: int, devices: int, loss_in_replica: bool
+    model: type[nn.Module], batch: int, devices: int, loss_in_replica: bool, reduction: str
 ) -> None:
+    """A loss that returns a mean is the mean over the chunk of a replica. The mean over the batch
+    weighs these means by the sizes of the chunks.
+    """
     torch.manual_seed(0)
     bare = model()
     copied = copy.deepcopy(bare)
     images, labels = torch.randn(batch, 6), torch.randint(0, 3, (batch,))
-    criterion = nn.CrossEntropyLoss()
-    expected = criterion(bare(images), labels)
+    expected = nn.functional.cross_entropy(bare(images), labels)
     expected.backward()
-    loss, _ = strategy(devices, loss_in_replica).wrap(TrainStep(copied, criterion, task_of(10)))(
-        images, labels
-    )
+    step = step_of(copied, nn.CrossEntropyLoss(reduction=reduction))
+    wrapped = strategy(devices, loss_in_replica).wrap(step)
+    losses, numbers = wrapped(batch_of(images, labels))
+    loss = losses.mean()
     loss.backward()
+    assert numbers["first"].tolist() == pytest.approx(bare(images)[:, 0].tolist(), abs=1e-6)
     assert loss.item() == pytest.approx(expected.item(), abs=1e-6)
     for (name, ours), theirs in zip(copied.named_parameters(), bare.parameters(), strict=True):
         assert ours.grad is not None and theirs.grad is not None
@@ -139,11 +169,10 @@ class Centered(nn.Module):
 def test_dp_refuses_a_loss_in_replicas_that_writes_a_buffer(
     loss_in_replica: bool, norm: bool
 ) -> None:
-    step = TrainStep(Small(), Centered(norm), task_of(3))
-    wrapped = strategy(2, loss_in_replica).wrap(step)
+    wrapped = strategy(2, loss_in_replica).wrap(step_of(Small(), Centered(norm)))
     is_refused = loss_in_replica and not norm
     with pytest.raises(ValueError, match="center") if is_refused else nullcontext():
-        wrapped(torch.rand(4, 6), torch.zeros(4, dtype=torch.long))
+        wrapped(batch_of(torch.rand(4, 6), torch.zeros(4, dtype=torch.long)))
 
 
 def test_exception_in_a_replica_thread_of_dp_is_raised_in_the_main_thread() -> None:
@@ -159,6 +188,42 @@ def test_exception_in_a_replica_thread_of_dp_is_raised_in_the_main_thread() -> N
     assert spread(torch.ones(4)).sum() == 4
 
 
+class Noised(OneLoss):
+    """Task whose loss adds noise of the batch to the outputs."""
+
+    def losses(self, networks: Any, batch: Batch, phase: str) -> tuple[Tensor, dict[str, Tensor]]:
+        outputs = networks.model(batch.image)
+        return (outputs + batch.normal(3).to(outputs.device)).square().mean(1), {}
+
+
+def test_draws_of_replicas_of_dp_equal_those_of_the_whole_batch() -> None:
+    torch.manual_seed(0)
+    model, images = Small(), torch.randn(7, 6)
+    step = PhaseStep(Noised(), Networks({"model": model}), "train")
+
+    def batch() -> Batch:
+        return Batch({"image": images}, torch.arange(5, 12).numpy(), seed=3, epoch=2)
+
+    expected, _ = step(batch())
+    losses, _ = strategy(3, loss_in_replica=True).wrap(step)(batch())
+    torch.testing.assert_close(losses, expected)
+
+
+@pytest.mark.parametrize("loss_in_replica", [False, True])
+def test_dp_refuses_a_task_with_a_network_next_to_its_model(loss_in_replica: bool) -> None:
+    networks = Networks({"model": Small(), "teacher": Small()})
+    with pytest.raises(ValueError, match=r"parallel=dp: .*teacher.*parallel=ddp"):
+        strategy(2, loss_in_replica).wrap(PhaseStep(OneLoss(), networks, "train"))
+
+
+def test_dp_in_replicas_refuses_a_field_that_is_no_tensor() -> None:
+    step = step_of(Small(), nn.functional.cross_entropy)
+    boxes = [torch.zeros(1, 4), torch.zeros(2, 4)]
+    batch = Batch({"image": torch.rand(2, 6), "target": torch.zeros(2).long(), "boxes": boxes})
+    with pytest.raises(ValueError, match=r"parallel.loss_in_replica=true: the field boxes "):
+        strategy(2, loss_in_replica=True).wrap(step)(batch)
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_evaluation_with_dp_replicas_in_threads_does_not_build_an_autograd_graph(
     mode: Callable[[], Any],
@@ -167,7 +232,7 @@ def test_evaluation_with_dp_replicas_in_threads_does_not_build_an_autograd_graph
     model = Small().eval()
     images = torch.randn(7, 6)
     with mode():
-        outputs = strategy(3).for_evaluation(model)(images)
+        outputs = strategy(3).for_evaluation(Networks({"model": model}))["model"](images)
         assert torch.allclose(outputs, model(images), atol=1e-6)
     assert not outputs.requires_grad
 
@@ -188,8 +253,7 @@ def test_autocast_applies_inside_the_replica_threads_of_dp() -> None:
             seen.append(outputs.dtype)
             return outputs
 
-    step = TrainStep(
-        Autocast(Typed(4, 3), "cpu", torch.bfloat16), nn.CrossEntropyLoss(), task_of(10)
-    )
-    strategy(2).wrap(step)(torch.randn(4, 4), torch.zeros(4, dtype=torch.long))[0].backward()
+    step = step_of(Autocast(Typed(4, 3), "cpu", torch.bfloat16), nn.CrossEntropyLoss())
+    batch = batch_of(torch.randn(4, 4), torch.zeros(4, dtype=torch.long))
+    strategy(2).wrap(step)(batch)[0].backward()
     assert seen == [torch.bfloat16] * 2

@@ -121,15 +121,18 @@ def test_checkpoint_with_a_flipped_bit_is_refused_by_the_checksum_in_the_json_si
         assert step_in(folder / "last.pt") == 3
 
 
-@pytest.mark.parametrize("part", ["model", "ema", "train_step"])
+@pytest.mark.parametrize("part", [("model",), ("averages", "ema"), ("networks", "loss")])
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
 def test_checkpoint_with_a_weight_that_is_not_finite_is_never_loaded(
-    tmp_path: Path, part: str, value: float
+    tmp_path: Path, part: tuple[str, ...], value: float
 ) -> None:
     folder = tmp_path / "checkpoints"
     checkpoint.save(folder, contents(2), 2, keep=3, is_best=False)
     bad = contents(4)
-    bad.setdefault(part, {})["head.bias"] = torch.tensor([0.5, value])
+    tensors = bad
+    for name in part:
+        tensors = tensors.setdefault(name, {})
+    tensors["head.bias"] = torch.tensor([0.5, value])
     last = checkpoint.save(folder, bad, 4, keep=3, is_best=True)
     with pytest.raises(ValueError, match=r"last\.pt: .*head\.bias"):
         checkpoint.load(last)

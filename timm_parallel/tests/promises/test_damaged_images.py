@@ -14,7 +14,6 @@ import pytest
 import torch
 from PIL import Image
 
-from src.train.run import Trainer
 from timm_parallel.data.loader import BatchFetcher, Loader
 from timm_parallel.data.prefetch import DevicePrefetcher
 from timm_parallel.data.samplers import EvalSampler, IndexBatch
@@ -25,6 +24,7 @@ from timm_parallel.task import Targets
 from timm_parallel.testing.commands import Train
 from timm_parallel.testing.configs import plain, resolved
 from timm_parallel.testing.ranks import in_ranks
+from timm_parallel.testing.runs import train_run
 
 
 def image_folder(root: Path, damaged: bool) -> tuple[Path, Path]:
@@ -69,9 +69,8 @@ def train(ranks: Ranks, store: Any, root: str, folder: str, overrides: tuple[str
     torch.set_num_threads(1)
     # Fork loader workers, as a rank of train.py does.
     multiprocessing.set_start_method("fork", force=True)
-    run = Trainer(resolved(*SETTINGS, f"data.root={root}", *overrides), Path(folder), ranks, store)
-    run.train()
-    run.run.close()
+    config = resolved(*SETTINGS, f"data.root={root}", *overrides)
+    train_run(config, Path(folder), ranks, store)
 
 
 @pytest.mark.nightly
@@ -121,14 +120,15 @@ def test_unreadable_image_is_replaced_in_training_and_dropped_in_evaluation(tmp_
     training, evaluation = (
         BatchFetcher(Split(), Targets(), None, 0, "skip", substitutes) for substitutes in (6, 0)
     )
-    _, labels, unreadable, _ = training.read(IndexBatch(0, np.arange(6)))
-    assert labels.tolist() == [0, 20, 20, 30, 0, 0]
+    fields, read, unreadable, _ = training.read(IndexBatch(0, np.arange(6)))
+    assert fields["target"].tolist() == [0, 20, 20, 30, 0, 0]
+    assert read.indices.tolist() == [0, 1, 2, 3, 4, 5]
     assert sorted(set(unreadable)) == [1, 4, 5]
-    images, labels, unreadable, _ = evaluation.read(IndexBatch(0, np.arange(6)))
-    assert labels.tolist() == [0, 20, 30] and len(images) == 3
-    assert unreadable == [1, 4, 5]
-    _, labels, unreadable, _ = evaluation.read(IndexBatch(0, np.array([4, 5])))
-    assert len(labels) == 0 and unreadable == [4, 5]
+    fields, read, unreadable, _ = evaluation.read(IndexBatch(0, np.arange(6)))
+    assert fields["target"].tolist() == [0, 20, 30] and len(fields["image"]) == 3
+    assert read.indices.tolist() == [0, 2, 3] and unreadable == [1, 4, 5]
+    _, read, unreadable, _ = evaluation.read(IndexBatch(0, np.array([4, 5])))
+    assert len(read.indices) == 0 and unreadable == [4, 5]
 
 
 def test_data_on_error_skip_tries_a_skipped_image_again_in_the_next_epoch() -> None:
@@ -154,7 +154,7 @@ def test_data_on_error_skip_tries_a_skipped_image_again_in_the_next_epoch() -> N
     )
     for is_available, read, unreadable in ((False, 2, {1}), (True, 3, set())):
         split.is_available = is_available
-        assert sum(len(labels) for _, labels in loader) == read
+        assert sum(len(batch) for batch in loader) == read
         assert loader.unreadable == unreadable
 
 

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -184,33 +183,25 @@ def test_run_ends_with_exit_code_1_when_the_run_folder_is_moved_or_deleted(
 
 
 def _drift(ranks: Ranks, store: torch.distributed.Store, where: str, folder: str) -> str:
-    from src.train.run import Trainer
+    from src.train.run import train
+    from timm_parallel.testing.runs import start_run
 
-    run = Trainer(
-        resolved("parallel=ddp", "parallel.devices=2", "train.max_steps=2"),
-        Path(folder),
-        ranks,
-        store,
-    )
+    config = resolved("parallel=ddp", "parallel.devices=2", "train.max_steps=2")
+    run = start_run(config, Path(folder), ranks, store)
 
     def spoil() -> None:
         with torch.no_grad():
-            next(run.state.model.parameters()).add_(ranks.rank)
+            next(run.parts.state.model.parameters()).add_(ranks.rank)
 
     if where == "start":
         spoil()
-    else:
-        # Change the weights only after the epoch has ended, because end_epoch of the last epoch
-        # loads the best weights from rank 0 on all ranks.
-        ordinary: Callable[[], None] = run.end_epoch
-
-        def then_spoil() -> None:
-            ordinary()
-            spoil()
-
-        run.end_epoch = then_spoil  # type: ignore[method-assign]
     try:
-        run.train()
+        with run.training() as training:
+            train(training)
+            # The end of the block first compares the trained weights, and then loads the best ones
+            # from rank 0 on all ranks.
+            if where == "end":
+                spoil()
     except ReplicasDifferError as error:
         return str(error)
     return "not noticed"

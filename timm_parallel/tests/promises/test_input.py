@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from src.schema import ResolvedConfig
-from src.train.run import Trainer
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.record.result import read_result
 from timm_parallel.testing.configs import resolved
 from timm_parallel.testing.ranks import in_ranks
+from timm_parallel.testing.runs import train_run
 
 FIXED = (
     "model=tiny",
@@ -108,7 +108,7 @@ def two_steps(ranks: Ranks, store: Any, base: str, cases: dict[str, ResolvedConf
         folder = Path(base) / str(number)
         folder.mkdir(exist_ok=True)
         try:
-            Trainer(config, folder, ranks, PrefixStore(str(number), store)).train()
+            train_run(config, folder, ranks, PrefixStore(str(number), store))
             errors.append("" if read_result(folder).status == "done" else "no result")
         except Exception as error:
             errors.append(f"{words}: {type(error).__name__}: {' '.join(str(error).split())[:300]}")

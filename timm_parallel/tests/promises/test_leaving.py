@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from src.data.transforms import OnImage
-from src.train import run as lifecycle
+from src.train.run import run
 from timm_parallel.data.dataset import InMemory
 from timm_parallel.data.loader import BatchFetcher
 from timm_parallel.data.prefetch import DevicePrefetcher
@@ -26,6 +26,7 @@ from timm_parallel.data.samplers import TrainSampler
 from timm_parallel.machine.process_exit import exit_at_once, exit_process
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.record.recorder import Recorder
+from timm_parallel.runtime.run import Training
 from timm_parallel.task import Targets
 from timm_parallel.testing.commands import ROOT
 from timm_parallel.testing.configs import plain, read_lines, resolved, train_loader_of
@@ -201,11 +202,11 @@ def test_failed_run_closes_the_metrics_recorder_and_keeps_logged_steps(
     closed: list[int] = []
     close = Recorder.close
 
-    def fails(self: lifecycle.Trainer) -> None:
+    def fails(self: Training) -> None:
         assert not closed
         raise RuntimeError("the accident of this test")
 
-    monkeypatch.setattr(lifecycle.Trainer, "end_epoch", fails)
+    monkeypatch.setattr(Training, "_end_epoch", fails)
 
     def counted_close(self: Recorder) -> None:
         close(self)
@@ -213,6 +214,6 @@ def test_failed_run_closes_the_metrics_recorder_and_keeps_logged_steps(
 
     monkeypatch.setattr(Recorder, "close", counted_close)
     with pytest.raises(RuntimeError, match="accident"):
-        lifecycle.run(config, tmp_path, Ranks(), None)
+        run(config, tmp_path, Ranks(), None)
     assert closed == [1]
     assert [line["step"] for line in read_lines(tmp_path / "metrics.jsonl")] == list(range(1, 7))

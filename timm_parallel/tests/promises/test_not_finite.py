@@ -13,12 +13,13 @@ import pytest
 import torch
 from torch import nn
 
-from src.train.run import Trainer
+from src.train.run import train as train_all_steps
 from timm_parallel.errors import NotFiniteError
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.state import checkpoint
 from timm_parallel.testing.configs import resolved
 from timm_parallel.testing.ranks import in_ranks
+from timm_parallel.testing.runs import start_run
 
 SETTINGS = (
     "print_config=false",
@@ -62,17 +63,18 @@ def train(
 ) -> dict[str, Any]:
     config = resolved(*SETTINGS, f"parallel={strategy}", *overrides)
     torch.set_num_threads(1)
-    training = Trainer(config, Path(folder), ranks, store)
-    model = training.state.model
+    run = start_run(config, Path(folder), ranks, store)
+    model = run.parts.state.model
     poison = Poison(model.head, steps if ranks.rank == bad_rank else set())  # type: ignore[arg-type]
     model.head = poison
     message = ""
     try:
-        training.train()
+        with run.training() as training:
+            train_all_steps(training)
     except NotFiniteError as error:
         message = str(error)
-        training.strategy.close()
-    return {"message": message, "step": training.parts.progress.step}
+        run.parts.strategy.close()
+    return {"message": message, "step": run.parts.progress.step}
 
 
 @pytest.mark.slow(seconds=1)
@@ -146,11 +148,11 @@ def steps_with_overflow_on_rank_1(
     config = resolved(
         *SETTINGS, *overrides, "train.precision=fp16", "train.max_steps=4", "train.epochs=9"
     )
-    training = Trainer(config, Path(folder), ranks, store)
-    state, steps = training.state, []
+    run = start_run(config, Path(folder), ranks, store)
+    state, steps = run.parts.state, []
     # Start with a low loss scale, so that gradients overflow only in the step that the test
     # chooses.
-    state.scaler = scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    state.phases[0].scaler = scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     bad_batch = config.train.accumulate + 1 if ranks.rank == 1 else None
     state.model.head = OverflowingHead(state.model.head, bad_batch)  # type: ignore[arg-type]
     own = [
@@ -166,7 +168,8 @@ def steps_with_overflow_on_rank_1(
         before[:] = now
 
     scaler.update = update_and_record  # type: ignore[method-assign, assignment]
-    training.train()
+    with run.training() as training:
+        train_all_steps(training)
     return steps
 
 
@@ -194,16 +197,16 @@ def test_all_ranks_skip_the_same_fp16_step_when_gradients_of_one_rank_overflow(
 
 
 def overflow_at(ranks: Ranks, store: Any, folder: str, step: int) -> str:
-    training = Trainer(resolved(*SETTINGS, "parallel=single"), Path(folder), ranks, store)
-    weight = next(training.state.model.parameters())
+    run = start_run(resolved(*SETTINGS, "parallel=single"), Path(folder), ranks, store)
+    weight = next(run.parts.state.model.parameters())
 
     def overflow(*_: Any) -> None:
-        if training.parts.progress.step + 1 == step:
+        if run.parts.progress.step + 1 == step:
             weight.data.fill_(math.inf)
 
-    training.state.optimizer.register_step_post_hook(overflow)
-    with pytest.raises(NotFiniteError) as stopped:
-        training.train()
+    run.parts.state.phases[0].optimizer.register_step_post_hook(overflow)
+    with pytest.raises(NotFiniteError) as stopped, run.training() as training:
+        train_all_steps(training)
     return str(stopped.value)
 
 

@@ -21,14 +21,17 @@ from torch import nn
 from torch.amp import GradScaler
 
 from src.schema import ResolvedConfig
-from src.train.run import Trainer
+from src.train.run import train as train_all_steps
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.machine.signals import Stopped
 from timm_parallel.record.result import read_metrics, read_result
+from timm_parallel.runtime.run import Training
 from timm_parallel.state import checkpoint
+from timm_parallel.state.parts import RunParts
 from timm_parallel.testing.commands import Train
 from timm_parallel.testing.configs import resolved, without_times
 from timm_parallel.testing.ranks import in_ranks, run_warm
+from timm_parallel.testing.runs import start_run
 
 pytestmark = pytest.mark.processes
 # Optimizer steps of one epoch and of the whole run.
@@ -63,14 +66,14 @@ STOPS = (1, 3, EPOCH, EPOCH + 1, 11, STEPS - 1)
 class StopsAt(nn.Module):
     """Layer that requests a stop of the run in the forward pass of one step, as a signal would."""
 
-    def __init__(self, head: nn.Module, training: Trainer, step: int) -> None:
+    def __init__(self, head: nn.Module, parts: RunParts, step: int) -> None:
         super().__init__()
         self.head, self.step = head, step
-        self.trained = training
+        self.parts = parts
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
-        if self.training and self.trained.parts.progress.step + 1 == self.step:
-            stop = self.trained.strategy.group.stop
+        if self.training and self.parts.progress.step + 1 == self.step:
+            stop = self.parts.strategy.group.stop
             stop.request(signal.SIGTERM)
             # On a busy machine, steps could pass before the ranks have agreed on their last step.
             while not stop.stop_requested():
@@ -95,14 +98,14 @@ def train(
     torch.set_num_threads(1)
     # Fork loader workers, as a rank of train.py does.
     multiprocessing.set_start_method("fork", force=True)
-    training = Trainer(config, Path(folder), ranks, store)
-    training.resume()
-    model, reader = training.state.model, training.parts.train_loader.fetcher
+    run = start_run(config, Path(folder), ranks, store)
+    parts = run.parts
+    model, reader = parts.state.model, parts.train_loader.fetcher
     read: list[tuple[int, int]] = []
     if stop_at is not None:
         head = model.get_classifier()  # type: ignore[operator]
         inner = head.forward
-        stops = StopsAt(nn.Identity(), training, stop_at)
+        stops = StopsAt(nn.Identity(), parts, stop_at)
         head.forward = lambda features: inner(stops.train(model.training)(features))
     fetch = type(reader).read
 
@@ -112,19 +115,18 @@ def train(
 
     # With two loader workers, do not record the images that are read, because a local function
     # cannot be pickled for the workers.
-    if training.config.data.workers != 2:
+    if config.data.workers != 2:
         reader.read = spy  # type: ignore[assignment, method-assign]
     # Do not log example images. This would read the first batch once more and change the record of
     # images that are read.
-    training.run.show_images = lambda: None  # type: ignore[method-assign]
+    Training._show_images = lambda self: None  # type: ignore[method-assign]
     try:
-        training.train()
+        with run.training() as training:
+            train_all_steps(training)
         assert stop_at is None, "the run did not stop"
     except Stopped:
-        assert training.parts.progress.step in (stop_at, (stop_at or 0) + 1)
-        training.strategy.close()
-    finally:
-        training.run.close()
+        assert parts.progress.step in (stop_at, (stop_at or 0) + 1)
+        parts.strategy.close()
     return read
 
 
@@ -378,9 +380,9 @@ def test_resumed_fp16_run_continues_with_the_saved_loss_scale(
         for until in stops:
             in_ranks(train_with_growing_scale, world_size, str(tmp_path / name), config, until)
         last[name] = checkpoint.load(tmp_path / name / "checkpoints" / "last.pt")
-    scaler = last["whole"]["scaler"]
+    scaler = last["whole"]["phases"]["train"]["scaler"]
     assert (scaler["scale"], scaler["_growth_tracker"]) == (64.0, 0)
-    for part in ("scaler", "model", "optimizer"):
+    for part in ("phases", "model"):
         assert_equal_trees(last["whole"][part], last["resumed"][part], part)
 
 
@@ -396,7 +398,7 @@ def test_resume_with_larger_max_steps_continues_bit_for_bit_in_mid_epoch(
     one, other = (
         checkpoint.load(folder / "checkpoints" / "last.pt") for folder in (whole, tmp_path)
     )
-    for part in ("model", "optimizer", "ema"):
+    for part in ("model", "phases", "averages"):
         assert_equal_trees(one[part], other[part], part)
     assert one["progress"]["epoch_means"] == other["progress"]["epoch_means"]
 

@@ -13,6 +13,7 @@ from timm_parallel import key
 FIXED = {
     "model.pretrained": False,
     "model.weights": None,
+    "train.loss": "",
 }
 
 
