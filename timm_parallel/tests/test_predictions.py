@@ -20,7 +20,8 @@ from src.tasks.classification import calibration_error, count_by_confidence
 from timm_parallel.batch import Batch
 from timm_parallel.runtime.evaluation import Evaluation
 from timm_parallel.runtime.predictions import write_predictions
-from timm_parallel.testing.configs import task_of
+from timm_parallel.task import Task
+from timm_parallel.testing.configs import resolved, task_of
 
 
 @pytest.mark.slow(seconds=1)
@@ -117,3 +118,21 @@ FOUND: dict[str, dict[str, Any] | None] = {
     },
     "torn.png": None,
 }
+
+
+@pytest.mark.parametrize(
+    ("outputs", "expected"),
+    [
+        (torch.tensor([[1.0, 2.0], [3.0, 4.0]]), {"a": [1.0, 3.0], "b": [2.0, 4.0]}),
+        (torch.tensor([1.0, 3.0]), {"output_1": [1.0, 3.0]}),
+        (
+            {"boxes": torch.ones(2, 3), "count": torch.tensor([0, 5])},
+            {"output_1": [[1.0] * 3] * 2, "output_2": [0, 5]},
+        ),
+    ],
+)
+def test_task_without_own_predictions_has_a_column_per_name_or_per_tensor(
+    outputs: Any, expected: dict[str, Any]
+) -> None:
+    task: Task[Any] = Task(resolved(), ["a", "b"])
+    assert task.predictions(outputs, 1) == expected
