@@ -106,7 +106,8 @@ def test_prediction_table_of_a_single_label_task_has_the_five_most_probable_clas
     table = Evaluation(2, {}, {}, rows).table(None, task)
     places = [f"{column}_{place}" for place in range(1, 6) for column in ("class", "probability")]
     assert list(table.columns) == ["path", "label", *places]
-    assert table["probability_1"][0] == "0.311791" and table["class_1"][0] == "a"
+    assert table["probability_1"][0] == pytest.approx(0.311791, abs=1e-6)
+    assert table["class_1"][0] == "a"
 
 
 FOUND: dict[str, dict[str, Any] | None] = {
