@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from timm_parallel.app import current
 from timm_parallel.batch import Batch
@@ -300,9 +301,14 @@ class Task(Targets, Generic[C]):
     def predictions(self, outputs: Any, topk: int) -> dict[str, list[Any]]:
         """Build the columns of the table that predict.py writes, from the outputs of a batch.
         Return a dictionary from column name to one plain value per image. `topk`: number of classes
-        to include, for tasks with classes.
+        to include, for tasks with classes. By default, there is a column per name of the dataset,
+        or else one per tensor of the outputs.
         """
-        return dict(zip(self.names, outputs.T.tolist(), strict=True))
+        leaves = tree_leaves(outputs)
+        if len(leaves) == 1 and leaves[0].shape[1:] == (len(self.names),):
+            return dict(zip(self.names, leaves[0].T.tolist(), strict=True))
+        names = [f"output_{number}" for number in range(1, len(leaves) + 1)]
+        return dict(zip(names, (leaf.tolist() for leaf in leaves), strict=True))
 
     def write(self, scores: Tensor, image: Path, folder: Path, name: str) -> None:
         """Write the prediction of one image as files into `folder`. Raises ValueError if the task

@@ -35,8 +35,7 @@ def _task_problems(config: Config) -> Iterator[str]:
     """
     train, name = config.train, config.train.task
     task = Task.find(name)
-    if config.checkpoint.metric == "auto":
-        config.checkpoint.metric = f"val/{task.headline}"
+    choose_headline(config)
     yield from option_problems("train.task_kwargs", task.Options, train.task_kwargs)
     for key, metric, allowed in (
         ("checkpoint.metric", config.checkpoint.metric, _evaluated("val", task.metrics)),
@@ -53,6 +52,12 @@ def _task_problems(config: Config) -> Iterator[str]:
             f"data={config.data.name} has targets of type {' or '.join(kinds)}; use "
             f"{' or '.join(f'data={name}' for name in able) or 'a dataset of your own'}"
         )
+
+
+def choose_headline(config: Config) -> None:
+    """Replace checkpoint.metric=auto by the headline of the task."""
+    if config.checkpoint.metric == "auto":
+        config.checkpoint.metric = f"val/{Task.find(config.train.task).headline}"
 
 
 def _phase_problems(config: Config, task: type[Task[Any]]) -> Iterator[str]:

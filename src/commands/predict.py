@@ -197,7 +197,7 @@ def _predict(
     values = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
     # A comparison with NaN is false. A score of minus infinity excludes a class.
     are_finite = torch.stack(
-        [(of.flatten(1) < math.inf).all(1) for of in tree_leaves(outputs)]
+        [(of.reshape(len(of), -1) < math.inf).all(1) for of in tree_leaves(outputs)]
     ).all(0)
     for number, is_finite in zip(numbers, are_finite.tolist(), strict=True):
         if not is_finite:

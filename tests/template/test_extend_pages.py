@@ -13,11 +13,10 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +27,13 @@ import torch
 from pages import EXTEND_PAGES, blocks, read, sections
 from PIL import Image
 from sklearn.metrics import f1_score
-from src.train.loop import run_steps
 
 from scripts.maintain.docs_outputs import copy_project
-from src.train.build import build_run
-from timm_parallel import InMemory, Ranks
-from timm_parallel.parallel.build import build_strategy
+from src.train.run import train
+from timm_parallel import InMemory
+from timm_parallel.testing.commands import ROOT
 from timm_parallel.testing.configs import read_lines, resolved, tiny
+from timm_parallel.testing.runs import start_run
 
 SMALL = (
     "print_config=false",
@@ -71,16 +70,22 @@ class Example:
 
     @property
     def files(self) -> set[str]:
-        """Names of the files that the section shows."""
-        return {text.split(maxsplit=2)[1] for language, text in self.blocks if language != "bash"}
+        """Names of the files that the section writes or changes."""
+        names = {text.split(maxsplit=2)[1] for language, text in self.blocks if language != "bash"}
+        return {name for name in names if not name.startswith("examples/")}
 
     def follow(self, copy: Path) -> None:
         """Write the files of the section to a copy of the project."""
         for language, text in self.blocks:
             if language == "bash":
+                for source, target in re.findall(r"\bcp (\S+) (\S+)", text):
+                    shutil.copy(copy / source, copy / target)
                 continue
             mark, name = text.split(maxsplit=2)[:2]
-            if language == "diff":
+            # A block of such a file shows a part of it.
+            if name.startswith("examples/"):
+                assert text.partition("\n")[2] in read(ROOT / name), text
+            elif language == "diff":
                 assert mark == "---", text
                 change(copy / name, text.partition("\n")[2])
             else:
@@ -109,53 +114,31 @@ EXAMPLES = {
     name: Example(blocks(text)) for page in EXTEND_PAGES for name, text in sections(page).items()
 }
 STRATEGIES = (("parallel=single", "parallel.devices=1"), ("parallel=ddp", "parallel.devices=2"))
-# Examples that replace code of other examples, so each of them needs its own copy.
-ALONE = ("An auxiliary loss", "A training loop", "Pictures")
 # Examples whose runs have state that is not in the weights of a timm model, so a resume must
 # restore it.
 STATEFUL = ["A model", "A loss with parameters", "A strategy"]
-# Examples that define a task. Their predictions have another form.
-TASKS = ["A task", "Pretraining without labels", "Distillation"]
-# Examples that train unequally on two devices: BatchNorm and a contrastive loss see only the images
-# of their rank.
-UNEQUAL = ("A model", "A test", "Pretraining without labels")
+# Examples that define a task, with a model of its own and no table of predictions.
+TASKS = ["A task", "Examples"]
+# Examples that train unequally on two devices, because BatchNorm sees only the images of its rank.
+UNEQUAL = ("A model", "A test")
 # Dictionary from an example to a metric that its runs log.
 LOGGED = {
     "A metric": "val/f1",
     "A training metric": "train/confidence",
     "An auxiliary loss": "train/z_loss",
-    "A task": "val/near",
-    "Pretraining without labels": "val/found",
+    "A training loop": "train/largest_gradient",
+    "Examples": "train/loss_generator",
 }
 
 
 @pytest.fixture(scope="module")
 def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Copy the project, and apply every example that can be combined with others."""
+    """Copy the project, and apply every example."""
     copy = tmp_path_factory.mktemp("fork")
     copy_project(copy)
-    for name, example in EXAMPLES.items():
-        if name not in ALONE:
-            example.follow(copy)
+    for example in EXAMPLES.values():
+        example.follow(copy)
     return copy
-
-
-@pytest.fixture(scope="module")
-def copy_with(scratch: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Return a function that returns a copy of the project with an example. It is the shared copy,
-    or one of its own if the example cannot be combined with others.
-    """
-
-    @cache
-    def copy_with_example(name: str) -> Path:
-        if name not in ALONE:
-            return scratch
-        copy = tmp_path_factory.mktemp("alone")
-        copy_project(copy)
-        EXAMPLES[name].follow(copy)
-        return copy
-
-    return copy_with_example
 
 
 @pytest.fixture(scope="module")
@@ -178,20 +161,15 @@ def run(copy: Path, line: str, *overrides: str, folder: Path | None = None) -> P
     """Run a command of the page in the copy with fewer steps, and return the folder of the run or
     sweep.
     """
-    if line == "make schema":
-        line = "python scripts/schema.py"
-        command = [sys.executable, *shlex.split(line)[1:]]
-        folder = copy
-    else:
-        folder = folder or copy / "runs" / str(len(list((copy / "runs").glob("*"))))
-        given = [
-            *shlex.split(line)[2:],
-            *overrides,
-            f"hydra.run.dir={folder}",
-            f"hydra.sweep.dir={folder}",
-        ]
-        chosen = {word.partition("=")[0]: word for word in (*SMALL, *given)}
-        command = [sys.executable, "train.py", *chosen.values()]
+    folder = folder or copy / "runs" / str(len(list((copy / "runs").glob("*"))))
+    given = [
+        *shlex.split(line)[2:],
+        *overrides,
+        f"hydra.run.dir={folder}",
+        f"hydra.sweep.dir={folder}",
+    ]
+    chosen = {word.partition("=")[0]: word for word in (*SMALL, *given)}
+    command = [sys.executable, "train.py", *chosen.values()]
     done = subprocess.run(
         command, cwd=copy, capture_output=True, text=True, timeout=300, check=False
     )
@@ -221,19 +199,13 @@ def test_examples_change_no_file_of_the_library() -> None:
     assert [name for name in files if any("timm_parallel" in file for file in files[name])] == []
 
 
-def test_code_of_examples_passes_ruff(copy_with: Callable[[str], Path]) -> None:
-    together = {file for name in EXAMPLES if name not in ALONE for file in EXAMPLES[name].files}
-    for name, files in {
-        "A model": together,
-        **{name: EXAMPLES[name].files for name in ALONE},
-    }.items():
-        python = sorted(file for file in files if file.endswith(".py"))
-        for words in (("check",), ("format", "--check")):
-            command = [sys.executable, "-m", "ruff", *words, "--no-cache", *python]
-            done = subprocess.run(
-                command, cwd=copy_with(name), capture_output=True, text=True, timeout=300
-            )
-            assert done.returncode == 0, done.stdout
+def test_code_of_examples_passes_ruff(scratch: Path) -> None:
+    files = {file for example in EXAMPLES.values() for file in example.files}
+    python = sorted(file for file in files if file.endswith(".py"))
+    for words in (("check",), ("format", "--check")):
+        command = [sys.executable, "-m", "ruff", *words, "--no-cache", *python]
+        done = subprocess.run(command, cwd=scratch, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stdout
 
 
 def test_every_example_has_a_command_and_a_link_in_the_table() -> None:
@@ -259,15 +231,14 @@ def test_f1_metric_in_docs_extend_md_matches_scikit_learn(scratch: Path) -> None
     assert actual == pytest.approx(f1_score(truth, answers, average="macro"), abs=1e-12)
 
 
-def test_poly_loss_of_a_batch_equals_the_mean_loss_of_its_two_halves(scratch: Path) -> None:
+def test_poly_loss_of_an_image_does_not_depend_on_the_other_images(scratch: Path) -> None:
     poly = module(scratch, "src/train/poly.py").PolyLoss
     outputs = torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
     targets = torch.tensor([0, 1, 0, 1, 2, 2, 2, 2])
     halves = [poly(2.0)(outputs[part], targets[part]) for part in (slice(0, 4), slice(4, 8))]
-    assert sum(halves) / 2 == pytest.approx(poly(2.0)(outputs, targets))
-    assert poly(0.0)(outputs, targets) == pytest.approx(
-        torch.nn.functional.cross_entropy(outputs, targets)
-    )
+    assert torch.allclose(torch.cat(halves), poly(2.0)(outputs, targets))
+    plain = torch.nn.functional.cross_entropy(outputs, targets, reduction="none")
+    assert torch.allclose(poly(0.0)(outputs, targets), plain)
 
 
 def test_npz_dataset_returns_images_and_labels_and_refuses_a_different_image_size(
@@ -318,13 +289,15 @@ def test_test_of_an_own_model_passes(scratch: Path) -> None:
 
 
 def test_lora_output_equals_output_of_model_with_merged_low_rank_weights(scratch: Path) -> None:
-    add_lora = module(scratch, "src/models/lora.py").add_lora
+    config = resolved()
+    config.train.task_kwargs = {"rank": 2}
+    add_lora = module(scratch, "src/tasks/lora.py").Lora(config, ["a", "b", "c"]).networks
     model = timm.create_model("test_vit", num_classes=3).eval()
     images = torch.randn(2, 3, 160, 160, generator=torch.Generator().manual_seed(0))
     before = model(images)
     names = set(model.state_dict())
     merged = timm.create_model("test_vit", num_classes=3).eval()
-    add_lora(model, 2)
+    add_lora(model)
     assert torch.equal(model(images), before)
     assert names < set(model.state_dict())
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -346,30 +319,27 @@ def test_lora_output_equals_output_of_model_with_merged_low_rank_weights(scratch
     merged.load_state_dict(biases, strict=False)
     assert not torch.equal(model(images), before)
     assert torch.allclose(model(images), merged(images), atol=1e-4)
-    with pytest.raises(ValueError, match=r"model\.lora_rank=2"):
-        add_lora(timm.create_model("test_resnet"), 2)
+    with pytest.raises(ValueError, match="expected a ViT"):
+        add_lora(timm.create_model("test_resnet"))
 
 
 @pytest.mark.slow(seconds=3)
-def test_custom_training_loop_equals_the_default_one_and_refuses_options_that_it_leaves_out(
-    copy_with: Callable[[str], Path],
+def test_own_training_loop_trains_like_the_default_one_and_logs_more(
+    scratch: Path, tmp_path: Path
 ) -> None:
-    own = module(copy_with("A training loop"), "src/train/plain_loop.py").run_steps
-
-    def reports(loop: Callable[..., Any], *overrides: str) -> list[Any]:
-        given = ("optim.warmup_epochs=0.5", "train.log_every=2", "train.epochs=2", *overrides)
-        config = resolved("parallel=single", "parallel.accelerator=cpu", *given)
-        torch.manual_seed(config.seed)
-        parts = build_run(config, build_strategy(config.parallel, Ranks(), None))
-        return [(report.means, report.lr) for report in loop(parts, parts.train_loader.epoch(0))]
-
-    expected = reports(run_steps)
-    assert len({lr for _, lr in expected}) == 3
-    assert reports(own) == expected
-    left_out = ("train.accumulate=3", "optim.clip_grad=0.7")
-    for option in left_out:
-        with pytest.raises(ValueError, match=option.partition("=")[0]):
-            reports(own, option)
+    own, lines = module(scratch, "src/train/watched.py").train, []
+    config = resolved("parallel=single", "parallel.accelerator=cpu", "train.log_every=2")
+    for loop in (train, own):
+        folder = tmp_path / loop.__module__
+        folder.mkdir()
+        with start_run(config, folder).training() as training:
+            loop(training)
+        lines.append([line for line in read_lines(folder / "metrics.jsonl") if "lr" in line])
+    assert len(lines[0]) == 6
+    for key in ("step", "train/loss", "train/acc", "train/grad_norm", "lr"):
+        assert [line[key] for line in lines[0]] == [line[key] for line in lines[1]], key
+    for line in lines[1]:
+        assert 0 < line["train/largest_gradient"] <= line["train/grad_norm"]
 
 
 # --- commands
@@ -391,11 +361,9 @@ def losses(folder: Path) -> list[float]:
 @pytest.mark.sample(5)
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_commands_of_an_example_train_equally_on_one_and_two_devices(
-    name: str, copy_with: Callable[[str], Path], teacher: Path, npz: Path
+    name: str, scratch: Path, teacher: Path, npz: Path
 ) -> None:
-    copy, example = copy_with(name), EXAMPLES[name]
-    if "make schema" in example.commands:
-        run(copy, "make schema")
+    copy, example = scratch, EXAMPLES[name]
     logged = set()
     for line in example.trainings:
         line = line.replace("/data/medmnist.npz", str(npz)).replace(PLACEHOLDER, str(teacher))
@@ -413,10 +381,9 @@ def test_commands_of_an_example_train_equally_on_one_and_two_devices(
 
 def model_of(name: str) -> tuple[str, ...]:
     """Return overrides for a small model, unless the example is about the model."""
-    depth = "+model.kwargs.depth=1"
-    return {"A model": (), "A test": (), "A parameter-group rule": (depth,)}.get(
-        name, ("model=tiny",)
-    )
+    if name in ("A model", "A test", *TASKS):
+        return ()
+    return ("+model.kwargs.depth=1",) if name == "A parameter-group rule" else ("model=tiny",)
 
 
 def words_for(name: str, npz: Path, teacher: Path) -> list[str]:
@@ -462,42 +429,44 @@ def follow_runs(copy: Path, jobs: dict[str, list[str]], images: Path) -> list[di
     "names",
     [
         STATEFUL,
-        [name for name in EXAMPLES if name not in {*STATEFUL, *ALONE, *TASKS, "A test"}],
+        [name for name in EXAMPLES if name not in {*STATEFUL, *TASKS, "A test"}],
         TASKS,
-        *([name] for name in ALONE),
     ],
-    ids=["with state", "without state", "tasks", *ALONE],
+    ids=["with state", "without state", "tasks"],
 )
 def test_run_of_every_example_can_be_resumed_evaluated_and_used_to_predict(
     names: list[str],
-    copy_with: Callable[[str], Path],
+    scratch: Path,
     teacher: Path,
     npz: Path,
     tmp_path: Path,
 ) -> None:
     jobs = {name: words_for(name, npz, teacher) for name in names}
-    for done in follow_runs(copy_with(names[0]), jobs, tmp_path):
+    for done in follow_runs(scratch, jobs, tmp_path):
         name, evaluated, trained = done["name"], done["evaluated"], done["trained"]
         first, resumed = done["steps"]
         assert first == 3 < resumed, name
-        metric = {"A task": "near", "Pretraining without labels": "found"}.get(name, "loss")
+        metric = next(key for key in evaluated if key in trained and key != "samples")
         assert evaluated[metric] == pytest.approx(trained[metric], rel=1e-5), name
-        # evaluate.py refuses a table of predictions of a task without labels.
-        assert done["predictions_code"] == 2 * (name == "Pretraining without labels"), name
+        # evaluate.py refuses a table of predictions of a task without one.
+        assert done["predictions_code"] == 2 * (name in TASKS), name
         if done["rows"] is not None:
             assert done["rows"] == trained["samples"], name
         for image in done["predicted"]:
             if name not in TASKS:
-                assert len(image["classes"]) == len(image["probabilities"]) >= 1, name
+                assert {"class_1", "probability_1"} <= image.keys(), name
 
 
 @pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.processes
-def test_plan_py_plans_distillation_from_a_trained_teacher(scratch: Path, teacher: Path) -> None:
-    """plan.py must load the teacher with real tensors, although the planned model has fake ones."""
-    line = EXAMPLES["Distillation"].trainings[0].replace(PLACEHOLDER, str(teacher))
-    command = [sys.executable, "scripts/plan.py", *shlex.split(line)[2:], "model=tiny"]
+@pytest.mark.parametrize("name", TASKS)
+def test_plan_py_plans_a_task_with_its_networks(name: str, scratch: Path) -> None:
+    """plan.py must build further networks with real tensors, although the planned model has fake
+    ones.
+    """
+    line = EXAMPLES[name].trainings[0]
+    command = [sys.executable, "scripts/plan.py", *shlex.split(line)[2:]]
     assert subprocess.run(command, cwd=scratch, check=False, timeout=300).returncode == 0
 
 
@@ -535,14 +504,13 @@ def test_custom_optimizer_schedule_and_groups_act_as_the_page_says(
         folder = run(scratch, EXAMPLES[name].trainings[0], *model_of(name), *overrides, *parallel)
         contents = torch.load(folder / "checkpoints/last.pt", weights_only=True)
         rates = [line["lr"] for line in read_lines(folder / "metrics.jsonl") if "lr" in line]
-        return {**contents["optimizer"], "rates": rates}
+        return {**contents["phases"]["train"]["optimizer"], "rates": rates}
 
     optimizer = saved("An optimizer")
     assert optimizer["kind"] == "Signum"
     assert [group["weight_decay"] for group in optimizer["param_groups"]] == [0.0, 0.05]
     rule = saved("A parameter-group rule")
     assert [group["weight_decay"] for group in rule["param_groups"]] == [0.0, 0.3]
-    run(scratch, "make schema")
     ends = ("optim.min_lr=1e-3", "optim.warmup_lr=1e-3")
     schedule = saved("A schedule", "train.max_steps=null", "data.limit_train=64", *ends)
     assert schedule["rates"] == pytest.approx([0.001, 0.0015, 0.002, 0.0015])
@@ -620,7 +588,10 @@ def test_resumed_local_sgd_run_continues_the_momentum_of_its_averages_bit_for_bi
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (("checkpoint.metric=val/f2",), "did you mean .*val/f1"),
+        (
+            ("train.task=src.tasks.macro_f1.MacroF1", "checkpoint.metric=val/f2"),
+            "did you mean .*val/f1",
+        ),
         (("train.loss=focal", "train.smoothing=0.1"), "train.smoothing=0.1: "),
         (("parallel.strategy=src.parallel.local_sgd.LocalSgt",), "parallel.strategy="),
         (("train.loss=src.train.poly.PolyLoss", "train.class_weights=auto"), "class_weights=auto"),

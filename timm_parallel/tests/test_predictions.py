@@ -20,7 +20,8 @@ from src.tasks.classification import calibration_error, count_by_confidence
 from timm_parallel.batch import Batch
 from timm_parallel.runtime.evaluation import Evaluation
 from timm_parallel.runtime.predictions import write_predictions
-from timm_parallel.testing.configs import task_of
+from timm_parallel.task import Task
+from timm_parallel.testing.configs import resolved, task_of
 
 
 @pytest.mark.slow(seconds=1)
@@ -105,7 +106,8 @@ def test_prediction_table_of_a_single_label_task_has_the_five_most_probable_clas
     table = Evaluation(2, {}, {}, rows).table(None, task)
     places = [f"{column}_{place}" for place in range(1, 6) for column in ("class", "probability")]
     assert list(table.columns) == ["path", "label", *places]
-    assert table["probability_1"][0] == "0.311791" and table["class_1"][0] == "a"
+    assert table["probability_1"][0] == pytest.approx(0.311791, abs=1e-6)
+    assert table["class_1"][0] == "a"
 
 
 FOUND: dict[str, dict[str, Any] | None] = {
@@ -117,3 +119,21 @@ FOUND: dict[str, dict[str, Any] | None] = {
     },
     "torn.png": None,
 }
+
+
+@pytest.mark.parametrize(
+    ("outputs", "expected"),
+    [
+        (torch.tensor([[1.0, 2.0], [3.0, 4.0]]), {"a": [1.0, 3.0], "b": [2.0, 4.0]}),
+        (torch.tensor([1.0, 3.0]), {"output_1": [1.0, 3.0]}),
+        (
+            {"boxes": torch.ones(2, 3), "count": torch.tensor([0, 5])},
+            {"output_1": [[1.0] * 3] * 2, "output_2": [0, 5]},
+        ),
+    ],
+)
+def test_task_without_own_predictions_has_a_column_per_name_or_per_tensor(
+    outputs: Any, expected: dict[str, Any]
+) -> None:
+    task: Task[Any] = Task(resolved(), ["a", "b"])
+    assert task.predictions(outputs, 1) == expected
