@@ -77,7 +77,7 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         at.mkdir(exist_ok=True)
         words = [f"experiment={example}", *COMMON, *SPREADS[spread]]
         given = parse(*words, "--config-dir", str(base / "conf"))
-        config = compose_command(given).config
+        config: Any = compose_command(given).config
         # With SGD, rounding errors stay small. AdamW divides gradients that are near 0.
         config.optim.opt, config.optim.lr, config.optim.kwargs = "sgd", 0.01, {}
         config.optim.of = {phase: {"lr": 0.02} for phase in config.optim.of}

@@ -62,6 +62,6 @@ def test_public_names_exist_and_have_docstrings(package: str) -> None:
 
 
 def test_importing_the_library_imports_neither_torch_nor_timm() -> None:
-    code = "import sys, timm_parallel.lab; from timm_parallel import App, Task, key, main; "
+    code = "import sys, timm_parallel.lab; from timm_parallel import App, Metric, key, main; "
     code += "sys.exit('torch' in sys.modules or 'timm' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=60)

@@ -68,7 +68,6 @@ NO_TORCH_AT_THE_TOP = (
     "timm_parallel/data/tar_index.py",
     "timm_parallel/data/fractions.py",
     "src/train/__init__.py",
-    "src/tasks/",
     "timm_parallel/errors.py",
     "timm_parallel/keys.py",
     "timm_parallel/metric.py",
