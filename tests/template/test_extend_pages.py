@@ -510,6 +510,18 @@ def test_run_of_every_example_can_be_resumed_evaluated_and_used_to_predict(
         assert first == 3 < resumed, name
         assert evaluated["loss"] == pytest.approx(trained["loss"], rel=1e-5), name
         assert done["rows"] == trained["samples"], name
+        for image in done["predicted"]:
+            assert {"class_1", "probability_1"} <= image.keys(), name
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize("name", COPIED)
+def test_plan_py_plans_an_example_with_several_networks_or_inputs(name: str, scratch: Path) -> None:
+    line = EXAMPLES[name].trainings[0]
+    command = [sys.executable, "scripts/plan.py", *shlex.split(line)[2:], "parallel.devices=1,2"]
+    assert subprocess.run(command, cwd=scratch, check=False, timeout=300).returncode == 0
 
 
 @pytest.mark.nightly
