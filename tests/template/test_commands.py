@@ -1,8 +1,8 @@
-"""Every command on the pages and in the comments of conf/ is accepted: files, make targets, options
-and keys in it exist, the config of each training is resolved, and scripts run for a finished run.
-tests/test_options.py trains a step with every option of conf/.
+"""Every command on the pages, in examples/ and in the comments of conf/ is accepted: files, make
+targets, options and keys in it exist, the config of each training is resolved, and scripts run for
+a finished run. tests/test_options.py trains a step with every option of conf/.
 
-Commands on the pages about extending the project need the code of these pages, see
+Other commands on the pages about extending the project need the code of these pages, see
 tests/template/test_extend_pages.py.
 """
 
@@ -12,6 +12,7 @@ import importlib
 import re
 import shlex
 import shutil
+import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -21,10 +22,11 @@ import timm
 import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import OverrideParseException
-from pages import PAGES, all_commands, code_of, commands_of, read, spans
+from pages import EXTEND_PAGES, PAGES, all_commands, code_of, commands_of, name_of, read, spans
 from PIL import Image
 
 from src.app import app
+from timm_parallel.checked_configs import check_config
 from timm_parallel.config.compose import compose_command
 from timm_parallel.config.resolve import resolve
 from timm_parallel.config.suggest import is_known
@@ -168,6 +170,47 @@ def test_config_of_a_documented_training_command_is_resolved(command: str) -> No
     assert jobs
     for job in jobs:
         assert resolve(job.config)
+
+
+# Commands that copy an example, and those after it.
+COPIES = [
+    (name_of(page), copied, commands.replace("\\\n", ""))
+    for page in (*EXTEND_PAGES, *sorted((ROOT / "examples").glob("*.py")))
+    for copied, commands in re.findall(
+        r"^ *(cp examples/.*)\n((?: *\S.*\n)+)", read(page), re.MULTILINE
+    )
+]
+
+
+def test_every_example_shows_how_to_copy_and_train_it() -> None:
+    shown = {page for page, _, _ in COPIES}
+    assert {name_of(path) for path in (ROOT / "examples").glob("*.py")} <= shown
+    assert {name_of(path) for path in EXTEND_PAGES if "cp examples/" in read(path)} <= shown
+
+
+@pytest.mark.parametrize(("page", "copied", "commands"), COPIES)
+def test_config_of_a_copied_example_is_resolved(
+    page: str, copied: str, commands: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    (tmp_path / "conf" / "experiment").mkdir(parents=True)
+    for package in ("data", "models", "tasks", "train"):
+        (tmp_path / "src" / package).mkdir(parents=True)
+        path = [*importlib.import_module(f"src.{package}").__path__, f"{tmp_path}/src/{package}"]
+        monkeypatch.setattr(f"src.{package}.__path__", path)
+    subprocess.run(copied, shell=True, cwd=tmp_path, check=True, timeout=60)
+    # A command may name a file of an earlier run.
+    monkeypatch.chdir(tmp_path)
+    for file in re.findall(r"=(outputs/\S+\.pt)", commands):
+        Path(file).parent.mkdir(parents=True, exist_ok=True)
+        Path(file).touch()
+    trainings = [match[2] for match in TRAINING.finditer(commands) if "experiment=" in match[2]]
+    assert trainings
+    for words in trainings:
+        given = parse(*shlex.split(words), "--config-dir", str(tmp_path / "conf"))
+        config = compose_command(given).config
+        check_config(config)
+        assert resolve(config)
 
 
 def documented_overrides() -> set[str]:

@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_extend_pages import ALONE, EXAMPLES
+from test_extend_pages import EXAMPLES
 from test_fork import git, make_template
 
 from scripts.maintain.fork import fork
@@ -89,9 +89,8 @@ def fork_at_start(forked: Path) -> Path:
 def test_make_lint_test_of_a_fork_passes_with_all_examples_of_docs_extend_md(
     fork_at_start: Path, tests: str
 ) -> None:
-    for name, example in EXAMPLES.items():
-        if name not in ALONE:
-            example.follow(fork_at_start)
+    for example in EXAMPLES.values():
+        example.follow(fork_at_start)
     run_in(fork_at_start, sys.executable, "scripts/schema.py")
     # Use the environment of this test run, and mark all requirements as installed.
     installed = [
