@@ -328,8 +328,11 @@ class Training:
             metric = self._config.checkpoint.metric.removeprefix("val/")
             is_best = progress.add_evaluation(numbers, metric, parts.task.metrics)
             for phase in parts.state.phases:
-                if hasattr(phase.learning.schedule, "observe"):
-                    phase.learning.schedule.observe(numbers)
+                schedule = phase.learning.schedule
+                if hasattr(schedule, "observe"):
+                    schedule.observe(numbers)
+                    # Follow the numbers from the next step on, as a resumed run does.
+                    schedule.step_update(progress.schedule_step(parts.steps_per_epoch))
             best: Numbers = {f"{name}_best": value for name, value in progress.best_values.items()}
             numbers = numbers | best
         of_weights = {split: raw} | ({} if averaged is None else {f"{split}_ema": averaged})
