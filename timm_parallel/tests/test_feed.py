@@ -352,6 +352,64 @@ def test_loader_with_replay_reads_its_first_batches_once_and_repeats_them_in_eac
     assert [batch.target.tolist() for batch in third] == labels[:5]
 
 
+class Boxes:
+    """Split with boxes of any number, crops of two sizes, and a name."""
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Any]:
+        crops = [torch.full((3, side, side), index, dtype=torch.uint8) for side in (2, 4)]
+        fields = {"boxes": torch.full((index, 4), float(index)), "crops": crops, "name": f"{index}"}
+        return torch.full((3, 4, 4), index, dtype=torch.uint8), {**fields, "count": index}
+
+
+class BoxTargets(Targets):
+    images = ("image", "crops")
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.processes)])
+def test_fields_of_unequal_sizes_reach_the_device_as_lists(workers: int) -> None:
+    """Fields that the task names as images are normalized, and others travel as they are."""
+    prefetcher = DevicePrefetcher(
+        torch.device("cpu"), **plain(3, mean=0.5, std=0.25), channels_last=False
+    )
+    fetcher = BatchFetcher(Boxes(), BoxTargets(), None, 0)
+    loader = train_loader_of(fetcher, TrainSampler(6, 3, 0, 1, seed=0), prefetcher, workers)
+    try:
+        batches = list(loader.epoch(0))
+    finally:
+        loader.close()
+    indices = [index for batch in batches for index in batch.indices.tolist()]
+    assert sorted(indices) == [0, 1, 2, 3, 4, 5]
+    for batch in batches:
+        assert len(batch) == 3 and torch.equal(batch.count, torch.from_numpy(batch.indices))
+        samples = zip(batch.indices.tolist(), batch.boxes, batch.crops, batch.name, strict=True)
+        for index, boxes, crops, name in samples:
+            assert torch.equal(boxes, torch.full((index, 4), float(index)))
+            assert name == f"{index}"
+            for crop, side in zip(crops, (2, 4), strict=True):
+                expected = torch.full((3, side, side), (index / 255 - 0.5) / 0.25)
+                torch.testing.assert_close(crop, expected)
+    with pytest.raises(AttributeError, match="no field target; it has image, boxes"):
+        _ = batches[0].target
+
+
+@pytest.mark.parametrize(
+    ("targets", "expected"),
+    [
+        ([1, 2], torch.tensor([1, 2])),
+        ([0.5, 2.0], torch.tensor([0.5, 2.0])),
+        ([torch.zeros(2), torch.ones(2)], torch.tensor([[0.0, 0.0], [1.0, 1.0]])),
+    ],
+)
+def test_numbers_and_tensors_of_equal_shape_are_collated_to_a_tensor(
+    targets: list[Any], expected: Tensor
+) -> None:
+    collated = Targets().collate(targets)
+    assert torch.equal(collated, expected) and collated.dtype == expected.dtype
+
+
 def listed_files(labels: str, count: int) -> Split:
     """Build a split of `count` files that do not exist, with labels of the given kind."""
     if labels == "tar":

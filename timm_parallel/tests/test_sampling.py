@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -20,11 +21,12 @@ from torch.utils.data import DistributedSampler
 from src.data.datasets import Synthetic
 from src.data.transforms import OnImage, train_transform
 from src.schema import AugmentConfig, DataConfig
+from timm_parallel.batch import Batch
 from timm_parallel.data.build import load_dataset
 from timm_parallel.data.dataset import ImageDataset, InMemory
 from timm_parallel.data.erasing import Erasing
 from timm_parallel.data.fractions import batches_per_epoch
-from timm_parallel.data.loader import BatchFetcher
+from timm_parallel.data.loader import BatchFetcher, Loader, TrainLoader
 from timm_parallel.data.prefetch import DevicePrefetcher
 from timm_parallel.data.samplers import EvalSampler, IndexBatch, TrainSampler, class_balance
 from timm_parallel.machine.ranks import Ranks
@@ -323,6 +325,126 @@ def test_an_evaluation_draws_the_same_numbers_inside_a_split_each_time() -> None
     assert all(torch.equal(*pair) for pair in zip(first, second, strict=True))
 
 
+def draws_of(batch: Batch) -> dict[int, list[float]]:
+    """Return two draws of each sample, by its index."""
+    first, second = batch.normal(2, 3), batch.integers(10**9)
+    drawn = torch.cat([first.flatten(1), second[:, None]], 1).tolist()
+    return dict(zip(batch.indices.tolist(), drawn, strict=True))
+
+
+def draws_of_epoch(world: int, epoch: int = 0, seed: int = 7) -> dict[int, list[float]]:
+    """Return the draws of all samples of an epoch that `world` ranks read."""
+    split = InMemory(torch.zeros(12, 3, 4, 4, dtype=torch.uint8), torch.arange(12))
+    draws: dict[int, list[float]] = {}
+    for rank in range(world):
+        prefetcher = DevicePrefetcher(torch.device("cpu"), **plain(3), channels_last=False)
+        sampler = TrainSampler(12, 6, rank, world, seed)
+        fetcher = BatchFetcher(split, Targets(), None, seed)
+        for batch in train_loader_of(fetcher, sampler, prefetcher, 0).epoch(epoch):
+            draws |= draws_of(batch)
+    return draws
+
+
+def test_draws_of_a_batch_depend_on_seed_epoch_and_sample_only() -> None:
+    alone = draws_of_epoch(1)
+    assert len(alone) == len({tuple(drawn) for drawn in alone.values()}) == 12
+    for world in (2, 3):
+        torch.rand(5)
+        assert draws_of_epoch(world) == alone
+    for other in (draws_of_epoch(1, epoch=1), draws_of_epoch(1, seed=8)):
+        assert all(other[index] != drawn for index, drawn in alone.items())
+
+
+def test_draws_of_a_batch_differ_within_it_and_have_their_distribution() -> None:
+    batch = Batch({"image": torch.zeros(20_000, 1)}, seed=3)
+    first, second = batch.normal(4), batch.normal(4)
+    numbers = batch.integers(6)
+    assert first.shape == (20_000, 4) and numbers.dtype == torch.int64
+    for drawn in (first, second):
+        # Allow five standard deviations of the mean, and of the variance, of 80,000 numbers.
+        assert abs(float(drawn.mean())) < 5 / 80_000**0.5
+        assert abs(float(drawn.var()) - 1) < 5 * (2 / 80_000) ** 0.5
+    together = torch.corrcoef(torch.cat([first, second], 1).T).fill_diagonal_(0)
+    assert float(together.abs().max()) < 5 / 20_000**0.5
+    counts = torch.bincount(numbers, minlength=6)
+    assert len(counts) == 6 and float((counts / 20_000 - 1 / 6).abs().max()) < 5 * 0.0027
+
+
+def test_draws_of_an_evaluation_are_the_same_each_time() -> None:
+    split = InMemory(torch.zeros(5, 3, 4, 4, dtype=torch.uint8), torch.arange(5))
+    prefetcher = DevicePrefetcher(torch.device("cpu"), **plain(3), channels_last=False)
+    fetcher, sampler = BatchFetcher(split, Targets(), None, 7), EvalSampler(5, 2, 0, 1)
+    loader = Loader(fetcher, sampler, prefetcher, 0)
+    first, second = ([draws_of(batch) for batch in loader] for _ in range(2))
+    assert first == second and len(first) == 3
+
+
+class Frames:
+    """Stream of numbered images. Each epoch has images of its own."""
+
+    def __init__(self, count: int = 26, yielded: int = 26) -> None:
+        self.count, self.yielded = count, yielded
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        raise AssertionError("a stream has no index")
+
+    def stream(self, epoch: int) -> Iterator[tuple[Tensor, int]]:
+        for place in range(self.yielded):
+            yield torch.full((3, 2, 2), epoch, dtype=torch.uint8), 100 * epoch + place
+
+
+def stream_loader(split: Any, rank: int = 0, world: int = 1, **options: Any) -> TrainLoader:
+    prefetcher = DevicePrefetcher(torch.device("cpu"), **plain(3), channels_last=False)
+    group = ProcessGroup(Ranks(rank, world, rank, world))
+    return TrainLoader(
+        split, Targets(), prefetcher, group, batch_size=6, seed=7, workers=0, **options
+    )
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize(("epoch", "first"), [(0, 0), (1, 0), (1, 2)])
+def test_ranks_read_each_sample_of_a_stream_once_and_in_order(
+    world: int, epoch: int, first: int
+) -> None:
+    """A run that continues within an epoch skips the samples before."""
+    loaders = [stream_loader(Frames(), rank, world) for rank in range(world)]
+    steps = [
+        sorted(target for batch in of_ranks for target in batch.target.tolist())
+        for of_ranks in zip(*(loader.epoch(epoch, first) for loader in loaders), strict=True)
+    ]
+    start = 100 * epoch
+    assert steps == [list(range(start + at, start + at + 6)) for at in range(6 * first, 24, 6)]
+
+
+def test_stream_starts_again_after_peek_and_in_each_epoch() -> None:
+    loader = stream_loader(Frames())
+    assert loader.peek(2).target.tolist() == [0, 1]
+    for epoch in (0, 1, 1):
+        targets = [target for batch in loader.epoch(epoch) for target in batch.target.tolist()]
+        assert targets == list(range(100 * epoch, 100 * epoch + 24))
+
+
+def test_stream_that_ends_before_its_length_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^data\.name: .* 20 .* 26"):
+        list(stream_loader(Frames(yielded=20)).epoch(0))
+
+
+@pytest.mark.parametrize(
+    ("option", "key"),
+    [
+        ({"balance": 0.5}, "data.balance=0.5"),
+        ({"copies": 2}, "data.augment.aug_repeats=2"),
+        ({"limit": 12}, "data.limit_train=12"),
+    ],
+)
+def test_stream_refuses_keys_that_choose_samples_by_index(option: dict[str, Any], key: str) -> None:
+    with pytest.raises(ValueError, match=f"^{key}: .*stream"):
+        stream_loader(Frames(), **option)
+
+
 class Stream(Noisy):
     """Split that ignores its index, like a class that wraps a generator."""
 
@@ -344,6 +466,23 @@ def test_data_whose_split_ignores_its_index_is_refused(name: str) -> None:
     setattr(dataset, name, Stream())
     with pytest.raises(ValueError, match=rf"data: .*{name}"):
         check_same_data(dataset, group)
+
+
+def test_data_whose_stream_differs_in_a_second_reading_is_refused() -> None:
+    class Unstable(Frames):
+        epochs = 0
+
+        def stream(self, epoch: int) -> Iterator[tuple[Tensor, int]]:
+            self.epochs += 1
+            return super().stream(self.epochs)
+
+    dataset = ImageDataset()
+    dataset.target_names = ["a"]
+    dataset.train, dataset.val = Frames(), Noisy()
+    check_same_data(dataset, ProcessGroup(Ranks()))
+    dataset.train = Unstable()
+    with pytest.raises(ValueError, match=r"data: .*train"):
+        check_same_data(dataset, ProcessGroup(Ranks()))
 
 
 def test_batch_fetcher_restores_torch_random_state_after_augmentation() -> None:

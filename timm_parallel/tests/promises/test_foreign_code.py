@@ -398,10 +398,10 @@ def test_any_decoder_exception_is_reported_as_an_unreadable_image(
     split = Files([(tmp_path / "0.png", 0)])
     dataset: Any = SimpleNamespace(train=split, target_names=["a"])
     assert ImageReader(dataset, "label")["train", 0].error
-    _, labels, unreadable, _ = BatchFetcher(split, Targets(), None, 0, "skip").read(
+    _, read, unreadable, _ = BatchFetcher(split, Targets(), None, 0, "skip").read(
         IndexBatch(0, np.array([0]))
     )
-    assert len(labels) == 0 and unreadable == [0]
+    assert len(read.indices) == 0 and unreadable == [0]
 
 
 @pytest.mark.processes
