@@ -264,7 +264,7 @@ def predicted(run: Path, split: Any, folder: Path) -> list[dict[str, Any]]:
         strategy="single", devices=1, accelerator="cpu", threads_per_device=1
     )
     request = PredictionRequest(run, folder, "last", None, 1, 32, 0, parallel)
-    predictions, _ = predict(request, Ranks(), None)
+    predictions = predict(request, Ranks(), None)
     ordered = [predictions[name] for name in sorted(predictions)]
     assert len(ordered) == len(split) and None not in ordered
     return [prediction for prediction in ordered if prediction is not None]
