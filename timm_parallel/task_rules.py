@@ -29,14 +29,19 @@ def check_task(config: Config) -> None:
     refuse(*rules, app.call(app.rules, config))
 
 
+def choose_metric(config: Config) -> None:
+    """Replace checkpoint.metric=auto by the headline of the task."""
+    if config.checkpoint.metric == "auto":
+        config.checkpoint.metric = f"val/{Task.find(config.train.task).headline}"
+
+
 def _task_problems(config: Config) -> Iterator[str]:
     """Yield an error message for each metric, option or dataset of a config that does not fit its
     task. Replace checkpoint.metric=auto by the headline of the task first.
     """
     train, name = config.train, config.train.task
     task = Task.find(name)
-    if config.checkpoint.metric == "auto":
-        config.checkpoint.metric = f"val/{task.headline}"
+    choose_metric(config)
     yield from option_problems("train.task_kwargs", task.Options, train.task_kwargs)
     for key, metric, allowed in (
         ("checkpoint.metric", config.checkpoint.metric, _evaluated("val", task.metrics)),

@@ -187,6 +187,10 @@ def check_space(config: Config, base: DictConfig, space: list[Dimension]) -> lis
     Return one config per combination of the extreme values of searched data keys, so that the
     caller can check their data.
     """
+    # Import this function here, because it imports torch.
+    from timm_parallel.task_rules import choose_metric
+
+    choose_metric(config)
     settings, metric = config.search, config.objective
     direction = natural_direction(config)
     if settings.direction not in (None, direction):
@@ -297,12 +301,17 @@ def freeze_search(folder: Path, base: DictConfig, space: list[Dimension], **sett
     """Write search.yaml, which contains the base config of all trials, the search space, and the
     settings of the search.
     """
+    # Import this function here, because it imports torch.
+    from timm_parallel.task_rules import choose_metric
+
     tree = copy.deepcopy(base)
     with read_write(tree), open_dict(tree):
         tree.search.params = {dimension.key: dimension.text for dimension in space}
         # Fix the metric that is optimized, so that all trials have the same one even if
         # checkpoint.metric is searched.
-        tree.optimized_metric = to_config(tree, is_complete=False).objective
+        config = to_config(tree, is_complete=False)
+        choose_metric(config)
+        tree.optimized_metric = config.objective
         tree.search.update(settings)
         tree.hydra.overrides.task = _of_a_trial(task_overrides(tree))
     write_text(
