@@ -419,8 +419,10 @@ def searched_page(folder: Path, ends: list[tuple[str, float | None, str]]) -> st
                 seconds=1.0,
             )
         )
+    # A search fixes the metric in its folder.
     config = Config(
-        search=SearchConfig(params={"optim.lr": ""}, direction="maximize", sampler="tpe")
+        optimized_metric="val/acc_best",
+        search=SearchConfig(params={"optim.lr": ""}, direction="maximize", sampler="tpe"),
     )
     return write_search_page(jobs, searched, config).read_text()
 
