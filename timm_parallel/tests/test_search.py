@@ -152,6 +152,7 @@ def test_search_optimizes_optimized_metric_if_set_and_otherwise_checkpoint_metri
         get_args_parser().parse_args(["-m", "search=optuna", *SMALL, *overrides])
     )
     space = read_space(command)
+    check_space(command.config, points[0].tree, space)
     assert command.config.objective == objective
     assert natural_direction(command.config) == direction
     freeze_search(tmp_path, points[0].tree, space)
@@ -418,8 +419,10 @@ def searched_page(folder: Path, ends: list[tuple[str, float | None, str]]) -> st
                 seconds=1.0,
             )
         )
+    # A search fixes the metric in its folder.
     config = Config(
-        search=SearchConfig(params={"optim.lr": ""}, direction="maximize", sampler="tpe")
+        optimized_metric="val/acc_best",
+        search=SearchConfig(params={"optim.lr": ""}, direction="maximize", sampler="tpe"),
     )
     return write_search_page(jobs, searched, config).read_text()
 
