@@ -4,7 +4,9 @@ images, a student agrees with a teacher, its moving average, about another view 
     cp examples/mean_teacher.py src/tasks/ && cp examples/mean_teacher.yaml conf/experiment/
     python train.py experiment=mean_teacher
 
-The dataset hides all but 50 labels of the digits.
+The dataset hides all but 50 labels of the digits. The teacher reaches a val/acc of 0.81 in 35
+seconds of CPU time. So short a training gains nothing from the other images: with
+train.task_kwargs.agreement=0, it is 0.82.
 """
 
 from __future__ import annotations
@@ -82,8 +84,8 @@ class MeanTeacher(ImageTask):
         with torch.no_grad():
             taught = networks.teacher(batch.other).softmax(1)
         of_labels = batch.is_labeled * cross_entropy(scores, batch.target, reduction="none")
-        # In the beginning, the teacher knows nothing, so the weight of the agreement grows.
-        growth = min(1.0, 2 * batch.share)
+        # At first, the teacher knows little, so the agreement starts in the middle of training.
+        growth = max(0.0, 2 * batch.share - 1)
         disagreement = (scores.softmax(1) - taught).square().sum(1)
         losses = of_labels + self.options.agreement * growth * disagreement
         return losses, {"disagreement": disagreement.detach()}
