@@ -16,7 +16,7 @@ from torch import nn
 from torch.profiler import profile
 
 from scripts import plan as plan_script
-from src.commands.plan import plan
+from src.commands.plan import UNKNOWN, plan
 from timm_parallel.batch import Batch
 from timm_parallel.lab.plan import Plan
 from timm_parallel.measure.flops import count_flops
@@ -37,6 +37,12 @@ def plan_for(*overrides: str, devices: int = 1) -> Plan:
     return plan([*WORDS, *overrides], [devices])[0]
 
 
+def costs_of(row: Plan) -> tuple[int, int]:
+    """Return the FLOPs and the memory of a plan, which must be known."""
+    assert row.flops_per_step is not None and row.bytes_per_device is not None
+    return row.flops_per_step, row.bytes_per_device
+
+
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -54,7 +60,7 @@ def test_plan_memory_estimate_matches_memory_allocated_by_a_training_step(
     config = resolved("parallel=single", *overrides)
     expected = plan_for("parallel=single", *overrides)
     parts = parts_of(config)
-    assert parts.flops_per_step == expected.flops_per_step > 0
+    assert parts.flops_per_step == costs_of(expected)[0] > 0
     trainee, (phase,) = parts.state, parts.state.phases
     batch = next(parts.train_loader.epoch(0))
     if parts.mixing:
@@ -129,13 +135,13 @@ def test_plan_with_accumulate_auto_does_not_split_the_batch_on_several_devices()
 @pytest.mark.slow(seconds=6)
 def test_plan_for_fsdp_divides_all_but_activations_and_images_by_shard_size() -> None:
     overrides = ("model=vit_tiny", "model.ema.decay=0.9", "data.batch_size=16")
-    whole = plan_for("parallel=ddp", *overrides, devices=4).bytes_per_device
-    half, quarter = (
-        plan_for(
-            "parallel=fsdp", f"parallel.shard_size={shard_size}", *overrides, devices=4
-        ).bytes_per_device
-        for shard_size in ("2", "null")
+    spreads = (
+        ("parallel=ddp",),
+        ("parallel=fsdp", "parallel.shard_size=2"),
+        ("parallel=fsdp", "parallel.shard_size=null"),
     )
+    plans = [plan_for(*spread, *overrides, devices=4) for spread in spreads]
+    whole, half, quarter = (costs_of(row)[1] for row in plans)
     # Half of the kept tensors, and a quarter of them, are missing.
     assert whole - half == pytest.approx(2 * (half - quarter), rel=1e-6)
     assert quarter < half < whole
@@ -151,8 +157,9 @@ def test_plan_accepts_more_devices_than_the_machine_has_and_explains_indivisible
         1,
         3,
     )
-    assert 0 < plans[2].bytes_per_device < plans[0].bytes_per_device
-    assert plans[2].flops_per_step == plans[0].flops_per_step
+    (flops, memory), (flops_of_many, memory_of_many) = costs_of(plans[0]), costs_of(plans[2])
+    assert 0 < memory_of_many < memory
+    assert flops_of_many == flops
 
 
 class RemembersItsInput(nn.Module):
@@ -209,7 +216,7 @@ def test_plan_flops_of_a_vision_transformer_include_attention() -> None:
     actual = plan([*overrides, "model.name=vit_small_patch16_224", "optim.warmup_epochs=0"], [1])[0]
     tokens, width, depth = 197, 384, 12
     attention = 3 * depth * 2 * (2 * tokens**2 * width)
-    assert actual.flops_per_step / 2 == pytest.approx(27.475e9, rel=1e-3)
+    assert costs_of(actual)[0] / 2 == pytest.approx(27.475e9, rel=1e-3)
     assert attention == pytest.approx(2.146e9, rel=1e-3)
 
 
@@ -263,6 +270,25 @@ def test_plan_warns_about_small_batchnorm_batches_unscaled_lr_and_dropped_images
     weak = plan([*WORDS, "data.batch_size=null", "data.batch_size_per_device=32"], [1, 4])
     assert any("lr_rule" in warning for warning in weak[1].warnings)
     assert any("dropped" in warning for warning in plan_for("data.batch_size=100").warnings)
+
+
+def test_plan_measures_losses_that_gather_samples_and_says_when_losses_need_values(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def gather(task: Any, networks: Any, batch: Any, phase: str) -> Any:
+        return task.ranks.gather_rows(networks.model(batch.image)).sum(1), {}
+
+    def read(task: Any, networks: Any, batch: Any, phase: str) -> Any:
+        scores = networks.model(batch.image)
+        return scores.sum(1) * scores.detach().numpy().max(), {}
+
+    plans = []
+    for losses in (gather, read):
+        monkeypatch.setattr("src.tasks.images.LossTask.losses", losses)
+        plans.append(plan_for())
+    assert min(costs_of(plans[0])) > 0 and plans[0].warnings == []
+    assert (plans[1].flops_per_step, plans[1].bytes_per_device) == (None, None)
+    assert (plans[1].steps, plans[1].warnings) == (plans[0].steps, [UNKNOWN])
 
 
 @pytest.mark.nightly

@@ -8,6 +8,7 @@ collect the tensors that the backward pass needs.
 from __future__ import annotations
 
 import copy
+import logging
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -38,9 +39,14 @@ from timm_parallel import (
 )
 from timm_parallel.lab import Plan, measure_step
 
+log = logging.getLogger(__name__)
 # Number of images per device below which BatchNorm's noisy statistics raise the error of a model
 # (Wu and He 2018, arXiv:1803.08494, figure 1).
 SMALL_FOR_BATCHNORM = 16
+UNKNOWN = (
+    "FLOPs and memory are unknown, because the losses of the task do not work on tensors without "
+    "values; train a few steps instead (train.max_steps=3)"
+)
 ONE_IMAGE = "BatchNorm needs two images per device; use a larger data.batch_size or fewer devices"
 
 
@@ -161,7 +167,8 @@ def _count(config: ResolvedConfig, images: ImageDataset, devices: int) -> Plan:
         pixels = train_image_size(model, config.data, images)
         with unset_fake_temporarily():
             sample = _sample(config, task, images, pixels)
-        flops, memory = _step(config, model, task, sample.stretched(chunk, "cpu"))
+        measured = _step(config, model, task, sample.stretched(chunk, "cpu"))
+    flops, memory = measured or (None, None)
     return Plan(
         devices=devices,
         strategy=config.parallel.strategy,
@@ -174,9 +181,12 @@ def _count(config: ResolvedConfig, images: ImageDataset, devices: int) -> Plan:
         steps=steps,
         learning_rate=config.learning_rate,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
-        flops_per_step=flops * devices * train.accumulate,
+        flops_per_step=None if flops is None else flops * devices * train.accumulate,
         bytes_per_device=memory,
-        warnings=list(_warnings(config, model, chunk, dropped, size)),
+        warnings=[
+            *_warnings(config, model, chunk, dropped, size),
+            *([UNKNOWN] if measured is None else []),
+        ],
     )
 
 
@@ -202,9 +212,9 @@ def _sample(
 
 def _step(
     config: ResolvedConfig, model: nn.Module, task: Task[ResolvedConfig], batch: Batch
-) -> tuple[int, int]:
+) -> tuple[int, int] | None:
     """Run a training step on a fake batch of one device. Return the FLOPs of its forward and
-    backward passes, and its memory.
+    backward passes, and its memory; None if the losses need values of tensors.
     """
     freeze(model, config.model.freeze)
     # Build the networks with real tensors, because a loss may load a model, such as a teacher.
@@ -223,14 +233,19 @@ def _step(
         optim = config.optim.of_phase(phase)
         trained = {name: networks[name] for name in names}
         optimizers.append(build_optimizer(optim, config.rate_of(optim), trained))
-    return measure_step(
-        config.parallel,
-        task,
-        autocast(networks, torch.device("cpu"), config.train.precision),
-        optimizers,
-        batch,
-        averaged=[model] if config.model.ema.decay is not None else [],
-    )
+    try:
+        return measure_step(
+            config.parallel,
+            task,
+            autocast(networks, torch.device("cpu"), config.train.precision),
+            optimizers,
+            batch,
+            averaged=[model] if config.model.ema.decay is not None else [],
+        )
+    # What torch raises where code needs a value of a fake tensor, as `item` and `numpy` do.
+    except RuntimeError as error:
+        log.debug("the step was not measured: %s: %s", type(error).__name__, error)
+        return None
 
 
 def _warnings(

@@ -134,8 +134,14 @@ def test_make_fork_refuses_uncommitted_changes_and_a_second_fork(clone: Path) ->
         fork(clone, "other", "", drop_demo=False)
 
 
-def test_make_fork_removes_files_that_only_the_template_needs(clone: Path) -> None:
-    fork(clone, "mine", "Ada", drop_demo=False)
+def test_make_fork_keeps_examples_and_removes_files_that_only_the_template_needs(
+    clone: Path,
+) -> None:
+    examples = git(clone, "ls-files", "examples")
+    fork(clone, "mine", "Ada", drop_demo=True)
+    assert git(clone, "ls-files", "examples") == examples != ""
+    tests = [*(clone / "tests").rglob("*.py")]
+    assert tests and [path.name for path in tests if "examples/" in read(path)] == []
     assert not [path for path in OF_THE_TEMPLATE if (clone / path).exists()]
     assert {path.name for path in (clone / "scripts").glob("*.py")} >= {
         "install.py",

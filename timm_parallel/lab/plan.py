@@ -18,7 +18,9 @@ from torch.utils._pytree import tree_leaves
 from timm_parallel.batch import Batch
 from timm_parallel.keys import ResolvedParallel
 from timm_parallel.lab.sweep.board import plain_console, show_table
+from timm_parallel.machine.ranks import Ranks
 from timm_parallel.measure.flops import step_costs
+from timm_parallel.parallel.group import ProcessGroup
 from timm_parallel.parallel.networks import Networks
 from timm_parallel.task import Task
 
@@ -58,10 +60,11 @@ class Plan:
     # Highest learning rate of the schedule.
     learning_rate: float = 0.0
     parameters: int = 0
-    # Operations of the forward and backward pass on all devices. A multiply-add counts as 2.
-    flops_per_step: int = 0
-    # Estimated memory of the tensors on one device.
-    bytes_per_device: int = 0
+    # Operations of the forward and backward pass on all devices. A multiply-add counts as 2. None:
+    # the losses need values of tensors, which a plan does not have.
+    flops_per_step: int | None = None
+    # Estimated memory of the tensors on one device. None: as above.
+    bytes_per_device: int | None = None
     warnings: list[str] = field(default_factory=list)
 
 
@@ -83,6 +86,7 @@ def measure_step(
     `optimizers`: one for each phase of the task. `batch`: that of one device. `averaged`: networks
     of which the run keeps an average besides those of the task.
     """
+    task.ranks = ProcessGroup(Ranks())
     networks.train()
     weights = [*networks.parameters(), *networks.buffers()]
     averages = [t for module in averaged for t in (*module.parameters(), *module.buffers())]
@@ -134,8 +138,8 @@ def _cells(row: Plan) -> list[str]:
         *map(str, (*counts, row.dropped_per_epoch)),
         f"{row.steps} = {row.steps / row.steps_per_epoch:g} x {row.steps_per_epoch}",
         f"{row.learning_rate:g}",
-        f"{row.flops_per_step / 1e9:.4g}",
-        f"{row.bytes_per_device / 2**20:,.1f}",
+        "unknown" if row.flops_per_step is None else f"{row.flops_per_step / 1e9:.4g}",
+        "unknown" if row.bytes_per_device is None else f"{row.bytes_per_device / 2**20:,.1f}",
     ]
 
 
