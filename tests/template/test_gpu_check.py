@@ -62,12 +62,13 @@ def test_gpu_tests_import_only_packages_that_make_gpu_check_requires() -> None:
             else [entry.name for entry in node.names]
         )
     }
-    # torch requires filelock, and torchvision requires Pillow.
+    # torch requires filelock, and torchvision requires Pillow and numpy.
     available = {
         *sys.stdlib_module_names,
         *gpu_check.NEEDED,
         "filelock",
         "PIL",
+        "numpy",
         "src",
         "timm_parallel",
         "scripts",

@@ -72,6 +72,7 @@ class Sweep:
                 **(options or {}),
             },
             "optim": {"lr": 0.001},
+            "checkpoint": {"metric": "val/acc"},
             **(config or {}),
         }
         (folder / "config.yaml").write_text(

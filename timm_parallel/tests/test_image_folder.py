@@ -17,6 +17,7 @@ from PIL import Image
 import evaluate
 from src.app import app
 from src.schema import Config, DataConfig
+from timm_parallel.checked_configs import check_config
 from timm_parallel.data.build import check_data
 from timm_parallel.data.decode import Files
 from timm_parallel.data.folder import FolderDataset, class_folders
@@ -234,10 +235,11 @@ def test_batch_larger_than_the_training_split_is_refused_before_ranks_start(
 
 @pytest.mark.parametrize("name", ["digits", "synthetic"])
 def test_in_memory_dataset_refuses_data_root(name: str) -> None:
+    config = Config(data=DataConfig(name=name, root="/data/shapes"))
     with pytest.raises(
         ValueError, match=rf"data\.root=/data/shapes: data\.name={name} .*data=folder"
     ):
-        check_data(Config(data=DataConfig(name=name, root="/data/shapes")))
+        check_config(config)
 
 
 def test_custom_dataset_may_use_data_root() -> None:

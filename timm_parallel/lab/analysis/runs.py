@@ -12,7 +12,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from timm_parallel.app import current
 from timm_parallel.machine.text import as_number, plural
 from timm_parallel.metric import metric_name
 from timm_parallel.record.jobs import FAILED
@@ -235,7 +234,7 @@ class RunRecord:
         """
         if self.is_of_tuning:
             return IMAGES_PER_SECOND
-        metric = str(self.config.get("checkpoint.metric") or current().config().checkpoint.metric)
+        metric = str(self.config.get("checkpoint.metric") or "val/loss")
         best = f"{metric.removesuffix('_ema')}_best"
         return str(self.config.get("optimized_metric") or best) if self.is_trial else metric
 
