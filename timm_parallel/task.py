@@ -15,12 +15,13 @@ from timm_parallel.app import current
 from timm_parallel.batch import Batch
 from timm_parallel.keys import ResolvedConfig
 from timm_parallel.machine.imports import import_class
+from timm_parallel.machine.ranks import Ranks
 from timm_parallel.metric import Metric
+from timm_parallel.parallel.group import ProcessGroup
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from timm_parallel.parallel.group import ProcessGroup
 
 C = TypeVar("C", bound=ResolvedConfig)
 # Training options that only some tasks support. A config that uses an option with another task is
@@ -132,8 +133,6 @@ class Task(Targets, Generic[C]):
     # Endings that `write` appends to its `name`, one per file, for example `.png`. predict.py
     # refuses to overwrite these files.
     endings: ClassVar[tuple[str, ...]] = ()
-    # Collectives of the ranks, for a loss over all samples of a step (`ranks.gather_rows`).
-    ranks: ProcessGroup
 
     def __init__(self, config: C, names: Sequence[str]) -> None:
         """`names`: the meaning of each model output, from the dataset. They are class names, or
@@ -141,6 +140,9 @@ class Task(Targets, Generic[C]):
         """
         self.config, self.names = config, list(names)
         self.options: Any = self.Options(**config.train.task_kwargs)
+        # Collectives of the ranks, for a loss over all samples of a step (`ranks.gather_rows`). A
+        # run replaces those of one process by its own.
+        self.ranks = ProcessGroup(Ranks())
 
     @staticmethod
     def find(name: str) -> type[Task[Any]]:

@@ -74,6 +74,7 @@ def evaluate_config(
             on_close.callback(loader.close)
         # Class weights need the training labels, and the loss of an evaluation does not use them.
         config.train.class_weights = None
+        task.ranks = strategy.group
         networks = build_networks(task, built.model, strategy.device)
         check_networks(task, networks, next(iter(loaders.values())).peek(1))
         line = _load_weights(config, folder, contents, built)
