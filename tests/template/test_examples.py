@@ -32,6 +32,8 @@ from timm_parallel.testing.configs import parse
 from timm_parallel.testing.ranks import warm_ranks
 
 EXAMPLES = ROOT / "examples"
+# Examples of several networks, phases, averages, own weights and gathered samples.
+EACH_COMMIT = ("byol", "detr", "gan", "simclr")
 NAMES = sorted(path.stem for path in EXAMPLES.glob("*.yaml"))
 COMMON = {
     "print_config": "false",
@@ -165,8 +167,8 @@ def difference(first: dict[str, Tensor], second: dict[str, Tensor]) -> float:
 
 
 def _cases() -> list[Any]:
-    """Return each example under each spread that it accepts. At every commit, all examples run
-    under ddp with accumulation.
+    """Return each example under each spread that it accepts. At every commit, those of EACH_COMMIT
+    run under ddp with accumulation.
     """
     cases = []
     for example in NAMES:
@@ -175,7 +177,7 @@ def _cases() -> list[Any]:
             if is_left_out or (example, spread) in REFUSED:
                 continue
             marks = [pytest.mark.processes, pytest.mark.slow(seconds=3)]
-            if spread != "ddp2_accumulated":
+            if spread != "ddp2_accumulated" or example not in EACH_COMMIT:
                 marks.append(pytest.mark.nightly)
             cases.append(pytest.param(example, spread, marks=marks))
     return cases
@@ -200,7 +202,13 @@ def test_example_is_refused_under_strategies_that_it_does_not_support(
 
 @pytest.mark.processes
 @pytest.mark.slow(seconds=3)
-@pytest.mark.parametrize("example", NAMES)
+@pytest.mark.parametrize(
+    "example",
+    [
+        pytest.param(name, marks=[] if name in EACH_COMMIT else [pytest.mark.nightly])
+        for name in NAMES
+    ],
+)
 def test_example_resumes_exactly(train: Any, example: str, tmp_path: Path) -> None:
     spread = example if example in LOCAL_SGD else "single"
     whole = train(example, spread)
