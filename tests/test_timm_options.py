@@ -218,11 +218,13 @@ def outcomes(request: pytest.FixtureRequest) -> Callable[[str], dict[str, Outcom
     session train in the same ranks.
     """
     known: dict[str, dict[str, Outcome]] = {}
-    chosen = {
+    given = [
         item.callspec.params.get("option")
         for item in request.session.items
         if hasattr(item, "callspec")
-    }
+    ]
+    # Other tests have parameters of this name, which are no texts.
+    chosen = {option for option in given if isinstance(option, str)}
     options = [option for option in OPTIONS if option in QUICK or option in chosen]
 
     def get(strategy: str) -> dict[str, Outcome]:

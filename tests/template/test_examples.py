@@ -301,7 +301,6 @@ def test_predictions_of_lora_have_the_accuracy_of_the_evaluation(
     val = load_dataset(app.own_resolved(load_config(run))).val
     predictions = predicted(run, val, tmp_path)
     hits = [
-        prediction["classes"][0] == str(val[index][1])
-        for index, prediction in enumerate(predictions)
+        prediction["class_1"] == str(val[index][1]) for index, prediction in enumerate(predictions)
     ]
     assert sum(hits) / len(hits) == pytest.approx(evaluated(run)["acc"])

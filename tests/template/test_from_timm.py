@@ -297,6 +297,7 @@ def test_from_timm_script_writes_experiment_that_composes_to_the_shipped_a2_reci
     }
     assert differences.pop("data.augment.ratio") == (None, [0.75, 1.3333333333333333])
     assert differences.pop("data.batch_size_per_device") == (None, 256)
+    assert differences.pop("checkpoint.metric") == ("auto", "val/acc")
     assert set(differences) == {"task_name", "data.batch_size"}
 
 

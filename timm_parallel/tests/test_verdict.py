@@ -543,8 +543,9 @@ def test_verdict_is_refused_when_the_code_of_the_metric_has_changed(
     repository: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = compose_command(parse_command_line([]))
-    from timm_parallel.task_rules import metric_of
+    from timm_parallel.task_rules import choose_headline, metric_of
 
+    choose_headline(command.config)
     metric = metric_of(command.config.train.task, command.config.checkpoint.metric)
     [function] = {f for f in vars(metric).values() if callable(f) and "diagonal" in f.__name__}
     name = f"{function.__module__.replace('.', '/')}.py"
