@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from timm_parallel.data.prefetch import DevicePrefetcher as DevicePrefetcher
     from timm_parallel.entry import main as main
     from timm_parallel.errors import RefusedError as RefusedError
+    from timm_parallel.errors import UnreadableImageError as UnreadableImageError
     from timm_parallel.errors import refuse_wrong_arguments as refuse_wrong_arguments
     from timm_parallel.keys import CheckpointConfig as CheckpointConfig
     from timm_parallel.keys import Config as Config
@@ -182,6 +183,7 @@ _GROUPS = {
     },
     "Errors, names and scripts": {
         "RefusedError": "errors",
+        "UnreadableImageError": "errors",
         "refuse_wrong_arguments": "errors",
         "import_class": "machine.imports",
         "import_name": "machine.imports",

@@ -22,6 +22,7 @@ from timm_parallel import (
     Ranks,
     SavedRun,
     Strategy,
+    Task,
     build_networks,
     build_strategy,
     check_networks,
@@ -89,6 +90,9 @@ def evaluate_config(
         sets = [weights] if weights else ["model", *averaged]
         predicting = sets[-1] if config.checkpoint.metric.endswith("_ema") else sets[0]
         tables: list[pd.DataFrame] = []
+        if predictions is not None and type(task).table is Task.table:
+            # Refuse before the evaluation, which would ask the task for the rows of a table.
+            task.table(Evaluation(0, {}, {}))
         for evaluated, name in itertools.product(sets, chosen):
             if contents:
                 SavedRun.fill(networks, contents, evaluated)

@@ -31,6 +31,7 @@ from timm_parallel import (
     Strategy,
     Task,
     TrainLoader,
+    UnreadableImageError,
     as_size,
     build_networks,
     build_state,
@@ -197,9 +198,14 @@ def _build_mixing(
     )
 
 
-def _sample(batches: TrainLoader, mixing: Mixing | None) -> Batch:
-    """Return two samples as a training step gets them, with which its FLOPs are counted."""
-    sample = batches.peek(2)
+def _sample(batches: TrainLoader, mixing: Mixing | None) -> Batch | None:
+    """Return two samples as a training step gets them, with which its FLOPs are counted. Return
+    None if one cannot be read, because the step that reads it names it.
+    """
+    try:
+        sample = batches.peek(2)
+    except UnreadableImageError:
+        return None
     return sample if mixing is None else copy.copy(mixing)(sample)
 
 
