@@ -495,6 +495,7 @@ def follow_runs(copy: Path, jobs: dict[str, list[str]], images: Path) -> list[di
 
 @pytest.mark.slow(seconds=20)
 @pytest.mark.processes
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "names",
     [STATEFUL, [name for name in EXAMPLES if name not in {*STATEFUL, *COPIED, "A test"}]],
