@@ -5,9 +5,11 @@ trained teacher, which stays as it is.
     python train.py model=tiny optim.lr=0.003 train.epochs=30 hydra.run.dir=outputs/teacher
     python train.py experiment=distillation
 
-Each run takes 25 seconds of CPU time and reaches a val/acc of 0.94. train/imitation, the divergence
-from the teacher, falls from 1.3 to 0.04. Checkpoints have the teacher too, but evaluate.py and
-predict.py need its folder, which says how to build it. An export has the student alone.
+Each run takes 25 seconds of CPU time. train/imitation, the divergence from the teacher, falls from
+1.3 to 0.04. Teacher and student have the same size and reach the same val/acc, 0.94.
+
+Checkpoints have the teacher too, but evaluate.py and predict.py need its folder, which says how to
+build it. An export has the student alone.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ optimizer each. `model` is the generator.
 
 The log has the losses of both phases, and the trackers show generated digits at every evaluation.
 After 25 seconds of CPU time, the discriminator takes 4 % of the generated digits for real ones.
+This share, val/fooled, compares the two networks with each other. Look at the digits to judge them.
 """
 
 from __future__ import annotations

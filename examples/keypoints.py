@@ -26,7 +26,7 @@ SIDE, MARGIN = 40, 8
 
 
 class _Dots:
-    """Images, and column and row of each dot in pixels, [2, 2]."""
+    """Images, and distance of each dot from the left and the top in pixels, [2, 2]."""
 
     def __init__(self, count: int, seed: int) -> None:
         draw = torch.Generator().manual_seed(seed)
@@ -83,10 +83,17 @@ class WithPoints:
         self.transform = transform
 
     def __call__(self, image: Tensor, points: Tensor) -> tuple[Tensor, Tensor]:
-        keypoints = tv_tensors.KeyPoints(points, canvas_size=image.shape[1:])
-        moved, keypoints = self.transform(tv_tensors.Image(image), keypoints)
+        # torchvision mirrors KeyPoints as indices of pixels, but resizes them as distances from the
+        # edge. It takes the sides of a box as distances in both, so use boxes without area.
+        boxes = tv_tensors.BoundingBoxes(
+            points.repeat(1, 2),
+            format="XYXY",
+            canvas_size=image.shape[1:],
+            clamping_mode=None,
+        )
+        moved, boxes = self.transform(tv_tensors.Image(image), boxes)
         sides = torch.tensor([moved.shape[2], moved.shape[1]])
-        return moved.as_subclass(Tensor), keypoints.as_subclass(Tensor) / sides
+        return moved.as_subclass(Tensor), boxes.as_subclass(Tensor)[:, :2] / sides
 
 
 def distances(outputs: Tensor, points: Tensor) -> Tensor:

@@ -22,7 +22,14 @@ from pathlib import Path
 from typing import Any
 
 import timm_parallel
-from timm_parallel import ResolvedParallel, is_own_class, key, option_problems
+from timm_parallel import (
+    ResolvedParallel,
+    is_own_class,
+    key,
+    option_problems,
+    own_class_problems,
+    own_function_problems,
+)
 
 # Dictionary from the name of a built-in dataset to its class. A config gives your own dataset as
 # `src.<module>.<Class>`.
@@ -531,7 +538,9 @@ class OptimConfig(timm_parallel.OptimConfig):
         """
         for phase, changed in self.of.items():
             yield from option_problems(f"optim.of.{phase}", OptimConfig, changed)
-        if self.sched not in SCHEDULES and not is_own_class(self.sched):
+        if is_own_class(self.sched):
+            yield from own_class_problems("optim.sched", self.sched)
+        elif self.sched not in SCHEDULES:
             yield (
                 f"optim.sched={self.sched}: allowed: {', '.join(SCHEDULES)}, or "
                 "src.<module>.<Class> of your own"
@@ -662,6 +671,8 @@ class TrainConfig(timm_parallel.TrainConfig):
                 f"train.bce_target_thresh={self.bce_target_thresh}: has no effect with "
                 f"train.loss={self.loss}; use train.loss=bce"
             )
+        if self.loop is not None:
+            yield from own_function_problems("train.loop", self.loop)
         if self.max_steps is not None:
             yield from self.profile_problems(self.max_steps)
 

@@ -5,6 +5,7 @@ their formulas.
 from __future__ import annotations
 
 import math
+import re
 import sys
 from types import ModuleType
 from typing import Any
@@ -265,6 +266,18 @@ def test_wrong_class_or_argument_of_a_custom_optimizer_is_refused(own_optimizer:
         build_optimizer(OptimConfig(opt="src.train.signs.Module"), 0.1, {"model": model})
 
 
-def test_misspelled_class_name_of_a_custom_optimizer_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"^optim\.opt=src\.train\.optim\.Signs: no such class"):
-        resolved("optim.opt=src.train.optim.Signs")
+@pytest.mark.parametrize(
+    ("key", "name"),
+    [
+        ("optim.opt", "src.train.optim.Signs"),
+        ("optim.sched", "src.train.optim.Plateau"),
+        ("optim.sched", "src.train.nowhere.Plateau"),
+        ("train.loop", "src.train.run.loop"),
+        ("train.loop", "src.train.nowhere.loop"),
+        ("train.loop", "loop"),
+        ("train.loop", "src"),
+    ],
+)
+def test_misspelled_name_of_own_code_is_refused(key: str, name: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(key)}={re.escape(name)}: no such"):
+        resolved(f"{key}={name}")

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from timm_parallel.config.bounds import option_problems as option_problems
     from timm_parallel.config.compose import load_config as load_config
     from timm_parallel.config.resolve import resolve as resolve
+    from timm_parallel.config.validate import own_class_problems as own_class_problems
+    from timm_parallel.config.validate import own_function_problems as own_function_problems
     from timm_parallel.data.build import load_dataset as load_dataset
     from timm_parallel.data.csv_listing import CsvDataset as CsvDataset
     from timm_parallel.data.dataset import ImageDataset as ImageDataset
@@ -117,6 +119,8 @@ _GROUPS = {
         "leaves": "keys",
         "is_own_class": "keys",
         "option_problems": "config.bounds",
+        "own_class_problems": "config.validate",
+        "own_function_problems": "config.validate",
         "compose": "checked_configs",
         "check_config": "checked_configs",
         "resolve": "config.resolve",

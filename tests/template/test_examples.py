@@ -13,11 +13,12 @@ import pytest
 import torch
 from PIL import Image
 from torch import Tensor
+from torchvision.transforms import v2
 
 from src.app import app
 from src.commands.evaluate import evaluate_config
 from src.commands.predict import PredictionRequest, predict
-from src.schema import ResolvedParallel
+from src.schema import DataConfig, ResolvedParallel
 from timm_parallel.checked_configs import check_config, evaluation_config
 from timm_parallel.config.compose import compose_command, load_config
 from timm_parallel.config.resolve import resolve
@@ -276,6 +277,18 @@ def predicted(run: Path, split: Any, folder: Path) -> list[dict[str, Any]]:
     ordered = [predictions[name] for name in sorted(predictions)]
     assert len(ordered) == len(split) and None not in ordered
     return [prediction for prediction in ordered if prediction is not None]
+
+
+def test_points_of_keypoints_stay_on_the_dots_in_a_mirrored_and_resized_image(conf: Path) -> None:
+    keypoints = import_module("src.tasks.keypoints")
+    image, points = keypoints.Dots(DataConfig()).val[0]
+    steps = [v2.RandomHorizontalFlip(1), v2.RandomVerticalFlip(1), v2.Resize((80, 120))]
+    moved, shares = keypoints.WithPoints(v2.Compose(steps))(image, points)
+    for channel, share in zip((0, 2), shares, strict=True):
+        # The dots are brighter than the noise.
+        rows, columns = (moved[channel] > 150).nonzero(as_tuple=True)
+        center = torch.stack([columns, rows]).double().mean(1) + 0.5
+        assert torch.allclose(share.double() * torch.tensor([120, 80]), center, atol=0.2)
 
 
 @pytest.mark.processes

@@ -20,7 +20,7 @@ from timm_parallel.config.cluster import cluster_rules
 from timm_parallel.config.suggest import hint
 from timm_parallel.errors import RefusedError
 from timm_parallel.keys import STRATEGIES, TRACKERS, Config, is_own_class
-from timm_parallel.machine.imports import find_class
+from timm_parallel.machine.imports import find_class, find_name
 
 # Allow only known database drivers, because SQLAlchemy imports the driver in the URL as a module.
 DATABASE = r"(sqlite|postgresql|mysql)(\+(pysqlite|psycopg2?|pymysql|mysqldb))?://.*"
@@ -64,6 +64,18 @@ def own_class_problems(key: str, name: str) -> Iterator[str]:
         yield (
             f"{key}={name}: no such class; expected {package}.<module>.<Class> with <module> "
             f"a file under {package}/"
+        )
+
+
+def own_function_problems(key: str, name: str) -> Iterator[str]:
+    """Yield an error message if a function of the project does not exist. `key`: the config key
+    that names the function. `name`: dotted name of the function.
+    """
+    package = current().package
+    if not callable(find_name(name, package)):
+        yield (
+            f"{key}={name}: no such function; expected {package}.<module>.<function> with "
+            f"<module> a file under {package}/"
         )
 
 

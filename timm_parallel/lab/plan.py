@@ -18,9 +18,7 @@ from torch.utils._pytree import tree_leaves
 from timm_parallel.batch import Batch
 from timm_parallel.keys import ResolvedParallel
 from timm_parallel.lab.sweep.board import plain_console, show_table
-from timm_parallel.machine.ranks import Ranks
 from timm_parallel.measure.flops import step_costs
-from timm_parallel.parallel.group import ProcessGroup
 from timm_parallel.parallel.networks import Networks
 from timm_parallel.task import Task
 
@@ -86,7 +84,6 @@ def measure_step(
     `optimizers`: one for each phase of the task. `batch`: that of one device. `averaged`: networks
     of which the run keeps an average besides those of the task.
     """
-    task.ranks = ProcessGroup(Ranks())
     networks.train()
     weights = [*networks.parameters(), *networks.buffers()]
     averages = [t for module in averaged for t in (*module.parameters(), *module.buffers())]

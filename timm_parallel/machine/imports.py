@@ -45,20 +45,28 @@ def import_class(
     return imported
 
 
-def find_class(name: str, package: str) -> type | None:
-    """Import a class that a package defines. Return None if the package has no such class.
+def find_name(name: str, package: str) -> Any:
+    """Import a class or function from a module of a package. Return None if there is no such name.
 
-    `name`: dotted name of the class. An error in the code of its module is raised unchanged.
+    `name`: dotted name. An error in the code of its module is raised unchanged.
     """
-    module, _, class_name = name.rpartition(".")
-    if name.partition(".")[0] != package:
+    module, _, last = name.rpartition(".")
+    if not name.startswith(f"{package}."):
         return None
     try:
-        found = getattr(import_module(module), class_name, None)
+        return getattr(import_module(module), last, None)
     except ModuleNotFoundError as error:
         # The module itself is missing, and not a package that it imports.
         if f"{module}.".startswith(f"{error.name}."):
             return None
         raise
+
+
+def find_class(name: str, package: str) -> type | None:
+    """Import a class that a package defines. Return None if the package has no such class.
+
+    `name`: dotted name of the class. An error in the code of its module is raised unchanged.
+    """
+    found = find_name(name, package)
     is_defined_there = isinstance(found, type) and found.__module__.partition(".")[0] == package
     return found if is_defined_there else None

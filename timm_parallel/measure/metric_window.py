@@ -26,7 +26,8 @@ class MetricWindow:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._names: tuple[str, ...] = ()
-        self._steps: dict[int, dict[str, Tensor]] = {}
+        # Rows of each step. The key is the phase with the names of its values.
+        self._steps: dict[int, dict[tuple[str, tuple[str, ...]], Tensor]] = {}
         self._images: dict[int, int] = {}
 
     def add(self, step: int, part: str, values: dict[str, Tensor], images: int) -> None:
@@ -40,7 +41,7 @@ class MetricWindow:
         )
         row = row * images
         rows = self._steps.setdefault(step, {})
-        key = f"{part}:{','.join(values)}"
+        key = part, tuple(values)
         rows[key] = rows[key] + row if key in rows else row
 
     def add_images(self, step: int, images: int) -> None:
@@ -75,7 +76,7 @@ class MetricWindow:
 
     def _check_names(self) -> tuple[str, ...]:
         for rows in self._steps.values():
-            names = tuple(name for key in rows for name in key.partition(":")[2].split(","))
+            names = tuple(name for _, of_part in rows for name in of_part)
             if len(set(names)) < len(names) or self._names not in ((), names):
                 now, before = (", ".join(each) or "none" for each in (names, self._names))
                 raise ValueError(

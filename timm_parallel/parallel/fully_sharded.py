@@ -70,7 +70,6 @@ class FullySharded(Distributed):
             # Run an empty forward pass now. FSDP2 takes the first module that runs as its root.
             with torch.no_grad():
                 self.root()
-        self.is_one = len(sharded) == 1
 
     def wrap(self, step: PhaseStep) -> nn.Module:
         return step
@@ -78,7 +77,7 @@ class FullySharded(Distributed):
     def start_update(self) -> None:
         # A forward pass without a backward pass, as of a teacher, leaves whole parameters behind,
         # which the update would make old.
-        if not self.is_one:
+        if isinstance(self.root, Networks):
             for module in self.root.modules():
                 if isinstance(module, FSDPModule):
                     module.reshard()

@@ -108,18 +108,22 @@ def evaluate(
 
 
 def _with_zeros(
-    tensors: list[Tensor], count: int, device: torch.device, group: ProcessGroup, rows: int = -1
+    tensors: list[Tensor],
+    count: int,
+    device: torch.device,
+    group: ProcessGroup,
+    rows: int | None = None,
 ) -> list[Tensor]:
     """Return the `count` tensors of this rank. A rank that has evaluated no sample has none, and
     gets zeros in the shapes of another rank. All ranks must call this function.
 
-    `rows`: replaces the first side of these shapes; -1 keeps it.
+    `rows`: replaces the first side of these shapes; None: keep it.
     """
     shapes = [[list(tensor.shape), str(tensor.dtype)] for tensor in tensors]
     known: list[Any] = next(of_rank for of_rank in group.gather(shapes) if len(of_rank) == count)
     return tensors or [
         torch.zeros(
-            shape if rows < 0 else [rows, *shape[1:]],
+            shape if rows is None else [rows, *shape[1:]],
             dtype=getattr(torch, dtype.removeprefix("torch.")),
             device=device,
         )

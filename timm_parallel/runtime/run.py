@@ -105,7 +105,7 @@ class Run:
 
 
 class Training:
-    """What a training loop needs: `for step in training.steps(): training.log(step.train())`."""
+    """Argument of a training loop: `for step in training.steps(): training.log(step.train())`."""
 
     def __init__(self, run: Run, recorder: Recorder, console: Console) -> None:
         self.parts, self.folder, self.segments = run.parts, run.folder, run.segments

@@ -39,7 +39,7 @@ EMA = "ema"
 
 @dataclass
 class Learning:
-    """How a phase changes its parameters: what a project builds for each phase."""
+    """Optimizer, schedule and clipping of a phase, which a project builds."""
 
     optimizer: Optimizer
     # A learning-rate schedule with a method step_update(step). One that also has the methods
@@ -120,7 +120,7 @@ class TrainState:
         an earlier network has too. The model is the first one.
         """
         known: set[int] = set()
-        order = ["model", *(other for other in self.networks if other != "model")]
+        order = self._order()
         for other in order[: order.index(name)]:
             known |= {id(tensor) for tensor in _tensors(self.networks[other]).values()}
         # Look up the buffers in each call, because a module may replace its buffers.
@@ -132,12 +132,16 @@ class TrainState:
         The latter's names start with the name of their network.
         """
         seen: set[int] = set()
-        for network in ("model", *(name for name in self.networks if name != "model")):
+        for network in self._order():
             prefix = "" if network == "model" else f"{network}."
             for name, parameter in self.networks[network].named_parameters():
                 if id(parameter) not in seen:
                     seen.add(id(parameter))
                     yield f"{prefix}{name}", parameter
+
+    def _order(self) -> list[str]:
+        """Return the names of the networks, with the model first."""
+        return ["model", *(name for name in self.networks if name != "model")]
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield all parameters of all networks, starting with those of the model."""
@@ -177,9 +181,9 @@ def build_state(
     """Build a step and an optimizer for each phase of a task. All ranks must call this function.
 
     `networks`: those of `build_networks`, averages included. Raises ValueError if a trainable
-    parameter belongs to no phase or to two. `sample`: a training
-    batch of any size, with which the FLOPs of a step are counted. `compile_network`: function that
-    wraps each network by torch.compile, or returns it unchanged.
+    parameter belongs to no phase or to two. `sample`: a training batch of any size, with which the
+    FLOPs of a step are counted. `compile_network`: function that wraps each network by
+    torch.compile, or returns it unchanged.
     """
     task.ranks = strategy.group
     bare = Networks({name: of for name, of in networks.items() if name not in task.averages})

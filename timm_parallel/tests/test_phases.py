@@ -1,5 +1,5 @@
-"""What a task defines is trained alike on any number of devices: its weights of samples, its
-phases, and its updates after a step. A loop or an optimizer that leaves a part out is refused.
+"""Any number of devices trains a task alike: its weights of samples, its phases, and its updates
+after a step. A loop or an optimizer that leaves a part out is refused.
 """
 
 from __future__ import annotations

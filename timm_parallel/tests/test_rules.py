@@ -24,7 +24,7 @@ from src.schema import (
 from src.tasks.classification import Classification, ClassLoss
 from timm_parallel.config.validate import check_combination
 from timm_parallel.keys import STRATEGIES, ParallelConfig, strategy_options
-from timm_parallel.machine.imports import find_class, import_name
+from timm_parallel.machine.imports import find_class, find_name, import_name
 from timm_parallel.task_rules import check_task
 from timm_parallel.testing.commands import ROOT
 
@@ -141,6 +141,7 @@ def test_class_is_found_only_if_the_package_defines_it(
     for name in ("models.Nett", "models.Path", "models.f", "nowhere.Net", "models.x.Net"):
         assert find_class(f"own_package.{name}", "own_package") is None, name
     assert find_class("own_package.models.Net", "src") is None
+    assert callable(find_name("own_package.models.f", "own_package"))
     with pytest.raises(ModuleNotFoundError, match="package_that_is_not_installed"):
         find_class("own_package.broken.Net", "own_package")
 
