@@ -124,7 +124,7 @@ class Task(Targets, Generic[C]):
     # evaluation mode, and move once per optimizer step.
     averages: Mapping[str, tuple[str, float]] = {}
     metrics: Mapping[str, Metric] = {}
-    # Metric by which the best checkpoint is chosen, if checkpoint.metric is null.
+    # Metric by which the best checkpoint is chosen, if checkpoint.metric is auto.
     headline: ClassVar[str] = "loss"
     # Training options (entries of OPTIONS) that this task supports.
     applies: ClassVar[tuple[str, ...]] = ()

@@ -63,7 +63,9 @@ def choose_headline(config: Config) -> None:
 def _phase_problems(config: Config, task: type[Task[Any]]) -> Iterator[str]:
     """Yield an error message for each key that works with one network or one phase only."""
     name, phases = config.train.task, ", ".join(task.phases)
-    if config.parallel.strategy == "dp" and (task.averages or len(task.phases) > 1):
+    # Networks that no phase trains and that are no average are known only when they are built.
+    networks = {*task.averages, *(one for trained in task.phases.values() for one in trained)}
+    if config.parallel.strategy == "dp" and networks != {"model"}:
         yield (
             f"parallel=dp: DataParallel spreads one network, but train.task={name} has more; use "
             "parallel=ddp"
