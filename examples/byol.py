@@ -74,4 +74,8 @@ class Byol(ImageTask):
         return (2 - 2 * cosine_similarity(ours, theirs, dim=-1)).mean(1), {}
 
     def predict(self, networks: Any, batch: Batch) -> Tensor:
+        # predict.py gives one view of each image: return the features.
+        if batch.image.dim() == 4:
+            features: Tensor = networks.model(batch.image)
+            return features
         return self.losses(networks, batch, "train")[0]

@@ -87,4 +87,8 @@ class SimClr(ImageTask):
         return losses, {"found": found}
 
     def predict(self, networks: Any, batch: Batch) -> Tensor:
+        # predict.py gives one view of each image: return the features.
+        if batch.image.dim() == 4:
+            features: Tensor = networks.model(batch.image)
+            return features
         return contrast(self.features(networks, batch), 0, 1)[1]

@@ -52,7 +52,9 @@ class Batch:
         # copy and pickle ask for attributes before the fields exist.
         fields = self.__dict__.get("fields", {})
         if name not in fields:
-            raise AttributeError(f"the batch has no field {name}; it has {', '.join(fields)}")
+            raise AttributeError(
+                f"the batch has no field {name}; it has {', '.join(fields)}", name=name, obj=self
+            )
         return fields[name]
 
     def __len__(self) -> int:

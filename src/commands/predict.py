@@ -89,8 +89,16 @@ def predict(request: PredictionRequest, ranks: Ranks, store: Any) -> Predictions
         bar = track(
             loader, "images", len(loader.sampler), console=Console(stderr=True), disable=hidden
         )
-        for batch in bar:
-            predictions.update(_predict(networks, trained, batch, paths, names, request))
+        try:
+            for batch in bar:
+                predictions.update(_predict(networks, trained, batch, paths, names, request))
+        except AttributeError as error:
+            if not isinstance(error.obj, Batch):
+                raise
+            raise ValueError(
+                f"run={request.run}: its task reads the field {error.name!r} of a batch, but image "
+                "files have none; use evaluate.py with predictions=<file>"
+            ) from error
     for number in loader.unreadable:
         predictions[number] = None
     by_rank = strategy.group.gather(predictions)
