@@ -32,12 +32,10 @@ from timm_parallel.testing.ranks import RANK_VARIABLES
 
 # Make stop signals work again. A shell that starts `make test &` lets the tests ignore SIGINT, and
 # nohup lets them ignore SIGHUP, and every command that a test starts would inherit this.
-for number, action in {
-    signal.SIGINT: signal.default_int_handler,
-    signal.SIGHUP: signal.SIG_DFL,
-}.items():
-    if signal.getsignal(number) == signal.SIG_IGN:
-        signal.signal(number, action)
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # Let Python write bytecode files. Many container images forbid this, and each test worker and each
 # command of a test would compile the same files again. Collecting the tests would take four times
