@@ -28,9 +28,9 @@ TORCHRUN = (
     "torchrun --nnodes 2 --node-rank 0 --nproc-per-node 1 --master-addr 10.77.0.1 --master-port "
     "29511 train.py parallel=ddp"
 )
-CLUSTER_START = "timm_parallel/tests/dev_cluster.sh start"
-CLUSTER_STATUS = "timm_parallel/tests/dev_cluster.sh status"
-CLUSTER_STOP = "timm_parallel/tests/dev_cluster.sh stop"
+CLUSTER_START = "tests/template/dev_cluster.sh start"
+CLUSTER_STATUS = "tests/template/dev_cluster.sh status"
+CLUSTER_STOP = "tests/template/dev_cluster.sh stop"
 KUBERNETES = (
     "python train.py cluster=kubernetes cluster.image=me/train:1 cluster.claim=outputs "
     "cluster.nodes=2 parallel=ddp"

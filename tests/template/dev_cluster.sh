@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # A real Slurm cluster of two nodes, n1 and n2, on this one machine, to try jobs on before they go to a large one.
-#   timm_parallel/tests/dev_cluster.sh start     needs root and Debian's slurm-wlm and munge (apt install slurm-wlm)
+#   tests/template/dev_cluster.sh start     needs root and Debian's slurm-wlm and munge (apt install slurm-wlm)
 #   export SLURM_CONF=/tmp/dev_cluster/slurm.conf
-#   timm_parallel/tests/dev_cluster.sh status
-#   timm_parallel/tests/dev_cluster.sh stop
+#   tests/template/dev_cluster.sh status
+#   tests/template/dev_cluster.sh stop
 # DEV_CLUSTER=<folder> puts it elsewhere than /tmp/dev_cluster, DEV_CLUSTER_PORT=<number> at that port and the next two.
 # Two slurmd, so everything a job sees of two nodes is real
 # but the machine below them: they share its cores, disks and loopback.

@@ -1,4 +1,4 @@
-"""Fixtures for tests on a real Slurm cluster. timm_parallel/tests/dev_cluster.sh starts a cluster
+"""Fixtures for tests on a real Slurm cluster. tests/template/dev_cluster.sh starts a cluster
 of two nodes on this machine.
 """
 
@@ -16,8 +16,9 @@ from typing import Any
 import psutil
 import pytest
 
-from timm_parallel.testing.cluster_commands import CLUSTER_START, CLUSTER_STATUS, CLUSTER_STOP, JOB
-from timm_parallel.testing.commands import ROOT, Train
+from tests.template.cluster_commands import CLUSTER_START, CLUSTER_STATUS, CLUSTER_STOP, JOB
+from tests.template.runs import ROOT
+from timm_parallel.testing.commands import Train
 
 MARKS = [
     pytest.mark.slurm,

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.template.runs import ROOT, resolved, run_warm, tiny
 from timm_parallel.config.compose import (
     asks_for_accumulate,
     compose_command,
@@ -33,11 +34,11 @@ from timm_parallel.machine.ranks import Ranks
 from timm_parallel.record.jobs import Job
 from timm_parallel.record.result import read_result
 from timm_parallel.task_rules import check_task
-from timm_parallel.testing.commands import ROOT, Train
-from timm_parallel.testing.configs import parse, resolved, tiny
-from timm_parallel.testing.ranks import run_warm, warm_ranks
+from timm_parallel.testing.commands import Train
+from timm_parallel.testing.configs import parse
+from timm_parallel.testing.ranks import warm_ranks
 
-FAULTY = Path(__file__).parent / "promises" / "faulty"
+FAULTY = ROOT / "timm_parallel" / "tests" / "promises" / "faulty"
 DDP = ("parallel=ddp", "parallel.devices=2", "train.epochs=1")
 
 

@@ -25,6 +25,7 @@ from src.app import app
 from src.tasks.classification import Classification
 from src.train.build import build_run
 from src.train.run import run
+from tests.template.runs import resolved
 from timm_parallel.entry import run_command
 from timm_parallel.errors import UnknownFormatError
 from timm_parallel.faults.liveness import liveness
@@ -36,7 +37,7 @@ from timm_parallel.state import checkpoint, restoring, saving
 from timm_parallel.state.parts import RunParts
 from timm_parallel.state.progress import Progress
 from timm_parallel.testing.commands import Finished
-from timm_parallel.testing.configs import read_lines, resolved
+from timm_parallel.testing.configs import read_lines
 from timm_parallel.testing.ranks import in_ranks
 
 Contents = dict[str, Any]

@@ -16,6 +16,8 @@ import yaml
 
 from src.app import app
 from src.schema import Config
+from tests.template.cluster_commands import JOB_WITH_GPUS, ONE_NODE
+from tests.template.runs import ROOT
 from timm_parallel.cluster import slurm
 from timm_parallel.cluster.kubernetes import _bytes, write_manifest
 from timm_parallel.config.cluster import cluster_rules, gpus_of_gres, seconds_of
@@ -25,8 +27,6 @@ from timm_parallel.entry import run_command
 from timm_parallel.keys import ClusterConfig, ParallelConfig
 from timm_parallel.machine import hardware
 from timm_parallel.machine.ranks import NEEDED
-from timm_parallel.testing.cluster_commands import JOB_WITH_GPUS, ONE_NODE
-from timm_parallel.testing.commands import ROOT
 
 OVERRIDES = ("model=tiny", "data.batch_size=32", "print_config=false")
 NODES = ("cluster.nodes=2", "parallel=ddp")

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
+from tests.template.runs import ROOT
 from timm_parallel.config.arguments import CommandLine, errors_in_one_line, number_argument
 from timm_parallel.lab.curves import compare_curves
 from timm_parallel.record.result import MetricsLog, Result, write_result
-from timm_parallel.testing.commands import ROOT
 
 pytestmark = pytest.mark.portable
 

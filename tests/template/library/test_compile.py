@@ -15,12 +15,11 @@ import torch
 from torch import nn
 
 from src.schema import COMPILE_MODES
+from tests.template.runs import resolved, train_run
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.model.checks import compile_model
 from timm_parallel.state import checkpoint
-from timm_parallel.testing.configs import resolved
 from timm_parallel.testing.ranks import in_ranks
-from timm_parallel.testing.runs import train_run
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 SPREADS = {"single": ("parallel=single",), "ddp": ("parallel=ddp", "parallel.devices=2")}

@@ -15,11 +15,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from omegaconf import DictConfig, OmegaConf
 
+from tests.template.runs import tiny
 from timm_parallel.config.compose import Command, compose_command
 from timm_parallel.config.explain import explain
 from timm_parallel.lab.sweep.composer import Composer
 from timm_parallel.lab.sweep.points import expand, make_point
-from timm_parallel.testing.configs import conf, parse, tiny
+from timm_parallel.testing.configs import conf, parse
 
 # Overrides from which the tests draw. Of each group of alternatives, a drawn command line contains
 # at most one. The first groups select config files, and the others set values.

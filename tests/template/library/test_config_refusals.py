@@ -25,7 +25,7 @@ from timm_parallel.machine.ranks import NEEDED, ranks_from_environment
 from timm_parallel.testing.commands import Refuse
 from timm_parallel.testing.configs import conf, parse
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 TRAIN = ROOT / "train.py"
 
 

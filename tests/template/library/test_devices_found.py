@@ -21,13 +21,13 @@ from hydra._internal.utils import get_args_parser
 from omegaconf import OmegaConf
 
 from src.app import app
+from tests.template.runs import resolved
 from timm_parallel.config.compose import compose_command, device_counts
 from timm_parallel.config.resolve import notices, resolve
 from timm_parallel.entry import run_command
 from timm_parallel.keys import Config, ResolvedConfig
 from timm_parallel.machine import hardware, nvidia
 from timm_parallel.machine.nvidia import CudaDevice, Driver, Gpu
-from timm_parallel.testing.configs import resolved
 
 
 @pytest.mark.parametrize(

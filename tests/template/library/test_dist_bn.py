@@ -11,11 +11,10 @@ import pytest
 import torch
 from torch import nn
 
+from tests.template.runs import parts_of, resolved, take_steps
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.parallel.build import build_strategy
-from timm_parallel.testing.configs import resolved
 from timm_parallel.testing.ranks import in_ranks
-from timm_parallel.testing.runs import parts_of, take_steps
 
 STRATEGIES = {
     "single": ("parallel=single",),

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.template.runs import ROOT
 from timm_parallel.lab.doctor import examine as examination
 from timm_parallel.lab.doctor.examine import (
     GIB,
@@ -24,7 +25,7 @@ from timm_parallel.lab.doctor.examine import (
     try_strategy,
 )
 from timm_parallel.record.result import Result, write_result
-from timm_parallel.testing.commands import ROOT, Train
+from timm_parallel.testing.commands import Train
 
 pytestmark = pytest.mark.portable
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.template.runs import run_warm
 from timm_parallel.record.result import read_result
 from timm_parallel.testing.configs import read_lines
-from timm_parallel.testing.ranks import run_warm
 
 EVERY_TWO = (
     *("model=tiny", "data.limit_train=60", "data.batch_size=12", "train.epochs=2"),

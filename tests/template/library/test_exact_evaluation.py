@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from src.tasks.classification import Classification, confusion
+from tests.template.runs import evaluate_batches, task_of
 from timm_parallel.data.dataset import InMemory
 from timm_parallel.data.loader import BatchFetcher, Loader
 from timm_parallel.data.prefetch import DevicePrefetcher
@@ -23,7 +24,7 @@ from timm_parallel.metric import Metric
 from timm_parallel.parallel.build import build_strategy
 from timm_parallel.parallel.networks import Networks
 from timm_parallel.runtime.evaluation import evaluate
-from timm_parallel.testing.configs import evaluate_batches, plain, task_of
+from timm_parallel.testing.configs import plain
 from timm_parallel.testing.ranks import in_ranks
 
 # Splits as (number of samples, number of classes). 37 samples cannot be divided equally among 2 or

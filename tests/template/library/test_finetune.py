@@ -19,6 +19,7 @@ from torch import Tensor
 import evaluate as entry
 from src.train.build import build_run
 from src.train.run import train
+from tests.template.runs import resolved, start_run
 from timm_parallel.data.decode import Files
 from timm_parallel.faults.failure import failure_text, first_failure
 from timm_parallel.launch.job import prepare
@@ -26,9 +27,7 @@ from timm_parallel.machine.ranks import Ranks
 from timm_parallel.parallel.build import build_strategy
 from timm_parallel.record.result import read_result
 from timm_parallel.state.parts import RunParts
-from timm_parallel.testing.configs import resolved
 from timm_parallel.testing.ranks import in_ranks, train_warm, warm_ranks
-from timm_parallel.testing.runs import start_run
 
 CLASSES = ("circle", "square", "star")
 OTHER_CLASSES = ("cross", "flower", "star")

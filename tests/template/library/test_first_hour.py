@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from scripts.install import main as install
 from scripts.install import settings_for_uv
 from src.schema import AugmentConfig, Config
+from tests.template.runs import resolved, run_warm, task_of
 from timm_parallel import keys
 from timm_parallel.app import root
 from timm_parallel.config.compose import compose_command, plain_config
@@ -48,10 +49,10 @@ from timm_parallel.record.result import Result
 from timm_parallel.runtime.banner import describe_strategy, describe_wait, show_end
 from timm_parallel.runtime.run_result import speed_without_wait
 from timm_parallel.testing.commands import Finished, Train
-from timm_parallel.testing.configs import parse, resolved, task_of
-from timm_parallel.testing.ranks import in_ranks, run_warm
+from timm_parallel.testing.configs import parse
+from timm_parallel.testing.ranks import in_ranks
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 class Terminal(io.StringIO):

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from src.train.optim import build_optimizer, build_schedule
+from tests.template.runs import resolved, task_of
 from timm_parallel.model.freeze import check_statistics_move, freeze, frozen_modules, write_counts
 from timm_parallel.parallel.networks import Networks, PhaseStep
-from timm_parallel.testing.configs import resolved, task_of
 from timm_parallel.testing.ranks import train_warm
 
 SMALL = (

@@ -15,7 +15,7 @@ import pytest
 
 from timm_parallel.testing.ranks import RANK_VARIABLES
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 TRAIN = ROOT / "train.py"
 
 # Script that runs train.py and then prints which of torch, timm and torchvision were imported.

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from src.schema import OPTIMIZERS_OF_PARTS
 from src.train.build import build_run
 from src.train.run import train
+from tests.template.runs import resolved, start_run
 from timm_parallel.batch import Batch
 from timm_parallel.data.samplers import EvalSampler
 from timm_parallel.parallel.blocks import blocks_of, vector_layers
@@ -30,9 +31,7 @@ from timm_parallel.runtime.evaluation import evaluate
 from timm_parallel.state import checkpoint, restoring, saving
 from timm_parallel.state.parts import RunParts, evaluation_networks
 from timm_parallel.task import Task
-from timm_parallel.testing.configs import resolved
 from timm_parallel.testing.ranks import in_ranks
-from timm_parallel.testing.runs import start_run
 
 SETTINGS = (
     "model=tiny",

@@ -15,15 +15,13 @@ from PIL import Image
 from torch.utils._pytree import tree_leaves
 
 from src.schema import ResolvedConfig
+from tests.template.runs import parts_of, resolved, run_warm, take_steps
 from timm_parallel.record.result import read_result
 from timm_parallel.runtime.evaluation import evaluate
 from timm_parallel.state import checkpoint
 from timm_parallel.state.parts import evaluation_networks
 from timm_parallel.testing.commands import Finished, Train
-from timm_parallel.testing.configs import resolved
 from timm_parallel.testing.gpu import EACH_ACCELERATOR, ON_CUDA, ONLY_CUDA
-from timm_parallel.testing.ranks import run_warm
-from timm_parallel.testing.runs import parts_of, take_steps
 
 # Disable TF32, which convolutions of cuDNN use by default, to compare losses with those on a CPU.
 WITHOUT_TF32 = {"NVIDIA_TF32_OVERRIDE": "0"}

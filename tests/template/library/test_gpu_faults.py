@@ -14,10 +14,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.template.runs import ROOT
 from timm_parallel.testing.commands import Train
 from timm_parallel.testing.gpu import EACH_ACCELERATOR
 
-FAULTY = Path(__file__).parent / "promises" / "faulty"
+FAULTY = ROOT / "timm_parallel" / "tests" / "promises" / "faulty"
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 each_accelerator = pytest.mark.parametrize("accelerator", EACH_ACCELERATOR)
 

@@ -17,13 +17,13 @@ from PIL import Image
 import evaluate
 from src.app import app
 from src.schema import Config, DataConfig
+from tests.template.runs import run_warm
 from timm_parallel.checked_configs import check_config
 from timm_parallel.data.build import check_data
 from timm_parallel.data.decode import Files
 from timm_parallel.data.folder import FolderDataset, class_folders
 from timm_parallel.entry import run_command
 from timm_parallel.record.result import read_result
-from timm_parallel.testing.ranks import run_warm
 
 
 def image_folder(root: Path, counts: dict[str, dict[str, int]]) -> Path:

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.template.runs import run_warm, tiny
 from timm_parallel.state import checkpoint
 from timm_parallel.testing.commands import Finished, Running, Train
-from timm_parallel.testing.configs import tiny, without_times
-from timm_parallel.testing.ranks import run_warm
+from timm_parallel.testing.configs import without_times
 
 pytestmark = pytest.mark.processes
 TWO = ("parallel=ddp", "parallel.devices=2")

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from src.train.run import run
+from tests.template.runs import ROOT, resolved, task_of
 from timm_parallel.batch import Batch
 from timm_parallel.faults.liveness import liveness
 from timm_parallel.machine.nvidia import Gpu
@@ -30,8 +31,8 @@ from timm_parallel.parallel.networks import Networks, PhaseStep
 from timm_parallel.record.guard import flags, guard
 from timm_parallel.record.result import read_result
 from timm_parallel.runtime.step import Step
-from timm_parallel.testing.commands import ROOT, Train
-from timm_parallel.testing.configs import read_lines, resolved, task_of
+from timm_parallel.testing.commands import Train
+from timm_parallel.testing.configs import read_lines
 from timm_parallel.testing.ranks import in_ranks
 
 QUIET: dict[str, Any] = {

@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from src.app import app
+from tests.template.runs import resolved
 from timm_parallel.config.compose import save_config
 from timm_parallel.entry import run_command
 from timm_parallel.launch import node, nodes, torchrun
@@ -35,7 +36,6 @@ from timm_parallel.machine.lock import lock_folder
 from timm_parallel.machine.ranks import NodeAddress, Ranks, ranks_from_environment, tasks_per_node
 from timm_parallel.machine.signals import stop_handler
 from timm_parallel.record.result import read_result
-from timm_parallel.testing.configs import resolved
 from timm_parallel.testing.ranks import in_ranks
 
 if TYPE_CHECKING:
@@ -439,9 +439,9 @@ def _train(
 ) -> tuple[dict[str, Any], list[int]]:
     from pathlib import Path
 
+    from tests.template.runs import train_run
     from timm_parallel.record.result import read_result
     from timm_parallel.runtime.run import Training
-    from timm_parallel.testing.runs import train_run
 
     config = resolved(
         "parallel=ddp",

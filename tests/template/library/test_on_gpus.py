@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from src.models.build import build_model
 from src.schema import ModelConfig
+from tests.template.runs import evaluate_batches, resolved, task_of, train_run
 from timm_parallel.batch import Batch
 from timm_parallel.faults.failure import failure_record
 from timm_parallel.keys import ResolvedParallel
@@ -45,8 +46,6 @@ from timm_parallel.runtime.step import Step
 from timm_parallel.state import checkpoint, restoring
 from timm_parallel.state.parts import Learning, Phase
 from timm_parallel.state.progress import Progress
-from timm_parallel.testing.configs import evaluate_batches, resolved, task_of
-from timm_parallel.testing.runs import train_run
 
 # Fake tensors raise these errors where an operation needs the data of a tensor. All earlier
 # operations have then succeeded.

@@ -20,6 +20,7 @@ from PIL import Image
 import evaluate as entry
 from src.data.datasets import Digits
 from src.schema import Config, DataConfig, TrainConfig
+from tests.template.runs import resolved, run_warm
 from timm_parallel.data.build import build_dataset, check_data, training_size
 from timm_parallel.data.csv_listing import CsvDataset, path_key, read_rows
 from timm_parallel.data.dataset import Split, data_fingerprints
@@ -28,8 +29,6 @@ from timm_parallel.data.fractions import split_of
 from timm_parallel.machine.text import similar_names
 from timm_parallel.record.result import read_result
 from timm_parallel.task import Task
-from timm_parallel.testing.configs import resolved
-from timm_parallel.testing.ranks import run_warm
 
 CLASSES = ("daisy", "rose", "tulip")
 SMALL = (

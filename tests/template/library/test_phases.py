@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from src.train.run import run
+from tests.template.runs import parts_of, resolved, take_steps
 from timm_parallel.batch import Batch
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.metric import Metric, to_double
@@ -25,9 +26,8 @@ from timm_parallel.runtime.run import Training
 from timm_parallel.state import checkpoint
 from timm_parallel.state.parts import RunParts
 from timm_parallel.task import Task
-from timm_parallel.testing.configs import read_lines, resolved
+from timm_parallel.testing.configs import read_lines
 from timm_parallel.testing.ranks import in_ranks
-from timm_parallel.testing.runs import parts_of, take_steps
 
 # Module name under which configs find this file, because they may name only classes of src/.
 HERE = "src.phases_of_test"

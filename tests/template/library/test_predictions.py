@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from sklearn.calibration import calibration_curve
 
 from src.tasks.classification import calibration_error, count_by_confidence
+from tests.template.runs import resolved, task_of
 from timm_parallel.batch import Batch
 from timm_parallel.runtime.evaluation import Evaluation
 from timm_parallel.runtime.predictions import write_predictions
 from timm_parallel.task import Task
-from timm_parallel.testing.configs import resolved, task_of
 
 
 @pytest.mark.slow(seconds=1)

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from src.train.run import run
+from tests.template.runs import resolved
 from timm_parallel.errors import RefusedError
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.measure.step_hooks import StepHooks
@@ -22,7 +23,6 @@ from timm_parallel.measure.step_profiler import summary_lines
 from timm_parallel.parallel.networks import PhaseStep
 from timm_parallel.record.result import read_result
 from timm_parallel.testing.commands import Train
-from timm_parallel.testing.configs import resolved
 from timm_parallel.testing.ranks import in_ranks
 
 OVERRIDES = (

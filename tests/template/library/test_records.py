@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 
 from src.app import app
 from src.schema import Config
+from tests.template.runs import resolved
 from timm_parallel.config.arguments import errors_in_one_line
 from timm_parallel.entry import run_command
 from timm_parallel.lab.code_copy import git
@@ -42,7 +43,7 @@ from timm_parallel.record.result import (
     read_result,
     write_result,
 )
-from timm_parallel.testing.configs import read_lines, resolved
+from timm_parallel.testing.configs import read_lines
 from timm_parallel.testing.ranks import warm_ranks
 
 

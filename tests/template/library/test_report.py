@@ -21,7 +21,7 @@ from timm_parallel.lab.report.report import write_report
 from timm_parallel.record.result import FORMAT, Result, write_result
 from timm_parallel.testing.report_sweeps import GIB, Sweep, full_sweep, read
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture(autouse=True)

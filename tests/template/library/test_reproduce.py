@@ -17,13 +17,12 @@ import pytest
 from PIL import Image
 
 from scripts import reproduce as script
+from tests.template.runs import ROOT, run_warm
 from timm_parallel.config.compose import load_config
 from timm_parallel.keys import TrackerConfig
 from timm_parallel.lab import reproduce
 from timm_parallel.lab.code_copy import apply_diff, copy_commit
 from timm_parallel.record.code_diff import CODE_DIFF
-from timm_parallel.testing.commands import ROOT
-from timm_parallel.testing.ranks import run_warm
 
 # The recorded run has 15 steps and logs a loss every 3 steps. The tests reproduce only the first 9
 # steps.

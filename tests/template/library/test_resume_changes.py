@@ -24,6 +24,7 @@ from src.app import app
 from src.schema import Config, ResolvedConfig
 from src.tasks.classification import Classification
 from src.train.run import train
+from tests.template.runs import parts_of, resolved, start_run, take_steps
 from timm_parallel.config.compose import load_config
 from timm_parallel.config.validate import check_combination, check_values
 from timm_parallel.entry import run_command
@@ -41,9 +42,8 @@ from timm_parallel.state.parts import RunParts
 from timm_parallel.state.progress import Progress
 from timm_parallel.state.restoring import restore_optimizer
 from timm_parallel.state.saving import checkpoint_of, optimizer_state
-from timm_parallel.testing.configs import read_lines, resolved
+from timm_parallel.testing.configs import read_lines
 from timm_parallel.testing.ranks import RANK_VARIABLES, warm_ranks
-from timm_parallel.testing.runs import parts_of, start_run, take_steps
 
 STEPS_PER_EPOCH = 4
 SETTINGS = (
@@ -651,7 +651,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
 }
 # The random resume test does not change these keys. Some are keys of the model and data that a
 # resume ignores or refuses. Others concern duration, evaluation or records. Keys of devices are
-# tested in timm_parallel/tests/promises/test_resume.py.
+# tested in tests/template/library/promises/test_resume.py.
 NOT_DRAWN = (
     # The arguments depend on train.loss, which is drawn too: huber has `delta`, bce `sum_classes`.
     "train.loss_kwargs",

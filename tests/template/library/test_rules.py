@@ -22,11 +22,11 @@ from src.schema import (
     TrainConfig,
 )
 from src.tasks.classification import Classification, ClassLoss
+from tests.template.runs import ROOT
 from timm_parallel.config.validate import check_combination
 from timm_parallel.keys import STRATEGIES, ParallelConfig, strategy_options
 from timm_parallel.machine.imports import find_class, find_name, import_name
 from timm_parallel.task_rules import check_task
-from timm_parallel.testing.commands import ROOT
 
 pytestmark = pytest.mark.portable
 

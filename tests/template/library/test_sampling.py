@@ -21,6 +21,7 @@ from torch.utils.data import DistributedSampler
 from src.data.datasets import Synthetic
 from src.data.transforms import OnImage, train_transform
 from src.schema import AugmentConfig, DataConfig
+from tests.template.runs import resolved, task_of
 from timm_parallel.batch import Batch
 from timm_parallel.data.build import load_dataset
 from timm_parallel.data.dataset import ImageDataset, InMemory
@@ -34,7 +35,7 @@ from timm_parallel.machine.seeds import seed_for
 from timm_parallel.parallel.group import ProcessGroup
 from timm_parallel.runtime.replica_checks import check_same_data
 from timm_parallel.task import Targets
-from timm_parallel.testing.configs import plain, resolved, task_of, train_loader_of
+from timm_parallel.testing.configs import plain, train_loader_of
 from timm_parallel.testing.ranks import in_ranks
 
 pytestmark = pytest.mark.portable

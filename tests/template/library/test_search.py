@@ -39,7 +39,7 @@ from timm_parallel.lab.sweep.runner import Runner
 from timm_parallel.record.jobs import Job, Jobs, read_jobs
 from timm_parallel.record.result import read_result
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SMALL = (
     "model=tiny",
     "print_config=false",

@@ -32,7 +32,7 @@ from timm_parallel.record.result import read_result
 from timm_parallel.testing.commands import processes_of
 from timm_parallel.testing.ranks import train_warm
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 GIB = 2**30
 SMALL = (
     "model=tiny",

@@ -13,23 +13,23 @@ from typing import Any
 
 import pytest
 
-from timm_parallel.record.result import read_result
-from timm_parallel.testing.cluster_commands import SRUN
-from timm_parallel.testing.commands import Train
-from timm_parallel.testing.configs import read_lines, tiny
-from timm_parallel.testing.ranks import run_warm
-from timm_parallel.testing.slurm_cluster import (
+from tests.template.cluster_commands import SRUN
+from tests.template.runs import run_warm, tiny
+from tests.template.slurm_cluster import (
     LONG,
     MARKS,
     SLURM,
     Jobs,
 )
-from timm_parallel.testing.slurm_cluster import (
+from tests.template.slurm_cluster import (
     cluster_of_two_nodes as cluster_of_two_nodes,
 )
-from timm_parallel.testing.slurm_cluster import (
+from tests.template.slurm_cluster import (
     jobs_on_the_cluster as jobs_on_the_cluster,
 )
+from timm_parallel.record.result import read_result
+from timm_parallel.testing.commands import Train
+from timm_parallel.testing.configs import read_lines
 
 pytestmark = MARKS
 # With these overrides, a run on one machine trains like the Slurm job on two nodes.

@@ -8,21 +8,21 @@ from functools import partial
 
 import pytest
 
-from timm_parallel.record.jobs import read_jobs
-from timm_parallel.record.result import read_result
-from timm_parallel.testing.cluster_commands import ARRAY, SEARCH
-from timm_parallel.testing.commands import Train
-from timm_parallel.testing.slurm_cluster import (
+from tests.template.cluster_commands import ARRAY, SEARCH
+from tests.template.slurm_cluster import (
     LONG,
     MARKS,
     Jobs,
 )
-from timm_parallel.testing.slurm_cluster import (
+from tests.template.slurm_cluster import (
     cluster_of_two_nodes as cluster_of_two_nodes,
 )
-from timm_parallel.testing.slurm_cluster import (
+from tests.template.slurm_cluster import (
     jobs_on_the_cluster as jobs_on_the_cluster,
 )
+from timm_parallel.record.jobs import read_jobs
+from timm_parallel.record.result import read_result
+from timm_parallel.testing.commands import Train
 
 pytestmark = MARKS
 

@@ -22,6 +22,7 @@ from torch.distributed import PrefixStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.tensorboard import SummaryWriter
 
+from tests.template.runs import evaluate_batches, parts_of, resolved, take_steps, task_of, train_run
 from timm_parallel.batch import Batch
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.parallel.build import build_strategy
@@ -31,10 +32,8 @@ from timm_parallel.record.console import Console
 from timm_parallel.record.result import MetricsLog
 from timm_parallel.state.parts import build_networks
 from timm_parallel.state.progress import Progress
-from timm_parallel.testing.configs import evaluate_batches, resolved, task_of
 from timm_parallel.testing.gpu import EACH_ACCELERATOR, error_on_waits
 from timm_parallel.testing.ranks import in_ranks
-from timm_parallel.testing.runs import parts_of, take_steps, train_run
 
 # These options add work to a training step. None of them needs the CPU to read tensor values.
 BUSY = (

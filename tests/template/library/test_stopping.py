@@ -17,13 +17,12 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
+from tests.template.runs import resolved, start_run
 from timm_parallel.faults import heartbeat
 from timm_parallel.faults.stop import StopCoordinator
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.machine.signals import Stopped, exit_after_stop_signal, stop_handler
-from timm_parallel.testing.configs import resolved
 from timm_parallel.testing.ranks import in_ranks
-from timm_parallel.testing.runs import start_run
 
 
 def test_stop_request_stops_a_single_process_after_the_current_step() -> None:

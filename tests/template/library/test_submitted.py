@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from hydra._internal.utils import get_args_parser
 
+from tests.template.runs import resolved, tiny
 from timm_parallel.lab.jobs import slurm_job as submitted
 from timm_parallel.lab.jobs.scheduler import Requirement
 from timm_parallel.lab.jobs.slurm_job import SlurmJob, SlurmQueue
@@ -18,7 +19,6 @@ from timm_parallel.launch.job import conclude, run_job
 from timm_parallel.launch.supervisor import RankExits
 from timm_parallel.record.jobs import Job, read_jobs
 from timm_parallel.record.result import Result, write_result
-from timm_parallel.testing.configs import resolved, tiny
 
 WORDS = ("cluster=slurm", "parallel=single", "search=optuna", "search.n_trials=3")
 

@@ -16,6 +16,7 @@ import pytest
 from PIL import Image
 
 from src.app import app
+from tests.template.runs import tiny
 from timm_parallel.data.build import check_data
 from timm_parallel.entry import run_command
 from timm_parallel.errors import ONE_DEVICE
@@ -26,7 +27,7 @@ from timm_parallel.lab.sweep.sweep import Sweep
 from timm_parallel.record.jobs import Jobs, read_jobs
 from timm_parallel.record.result import Result, write_result
 from timm_parallel.testing.commands import Refuse
-from timm_parallel.testing.configs import parse, tiny
+from timm_parallel.testing.configs import parse
 
 SMALL = (
     "-m",

@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from src.schema import Config, TrainConfig
+from tests.template.runs import resolved, task_of
 from timm_parallel.data import tar_index as tars
 from timm_parallel.data.build import build_dataset
 from timm_parallel.data.dataset import train_labels
 from timm_parallel.data.samplers import class_balance
-from timm_parallel.testing.configs import resolved, task_of
 
 CLASSES = ("cat", "dog")
 

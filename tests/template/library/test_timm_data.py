@@ -20,6 +20,7 @@ from PIL import Image
 from src.data.transforms import OnImage, train_transform
 from src.schema import ResolvedConfig
 from src.train.build import build_data_and_model, build_run
+from tests.template.runs import resolved
 from timm_parallel.app import as_resolved
 from timm_parallel.data.build import build_dataset, check_data
 from timm_parallel.data.samplers import IndexBatch
@@ -27,7 +28,6 @@ from timm_parallel.errors import UnreadableImageError
 from timm_parallel.keys import Config
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.parallel.build import build_strategy
-from timm_parallel.testing.configs import resolved
 from timm_parallel.testing.ranks import in_ranks
 
 CLASSES = ("cat", "dog")

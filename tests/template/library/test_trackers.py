@@ -27,6 +27,7 @@ from PIL import ImageFont
 
 from src.schema import Config, ResolvedConfig
 from src.train import run as lifecycle
+from tests.template.runs import resolved
 from timm_parallel.keys import TrackerConfig
 from timm_parallel.machine import process_exit
 from timm_parallel.machine.ranks import Ranks
@@ -35,7 +36,7 @@ from timm_parallel.record import recorder
 from timm_parallel.record.confusion import draw_confusion, short
 from timm_parallel.runtime.run import Training
 from timm_parallel.testing.commands import Refuse, Train
-from timm_parallel.testing.configs import read_lines, resolved
+from timm_parallel.testing.configs import read_lines
 from timm_parallel.trackers import tracker as trackers
 from timm_parallel.trackers.tracker import Channel, Tracker
 

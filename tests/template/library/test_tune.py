@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 from hydra._internal.utils import get_args_parser
 
+from tests.template.runs import ROOT
 from timm_parallel.data.build import check_data, training_size
 from timm_parallel.lab.multirun import run_multirun
 from timm_parallel.lab.sweep.sweep import Sweep as SweepRunner
 from timm_parallel.machine import hardware
 from timm_parallel.record.jobs import read_jobs
-from timm_parallel.testing.commands import ROOT
 from timm_parallel.testing.report_sweeps import Sweep, findings, read
 
 SHORT = (

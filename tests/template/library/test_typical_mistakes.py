@@ -20,7 +20,7 @@ from timm_parallel.config.suggest import OTHER_NAMES, is_declared, is_known, key
 from timm_parallel.keys import leaves
 from timm_parallel.testing.commands import Refuse
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 KEYS = {key for key, _, _ in leaves(Config())}
 GROUPS = {
     path.name: {file.stem for file in path.glob("*.yaml")}

@@ -20,6 +20,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.template.runs import ROOT, run_warm, tiny
 from timm_parallel.keys import SweepConfig
 from timm_parallel.lab.jobs import warm_server
 from timm_parallel.lab.jobs.folders import frozen_config, write_job_folder
@@ -33,9 +34,8 @@ from timm_parallel.machine import hardware, nvidia
 from timm_parallel.machine.lock import is_locked
 from timm_parallel.record.jobs import read_jobs
 from timm_parallel.record.result import read_result
-from timm_parallel.testing.commands import ROOT, processes_of
-from timm_parallel.testing.configs import parse, tiny
-from timm_parallel.testing.ranks import run_warm
+from timm_parallel.testing.commands import processes_of
+from timm_parallel.testing.configs import parse
 
 pytestmark = [
     pytest.mark.processes,

@@ -27,11 +27,11 @@ from torch import Tensor, nn
 from src.models.build import build_model
 from src.schema import ModelConfig
 from src.train.build import build_data_and_model, build_run
+from tests.template.runs import resolved
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.model.load_weights import load_weights
 from timm_parallel.parallel.build import build_strategy
 from timm_parallel.testing.commands import Finished
-from timm_parallel.testing.configs import resolved
 
 TINY = {"patch_size": 8, "embed_dim": 48, "depth": 2, "num_heads": 3, "img_size": 32}
 DIGITS = [str(digit) for digit in range(10)]

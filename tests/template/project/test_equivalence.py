@@ -14,12 +14,12 @@ import pytest
 from torch import Tensor
 
 from src.schema import ResolvedConfig
+from tests.template.runs import resolved, run_warm, train_run
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.record.result import read_result
 from timm_parallel.state import checkpoint
-from timm_parallel.testing.configs import read_lines, resolved
-from timm_parallel.testing.ranks import in_ranks, run_warm
-from timm_parallel.testing.runs import train_run
+from timm_parallel.testing.configs import read_lines
+from timm_parallel.testing.ranks import in_ranks
 
 SPREADS = {
     "dp2": ("parallel=dp", "parallel.devices=2"),

@@ -27,6 +27,7 @@ from src.schema import ModelConfig
 from src.tasks.classification import Classification
 from src.tasks.images import ImageTask
 from src.train.build import build_data_and_model
+from tests.template.runs import ROOT, evaluate_batches, resolved, run_warm
 from timm_parallel.config.compose import save_config
 from timm_parallel.config.evaluation import compose_evaluation
 from timm_parallel.data.build import build_dataset
@@ -38,9 +39,7 @@ from timm_parallel.parallel.build import build_strategy
 from timm_parallel.parallel.single import Single
 from timm_parallel.record.result import read_result
 from timm_parallel.task import Evaluation
-from timm_parallel.testing.commands import ROOT, Finished
-from timm_parallel.testing.configs import evaluate_batches, resolved
-from timm_parallel.testing.ranks import run_warm
+from timm_parallel.testing.commands import Finished
 
 
 def test_evaluation_of_a_slurm_run_uses_the_devices_of_this_machine(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import torch
 from src.app import app
 from src.models.build import build_model, is_convolutional
 from src.schema import TrainConfig
+from tests.template.runs import resolved, tiny, train_run
 from timm_parallel.config.compose import load_config
 from timm_parallel.config.resolve import resolve
 from timm_parallel.lab.sweep.points import expand
@@ -32,9 +33,8 @@ from timm_parallel.parallel.single import Single
 from timm_parallel.parallel.strategy import Strategy
 from timm_parallel.record.result import Result, write_result
 from timm_parallel.task_rules import check_task
-from timm_parallel.testing.configs import parse, resolved, tiny
+from timm_parallel.testing.configs import parse
 from timm_parallel.testing.ranks import in_ranks
-from timm_parallel.testing.runs import train_run
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 RUN = ("data.limit_train=64", "train.epochs=1", "tracker=none", "parallel.accelerator=cpu")

@@ -23,10 +23,9 @@ from src.commands.plan import plan
 from src.commands.predict import PredictionRequest, predict
 from src.data.transforms import Preprocessing, evaluation_transform, train_transform
 from src.schema import AugmentConfig
+from tests.template.runs import TINY, run_warm
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.record.result import read_result
-from timm_parallel.testing.configs import TINY
-from timm_parallel.testing.ranks import run_warm
 
 SIZES = ((50, 80), (80, 50), (31, 200))
 

@@ -11,7 +11,7 @@ import pytest
 
 from scripts.install import out_of_step
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[3]
 LOCK = (ROOT / "requirements.lock").read_text(encoding="utf-8")
 PINS = (ROOT / "requirements.txt").read_text(encoding="utf-8")
 

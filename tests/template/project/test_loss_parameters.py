@@ -26,6 +26,7 @@ from src.commands.export import export_safetensors
 from src.commands.load import load_trained
 from src.schema import ResolvedConfig, TrainConfig
 from src.train.run import train as take_all_steps
+from tests.template.runs import parts_of, resolved, start_run, task_of
 from timm_parallel.batch import Batch
 from timm_parallel.errors import NotFiniteError
 from timm_parallel.keys import ResolvedParallel
@@ -41,9 +42,8 @@ from timm_parallel.record.result import read_result
 from timm_parallel.runtime.step import Step
 from timm_parallel.state import checkpoint, restoring, saving
 from timm_parallel.state.parts import RunParts
-from timm_parallel.testing.configs import read_lines, resolved, task_of
+from timm_parallel.testing.configs import read_lines
 from timm_parallel.testing.ranks import in_ranks
-from timm_parallel.testing.runs import parts_of, start_run
 
 # Total number of steps in two epochs.
 STEPS = 8

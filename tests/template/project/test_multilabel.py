@@ -23,10 +23,9 @@ from torch import Tensor
 import evaluate as entry
 from src.schema import TrainConfig
 from src.tasks.multilabel import Multilabel, count_labels, macro_f1, mean_average_precision
+from tests.template.runs import resolved, run_warm, task_of
 from timm_parallel.batch import Batch
 from timm_parallel.record.result import read_result
-from timm_parallel.testing.configs import resolved, task_of
-from timm_parallel.testing.ranks import run_warm
 
 LABELS = ("beach", "night", "people")
 SMALL = (

@@ -17,8 +17,8 @@ from torch import nn
 
 from src.schema import NESTEROV, Config, OptimConfig, TrainConfig
 from src.train.optim import build_optimizer, build_schedule, waits_for_scaler
+from tests.template.runs import resolved
 from timm_parallel.config.timm_names import timm_optimizers
-from timm_parallel.testing.configs import resolved
 
 # Optimizers of Apex and bitsandbytes, which need CUDA and more packages.
 HERE_WITHOUT = (

@@ -29,7 +29,7 @@ from timm_parallel.machine.files import claim_folder
 from timm_parallel.machine.ranks import NEEDED
 from timm_parallel.testing.ranks import warm_ranks
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[3]
 OPTIONS = sorted(
     (path.parent.name, path.stem)
     for path in (ROOT / "conf").glob("*/*.yaml")

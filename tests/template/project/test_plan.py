@@ -17,15 +17,13 @@ from torch.profiler import profile
 
 from scripts import plan as plan_script
 from src.commands.plan import UNKNOWN, plan
+from tests.template.runs import TINY, parts_of, resolved, run_warm, task_of
 from timm_parallel.batch import Batch
 from timm_parallel.lab.plan import Plan
 from timm_parallel.measure.flops import count_flops
 from timm_parallel.parallel.networks import Networks
-from timm_parallel.testing.configs import TINY, resolved, task_of
-from timm_parallel.testing.ranks import run_warm
-from timm_parallel.testing.runs import parts_of
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[3]
 LARGE = (
     *("model=resnet18", "model.name=vit_small_patch16_224", "data=folder", "data.image_size=224"),
     *("parallel=ddp", "parallel.devices=8"),

@@ -28,6 +28,7 @@ from src.commands.load import load_trained
 from src.commands.predict import PredictionRequest, Predictions, predict
 from src.schema import DataConfig
 from src.tasks.classification import Classification
+from tests.template.runs import run_warm
 from timm_parallel.batch import Batch
 from timm_parallel.data.build import build_dataset
 from timm_parallel.data.dataset import InMemory
@@ -37,7 +38,7 @@ from timm_parallel.record.result import Result, write_result
 from timm_parallel.runtime.saved_run import SavedRun
 from timm_parallel.task import Task
 from timm_parallel.testing.commands import Finished, Train
-from timm_parallel.testing.ranks import in_ranks, run_warm
+from timm_parallel.testing.ranks import in_ranks
 
 CPU = torch.device("cpu")
 

@@ -22,6 +22,7 @@ import evaluate as entry
 from scripts import export, predict
 from src.schema import ResolvedParallel, TrainConfig
 from src.tasks.regression import Regression
+from tests.template.runs import resolved, run_warm, task_of
 from timm_parallel.data.dataset import InMemory
 from timm_parallel.data.loader import EvalLoader
 from timm_parallel.data.prefetch import DevicePrefetcher
@@ -31,8 +32,8 @@ from timm_parallel.parallel.networks import Networks
 from timm_parallel.record.result import read_result
 from timm_parallel.runtime.evaluation import evaluate
 from timm_parallel.task import Task
-from timm_parallel.testing.configs import plain, read_lines, resolved, task_of
-from timm_parallel.testing.ranks import in_ranks, run_warm
+from timm_parallel.testing.configs import plain, read_lines
+from timm_parallel.testing.ranks import in_ranks
 
 NAMES = ("red", "green")
 SMALL = (

@@ -14,8 +14,8 @@ from omegaconf import OmegaConf
 
 from scripts.schema import files
 from src.schema import Config
+from tests.template.runs import ROOT
 from timm_parallel.keys import leaves
-from timm_parallel.testing.commands import ROOT
 
 pytestmark = pytest.mark.portable
 

@@ -28,6 +28,7 @@ from src.models.build import build_model
 from src.models.segmenter import Segmenter
 from src.schema import Config, DataConfig, ResolvedParallel, ResolvedTrain, TrainConfig
 from src.tasks.segmentation import IGNORED, dice_losses, image_losses, pixel_losses
+from tests.template.runs import resolved, run_warm, task_of
 from timm_parallel.batch import Batch
 from timm_parallel.data.build import build_dataset, check_data
 from timm_parallel.data.dataset import InMemory
@@ -43,8 +44,8 @@ from timm_parallel.parallel.networks import Networks
 from timm_parallel.record.result import read_result
 from timm_parallel.runtime.evaluation import evaluate
 from timm_parallel.task import Task
-from timm_parallel.testing.configs import plain, read_lines, resolved, task_of
-from timm_parallel.testing.ranks import in_ranks, run_warm
+from timm_parallel.testing.configs import plain, read_lines
+from timm_parallel.testing.ranks import in_ranks
 
 SLOW = pytest.mark.slow(seconds=2)
 MASKS = TrainConfig(task="segmentation")

@@ -13,13 +13,12 @@ from torch import nn
 
 from src.schema import ResolvedConfig
 from src.train.build import build_run
+from tests.template.runs import parts_of, resolved, take_steps, task_of
 from timm_parallel.batch import Batch
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.parallel.build import build_strategy
 from timm_parallel.parallel.networks import Autocast, Networks, PhaseStep, autocast
-from timm_parallel.testing.configs import resolved, task_of
 from timm_parallel.testing.ranks import in_ranks
-from timm_parallel.testing.runs import parts_of, take_steps
 
 # A run of three steps: the first report covers two steps, the second the last one of the epoch. The
 # model has no BatchNorm.

@@ -28,6 +28,7 @@ from src.schema import AugmentConfig, OptimConfig, TrainConfig
 from src.tasks.classification import Classification
 from src.train.build import build_run
 from src.train.optim import build_schedule, clip_adaptively, clip_gradients
+from tests.template.runs import resolved, task_of
 from timm_parallel.batch import Batch
 from timm_parallel.data.dataset import InMemory
 from timm_parallel.data.erasing import Erasing
@@ -36,7 +37,6 @@ from timm_parallel.data.samplers import seed_draws
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.machine.seeds import seeds_for
 from timm_parallel.parallel.build import build_strategy
-from timm_parallel.testing.configs import resolved, task_of
 
 SIZE = 48
 

@@ -27,14 +27,14 @@ from src.models.build import build_model
 from src.models.preprocessing import preprocessing_for, train_image_size
 from src.schema import DataConfig, ModelConfig, ResolvedConfig
 from src.train.build import build_run
+from tests.template.runs import parts_of, resolved, take_steps
 from timm_parallel.config.compose import compose_command
 from timm_parallel.data.build import build_dataset
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.parallel.build import build_strategy
 from timm_parallel.runtime.replica_checks import parameters_hash
-from timm_parallel.testing.configs import parse, resolved
+from timm_parallel.testing.configs import parse
 from timm_parallel.testing.ranks import in_ranks
-from timm_parallel.testing.runs import parts_of, take_steps
 
 SMALL_SWIN = (
     "model.name=swin_tiny_patch4_window7_224",

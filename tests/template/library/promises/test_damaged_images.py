@@ -14,6 +14,7 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.template.runs import resolved, train_run
 from timm_parallel.data.loader import BatchFetcher, Loader
 from timm_parallel.data.prefetch import DevicePrefetcher
 from timm_parallel.data.samplers import EvalSampler, IndexBatch
@@ -22,9 +23,8 @@ from timm_parallel.machine.ranks import Ranks
 from timm_parallel.record.result import read_metrics, read_result
 from timm_parallel.task import Targets
 from timm_parallel.testing.commands import Train
-from timm_parallel.testing.configs import plain, resolved
+from timm_parallel.testing.configs import plain
 from timm_parallel.testing.ranks import in_ranks
-from timm_parallel.testing.runs import train_run
 
 
 def image_folder(root: Path, damaged: bool) -> tuple[Path, Path]:

@@ -17,11 +17,11 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.template.runs import ROOT, resolved, tiny
 from timm_parallel.data.samplers import TrainSampler
 from timm_parallel.errors import ReplicasDifferError
 from timm_parallel.machine.ranks import Ranks
-from timm_parallel.testing.commands import ROOT, Train
-from timm_parallel.testing.configs import resolved, tiny
+from timm_parallel.testing.commands import Train
 from timm_parallel.testing.ranks import in_ranks
 
 pytestmark = pytest.mark.processes
@@ -184,7 +184,7 @@ def test_run_ends_with_exit_code_1_when_the_run_folder_is_moved_or_deleted(
 
 def _drift(ranks: Ranks, store: torch.distributed.Store, where: str, folder: str) -> str:
     from src.train.run import train
-    from timm_parallel.testing.runs import start_run
+    from tests.template.runs import start_run
 
     config = resolved("parallel=ddp", "parallel.devices=2", "train.max_steps=2")
     run = start_run(config, Path(folder), ranks, store)

@@ -17,16 +17,17 @@ from pathlib import Path
 
 import pytest
 
+from tests.template.runs import ROOT, resolved
 from timm_parallel.faults.failure import RankExits, first_failure
 from timm_parallel.launch import job
 from timm_parallel.machine.lock import is_locked
 from timm_parallel.record.result import Result, read_result
-from timm_parallel.testing.commands import ROOT, Train
-from timm_parallel.testing.configs import read_lines, resolved
+from timm_parallel.testing.commands import Train
+from timm_parallel.testing.configs import read_lines
 from timm_parallel.testing.ranks import warm_ranks
 
 pytestmark = pytest.mark.processes
-FAULTY = Path(__file__).parent / "faulty"
+FAULTY = ROOT / "timm_parallel" / "tests" / "promises" / "faulty"
 # Longest allowed time in seconds between a fault and the end of the run. If only the watchdog
 # detects the fault, the time starts with the alarm of the watchdog.
 PROMPT = 15.0

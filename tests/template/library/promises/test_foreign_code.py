@@ -22,6 +22,7 @@ import torch
 from PIL import EpsImagePlugin, Image
 
 from src.schema import DataConfig, ModelConfig
+from tests.template.runs import ROOT
 from timm_parallel.config.compose import compose_command
 from timm_parallel.data.build import build_dataset
 from timm_parallel.data.dataset import IMAGE_FORMATS, IMAGE_SUFFIXES
@@ -34,7 +35,7 @@ from timm_parallel.lab.image_check import ImageReader
 from timm_parallel.launch.job import job_command
 from timm_parallel.state import checkpoint
 from timm_parallel.task import Targets
-from timm_parallel.testing.commands import ROOT, Refuse
+from timm_parallel.testing.commands import Refuse
 from timm_parallel.testing.configs import conf, parse
 
 

@@ -12,11 +12,10 @@ import pytest
 import torch
 
 from src.schema import ResolvedConfig
+from tests.template.runs import resolved, train_run
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.record.result import read_result
-from timm_parallel.testing.configs import resolved
 from timm_parallel.testing.ranks import in_ranks
-from timm_parallel.testing.runs import train_run
 
 FIXED = (
     "model=tiny",

@@ -19,6 +19,7 @@ import torch
 
 from src.data.transforms import OnImage
 from src.train.run import run
+from tests.template.runs import ROOT, resolved
 from timm_parallel.data.dataset import InMemory
 from timm_parallel.data.loader import BatchFetcher
 from timm_parallel.data.prefetch import DevicePrefetcher
@@ -28,8 +29,7 @@ from timm_parallel.machine.ranks import Ranks
 from timm_parallel.record.recorder import Recorder
 from timm_parallel.runtime.run import Training
 from timm_parallel.task import Targets
-from timm_parallel.testing.commands import ROOT
-from timm_parallel.testing.configs import plain, read_lines, resolved, train_loader_of
+from timm_parallel.testing.configs import plain, read_lines, train_loader_of
 from timm_parallel.testing.ranks import warm_processes
 
 # Script of a failed rank. BACKEND is the backend that the process group reports. BLOCKS is the time

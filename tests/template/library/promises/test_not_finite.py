@@ -14,12 +14,11 @@ import torch
 from torch import nn
 
 from src.train.run import train as train_all_steps
+from tests.template.runs import resolved, start_run
 from timm_parallel.errors import NotFiniteError
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.state import checkpoint
-from timm_parallel.testing.configs import resolved
 from timm_parallel.testing.ranks import in_ranks
-from timm_parallel.testing.runs import start_run
 
 SETTINGS = (
     "print_config=false",

@@ -22,6 +22,7 @@ from torch.amp import GradScaler
 
 from src.schema import ResolvedConfig
 from src.train.run import train as train_all_steps
+from tests.template.runs import resolved, run_warm, start_run
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.machine.signals import Stopped
 from timm_parallel.record.result import read_metrics, read_result
@@ -29,9 +30,8 @@ from timm_parallel.runtime.run import Training
 from timm_parallel.state import checkpoint
 from timm_parallel.state.parts import RunParts
 from timm_parallel.testing.commands import Train
-from timm_parallel.testing.configs import resolved, without_times
-from timm_parallel.testing.ranks import in_ranks, run_warm
-from timm_parallel.testing.runs import start_run
+from timm_parallel.testing.configs import without_times
+from timm_parallel.testing.ranks import in_ranks
 
 pytestmark = pytest.mark.processes
 # Optimizer steps of one epoch and of the whole run.

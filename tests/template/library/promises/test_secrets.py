@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from src.schema import Config, OptimConfig, ResolvedConfig
+from tests.template.runs import ROOT
 from timm_parallel import keys
 from timm_parallel.checked_configs import evaluation_config
 from timm_parallel.config.compose import compose_command, load_config, run_in_hydra, save_config
@@ -34,7 +35,7 @@ from timm_parallel.machine.secrets import (
     mask,
     mask_code,
 )
-from timm_parallel.testing.commands import ROOT, Refuse, Train
+from timm_parallel.testing.commands import Refuse, Train
 from timm_parallel.testing.configs import conf, parse
 from timm_parallel.trackers.tracker import Tracker
 

@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.template.runs import ROOT
 from timm_parallel.config.compose import read_saved
 from timm_parallel.faults.failure import RankExits, failure_text
 from timm_parallel.keys import ResolvedParallel
@@ -26,7 +27,7 @@ from timm_parallel.launch.rank import keep_compiled_code_private
 from timm_parallel.machine.files import write_text
 from timm_parallel.machine.secrets import HidingFormatter, mask
 from timm_parallel.state import checkpoint
-from timm_parallel.testing.commands import ROOT, Refuse, Train
+from timm_parallel.testing.commands import Refuse, Train
 
 CONTENTS: dict[str, Any] = {
     "model": {},

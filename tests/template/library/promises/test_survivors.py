@@ -15,10 +15,9 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.template.runs import ROOT, resolved
 from timm_parallel.launch import supervisor
 from timm_parallel.machine.process import terminate_descendants
-from timm_parallel.testing.commands import ROOT
-from timm_parallel.testing.configs import resolved
 
 DEAF = (
     "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', "

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.template.runs import tiny
 from timm_parallel.cluster import slurm
 from timm_parallel.errors import UnknownFormatError
 from timm_parallel.keys import SweepConfig
@@ -30,7 +31,7 @@ from timm_parallel.machine import hardware
 from timm_parallel.machine.hardware import CudaDevice
 from timm_parallel.record.jobs import Job, Jobs, read_jobs
 from timm_parallel.record.result import Result, read_result, write_result
-from timm_parallel.testing.configs import parse, tiny
+from timm_parallel.testing.configs import parse
 
 # Script of a fake sweep job. It counts its starts in a file, writes result.json with status done
 # and objective 0.5, and then sleeps for JOB_STAYS seconds.

@@ -24,11 +24,11 @@ import yaml
 from PIL import Image
 from test_faults import FAULTS, fault_environment, fault_time
 
+from tests.template.cluster_commands import KUBERNETES, TORCHRUN
+from tests.template.runs import ROOT, run_warm, tiny
 from timm_parallel.record.result import read_result
-from timm_parallel.testing.cluster_commands import KUBERNETES, TORCHRUN
-from timm_parallel.testing.commands import ROOT, Train
-from timm_parallel.testing.configs import read_lines, tiny
-from timm_parallel.testing.ranks import run_warm
+from timm_parallel.testing.commands import Train
+from timm_parallel.testing.configs import read_lines
 
 NAMES = ("nodea", "nodeb")
 # Addresses of the two nodes. tests/template/test_commands.py replaces the first address in the
